@@ -1,0 +1,254 @@
+"""What runs and how: ModelConfig (read from a checkpoint), EngineConfig and SpeculativeConfig, all frozen."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from hybridrt.errors import ConfigError, DeviceError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Softmax attention of a model, before sharding. `rope` is the Hugging Face rope_parameters dict, None for none."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Mapping[str, Any] | None
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """Mamba-2 mixer (Dao & Gu 2024), before sharding: H heads of dim P, G groups of B and C, N states a channel."""
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    n_groups: int
+    conv_kernel: int
+    chunk_size: int
+    dt_limit: tuple[float, float]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class GDNConfig:
+    """Gated Delta Net mixer (Yang et al. 2025), before sharding."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_kernel: int
+    chunk_size: int = 64
+
+
+LinearConfig = Mamba2Config | GDNConfig
+LINEAR_KINDS: dict[type, str] = {Mamba2Config: "mamba2", GDNConfig: "gdn"}
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one decoder layer holds: softmax attention and/or a recurrent mixer, then a feed-forward part or none."""
+
+    attention: bool
+    linear: str | None  # "mamba2" | "gdn" | None
+    ffn: str | None  # "mlp" | "moe" | None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model as the runtime sees it, family spellings normalised. `hf` keeps the transformers config for the
+    numbers that only one model file reads (multipliers, biases, expert counts)."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    attention: AttentionConfig
+    linear: Mapping[str, LinearConfig]
+    max_position_embeddings: int
+    dtype: torch.dtype
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    hf: Any = field(repr=False, compare=False)
+
+    @property
+    def full_attention_layer_ids(self) -> tuple[int, ...]:
+        return tuple(i for i, spec in enumerate(self.layers) if spec.attention)
+
+    def linear_layer_ids(self, kind: str) -> tuple[int, ...]:
+        """Layers whose recurrent mixer is of `kind` ("mamba2", "gdn")."""
+        return tuple(i for i, spec in enumerate(self.layers) if spec.linear == kind)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> "ModelConfig":
+        """Reads config.json (and generation_config.json for end-of-sequence ids) of a checkpoint directory.
+
+        Raises:
+            ConfigError: no such directory, no config.json, or fields that contradict each other.
+            UnsupportedModelError: the architecture is not one of `hybridrt.models`.
+        """
+        from hybridrt.hf_config import read_model_config
+
+        return read_model_config(Path(path))
+
+
+StateMode = Literal["auto", "classic", "replay"]
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Speculative decoding. `num_draft_tokens` drafts are verified with the last sampled token in one step.
+
+    Args:
+        method: "ngram" (prompt lookup), "draft" (a smaller model) or "mtp" (the checkpoint's own prediction head).
+        num_draft_tokens: drafts a step, 1 to 15; a verify step runs num_draft_tokens + 1 tokens a request.
+        draft_model: checkpoint of the drafter; required by method "draft" alone.
+        state_mode: how recurrent state rolls back: "intermediate" keeps the state after every token, "replay"
+            keeps recent inputs and recomputes, "auto" picks.
+        speculative_attention_mode: which full-attention backend verifies, the "prefill" or the "decode" one.
+        topk: drafts per tree level; 1 is a chain.
+    """
+
+    method: str = "ngram"
+    num_draft_tokens: int = 4
+    draft_model: str | None = None
+    state_mode: str = "auto"
+    speculative_attention_mode: str = "decode"
+    topk: int = 1
+
+    def __post_init__(self) -> None:
+        _one_of("method", self.method, ("ngram", "draft", "mtp"))
+        _one_of("state_mode", self.state_mode, ("auto", "intermediate", "replay"))
+        _one_of("speculative_attention_mode", self.speculative_attention_mode, ("prefill", "decode"))
+        _in_range("num_draft_tokens", self.num_draft_tokens, 1, 15)
+        _in_range("topk", self.topk, 1, 8)
+        if (self.method == "draft") != (self.draft_model is not None):
+            raise ConfigError(f'draft_model goes with method="draft" and with no other; method is {self.method!r}')
+        if self.topk > 1 and self.state_mode == "replay":
+            raise ConfigError('topk > 1 makes a tree, and state_mode="replay" verifies chains: use "intermediate"')
+
+    @property
+    def num_verify_tokens(self) -> int:
+        """T: tokens verified per request in one step, the root included."""
+        return self.num_draft_tokens + 1
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything about a run that is not the model's own. `LLM(...)` takes these fields as keyword arguments.
+
+    Args:
+        model: checkpoint directory or hub name.
+        device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
+        dtype: weights and activations; "auto" is the checkpoint's on CUDA and float32 on a CPU.
+        load_format: "auto" reads safetensors; "dummy" fills seeded random weights from config.json alone.
+        max_model_len: longest prompt + output of a request; None is the model's own limit, cut to what fits.
+        max_running_requests: requests that decode together; None lets the memory plan choose.
+        memory_fraction: share of the device's memory that weights, pools and activations may take.
+        page_size: tokens in a KV page, a power of two.
+        chunked_prefill_size: prompt tokens that one step computes at most.
+        mamba_ssm_dtype: dtype of the recurrent state.
+        state_mode: "classic" writes the recurrent state every step; "replay" keeps a ring of inputs and writes it
+            once in about 16 steps; "auto" picks replay where a fused kernel exists.
+        attention_backend, prefill_attention_backend: names from `hybridrt.attention.registry`; the second, if given,
+            serves prefill alone.
+        linear_attn_backend: "auto" or the backend's name for the model's kind of recurrent layer.
+        cuda_graph, cuda_graph_max_bs: capture decode steps (CUDA only), and the largest batch captured.
+        overlap: launch a step before the previous one's tokens have reached the host.
+        speculative: a SpeculativeConfig, or None.
+        tp_size: tensor-parallel ranks; more than 1 needs one process a rank (torchrun).
+        seed: of dummy weights and of requests that bring no seed.
+    """
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    max_running_requests: int | None = None
+    memory_fraction: float = 0.85
+    page_size: int = 16
+    chunked_prefill_size: int = 8192
+    mamba_ssm_dtype: str = "float32"
+    state_mode: str = "auto"
+    attention_backend: str = "auto"
+    prefill_attention_backend: str | None = None
+    linear_attn_backend: str = "auto"
+    cuda_graph: bool = True
+    cuda_graph_max_bs: int | None = None
+    overlap: bool = True
+    speculative: SpeculativeConfig | None = None
+    tp_size: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, ("auto", *DTYPES))
+        _one_of("load_format", self.load_format, ("auto", "dummy"))
+        _one_of("mamba_ssm_dtype", self.mamba_ssm_dtype, tuple(DTYPES))
+        _one_of("state_mode", self.state_mode, ("auto", "classic", "replay"))
+        for name, low, high in (("page_size", 1, 1024), ("chunked_prefill_size", 1, 2**20), ("tp_size", 1, 64)):
+            _in_range(name, getattr(self, name), low, high)
+        for name in ("max_model_len", "max_running_requests", "cuda_graph_max_bs"):
+            if getattr(self, name) is not None:
+                _in_range(name, getattr(self, name), 1, 2**24)
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size is {self.page_size}; it must be a power of two (16 is the default)")
+        if not 0 < self.memory_fraction < 1:
+            raise ConfigError(f"memory_fraction is {self.memory_fraction}; it must lie between 0 and 1 (0.85 default)")
+        if self.speculative is not None and not isinstance(self.speculative, SpeculativeConfig):
+            raise ConfigError(f"speculative is {self.speculative!r}; pass a SpeculativeConfig or None")
+
+    @property
+    def num_verify_tokens(self) -> int:
+        """T: tokens per request in one decode or verify step (1 without speculation)."""
+        return self.speculative.num_verify_tokens if self.speculative else 1
+
+
+def resolve_device(name: str) -> torch.device:
+    """"auto", "cpu", "cuda" or "cuda:N" to a device that exists, else DeviceError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as e:
+        raise DeviceError(f'device is {name!r}; use "auto", "cpu", "cuda" or "cuda:N"') from e
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f'device is {name!r}; hybridrt runs on "cpu" and "cuda"')
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise DeviceError(f'device is {name!r}, but torch sees {count} CUDA devices; use device="cpu"')
+        device = torch.device("cuda", device.index or 0)
+    return device
+
+
+def resolve_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """dtype of weights and activations. On a CPU "auto" is float32: bfloat16 is slower there and less exact."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    if model_dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise DeviceError(f'{torch.cuda.get_device_name(device)} has no bfloat16; pass dtype="float16" or "float32"')
+    return model_dtype
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
+
+
+def _in_range(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}; it must be an integer from {low} to {high}")

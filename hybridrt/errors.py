@@ -1,0 +1,53 @@
+"""Typed errors. Each is raised before any state changes, and its text says what to do about it."""
+
+
+class HybridrtError(Exception):
+    """Base class: `except HybridrtError` catches everything that this package raises on purpose."""
+
+
+class ConfigError(HybridrtError, ValueError):
+    """An argument, a combination of arguments or a checkpoint's config.json cannot be used."""
+
+
+class UnsupportedModelError(ConfigError):
+    """The checkpoint names an architecture that no registered model implements."""
+
+
+class CheckpointError(HybridrtError):
+    """A checkpoint does not hold what the model needs: keys missing, left over, misshapen or unreadable."""
+
+
+class RequestError(HybridrtError, ValueError):
+    """One request is invalid (empty prompt, too long, token id out of range, ...). The engine is unchanged."""
+
+
+class MemoryBudgetError(HybridrtError):
+    """The memory budget cannot hold what was asked for; the text names the number to change."""
+
+
+class PoolError(HybridrtError):
+    """A pool's bookkeeping was violated: double free, use after free, a stale handle."""
+
+
+class OutOfSlotsError(PoolError):
+    """A pool has no free entry. The scheduler turns this into queueing or retraction; it never reaches a user."""
+
+
+class BackendError(HybridrtError, ValueError):
+    """An attention or linear backend cannot serve this model, mode or platform."""
+
+
+class ProviderNotInstalledError(HybridrtError, ImportError):
+    """A kernel provider was asked for by name, but its package is missing; the text names the extra to install."""
+
+
+class DeviceError(HybridrtError, RuntimeError):
+    """The requested device is not available on this machine."""
+
+
+class EngineError(HybridrtError, RuntimeError):
+    """The engine cannot go on: an executor failed or an internal invariant broke."""
+
+
+class TransferError(HybridrtError, RuntimeError):
+    """State transfer between workers was refused or broken off."""

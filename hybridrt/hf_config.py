@@ -1,0 +1,157 @@
+"""Reads a Hugging Face config.json into a ModelConfig. One function a family; transformers normalises spellings."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridrt.config import DTYPES, AttentionConfig, GDNConfig, LayerSpec, Mamba2Config, ModelConfig
+from hybridrt.errors import ConfigError, UnsupportedModelError
+
+FamilyFields = dict[str, Any]
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """See ModelConfig.from_pretrained."""
+    raw = _read_json(path)
+    architecture = (raw.get("architectures") or [""])[0]
+    if architecture not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise UnsupportedModelError(f"{path}: architecture {architecture!r} is not supported; supported are {known}")
+    hf = _transformers_config(path)
+    _check_activation(hf, path)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        max_position_embeddings=hf.max_position_embeddings,
+        dtype=_dtype(raw),
+        tie_word_embeddings=bool(hf.tie_word_embeddings),
+        eos_token_ids=_eos_ids(path, raw),
+        hf=hf,
+        **FAMILIES[architecture](hf),
+    )
+
+
+def _falcon_h1(hf: Any) -> FamilyFields:
+    d_ssm = hf.mamba_d_ssm if hf.mamba_d_ssm is not None else int(hf.mamba_expand * hf.hidden_size)
+    mamba = Mamba2Config(
+        num_heads=hf.mamba_n_heads,
+        head_dim=d_ssm // hf.mamba_n_heads,
+        state_size=hf.mamba_d_state,
+        n_groups=hf.mamba_n_groups,
+        conv_kernel=hf.mamba_d_conv,
+        chunk_size=hf.mamba_chunk_size,
+        dt_limit=tuple(hf.time_step_limit),
+    )
+    layer = LayerSpec(attention=True, linear="mamba2", ffn="mlp")
+    return {"layers": (layer,) * hf.num_hidden_layers, "linear": {"mamba2": mamba}, "attention": _attention(hf)}
+
+
+def _nemotron_h(hf: Any) -> FamilyFields:
+    kinds = {
+        "linear_attention": LayerSpec(False, "mamba2", None),
+        "full_attention": LayerSpec(True, None, None),
+        "mlp": LayerSpec(False, None, "mlp"),
+        "moe": LayerSpec(False, None, "moe"),
+    }
+    # Older spellings of the pattern that transformers versions keep in layers_block_type.
+    kinds |= {"mamba": kinds["linear_attention"], "attention": kinds["full_attention"]}
+    unknown = sorted(set(hf.layers_block_type) - set(kinds))
+    if unknown:
+        raise ConfigError(f"layers_block_type holds {unknown}; known kinds are {sorted(kinds)}")
+    mamba = Mamba2Config(
+        num_heads=hf.mamba_num_heads,
+        head_dim=hf.mamba_head_dim,
+        state_size=hf.ssm_state_size,
+        n_groups=hf.n_groups,
+        conv_kernel=hf.conv_kernel,
+        chunk_size=hf.chunk_size,
+        dt_limit=tuple(hf.time_step_limit),
+    )
+    layers = tuple(kinds[k] for k in hf.layers_block_type)
+    # Nemotron-H rotates nothing: its attention layers take positions from the recurrent layers around them.
+    return {"layers": layers, "linear": {"mamba2": mamba}, "attention": _attention(hf, rotary=False)}
+
+
+def _qwen3_next(hf: Any) -> FamilyFields:
+    gdn = GDNConfig(
+        num_k_heads=hf.linear_num_key_heads,
+        num_v_heads=hf.linear_num_value_heads,
+        head_k_dim=hf.linear_key_head_dim,
+        head_v_dim=hf.linear_value_head_dim,
+        conv_kernel=hf.linear_conv_kernel_dim,
+    )
+
+    def layer(i: int, kind: str) -> LayerSpec:
+        full = kind == "full_attention"
+        sparse = hf.num_experts > 0 and i not in hf.mlp_only_layers and (i + 1) % hf.decoder_sparse_step == 0
+        return LayerSpec(full, None if full else "gdn", "moe" if sparse else "mlp")
+
+    layers = tuple(layer(i, kind) for i, kind in enumerate(hf.layer_types))
+    return {"layers": layers, "linear": {"gdn": gdn}, "attention": _attention(hf)}
+
+
+FAMILIES: dict[str, Callable[[Any], FamilyFields]] = {
+    "FalconH1ForCausalLM": _falcon_h1,
+    "NemotronHForCausalLM": _nemotron_h,
+    "Qwen3NextForCausalLM": _qwen3_next,
+}
+
+
+def _attention(hf: Any, rotary: bool = True) -> AttentionConfig:
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    if hf.num_attention_heads % hf.num_key_value_heads:
+        raise ConfigError(
+            f"num_attention_heads {hf.num_attention_heads} is no multiple of num_key_value_heads "
+            f"{hf.num_key_value_heads}"
+        )
+    rope = dict(hf.rope_parameters) if rotary else None
+    return AttentionConfig(hf.num_attention_heads, hf.num_key_value_heads, head_dim, rope)
+
+
+def _check_activation(hf: Any, path: Path) -> None:
+    for name in ("hidden_act", "mamba_hidden_act"):
+        if getattr(hf, name, "silu") != "silu":
+            raise ConfigError(f"{path}: {name} is {getattr(hf, name)!r}; hybridrt implements 'silu'")
+    if getattr(hf, "mlp_hidden_act", "relu2") != "relu2":
+        raise ConfigError(f"{path}: mlp_hidden_act is {hf.mlp_hidden_act!r}; hybridrt implements 'relu2'")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no directory; pass a checkpoint directory or a hub name such as org/model")
+    if not file.is_file():
+        raise ConfigError(f"{path} has no config.json; is it a Hugging Face checkpoint directory?")
+    try:
+        raw: dict[str, Any] = json.loads(file.read_text())
+    except ValueError as e:
+        raise ConfigError(f"{file} is not valid JSON: {e}") from e
+    return raw
+
+
+def _transformers_config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as e:  # transformers raises many kinds here; all mean that config.json cannot be used
+        raise ConfigError(f"{path}/config.json: transformers cannot read it: {e}") from e
+
+
+def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
+    name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    if name not in DTYPES:
+        raise ConfigError(f"config.json says dtype {name!r}; hybridrt runs {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _eos_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """generation_config.json wins over config.json: chat models list their end-of-turn ids there."""
+    file = path / "generation_config.json"
+    generation = json.loads(file.read_text()) if file.is_file() else {}
+    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+    return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
