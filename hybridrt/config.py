@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -67,8 +66,8 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model as the runtime sees it, family spellings normalised. `hf` keeps the transformers config for the
-    numbers that only one model file reads (multipliers, biases, expert counts)."""
+    """A model as the runtime sees it, family spellings normalised (`hybridrt.hf_config.read_model_config` makes it).
+    `hf` keeps the transformers config for the numbers that only one model file reads (multipliers, biases)."""
 
     architecture: str
     vocab_size: int
@@ -89,21 +88,6 @@ class ModelConfig:
     def linear_layer_ids(self, kind: str) -> tuple[int, ...]:
         """Layers whose recurrent mixer is of `kind` ("mamba2", "gdn")."""
         return tuple(i for i, spec in enumerate(self.layers) if spec.linear == kind)
-
-    @classmethod
-    def from_pretrained(cls, path: str | Path) -> "ModelConfig":
-        """Reads config.json (and generation_config.json for end-of-sequence ids) of a checkpoint directory.
-
-        Raises:
-            ConfigError: no such directory, no config.json, or fields that contradict each other.
-            UnsupportedModelError: the architecture is not one of `hybridrt.models`.
-        """
-        from hybridrt.hf_config import read_model_config
-
-        return read_model_config(Path(path))
-
-
-StateMode = Literal["auto", "classic", "replay"]
 
 
 @dataclass(frozen=True)

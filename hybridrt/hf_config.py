@@ -14,7 +14,12 @@ FamilyFields = dict[str, Any]
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """See ModelConfig.from_pretrained."""
+    """Reads config.json (and generation_config.json for end-of-sequence ids) of a checkpoint directory.
+
+    Raises:
+        ConfigError: no such directory, no config.json, or fields that cannot be used.
+        UnsupportedModelError: the architecture is not one of `hybridrt.models`.
+    """
     raw = _read_json(path)
     architecture = (raw.get("architectures") or [""])[0]
     if architecture not in FAMILIES:

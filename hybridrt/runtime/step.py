@@ -1,0 +1,109 @@
+"""One step as data: what the scheduler hands to an executor, and what comes back. Host integers only."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hybridrt.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request takes a row. The executor zeroes the slot's state, resets the row's ring and stores the row's
+    sampling constants on the device, before anything else of the step runs.
+
+    Attributes:
+        row: request row in [1, R]; row 0 is padding.
+        slot: recurrent state slot in [1, S]; 0 if the model has no recurrent layer.
+        tokens: prompt, then the tokens generated so far (a retracted request comes back with some).
+        prompt_len: how many of `tokens` are the prompt.
+        seed: of the request's draws.
+    """
+
+    row: int
+    slot: int
+    tokens: Sequence[int]
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageWrite:
+    """`pages` become pages first_page, first_page + 1, ... of `row`'s KV."""
+
+    row: int
+    first_page: int
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One decode token. Its input is the last token sampled for the row, which only the device may know yet.
+
+    Attributes:
+        computed: tokens whose KV and state are written before this step: the input's position.
+        output_index: index, in the request's output, of the token that this step samples; with the seed it keys the draw.
+        drafts: proposed continuations to verify after the input (speculative decoding).
+    """
+
+    row: int
+    computed: int
+    output_index: int
+    drafts: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendRow:
+    """A chunk of a prompt. `sample` is set on the last chunk, whose last position gives the next token."""
+
+    row: int
+    computed: int
+    tokens: Sequence[int]
+    output_index: int
+    sample: bool
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Decode rows come first in the batch, then extend rows, each list in order."""
+
+    admissions: list[Admission] = field(default_factory=list)
+    page_writes: list[PageWrite] = field(default_factory=list)
+    decode: list[DecodeRow] = field(default_factory=list)
+    extend: list[ExtendRow] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of one sampled token (natural log, before temperature) and of the most likely ones."""
+
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """For every decode row, then every extend row with `sample` set: the tokens that it gained, in order (one
+    without speculation, accepted drafts + 1 with it), and their log-probabilities where asked for (else None)."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[TokenLogprobs] | None]
+
+
+class StepHandle(Protocol):
+    """A launched step whose result may still be on its way."""
+
+    def ready(self) -> bool:
+        """True if `result` would not wait."""
+        ...
+
+    def result(self) -> StepResult:
+        """Waits for the step and returns its tokens. Steps are consumed in launch order."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs steps in launch order. `launch` returns at once; a later step may be launched before the result is read."""
+
+    def launch(self, plan: StepPlan) -> StepHandle: ...
