@@ -1,0 +1,229 @@
+"""Depthwise causal convolution over a ring of raw inputs: y[p] = act(bias + sum_k weight[:, k] * x[p - (K-1) + k]).
+
+The conv state of a request is a ring: the raw input of absolute position p stands in column p mod Wc of
+conv[slot], Wc a power of two >= K - 1 + T for steps of T tokens. A step of T tokens is rolled back by position
+alone: the columns that a rejected token wrote are overwritten before anything reads them.
+
+Slots are int32 [B]; a row whose slots are -1 is padding: its output is zero and it touches no state.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.errors import ConfigError
+from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.slots import live_tokens, pad_mask, read_columns, write_columns, write_rows
+
+Activation = Literal["silu"] | None
+
+register("causal_conv1d_varlen", "torch", "hybridrt.kernels.causal_conv1d:causal_conv1d_varlen_reference")
+register("causal_conv1d_update", "torch", "hybridrt.kernels.causal_conv1d:causal_conv1d_update_reference")
+
+
+def causal_conv1d_varlen(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    query_start_loc: Tensor,
+    start_positions: Tensor,
+    *,
+    activation: Activation = "silu",
+) -> Tensor:
+    """Convolves the tokens of several requests, packed along one axis.
+
+    Args:
+        x: [T, C] raw inputs; row b holds x[query_start_loc[b]:query_start_loc[b+1]].
+        weight: [C, K]; bias: [C] or None.
+        conv: [S+1, C, Wc] rings. Taps before the chunk come from `read_slots` (zero before position 0); afterwards
+            the ring of `write_slots` holds the K - 1 raw inputs that end the row.
+        query_start_loc: [B+1] int32. Tokens past its last entry get zeros.
+        start_positions: [B] int32, absolute position of each row's first token.
+
+    Returns:
+        [T, C] in x's dtype.
+
+    Raises:
+        ConfigError: the ring is too narrow for K taps, or Wc is not a power of two.
+    """
+    check_ring(conv, weight.shape[1], 1)
+    out: Tensor = select("causal_conv1d_varlen", x.device.type)(
+        x, weight, bias, conv, read_slots, write_slots, query_start_loc, start_positions, activation=activation
+    )
+    return out
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    start_positions: Tensor,
+    *,
+    activation: Activation = "silu",
+    parents: Tensor | None = None,
+    windows: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Convolves T new tokens of each row: decode (T = 1), verify of a chain or of a tree (T > 1).
+
+    A chain (`parents` None) writes its T raw inputs to the ring. In a tree the taps follow the ancestors and the
+    ring is left alone.
+
+    Args:
+        x: [B, T, C] raw inputs, token t at position start_positions + t (tree: + depth of node t).
+        weight, bias, conv, read_slots, write_slots: as in `causal_conv1d_varlen`.
+        start_positions: [B] int32, position of token 0.
+        parents: [B, T] int32, parent node (< t) of each node, -1 for the committed token before the root.
+        windows: [R+1, T, C, K-1]; windows[rows[b], t] gets the K - 1 raw inputs that end at token t, oldest first.
+        rows: [B] int32, rows of `windows`.
+
+    Returns:
+        [B, T, C] in x's dtype.
+
+    Raises:
+        ConfigError: the ring is too narrow for K taps and T tokens, or Wc is not a power of two.
+    """
+    check_ring(conv, weight.shape[1], x.shape[1] if parents is None else 1)
+    out: Tensor = select("causal_conv1d_update", x.device.type)(
+        x, weight, bias, conv, read_slots, write_slots, start_positions,
+        activation=activation, parents=parents, windows=windows, rows=rows,
+    )  # fmt: skip
+    return out
+
+
+def conv_window(conv: Tensor, slots: Tensor, positions: Tensor, kernel: int) -> Tensor:
+    """The K - 1 raw inputs before `positions` [B], oldest first: [B, C, K-1], conv's dtype, zero before position 0."""
+    return _window(conv, slots, positions, kernel).transpose(1, 2).contiguous()
+
+
+def check_ring(conv: Tensor, kernel: int, tokens: int) -> None:
+    """Raises ConfigError unless the ring of `conv` [S+1, C, Wc] serves `kernel` taps and steps of `tokens` tokens."""
+    width = conv.shape[2]
+    if width < kernel - 1 + tokens or width & (width - 1):
+        raise ConfigError(
+            f"conv ring of {width} columns cannot serve {kernel} taps and steps of {tokens} tokens; "
+            f"it must be a power of two >= {kernel - 1 + tokens}"
+        )
+
+
+def causal_conv1d_varlen_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    query_start_loc: Tensor,
+    start_positions: Tensor,
+    *,
+    activation: Activation = "silu",
+) -> Tensor:
+    """Plain-torch `causal_conv1d_varlen`: shifted sums over all tokens, then the first K - 1 of each row anew."""
+    num_tokens, taps = x.shape[0], weight.shape[1]
+    if num_tokens == 0:
+        return torch.empty_like(x)
+    first, end = query_start_loc[:-1, None], query_start_loc[1:, None]
+    window = _window(conv, read_slots, start_positions, taps)
+    offsets = torch.arange(taps - 1, device=x.device)
+
+    # One spare row at the end takes what the short rows do not have.
+    out = torch.empty(num_tokens + 1, x.shape[1], device=x.device)
+    _shifted_sum(x.float(), weight, bias, out[:-1])
+    head = first + offsets
+    head_x = torch.cat([window, x[head.clamp(max=num_tokens - 1)]], dim=1)
+    out[torch.where(head < end, head, num_tokens)] = _tap_sum(head_x, weight, bias, taps - 1)
+
+    last = end - first - (taps - 1) + offsets
+    carried = window.gather(1, (last + taps - 1).clamp(0, taps - 2).long()[:, :, None].expand(window.shape))
+    tail = torch.where((last >= 0)[:, :, None], x[(first + last).clamp(0, num_tokens - 1)], carried)
+    write_columns(conv, write_slots, _columns(conv, start_positions[:, None] + last), tail)
+    dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
+    return _activate(out[:-1], activation).masked_fill_(dead[:, None], 0.0).to(x.dtype)
+
+
+def causal_conv1d_update_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    start_positions: Tensor,
+    *,
+    activation: Activation = "silu",
+    parents: Tensor | None = None,
+    windows: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Plain-torch `causal_conv1d_update`."""
+    num_tokens, taps = x.shape[1], weight.shape[1]
+    history = torch.cat([_window(conv, read_slots, start_positions, taps), x], dim=1)
+    if parents is None:
+        offsets = torch.arange(1 - taps, num_tokens, device=x.device)
+        write_columns(conv, write_slots, _columns(conv, start_positions[:, None] + offsets), history)
+        out = _tap_sum(history, weight, bias, num_tokens)
+        inputs = history.unfold(1, taps, 1).transpose(2, 3) if windows is not None else None
+    else:
+        inputs = _along_ancestors(history, parents, taps)
+        out = torch.einsum("btkc,ck->btc", inputs.float(), weight.float())
+        out = out if bias is None else out + bias
+    if windows is not None:
+        assert inputs is not None and rows is not None
+        write_rows(windows, torch.where(read_slots < 0, -1, rows), inputs[:, :, 1:].transpose(2, 3))
+    return _activate(out, activation).masked_fill_(pad_mask(read_slots, 3), 0.0).to(x.dtype)
+
+
+def _columns(conv: Tensor, positions: Tensor) -> Tensor:
+    return positions & (conv.shape[2] - 1)
+
+
+def _window(conv: Tensor, slots: Tensor, positions: Tensor, taps: int) -> Tensor:
+    """`conv_window` as [B, K-1, C]."""
+    before = positions[:, None] + torch.arange(1 - taps, 0, device=conv.device)
+    window = read_columns(conv, slots, _columns(conv, before))
+    return window.masked_fill_((before < 0)[:, :, None], 0.0)
+
+
+def _shifted_sum(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """The convolution of x [T, C] as if it were one row that starts at position 0."""
+    taps = weight.float().t().contiguous()
+    torch.mul(x, taps[-1], out=out)
+    for shift in range(1, len(taps)):
+        out[shift:].addcmul_(x[:-shift], taps[-1 - shift])
+    if bias is not None:
+        out += bias
+
+
+def _tap_sum(history: Tensor, weight: Tensor, bias: Tensor | None, tokens: int) -> Tensor:
+    """Outputs [B, tokens, C] of a history [B, K-1+tokens, C]."""
+    history, taps = history.float(), weight.float().t()
+    if tokens == 1:
+        out = (history * taps).sum(1, keepdim=True)
+    else:
+        out = sum((history[:, k : k + tokens] * taps[k] for k in range(1, len(taps))), history[:, :tokens] * taps[0])
+    return out if bias is None else out + bias
+
+
+def _along_ancestors(history: Tensor, parents: Tensor, taps: int) -> Tensor:
+    """Inputs [B, T, K, C] of each tree node, oldest first, from history = [window, nodes]."""
+    node = torch.arange(parents.shape[1], device=parents.device).expand(parents.shape)
+    path = [node]
+    for _ in range(taps - 1):
+        # Node -1 is the committed token before the root, -2 the one before that: columns of the window.
+        node = torch.where(node >= 0, parents.gather(1, node.clamp(min=0)), node - 1)
+        path.insert(0, node)
+    index = torch.stack(path, dim=2) + taps - 1
+    batch = torch.arange(len(history), device=history.device)[:, None, None]
+    return history[batch, index]
+
+
+def _activate(x: Tensor, activation: Activation) -> Tensor:
+    return x if activation is None else F.silu(x, inplace=True)

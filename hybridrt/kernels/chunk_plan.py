@@ -1,0 +1,54 @@
+"""How a ragged prefill is cut into chunks that no request shares and that do not move with the prefix."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Logical chunks of the new tokens of B requests, packed along one axis.
+
+    A chunk ends where the request ends or where an absolute position is a multiple of `chunk_size`, so the chunks of
+    a prompt are the same however it was split into steps. A request without new tokens has no chunk.
+
+    Attributes:
+        cu_chunk_seqlens: [n+1] int32, first token of each chunk, then the number of tokens.
+        seq_idx: [n] int32, request of each chunk.
+        first_chunk: [B] int32; last_chunk: [B] int32, -1 for a request without chunks (first_chunk is 0 then).
+        max_chunks_per_seq: chunks of the longest request.
+        chunk_size: most tokens of a chunk.
+    """
+
+    cu_chunk_seqlens: Tensor
+    seq_idx: Tensor
+    first_chunk: Tensor
+    last_chunk: Tensor
+    max_chunks_per_seq: int
+    chunk_size: int
+
+
+def plan_chunks(
+    computed: Sequence[int], new: Sequence[int], chunk_size: int, device: torch.device | str = "cpu"
+) -> ChunkPlan:
+    """Plans the chunks of requests with `computed` tokens in their state and `new` ones to add (host integers)."""
+    ends, seq_idx, first, last = [0], list[int](), list[int](), list[int]()
+    for request, (done, count) in enumerate(zip(computed, new, strict=True)):
+        lengths = _chunk_lengths(done, count, chunk_size)
+        first.append(len(seq_idx) if lengths else 0)
+        seq_idx += [request] * len(lengths)
+        last.append(len(seq_idx) - 1 if lengths else -1)
+        for length in lengths:
+            ends.append(ends[-1] + length)
+    packed = torch.tensor(ends + seq_idx + first + last, dtype=torch.int32).to(device, non_blocking=True)
+    longest = max((b - a + 1 for a, b in zip(first, last, strict=True)), default=0)
+    cu, seq, firsts, lasts = packed.split([len(ends), len(seq_idx), len(first), len(last)])
+    return ChunkPlan(cu, seq, firsts, lasts, longest, chunk_size)
+
+
+def _chunk_lengths(done: int, count: int, chunk_size: int) -> list[int]:
+    boundary = min(count, chunk_size - done % chunk_size)
+    full, rest = divmod(count - boundary, chunk_size)
+    return [n for n in (boundary, *[chunk_size] * full, rest) if n]

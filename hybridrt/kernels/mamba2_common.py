@@ -1,0 +1,20 @@
+"""What the Mamba-2 operations share: the time step and the output terms that do not pass through the state."""
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def time_step(dt: Tensor, dt_bias: Tensor | None, dt_limit: tuple[float, float]) -> Tensor:
+    """clamp(softplus(dt + dt_bias), *dt_limit): raw dt [..., H], dt_bias [H] -> float32 [..., H]."""
+    dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    dt = F.softplus(dt)
+    return dt if dt_limit == (0.0, math.inf) else dt.clamp(*dt_limit)
+
+
+def skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    """(y + D * x) * silu(z) in float32, in place on y: y, x, z [..., H, P], D [H]."""
+    if D is not None:
+        y.addcmul_(x.float(), D.float()[:, None])
+    return y if z is None else y.mul_(F.silu(z.float()))

@@ -1,0 +1,135 @@
+"""Chunked scan of Mamba-2 over ragged prompts: the state space dual (SSD) form of Dao & Gu 2024, section 6.
+
+    dt = clamp(softplus(dt + dt_bias), *dt_limit)
+    h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T          [P, N] per head
+    y_t = (h_t C_t + D x_t) * silu(z_t)
+
+T tokens in all, B requests, H heads of P channels, G groups of B and C, N state columns.
+"""
+
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
+from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
+from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.slots import live_tokens, read_rows, write_rows
+
+__all__ = ["ChunkPlan", "mamba2_chunk_scan", "mamba2_chunk_scan_reference", "plan_chunks"]
+
+register("mamba2_chunk_scan", "torch", "hybridrt.kernels.mamba2_scan:mamba2_chunk_scan_reference")
+
+
+def mamba2_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    z: Tensor | None,
+    states: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    has_initial_state: Tensor,
+    query_start_loc: Tensor,
+    plan: ChunkPlan,
+) -> Tensor:
+    """Scans the new tokens of each request from its state and leaves the state after them in the pool.
+
+    Args:
+        x, z: [T, H, P]; dt: [T, H] raw; B, C: [T, G, N]. Any token stride, last dimension contiguous.
+        A: [H] float32, negative; D, dt_bias: [H].
+        states: [S+1, H, P, N] pool, read at `read_slots` where `has_initial_state` [B] (else zero), written at
+            `write_slots` in the pool's dtype. A row whose slots are -1 gets zeros and touches no state.
+        query_start_loc: [B+1] int32. Tokens past its last entry get zeros.
+        plan: chunks of the same rows.
+
+    Returns:
+        [T, H, P] in x's dtype.
+    """
+    out: Tensor = select("mamba2_chunk_scan", x.device.type)(
+        x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_limit=dt_limit, z=z, states=states, read_slots=read_slots,
+        write_slots=write_slots, has_initial_state=has_initial_state, query_start_loc=query_start_loc, plan=plan,
+    )  # fmt: skip
+    return out
+
+
+def mamba2_chunk_scan_reference(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    z: Tensor | None,
+    states: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    has_initial_state: Tensor,
+    query_start_loc: Tensor,
+    plan: ChunkPlan,
+) -> Tensor:
+    """Plain-torch `mamba2_chunk_scan`: the i-th chunks of all requests at once, for each i.
+
+    This is the CPU path too; there it is fastest with chunks of 64 to 128 tokens.
+    """
+    num_tokens = x.shape[0]
+    dt = time_step(dt, dt_bias, dt_limit)
+    fresh = ~has_initial_state.view(-1, 1, 1, 1)
+    state = read_rows(states, read_slots).float().masked_fill_(fresh, 0.0)
+    # One spare token at the end takes the output of positions that pad a chunk.
+    out = torch.empty(num_tokens + 1, *x.shape[1:], device=x.device)
+    for i in range(plan.max_chunks_per_seq):
+        rows, token, inside = _chunk_tokens(plan, i)
+        step = torch.where(inside[:, :, None], dt[token], 0.0)
+        y, state[rows] = _chunk_step(x[token].float(), step, A, B[token].float(), C[token].float(), state[rows])
+        out[torch.where(inside, token, num_tokens)] = y
+    write_rows(states, write_slots, state)
+    out = skip_and_gate(out[:-1], x, D, z)
+    dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
+    return out.masked_fill_(dead[:, None, None], 0.0).to(x.dtype)
+
+
+def _chunk_tokens(plan: ChunkPlan, i: int) -> tuple[Tensor | slice, Tensor, Tensor]:
+    """Rows [b] that have an i-th chunk, its tokens [b, Q] (the last one repeated as padding) and which are real."""
+    chunk = plan.first_chunk + i
+    having = (chunk <= plan.last_chunk).nonzero().squeeze(1)
+    rows = slice(None) if len(having) == len(chunk) else having
+    chunk = chunk[rows]
+    token = plan.cu_chunk_seqlens[chunk][:, None] + torch.arange(plan.chunk_size, device=chunk.device)
+    end = plan.cu_chunk_seqlens[chunk + 1][:, None]
+    return rows, token.clamp(max=end - 1), token < end
+
+
+def _chunk_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One chunk of b rows: x [b,Q,H,P], dt [b,Q,H], B, C [b,Q,G,N], state [b,H,P,N] -> y [b,Q,H,P], new state."""
+    batch, size, heads, dim = x.shape
+    groups = B.shape[2]
+    cum = (dt * A).cumsum(1)
+    x = x * dt[..., None]
+    keys, queries = B.transpose(1, 2), C.transpose(1, 2)
+    from_state = queries @ state.view(batch, groups, -1, state.shape[-1]).transpose(2, 3)
+    y = from_state.transpose(1, 2).reshape(x.shape) * cum.exp()[..., None]
+
+    scores = (queries @ keys.transpose(2, 3)).tril_()
+    weights = _decays(cum).view(batch, groups, -1, size, size).mul_(scores[:, :, None])
+    y += (weights.view(batch, heads, size, size) @ x.transpose(1, 2)).transpose(1, 2)
+
+    to_end = (cum[:, -1:] - cum).exp_()
+    inputs = (x * to_end[..., None]).view(batch, size, groups, -1).permute(0, 2, 3, 1)
+    decayed = state * cum[:, -1].exp()[..., None, None]
+    return y, decayed.add_((inputs @ keys).view(batch, heads, dim, -1))
+
+
+def _decays(cum: Tensor) -> Tensor:
+    """exp(cum_t - cum_s) where s <= t (elsewhere 1): cum [b, Q, H] -> [b, H, Q, Q]."""
+    cum = cum.transpose(1, 2).contiguous()
+    # exp is several times slower where the result is subnormal or the argument infinite: e^-80 is nothing already.
+    return (cum[..., :, None] - cum[..., None, :]).clamp_(-80.0, 0.0).exp_()

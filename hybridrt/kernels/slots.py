@@ -1,0 +1,39 @@
+"""Reading and writing pool rows by slot, where slot -1 marks a padding row. Nothing here waits for the device."""
+
+import torch
+from torch import Tensor
+
+
+def pad_mask(slots: Tensor, ndim: int) -> Tensor:
+    """True where a row is padding: `slots` [B] as [B, 1, ...] with `ndim` dimensions."""
+    return (slots < 0).view(-1, *[1] * (ndim - 1))
+
+
+def read_rows(pool: Tensor, slots: Tensor) -> Tensor:
+    """Copy of pool[slots] [B, ...]; padding rows get the scratch row 0."""
+    return pool.index_select(0, slots.clamp(min=0))
+
+
+def write_rows(pool: Tensor, slots: Tensor, values: Tensor) -> None:
+    """pool[slots] = values [B, ...] in the pool's dtype; padding rows touch nothing."""
+    safe = slots.clamp(min=0)
+    kept = torch.where(pad_mask(slots, pool.ndim), pool.index_select(0, safe), values.to(pool.dtype))
+    pool.index_copy_(0, safe.long(), kept)
+
+
+def read_columns(conv: Tensor, slots: Tensor, columns: Tensor) -> Tensor:
+    """Columns [B, n] of the conv rings [S+1, C, Wc] of slots [B] -> [B, n, C]."""
+    return conv[slots.clamp(min=0)[:, None], :, columns]
+
+
+def write_columns(conv: Tensor, slots: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Inverse of `read_columns`: values [B, n, C]; padding rows touch nothing."""
+    old = read_columns(conv, slots, columns)
+    conv[slots.clamp(min=0)[:, None], :, columns] = torch.where(pad_mask(slots, 3), old, values.to(conv.dtype))
+
+
+def live_tokens(slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
+    """[T] bool: the token belongs to a row of `query_start_loc` [B+1] that is not padding."""
+    tokens = torch.arange(num_tokens, device=slots.device, dtype=query_start_loc.dtype)
+    row = torch.searchsorted(query_start_loc[1:].contiguous(), tokens, right=True)
+    return (row < len(slots)) & (slots[row.clamp(max=len(slots) - 1)] >= 0)
