@@ -1,0 +1,133 @@
+"""The interface of every attention and linear backend, as an embedding runtime programs against it."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from hybridrt.errors import BackendError
+from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+
+
+class AttentionBackend(ABC):
+    """Plans a step once, then runs every layer of it.
+
+    Metadata of graph replays lives in buffers allocated once by `init_cuda_graph_state`; a capture for batch size bs
+    takes their first bs entries, and a replay fills them.
+    """
+
+    needs_host_lens = False  # True if a replay plans on the host (flashinfer) and so waits for exact lengths
+
+    @abstractmethod
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Once per eager step, before the first layer."""
+
+    @abstractmethod
+    def forward(
+        self,
+        q: torch.Tensor | None,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """One layer over all rows of the batch. Recurrent layers pass their own inputs as keywords."""
+
+    @abstractmethod
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocates the metadata buffers of all graphs. max_num_tokens / max_bs is the tokens of a row."""
+
+    @abstractmethod
+    def init_forward_metadata_capture_cuda_graph(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        forward_mode: ForwardMode,
+        spec_info: SpecInfo | None,
+    ) -> None:
+        """Points the metadata at the first bs entries of the buffers. The tensors are the runner's static views."""
+
+    @abstractmethod
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        num_real: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        forward_mode: ForwardMode,
+        spec_info: SpecInfo | None,
+        seq_lens_cpu: list[int] | None,
+    ) -> None:
+        """Fills the buffers for a batch of `num_real` rows padded to bs."""
+
+    @abstractmethod
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The seq_len that a padding row gets."""
+
+
+class SegmentedAttnBackend(AttentionBackend):
+    """A softmax-attention backend that runs the decode and the extend segment of a batch each with its own method."""
+
+    def forward(
+        self,
+        q: torch.Tensor | None,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attention of one layer over all rows of the batch.
+
+        Args:
+            q, k, v: [T, heads * head_dim] of the new tokens, rotary applied.
+            layer: who asks: layer_id, scale and head counts.
+            save_kv_cache: write k and v into the pool first.
+        Returns:
+            [T, heads * head_dim] in q's dtype.
+        """
+        assert q is not None
+        split, total = batch.num_decode_tokens, q.shape[0]
+        if total == 0:
+            return q.new_empty(0, layer.num_heads * layer.head_dim)
+        if save_kv_cache and k is not None and v is not None:
+            self.save_kv(k, v, layer, batch)
+        if split == total:
+            return self.forward_decode(q, layer, batch, **kwargs)
+        if split == 0:
+            return self.forward_extend(q, layer, batch, **kwargs)
+        decoded = self.forward_decode(q[:split], layer, batch, **kwargs)
+        return torch.cat((decoded, self.forward_extend(q[split:], layer, batch, **kwargs)))
+
+    @abstractmethod
+    def save_kv(self, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch) -> None:
+        """Writes the new tokens' keys and values ([T, kv_heads * head_dim]) at batch.out_cache_loc."""
+
+    @abstractmethod
+    def forward_decode(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
+        """The decode segment: rows [0, num_decode_rows) with tokens_per_row tokens each."""
+
+    @abstractmethod
+    def forward_extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
+        """The extend segment: rows [num_decode_rows, B), any number of tokens each."""
+
+
+def check_graph_tokens(max_bs: int, max_num_tokens: int) -> int:
+    """Tokens of a row; BackendError unless max_num_tokens is a positive multiple of max_bs."""
+    if max_bs < 1 or max_num_tokens < max_bs or max_num_tokens % max_bs:
+        raise BackendError(
+            f"max_num_tokens is {max_num_tokens}; it must be a multiple of max_bs {max_bs}: every row of a graph "
+            "has the same number of tokens"
+        )
+    return max_num_tokens // max_bs
+
+
+def require_graph_mode(forward_mode: ForwardMode) -> None:
+    """Graphs hold decode and verify steps alone."""
+    if forward_mode not in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
+        raise BackendError(f"{forward_mode.name} steps cannot be captured; only decode, verify and draft-extend can")

@@ -1,0 +1,103 @@
+"""The Gated Delta Net backend."""
+
+from typing import Any
+
+import torch
+
+from hybridrt.attention.linear import DecodeSegment, ExtendSegment, MambaAttnBackendBase
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
+from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
+from hybridrt.kernels.gdn_replay import gdn_fold, gdn_replay
+from hybridrt.mem_cache.mamba_pool import LayerCache
+
+
+class GDNAttnBackend(MambaAttnBackendBase):
+    """Gated Delta Net layers (Yang et al. 2025): conv over q|k|v, gates from a and b, then the gated delta rule."""
+
+    kind = "gdn"
+
+    def forward(
+        self,
+        q: torch.Tensor | None,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """One layer over all rows.
+
+        Args:
+            layer: the GDN mixer: conv weights, A_log, dt_bias and head counts.
+            mixed_qkv: [T, q | k | v] before the conv; a, b: [T, Hv]. Strided views will do.
+        Returns:
+            [T, Hv, V], before the gated norm.
+        """
+        metadata, cache = self._metadata(), self.layer_cache(layer.layer_id)
+        out = mixed_qkv.new_empty(mixed_qkv.shape[0], layer.num_v_heads, layer.head_v_dim)
+        split = metadata.decode.num_tokens if metadata.decode else 0
+        if metadata.decode:
+            out[:split] = self._decode(layer, cache, metadata.decode, mixed_qkv[:split], a[:split], b[:split])
+        if metadata.extend:
+            out[split:] = self._extend(layer, cache, metadata.extend, mixed_qkv[split:], a[split:], b[split:])
+        return out
+
+    def _decode(
+        self, layer: Any, cache: LayerCache, seg: DecodeSegment, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+    ) -> torch.Tensor:
+        buf, per_row = seg.buffers, (seg.rows.shape[0], seg.tokens_per_row)
+        conved = causal_conv1d_update(
+            mixed.view(*per_row, -1),
+            layer.conv_weight,
+            None,
+            cache.conv,
+            buf.slots,
+            buf.slots,
+            buf.start_positions,
+            parents=seg.parents,
+            windows=cache.intermediate_conv_window,
+            rows=seg.rows,
+        )
+        q, k, v = layer.split_heads(conved)
+        g, beta = gdn_gates(a.view(*per_row, -1), b.view(*per_row, -1), layer.A_log, layer.dt_bias)
+        if cache.ring_values is not None:
+            rings = (cache.ring_values, cache.ring_keys, cache.ring_gates)
+            cursors = {"start": buf.ring_start, "length": buf.ring_length}
+            out = gdn_replay(cache.temporal, *rings, q, k, v, g, beta, slots=buf.slots, rows=seg.rows, **cursors)
+        else:
+            # One token is final at once; only a verify step may have to go back.
+            intermediate = cache.intermediate_ssm if seg.tokens_per_row > 1 else None
+            out = recurrent_gated_delta_rule(
+                cache.temporal, q, k, v, g, beta, read_slots=buf.slots, write_slots=buf.slots,
+                intermediate_states=intermediate, rows=seg.rows, parents=seg.parents,
+            )  # fmt: skip
+        return out.flatten(0, 1)
+
+    def _extend(
+        self, layer: Any, cache: LayerCache, seg: ExtendSegment, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+    ) -> torch.Tensor:
+        conved = causal_conv1d_varlen(
+            mixed, layer.conv_weight, None, cache.conv, seg.slots, seg.slots, seg.query_start_loc, seg.start_positions
+        )
+        q, k, v = layer.split_heads(conved)
+        g, beta = gdn_gates(a, b, layer.A_log, layer.dt_bias)
+        return chunk_gated_delta_rule(
+            q, k, v, g, beta, states=cache.temporal, read_slots=seg.slots, write_slots=seg.slots,
+            has_initial_state=seg.has_initial_states, query_start_loc=seg.query_start_loc, plan=seg.plan,
+        )  # fmt: skip
+
+    def materialize_layer(
+        self, layer_id: int, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor
+    ) -> None:
+        cache, pool = self.layer_cache(layer_id), self.mamba_pool
+        gdn_fold(
+            cache.temporal, cache.ring_values, cache.ring_keys, cache.ring_gates,
+            read_slots=self.pools.get_mamba_indices(rows), write_slots=write_slots, rows=rows,
+            start=pool.ring_start[rows], length=lengths,
+        )  # fmt: skip

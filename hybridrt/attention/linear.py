@@ -1,0 +1,214 @@
+"""What every recurrent backend shares: per-step metadata, graph buffers, and the commit at the end of a step."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybridrt.attention.base import AttentionBackend, check_graph_tokens, require_graph_mode
+from hybridrt.errors import BackendError
+from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
+from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
+from hybridrt.kernels.state_commit import commit_intermediate
+from hybridrt.kernels.state_replay import advance_ring
+from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
+from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+
+
+@dataclass(frozen=True)
+class DecodeSegment:
+    """Decode or verify rows: n rows of `tokens_per_row` tokens. `rows` are request rows, [n] int32."""
+
+    rows: torch.Tensor
+    buffers: DecodeBuffers
+    tokens_per_row: int
+    parents: torch.Tensor | None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows.shape[0] * self.tokens_per_row
+
+
+@dataclass(frozen=True)
+class ExtendSegment:
+    """Prompt chunks of n rows, packed. query_start_loc counts from the segment's first token."""
+
+    slots: torch.Tensor
+    query_start_loc: torch.Tensor
+    start_positions: torch.Tensor
+    has_initial_states: torch.Tensor
+    plan: ChunkPlan
+
+
+@dataclass(frozen=True)
+class ForwardMetadata:
+    """One step as the recurrent layers see it; either segment may be absent.
+
+    Attributes:
+        query_start_loc: [B + 1] int32 over all rows.
+        mamba_cache_indices: [B] int32 state slots, -1 for padding rows.
+    """
+
+    query_start_loc: torch.Tensor
+    mamba_cache_indices: torch.Tensor
+    decode: DecodeSegment | None
+    extend: ExtendSegment | None
+
+
+class MambaAttnBackendBase(AttentionBackend):
+    """A recurrent backend over MambaPool.
+
+    Args:
+        layers: the model's recurrent mixers by layer id; their kind must be the backend's own.
+        chunk_size: tokens of a prefill chunk.
+    """
+
+    kind: str
+
+    def __init__(
+        self, *, layers: dict[int, Any], req_to_token_pool: HybridReqToTokenPool, chunk_size: int
+    ) -> None:
+        wrong = {layer_id: m.kind for layer_id, m in layers.items() if m.kind != self.kind}
+        if wrong:
+            layer_id, kind = next(iter(wrong.items()))
+            raise BackendError(
+                f"layer {layer_id} is a {kind!r} layer, but the linear backend {self.kind!r} was chosen; "
+                f'use linear_attn_backend="auto" or {kind!r}'
+            )
+        if req_to_token_pool.mamba_pool is None:
+            raise BackendError(f"the {self.kind!r} backend needs a MambaPool; the pools were built without one")
+        self.layers = layers
+        self.pools = req_to_token_pool
+        self.mamba_pool: MambaPool = req_to_token_pool.mamba_pool
+        self.chunk_size = chunk_size
+        self.metadata: ForwardMetadata | None = None
+        self._graph_buffers: DecodeBuffers | None = None
+        self._graph_query_start_loc: torch.Tensor | None = None
+
+    def layer_cache(self, layer_id: int) -> LayerCache:
+        return self.mamba_pool.layer_cache(layer_id)
+
+    # -- planning -----------------------------------------------------------------------------------------------
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        split, real = batch.num_decode_rows, batch.num_real
+        decode = extend = None
+        slots = torch.empty(0, dtype=torch.int32, device=batch.seq_lens.device)
+        if split:
+            buffers = DecodeBuffers.allocate(split, batch.seq_lens.device)
+            decode = self._fill(buffers, batch.req_pool_indices[:split], batch.seq_lens[:split], min(real, split), batch)
+            slots = buffers.slots
+        if batch.num_extend_rows:
+            extend = self._extend_segment(batch)
+            slots = torch.cat((slots, extend.slots)) if split else extend.slots
+        self.metadata = ForwardMetadata(batch.query_start_loc, slots, decode, extend)
+
+    def _fill(
+        self, buffers: DecodeBuffers, rows: torch.Tensor, seq_lens: torch.Tensor, num_real: int, batch: ForwardBatch
+    ) -> DecodeSegment:
+        self._fill_buffers(buffers, rows, seq_lens, num_real, batch.tokens_per_row)
+        return DecodeSegment(rows, buffers, batch.tokens_per_row, batch.spec_info.parents if batch.spec_info else None)
+
+    def _fill_buffers(
+        self, buffers: DecodeBuffers, rows: torch.Tensor, seq_lens: torch.Tensor, num_real: int, tokens: int
+    ) -> None:
+        pool = self.mamba_pool
+        slot_map = self.pools.req_to_mamba_slot
+        fill_decode_metadata(buffers, rows, seq_lens, num_real, tokens, slot_map, pool.ring_start, pool.ring_length)
+
+    def _extend_segment(self, batch: ForwardBatch) -> ExtendSegment:
+        split = batch.num_decode_rows
+        slots = self.pools.get_mamba_indices(batch.req_pool_indices[split:])
+        if batch.num_real < batch.batch_size:
+            slots[max(batch.num_real - split, 0) :] = -1
+        starts = batch.query_start_loc[split:]
+        lens = starts[1:] - starts[:-1]
+        start_positions = batch.seq_lens[split:] - lens
+        plan = plan_chunks(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, self.chunk_size, slots.device)
+        return ExtendSegment(slots, starts - batch.num_decode_tokens, start_positions, start_positions > 0, plan)
+
+    # -- graphs -------------------------------------------------------------------------------------------------
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        tokens = check_graph_tokens(max_bs, max_num_tokens)
+        device = self.pools.req_to_mamba_slot.device
+        self._graph_buffers = DecodeBuffers.allocate(max_bs, device)
+        self._graph_query_start_loc = torch.arange(max_bs + 1, dtype=torch.int32, device=device) * tokens
+
+    def init_forward_metadata_capture_cuda_graph(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        forward_mode: ForwardMode,
+        spec_info: SpecInfo | None,
+    ) -> None:
+        require_graph_mode(forward_mode)
+        tokens = check_graph_tokens(bs, num_tokens)
+        assert self._graph_buffers is not None and self._graph_query_start_loc is not None, "init_cuda_graph_state first"
+        buffers = self._graph_buffers.prefix(bs)
+        # Capture runs no request: every row is padding, so the captured kernels leave the pools alone.
+        self._fill_buffers(buffers, req_pool_indices[:bs], seq_lens[:bs], 0, tokens)
+        decode = DecodeSegment(req_pool_indices[:bs], buffers, tokens, spec_info.parents if spec_info else None)
+        self.metadata = ForwardMetadata(self._graph_query_start_loc[: bs + 1], buffers.slots, decode, None)
+
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        num_real: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        forward_mode: ForwardMode,
+        spec_info: SpecInfo | None,
+        seq_lens_cpu: list[int] | None,
+    ) -> None:
+        assert self._graph_buffers is not None, "init_cuda_graph_state comes before a replay"
+        tokens = spec_info.tokens_per_row if spec_info else 1
+        buffers = self._graph_buffers.prefix(bs)
+        self._fill_buffers(buffers, req_pool_indices[:bs], seq_lens[:bs], num_real, tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    # -- the end of a step --------------------------------------------------------------------------------------
+
+    def commit(self, accepted: torch.Tensor | None = None) -> None:
+        """Makes the step's tokens part of the state, once, after the last layer.
+
+        Args:
+            accepted: [n] int32, inputs of each decode row that stay (the root included), 0 for padding rows; None
+                for a plain decode step, which keeps its one token.
+        """
+        decode = self._metadata().decode
+        pool = self.mamba_pool
+        if decode is None or pool.spec.mode == "classic":
+            return
+        accepted = decode.buffers.accepted if accepted is None else accepted
+        if pool.spec.mode == "replay":
+            advance_ring(
+                pool.ring_start, pool.ring_length, decode.rows, accepted, num_tokens=decode.tokens_per_row, width=pool.width
+            )
+        elif decode.tokens_per_row > 1:
+            for layer_id in self.layers:
+                cache = self.layer_cache(layer_id)
+                assert cache.intermediate_ssm is not None
+                commit_intermediate(cache.temporal, cache.intermediate_ssm, decode.buffers.slots, decode.rows, accepted)
+
+    @abstractmethod
+    def materialize_layer(self, layer_id: int, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor) -> None:
+        """Writes one layer's state after `lengths` ring entries of `rows` to `write_slots`; the ring is untouched."""
+
+    def materialize(self, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor) -> None:
+        """The recurrent state of `rows` after their first `lengths` ring entries, written to `write_slots` in every
+        layer, without consuming the ring. [n] int32 each. Only in replay mode: elsewhere `temporal` is the state."""
+        if self.mamba_pool.spec.mode != "replay":
+            raise BackendError("materialize reads a state ring; this pool has none (its state mode is not replay)")
+        for layer_id in self.layers:
+            self.materialize_layer(layer_id, rows, lengths, write_slots)
+
+    def _metadata(self) -> ForwardMetadata:
+        assert self.metadata is not None, "init_forward_metadata comes before forward"
+        return self.metadata

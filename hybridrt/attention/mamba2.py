@@ -1,0 +1,89 @@
+"""The Mamba-2 backend: hands a mixer the whole step at once, decode rows and prompt chunks alike."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybridrt.attention.linear import DecodeSegment, ExtendSegment, ForwardMetadata, MambaAttnBackendBase
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.chunk_plan import ChunkPlan
+from hybridrt.kernels.state_replay import mamba2_fold
+
+
+@dataclass(frozen=True)
+class Mamba2Metadata:
+    """A step as `Mamba2Mixer.forward` takes it; `replay` says whether decode rows read the state ring."""
+
+    decode: DecodeSegment | None
+    extend: ExtendSegment | None
+    replay: bool
+
+    @classmethod
+    def prepare_decode(cls, metadata: ForwardMetadata, replay: bool) -> "Mamba2Metadata":
+        """A step of decode (or verify) rows alone."""
+        return cls(metadata.decode, None, replay)
+
+    @classmethod
+    def prepare_mixed(cls, metadata: ForwardMetadata, replay: bool) -> "Mamba2Metadata":
+        """A step with prompt chunks, with or without decode rows before them."""
+        return cls(metadata.decode, metadata.extend, replay)
+
+    @property
+    def has_initial_states(self) -> torch.Tensor | None:
+        """[n] bool of the extend rows: True where earlier chunks left a state."""
+        return self.extend.has_initial_states if self.extend else None
+
+    @property
+    def chunks(self) -> ChunkPlan | None:
+        return self.extend.plan if self.extend else None
+
+
+class Mamba2AttnBackend(MambaAttnBackendBase):
+    """Mamba-2 layers (Dao & Gu 2024). `forward` calls `mixer.forward`, because a mixer gates and norms its own way."""
+
+    kind = "mamba2"
+
+    def forward(
+        self,
+        q: torch.Tensor | None,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        projected: torch.Tensor,
+        out: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Conv, scan and gate of one mixer.
+
+        Args:
+            layer: the Mamba2Mixer.
+            projected: [T, z | x | B | C | dt] of the input projection; a strided view will do.
+            out: [T, heads * head_dim], written and returned; what the output projection reads.
+        """
+        metadata = self._metadata()
+        replay = self.mamba_pool.spec.mode == "replay"
+        prepare = Mamba2Metadata.prepare_mixed if metadata.extend else Mamba2Metadata.prepare_decode
+        mixed: torch.Tensor = layer.forward(projected, out, self.layer_cache(layer.layer_id), prepare(metadata, replay))
+        return mixed
+
+    def materialize_layer(
+        self, layer_id: int, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor
+    ) -> None:
+        cache, pool = self.layer_cache(layer_id), self.mamba_pool
+        assert cache.ring_values is not None and cache.ring_keys is not None and cache.ring_gates is not None
+        mamba2_fold(
+            cache.temporal,
+            cache.ring_values,
+            cache.ring_keys,
+            cache.ring_gates,
+            self.layers[layer_id].A,
+            read_slots=self.pools.get_mamba_indices(rows),
+            write_slots=write_slots,
+            rows=rows,
+            start=pool.ring_start[rows],
+            length=lengths,
+        )

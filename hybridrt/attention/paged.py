@@ -1,0 +1,134 @@
+"""Paged attention through hybridrt.kernels: the metadata that the plain-torch and the Triton backend share."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hybridrt.attention.base import SegmentedAttnBackend, check_graph_tokens, require_graph_mode
+from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.kernels.providers import select
+from hybridrt.mem_cache.kv_pool import KVPool
+from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+
+
+@dataclass
+class PagedMetadata:
+    """Views of one step. `decode_max_len` is a host upper bound of the decode rows' lengths, None in a graph."""
+
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor | None
+    decode_max_len: int | None
+    tree_mask: torch.Tensor | None
+    query_lens: list[int]
+    seq_lens_host: list[int]
+
+
+class PagedAttnBackend(SegmentedAttnBackend):
+    """Attention over KVPool with lengths on the device: nothing is planned on the host, so graphs replay as they are.
+
+    Args:
+        kv_pool, req_to_token_pool: where keys, values and their slots live.
+        provider: which implementation of the kernels runs, "torch" or "triton".
+    """
+
+    provider: str
+
+    def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
+        self.kv_pool = kv_pool
+        self.req_to_token_pool = req_to_token_pool
+        self.metadata: PagedMetadata | None = None
+        device_type = kv_pool.k.device.type
+        self._write_kv = select("write_kv", device_type)
+        self._decode = select("attention_decode", device_type, self.provider)
+        self._extend = select("attention_extend", device_type, self.provider)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        split = batch.num_decode_rows
+        lens = list(batch.seq_lens_cpu) if batch.seq_lens_cpu is not None else None
+        extend_lens = lens[split:] if lens is not None else []
+        self.metadata = PagedMetadata(
+            rows=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            query_start_loc=batch.query_start_loc,
+            decode_max_len=max(lens[:split], default=0) if lens is not None else None,
+            tree_mask=batch.spec_info.tree_mask if batch.spec_info else None,
+            query_lens=list(batch.extend_seq_lens_cpu) if batch.num_extend_rows else [],
+            seq_lens_host=extend_lens,
+        )
+
+    def save_kv(self, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch) -> None:
+        k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
+        shape = (k.shape[0], layer.num_kv_heads, layer.head_dim)
+        self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
+
+    def forward_decode(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
+        meta, split = self._metadata(), batch.num_decode_rows
+        out: torch.Tensor = self._decode(
+            q.view(split, -1, layer.num_heads, layer.head_dim),
+            *self.kv_pool.layer(layer.layer_id),
+            self.req_to_token_pool.req_to_token,
+            meta.rows[:split],
+            meta.seq_lens[:split],
+            scale=layer.scale,
+            sliding_window=layer.sliding_window,
+            tree_mask=meta.tree_mask,
+            max_len=meta.decode_max_len,
+        )
+        return out.reshape(q.shape[0], -1)
+
+    def forward_extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
+        meta, split = self._metadata(), batch.num_decode_rows
+        assert meta.query_start_loc is not None
+        out: torch.Tensor = self._extend(
+            q.view(-1, layer.num_heads, layer.head_dim),
+            *self.kv_pool.layer(layer.layer_id),
+            self.req_to_token_pool.req_to_token,
+            meta.rows[split:],
+            meta.query_start_loc[split:] - batch.num_decode_tokens,
+            meta.seq_lens[split:],
+            scale=layer.scale,
+            sliding_window=layer.sliding_window,
+            query_lens=meta.query_lens,
+            seq_lens_host=meta.seq_lens_host,
+        )
+        return out.reshape(q.shape[0], -1)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        check_graph_tokens(max_bs, max_num_tokens)
+
+    def init_forward_metadata_capture_cuda_graph(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        forward_mode: ForwardMode,
+        spec_info: SpecInfo | None,
+    ) -> None:
+        require_graph_mode(forward_mode)
+        check_graph_tokens(bs, num_tokens)
+        # The runner's static buffers are all that the kernels read: lengths and rows stay on the device.
+        tree_mask = spec_info.tree_mask if spec_info else None
+        self.metadata = PagedMetadata(req_pool_indices[:bs], seq_lens[:bs], None, None, tree_mask, [], [])
+
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        num_real: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        forward_mode: ForwardMode,
+        spec_info: SpecInfo | None,
+        seq_lens_cpu: list[int] | None,
+    ) -> None:
+        metadata = self._metadata()
+        self.metadata = replace(metadata, rows=req_pool_indices[:bs], seq_lens=seq_lens[:bs])
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def _metadata(self) -> PagedMetadata:
+        assert self.metadata is not None, "init_forward_metadata comes before forward"
+        return self.metadata

@@ -1,0 +1,102 @@
+"""Names to backends. Nothing here imports a backend before it is chosen."""
+
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+
+from hybridrt.attention.base import AttentionBackend, SegmentedAttnBackend
+from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
+from hybridrt.attention.prefill_decode import HybridAttnBackend
+from hybridrt.config import EngineConfig, ModelConfig
+from hybridrt.errors import BackendError
+from hybridrt.mem_cache.kv_pool import KVPool
+from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+
+# "module:class" of each full-attention backend; packages add theirs through the entry-point group below.
+FULL_ATTENTION = {"torch": "hybridrt.attention.torch_native:TorchNativeAttnBackend"}
+LINEAR = {
+    "mamba2": "hybridrt.attention.mamba2:Mamba2AttnBackend",
+    "gdn": "hybridrt.attention.gdn:GDNAttnBackend",
+}
+ENTRY_POINT_GROUP = "hybridrt.attention_backends"
+DEFAULT_BY_DEVICE = {"cpu": "torch", "cuda": "torch"}
+
+
+def attention_backend_names() -> list[str]:
+    """Every name that `attention_backend` accepts, "auto" apart."""
+    return sorted({*FULL_ATTENTION, *(e.name for e in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def load_attention_backend(name: str, device: torch.device) -> type[SegmentedAttnBackend]:
+    """The class behind a name; "auto" picks by platform.
+
+    Raises:
+        BackendError: the name is unknown, or what the backend needs is not installed.
+    """
+    name = DEFAULT_BY_DEVICE[device.type] if name == "auto" else name
+    third_party = {e.name: e.value for e in entry_points(group=ENTRY_POINT_GROUP)}
+    target = FULL_ATTENTION.get(name) or third_party.get(name)
+    if target is None:
+        raise BackendError(f"attention_backend is {name!r}; it must be one of auto, {', '.join(attention_backend_names())}")
+    return _load(target)
+
+
+def create_backend(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    *,
+    layers: Mapping[int, Any],
+    kv_pool: KVPool,
+    req_to_token_pool: HybridReqToTokenPool,
+    device: torch.device,
+) -> AttentionBackend:
+    """The backend that a model's batches carry: full attention, split by phase if asked, in the hybrid composite.
+
+    Args:
+        layers: the model's recurrent mixers by layer id.
+    """
+    full = _full_attention(config, kv_pool, req_to_token_pool, device)
+    if not layers:
+        return full
+    linear_kind = _linear_kind(config, model_config)
+    chunk_size = model_config.linear[linear_kind].chunk_size
+    linear = _load(LINEAR[linear_kind])(layers=dict(layers), req_to_token_pool=req_to_token_pool, chunk_size=chunk_size)
+    return HybridLinearAttnBackend(full, linear, model_config.full_attention_layer_ids)
+
+
+def _full_attention(
+    config: EngineConfig, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool, device: torch.device
+) -> SegmentedAttnBackend:
+    def build(name: str) -> SegmentedAttnBackend:
+        cls: Any = load_attention_backend(name, device)
+        backend: SegmentedAttnBackend = cls(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
+        return backend
+
+    decode = build(config.attention_backend)
+    if config.prefill_attention_backend in (None, config.attention_backend):
+        return decode
+    mode = config.speculative.speculative_attention_mode if config.speculative else "decode"
+    return HybridAttnBackend(build(config.prefill_attention_backend or ""), decode, mode)
+
+
+def _linear_kind(config: EngineConfig, model_config: ModelConfig) -> str:
+    kinds = sorted(model_config.linear)
+    name = config.linear_attn_backend
+    if name == "auto" and len(kinds) == 1:
+        return kinds[0]
+    if name not in LINEAR:
+        raise BackendError(f"linear_attn_backend is {name!r}; it must be one of auto, {', '.join(sorted(LINEAR))}")
+    if name not in kinds:
+        raise BackendError(f'linear_attn_backend is {name!r}, but the model has {kinds} layers; use "auto"')
+    return name
+
+
+def _load(target: str) -> Any:
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as e:
+        raise BackendError(f"the backend {target} cannot be imported: {e}; install what it needs, see its extra") from e

@@ -1,0 +1,113 @@
+"""What travels through a step: ForwardBatch, and the backend interface that it carries.
+
+Shapes: T tokens, B rows (requests), V verified tokens a row. A batch is a *decode segment*, rows [0, num_decode_rows)
+with `tokens_per_row` tokens each, followed by an *extend segment*, the remaining rows with any number of tokens each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+
+
+class ForwardMode(Enum):
+    """What the rows of a step do."""
+
+    EXTEND = auto()  # prefill: whole prompts or chunks, with or without a computed prefix
+    DECODE = auto()  # one token a row
+    MIXED = auto()  # decode (or verify) rows first, then extend rows
+    TARGET_VERIFY = auto()  # drafts + 1 tokens a row, checked at once
+    DRAFT_EXTEND = auto()  # a drafter that is a model catches up on accepted tokens
+    IDLE = auto()  # no rows
+
+
+@dataclass(frozen=True)
+class SpecInfo:
+    """The draft tokens of a verify step.
+
+    Attributes:
+        tokens_per_row: V, drafts + 1.
+        parents: [B, V] int32, index of each node's parent in its row, -1 for the root; None for a chain.
+        tree_mask: [B, V, V] bool, True where a node sees another (itself included); None for a chain.
+    """
+
+    tokens_per_row: int
+    parents: torch.Tensor | None = None
+    tree_mask: torch.Tensor | None = None
+
+
+class AttentionBackendLike(Protocol):
+    """What a layer needs of the backend that a batch carries (hybridrt.attention.base has the whole interface)."""
+
+    def forward(
+        self,
+        q: torch.Tensor | None,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        batch: "ForwardBatch",
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor: ...
+
+
+@dataclass
+class ForwardBatch:
+    """One step of the model, as tensors on its device and the host copies of the lengths.
+
+    Attributes:
+        input_ids, positions: [T] int64; positions count from 0 in each request.
+        req_pool_indices: [B] int32 request rows; 0 for padding rows.
+        seq_lens: [B] int32 tokens of each request after this step.
+        query_start_loc: [B + 1] int32 offsets of the rows' tokens.
+        out_cache_loc: [T] int32 KV slots of the new tokens.
+        num_real: rows that are not padding; they come first. Never guessed from lengths.
+        num_decode_rows: rows of the decode segment, padding included.
+        seq_lens_cpu, query_lens_cpu: host copies; upper bounds where the device knows better. None in a graph.
+    """
+
+    forward_mode: ForwardMode
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    out_cache_loc: torch.Tensor
+    num_real: int
+    num_decode_rows: int
+    attn_backend: AttentionBackendLike
+    seq_lens_cpu: Sequence[int] | None = None
+    query_lens_cpu: Sequence[int] | None = None
+    spec_info: SpecInfo | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.req_pool_indices.shape[0]
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens of each row of the decode segment: 1, or V when verifying."""
+        return self.spec_info.tokens_per_row if self.spec_info else 1
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return self.num_decode_rows * self.tokens_per_row
+
+    @property
+    def num_extend_rows(self) -> int:
+        return self.batch_size - self.num_decode_rows
+
+    @property
+    def extend_seq_lens_cpu(self) -> Sequence[int]:
+        """New tokens of each extend row."""
+        assert self.query_lens_cpu is not None, "a batch with extend rows carries host lengths"
+        return self.query_lens_cpu[self.num_decode_rows :]
+
+    @property
+    def extend_prefix_lens_cpu(self) -> list[int]:
+        """Tokens of each extend row that earlier steps computed."""
+        assert self.seq_lens_cpu is not None, "a batch with extend rows carries host lengths"
+        totals = self.seq_lens_cpu[self.num_decode_rows :]
+        return [total - new for total, new in zip(totals, self.extend_seq_lens_cpu)]

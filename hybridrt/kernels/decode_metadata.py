@@ -1,0 +1,80 @@
+"""The small per-step preparation of recurrent decode, one launch on a GPU: which slot, which position, which cursor."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.providers import register, select
+
+register("fill_decode_metadata", "torch", "hybridrt.kernels.decode_metadata:fill_decode_metadata_reference")
+
+
+@dataclass(frozen=True)
+class DecodeBuffers:
+    """Per-row inputs of the recurrent decode kernels, [B] int32 each; prefix views of them serve a graph's bucket.
+
+    Attributes:
+        slots: state slot, -1 for padding rows.
+        start_positions: position of the row's first new token.
+        accepted: tokens that a plain decode step commits: 1, and 0 for padding rows.
+        ring_start, ring_length: snapshot of the row's ring cursors at the head of the step.
+    """
+
+    slots: Tensor
+    start_positions: Tensor
+    accepted: Tensor
+    ring_start: Tensor
+    ring_length: Tensor
+
+    @classmethod
+    def allocate(cls, rows: int, device: torch.device | str) -> "DecodeBuffers":
+        return cls(*torch.zeros((5, rows), dtype=torch.int32, device=device))
+
+    def prefix(self, rows: int) -> "DecodeBuffers":
+        """Views of the first `rows` entries."""
+        fields = (self.slots, self.start_positions, self.accepted, self.ring_start, self.ring_length)
+        return DecodeBuffers(*(t[:rows] for t in fields))
+
+
+def fill_decode_metadata(
+    out: DecodeBuffers,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    num_real: int,
+    tokens_per_row: int,
+    req_to_mamba_slot: Tensor,
+    ring_start: Tensor,
+    ring_length: Tensor,
+) -> None:
+    """Fills `out` for the B rows `req_pool_indices`, of which the first `num_real` are real.
+
+    Args:
+        req_pool_indices, seq_lens: [B] int32; seq_lens counts the step's tokens.
+        req_to_mamba_slot, ring_start, ring_length: [R + 1] int32.
+    """
+    select("fill_decode_metadata", req_pool_indices.device.type)(
+        out, req_pool_indices, seq_lens, num_real, tokens_per_row, req_to_mamba_slot, ring_start, ring_length
+    )
+
+
+def fill_decode_metadata_reference(
+    out: DecodeBuffers,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    num_real: int,
+    tokens_per_row: int,
+    req_to_mamba_slot: Tensor,
+    ring_start: Tensor,
+    ring_length: Tensor,
+) -> None:
+    """Plain torch: the same with a handful of small operations."""
+    torch.index_select(req_to_mamba_slot, 0, req_pool_indices, out=out.slots)
+    torch.sub(seq_lens, tokens_per_row, out=out.start_positions)
+    torch.index_select(ring_start, 0, req_pool_indices, out=out.ring_start)
+    torch.index_select(ring_length, 0, req_pool_indices, out=out.ring_length)
+    out.accepted.fill_(1)
+    if num_real < out.slots.shape[0]:
+        out.slots[num_real:] = -1
+        out.start_positions[num_real:] = 0
+        out.accepted[num_real:] = 0

@@ -1,0 +1,59 @@
+"""Device-side map from a request row to its KV token slots and its recurrent state slot."""
+
+import torch
+
+from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
+
+
+class HybridReqToTokenPool:
+    """Rows of running requests. Row 0 is padding: its token slots are page 0 and its state slot is 0.
+
+    Who owns a row, a page or a slot is decided on the host (hybridrt.mem_cache.allocator); this is the mirror of it
+    that kernels read.
+
+    Attributes:
+        req_to_token: [R + 1, max_context] int32 token slots, contiguous within a page.
+        req_to_mamba_slot: [R + 1] int32.
+        mamba_pool: None for a model without recurrent layers.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_rows: int,
+        max_context: int,
+        page_size: int,
+        mamba_pool: MambaPool | None,
+        device: torch.device | str,
+    ) -> None:
+        self.num_rows = num_rows
+        self.page_size = page_size
+        self.max_context = -(-max_context // page_size) * page_size
+        self.mamba_pool = mamba_pool
+        self.req_to_token = torch.zeros((num_rows + 1, self.max_context), dtype=torch.int32, device=device)
+        self.req_to_mamba_slot = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+        self._offsets = torch.arange(page_size, dtype=torch.int32, device=device)
+
+    def admit(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Gives each of `rows` its state slot, zeroed: no request reads another's state. [n] int64 each."""
+        self.req_to_mamba_slot[rows] = slots.int()
+        if self.mamba_pool is not None:
+            self.mamba_pool.clear(slots, rows)
+
+    def write_pages(self, rows: torch.Tensor, page_indices: torch.Tensor, pages: torch.Tensor) -> None:
+        """Page `page_indices[i]` of row `rows[i]` becomes KV page `pages[i]`, for all i at once. [n] int64 each."""
+        table = self.req_to_token.view(self.num_rows + 1, -1, self.page_size)
+        table[rows, page_indices] = (pages[:, None] * self.page_size + self._offsets).int()
+
+    def get_mamba_indices(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
+        """State slots of rows: [B] int32 to [B] int32."""
+        return self.req_to_mamba_slot[req_pool_indices]
+
+    def token_slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """KV slots of (row, position) pairs: [T] int32."""
+        return self.req_to_token[rows, positions]
+
+    def mamba2_layer_cache(self, layer_id: int) -> LayerCache:
+        """State views of one recurrent layer."""
+        assert self.mamba_pool is not None, "the model has no recurrent layers"
+        return self.mamba_pool.layer_cache(layer_id)
