@@ -16,9 +16,10 @@ def read_rows(pool: Tensor, slots: Tensor) -> Tensor:
 
 def write_rows(pool: Tensor, slots: Tensor, values: Tensor) -> None:
     """pool[slots] = values [B, ...] in the pool's dtype; padding rows touch nothing."""
-    safe = slots.clamp(min=0)
-    kept = torch.where(pad_mask(slots, pool.ndim), pool.index_select(0, safe), values.to(pool.dtype))
-    pool.index_copy_(0, safe.long(), kept)
+    # Padding rows land in row 0, which gets its bytes back: copying one row is cheaper than masking all of them.
+    scratch = pool[:1].clone()
+    pool.index_copy_(0, slots.clamp(min=0).long(), values.to(pool.dtype))
+    pool[:1] = scratch
 
 
 def read_columns(conv: Tensor, slots: Tensor, columns: Tensor) -> Tensor:

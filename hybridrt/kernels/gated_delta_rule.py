@@ -1,0 +1,272 @@
+"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024): gates, the chunked prefill and the recurrent step.
+
+    S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    o_t = S_t q_t
+
+Shapes: T tokens, B rows, Hk key heads of dim K, Hv value heads of dim V; value head h uses key head h // (Hv // Hk).
+States are `[S+1, Hv, V, K]`. q and k are l2-normalised here, and q is scaled by K^-0.5. Slots are int32 `[B]`; a row
+whose slots are -1 is padding: zeros out, nothing touched.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.kernels.chunk_plan import ChunkPlan
+from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
+
+L2_NORM_EPS = 1e-6
+
+for _op in ("gdn_gates", "chunk_gated_delta_rule", "recurrent_gated_delta_rule"):
+    register(_op, "torch", f"hybridrt.kernels.gated_delta_rule:{_op}_reference")
+
+
+def gdn_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """g = -exp(A_log) softplus(a + dt_bias) (the log of the decay) and beta = sigmoid(b), float32.
+
+    a, b `[..., Hv]` any float dtype; A_log, dt_bias `[Hv]`. Returns (g, beta) of a's shape.
+    """
+    gates: tuple[Tensor, Tensor] = select("gdn_gates", a.device.type)(a, b, A_log, dt_bias)
+    return gates
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    states: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    has_initial_state: Tensor,
+    query_start_loc: Tensor,
+    plan: ChunkPlan,
+) -> Tensor:
+    """Prefill of several requests packed along one axis.
+
+    Args:
+        q, k: `[T, Hk, K]`; v: `[T, Hv, V]`; g, beta: `[T, Hv]` float32 from `gdn_gates`.
+        states: `[S+1, Hv, V, K]`. Row b starts from states[read_slots[b]], or from zero where has_initial_state `[B]`
+            is False, and leaves its final state in states[write_slots[b]].
+        query_start_loc: `[B+1]` int32. Tokens past its last entry get zeros.
+        plan: the rows' chunks (`plan_chunks`).
+
+    Returns:
+        `[T, Hv, V]` in v's dtype.
+    """
+    out: Tensor = select("chunk_gated_delta_rule", q.device.type)(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        states=states,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        has_initial_state=has_initial_state,
+        query_start_loc=query_start_loc,
+        plan=plan,
+    )
+    return out
+
+
+def recurrent_gated_delta_rule(
+    states: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    intermediate_states: Tensor | None = None,
+    rows: Tensor | None = None,
+    parents: Tensor | None = None,
+) -> Tensor:
+    """T tokens per row, one after the other: decode (T = 1) and verification (T > 1).
+
+    Args:
+        states: `[S+1, Hv, V, K]`; the state is rounded to its dtype after every token, as T single steps would.
+        q, k: `[B, T, Hk, K]`; v: `[B, T, Hv, V]`; g, beta: `[B, T, Hv]` float32.
+        intermediate_states: `[R+1, T, Hv, V, K]` or None. When given, states is left alone and the state after token t
+            is stored at [rows[b], t].
+        rows: `[B]`, with intermediate_states.
+        parents: `[B, T]` int32 or None for a chain: the node whose state token t starts from, -1 for the main state.
+
+    Returns:
+        `[B, T, Hv, V]` in v's dtype.
+    """
+    out: Tensor = select("recurrent_gated_delta_rule", q.device.type)(
+        states,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        intermediate_states=intermediate_states,
+        rows=rows,
+        parents=parents,
+    )
+    return out
+
+
+def l2_normalize(x: Tensor) -> Tensor:
+    """x / sqrt(sum(x^2) + 1e-6) over the last dim, in float32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True).add_(L2_NORM_EPS))
+
+
+def gdn_gates_reference(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), torch.sigmoid(b.float())
+
+
+def chunk_gated_delta_rule_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    states: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    has_initial_state: Tensor,
+    query_start_loc: Tensor,
+    plan: ChunkPlan,
+) -> Tensor:
+    """The WY form (Yang et al. 2024, section 3.3): within a chunk the corrected values solve a triangular system."""
+    tokens = v.shape[0]
+    index, valid = _chunk_tokens(plan, tokens)
+    initial = read_rows(states, read_slots).float()
+    initial = torch.where(has_initial_state.view(-1, 1, 1, 1), initial, 0.0)
+    scaled_q = l2_normalize(q) * q.shape[-1] ** -0.5
+    chunks = _wy_chunks(*(_to_chunks(x, index, valid) for x in (scaled_q, l2_normalize(k), v, g, beta)))
+    out, final = _scan_chunks(chunks, initial, plan)
+    write_rows(states, write_slots, final)
+    out = out.masked_fill(pad_mask(write_slots, 4)[plan.seq_idx], 0)
+    packed = v.new_zeros(tokens + 1, *v.shape[1:])
+    packed[torch.where(valid, index, tokens)] = out.transpose(1, 2).to(v.dtype)
+    return packed[:tokens]
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """What the scan needs of n chunks of Q tokens, float32: everything that does not depend on the incoming state.
+
+    Attributes:
+        new_values: `[n, Hv, Q, V]`, the corrected values beta (v - S k) for a zero incoming state.
+        state_keys: `[n, Hv, Q, K]`, such that the corrected values are new_values - state_keys S^T.
+        queries: `[n, Hv, Q, K]`, q times the decay since the chunk's start.
+        keys: `[n, Hv, Q, K]`, k times the decay until the chunk's end.
+        scores: `[n, Hv, Q, Q]`, the causal, decayed q k^T.
+        decay: `[n, Hv, 1, 1]`, of the whole chunk.
+    """
+
+    new_values: Tensor
+    state_keys: Tensor
+    queries: Tensor
+    keys: Tensor
+    scores: Tensor
+    decay: Tensor
+
+
+def _chunk_tokens(plan: ChunkPlan, tokens: int) -> tuple[Tensor, Tensor]:
+    """`[n, Q]`: the packed token at each place of each chunk, and whether there is one."""
+    first, end = plan.cu_chunk_seqlens[:-1, None], plan.cu_chunk_seqlens[1:, None]
+    index = first + torch.arange(plan.chunk_size, device=first.device)
+    return index.clamp(max=tokens - 1), index < end
+
+
+def _to_chunks(x: Tensor, index: Tensor, valid: Tensor) -> Tensor:
+    """x `[T, H, ...]` as `[n, H, Q, ...]` float32, zero where there is no token."""
+    gathered = x[index].float()
+    return gathered.masked_fill(~valid.view(*valid.shape, *[1] * (x.ndim - 1)), 0).transpose(1, 2)
+
+
+def _wy_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> _Chunks:
+    heads_per_key = v.shape[1] // k.shape[1]
+    log_decay = g.cumsum(-1)
+    causal = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).tril()
+    pair_decay = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
+    scores = (q @ k.transpose(-1, -2)).repeat_interleave(heads_per_key, 1) * pair_decay
+    system = (k @ k.transpose(-1, -2)).repeat_interleave(heads_per_key, 1) * pair_decay * beta.unsqueeze(-1)
+    q, k = q.repeat_interleave(heads_per_key, 1), k.repeat_interleave(heads_per_key, 1)
+    from_start = log_decay.exp().unsqueeze(-1)
+    right = torch.cat((v, k * from_start), -1) * beta.unsqueeze(-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    new_values, state_keys = solved.split((v.shape[-1], k.shape[-1]), -1)
+    to_end = (log_decay[..., -1:] - log_decay).exp().unsqueeze(-1)
+    return _Chunks(new_values, state_keys, q * from_start, k * to_end, scores, from_start[..., -1:, :])
+
+
+def _scan_chunks(chunks: _Chunks, state: Tensor, plan: ChunkPlan) -> tuple[Tensor, Tensor]:
+    """Carry the rows' states `[B, Hv, V, K]` through their chunks. Returns outputs `[n, Hv, Q, V]` and final states."""
+    count = chunks.decay.shape[0]
+    out = chunks.new_values.new_empty(count + 1, *chunks.new_values.shape[1:])
+    for step in range(plan.max_chunks_per_seq):
+        chunk = plan.first_chunk + step
+        active = chunk <= plan.last_chunk
+        chunk = torch.where(active, chunk, 0)
+        transposed = state.transpose(-1, -2)
+        values = chunks.new_values[chunk] - chunks.state_keys[chunk] @ transposed
+        # Rows that have run out of chunks write to the extra last one, which is dropped.
+        out[torch.where(active, chunk, count)] = chunks.queries[chunk] @ transposed + chunks.scores[chunk] @ values
+        following = chunks.decay[chunk] * state + values.transpose(-1, -2) @ chunks.keys[chunk]
+        state = torch.where(active.view(-1, 1, 1, 1), following, state)
+    return out[:count], state
+
+
+def recurrent_gated_delta_rule_reference(
+    states: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    intermediate_states: Tensor | None = None,
+    rows: Tensor | None = None,
+    parents: Tensor | None = None,
+) -> Tensor:
+    padding = pad_mask(read_slots, 4)
+    main = read_rows(states, read_slots).float()
+    heads_per_key = v.shape[2] // k.shape[2]
+    # k and q side by side: one pass over the state serves both products.
+    pairs = torch.stack((l2_normalize(k), l2_normalize(q) * q.shape[-1] ** -0.5), -2)
+    pairs = pairs.repeat_interleave(heads_per_key, 2)
+    decay, v, beta = g.float().exp()[..., None, None], v.float(), beta.float().unsqueeze(-1)
+    out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    state = main
+    for t in range(v.shape[1]):
+        if parents is not None and intermediate_states is not None and rows is not None:
+            state = _parent_states(main, intermediate_states, rows, parents[:, t])
+        out[:, t], state = _delta_rule_step(state, pairs[:, t], v[:, t], decay[:, t], beta[:, t])
+        if intermediate_states is not None and rows is not None:
+            write_rows(intermediate_states[:, t], torch.where(read_slots < 0, -1, rows), state)
+        state = state.to(states.dtype).float()
+    if intermediate_states is None:
+        write_rows(states, write_slots, state)
+    return out.masked_fill_(padding, 0).to(q.dtype)
+
+
+def _delta_rule_step(state: Tensor, pairs: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """One token: state `[B, Hv, V, K]` (overwritten), pairs `[B, Hv, 2, K]` of (k, q). Returns output and state."""
+    key, query = pairs.unbind(-2)
+    read_key, read_query = ((pairs @ state.transpose(-1, -2)).mul_(decay)).unbind(-2)
+    value = (v - read_key).mul_(beta)
+    out = read_query.addcmul(value, (key * query).sum(-1, keepdim=True))
+    return out, state.mul_(decay).addcmul_(value.unsqueeze(-1), key.unsqueeze(-2))
+
+
+def _parent_states(main: Tensor, intermediate_states: Tensor, rows: Tensor, parents: Tensor) -> Tensor:
+    stored = intermediate_states[rows.clamp(min=0), parents.clamp(min=0)].float()
+    return torch.where(pad_mask(parents, 4), main, stored)

@@ -1,0 +1,131 @@
+"""Mixture of experts: routers and the routed experts' MLP.
+
+Shapes: T tokens of width D, E experts of inner width I, k experts chosen per token.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.kernels.activation import relu2_reference, silu_and_mul_reference
+from hybridrt.kernels.providers import register, select
+
+for _op in ("router_softmax", "router_sigmoid_grouped", "fused_experts"):
+    register(_op, "torch", f"hybridrt.kernels.moe:{_op}_reference")
+
+
+def router_softmax(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The top_k experts by softmax probability (Qwen3-Next).
+
+    logits `[T, E]`. Returns weights `[T, k]` float32 (divided by their sum if `renormalize`) and ids `[T, k]` int32.
+    """
+    routing: tuple[Tensor, Tensor] = select("router_softmax", logits.device.type)(logits, top_k, renormalize)
+    return routing
+
+
+def router_sigmoid_grouped(
+    logits: Tensor,
+    correction_bias: Tensor,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    renormalize: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """The top_k experts within the topk_group best groups (DeepSeek-V3, section 2.1.2; Nemotron-H).
+
+    logits `[T, E]`; correction_bias `[E]` float32 is added to the sigmoid scores for choosing only; a group's score is
+    the sum of its two best. Returns weights `[T, k]` float32 (the plain scores, over their sum if `renormalize`, times
+    `scaling`) and ids `[T, k]` int32.
+    """
+    routing: tuple[Tensor, Tensor] = select("router_sigmoid_grouped", logits.device.type)(
+        logits, correction_bias, top_k, n_group, topk_group, renormalize, scaling
+    )
+    return routing
+
+
+def fused_experts(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    *,
+    activation: Literal["silu", "relu2"],
+    gated: bool,
+) -> Tensor:
+    """sum_j weights[t, j] * w_down[e] act(w_up[e] x[t]) over the experts e = ids[t, j] of each token.
+
+    x `[T, D]`; w_up `[E, 2I, D]` (gate rows, then up rows) if `gated` else `[E, I, D]`; w_down `[E, D, I]`; weights
+    `[T, k]` float32; ids `[T, k]` int32, -1 for none (padding). Returns `[T, D]` in x's dtype, summed in float32.
+    """
+    out: Tensor = select("fused_experts", x.device.type)(
+        x, w_up, w_down, weights, ids, activation=activation, gated=gated
+    )
+    return out
+
+
+def router_softmax_reference(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    weights, ids = torch.softmax(logits, -1, dtype=torch.float32).topk(top_k, -1)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, ids.int()
+
+
+def router_sigmoid_grouped_reference(
+    logits: Tensor,
+    correction_bias: Tensor,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    renormalize: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    scores = torch.sigmoid(logits.float())
+    grouped = (scores + correction_bias).view(scores.shape[0], n_group, -1)
+    best_groups = grouped.topk(2, -1).values.sum(-1).topk(topk_group, -1).indices
+    excluded = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best_groups, False)
+    ids = grouped.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(1).topk(top_k, -1).indices
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scaling, ids.int()
+
+
+def fused_experts_reference(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    *,
+    activation: Literal["silu", "relu2"],
+    gated: bool,
+) -> Tensor:
+    """Token-expert pairs sorted by expert, one pair of matrix products for each expert that was hit."""
+    experts, top_k = w_up.shape[0], ids.shape[1]
+    flat = ids.flatten().long()
+    order = torch.where(flat < 0, experts, flat).argsort(stable=True)
+    counts = torch.bincount(flat + 1, minlength=experts + 1)[1:].tolist()
+    tokens, pair_weights = order // top_k, weights.flatten()[order].unsqueeze(-1)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        chosen = tokens[start : start + count]
+        hidden = _activate(F.linear(x[chosen], w_up[expert]), activation, gated)
+        out.index_add_(0, chosen, F.linear(hidden, w_down[expert]) * pair_weights[start : start + count])
+        start += count
+    return out.to(x.dtype)
+
+
+def _activate(hidden: Tensor, activation: Literal["silu", "relu2"], gated: bool) -> Tensor:
+    if activation == "silu":
+        return silu_and_mul_reference(hidden) if gated else F.silu(hidden)
+    if gated:
+        gate, up = hidden.chunk(2, dim=-1)
+        return relu2_reference(gate).mul_(up)
+    return relu2_reference(hidden)

@@ -1,0 +1,206 @@
+"""Softmax attention over a paged KV cache.
+
+Shapes: B rows, T tokens per row, Hq query and Hkv key/value heads (query head h reads key head h // (Hq // Hkv)), D
+head dim, L the longest context looked at. A token's slot is page * page_size + offset; `req_to_token[row, position]`
+holds slots. Page 0 is scratch for padding and always finite.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.kernels.providers import register, select
+
+for _op in ("write_kv", "attention_decode", "attention_extend"):
+    register(_op, "torch", f"hybridrt.kernels.paged_attention:{_op}_reference")
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
+    """Store k, v `[T, Hkv, D]` at slots out_cache_loc `[T]` of the caches `[pages, page, Hkv, D]`, in place."""
+    select("write_kv", k.device.type)(k, v, k_cache, v_cache, out_cache_loc)
+
+
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    req_to_token: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    tree_mask: Tensor | None = None,
+    max_len: int | None = None,
+) -> Tensor:
+    """Attention of T new tokens per row, already in the cache, over each row's whole context.
+
+    q `[B, T, Hq, D]`; caches `[pages, page, Hkv, D]`; req_to_token `[R+1, max_context]` int32; rows `[B]`; seq_lens
+    `[B]`: the keys that the last of the T tokens sees. Token t of a chain sees seq_len - T + t + 1 keys; with
+    tree_mask `[B, T, T]` bool (ancestors and self) it sees the first seq_len - T keys and those of the last T that the
+    mask names. sliding_window: a token at position p sees keys at positions > p - window. max_len: an upper bound of
+    seq_lens known on the host; None means the table's width. Returns `[B, T, Hq, D]` in q's dtype; rows with seq_len 0
+    (padding) are zeros.
+    """
+    out: Tensor = select("attention_decode", q.device.type)(
+        q,
+        k_cache,
+        v_cache,
+        req_to_token,
+        rows,
+        seq_lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        tree_mask=tree_mask,
+        max_len=max_len,
+    )
+    return out
+
+
+def attention_extend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    req_to_token: Tensor,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    query_lens: Sequence[int],
+    seq_lens_host: Sequence[int],
+) -> Tensor:
+    """Causal attention of ragged chunks of new tokens, already in the cache, over prefix and chunk.
+
+    q `[T, Hq, D]`: row b's tokens are q[query_start_loc[b] : query_start_loc[b + 1]] and end at position seq_lens[b] -
+    1. query_lens and seq_lens_host are the host's copies of the lengths. The rest as in `attention_decode`. Returns
+    `[T, Hq, D]` in q's dtype; tokens past the last row are zeros.
+    """
+    out: Tensor = select("attention_extend", q.device.type)(
+        q,
+        k_cache,
+        v_cache,
+        req_to_token,
+        rows,
+        query_start_loc,
+        seq_lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        query_lens=query_lens,
+        seq_lens_host=seq_lens_host,
+    )
+    return out
+
+
+def write_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
+    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, out_cache_loc, k.to(k_cache.dtype))
+    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, out_cache_loc, v.to(v_cache.dtype))
+
+
+def attention_decode_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    req_to_token: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    tree_mask: Tensor | None = None,
+    max_len: int | None = None,
+) -> Tensor:
+    batch, tokens, query_heads, head_dim = q.shape
+    kv_heads = k_cache.shape[2]
+    groups = query_heads // kv_heads
+    slots = req_to_token[:, :max_len].index_select(0, rows)
+    context = slots.shape[1]
+    in_context = torch.arange(context, device=q.device) < seq_lens.unsqueeze(1)
+    # Slots past the end may name another request's page or hold a stale one: read the finite scratch slot 0 instead.
+    slots = torch.where(in_context, slots, 0).view(-1)
+    keys = _gather(k_cache, slots).view(batch, context, kv_heads, head_dim).transpose(1, 2)
+    values = _gather(v_cache, slots).view(batch, context, kv_heads, head_dim).transpose(1, 2)
+    # The query heads that share a key head become extra query positions of that head: nothing is repeated.
+    query = q.view(batch, tokens, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
+    query = query.reshape(batch, kv_heads, groups * tokens, head_dim)
+    if tokens == 1 and sliding_window is None:
+        visible = in_context.view(batch, 1, 1, context)
+    else:
+        visible = _visible(in_context, seq_lens, tokens, sliding_window, tree_mask)
+        visible = visible.unsqueeze(1).expand(-1, groups, -1, -1).reshape(batch, 1, groups * tokens, context)
+    out = F.scaled_dot_product_attention(query, keys.to(q.dtype), values.to(q.dtype), attn_mask=visible, scale=scale)
+    out = out.view(batch, kv_heads, groups, tokens, head_dim).permute(0, 3, 1, 2, 4)
+    return out.reshape(batch, tokens, query_heads, head_dim).masked_fill_((seq_lens == 0).view(-1, 1, 1, 1), 0)
+
+
+def _gather(cache: Tensor, slots: Tensor) -> Tensor:
+    return cache.view(-1, cache.shape[2] * cache.shape[3]).index_select(0, slots)
+
+
+def _visible(
+    in_context: Tensor,
+    seq_lens: Tensor,
+    tokens: int,
+    sliding_window: int | None,
+    tree_mask: Tensor | None,
+) -> Tensor:
+    """`[B, T, L]` bool: which context positions each of a row's T tokens sees."""
+    batch, context = in_context.shape
+    index = torch.arange(context, device=in_context.device)
+    node = index - (seq_lens.unsqueeze(1) - tokens)  # which of the T tokens stands there; negative in the prefix
+    if tree_mask is None:
+        tree_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=index.device).tril().expand(batch, -1, -1)
+    clamped = node.clamp(0, tokens - 1).unsqueeze(1)
+    in_tree = tree_mask.gather(2, clamped.expand(-1, tokens, -1))
+    visible = in_context.unsqueeze(1) & ((node < 0).unsqueeze(1) | in_tree)
+    if sliding_window is None:
+        return visible
+    depth = tree_mask.sum(-1) - 1  # a node's mask holds its ancestors and itself
+    key_depth = torch.where(node < 0, node, depth.gather(1, clamped.squeeze(1)))
+    return visible & (depth.unsqueeze(2) - key_depth.unsqueeze(1) < sliding_window)
+
+
+def attention_extend_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    req_to_token: Tensor,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    query_lens: Sequence[int],
+    seq_lens_host: Sequence[int],
+) -> Tensor:
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    start = 0
+    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens_host, strict=True)):
+        end = start + query_len
+        if query_len > 0:
+            slots = req_to_token[:, :seq_len].index_select(0, rows[row : row + 1]).view(-1)
+            keys, values = (
+                _gather(cache, slots).view(1, seq_len, *cache.shape[2:]).transpose(1, 2).to(q.dtype)
+                for cache in (k_cache, v_cache)
+            )
+            query = q[start:end].transpose(0, 1).unsqueeze(0)
+            out[start:end] = _causal_attention(query, keys, values, scale, sliding_window)[0].transpose(0, 1)
+        start = end
+    return out
+
+
+def _causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+    """query `[1, Hq, n, D]` at the end of keys, values `[1, Hkv, L, D]`. Returns `[1, Hq, n, D]`."""
+    query_len, context = query.shape[2], keys.shape[2]
+    mask = None
+    if query_len < context or (sliding_window is not None and sliding_window < context):
+        mask = torch.ones(query_len, context, dtype=torch.bool, device=query.device).tril_(context - query_len)
+        if sliding_window is not None:
+            mask.triu_(context - query_len - sliding_window + 1)
+    return F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )

@@ -1,0 +1,57 @@
+"""Rotary position embedding (Su et al. 2021) in the NeoX order: dimension i is paired with i + rot / 2."""
+
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.rms_norm import rms_norm_reference
+
+register("qk_norm_rotary", "torch", "hybridrt.kernels.rotary:qk_norm_rotary_reference")
+
+
+def apply_rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate the first `rot` dims of every head by its token's position; the other dims pass through.
+
+    q `[T, Hq, D]`, k `[T, Hkv, D]` (strided views are fine), positions `[T]` int32 or int64, cos_sin `[max_pos, rot]`
+    float32: rot/2 cosines, then rot/2 sines. Returns (q, k) in their dtypes, possibly views of one tensor. With an
+    implementation that works in place, the arguments themselves come back.
+    """
+    return qk_norm_rotary(q, k, positions, cos_sin, None, None, 0.0)
+
+
+def qk_norm_rotary(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """`apply_rotary` after a per-head RMS norm of q and k (Qwen3-Next); weights `[D]` float32, None for no norm."""
+    implementation = select("qk_norm_rotary", q.device.type)
+    rotated: tuple[Tensor, Tensor] = implementation(q, k, positions, cos_sin, q_weight, k_weight, eps)
+    return rotated
+
+
+def qk_norm_rotary_reference(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    normed_q = q if q_weight is None else rms_norm_reference(q, q_weight, eps)
+    normed_k = k if k_weight is None else rms_norm_reference(k, k_weight, eps)
+    # One tensor for both: half as many operations, which is what a decode step on a CPU pays for.
+    heads = torch.cat((normed_q, normed_k), dim=1).float()
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).split(half, dim=-1)
+    first, second = heads[..., :half], heads[..., half : 2 * half]
+    rotated = (first * cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)
+    first.copy_(rotated)
+    rotated_q, rotated_k = heads.to(q.dtype).split((q.shape[1], k.shape[1]), dim=1)
+    return rotated_q, rotated_k

@@ -1,0 +1,48 @@
+import math
+
+import pytest
+import torch
+
+from hybridrt.kernels.activation import relu2, sigmoid_mul, silu_and_mul
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def tolerances(dtype):
+    return {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-6}
+
+
+def sigmoid(value):
+    return 1 / (1 + math.exp(-value))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 17, 64])
+def test_silu_and_mul_gate_first(dtype, width):
+    torch.manual_seed(0)
+    merged = (torch.randn(3, 4 * width) * 3).to(dtype)
+    x = merged[:, width : 3 * width]
+    before = merged.clone()
+    gates, ups = x.double().tolist(), x[:, width:].double().tolist()
+    expected = [[g * sigmoid(g) * u for g, u in zip(gate, up, strict=False)] for gate, up in zip(gates, ups, strict=True)]
+    out = silu_and_mul(x)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), torch.tensor(expected).double(), **tolerances(dtype))
+    assert torch.equal(merged, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_relu2(dtype):
+    x = torch.tensor([-2.0, -0.0, 0.5, 3.0], dtype=dtype)
+    assert torch.equal(relu2(x), torch.tensor([0.0, 0.0, 0.25, 9.0], dtype=dtype))
+    assert torch.equal(x, torch.tensor([-2.0, -0.0, 0.5, 3.0], dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sigmoid_mul_element_wise_and_by_row(dtype):
+    torch.manual_seed(0)
+    x, gate = torch.randn(4, 6).to(dtype), torch.randn(4, 6).to(dtype)
+    expected = [[a * sigmoid(b) for a, b in zip(xs, gs, strict=True)] for xs, gs in zip(x.tolist(), gate.tolist(), strict=True)]
+    torch.testing.assert_close(sigmoid_mul(x, gate).double(), torch.tensor(expected).double(), **tolerances(dtype))
+    by_row = torch.stack([x[i] * torch.sigmoid(gate[i, 0]) for i in range(4)])
+    torch.testing.assert_close(sigmoid_mul(x, gate[:, :1]), by_row, **tolerances(dtype))

@@ -1,0 +1,141 @@
+"""Which implementation is picked, how the choice is overridden, and what the errors say."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hybridrt.errors import BackendError, ConfigError, ProviderNotInstalledError
+from hybridrt.kernels import providers
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv(providers.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setattr(providers, "_IMPLEMENTATIONS", {})
+    _clear_caches()
+    yield
+    _clear_caches()
+
+
+def _clear_caches():
+    providers.select.cache_clear()
+    providers._overrides.cache_clear()
+    providers._missing.cache_clear()
+
+
+def _install(monkeypatch, **versions):
+    """Pretend that exactly these distributions (underscores for dashes) are installed."""
+    names = {name.replace("_", "-"): version for name, version in versions.items()}
+
+    def version_of(distribution):
+        if distribution not in names:
+            raise providers.importlib.metadata.PackageNotFoundError(distribution)
+        return names[distribution]
+
+    def find(module):
+        return object() if providers.PROVIDERS[module].distribution in names else None
+
+    monkeypatch.setattr(providers.importlib.util, "find_spec", find)
+    monkeypatch.setattr(providers.importlib.metadata, "version", version_of)
+
+
+def _register_three():
+    providers.register("op", "torch", "math:floor")
+    providers.register("op", "triton", "math:ceil", priority=10)
+    providers.register("op", "flashinfer", "math:sqrt", priority=20, supports=_small_heads_only)
+
+
+def _small_heads_only(facts):
+    return "head_dim above 256" if facts.get("head_dim", 0) > 256 else None
+
+
+def test_highest_priority_that_is_installed_fits_and_supports_the_call(monkeypatch):
+    import math
+
+    _register_three()
+    _install(monkeypatch, triton="3.6.0", flashinfer_python="0.6.12")
+    assert providers.select("op", "cuda") is math.sqrt
+    assert providers.select("op", "cuda", head_dim=512) is math.ceil
+    assert providers.select("op", "cpu") is math.floor
+
+
+def test_too_old_or_absent_counts_as_missing(monkeypatch):
+    import math
+
+    _register_three()
+    _install(monkeypatch, triton="3.6.0", flashinfer_python="0.6.9")
+    assert providers.select("op", "cuda") is math.ceil
+    with pytest.raises(ProviderNotInstalledError, match=r"0\.6\.9, at least 0\.6\.12"):
+        providers.select("op", "cuda", "flashinfer")
+    _clear_caches()
+    _install(monkeypatch, triton="3.6.0")
+    with pytest.raises(ProviderNotInstalledError, match=r"pip install 'hybridrt\[flashinfer\]'"):
+        providers.select("op", "cuda", "flashinfer")
+
+
+def test_named_provider_that_does_not_fit_is_an_error(monkeypatch):
+    _register_three()
+    _install(monkeypatch, triton="3.6.0", flashinfer_python="0.6.12")
+    with pytest.raises(BackendError, match="runs on cuda only"):
+        providers.select("op", "cpu", "flashinfer")
+    with pytest.raises(BackendError, match="head_dim above 256"):
+        providers.select("op", "cuda", "flashinfer", head_dim=512)
+    with pytest.raises(ConfigError, match="providers that do: flashinfer, torch, triton"):
+        providers.select("op", "cuda", "cutlass")
+    with pytest.raises(ConfigError, match="known: op"):
+        providers.select("oops", "cuda")
+    with pytest.raises(ConfigError, match="unknown kernel provider"):
+        providers.register("op", "cutlass", "math:floor")
+
+
+def test_triton_on_cpu_only_under_the_interpreter_and_never_by_itself(monkeypatch):
+    import math
+
+    _register_three()
+    _install(monkeypatch, triton="3.6.0")
+    with pytest.raises(BackendError):
+        providers.select("op", "cpu", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert providers.select("op", "cpu", "triton") is math.ceil
+    assert providers.select("op", "cpu") is math.floor
+
+
+def test_environment_overrides_and_names_what_is_wrong(monkeypatch):
+    import math
+
+    _install(monkeypatch, triton="3.6.0")
+    monkeypatch.setattr(providers, "_import_operations", _register_three)
+    monkeypatch.setenv(providers.ENVIRONMENT_VARIABLE, "op=torch")
+    _register_three()
+    assert providers.select("op", "cuda") is math.floor
+    for text, message in (("op", "operation=provider"), ("oops=torch", "known: op"), ("op=x", "flashinfer, torch")):
+        _clear_caches()
+        monkeypatch.setenv(providers.ENVIRONMENT_VARIABLE, text)
+        with pytest.raises(ConfigError, match=message):
+            providers.select("op", "cuda")
+
+
+def test_report_gives_a_reason_for_every_provider_passed_over(monkeypatch):
+    monkeypatch.setattr(providers, "_import_operations", _register_three)
+    _install(monkeypatch, triton="3.6.0")
+    cpu, cuda = providers.report()
+    assert (cpu.op, cpu.device, cpu.picked) == ("op", "cpu", "torch")
+    assert (cuda.device, cuda.picked) == ("cuda", "triton")
+    assert "not installed" in cuda.others["flashinfer"] and cuda.others["torch"] == "triton is preferred"
+    assert cpu.others["triton"] == "runs on cuda only"
+    _clear_caches()
+    monkeypatch.setenv(providers.ENVIRONMENT_VARIABLE, "op=torch")
+    cpu, cuda = providers.report()
+    assert cuda.picked == "torch" and cuda.others["triton"] == "HYBRIDRT_PROVIDERS names torch"
+
+
+def test_reporting_every_operation_imports_no_optional_package():
+    code = (
+        "import sys; from hybridrt.kernels.providers import report; rows = report();"
+        "assert {'rms_norm', 'sample', 'attention_decode'} <= {r.op for r in rows}, rows;"
+        "assert all(r.picked == 'torch' for r in rows if r.device == 'cpu');"
+        "assert not {'triton', 'flashinfer', 'mamba_ssm', 'sgl_kernel'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
