@@ -1,0 +1,110 @@
+"""Allocator: conservation under random histories, generations, ownership moves, all-or-nothing errors."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrt.errors import OutOfSlotsError, PoolError
+from hybridrt.mem_cache.allocator import Slot, SlotAllocator
+from hybridrt.mem_cache.prefix_cache import NoPrefixCache
+
+
+def counts(pool: SlotAllocator) -> tuple[int, int, int]:
+    pool.check()
+    return pool.num_free, pool.num_used, pool.num_cached
+
+
+def test_never_hands_out_the_reserved_index() -> None:
+    pool = SlotAllocator(3, "slot")
+    assert sorted(slot.index for slot in pool.alloc(3)) == [1, 2, 3]
+    wide = SlotAllocator(2, "slot", reserved=4)
+    assert sorted(slot.index for slot in wide.alloc(2)) == [4, 5]
+
+
+def test_short_allocation_takes_nothing() -> None:
+    pool = SlotAllocator(3, "KV page")
+    pool.alloc(1)
+    with pytest.raises(OutOfSlotsError, match="3 x KV page wanted, 2 of 3 free"):
+        pool.alloc(3)
+    assert counts(pool) == (2, 1, 0)
+
+
+def test_double_free_frees_nothing() -> None:
+    pool = SlotAllocator(3, "slot")
+    a, b = pool.alloc(2)
+    pool.free([a])
+    with pytest.raises(PoolError, match="stale"):
+        pool.free([b, a])
+    assert counts(pool) == (2, 1, 0)
+    with pytest.raises(PoolError, match="twice"):
+        pool.free([b, b])
+    assert counts(pool) == (2, 1, 0)
+
+
+def test_stale_handle_of_a_reused_entry_is_refused() -> None:
+    pool = SlotAllocator(1, "slot")
+    (old,) = pool.alloc(1)
+    pool.free([old])
+    (new,) = pool.alloc(1)
+    assert new.index == old.index and new.generation != old.generation
+    with pytest.raises(PoolError, match="stale"):
+        pool.free([old])
+    with pytest.raises(PoolError, match="does not exist"):
+        pool.free([Slot(0, 0)])
+    pool.free([new])
+
+
+def test_an_entry_is_a_requests_or_the_caches_never_both() -> None:
+    pool = SlotAllocator(2, "slot")
+    a, b = pool.alloc(2)
+    pool.to_cache([a])
+    assert counts(pool) == (0, 1, 1)
+    with pytest.raises(PoolError, match="owned by the cache"):
+        pool.free([b, a])
+    with pytest.raises(PoolError, match="not owned by the cache"):
+        pool.from_cache([b])
+    pool.from_cache([a])
+    pool.free([a, b])
+    assert counts(pool) == (2, 0, 0)
+
+
+def test_check_notices_a_ledger_that_disagrees() -> None:
+    pool = SlotAllocator(3, "slot")
+    pool.alloc(1)
+    pool._free.append(1)
+    with pytest.raises(PoolError):
+        pool.check()
+    pool = SlotAllocator(3, "slot")
+    pool._free[0] = pool._free[1]
+    with pytest.raises(PoolError, match="twice"):
+        pool.check()
+
+
+@given(st.integers(0, 6), st.lists(st.tuples(st.sampled_from(["alloc", "free", "cache", "evict"]), st.integers(0, 4))))
+def test_conservation_over_random_histories(total: int, history: list[tuple[str, int]]) -> None:
+    pool = SlotAllocator(total, "slot")
+    used: list[Slot] = []
+    cached: list[Slot] = []
+    for op, n in history:
+        if op == "alloc" and n <= pool.num_free:
+            used += pool.alloc(n)
+        elif op == "free":
+            pool.free(used[:n])
+            del used[:n]
+        elif op == "cache":
+            pool.to_cache(used[:n])
+            cached += used[:n]
+            del used[:n]
+        elif op == "evict":
+            pool.from_cache(cached[:n])
+            pool.free(cached[:n])
+            del cached[:n]
+        assert counts(pool) == (total - len(used) - len(cached), len(used), len(cached))
+        assert len({slot.index for slot in used + cached}) == len(used) + len(cached)
+
+
+def test_no_prefix_cache_matches_and_keeps_nothing() -> None:
+    cache, pool = NoPrefixCache(), SlotAllocator(2, "page")
+    match = cache.match([1, 2, 3])
+    assert match.length == 0 and not match.pages
+    assert not cache.insert([1, 2, 3], pool.alloc(2))
