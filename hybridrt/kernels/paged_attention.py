@@ -96,8 +96,9 @@ def attention_extend(
 
 
 def write_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, out_cache_loc, k.to(k_cache.dtype))
-    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, out_cache_loc, v.to(v_cache.dtype))
+    slots = out_cache_loc.long()
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, new.to(cache.dtype))
 
 
 def attention_decode_reference(

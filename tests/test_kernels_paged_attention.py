@@ -1,0 +1,167 @@
+"""Paged attention against a loop over tokens and heads that follows the definition of softmax attention."""
+
+import pytest
+import torch
+
+from hybridrt.kernels.paged_attention import attention_decode, attention_extend, write_kv
+
+PAGE, HEAD_DIM, MAX_CONTEXT = 4, 8, 24
+SCALE = HEAD_DIM**-0.5
+
+
+class Cache:
+    """Requests of the given lengths in scattered pages; every slot that holds no token of theirs is NaN."""
+
+    def __init__(self, lengths, kv_heads=2, dtype=torch.float32):
+        pages = 1 + 6 * len(lengths) + 3
+        self.k, self.v = (torch.full((pages, PAGE, kv_heads, HEAD_DIM), torch.nan, dtype=dtype) for _ in range(2))
+        self.k[0], self.v[0] = 1.0, 1.0
+        self.table = torch.zeros(len(lengths) + 3, MAX_CONTEXT, dtype=torch.int32)
+        self.rows = torch.randperm(len(lengths) + 2)[: len(lengths)].int() + 1
+        self.keys, self.values = [], []
+        free = iter((torch.randperm(pages - 1) + 1).tolist())
+        for row, length in zip(self.rows.tolist(), lengths, strict=True):
+            # The whole width is filled, as after a longer previous tenant.
+            for start in range(0, MAX_CONTEXT, PAGE):
+                page = next(free) if start < length else pages - 1
+                self.table[row, start : start + PAGE] = torch.arange(page * PAGE, page * PAGE + PAGE)
+            k, v = torch.randn(2, length, kv_heads, HEAD_DIM).to(dtype)
+            write_kv(k, v, self.k, self.v, self.table[row, :length])
+            self.keys.append(k.double())
+            self.values.append(v.double())
+
+
+def slow_attention(query, keys, values, visible):
+    """query [Hq, D], keys and values [L, Hkv, D], visible: positions. Returns [Hq, D]."""
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    for head in range(query.shape[0]):
+        kv_head = head // (query.shape[0] // keys.shape[1])
+        scores = torch.stack([keys[i, kv_head] @ query[head].double() for i in visible]) * SCALE
+        weights = (scores - scores.max()).exp()
+        out[head] = sum(w * values[i, kv_head] for w, i in zip(weights / weights.sum(), visible, strict=True))
+    return out
+
+
+def window(position, sliding_window):
+    return range(max(0, position - sliding_window + 1) if sliding_window else 0, position + 1)
+
+
+def close(got, want, dtype=torch.float32):
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), want, rtol=8 * eps, atol=8 * eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sliding_window", [None, 1, 5])
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(2, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_decode_of_ragged_rows(dtype, sliding_window, query_heads, kv_heads, tokens):
+    torch.manual_seed(0)
+    lengths = [9, 3, 20, 4]
+    cache = Cache(lengths, kv_heads, dtype)
+    merged = torch.randn(len(lengths) + 1, tokens, query_heads + 3, HEAD_DIM).to(dtype)
+    q = merged[:, :, 1 : 1 + query_heads]
+    rows, seq_lens = torch.cat((cache.rows, torch.zeros(1).int())), torch.tensor([*lengths, 0], dtype=torch.int32)
+    out = attention_decode(
+        q, cache.k, cache.v, cache.table, rows, seq_lens, scale=SCALE, sliding_window=sliding_window, max_len=20
+    )
+    assert out.dtype == dtype and torch.equal(out[-1], torch.zeros_like(out[-1]))
+    for b, length in enumerate(lengths):
+        for t in range(tokens):
+            visible = window(length - tokens + t, sliding_window)
+            close(out[b, t], slow_attention(q[b, t], cache.keys[b], cache.values[b], visible), dtype)
+
+
+def test_decode_reads_the_table_s_width_without_a_bound():
+    torch.manual_seed(0)
+    cache = Cache([7, 24])
+    q, seq_lens = torch.randn(2, 1, 4, HEAD_DIM), torch.tensor([7, 24])
+    bounded = attention_decode(q, cache.k, cache.v, cache.table, cache.rows, seq_lens, scale=SCALE, max_len=24)
+    close(attention_decode(q, cache.k, cache.v, cache.table, cache.rows, seq_lens, scale=SCALE), bounded.double())
+
+
+@pytest.mark.parametrize("sliding_window", [None, 3])
+def test_a_tree_s_nodes_see_the_prefix_and_their_ancestors(sliding_window):
+    torch.manual_seed(0)
+    parents = [-1, 0, 0, 1, 2]
+    ancestors = []
+    for t, parent in enumerate(parents):
+        ancestors.append([*(ancestors[parent] if parent >= 0 else []), t])
+    lengths = [5, 13]
+    cache = Cache(lengths)
+    mask = torch.zeros(2, 5, 5, dtype=torch.bool)
+    for t, seen in enumerate(ancestors):
+        mask[:, t, seen] = True
+    q = torch.randn(2, 5, 4, HEAD_DIM)
+    out = attention_decode(
+        q, cache.k, cache.v, cache.table, cache.rows, torch.tensor(lengths), scale=SCALE, tree_mask=mask,
+        sliding_window=sliding_window,
+    )
+    for b, length in enumerate(lengths):
+        prefix = length - 5
+        for t, seen in enumerate(ancestors):
+            path = [*range(prefix), *(prefix + node for node in seen)]
+            visible = path[-sliding_window:] if sliding_window else path
+            close(out[b, t], slow_attention(q[b, t], cache.keys[b], cache.values[b], visible))
+
+
+def test_a_chain_is_the_tree_whose_mask_is_triangular():
+    torch.manual_seed(0)
+    cache = Cache([6, 11])
+    q, seq_lens = torch.randn(2, 3, 4, HEAD_DIM), torch.tensor([6, 11])
+    arguments = (q, cache.k, cache.v, cache.table, cache.rows, seq_lens)
+    mask = torch.ones(2, 3, 3, dtype=torch.bool).tril()
+    for sliding_window in (None, 4):
+        chain = attention_decode(*arguments, scale=SCALE, sliding_window=sliding_window)
+        tree = attention_decode(*arguments, scale=SCALE, sliding_window=sliding_window, tree_mask=mask)
+        assert torch.equal(chain, tree)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sliding_window", [None, 5, 100])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_extend_of_ragged_chunks_with_and_without_prefix(dtype, sliding_window, kv_heads):
+    torch.manual_seed(0)
+    seq_lens, query_lens = [9, 17, 5, 8, 4], [9, 6, 1, 0, 4]
+    cache = Cache(seq_lens, kv_heads, dtype)
+    total = sum(query_lens)
+    q = torch.randn(total + 2, 4, HEAD_DIM + 3).to(dtype)[..., :HEAD_DIM]
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    out = attention_extend(
+        q, cache.k, cache.v, cache.table, cache.rows, starts, torch.tensor(seq_lens, dtype=torch.int32),
+        scale=SCALE, sliding_window=sliding_window, query_lens=query_lens, seq_lens_host=seq_lens,
+    )
+    assert out.dtype == dtype and torch.equal(out[total:], torch.zeros_like(out[total:]))
+    for b, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
+        for i in range(query_len):
+            token, visible = int(starts[b]) + i, window(seq_len - query_len + i, sliding_window)
+            close(out[token], slow_attention(q[token], cache.keys[b], cache.values[b], visible), dtype)
+
+
+def test_chunks_equal_the_whole():
+    torch.manual_seed(0)
+    cache = Cache([19])
+    q = torch.randn(19, 4, HEAD_DIM)
+
+    def extend(start, end):
+        return attention_extend(
+            q[start:end], cache.k, cache.v, cache.table, cache.rows, torch.tensor([0, end - start]),
+            torch.tensor([end]), scale=SCALE, query_lens=[end - start], seq_lens_host=[end],
+        )
+
+    whole = extend(0, 19)
+    torch.testing.assert_close(torch.cat([extend(0, 1), extend(1, 12), extend(12, 19)]), whole)
+    last = attention_decode(
+        q[None, -1:], cache.k, cache.v, cache.table, cache.rows, torch.tensor([19]), scale=SCALE, max_len=19
+    )
+    torch.testing.assert_close(last[0, 0], whole[-1])
+
+
+def test_write_kv_touches_its_slots_alone():
+    k_cache, v_cache = (torch.full((5, PAGE, 2, HEAD_DIM), torch.nan) for _ in range(2))
+    merged = torch.randn(3, 6, HEAD_DIM)
+    slots = torch.tensor([6, 19, 4], dtype=torch.int32)
+    write_kv(merged[:, :2], merged[:, 4:], k_cache, v_cache, slots)
+    assert torch.equal(k_cache.view(-1, 2, HEAD_DIM)[slots], merged[:, :2])
+    assert torch.equal(v_cache.view(-1, 2, HEAD_DIM)[slots], merged[:, 4:])
+    assert int(k_cache.isnan().sum()) == int(v_cache.isnan().sum()) == (20 - 3) * 2 * HEAD_DIM
