@@ -1,0 +1,192 @@
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrt.errors import ConfigError
+from hybridrt.kernels.selective_state_update import selective_state_update
+from hybridrt.kernels.state_replay import advance_ring, mamba2_fold, mamba2_replay
+from tests.mamba2_oracle import ScanInputs, changed_rows, close, int32, poisoned, same_bytes, scan_inputs, scan_loop
+
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass
+class Ring:
+    """Checkpoints of one layer and its ring, poisoned where nothing was written."""
+
+    states: Tensor
+    values: Tensor
+    keys: Tensor
+    gates: Tensor
+    start: Tensor
+    length: Tensor
+
+    @classmethod
+    def make(cls, slots: list[int], width: int, groups: int = 2, dtype: torch.dtype = torch.float32) -> "Ring":
+        states = poisoned(40, 4, 3, 5, dtype=dtype)
+        for slot in slots:
+            if slot > 0:
+                states[slot] = (torch.randn(4, 3, 5) * 3).to(dtype)
+        rings = poisoned(8, 4, width, 3), poisoned(8, groups, width, 5), poisoned(8, 4, width)
+        return cls(states, *rings, int32(*[0] * 8), int32(*[0] * 8))
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.states, self.values, self.keys, self.gates
+
+    def step(self, inputs: ScanInputs, slots: list[int], rows: list[int], **changed: Any) -> Tensor:
+        i, row = inputs, int32(*rows)
+        terms: dict[str, Any] = {**i.head_terms(), **changed}
+        return mamba2_replay(
+            *self.tensors, i.x, i.dt, i.A, i.B, i.C, **terms,
+            slots=int32(*slots), rows=row, start=self.start[row], length=self.length[row],
+        )  # fmt: skip
+
+    def commit(self, rows: list[int], accepted: list[int], tokens: int) -> None:
+        advance_ring(self.start, self.length, int32(*rows), int32(*accepted), tokens, self.gates.shape[2])
+
+    def materialize(self, inputs: ScanInputs, row: int, slot: int, into: int) -> Tensor:
+        cursors = {"rows": int32(row), "start": self.start[row, None], "length": self.length[row, None]}
+        mamba2_fold(*self.tensors, inputs.A, read_slots=int32(slot), write_slots=int32(into), **cursors)
+        return self.states[into]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "groups"),
+    [
+        (torch.float32, 2, 1),
+        (torch.float32, 3, 4),
+        (torch.float32, 16, 2),
+        (torch.float16, 16, 1),
+        (torch.bfloat16, 16, 2),
+    ],
+)
+def test_decode_equals_loop(dtype: torch.dtype, width: int, groups: int) -> None:
+    """Fifty plain decode steps: outputs and the materialised state, while the checkpoint moves only on folds."""
+    torch.manual_seed(width)
+    slots, rows, steps = [7, 39], [3, 6], 50
+    ring, inputs = Ring.make(slots, width, groups, dtype), scan_inputs(2, steps, groups=groups)
+    expected = [scan_loop(inputs[b], ring.states[slot]) for b, slot in enumerate(slots)]
+    writes = 0
+    for t in range(steps):
+        before = ring.states.clone()
+        out = ring.step(inputs[:, t : t + 1], slots, rows)
+        writes += bool(changed_rows(before, ring.states))
+        ring.commit(rows, [1, 1], 1)
+        for b in range(2):
+            close(out[b], expected[b][0][t : t + 1], TOLERANCE[dtype])
+            state = ring.materialize(inputs, rows[b], slots[b], into=20)
+            close(state, expected[b][1][t], TOLERANCE[dtype])
+    assert writes == (steps - 1) // (width - 1)
+    assert not ring.start[[0, 1, 2, 4, 5, 7]].any() and not ring.length[[0, 1, 2, 4, 5, 7]].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 7])
+def test_verify_equals_decodes_for_each_accepted_length(tokens: int) -> None:
+    """A schedule that accepts every length, with rejected inputs left behind in the ring."""
+    torch.manual_seed(tokens)
+    ring, plain = Ring.make([5], 16), Ring.make([5], 16).states
+    plain[5] = ring.states[5]
+    for accepted in [*range(1, tokens + 1), *range(tokens, 0, -1)] * 3:
+        inputs = scan_inputs(1, tokens)
+        out = ring.step(inputs, [5], [2])
+        ring.commit([2], [accepted], tokens)
+        for t in range(accepted):
+            i = inputs[:, t : t + 1]
+            single = selective_state_update(
+                plain, i.x, i.dt, i.A, i.B, i.C, **i.head_terms(), read_slots=int32(5), write_slots=int32(5)
+            )
+            close(out[:, t : t + 1], single, 1e-5)
+        close(ring.materialize(inputs, 2, 5, into=20), plain[5], 5e-6)
+        assert int(ring.length[2]) + tokens <= 16
+
+
+def test_rows_at_different_cursors() -> None:
+    """Rows that fold and rows that do not share a step, and neither changes the other."""
+    torch.manual_seed(11)
+    slots, rows = [3, 8, 30], [1, 5, 7]
+    ring, inputs = Ring.make(slots, 8), scan_inputs(3, 12)
+    expected = [scan_loop(inputs[b], ring.states[slot]) for b, slot in enumerate(slots)]
+    done = [0, 0, 0]
+    for accepted in ([1, 3, 2], [2, 1, 3], [3, 3, 1], [1, 2, 2]):
+        part = [inputs[b][d : d + 3] for b, d in enumerate(done)]
+        batch = inputs[:, :3]
+        for name in ("x", "dt", "B", "C", "z"):
+            setattr(batch, name, torch.stack([getattr(p, name) for p in part]))
+        out = ring.step(batch, slots, rows)
+        ring.commit(rows, accepted, 3)
+        for b, d in enumerate(done):
+            close(out[b], expected[b][0][d : d + 3], 3e-6)
+            done[b] = d + accepted[b]
+            close(ring.materialize(inputs, rows[b], slots[b], into=20), expected[b][1][done[b] - 1], 3e-6)
+
+
+def test_materialize_leaves_ring_and_checkpoint() -> None:
+    torch.manual_seed(12)
+    ring, inputs = Ring.make([5], 16), scan_inputs(1, 4)
+    ring.step(inputs, [5], [2])
+    ring.commit([2], [3], 4)
+    before = [tensor.clone() for tensor in (*ring.tensors, ring.start, ring.length)]
+    ring.materialize(inputs, 2, 5, into=20)
+    after = (*ring.tensors, ring.start, ring.length)
+    assert changed_rows(before[0], after[0]) == {20}
+    assert all(same_bytes(a, b) for a, b in zip(before[1:], after[1:], strict=True))
+
+
+@pytest.mark.parametrize("length", [0, 13])
+def test_padding_rows_leave_no_trace(length: int) -> None:
+    torch.manual_seed(13)
+    ring, inputs = Ring.make([5], 16), scan_inputs(3, 2)
+    ring.gates[4], ring.values[4], ring.keys[4] = 0.5, 1.0, 2.0
+    ring.length[4] = length
+    for part in (inputs.x, inputs.dt, inputs.B, inputs.C, inputs.z):
+        part[0::2] = math.nan
+    before = [tensor.clone() for tensor in ring.tensors]
+    out = ring.step(inputs, [-1, 5, -1], [0, 4, 0])
+    assert not out[0::2].any() and not out.isnan().any()
+    for old, new in zip(before[1:], ring.tensors[1:], strict=True):
+        assert changed_rows(old, new) == {4}
+    assert changed_rows(before[0], ring.states) == ({5} if length else set())
+    cursors = ring.start.clone(), ring.length.clone()
+    ring.commit([0, 4, 0], [0, 2, 0], 2)
+    assert {*changed_rows(cursors[0], ring.start), *changed_rows(cursors[1], ring.length)} == {4}
+    assert ring.length[4] == 2 and ring.start[4] == length
+
+
+def test_padding_rows_of_a_fold_leave_no_trace() -> None:
+    ring, inputs = Ring.make([5], 16), scan_inputs(1, 1)
+    before = ring.states.clone()
+    zero = int32(0)
+    mamba2_fold(
+        *ring.tensors, inputs.A, read_slots=int32(-1), write_slots=int32(-1), rows=zero, start=zero, length=zero
+    )
+    assert same_bytes(before, ring.states)
+
+
+@pytest.mark.parametrize("changed", [{"D": None}, {"z": None}, {"dt_limit": (0.1, 0.4)}])
+def test_optional_terms(changed: dict[str, Any]) -> None:
+    torch.manual_seed(14)
+    ring, inputs = Ring.make([5], 16), scan_inputs(1, 3)
+    limit = (0.1, 0.4) if "dt_limit" in changed else (0.0, math.inf)
+    expected, after = scan_loop(inputs[0], ring.states[5], limit, "D" not in changed, "z" not in changed)
+    close(ring.step(inputs, [5], [2], **changed)[0], expected, 3e-6)
+    ring.commit([2], [3], 3)
+    close(ring.materialize(inputs, 2, 5, into=20), after[-1], 3e-6)
+
+
+def test_advance_wraps_and_folds() -> None:
+    start, length = int32(0, 14, 3, 9), int32(0, 5, 10, 12)
+    advance_ring(start, length, int32(1, 2, 3), int32(4, 1, 2), num_tokens=4, width=16)
+    assert start.tolist() == [0, 14, 13, 5] and length.tolist() == [0, 9, 1, 2]
+
+
+def test_narrow_ring_is_refused_before_anything_is_written() -> None:
+    ring, inputs = Ring.make([5], 6), scan_inputs(1, 4)
+    before = [tensor.clone() for tensor in ring.tensors]
+    with pytest.raises(ConfigError, match="at least 8"):
+        ring.step(inputs, [5], [2])
+    assert all(same_bytes(a, b) for a, b in zip(before, ring.tensors, strict=True))
