@@ -130,6 +130,8 @@ def _report_row(op: str, device: str) -> ReportRow:
 def _ranked(op: str, device_type: str) -> list[Implementation]:
     """By falling priority; on a CPU the torch path comes first, since others only interpret kernels there."""
     if op not in _IMPLEMENTATIONS:
+        _import_operations()
+    if op not in _IMPLEMENTATIONS:
         raise ConfigError(f"unknown operation {op!r}; known: {', '.join(sorted(_IMPLEMENTATIONS))}")
     on_cpu = device_type == "cpu"
     return sorted(
