@@ -1,0 +1,56 @@
+"""Token embedding and output head, cut over the vocabulary."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.layers.weights import Target, parameter, whole
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of the vocabulary, as many on each rank; the last rank's are padded with zeros.
+
+    `multiplier` scales the output at run time: with tied embeddings the same weight serves the head unscaled.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        multiplier: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.name, self.vocab_size, self.tp, self.multiplier = name, vocab_size, tp, multiplier
+        self.rows = -(-vocab_size // tp.size)
+        self.weight = parameter(self.rows, hidden_size, dtype=dtype, device=device)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[T] int64 to [T, hidden]."""
+        if self.tp.size == 1:
+            x = F.embedding(input_ids, self.weight)
+        else:
+            local = input_ids - self.tp.rank * self.rows
+            outside = (local < 0) | (local >= self.rows)
+            x = F.embedding(local.masked_fill(outside, 0), self.weight).masked_fill_(outside[:, None], 0)
+            x = self.tp.all_reduce(x)
+        return x if self.multiplier == 1.0 else x * self.multiplier
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] to [n, vocab]: the head, or the embedding where the model ties them."""
+        return self.tp.all_gather_last(F.linear(x, self.weight))[:, : self.vocab_size]
+
+    def targets(self, key: str) -> dict[str, Target]:
+        return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data, self._select)}
+
+    def _select(self, t: torch.Tensor) -> torch.Tensor:
+        if t.shape[0] != self.vocab_size:
+            raise RuntimeError(f"the vocabulary has {t.shape[0]} rows, config.json says {self.vocab_size}")
+        missing = self.rows * self.tp.size - t.shape[0]
+        padded = F.pad(t, (0, 0, 0, missing)) if missing else t
+        return self.tp.shard(padded, 0)

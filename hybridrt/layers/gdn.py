@@ -1,0 +1,100 @@
+"""The Gated Delta Net mixer: projections, the backend's delta rule, gated norm (Yang et al. 2025)."""
+
+import torch
+from torch import nn
+
+from hybridrt.config import GDNConfig
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
+from hybridrt.layers.norm import GatedRMSNorm
+from hybridrt.layers.weights import Target, Transform, parameter, whole
+from hybridrt.state_shape import state_shape
+
+
+class GDNMixer(nn.Module):
+    """Gated Delta Net over hidden states; its state lives in the backend's MambaPool, under `layer_id`."""
+
+    kind = "gdn"
+
+    def __init__(
+        self,
+        name: str,
+        config: GDNConfig,
+        layer_id: int,
+        hidden_size: int,
+        norm_eps: float,
+        *,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.name, self.config, self.layer_id, self.tp = name, config, layer_id, tp
+        self.shape = state_shape(config, tp.size)
+        self.num_v_heads, self.head_v_dim, self.head_k_dim = self.shape.temporal
+        self.num_k_heads = self.shape.groups
+        qk, v = config.num_k_heads * config.head_k_dim, config.num_v_heads * config.head_v_dim
+        common = {"tp": tp, "dtype": dtype, "device": device}
+        parts = [Segment("q", qk), Segment("k", qk), Segment("v", v), Segment("z", v)]
+        parts += [Segment("b", config.num_v_heads), Segment("a", config.num_v_heads)]
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, **common)
+        self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", v)], hidden_size, **common)
+        self.conv_weight = parameter(self.shape.conv_dim, config.conv_kernel, dtype=dtype, device=device)
+        self.A_log = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="zeros")
+        self.dt_bias = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="dt_bias")
+        self.norm = GatedRMSNorm(
+            f"{name}.norm", self.head_v_dim, norm_eps, group_size=self.head_v_dim, norm_before_gate=True, device=device
+        )
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, hidden] to [T, hidden]."""
+        v_size = self.num_v_heads * self.head_v_dim
+        projected = self.in_proj(x)
+        mixed_qkv, z, b, a = projected.split((self.shape.conv_dim, v_size, self.num_v_heads, self.num_v_heads), dim=-1)
+        y = batch.attn_backend.forward(None, None, None, self, batch, mixed_qkv=mixed_qkv, a=a, b=b)
+        # The norm is per head: heads become rows of it.
+        gated = self.norm(y.view(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
+        return self.out_proj(gated.view(-1, v_size))
+
+    def split_heads(self, conved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k [..., Hk, K] and v [..., Hv, V] of the conv's output."""
+        q, k, v = conved.split([width for _, width in self.shape.segments], dim=-1)
+        key_heads = (self.num_k_heads, self.head_k_dim)
+        return q.unflatten(-1, key_heads), k.unflatten(-1, key_heads), v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+
+    def targets(self, key: str) -> dict[str, Target]:
+        """Targets under `key` of a Qwen3-Next checkpoint, whose projections are interleaved by key head."""
+        c, ratio = self.config, self.config.num_v_heads // self.config.num_k_heads
+        dims = [c.head_k_dim, c.head_k_dim, ratio * c.head_v_dim, ratio * c.head_v_dim]
+        qkvz = _deinterleave(c.num_k_heads, dims)
+        ba = _deinterleave(c.num_k_heads, [ratio, ratio])
+
+        def heads(name: str, dest: torch.Tensor) -> Target:
+            return whole(f"{self.name}.{name}", dest, lambda t: self.tp.shard(t, 0))
+
+        return {
+            **self.in_proj.targets(f"{key}.in_proj_qkvz", ["q", "k", "v", "z"], rearrange=qkvz),
+            **self.in_proj.targets(f"{key}.in_proj_ba", ["b", "a"], rearrange=ba),
+            **self.out_proj.targets(f"{key}.out_proj", "x"),
+            f"{key}.conv1d.weight": whole(f"{self.name}.conv.weight", self.conv_weight.data, self._conv_shard),
+            f"{key}.A_log": heads("A_log", self.A_log.data),
+            f"{key}.dt_bias": heads("dt_bias", self.dt_bias.data),
+            f"{key}.norm.weight": whole(f"{self.name}.norm.weight", self.norm.weight.data),
+        }
+
+    def _conv_shard(self, t: torch.Tensor) -> torch.Tensor:
+        """[conv_dim, 1, K] of the checkpoint to this rank's q, k and v rows."""
+        c = self.config
+        qk, v = c.num_k_heads * c.head_k_dim, c.num_v_heads * c.head_v_dim
+        return torch.cat([self.tp.shard(part, 0) for part in t.squeeze(1).split([qk, qk, v])])
+
+
+def _deinterleave(heads: int, dims: list[int]) -> Transform:
+    """Rows ordered (head, part, dim) to (part, head, dim)."""
+
+    def rearrange(t: torch.Tensor) -> torch.Tensor:
+        parts = t.unflatten(0, (heads, sum(dims))).split(dims, dim=1)
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
+    return rearrange

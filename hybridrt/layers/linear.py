@@ -1,0 +1,172 @@
+"""Linear layers made of named segments, sharded over tensor-parallel ranks.
+
+A merged weight is several checkpoint matrices with one input (ColumnLinear: q, k, v; z, x, B, C, dt; gate, up) or one
+output (RowLinear: attention and SSM). Merging makes one GEMM of several; naming keeps each loadable and foldable.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.layers.weights import Piece, Target, Transform, parameter
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`size` whole rows (columns of a RowLinear) named `name`, cut over `shards` ranks: None for all of them, fewer
+    where ranks share a copy (KV heads or groups fewer than ranks)."""
+
+    name: str
+    size: int
+    shards: int | None = None
+
+    def local(self, tp: TPGroup) -> int:
+        return self.size // (tp.size if self.shards is None else self.shards)
+
+
+class DenseMethod:
+    """How a linear layer stores and applies its weight: here in the model's dtype. A quantised method replaces it."""
+
+    def create(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+        return parameter(out_features, in_features, dtype=dtype, device=device)
+
+    def slot(self, weight: nn.Parameter, dim: int, start: int, size: int) -> torch.Tensor:
+        """Where a segment of the checkpoint lands, and where its fold is applied."""
+        return weight.data.narrow(dim, start, size)
+
+    def apply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
+
+class _SegmentedLinear(nn.Module):
+    def __init__(self, name: str, segments: Sequence[Segment], tp: TPGroup, method: DenseMethod) -> None:
+        super().__init__()
+        self.name, self.tp, self.method = name, tp, method
+        self.segments = {s.name: s for s in segments}
+        self.sizes = [s.local(tp) for s in segments]
+        starts = [sum(self.sizes[:i]) for i in range(len(segments))]
+        self.spans = dict(zip(self.segments, zip(starts, self.sizes)))
+
+    def _take(self, name: str, dim: int, before: int) -> Transform:
+        """Selects segment `name` of a checkpoint tensor that holds `before` rows in front of it, then this shard."""
+        seg = self.segments[name]
+        return lambda t: self.tp.shard(t.narrow(dim, before, seg.size), dim, seg.shards)
+
+
+class ColumnLinear(_SegmentedLinear):
+    """y = x W^T + b with the output cut over ranks. x [T, in], y [T, sum of local segments].
+
+    Args:
+        name: prefix of the piece names, unique in the model.
+        bias: names of the segments that have a bias; the others get zeros.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        segments: Sequence[Segment],
+        *,
+        bias: Sequence[str] = (),
+        tp: TPGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: DenseMethod | None = None,
+    ) -> None:
+        super().__init__(name, segments, tp, method or DenseMethod())
+        total = sum(self.sizes)
+        self.weight = self.method.create(total, in_features, dtype, device)
+        self.bias = parameter(total, dtype=dtype, device=device, dummy="zeros") if bias else None
+        if self.bias is not None:
+            self.bias.data.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply(x, self.weight, self.bias)
+
+    def targets(
+        self,
+        key: str,
+        names: Sequence[str],
+        *,
+        bias: bool = False,
+        fold: Mapping[str, float] | None = None,
+        bias_fold: Mapping[str, float] | None = None,
+        rearrange: Transform | None = None,
+    ) -> dict[str, Target]:
+        """Targets of `key`.weight (and .bias), whose rows are the segments `names` one after the other.
+
+        Args:
+            fold, bias_fold: multipliers by segment name; they differ where a multiplier acts on the input.
+            rearrange: brings the checkpoint's row order into that of `names` first.
+        """
+        pieces = self._pieces(names, "weight", self.weight, fold or {}, rearrange)
+        found = {f"{key}.weight": pieces}
+        if bias:
+            assert self.bias is not None
+            found[f"{key}.bias"] = self._pieces(names, "bias", self.bias, bias_fold or {}, rearrange)
+        return found
+
+    def _pieces(
+        self,
+        names: Sequence[str],
+        kind: str,
+        param: nn.Parameter,
+        fold: Mapping[str, float],
+        rearrange: Transform | None,
+    ) -> Target:
+        pieces, before = [], 0
+        for name in names:
+            take, start_size = self._take(name, 0, before), self.spans[name]
+            select = take if rearrange is None else _compose(rearrange, take)
+            dest = self.method.slot(param, 0, *start_size)
+            pieces.append(Piece(f"{self.name}.{name}.{kind}", dest, select, fold.get(name, 1.0)))
+            before += self.segments[name].size
+        return tuple(pieces)
+
+
+class RowLinear(_SegmentedLinear):
+    """y = sum over ranks of x W^T, + b. The input is cut over ranks: x [T, sum of local segments], y [T, out]."""
+
+    def __init__(
+        self,
+        name: str,
+        segments: Sequence[Segment],
+        out_features: int,
+        *,
+        bias: bool = False,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: DenseMethod | None = None,
+    ) -> None:
+        super().__init__(name, segments, tp, method or DenseMethod())
+        self.weight = self.method.create(out_features, sum(self.sizes), dtype, device)
+        self.bias = parameter(out_features, dtype=dtype, device=device, dummy="zeros") if bias else None
+        if self.bias is not None:
+            self.bias.data.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # One rank adds the bias: the sum over ranks must hold it once.
+        bias = self.bias if self.tp.rank == 0 else None
+        return self.tp.all_reduce(self.method.apply(x, self.weight, bias))
+
+    def targets(self, key: str, name: str, *, bias: bool = False, fold: float = 1.0) -> dict[str, Target]:
+        """Targets of `key`.weight (and .bias), the matrix that reads segment `name`. `fold` scales its output."""
+        start, size = self.spans[name]
+        dest = self.method.slot(self.weight, 1, start, size)
+        found: dict[str, Target] = {
+            f"{key}.weight": (Piece(f"{self.name}.{name}.weight", dest, self._take(name, 1, 0), fold),)
+        }
+        if bias:
+            assert self.bias is not None
+            piece = Piece(f"{self.name}.{name}.bias", self.bias.data, lambda t: t, fold, accumulate=True)
+            found[f"{key}.bias"] = (piece,)
+        return found
+
+
+def _compose(first: Transform, second: Transform) -> Transform:
+    return lambda t: second(first(t))

@@ -1,0 +1,76 @@
+"""Feed-forward parts: gated (SwiGLU) and squared-ReLU."""
+
+import torch
+from torch import nn
+
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.kernels.activation import relu2, silu_and_mul
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
+from hybridrt.layers.weights import Target
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate x) * up x), gate and up in one GEMM (Shazeer 2020)."""
+
+    def __init__(
+        self,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        common = {"tp": tp, "dtype": dtype, "device": device}
+        self.has_bias = bias
+        parts = [Segment("gate", intermediate_size), Segment("up", intermediate_size)]
+        self.gate_up = ColumnLinear(
+            f"{name}.gate_up", hidden_size, parts, bias=("gate", "up") if bias else (), **common
+        )
+        self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, **common)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(silu_and_mul(self.gate_up(x)))
+
+    def targets(self, key: str, gate_fold: float = 1.0, down_fold: float = 1.0) -> dict[str, Target]:
+        fold, bias = {"gate": gate_fold}, self.has_bias
+        return {
+            **self.gate_up.targets(f"{key}.gate_proj", ["gate"], bias=bias, fold=fold, bias_fold=fold),
+            **self.gate_up.targets(f"{key}.up_proj", ["up"], bias=bias),
+            **self.down.targets(f"{key}.down_proj", "x", bias=bias, fold=down_fold),
+        }
+
+
+class Relu2MLP(nn.Module):
+    """down(relu(up x)^2) (So et al. 2021, Primer)."""
+
+    def __init__(
+        self,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        common = {"tp": tp, "dtype": dtype, "device": device}
+        self.has_bias = bias
+        self.up = ColumnLinear(
+            f"{name}.up", hidden_size, [Segment("up", intermediate_size)], bias=("up",) if bias else (), **common
+        )
+        self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, **common)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(relu2(self.up(x)))
+
+    def targets(self, key: str) -> dict[str, Target]:
+        return {
+            **self.up.targets(f"{key}.up_proj", ["up"], bias=self.has_bias),
+            **self.down.targets(f"{key}.down_proj", "x", bias=self.has_bias),
+        }

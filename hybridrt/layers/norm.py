@@ -1,0 +1,58 @@
+"""RMS norms. Weights are float32: they are tiny, and a zero-centred (1 + w) would lose bits in bfloat16."""
+
+import torch
+from torch import nn
+
+from hybridrt.kernels.gated_norm import gated_rms_norm
+from hybridrt.kernels.rms_norm import add_rms_norm, rms_norm
+from hybridrt.layers.weights import Target, parameter, whole
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * w over the last dimension (Zhang & Sennrich 2019).
+
+    Args:
+        zero_centered: the checkpoint stores w - 1 (Qwen3-Next).
+        fold: multiplier of the output, folded into w.
+    """
+
+    def __init__(
+        self, name: str, size: int, eps: float, *, device: torch.device, zero_centered: bool = False, fold: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.name, self.eps, self.zero_centered, self.fold = name, eps, zero_centered, fold
+        self.weight = parameter(size, dtype=torch.float32, device=device, dummy="ones")
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual); without a residual x itself is what goes on."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps), x
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def targets(self, key: str) -> dict[str, Target]:
+        offset = 1.0 if self.zero_centered else 0.0
+        return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data, lambda t: t.float() + offset, self.fold)}
+
+
+class GatedRMSNorm(nn.Module):
+    """RMS norm in groups with a SiLU gate, before or after it (Mamba-2, GDN).
+
+    Args:
+        size: width on this rank; `group_size` divides it.
+        select: takes the whole checkpoint weight to this rank's part.
+    """
+
+    def __init__(
+        self, name: str, size: int, eps: float, *, group_size: int, norm_before_gate: bool, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.name, self.eps, self.group_size, self.norm_before_gate = name, eps, group_size, norm_before_gate
+        self.weight = parameter(size, dtype=torch.float32, device=device, dummy="ones")
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x, gate [T, size] to [T, size]."""
+        return gated_rms_norm(
+            x, gate, self.weight, self.eps, group_size=self.group_size, norm_before_gate=self.norm_before_gate
+        )

@@ -1,0 +1,33 @@
+"""The cosine and sine table of rotary embeddings; scaled variants come from transformers' own formulas."""
+
+from typing import Any
+
+import torch
+
+from hybridrt.config import ModelConfig
+from hybridrt.errors import ConfigError
+
+
+def rotary_table(config: ModelConfig, max_len: int, device: torch.device) -> torch.Tensor:
+    """[max_len, rot] float32: rot/2 cosines, then rot/2 sines, of every position (Su et al. 2021, eq. 34).
+
+    `rot` is head_dim x partial_rotary_factor; types other than "default" (linear, dynamic, yarn, llama3, ...) take
+    their frequencies from transformers.modeling_rope_utils.
+    """
+    inv_freq, scaling = _frequencies(config)
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inv_freq.float())
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(scaling).to(device)
+
+
+def _frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
+    rope: Any = config.attention.rope
+    kind = rope.get("rope_type", "default")
+    if kind != "default":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        if kind not in ROPE_INIT_FUNCTIONS:
+            raise ConfigError(f"rope_type is {kind!r}; known are default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}")
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config.hf, torch.device("cpu"))
+        return inv_freq, float(scaling)
+    rot = int(config.attention.head_dim * rope.get("partial_rotary_factor", 1.0))
+    return 1.0 / rope["rope_theta"] ** (torch.arange(0, rot, 2, dtype=torch.float32) / rot), 1.0

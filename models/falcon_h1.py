@@ -1,0 +1,152 @@
+"""Falcon-H1: every block runs softmax attention and Mamba-2 side by side on one normalised input, then an MLP.
+
+    x ─ norm ─┬─ attention ─┬─ concat ─ out ─ + ─ norm ─ MLP ─ +
+              └─ Mamba-2 ───┘
+
+All of a block's input projections are one GEMM and both output projections another; the mu-P multipliers of the
+checkpoint are folded into those weights when they are loaded (Falcon-H1 report, TII 2025).
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridrt.config import ModelConfig
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.rotary import apply_rotary
+from hybridrt.layers.attention import RadixAttention, qkv_segments
+from hybridrt.layers.embedding import VocabParallelEmbedding
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
+from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
+from hybridrt.layers.mlp import GatedMLP
+from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
+from hybridrt.layers.rotary import rotary_table
+from hybridrt.layers.weights import CheckpointMap
+from hybridrt.models.base import CausalLM
+
+
+class FalconH1Block(nn.Module):
+    """One decoder block. `hf` holds the multipliers and bias switches of config.json."""
+
+    def __init__(
+        self, config: ModelConfig, layer_id: int, *, tp: TPGroup, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        hf, mamba, hidden = config.hf, config.linear["mamba2"], config.hidden_size
+        name, common = f"layers.{layer_id}", {"tp": tp, "dtype": dtype, "device": device}
+        self.hf = hf
+        self.attn = RadixAttention(config.attention, layer_id, tp)
+        self.mamba = Mamba2Mixer(
+            f"{name}.mamba", mamba, layer_id, conv_bias=hf.mamba_conv_bias, norm=self._gated_norm(name, config, tp, device), **common
+        )
+        ssm_parts, qkv_parts = mamba2_segments(mamba, tp), qkv_segments(config.attention, tp)
+        biased = [s.name for s in ssm_parts if hf.mamba_proj_bias] + [s.name for s in qkv_parts if hf.attention_bias]
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden, ssm_parts + qkv_parts, bias=biased, **common)
+        outputs = [Segment("attn", config.attention.num_heads * config.attention.head_dim)]
+        outputs += [Segment("ssm", mamba.intermediate_size)]
+        out_bias = hf.attention_bias or hf.projectors_bias
+        self.out_proj = RowLinear(f"{name}.out_proj", outputs, hidden, bias=out_bias, **common)
+        self.mlp = GatedMLP(f"{name}.mlp", hidden, hf.intermediate_size, bias=hf.mlp_bias, **common)
+        self.input_norm = RMSNorm(f"{name}.input_norm", hidden, hf.rms_norm_eps, device=device)
+        self.mlp_norm = RMSNorm(f"{name}.mlp_norm", hidden, hf.rms_norm_eps, device=device)
+        self.ssm_width = sum(s.local(tp) for s in ssm_parts)
+
+    @staticmethod
+    def _gated_norm(name: str, config: ModelConfig, tp: TPGroup, device: torch.device) -> GatedRMSNorm | None:
+        hf, mamba = config.hf, config.linear["mamba2"]
+        if not hf.mamba_rms_norm:
+            return None
+        group = mamba.intermediate_size // mamba.n_groups
+        return GatedRMSNorm(
+            f"{name}.mamba.norm", mamba.intermediate_size // tp.size, hf.rms_norm_eps, group_size=group,
+            norm_before_gate=hf.mamba_norm_before_gate, device=device,
+        )  # fmt: skip
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        h, residual = self.input_norm(x, residual)
+        projected = self.in_proj(h)
+        mixed = projected.new_empty(projected.shape[0], self.attn.q_size + self.mamba.intermediate_size)
+        self._mamba(projected[:, : self.ssm_width], mixed[:, self.attn.q_size :], batch)
+        mixed[:, : self.attn.q_size] = self._attention(projected[:, self.ssm_width :], cos_sin, batch)
+        h, residual = self.mlp_norm(self.out_proj(mixed), residual)
+        return self.mlp(h), residual
+
+    def _mamba(self, projected: torch.Tensor, out: torch.Tensor, batch: ForwardBatch) -> None:
+        backend = batch.attn_backend.linear_attn_backend
+        backend.forward(None, None, None, self.mamba, batch, projected=projected, out=out)
+
+    def _attention(self, qkv: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        attn = self.attn
+        q, k, v = qkv.split((attn.q_size, attn.kv_size, attn.kv_size), dim=-1)
+        q, k = apply_rotary(
+            q.unflatten(-1, (attn.num_heads, -1)), k.unflatten(-1, (attn.num_kv_heads, -1)), batch.positions, cos_sin
+        )
+        return attn(q.flatten(1), k.flatten(1), v, batch)
+
+    def checkpoint_map(self, key: str) -> CheckpointMap:
+        hf, ssm_names = self.hf, ["z", "x", "B", "C", "dt"]
+        # The multipliers of z, x, B, C, dt act on the projection's output, ssm_in on its input: a bias sees only the first.
+        by_output = dict(zip(ssm_names, hf.ssm_multipliers))
+        by_input = {n: m * hf.ssm_in_multiplier for n, m in by_output.items()}
+        found: CheckpointMap = {
+            **self.in_proj.targets(
+                f"{key}.mamba.in_proj", ssm_names, bias=hf.mamba_proj_bias, fold=by_input, bias_fold=by_output
+            ),
+            **self.out_proj.targets(f"{key}.mamba.out_proj", "ssm", bias=hf.projectors_bias, fold=hf.ssm_out_multiplier),
+            **self.out_proj.targets(
+                f"{key}.self_attn.o_proj", "attn", bias=hf.attention_bias, fold=hf.attention_out_multiplier
+            ),
+            **self.mamba.targets(f"{key}.mamba"),
+            **self.mlp.targets(f"{key}.feed_forward", *hf.mlp_multipliers),
+            **self.input_norm.targets(f"{key}.input_layernorm"),
+            **self.mlp_norm.targets(f"{key}.pre_ff_layernorm"),
+        }
+        for name, multiplier in (("q", 1.0), ("k", hf.key_multiplier), ("v", 1.0)):
+            fold = {name: multiplier * hf.attention_in_multiplier}
+            found |= self.in_proj.targets(
+                f"{key}.self_attn.{name}_proj", [name], bias=hf.attention_bias, fold=fold, bias_fold={name: multiplier}
+            )
+        return found
+
+
+class FalconH1ForCausalLM(CausalLM):
+    """Falcon-H1 (TII 2025), any size."""
+
+    def __init__(
+        self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device, max_len: int
+    ) -> None:
+        super().__init__(config, tp=tp, dtype=dtype, device=device, max_len=max_len)
+        hf, common = config.hf, {"tp": tp, "dtype": dtype, "device": device}
+        table = (config.vocab_size, config.hidden_size)
+        self.embed = VocabParallelEmbedding("embed", *table, multiplier=hf.embedding_multiplier, **common)
+        self.head = self.embed if config.tie_word_embeddings else VocabParallelEmbedding("head", *table, **common)
+        self.layers = nn.ModuleList(FalconH1Block(config, i, **common) for i in range(len(config.layers)))
+        # The head's multiplier commutes with the head, so the norm before it takes it, tied or not.
+        self.norm = RMSNorm(
+            "norm", config.hidden_size, hf.rms_norm_eps, device=device, fold=hf.lm_head_multiplier
+        )
+        self.cos_sin = rotary_table(config, max_len, device)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        x, residual = self.embed(batch.input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, self.cos_sin, batch)
+        return self.norm(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head.logits(hidden)
+
+    def mixers(self) -> dict[int, Any]:
+        return {layer.mamba.layer_id: layer.mamba for layer in self.layers}
+
+    def checkpoint_map(self) -> CheckpointMap:
+        found = {**self.embed.targets("model.embed_tokens"), **self.norm.targets("model.final_layernorm")}
+        if self.head is not self.embed:
+            found |= self.head.targets("lm_head")
+        for i, layer in enumerate(self.layers):
+            found |= layer.checkpoint_map(f"model.layers.{i}")
+        return found

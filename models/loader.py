@@ -1,0 +1,124 @@
+"""Fills a model: from safetensors, a tensor at a time, or with seeded random numbers."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from tqdm import tqdm
+
+from hybridrt.errors import CheckpointError
+from hybridrt.models.base import CausalLM
+
+
+@dataclass
+class LoadReport:
+    """What loading did: keys that were used, and keys that the model skips by its own rule."""
+
+    loaded: int = 0
+    skipped: list[str] = field(default_factory=list)
+
+
+def load_weights(model: CausalLM, path: Path, progress: bool = False) -> LoadReport:
+    """Streams a checkpoint into the model; peak memory is the model plus one tensor.
+
+    Raises:
+        CheckpointError: no weights, an unreadable shard, a key that nothing consumes, a parameter that nothing
+            fills or that two keys fill, a shape that does not fit. It lists the offenders.
+    """
+    report, targets = LoadReport(), model.checkpoint_map()
+    shards = _shards(path)
+    _check_keys(model, path, set(targets), {key for keys in shards.values() for key in keys})
+    filled: Counter[str] = Counter()
+    with tqdm(total=sum(map(len, shards.values())), desc="loading", unit="tensor", disable=not progress) as bar:
+        for key, tensor in _tensors(shards):
+            bar.update()
+            name = model.rename_key(key)
+            if _skipped(model, name, targets):
+                report.skipped.append(key)
+                continue
+            for piece in targets[name]:
+                piece.fill(key, tensor)
+                filled[piece.name] += 1
+            report.loaded += 1
+    twice = [name for name, count in filled.items() if count > 1]
+    if twice:
+        raise CheckpointError(f"{path}: filled more than once: {_some(twice)}")
+    return report
+
+
+def _skipped(model: CausalLM, key: str, targets: object) -> bool:
+    return key not in targets and any(re.fullmatch(p, key) for p in model.skipped_keys)  # type: ignore[operator]
+
+
+def _check_keys(model: CausalLM, path: Path, wanted: set[str], present: set[str]) -> None:
+    named = {model.rename_key(key) for key in present}
+    missing = sorted(wanted - named)
+    left_over = sorted(key for key in named - wanted if not _skipped(model, key, wanted))
+    if model.config.tie_word_embeddings and "lm_head.weight" in left_over:
+        left_over.remove("lm_head.weight")  # some writers store the tied matrix twice
+        model.skipped_keys = (*model.skipped_keys, r"lm_head\.weight")
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} missing: {_some(missing)}")
+    if left_over:
+        problems.append(f"{len(left_over)} that nothing consumes: {_some(left_over)}")
+    if problems:
+        raise CheckpointError(f"{path} does not fit {model.config.architecture}: {'; '.join(problems)}")
+
+
+def _shards(path: Path) -> dict[Path, list[str]]:
+    """Keys of each safetensors file; the index, where there is one, must agree with the files."""
+    index = path / "model.safetensors.index.json"
+    files = sorted({path / f for f in json.loads(index.read_text())["weight_map"].values()}) if index.is_file() else []
+    files = files or sorted(path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f'{path} has no *.safetensors file; load_format="dummy" runs without weights')
+    missing = [f.name for f in files if not f.is_file()]
+    if missing:
+        raise CheckpointError(f"{path}: {index.name} names shards that are not there: {_some(missing)}")
+    return {file: _keys(file) for file in files}
+
+
+def _keys(file: Path) -> list[str]:
+    try:
+        with safe_open(file, "pt") as f:
+            return list(f.keys())
+    except (SafetensorError, OSError) as e:
+        raise CheckpointError(f"{file} cannot be read: {e}; the file is damaged or was not downloaded whole") from e
+
+
+def _tensors(shards: dict[Path, list[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file, keys in shards.items():
+        with safe_open(file, "pt") as f:
+            for key in keys:
+                yield key, f.get_tensor(key)
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
+
+
+@torch.no_grad()
+def fill_dummy(model: nn.Module, seed: int) -> None:
+    """Seeded random weights, drawn on the device, in ranges that keep activations and states finite."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for param in model.parameters():
+        kind = getattr(param, "dummy", "normal")
+        if kind == "normal":
+            param.normal_(0.0, 0.02, generator=generator)
+        elif kind == "decay":
+            param.uniform_(1.0, 16.0, generator=generator).neg_()
+        elif kind == "dt_bias":
+            # softplus(dt_bias) between 0.001 and 0.1, as Mamba initialises it
+            dt = torch.empty_like(param).uniform_(-6.9, -2.3, generator=generator).exp_()
+            param.copy_(dt + torch.log(-torch.expm1(-dt)))
+        else:
+            param.fill_(1.0 if kind == "ones" else 0.0)

@@ -1,0 +1,178 @@
+"""Nemotron-H: a stack of pre-norm residual blocks, each of one kind: Mamba-2 (M), attention (*), MLP (-) or MoE (E).
+
+    x ─ norm ─ mixer ─ +
+
+Positions come from the recurrent layers: attention rotates nothing (NVIDIA 2025, arXiv:2504.03624).
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridrt.config import ModelConfig
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.layers.attention import RadixAttention, qkv_segments
+from hybridrt.layers.embedding import VocabParallelEmbedding
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
+from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
+from hybridrt.layers.mlp import Relu2MLP
+from hybridrt.layers.moe import Experts, SigmoidGroupRouter
+from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
+from hybridrt.layers.weights import CheckpointMap
+from hybridrt.models.base import CausalLM
+
+Build = dict[str, Any]
+
+
+class MambaPart(nn.Module):
+    """Mamba-2 with its two projections; the gated norm works in groups as wide as a group of B and C serves."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
+        super().__init__()
+        hf, mamba = config.hf, config.linear["mamba2"]
+        self.has_bias = hf.use_bias
+        parts = mamba2_segments(mamba, build["tp"])
+        bias = [s.name for s in parts] if hf.use_bias else []
+        self.in_proj = ColumnLinear(f"{name}.in_proj", config.hidden_size, parts, bias=bias, **build)
+        norm = GatedRMSNorm(
+            f"{name}.norm", mamba.intermediate_size // build["tp"].size, hf.layer_norm_epsilon,
+            group_size=mamba.intermediate_size // mamba.n_groups, norm_before_gate=False, device=build["device"],
+        )  # fmt: skip
+        self.mixer = Mamba2Mixer(name, mamba, layer_id, conv_bias=hf.use_conv_bias, norm=norm, **build)
+        output = [Segment("x", mamba.intermediate_size)]
+        self.out_proj = RowLinear(f"{name}.out_proj", output, config.hidden_size, bias=hf.use_bias, **build)
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        projected = self.in_proj(x)
+        out = projected.new_empty(x.shape[0], self.mixer.intermediate_size)
+        batch.attn_backend.forward(None, None, None, self.mixer, batch, projected=projected, out=out)
+        return self.out_proj(out)
+
+    def checkpoint_map(self, key: str) -> CheckpointMap:
+        return {
+            **self.in_proj.targets(f"{key}.in_proj", ["z", "x", "B", "C", "dt"], bias=self.has_bias),
+            **self.out_proj.targets(f"{key}.out_proj", "x", bias=self.has_bias),
+            **self.mixer.targets(key),
+        }
+
+
+class AttentionPart(nn.Module):
+    """Grouped-query attention without rotary."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
+        super().__init__()
+        self.attn = RadixAttention(config.attention, layer_id, build["tp"])
+        self.qkv = ColumnLinear(f"{name}.qkv", config.hidden_size, qkv_segments(config.attention, build["tp"]), **build)
+        width = config.attention.num_heads * config.attention.head_dim
+        self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width)], config.hidden_size, **build)
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        q, k, v = self.qkv(x).split((self.attn.q_size, self.attn.kv_size, self.attn.kv_size), dim=-1)
+        return self.o_proj(self.attn(q, k, v, batch))
+
+    def checkpoint_map(self, key: str) -> CheckpointMap:
+        found = self.o_proj.targets(f"{key}.o_proj", "x")
+        for name in ("q", "k", "v"):
+            found |= self.qkv.targets(f"{key}.{name}_proj", [name])
+        return found
+
+
+class MLPPart(Relu2MLP):
+    """Squared-ReLU MLP."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
+        super().__init__(name, config.hidden_size, config.hf.intermediate_size, bias=config.hf.mlp_bias, **build)
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        return super().forward(x)
+
+    checkpoint_map = Relu2MLP.targets
+
+
+class MoEPart(nn.Module):
+    """Routed squared-ReLU experts, in a smaller latent space where the config has one, beside a shared expert."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
+        super().__init__()
+        hf, hidden, bias = config.hf, config.hidden_size, config.hf.mlp_bias
+        self.tp, self.has_bias = build["tp"], bias
+        self.router = SigmoidGroupRouter(
+            f"{name}.router", hidden, hf.n_routed_experts, top_k=hf.num_experts_per_tok, n_group=hf.n_group,
+            topk_group=hf.topk_group, renormalize=hf.norm_topk_prob, scaling=float(hf.routed_scaling_factor),
+            device=build["device"],
+        )  # fmt: skip
+        latent = hf.moe_latent_size
+        self.experts = Experts(
+            f"{name}.experts", hf.n_routed_experts, latent or hidden, hf.moe_intermediate_size,
+            activation="relu2", gated=False, **build,
+        )  # fmt: skip
+        self.shared = Relu2MLP(f"{name}.shared", hidden, hf.moe_shared_expert_intermediate_size, bias=bias, **build)
+        # Every rank needs the whole latent vector, so its two projections are not cut.
+        names, whole = ("latent",) if bias else (), {**build, "tp": TPGroup()}
+        down = ColumnLinear(f"{name}.to_latent", hidden, [Segment("latent", latent)], bias=names, **whole) if latent else None
+        up = ColumnLinear(f"{name}.from_latent", latent, [Segment("latent", hidden)], bias=names, **whole) if latent else None
+        self.to_latent, self.from_latent = down, up
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        weights, ids = self.router(x)
+        routed = self.tp.all_reduce(self.experts(x if self.to_latent is None else self.to_latent(x), weights, ids))
+        return (routed if self.from_latent is None else self.from_latent(routed)) + self.shared(x)
+
+    def checkpoint_map(self, key: str) -> CheckpointMap:
+        found = {**self.router.targets(f"{key}.gate"), **self.experts.targets(f"{key}.experts")}
+        found |= self.shared.targets(f"{key}.shared_experts")
+        if self.to_latent is not None and self.from_latent is not None:
+            found |= self.to_latent.targets(f"{key}.fc1_latent_proj", ["latent"], bias=self.has_bias)
+            found |= self.from_latent.targets(f"{key}.fc2_latent_proj", ["latent"], bias=self.has_bias)
+        return found
+
+
+def _part(config: ModelConfig, layer_id: int, name: str, build: Build) -> nn.Module:
+    spec = config.layers[layer_id]
+    parts = {"mlp": MLPPart, "moe": MoEPart, None: AttentionPart if spec.attention else MambaPart}
+    part: nn.Module = parts[spec.ffn](config, layer_id, name, build)
+    return part
+
+
+class NemotronHForCausalLM(CausalLM):
+    """Nemotron-H and Nemotron 3 (NVIDIA)."""
+
+    def __init__(
+        self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device, max_len: int
+    ) -> None:
+        super().__init__(config, tp=tp, dtype=dtype, device=device, max_len=max_len)
+        build, hidden, eps = {"tp": tp, "dtype": dtype, "device": device}, config.hidden_size, config.hf.layer_norm_epsilon
+        self.embed = VocabParallelEmbedding("embed", config.vocab_size, hidden, **build)
+        self.head = self.embed
+        if not config.tie_word_embeddings:
+            self.head = VocabParallelEmbedding("head", config.vocab_size, hidden, **build)
+        ids = range(len(config.layers))
+        self.norms = nn.ModuleList(RMSNorm(f"layers.{i}.norm", hidden, eps, device=device) for i in ids)
+        self.parts = nn.ModuleList(_part(config, i, f"layers.{i}.mixer", build) for i in ids)
+        self.norm = RMSNorm("norm", hidden, eps, device=device)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        x, residual = self.embed(batch.input_ids), None
+        for norm, part in zip(self.norms, self.parts):
+            h, residual = norm(x, residual)
+            x = part(h, batch)
+        return self.norm(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head.logits(hidden)
+
+    def mixers(self) -> dict[int, Any]:
+        return {part.mixer.layer_id: part.mixer for part in self.parts if isinstance(part, MambaPart)}
+
+    def rename_key(self, key: str) -> str:
+        return f"backbone.{key.removeprefix('model.')}" if key.startswith("model.") else key
+
+    def checkpoint_map(self) -> CheckpointMap:
+        found = {**self.embed.targets("backbone.embeddings"), **self.norm.targets("backbone.norm_f")}
+        if self.head is not self.embed:
+            found |= self.head.targets("lm_head")
+        for i, (norm, part) in enumerate(zip(self.norms, self.parts)):
+            found |= {**norm.targets(f"backbone.layers.{i}.norm"), **part.checkpoint_map(f"backbone.layers.{i}.mixer")}
+        return found

@@ -1,0 +1,173 @@
+"""Qwen3-Next: three Gated Delta Net blocks to one of gated attention, each followed by a mixture of experts.
+
+    x ─ norm ─ GDN or gated attention ─ + ─ norm ─ MoE or MLP ─ +
+
+Norms are zero-centred (1 + w), rotary turns a quarter of each head, attention's output is gated by a sigmoid
+(Qwen team 2025).
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridrt.config import ModelConfig
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.activation import sigmoid_mul
+from hybridrt.kernels.rotary import qk_norm_rotary
+from hybridrt.layers.attention import RadixAttention, qkv_segments
+from hybridrt.layers.embedding import VocabParallelEmbedding
+from hybridrt.layers.gdn import GDNMixer
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
+from hybridrt.layers.mlp import GatedMLP
+from hybridrt.layers.moe import Experts, SoftmaxRouter
+from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.rotary import rotary_table
+from hybridrt.layers.weights import CheckpointMap
+from hybridrt.models.base import CausalLM
+
+Build = dict[str, Any]
+
+
+class GatedAttention(nn.Module):
+    """Grouped-query attention with per-head norms of q and k, and a sigmoid gate on the output."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
+        super().__init__()
+        attention, hidden = config.attention, config.hidden_size
+        self.config, self.has_bias = attention, config.hf.attention_bias
+        self.attn = RadixAttention(attention, layer_id, build["tp"])
+        width = attention.num_heads * attention.head_dim
+        parts = [*qkv_segments(attention, build["tp"]), Segment("gate", width)]
+        names = [s.name for s in parts] if self.has_bias else []
+        self.qkvg = ColumnLinear(f"{name}.qkvg", hidden, parts, bias=names, **build)
+        self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width)], hidden, bias=self.has_bias, **build)
+        norm = {"eps": config.hf.rms_norm_eps, "device": build["device"], "zero_centered": True}
+        self.q_norm = RMSNorm(f"{name}.q_norm", attention.head_dim, **norm)
+        self.k_norm = RMSNorm(f"{name}.k_norm", attention.head_dim, **norm)
+
+    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        attn = self.attn
+        q, k, v, gate = self.qkvg(x).split((attn.q_size, attn.kv_size, attn.kv_size, attn.q_size), dim=-1)
+        q, k = qk_norm_rotary(
+            q.unflatten(-1, (attn.num_heads, -1)), k.unflatten(-1, (attn.num_kv_heads, -1)), batch.positions, cos_sin,
+            self.q_norm.weight, self.k_norm.weight, self.q_norm.eps,
+        )  # fmt: skip
+        return self.o_proj(sigmoid_mul(attn(q.flatten(1), k.flatten(1), v, batch), gate))
+
+    def checkpoint_map(self, key: str) -> CheckpointMap:
+        heads, dim = self.config.num_heads, self.config.head_dim
+
+        def by_part(t: torch.Tensor) -> torch.Tensor:
+            """q_proj holds, head by head, the query and then its gate."""
+            return t.unflatten(0, (heads, 2, dim)).transpose(0, 1).flatten(0, 2)
+
+        found = {
+            **self.qkvg.targets(f"{key}.q_proj", ["q", "gate"], bias=self.has_bias, rearrange=by_part),
+            **self.o_proj.targets(f"{key}.o_proj", "x", bias=self.has_bias),
+            **self.q_norm.targets(f"{key}.q_norm"),
+            **self.k_norm.targets(f"{key}.k_norm"),
+        }
+        for name in ("k", "v"):
+            found |= self.qkvg.targets(f"{key}.{name}_proj", [name], bias=self.has_bias)
+        return found
+
+
+class SparseMoE(nn.Module):
+    """Routed SwiGLU experts plus a shared one behind a sigmoid gate."""
+
+    def __init__(self, config: ModelConfig, name: str, build: Build) -> None:
+        super().__init__()
+        hf, hidden = config.hf, config.hidden_size
+        self.tp, dense = build["tp"], {"dtype": build["dtype"], "device": build["device"]}
+        self.router = SoftmaxRouter(
+            f"{name}.router", hidden, hf.num_experts, top_k=hf.num_experts_per_tok, renormalize=hf.norm_topk_prob, **dense
+        )
+        self.experts = Experts(
+            f"{name}.experts", hf.num_experts, hidden, hf.moe_intermediate_size, activation="silu", gated=True, **build
+        )
+        self.shared = GatedMLP(f"{name}.shared", hidden, hf.shared_expert_intermediate_size, **build)
+        self.shared_gate = ColumnLinear(f"{name}.shared_gate", hidden, [Segment("gate", 1)], tp=TPGroup(), **dense)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        routed = self.tp.all_reduce(self.experts(x, *self.router(x)))
+        return routed.addcmul_(torch.sigmoid(self.shared_gate(x)), self.shared(x))
+
+    def targets(self, key: str) -> CheckpointMap:
+        return {
+            **self.router.targets(f"{key}.gate"),
+            **self.experts.targets(f"{key}.experts"),
+            **self.shared.targets(f"{key}.shared_expert"),
+            **self.shared_gate.targets(f"{key}.shared_expert_gate", ["gate"]),
+        }
+
+
+class Qwen3NextBlock(nn.Module):
+    """One decoder block: a token mixer, then a feed-forward part."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, build: Build) -> None:
+        super().__init__()
+        hf, hidden, spec, name = config.hf, config.hidden_size, config.layers[layer_id], f"layers.{layer_id}"
+        norm = {"eps": hf.rms_norm_eps, "device": build["device"], "zero_centered": True}
+        self.attn = GatedAttention(config, layer_id, f"{name}.attn", build) if spec.attention else None
+        gdn = config.linear.get("gdn")
+        self.gdn = None if spec.attention else GDNMixer(f"{name}.gdn", gdn, layer_id, hidden, hf.rms_norm_eps, **build)
+        moe = spec.ffn == "moe"
+        self.ffn = SparseMoE(config, f"{name}.moe", build) if moe else GatedMLP(f"{name}.mlp", hidden, hf.intermediate_size, **build)
+        self.input_norm = RMSNorm(f"{name}.input_norm", hidden, **norm)
+        self.ffn_norm = RMSNorm(f"{name}.ffn_norm", hidden, **norm)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        h, residual = self.input_norm(x, residual)
+        mixed = self.attn(h, cos_sin, batch) if self.gdn is None else self.gdn(h, batch)
+        h, residual = self.ffn_norm(mixed, residual)
+        return self.ffn(h), residual
+
+    def checkpoint_map(self, key: str) -> CheckpointMap:
+        mixer = self.attn.checkpoint_map(f"{key}.self_attn") if self.gdn is None else self.gdn.targets(f"{key}.linear_attn")
+        return {
+            **mixer,
+            **self.ffn.targets(f"{key}.mlp"),
+            **self.input_norm.targets(f"{key}.input_layernorm"),
+            **self.ffn_norm.targets(f"{key}.post_attention_layernorm"),
+        }
+
+
+class Qwen3NextForCausalLM(CausalLM):
+    """Qwen3-Next (80B-A3B and its kin)."""
+
+    def __init__(
+        self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device, max_len: int
+    ) -> None:
+        super().__init__(config, tp=tp, dtype=dtype, device=device, max_len=max_len)
+        build, hidden, eps = {"tp": tp, "dtype": dtype, "device": device}, config.hidden_size, config.hf.rms_norm_eps
+        self.embed = VocabParallelEmbedding("embed", config.vocab_size, hidden, **build)
+        self.head = self.embed
+        if not config.tie_word_embeddings:
+            self.head = VocabParallelEmbedding("head", config.vocab_size, hidden, **build)
+        self.layers = nn.ModuleList(Qwen3NextBlock(config, i, build) for i in range(len(config.layers)))
+        self.norm = RMSNorm("norm", hidden, eps, device=device, zero_centered=True)
+        self.cos_sin = rotary_table(config, max_len, device)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        x, residual = self.embed(batch.input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, self.cos_sin, batch)
+        return self.norm(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head.logits(hidden)
+
+    def mixers(self) -> dict[int, Any]:
+        return {layer.gdn.layer_id: layer.gdn for layer in self.layers if layer.gdn is not None}
+
+    def checkpoint_map(self) -> CheckpointMap:
+        found = {**self.embed.targets("model.embed_tokens"), **self.norm.targets("model.norm")}
+        if self.head is not self.embed:
+            found |= self.head.targets("lm_head")
+        for i, layer in enumerate(self.layers):
+            found |= layer.checkpoint_map(f"model.layers.{i}")
+        return found
