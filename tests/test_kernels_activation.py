@@ -23,11 +23,11 @@ def test_silu_and_mul_gate_first(dtype, width):
     merged = (torch.randn(3, 4 * width) * 3).to(dtype)
     x = merged[:, width : 3 * width]
     before = merged.clone()
-    gates, ups = x.double().tolist(), x[:, width:].double().tolist()
-    expected = [[g * sigmoid(g) * u for g, u in zip(gate, up, strict=False)] for gate, up in zip(gates, ups, strict=True)]
     out = silu_and_mul(x)
     assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), torch.tensor(expected).double(), **tolerances(dtype))
+    for row, got in zip(x.tolist(), out.double(), strict=True):
+        expected = [gate * sigmoid(gate) * up for gate, up in zip(row[:width], row[width:], strict=True)]
+        torch.testing.assert_close(got, torch.tensor(expected).double(), **tolerances(dtype))
     assert torch.equal(merged, before)
 
 
@@ -42,7 +42,8 @@ def test_relu2(dtype):
 def test_sigmoid_mul_element_wise_and_by_row(dtype):
     torch.manual_seed(0)
     x, gate = torch.randn(4, 6).to(dtype), torch.randn(4, 6).to(dtype)
-    expected = [[a * sigmoid(b) for a, b in zip(xs, gs, strict=True)] for xs, gs in zip(x.tolist(), gate.tolist(), strict=True)]
-    torch.testing.assert_close(sigmoid_mul(x, gate).double(), torch.tensor(expected).double(), **tolerances(dtype))
+    pairs = zip(x.flatten().tolist(), gate.flatten().tolist(), strict=True)
+    expected = torch.tensor([value * sigmoid(g) for value, g in pairs]).double().view(4, 6)
+    torch.testing.assert_close(sigmoid_mul(x, gate).double(), expected, **tolerances(dtype))
     by_row = torch.stack([x[i] * torch.sigmoid(gate[i, 0]) for i in range(4)])
     torch.testing.assert_close(sigmoid_mul(x, gate[:, :1]), by_row, **tolerances(dtype))

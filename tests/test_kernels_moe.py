@@ -85,7 +85,12 @@ def test_a_token_s_result_does_not_depend_on_its_neighbours():
 
 def test_no_tokens():
     out = fused_experts(
-        torch.empty(0, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3), torch.empty(0, 2),
-        torch.empty(0, 2, dtype=torch.int32), activation="silu", gated=True,
+        torch.empty(0, 4),
+        torch.randn(2, 6, 4),
+        torch.randn(2, 4, 3),
+        torch.empty(0, 2),
+        torch.empty(0, 2, dtype=torch.int32),
+        activation="silu",
+        gated=True,
     )
     assert out.shape == (0, 4)

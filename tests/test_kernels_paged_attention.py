@@ -94,7 +94,14 @@ def test_a_tree_s_nodes_see_the_prefix_and_their_ancestors(sliding_window):
         mask[:, t, seen] = True
     q = torch.randn(2, 5, 4, HEAD_DIM)
     out = attention_decode(
-        q, cache.k, cache.v, cache.table, cache.rows, torch.tensor(lengths), scale=SCALE, tree_mask=mask,
+        q,
+        cache.k,
+        cache.v,
+        cache.table,
+        cache.rows,
+        torch.tensor(lengths),
+        scale=SCALE,
+        tree_mask=mask,
         sliding_window=sliding_window,
     )
     for b, length in enumerate(lengths):
@@ -128,8 +135,17 @@ def test_extend_of_ragged_chunks_with_and_without_prefix(dtype, sliding_window, 
     q = torch.randn(total + 2, 4, HEAD_DIM + 3).to(dtype)[..., :HEAD_DIM]
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     out = attention_extend(
-        q, cache.k, cache.v, cache.table, cache.rows, starts, torch.tensor(seq_lens, dtype=torch.int32),
-        scale=SCALE, sliding_window=sliding_window, query_lens=query_lens, seq_lens_host=seq_lens,
+        q,
+        cache.k,
+        cache.v,
+        cache.table,
+        cache.rows,
+        starts,
+        torch.tensor(seq_lens, dtype=torch.int32),
+        scale=SCALE,
+        sliding_window=sliding_window,
+        query_lens=query_lens,
+        seq_lens_host=seq_lens,
     )
     assert out.dtype == dtype and torch.equal(out[total:], torch.zeros_like(out[total:]))
     for b, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
@@ -145,8 +161,16 @@ def test_chunks_equal_the_whole():
 
     def extend(start, end):
         return attention_extend(
-            q[start:end], cache.k, cache.v, cache.table, cache.rows, torch.tensor([0, end - start]),
-            torch.tensor([end]), scale=SCALE, query_lens=[end - start], seq_lens_host=[end],
+            q[start:end],
+            cache.k,
+            cache.v,
+            cache.table,
+            cache.rows,
+            torch.tensor([0, end - start]),
+            torch.tensor([end]),
+            scale=SCALE,
+            query_lens=[end - start],
+            seq_lens_host=[end],
         )
 
     whole = extend(0, 19)

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrt.errors import ConfigError
 from hybridrt.kernels.gated_delta_rule import l2_normalize
 from hybridrt.kernels.providers import register, select
 from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
+from hybridrt.kernels.state_replay import check_ring_width, must_fold
 
 for _op in ("gdn_replay", "gdn_fold"):
     register(_op, "torch", f"hybridrt.kernels.gdn_replay:{_op}_reference")
@@ -59,9 +59,7 @@ def gdn_replay(
     Raises:
         ConfigError: the ring has fewer than 2T columns.
     """
-    width, tokens = values.shape[2], q.shape[1]
-    if width < 2 * tokens:
-        raise ConfigError(f"a state ring of {width} columns cannot serve {tokens} tokens a step; it needs {2 * tokens}")
+    check_ring_width(values.shape[2], q.shape[1])
     out: Tensor = select("gdn_replay", q.device.type)(
         states, values, keys, gates, q, k, v, g, beta, slots=slots, rows=rows, start=start, length=length
     )
@@ -129,7 +127,7 @@ def gdn_replay_reference(
 ) -> Tensor:
     tokens, width = q.shape[1], values.shape[2]
     ring_rows = torch.where(slots < 0, -1, rows)
-    fold = length + 2 * tokens > width
+    fold = must_fold(length, tokens, width)
     checkpoint = read_rows(states, slots).float()
     committed = _read_history(values, keys, gates, rows, start, length)
     folded = _replayed_state(checkpoint, committed).to(states.dtype)

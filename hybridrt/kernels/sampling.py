@@ -130,10 +130,15 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, 
 
 
 def uniform_reference(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
-    key = _mix(_mix(seed + (stream + 1) * GOLDEN_GAMMA % 2**64) + index * GOLDEN_GAMMA)
+    key = _mix(_mix(seed + signed_64((stream + 1) * GOLDEN_GAMMA)) + index * GOLDEN_GAMMA)
     bits = _mix(key.unsqueeze(1) + (ids.long() + 1) * GOLDEN_GAMMA)
     # 63 bits, then the middle of their interval: 0 is never reached, and 1 only by rounding, which the clamp undoes.
     return ((bits >> 1) & (2**63 - 1)).float().mul_(2.0**-63).clamp_(2.0**-64, 1 - 2.0**-24)
+
+
+def signed_64(value: int) -> int:
+    """value mod 2^64 as a signed 64-bit integer."""
+    return (value + 2**63) % 2**64 - 2**63
 
 
 def _mix(z: Tensor) -> Tensor:

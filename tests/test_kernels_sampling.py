@@ -1,0 +1,244 @@
+"""Random numbers, filters and draws against loops written from their definitions."""
+
+import math
+
+import pytest
+import torch
+
+from hybridrt.kernels.sampling import (
+    STREAM_TOKEN,
+    Penalties,
+    filtered_logits,
+    greedy,
+    sample,
+    token_logprobs,
+    uniform,
+)
+
+MASK = 2**64 - 1
+
+
+def mix(z):
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def slow_uniform(seed, index, stream, token):
+    gamma = 0x9E3779B97F4A7C15
+    key = mix((mix((seed + (stream + 1) * gamma) & MASK) + index * gamma) & MASK)
+    return (mix((key + (token + 1) * gamma) & MASK) >> 1) / 2**63
+
+
+def test_splitmix64_s_published_outputs():
+    """The first outputs of SplitMix64 seeded with 1234567, as its reference implementation prints them."""
+    state, outputs = 1234567, []
+    for _ in range(3):
+        state = (state + 0x9E3779B97F4A7C15) & MASK
+        outputs.append(mix(state))
+    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_uniform_is_the_function_of_its_keys():
+    seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63)])
+    indices, ids = torch.tensor([0, 5, 7, 2**40, 1]), torch.tensor([0, 1, 130_047])
+    for stream in (0, 3):
+        got = uniform(seeds, indices, stream, ids)
+        expected = [
+            [slow_uniform(seed & MASK, index, stream, token) for token in ids.tolist()]
+            for seed, index in zip(seeds.tolist(), indices.tolist(), strict=True)
+        ]
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-6, atol=0)
+    alone = uniform(seeds[2:3], indices[2:3], 3, ids)
+    assert torch.equal(alone[0], got[2])
+
+
+def test_uniform_is_uniform_open_and_uncorrelated():
+    values = uniform(torch.arange(100), torch.zeros(100, dtype=torch.int64), 0, torch.arange(1000))
+    assert 0 < float(values.min()) < 1e-4 and 1 - 1e-4 < float(values.max()) < 1
+    counts = torch.histc(values, 50, 0, 1)
+    assert chi_square(counts, torch.full((50,), 2000.0)) < chi_square_limit(49)
+    for shifted in (values.roll(1, 0), values.roll(1, 1)):
+        correlation = torch.corrcoef(torch.stack((values.flatten(), shifted.flatten())))[0, 1]
+        assert abs(float(correlation)) < 0.015
+
+
+def chi_square(observed, expected):
+    return float(((observed - expected) ** 2 / expected).sum())
+
+
+def chi_square_limit(freedom):
+    """The 1 - 1e-5 quantile (Wilson and Hilferty 1931)."""
+    return freedom * (1 - 2 / (9 * freedom) + 4.265 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def slow_filter(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
+    """The surviving tokens' probabilities {token: p}, by definition; assumes no ties."""
+    weights = {i: math.exp(x / temperature) for i, x in enumerate(logits) if x > -math.inf}
+    order = sorted(weights, key=lambda i: -weights[i])
+    order = order[: top_k or None]
+    if top_p < 1:
+        total, mass, kept = sum(weights[i] for i in order), 0.0, []
+        for i in order:
+            if mass < top_p * total or not kept:
+                kept.append(i)
+            mass += weights[i]
+        order = kept
+    order = [i for i in order if weights[i] >= min_p * weights[order[0]]]
+    total = sum(weights[i] for i in order)
+    return {i: weights[i] / total for i in order}
+
+
+SETTINGS = [
+    {},
+    {"top_k": 3},
+    {"top_k": 1},
+    {"top_k": 1000},
+    {"top_p": 0.7},
+    {"top_p": 1e-6},
+    {"min_p": 0.2},
+    {"top_k": 7, "top_p": 0.8},
+    {"top_k": 9, "top_p": 0.9, "min_p": 0.15},
+]
+
+
+def batch_settings(settings):
+    """One row per setting, every row of its own kind."""
+    return {
+        "top_k": torch.tensor([s.get("top_k", 0) for s in settings], dtype=torch.int32),
+        "top_p": torch.tensor([s.get("top_p", 1.0) for s in settings]),
+        "min_p": torch.tensor([s.get("min_p", 0.0) for s in settings]),
+    }
+
+
+def check_filtered(filtered, logits, temperature, setting):
+    expected = slow_filter(logits.tolist(), temperature, **setting)
+    assert set(torch.isfinite(filtered).nonzero().flatten().tolist()) == set(expected)
+    probabilities = filtered.softmax(-1)
+    for token, probability in expected.items():
+        assert float(probabilities[token]) == pytest.approx(probability, rel=1e-4)
+
+
+@pytest.mark.parametrize("vocabulary", [10, 37])
+def test_filters_in_a_mixed_batch_and_alone(vocabulary):
+    torch.manual_seed(0)
+    logits = torch.randn(len(SETTINGS), vocabulary) * 2
+    temperature = torch.linspace(0.5, 2, len(SETTINGS))
+    filtered = filtered_logits(logits, temperature=temperature, **batch_settings(SETTINGS))
+    for b, setting in enumerate(SETTINGS):
+        check_filtered(filtered[b], logits[b], float(temperature[b]), setting)
+        row = slice(b, b + 1)
+        alone = {name: tensor for name, tensor in batch_settings([setting]).items() if name in setting}
+        torch.testing.assert_close(filtered_logits(logits[row], temperature=temperature[row], **alone), filtered[row])
+
+
+def test_ties_at_a_threshold_are_kept():
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
+    one = torch.ones(1)
+    for keyword in ({"top_k": torch.tensor([2], dtype=torch.int32)}, {"top_p": torch.tensor([0.5])}):
+        kept = filtered_logits(logits, temperature=one, **keyword).isfinite()[0]
+        assert kept.tolist() == [False, True, True, True, True, False]
+
+
+def test_penalties():
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5, 3.0], [1.0, 1.0, 1.0, 1.0, 1.0]], dtype=torch.bfloat16)
+    penalties = Penalties(
+        repetition=torch.tensor([1.25, 1.0]),
+        presence=torch.tensor([0.5, 0.0]),
+        frequency=torch.tensor([0.25, 0.0]),
+        output_counts=torch.tensor([[0, 2, 1, 0, 0], [3, 0, 0, 0, 0]], dtype=torch.int32),
+        prompt_mask=torch.tensor([[True, False, True, False, False], [True, True, False, False, False]]),
+    )
+    got = filtered_logits(logits, temperature=torch.tensor([0.5, 0.0]), penalties=penalties)
+    expected = [2 / 1.25, -2 * 1.25 - 2 * 0.25 - 0.5, 1 / 1.25 - 0.25 - 0.5, 0.5, 3.0]
+    torch.testing.assert_close(got[0], torch.tensor(expected) / 0.5)
+    torch.testing.assert_close(got[1], torch.ones(5))
+
+
+def bitmask_of(allowed, vocabulary):
+    words = torch.zeros(-(-vocabulary // 32), dtype=torch.int64)
+    for token in allowed:
+        words[token // 32] |= 1 << (token % 32)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def test_bitmask_forbids_in_every_tail():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 70)
+    allowed = [[3, 31, 32, 63, 69], list(range(70))]
+    bitmask = torch.stack([bitmask_of(tokens, 70) for tokens in allowed])
+    filtered = filtered_logits(logits, temperature=torch.ones(2), bitmask=bitmask)
+    assert filtered[0].isfinite().nonzero().flatten().tolist() == allowed[0]
+    assert torch.equal(filtered[1], logits[1])
+    expected = [max(tokens, key=lambda i, b=b: float(logits[b, i])) for b, tokens in enumerate(allowed)]
+    assert greedy(logits, bitmask).tolist() == expected
+    keys = torch.tensor([1, 2])
+    assert sample(logits, temperature=torch.zeros(2), seeds=keys, indices=keys, bitmask=bitmask).tolist() == expected
+
+
+def test_greedy_takes_the_first_of_equals():
+    assert greedy(torch.tensor([[0.0, 2.0, 2.0], [-torch.inf, -torch.inf, -1.0]])).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("setting", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}])
+def test_draws_follow_the_distribution(setting):
+    torch.manual_seed(0)
+    draws, logits = 20_000, torch.randn(12) * 1.5
+    rows = torch.arange(draws)
+    tokens = sample(
+        logits.expand(draws, -1),
+        temperature=torch.full((draws,), 0.8),
+        seeds=rows // 200,
+        indices=rows % 200,
+        **{name: tensor.expand(draws) for name, tensor in batch_settings([setting]).items()},
+    )
+    probabilities = slow_filter(logits.tolist(), 0.8, **setting)
+    counts = torch.bincount(tokens, minlength=12)
+    assert int(counts.sum()) == sum(int(counts[token]) for token in probabilities)
+    observed = counts[list(probabilities)].float()
+    expected = torch.tensor(list(probabilities.values())) * draws
+    assert chi_square(observed, expected) < chi_square_limit(len(probabilities) - 1)
+
+
+def test_a_draw_depends_on_its_keys_and_not_on_the_batch():
+    torch.manual_seed(0)
+    logits, seeds, indices = torch.randn(6, 50), torch.arange(6) * 7, torch.arange(6)
+    temperature = torch.tensor([1.0, 0.0, 0.7, 1.3, 0.0, 1.0])
+    together = sample(logits, temperature=temperature, seeds=seeds, indices=indices)
+    order = torch.tensor([4, 2, 0, 5, 3, 1])
+    shuffled = sample(logits[order], temperature=temperature[order], seeds=seeds[order], indices=indices[order])
+    assert torch.equal(shuffled, together[order])
+    assert together[1] == logits[1].argmax() and together[4] == logits[4].argmax()
+    flat = torch.zeros(1, 50)
+    drawn = {
+        int(sample(flat, temperature=torch.ones(1), seeds=torch.tensor([seed]), indices=torch.tensor([index])))
+        for seed, index in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (0, 2)]
+    }
+    assert len(drawn) > 2
+
+
+def test_the_draw_is_gumbel_max_over_the_token_stream():
+    logits = torch.tensor([[0.3, -0.2, 0.9, 0.1]])
+    for index in range(20):
+        noisy = [
+            float(logits[0, token]) - math.log(-math.log1p(-slow_uniform(5, index, STREAM_TOKEN, token)))
+            for token in range(4)
+        ]
+        got = sample(logits, temperature=torch.ones(1), seeds=torch.tensor([5]), indices=torch.tensor([index]))
+        assert int(got) == max(range(4), key=noisy.__getitem__)
+
+
+def test_token_logprobs():
+    torch.manual_seed(0)
+    logits = torch.randn(3, 9).bfloat16()
+    tokens = torch.tensor([4, 0, 8])
+    logprob, top_ids, top_logprobs = token_logprobs(logits, tokens, 2)
+    for b in range(3):
+        row = logits[b].double().tolist()
+        log_total = math.log(sum(map(math.exp, row)))
+        assert float(logprob[b]) == pytest.approx(row[tokens[b]] - log_total, rel=1e-5)
+        best = sorted(row, reverse=True)[:2]
+        assert [row[i] for i in top_ids[b].tolist()] == best
+        torch.testing.assert_close(top_logprobs[b], torch.tensor([value - log_total for value in best]))
+    assert token_logprobs(logits, tokens, 0)[1].shape == (3, 0)
