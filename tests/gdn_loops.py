@@ -26,7 +26,7 @@ class Tokens:
 
 
 def random_tokens(*lead, key_heads=2, value_heads=4, key_dim=6, value_dim=5, dtype=torch.float32):
-    """Tokens with leading dims `lead`, q, k and v being slices of one merged projection; slow decays (g around -0.01)."""
+    """Tokens with leading dims `lead`; q, k, v are slices of one merged projection; slow decays (g around -0.01)."""
     q_width, v_width = key_heads * key_dim, value_heads * value_dim
     merged = torch.randn(*lead, 2 * q_width + v_width + 3).to(dtype)
     q, k, v, _ = merged.split([q_width, q_width, v_width, 3], -1)

@@ -1,4 +1,4 @@
-"""State replay against the token-by-token loop: outputs, folded states, the ring's contents and what must not change."""
+"""State replay against the token-by-token loop: outputs, folded states, the ring and what must not change."""
 
 import pytest
 import torch

@@ -14,6 +14,7 @@ def own_registry(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv(providers.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setattr(providers, "_IMPLEMENTATIONS", {})
+    monkeypatch.setattr(providers, "_import_operations", _register_three)
     _clear_caches()
     yield
     _clear_caches()
@@ -54,7 +55,6 @@ def _small_heads_only(facts):
 def test_highest_priority_that_is_installed_fits_and_supports_the_call(monkeypatch):
     import math
 
-    _register_three()
     _install(monkeypatch, triton="3.6.0", flashinfer_python="0.6.12")
     assert providers.select("op", "cuda") is math.sqrt
     assert providers.select("op", "cuda", head_dim=512) is math.ceil
@@ -64,7 +64,6 @@ def test_highest_priority_that_is_installed_fits_and_supports_the_call(monkeypat
 def test_too_old_or_absent_counts_as_missing(monkeypatch):
     import math
 
-    _register_three()
     _install(monkeypatch, triton="3.6.0", flashinfer_python="0.6.9")
     assert providers.select("op", "cuda") is math.ceil
     with pytest.raises(ProviderNotInstalledError, match=r"0\.6\.9, at least 0\.6\.12"):
@@ -76,7 +75,6 @@ def test_too_old_or_absent_counts_as_missing(monkeypatch):
 
 
 def test_named_provider_that_does_not_fit_is_an_error(monkeypatch):
-    _register_three()
     _install(monkeypatch, triton="3.6.0", flashinfer_python="0.6.12")
     with pytest.raises(BackendError, match="runs on cuda only"):
         providers.select("op", "cpu", "flashinfer")
@@ -93,7 +91,6 @@ def test_named_provider_that_does_not_fit_is_an_error(monkeypatch):
 def test_triton_on_cpu_only_under_the_interpreter_and_never_by_itself(monkeypatch):
     import math
 
-    _register_three()
     _install(monkeypatch, triton="3.6.0")
     with pytest.raises(BackendError):
         providers.select("op", "cpu", "triton")
@@ -106,9 +103,7 @@ def test_environment_overrides_and_names_what_is_wrong(monkeypatch):
     import math
 
     _install(monkeypatch, triton="3.6.0")
-    monkeypatch.setattr(providers, "_import_operations", _register_three)
     monkeypatch.setenv(providers.ENVIRONMENT_VARIABLE, "op=torch")
-    _register_three()
     assert providers.select("op", "cuda") is math.floor
     for text, message in (("op", "operation=provider"), ("oops=torch", "known: op"), ("op=x", "flashinfer, torch")):
         _clear_caches()
@@ -118,7 +113,6 @@ def test_environment_overrides_and_names_what_is_wrong(monkeypatch):
 
 
 def test_report_gives_a_reason_for_every_provider_passed_over(monkeypatch):
-    monkeypatch.setattr(providers, "_import_operations", _register_three)
     _install(monkeypatch, triton="3.6.0")
     cpu, cuda = providers.report()
     assert (cpu.op, cpu.device, cpu.picked) == ("op", "cpu", "torch")

@@ -1,6 +1,5 @@
 """Root-mean-square norm (Zhang and Sennrich 2019), alone and behind a residual addition."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
