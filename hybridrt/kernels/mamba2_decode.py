@@ -1,0 +1,118 @@
+"""A whole Mamba-2 decode or verify step in one operation: conv, SiLU, time step, state, skip and gate.
+
+It reads one merged projection (z, x|B|C, dt) and ends at the input of the output projection (or of the gated norm), in
+one of three state modes:
+
+- classic: the state is read and written each step (`values` and `intermediate_states` None);
+- replay: checkpoint and ring of `state_replay` (`values`, `keys`, `gates` given);
+- intermediate: the state is read only, and the state after each token stored (`intermediate_states` given).
+
+Tokens of a row form a chain; draft trees go through `causal_conv1d_update` and `selective_state_update`.
+"""
+
+from torch import Tensor
+
+from hybridrt.kernels.causal_conv1d import causal_conv1d_update_reference, check_ring
+from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.selective_state_update import selective_state_update_reference
+from hybridrt.kernels.state_replay import check_ring_width, mamba2_replay_reference
+
+register("mamba2_decode", "torch", "hybridrt.kernels.mamba2_decode:mamba2_decode_reference")
+
+
+def mamba2_decode(
+    xBC: Tensor,
+    dt: Tensor,
+    z: Tensor | None,
+    *,
+    weight: Tensor,
+    bias: Tensor | None,
+    A: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    conv: Tensor,
+    states: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    start_positions: Tensor,
+    values: Tensor | None = None,
+    keys: Tensor | None = None,
+    gates: Tensor | None = None,
+    start: Tensor | None = None,
+    length: Tensor | None = None,
+    intermediate_states: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Advances each of B rows by T tokens.
+
+    Args:
+        xBC: [B, T, C] raw conv inputs: x [H*P], B [G*N], C [G*N] side by side. dt: [B, T, H] raw. z: [B, T, H, P] or
+            None. Any row and token stride: they may be column slices of one projection.
+        weight: [C, K]; bias: [C] or None; A: [H] float32, negative; D, dt_bias: [H] or None.
+        conv: [S+1, C, Wc] rings; states: [S+1, H, P, N].
+        read_slots, write_slots: [B] int32, -1 for padding (zeros, nothing touched); equal in replay mode.
+        start_positions: [B] int32, absolute position of each row's first token.
+        values, keys, gates, start, length: the state ring and its cursors [B], as in `mamba2_replay`.
+        intermediate_states: [R+1, T, H, P, N], as in `selective_state_update`.
+        rows: [B] int32, rows of the ring or of `intermediate_states`.
+
+    Returns:
+        [B, T, H, P] in xBC's dtype.
+
+    Raises:
+        ConfigError: the conv ring or the state ring is too narrow for T tokens.
+    """
+    check_ring(conv, weight.shape[1], xBC.shape[1])
+    if gates is not None:
+        check_ring_width(gates.shape[2], xBC.shape[1])
+    out: Tensor = select("mamba2_decode", xBC.device.type)(
+        xBC, dt, z, weight=weight, bias=bias, A=A, D=D, dt_bias=dt_bias, dt_limit=dt_limit, conv=conv, states=states,
+        read_slots=read_slots, write_slots=write_slots, start_positions=start_positions, values=values, keys=keys,
+        gates=gates, start=start, length=length, intermediate_states=intermediate_states, rows=rows,
+    )  # fmt: skip
+    return out
+
+
+def mamba2_decode_reference(
+    xBC: Tensor,
+    dt: Tensor,
+    z: Tensor | None,
+    *,
+    weight: Tensor,
+    bias: Tensor | None,
+    A: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    conv: Tensor,
+    states: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    start_positions: Tensor,
+    values: Tensor | None = None,
+    keys: Tensor | None = None,
+    gates: Tensor | None = None,
+    start: Tensor | None = None,
+    length: Tensor | None = None,
+    intermediate_states: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Plain-torch `mamba2_decode`: the separate operations one after the other."""
+    _, heads, dim, state_dim = states.shape
+    xBC = causal_conv1d_update_reference(xBC, weight, bias, conv, read_slots, write_slots, start_positions)
+    widths = [heads * dim, *[(xBC.shape[2] - heads * dim) // 2] * 2]
+    x, B, C = (
+        part.unflatten(-1, (-1, size))
+        for part, size in zip(xBC.split(widths, -1), (dim, state_dim, state_dim), strict=True)
+    )
+    if values is None:
+        return selective_state_update_reference(
+            states, x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_limit=dt_limit, z=z, read_slots=read_slots,
+            write_slots=write_slots, intermediate_states=intermediate_states, rows=rows,
+        )  # fmt: skip
+    assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
+    return mamba2_replay_reference(
+        states, values, keys, gates, x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_limit=dt_limit, z=z,
+        slots=read_slots, rows=rows, start=start, length=length,
+    )  # fmt: skip

@@ -1,0 +1,148 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrt.errors import ConfigError
+from hybridrt.kernels.causal_conv1d import conv_window
+from hybridrt.kernels.mamba2_decode import mamba2_decode
+from hybridrt.kernels.state_replay import advance_ring
+from tests.mamba2_oracle import ScanInputs, changed_rows, close, conv_loop, int32, poisoned, same_bytes, scan_loop
+
+H, P, N, G, K = 4, 3, 5, 2, 4
+CHANNELS = H * P + 2 * G * N
+
+
+class Layer:
+    """Weights of one layer, its pools, and the merged projections of requests from position 0."""
+
+    def __init__(self, slots: list[int], tokens: int, conv_width: int = 16, ring_width: int = 16) -> None:
+        self.slots, batch = slots, len(slots)
+        self.merged = torch.randn(batch, tokens, CHANNELS + H + H * P) * 0.5
+        self.weight, self.bias = torch.randn(CHANNELS, K), torch.randn(CHANNELS)
+        self.head_terms = {
+            "A": -torch.linspace(0.002, 0.3, H),
+            "D": torch.randn(H),
+            "dt_bias": torch.linspace(-3, 0.5, H),
+        }
+        self.conv, self.states = poisoned(40, CHANNELS, conv_width), poisoned(40, H, P, N)
+        for slot in slots:
+            if slot > 0:
+                self.conv[slot], self.states[slot] = 0.0, 0.0
+        self.ring = {
+            "values": poisoned(8, H, ring_width, P),
+            "keys": poisoned(8, G, ring_width, N),
+            "gates": poisoned(8, H, ring_width),
+        }
+        self.start, self.length = int32(*[0] * 8), int32(*[0] * 8)
+
+    def step(self, first: list[int], tokens: int, **changed: Any) -> Tensor:
+        merged = torch.stack([row[p : p + tokens] for row, p in zip(self.merged, first, strict=True)])
+        xBC, dt, z = merged.split([CHANNELS, H, H * P], dim=-1)
+        slots = int32(*self.slots)
+        terms: dict[str, Any] = {
+            **self.head_terms, "weight": self.weight, "bias": self.bias, "conv": self.conv, "states": self.states,
+            "read_slots": slots, "write_slots": slots, "start_positions": int32(*first), **changed,
+        }  # fmt: skip
+        return mamba2_decode(xBC, dt, z.unflatten(-1, (H, P)), **terms)
+
+    def replay_step(self, first: list[int], tokens: int, rows: list[int]) -> Tensor:
+        row = int32(*rows)
+        return self.step(first, tokens, rows=row, start=self.start[row], length=self.length[row], **self.ring)
+
+    def expected(self, row: int) -> tuple[Tensor, Tensor]:
+        """Outputs and states after every token of a request, from the loops."""
+        xBC, dt, z = self.merged[row].split([CHANNELS, H, H * P], dim=-1)
+        x, B, C = conv_loop(xBC, self.weight, self.bias).split([H * P, G * N, G * N], dim=-1)
+        inputs = ScanInputs(
+            x.unflatten(-1, (H, P)), dt, B.unflatten(-1, (G, N)), C.unflatten(-1, (G, N)), z.unflatten(-1, (H, P)),
+            **self.head_terms,
+        )  # fmt: skip
+        return scan_loop(inputs, torch.zeros(H, P, N))
+
+    def conv_tail(self, row: int, end: int) -> Tensor:
+        return torch.cat([torch.zeros(K - 1, CHANNELS), self.merged[row, :end, :CHANNELS]])[end:].t()
+
+
+def test_classic_decode_equals_loop() -> None:
+    torch.manual_seed(0)
+    layer = Layer([7, 39], 20)
+    expected = [layer.expected(b) for b in range(2)]
+    for t in range(20):
+        out = layer.step([t, t], 1)
+        for b in range(2):
+            close(out[b], expected[b][0][t : t + 1], 1e-5)
+            close(layer.states[layer.slots[b]], expected[b][1][t], 1e-5)
+
+
+def test_classic_decode_to_other_slots() -> None:
+    torch.manual_seed(1)
+    layer = Layer([7, 39], 2)
+    layer.step([0, 0], 1)
+    before = layer.conv.clone(), layer.states.clone()
+    layer.step([1, 1], 1, write_slots=int32(8, 3))
+    assert changed_rows(before[0], layer.conv) == changed_rows(before[1], layer.states) == {3, 8}
+    for b, slot in enumerate((8, 3)):
+        close(layer.states[slot], layer.expected(b)[1][1], 1e-5)
+        assert same_bytes(conv_window(layer.conv, int32(slot), int32(2), K)[0], layer.conv_tail(b, 2))
+
+
+@pytest.mark.parametrize("mode", ["intermediate", "replay"])
+@pytest.mark.parametrize("tokens", [1, 3, 7])
+def test_verify_equals_loop_for_each_accepted_length(mode: str, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    rows = [6, 2]
+    layer = Layer([7, 39], 100)
+    stored = poisoned(8, tokens, H, P, N)
+    expected = [layer.expected(b) for b in range(2)]
+    done = [0, 0]
+    for accepted in [*zip(range(1, tokens + 1), range(tokens, 0, -1), strict=True)] * 3:
+        if mode == "replay":
+            out = layer.replay_step(done, tokens, rows)
+            advance_ring(layer.start, layer.length, int32(*rows), int32(*accepted), tokens, 16)
+        else:
+            out = layer.step(done, tokens, intermediate_states=stored, rows=int32(*rows))
+        for b, count in enumerate(accepted):
+            close(out[b], expected[b][0][done[b] : done[b] + tokens], 1e-5)
+            done[b] += count
+            if mode == "intermediate":
+                layer.states[layer.slots[b]] = stored[rows[b], count - 1]
+                close(layer.states[layer.slots[b]], expected[b][1][done[b] - 1], 1e-5)
+
+
+@pytest.mark.parametrize("mode", ["classic", "intermediate", "replay"])
+def test_padding_rows_leave_no_trace(mode: str) -> None:
+    torch.manual_seed(3)
+    layer = Layer([-1, 7, -1], 4)
+    layer.merged[0::2] = torch.nan
+    stored = poisoned(8, 2, H, P, N)
+    pools = {"conv": layer.conv, "states": layer.states, "stored": stored, **layer.ring}
+    before = {name: pool.clone() for name, pool in pools.items()}
+    if mode == "replay":
+        out = layer.replay_step([0, 0, 0], 2, [0, 4, 0])
+    else:
+        changed = {"intermediate_states": stored, "rows": int32(0, 4, 0)} if mode == "intermediate" else {}
+        out = layer.step([0, 0, 0], 2, **changed)
+    assert not out[0::2].any()
+    close(out[1], layer.expected(1)[0][:2], 1e-5)
+    touched = {name: changed_rows(before[name], pool) for name, pool in pools.items()}
+    ring = {4} if mode == "replay" else set()
+    assert touched == {
+        "conv": {7},
+        "states": {7} if mode == "classic" else set(),
+        "stored": {4} if mode == "intermediate" else set(),
+        "values": ring,
+        "keys": ring,
+        "gates": ring,
+    }
+
+
+def test_narrow_rings_are_refused() -> None:
+    layer = Layer([7], 8, conv_width=4, ring_width=6)
+    with pytest.raises(ConfigError, match="conv ring of 4"):
+        layer.step([0], 2)
+    layer.conv = torch.zeros(40, CHANNELS, 8)
+    with pytest.raises(ConfigError, match="at least 8"):
+        layer.replay_step([0], 4, [1])
+    assert not layer.conv.any()
