@@ -1,0 +1,173 @@
+"""From a model's name to weights on a device: paths, the model, its memory plan, its pools."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridrt.config import DTYPES, EngineConfig, ModelConfig, resolve_device, resolve_dtype
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.errors import ConfigError
+from hybridrt.hf_config import read_model_config
+from hybridrt.mem_cache.kv_pool import KVPool
+from hybridrt.mem_cache.mamba_pool import MambaPool, MambaPoolSpec
+from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts, plan_memory
+from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.models.base import CausalLM
+from hybridrt.models.loader import fill_dummy, load_weights
+from hybridrt.models.registry import model_class
+from hybridrt.runtime.sampler import SamplingTable
+from hybridrt.state_shape import state_shape
+
+DEFAULT_ROWS = {"cpu": 16, "cuda": 256}
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The preallocated memory of a run."""
+
+    kv: KVPool
+    req_to_token: HybridReqToTokenPool
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where and in which numbers a model runs, and how its recurrent state is kept."""
+
+    model_config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    state_mode: str
+    tp: TPGroup
+
+    @classmethod
+    def resolve(cls, config: EngineConfig, model_config: ModelConfig, tp: TPGroup) -> "Target":
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, model_config.dtype, device)
+        mode = resolve_state_mode(config)
+        return cls(model_config, device, dtype, DTYPES[config.mamba_ssm_dtype], mode, tp)
+
+
+def resolve_state_mode(config: EngineConfig) -> str:
+    """The MambaPool mode: without speculation "classic" or "replay", with it "intermediate" or "replay"."""
+    if config.speculative is not None:
+        mode = config.speculative.state_mode
+        return "intermediate" if mode == "auto" else mode
+    # Replay saves state writes, which cost nothing beside plain-torch overhead: it is picked where kernels fuse it.
+    return "classic" if config.state_mode == "auto" else config.state_mode
+
+
+def resolve_model_path(name: str) -> Path:
+    """A checkpoint directory as it is, or a hub name (org/model) downloaded to the hub's cache.
+
+    Raises:
+        ConfigError: neither a directory nor a hub name that can be had.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise ConfigError(f"{name} is no directory; pass a checkpoint directory or a hub name such as org/model")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except Exception as e:  # the hub client raises its own, requests' and OS errors; each means: not to be had
+        raise ConfigError(f"{name} is no directory here, and the hub does not give it: {e}") from e
+
+
+def build_model(config: EngineConfig, target: Target, path: Path, progress: bool) -> CausalLM:
+    """The model, loaded or filled with seeded random weights, in inference mode."""
+    mc = target.model_config
+    max_len = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
+    cls = model_class(mc.architecture)
+    with torch.no_grad():
+        model = cls(mc, tp=target.tp, dtype=target.dtype, device=target.device, max_len=max_len)
+        if config.load_format == "dummy":
+            fill_dummy(model, config.seed)
+        else:
+            load_weights(model, path, progress)
+    return model.eval()
+
+
+def pool_spec(config: EngineConfig, target: Target) -> MambaPoolSpec:
+    """What the recurrent layers of the model keep."""
+    mc, spec = target.model_config, config.speculative
+    groups = {state_shape(c, target.tp.size): mc.linear_layer_ids(kind) for kind, c in mc.linear.items()}
+    groups = {shape: ids for shape, ids in groups.items() if ids}
+    tree = spec is not None and spec.topk > 1
+    return MambaPoolSpec(groups, target.dtype, target.state_dtype, config.num_verify_tokens, target.state_mode, tree)
+
+
+def kv_shape(target: Target) -> tuple[int, int]:
+    """KV heads on this rank, and their dimension."""
+    attention = target.model_config.attention
+    return max(attention.num_kv_heads // target.tp.size, 1), attention.head_dim
+
+
+def make_plan(
+    config: EngineConfig, target: Target, *, budget_bytes: int | None = None, weights: int = 0, activations: int = 0
+) -> MemoryPlan:
+    """The memory plan of a run; `budget_bytes` None is the CPU's rule: a quarter of the free memory at most."""
+    mc, spec = target.model_config, pool_spec(config, target)
+    limit = mc.max_position_embeddings
+    layers = len(mc.full_attention_layer_ids)
+    table_bytes = 4 * -(-(config.max_model_len or limit) // config.page_size) * config.page_size
+    costs = UnitCosts(
+        slot=spec.slot_bytes(),
+        row=spec.row_bytes() + table_bytes + SamplingTable.row_bytes(mc.vocab_size),
+        page=KVPool.page_bytes(layers, config.page_size, *kv_shape(target), target.dtype),
+    )
+    return plan_memory(
+        budget_bytes=free_host_memory() // 4 if budget_bytes is None else budget_bytes,
+        costs=costs,
+        page_size=config.page_size,
+        max_running_requests=config.max_running_requests,
+        default_rows=DEFAULT_ROWS[target.device.type],
+        max_model_len=config.max_model_len,
+        model_limit=limit,
+        recurrent=bool(spec.groups),
+        weight_bytes=weights,
+        activation_bytes=activations,
+    )
+
+
+def build_pools(config: EngineConfig, target: Target, plan: MemoryPlan) -> Pools:
+    """Allocates everything that the plan counts."""
+    mc, device = target.model_config, target.device
+    spec = pool_spec(config, target)
+    mamba = MambaPool(spec, num_slots=plan.num_slots, num_rows=plan.num_rows, device=device) if spec.groups else None
+    heads, head_dim = kv_shape(target)
+    kv = KVPool(
+        layer_ids=mc.full_attention_layer_ids, num_pages=plan.num_pages, page_size=plan.page_size,
+        num_kv_heads=heads, head_dim=head_dim, dtype=target.dtype, device=device,
+    )  # fmt: skip
+    table = HybridReqToTokenPool(
+        num_rows=plan.num_rows, max_context=plan.max_model_len, page_size=plan.page_size, mamba_pool=mamba, device=device
+    )
+    return Pools(kv, table)
+
+
+def free_host_memory() -> int:
+    """Bytes of main memory that can be taken without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, Target]:
+    """Resolves the model's path and reads its configuration; touches no weights."""
+    path = resolve_model_path(config.model)
+    return path, Target.resolve(config, read_model_config(path), tp)
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of all parameters and buffers on this rank."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())

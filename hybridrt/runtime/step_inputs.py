@@ -1,0 +1,98 @@
+"""Packs a StepPlan into one host buffer, moved to the device in one copy, and cuts it into named views there."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from hybridrt.runtime.sampler import SamplingTable
+from hybridrt.runtime.step import StepPlan
+
+Sections = dict[str, torch.Tensor]
+
+
+def pack_step(plan: StepPlan, tokens_per_row: int = 1) -> dict[str, np.ndarray]:
+    """All integers of a step as int32 sections (floats and int64 as their bits).
+
+    rows, seq_lens, query_start_loc describe the batch; token_rows, positions its tokens; extend_ids the prompt tokens;
+    drafts the proposed ones; sample_at, output_indices the positions to sample from. The rest is bookkeeping:
+    admissions (admit_rows, admit_slots and sampling constants) and page-table entries.
+    """
+    lens = [tokens_per_row] * len(plan.decode) + [len(r.tokens) for r in plan.extend]
+    computed = [r.computed for r in (*plan.decode, *plan.extend)]
+    rows = [r.row for r in (*plan.decode, *plan.extend)]
+    ends = list(accumulate(lens, initial=0))
+    sampled = [*range(ends[len(plan.decode)]), *(ends[i + 1] - 1 for i in _sampling_rows(plan))]
+    return {
+        "rows": np.array(rows, np.int32),
+        "seq_lens": np.array(computed, np.int32) + np.array(lens, np.int32),
+        "query_start_loc": np.array(ends, np.int32),
+        "token_rows": np.repeat(np.array(rows, np.int32), lens),
+        "positions": _ranges(computed, lens),
+        "extend_ids": _flat([r.tokens for r in plan.extend]),
+        "drafts": _flat([r.drafts for r in plan.decode]),
+        "sample_at": np.array(sampled, np.int32),
+        "sample_rows": np.array([r.row for r in (*plan.decode, *plan.extend) if getattr(r, "sample", True)], np.int32),
+        "output_indices": np.array(
+            [r.output_index for r in (*plan.decode, *plan.extend) if getattr(r, "sample", True)], np.int32
+        ),
+        **_bookkeeping(plan),
+    }
+
+
+def _bookkeeping(plan: StepPlan) -> dict[str, np.ndarray]:
+    return {
+        "admit_rows": np.array([a.row for a in plan.admissions], np.int32),
+        "admit_slots": np.array([a.slot for a in plan.admissions], np.int32),
+        "page_rows": _flat([[w.row] * len(w.pages) for w in plan.page_writes]),
+        "page_indices": _flat([range(w.first_page, w.first_page + len(w.pages)) for w in plan.page_writes]),
+        "pages": _flat([w.pages for w in plan.page_writes]),
+        **SamplingTable.pack(plan.admissions),
+    }
+
+
+def _sampling_rows(plan: StepPlan) -> list[int]:
+    """Batch indices of the extend rows that sample."""
+    return [len(plan.decode) + i for i, row in enumerate(plan.extend) if row.sample]
+
+
+def _flat(parts: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.concatenate([np.asarray(p, np.int32) for p in parts]) if parts else np.empty(0, np.int32)
+
+
+def _ranges(starts: Sequence[int], lens: Sequence[int]) -> np.ndarray:
+    return _flat([np.arange(s, s + n, dtype=np.int32) for s, n in zip(starts, lens)])  # type: ignore[arg-type]
+
+
+class StepBuffer:
+    """Moves packed sections to the device. On CUDA the staging memory is pinned, a ring of three buffers, each reused
+    after its copy's event; on a CPU the host buffer itself serves."""
+
+    def __init__(self, device: torch.device, depth: int = 3) -> None:
+        self.device = device
+        self._pinned: list[torch.Tensor | None] = [None] * depth
+        self._events: list[torch.cuda.Event | None] = [None] * depth
+        self._next = 0
+
+    def upload(self, sections: dict[str, np.ndarray]) -> Sections:
+        """One copy for all sections; the views are valid until the step that reads them has run."""
+        flat = np.concatenate(list(sections.values()))
+        device_flat = torch.from_numpy(flat) if self.device.type == "cpu" else self._copy(flat)
+        views = device_flat.split([a.size for a in sections.values()])
+        return dict(zip(sections, views))
+
+    def _copy(self, flat: np.ndarray) -> torch.Tensor:
+        i = self._next
+        self._next = (i + 1) % len(self._pinned)
+        event, staging = self._events[i], self._pinned[i]
+        if event is not None:
+            event.synchronize()  # three steps back: done long ago unless the host runs far ahead
+        if staging is None or staging.numel() < flat.size:
+            staging = torch.empty(max(flat.size, 4096) * 2, dtype=torch.int32, pin_memory=True)
+            self._pinned[i] = staging
+        staging[: flat.size].numpy()[:] = flat
+        out = staging[: flat.size].to(self.device, non_blocking=True)
+        self._events[i] = torch.cuda.Event()
+        self._events[i].record()  # type: ignore[union-attr]
+        return out

@@ -1,0 +1,127 @@
+"""Turns a byte budget into request rows, state slots and KV pages, and says how."""
+
+from dataclasses import dataclass
+
+from hybridrt.errors import MemoryBudgetError
+
+GIB = 1024**3
+# Without max_running_requests, rows and their states take at most this share; the rest is KV.
+STATE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """Bytes of one of each: a state slot (conv ring and recurrent state of all layers), a running row (rings or
+    intermediate states, page table, sampling tables), a KV page, and what is paid once (graph buffers)."""
+
+    slot: int
+    row: int
+    page: int
+    fixed: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How many of everything, and for how many bytes.
+
+    Attributes:
+        num_rows: R, requests that run together.
+        num_slots: S, recurrent state slots; 0 for a model without recurrent layers.
+        num_pages: KV pages of `page_size` tokens.
+        max_model_len: longest prompt + output of one request.
+        budget_bytes: what pools may take; weight_bytes and activation_bytes were taken off before.
+    """
+
+    num_rows: int
+    num_slots: int
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    costs: UnitCosts
+    budget_bytes: int
+    weight_bytes: int = 0
+    activation_bytes: int = 0
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all pools, the scratch row, slot and page included."""
+        slots = (self.num_slots + 1) * self.costs.slot if self.num_slots else 0
+        return slots + (self.num_rows + 1) * self.costs.row + (self.num_pages + 1) * self.costs.page + self.costs.fixed
+
+    def table(self) -> list[tuple[str, str, int]]:
+        """(what, how many, bytes) lines of the plan, for people."""
+        slots = self.num_slots + 1 if self.num_slots else 0
+        return [
+            ("weights", "", self.weight_bytes),
+            ("activations (peak)", "", self.activation_bytes),
+            ("recurrent state", f"{self.num_slots} slots", slots * self.costs.slot),
+            ("running requests", f"{self.num_rows} rows", (self.num_rows + 1) * self.costs.row),
+            ("KV cache", f"{self.num_pages} pages of {self.page_size} tokens", (self.num_pages + 1) * self.costs.page),
+            ("graph buffers", "", self.costs.fixed),
+        ]
+
+    def summary(self) -> str:
+        """One line."""
+        return (
+            f"{self.num_rows} running requests, {self.num_slots} state slots, {self.num_pages} KV pages "
+            f"({self.num_pages * self.page_size} tokens), {self.pool_bytes / GIB:.2f} GiB of "
+            f"{self.budget_bytes / GIB:.2f} GiB; requests up to {self.max_model_len} tokens"
+        )
+
+
+def plan_memory(
+    *,
+    budget_bytes: int,
+    costs: UnitCosts,
+    page_size: int,
+    max_running_requests: int | None,
+    default_rows: int,
+    max_model_len: int | None,
+    model_limit: int,
+    recurrent: bool,
+    weight_bytes: int = 0,
+    activation_bytes: int = 0,
+) -> MemoryPlan:
+    """Rows first (half of the budget at most, unless their number is given), then KV pages from what is left.
+
+    Args:
+        max_running_requests, max_model_len: what the user asked for; None lets the plan choose.
+        default_rows: most rows when none were asked for.
+        model_limit: positions that the model was made for.
+
+    Raises:
+        MemoryBudgetError: the rows asked for, or one request of max_model_len, do not fit; says what would.
+    """
+    if max_model_len is not None and max_model_len > model_limit:
+        raise MemoryBudgetError(f"max_model_len is {max_model_len}, but the model was made for {model_limit} positions")
+    per_request = costs.row + (costs.slot if recurrent else 0)
+    available = budget_bytes - costs.fixed - per_request - costs.page  # row 0, slot 0 and page 0
+    rows = max_running_requests or max(min(default_rows, int(available * STATE_SHARE) // max(per_request, 1)), 1)
+    pages_wanted = -(-(max_model_len or model_limit) // page_size)
+    pages = (available - rows * per_request) // max(costs.page, 1) if costs.page else pages_wanted * rows
+    need = pages_wanted if max_model_len is not None else 1
+    if pages < need:
+        raise MemoryBudgetError(_too_small(budget_bytes, available, per_request, costs, page_size, rows, need))
+    pages = min(pages, pages_wanted * rows)
+    length = max_model_len or min(model_limit, pages * page_size)
+    return MemoryPlan(
+        rows, rows if recurrent else 0, pages, page_size, length, costs, budget_bytes, weight_bytes, activation_bytes
+    )
+
+
+def _too_small(
+    budget: int, available: int, per_request: int, costs: UnitCosts, page_size: int, rows: int, need: int
+) -> str:
+    one_request = need * costs.page
+    fitting_rows = (available - one_request) // max(per_request, 1)
+    fitting_tokens = max((available - rows * per_request) // max(costs.page, 1), 0) * page_size
+    hints = ["raise memory_fraction"]
+    if fitting_rows >= 1:
+        hints.insert(0, f"lower max_running_requests from {rows} to {fitting_rows}")
+    if fitting_tokens >= page_size:
+        hints.insert(0, f"lower max_model_len to {fitting_tokens}")
+    return (
+        f"the pools' budget of {budget / GIB:.3f} GiB cannot hold {rows} running requests "
+        f"({per_request / 2**20:.1f} MiB each) and {need} KV pages of {page_size} tokens "
+        f"({costs.page / 2**20:.2f} MiB each): {', or '.join(hints)}"
+    )
