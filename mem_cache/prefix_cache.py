@@ -1,4 +1,4 @@
-"""Reuse of computed prefixes across requests: what the cache coordinator asks of a cache, and one that never matches."""
+"""Reuse of computed prefixes across requests: the protocol that the coordinator speaks, and a cache of nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
