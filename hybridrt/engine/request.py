@@ -1,0 +1,157 @@
+"""A request as the host sees it, and what its caller gets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hybridrt.engine.detokenizer import Detokenizer
+from hybridrt.errors import EngineError
+from hybridrt.mem_cache.allocator import Slot
+from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.runtime.step import TokenLogprobs
+from hybridrt.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times are seconds of `time.monotonic()`. `proposed` and `accepted` count drafts of speculative decoding."""
+
+    prompt_tokens: int
+    arrival_time: float
+    first_token_time: float | None = None
+    finish_time: float | None = None
+    output_tokens: int = 0
+    retractions: int = 0
+    proposed: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A sample as it stood when it was handed out.
+
+    Attributes:
+        request_id: what `add_request` returned.
+        index: which of the prompt's `n` samples.
+        token_ids: all output tokens so far, the token that stopped the sample included.
+        text: their text so far, without the stopping token or stop string; "" without a tokenizer. While the sample
+            runs, what may turn out to be the start of a stop string is held back.
+        finish_reason: "stop", "length" or "abort"; None while the sample runs.
+        logprobs: for every token, token id -> log-probability of it and of the likeliest; None if not asked for.
+        metrics: the request's own counters, which go on counting while it runs.
+        error: why the request failed; finish_reason is then "abort".
+        siblings: the samples 1 to n - 1 of the same prompt, on sample 0 as `LLM.generate` returns it.
+    """
+
+    request_id: str
+    index: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason | None
+    logprobs: list[dict[int, float]] | None
+    metrics: RequestMetrics
+    error: EngineError | None = None
+    siblings: "tuple[RequestOutput, ...]" = ()
+
+    @property
+    def outputs(self) -> "list[RequestOutput]":
+        """All `n` samples of the prompt, this one first."""
+        return [self, *self.siblings]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Host state of one sample.
+
+    What the host knows trails what is launched. `prompt` and `output` are known. `computed` and `pending` are upper
+    bounds that hold once every launched step has run: tokens with KV and state, and tokens sampled but not read yet
+    (a verify step may gain fewer than it could; its result then lowers both bounds).
+
+    Attributes:
+        arrival: order of arrival, unique.
+        max_len: prompt + output tokens at which the request ends.
+        stop_ids: tokens that end it.
+        stream: the caller wants outputs while it runs, not the last one alone.
+        row, slot, pages, prefix: what the cache coordinator lent; see there.
+        prefill_tokens: tokens to compute before decoding starts: the prompt, and after a retraction the output too.
+        in_flight: launched steps that name the request and whose result has not been consumed.
+    """
+
+    request_id: str
+    index: int
+    arrival: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    max_len: int
+    stop_ids: frozenset[int]
+    stream: bool
+    metrics: RequestMetrics
+    detokenizer: Detokenizer | None = None
+    output: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] | None = None
+    finish_reason: FinishReason | None = None
+    error: EngineError | None = None
+    row: Slot | None = None
+    slot: Slot | None = None
+    pages: list[Slot] = field(default_factory=list)
+    prefix: PrefixMatch = field(default_factory=PrefixMatch)
+    prefill_tokens: Sequence[int] = ()
+    computed: int = 0
+    pending: int = 0
+    in_flight: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """Every known token, prompt first."""
+        return self.prompt + self.output
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that may still be launched: none beyond `max_len` even if every launched one is kept."""
+        return self.max_len - len(self.prompt) - len(self.output) - self.pending
+
+    @property
+    def prefilled(self) -> bool:
+        """The launched steps compute all of `prefill_tokens`."""
+        return self.computed >= len(self.prefill_tokens)
+
+    def append(self, token: int, logprobs: TokenLogprobs | None) -> FinishReason | None:
+        """Takes the next output token; returns why the request ends with it, or None."""
+        self.output.append(token)
+        self.metrics.output_tokens += 1
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs.append({token: logprobs.logprob, **logprobs.top})
+        if token in self.stop_ids:
+            return "stop"
+        if self.detokenizer is not None:
+            self.detokenizer.append(token)
+            if self.params.stop and self.detokenizer.advance():
+                return "stop"
+        return "length" if len(self.prompt) + len(self.output) >= self.max_len else None
+
+    def snapshot(self) -> RequestOutput:
+        """The output so far. Its lists are copies."""
+        detokenizer = self.detokenizer
+        if detokenizer is None:
+            text = ""
+        elif self.finish_reason is None:
+            detokenizer.advance()
+            text = detokenizer.visible_text
+        else:
+            text = detokenizer.text
+        logprobs = None if self.logprobs is None else list(self.logprobs)
+        return RequestOutput(
+            request_id=self.request_id,
+            index=self.index,
+            prompt_token_ids=list(self.prompt),
+            token_ids=list(self.output),
+            text=text,
+            finish_reason=self.finish_reason,
+            logprobs=logprobs,
+            metrics=self.metrics,
+            error=self.error,
+        )
