@@ -1,0 +1,160 @@
+"""Which requests run in the next step, and with what. Host integers only; the device is never waited for."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hybridrt.engine.cache_coordinator import CacheCoordinator
+from hybridrt.engine.request import Request
+from hybridrt.runtime.step import DecodeRow, ExtendRow, StepPlan
+
+
+class Drafter(Protocol):
+    """Guesses continuations that a decode row verifies."""
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int]]:
+        """For each request at most `most` tokens (0 or more) to follow its last known one."""
+        ...
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A plan and whose it is. `rows` follows the plan's order, decode rows then extend rows: the request and how many
+    tokens it may gain (drafts + 1; 1 on a last chunk; 0 on other chunks)."""
+
+    plan: StepPlan = field(default_factory=StepPlan)
+    rows: list[tuple[Request, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill: first come, first served.
+
+    Every running request that can decode does so in every step, ahead of prefill; prefill gets what they leave of
+    `chunked_prefill_size`, and half of it at least, so that neither starves the other. A request is admitted when a
+    row, a slot and the pages of all its tokens are free, with a page to spare for each running request. When a decode
+    row finds no page, and no launched step may still free one, the latest arrival is retracted: it goes back to the
+    front of the queue with its output, which becomes part of what it prefills.
+
+    Args:
+        coordinator: lends rows, slots and pages.
+        chunked_prefill_size: tokens of a step, decode rows counted with their drafts.
+        drafter: proposes drafts; the rows of a step then wait for their previous tokens.
+    """
+
+    def __init__(
+        self, coordinator: CacheCoordinator, chunked_prefill_size: int, drafter: Drafter | None = None
+    ) -> None:
+        self.waiting: deque[Request] = deque()
+        # By arrival, in order of arrival: whoever is admitted, again or for the first time, arrived after all who run.
+        self.running: dict[int, Request] = {}
+        self.num_retractions = 0
+        self._coordinator = coordinator
+        self._chunk = chunked_prefill_size
+        self._drafter = drafter
+        self._in_flight = 0
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, counted as launched from here on; None if nothing can run before a launched step ends."""
+        step = ScheduledStep()
+        stalled = self._schedule_decode(step)
+        decode_tokens = sum(tokens for _, tokens in step.rows)
+        budget = max(self._chunk - decode_tokens, (self._chunk + 1) // 2)
+        self._schedule_prefill(step, budget, admit=not stalled)
+        if not step.rows:
+            return None
+        self._in_flight += 1
+        for request, _ in step.rows:
+            request.in_flight += 1
+        return step
+
+    def complete(self, step: ScheduledStep, gained: Sequence[int]) -> None:
+        """A launched step is over; its rows gained so many tokens each. Frees what finished requests still held."""
+        self._in_flight -= 1
+        for (request, most), tokens in zip(step.rows, gained, strict=True):
+            request.in_flight -= 1
+            request.pending -= most
+            request.computed -= most - tokens
+            if request.finish_reason is not None and not request.in_flight:
+                self._coordinator.release(request)
+
+    def remove(self, request: Request) -> None:
+        """Forgets a finished request. What it holds is freed with the last launched step that names it."""
+        if request.row is None:
+            self.waiting.remove(request)
+            return
+        del self.running[request.arrival]
+        if not request.in_flight:
+            self._coordinator.release(request)
+
+    def _schedule_decode(self, step: ScheduledStep) -> bool:
+        """Adds the decode rows. True if one found no page."""
+        ready = [r for r in self.running.values() if r.prefilled and r.tokens_left > 0]
+        stalled = False
+        for request, drafts in self._with_drafts(ready):
+            if request.row is None:
+                continue  # retracted for an earlier one
+            if drafts and not self._coordinator.grow(request, request.computed + 1 + len(drafts), step.plan):
+                drafts = ()
+            if self._grow(request, step.plan):
+                self._add_decode(step, request, drafts)
+            else:
+                stalled = True
+        return stalled
+
+    def _with_drafts(self, ready: list[Request]) -> list[tuple[Request, Sequence[int]]]:
+        if self._drafter is None:
+            return [(request, ()) for request in ready]
+        known = [request for request in ready if not request.pending]
+        drafts = self._drafter.propose(known, [request.tokens_left - 1 for request in known])
+        return list(zip(known, drafts, strict=True))
+
+    def _grow(self, request: Request, plan: StepPlan) -> bool:
+        while not self._coordinator.grow(request, request.computed + 1, plan):
+            if self._in_flight or self._retract_latest() is request:
+                return False
+        return True
+
+    def _retract_latest(self) -> Request:
+        _, victim = self.running.popitem()
+        self._coordinator.release(victim)
+        victim.metrics.retractions += 1
+        self.num_retractions += 1
+        self.waiting.appendleft(victim)
+        return victim
+
+    def _add_decode(self, step: ScheduledStep, request: Request, drafts: Sequence[int]) -> None:
+        assert request.row is not None
+        index = len(request.output) + request.pending
+        step.plan.decode.append(DecodeRow(request.row.index, request.computed, index, tuple(drafts)))
+        tokens = 1 + len(drafts)
+        step.rows.append((request, tokens))
+        request.computed += tokens
+        request.pending += tokens
+        request.metrics.proposed += len(drafts)
+
+    def _schedule_prefill(self, step: ScheduledStep, budget: int, admit: bool) -> None:
+        for request in self.running.values():
+            if budget and not request.prefilled:
+                budget -= self._add_extend(step, request, budget)
+        while budget and admit and self.waiting:
+            request = self.waiting[0]
+            if not self._coordinator.admit(request, len(self.running), step.plan):
+                break
+            self.running[request.arrival] = self.waiting.popleft()
+            budget -= self._add_extend(step, request, budget)
+
+    def _add_extend(self, step: ScheduledStep, request: Request, budget: int) -> int:
+        """Adds the next chunk; returns its length."""
+        assert request.row is not None
+        start = request.computed
+        chunk = request.prefill_tokens[start : start + budget]
+        request.computed += len(chunk)
+        last = request.prefilled
+        step.plan.extend.append(ExtendRow(request.row.index, start, chunk, len(request.output), last))
+        step.rows.append((request, int(last)))
+        request.pending += int(last)
+        return len(chunk)
