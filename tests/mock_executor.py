@@ -1,0 +1,220 @@
+"""An executor without a model, whose tokens depend on everything that a real one's do, and that answers late.
+
+The next token of a row is a hash of the KV that its page table leads to, of its recurrent state, of its seed and of the
+output index: a lost, stale or misplaced token, page, slot or index changes all that follows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hybridrt.engine.request import Request
+from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, StepPlan, StepResult, TokenLogprobs
+
+MASK = 2**61 - 1
+
+
+def mix(*values: int) -> int:
+    h = 0x243F6A8885A308D3
+    for value in values:
+        h = ((h ^ (value + 0x9E3779B9)) * 0x100000001B3 + (h >> 23)) & MASK
+    return h
+
+
+def next_token(context: Sequence[int], seed: int, output_index: int, vocab: int) -> int:
+    state = 0
+    for token in context:
+        state = mix(state, token)
+    return mix(*context, state, seed, output_index) % vocab
+
+
+def tokens_alone(prompt: Sequence[int], seed: int, count: int, vocab: int) -> list[int]:
+    """`count` tokens of a request that runs by itself."""
+    context = list(prompt)
+    for i in range(count):
+        context.append(next_token(context, seed, i, vocab))
+    return context[len(prompt) :]
+
+
+@dataclass
+class Tenant:
+    """Whoever an admission put on a row; `steps` are the launched steps that name it."""
+
+    admission: Admission
+    pages: list[int] = field(default_factory=list)
+    steps: list["MockHandle"] = field(default_factory=list)
+    length: int = 0
+    outputs: int = 0
+    last: int | None = None
+    broken: bool = False
+
+    @property
+    def state(self) -> int:
+        """Where its recurrent state lies; a model without recurrent layers gets a place of its own."""
+        return self.admission.slot or -self.admission.row
+
+
+class MockHandle:
+    def __init__(self, executor: "MockExecutor", plan: StepPlan, tenants: list[Tenant]) -> None:
+        self.executor, self.plan, self.tenants = executor, plan, tenants
+        self.answer: StepResult | None = None
+        self.error: Exception | None = None
+        self.consumed = False
+
+    def ready(self) -> bool:
+        return self.answer is not None
+
+    def result(self) -> StepResult:
+        if self.executor.interrupt is not None:
+            interrupt, self.executor.interrupt = self.executor.interrupt, None
+            raise interrupt
+        while self.answer is None:
+            self.executor.run_oldest()
+        assert self.executor.unread[0] is self, "steps are consumed in launch order"
+        self.executor.unread.pop(0)
+        self.consumed = True
+        if self.error is not None:
+            raise self.error
+        return self.answer
+
+
+class MockExecutor:
+    """`late`: how many launched steps it leaves undone until their results are asked for."""
+
+    def __init__(
+        self, *, num_rows: int, num_slots: int, num_pages: int, page_size: int, vocab: int, late: int = 0
+    ) -> None:
+        self.vocab, self.page_size, self.late = vocab, page_size, late
+        self.limits = {"row": num_rows, "slot": num_slots, "page": num_pages}
+        self.rows: dict[int, Tenant] = {}
+        self.owner: dict[tuple[str, int], Tenant] = {}
+        self.kv: dict[tuple[int, int], int] = {}
+        self.state: dict[int, int] = {}
+        self.queue: list[MockHandle] = []
+        self.unread: list[MockHandle] = []
+        self.plans: list[StepPlan] = []
+        self.most_in_flight = 0
+        self.interrupt: BaseException | None = None
+        self.fail_launch: dict[int, BaseException] = {}
+        self.fail_result: dict[int, Exception] = {}
+
+    def launch(self, plan: StepPlan) -> "MockHandle":
+        number = len(self.plans)
+        self.plans.append(plan)
+        if number in self.fail_launch:
+            raise self.fail_launch[number]
+        handle = MockHandle(self, plan, [])
+        handle.error = self.fail_result.get(number)
+        for admission in plan.admissions:
+            tenant = Tenant(admission)
+            self.take("row", admission.row, tenant)
+            if self.limits["slot"]:
+                self.take("slot", admission.slot, tenant)
+            self.rows[admission.row] = tenant
+        for write in plan.page_writes:
+            tenant = self.rows[write.row]
+            assert write.first_page == len(tenant.pages), "pages are appended without a gap"
+            for page in write.pages:
+                self.take("page", page, tenant)
+            tenant.pages += write.pages
+        for row in [*plan.decode, *plan.extend]:
+            self.name(row, handle)
+        assert plan.decode or plan.extend, "an empty step"
+        self.queue.append(handle)
+        self.unread.append(handle)
+        self.most_in_flight = max(self.most_in_flight, len(self.unread))
+        while len(self.queue) > self.late:
+            self.run_oldest()
+        return handle
+
+    def take(self, kind: str, index: int, tenant: Tenant) -> None:
+        """Whoever had it before must be out of every launched step, and never be named again (`name` checks)."""
+        assert 1 <= index <= self.limits[kind], f"{kind} {index} is reserved or does not exist"
+        before = self.owner.get((kind, index))
+        assert before is not tenant, f"{kind} {index} given twice to one request"
+        assert before is None or all(step.consumed for step in before.steps), f"{kind} {index} reused too early"
+        self.owner[kind, index] = tenant
+
+    def name(self, row: DecodeRow | ExtendRow, handle: MockHandle) -> None:
+        tenant = self.rows[row.row]
+        assert tenant not in handle.tenants, "a row twice in one step"
+        handle.tenants.append(tenant)
+        tenant.steps.append(handle)
+        held = [("row", row.row), *(("page", page) for page in tenant.pages)]
+        if self.limits["slot"]:
+            held.append(("slot", tenant.admission.slot))
+        assert all(self.owner[thing] is tenant for thing in held), "a step names what belongs to another request"
+        tokens = 1 + len(row.drafts) if isinstance(row, DecodeRow) else len(row.tokens)
+        covered = len(tenant.pages) * self.page_size
+        assert not self.limits["page"] or row.computed + tokens <= covered, "positions without a page"
+
+    def run_oldest(self) -> None:
+        handle = self.queue.pop(0)
+        plan, answers = handle.plan, []
+        for row, tenant in zip([*plan.decode, *plan.extend], handle.tenants, strict=True):
+            if any(tenant.admission is admission for admission in plan.admissions):
+                self.state[tenant.state] = 0
+            tenant.broken |= handle.error is not None
+            if tenant.broken:
+                answers += [[0]] if isinstance(row, DecodeRow) or row.sample else []
+            else:
+                answers += [self.decode(row, tenant)] if isinstance(row, DecodeRow) else self.extend(row, tenant)
+        logprobs = [[TokenLogprobs(-0.5, {t: -0.5, (t + 1) % self.vocab: -2.0}) for t in a] for a in answers]
+        handle.answer = StepResult(tokens=answers, logprobs=list(logprobs))
+
+    def decode(self, row: DecodeRow, tenant: Tenant) -> list[int]:
+        assert tenant.last is not None and row.computed == tenant.length, "computed positions are contiguous"
+        assert row.output_index == tenant.outputs
+        gained: list[int] = []
+        for draft in [tenant.last, *row.drafts]:
+            if gained and draft != gained[-1]:
+                break
+            self.write(tenant, draft)
+            gained.append(self.sample(tenant))
+        return gained
+
+    def extend(self, row: ExtendRow, tenant: Tenant) -> list[list[int]]:
+        tokens = tenant.admission.tokens
+        assert row.tokens and row.computed == tenant.length, "computed positions are contiguous"
+        assert list(row.tokens) == list(tokens[row.computed : row.computed + len(row.tokens)])
+        tenant.outputs = len(tokens) - tenant.admission.prompt_len
+        assert row.output_index == tenant.outputs
+        for token in row.tokens:
+            self.write(tenant, token)
+        assert row.sample == (tenant.length == len(tokens)), "the last chunk samples, and no other"
+        return [[self.sample(tenant)]] if row.sample else []
+
+    def write(self, tenant: Tenant, token: int) -> None:
+        self.kv[self.place(tenant, tenant.length)] = token
+        self.state[tenant.state] = mix(self.state[tenant.state], token)
+        tenant.length += 1
+
+    def place(self, tenant: Tenant, position: int) -> tuple[int, int]:
+        if not self.limits["page"]:
+            return -tenant.admission.row, position
+        return tenant.pages[position // self.page_size], position % self.page_size
+
+    def sample(self, tenant: Tenant) -> int:
+        context = [self.kv[self.place(tenant, i)] for i in range(tenant.length)]
+        values = (*context, self.state[tenant.state], tenant.admission.seed, tenant.outputs)
+        tenant.last = mix(*values) % self.vocab
+        tenant.outputs += 1
+        return tenant.last
+
+
+class MockDrafter:
+    """Proposes what will come, wrong from a token on that varies with the length so far."""
+
+    def __init__(self, width: int, vocab: int) -> None:
+        self.width, self.vocab = width, vocab
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        return [self.drafts(request, min(n, self.width)) for request, n in zip(requests, most, strict=True)]
+
+    def drafts(self, request: Request, most: int) -> list[int]:
+        assert not request.pending, "drafts follow a token that the host knows"
+        context = request.tokens
+        right = mix(len(context), request.seed) % (self.width + 2)
+        for i in range(most):
+            token = next_token(context, request.seed, len(request.output) + i, self.vocab)
+            context.append(token if i < right else (token + 1) % self.vocab)
+        return context[len(context) - most :] if most else []
