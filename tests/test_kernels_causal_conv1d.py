@@ -153,7 +153,7 @@ def test_update_padding_rows_leave_no_trace() -> None:
     x, _ = requests.packed()
     out = causal_conv1d_update(
         x.unflatten(0, (3, 2)), requests.weight, requests.bias, requests.conv, slots, slots,
-        int32(*requests.computed), windows=windows, rows=int32(4, 0, 1),
+        int32(*requests.computed), windows=windows, rows=int32(4, 3, 1),
     )  # fmt: skip
     assert not out[1].any() and not out.isnan().any()
     assert changed_rows(before, requests.conv) == {5, 30}

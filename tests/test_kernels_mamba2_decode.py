@@ -120,9 +120,9 @@ def test_padding_rows_leave_no_trace(mode: str) -> None:
     pools = {"conv": layer.conv, "states": layer.states, "stored": stored, **layer.ring}
     before = {name: pool.clone() for name, pool in pools.items()}
     if mode == "replay":
-        out = layer.replay_step([0, 0, 0], 2, [0, 4, 0])
+        out = layer.replay_step([0, 0, 0], 2, [0, 4, 3])
     else:
-        changed = {"intermediate_states": stored, "rows": int32(0, 4, 0)} if mode == "intermediate" else {}
+        changed = {"intermediate_states": stored, "rows": int32(0, 4, 3)} if mode == "intermediate" else {}
         out = layer.step([0, 0, 0], 2, **changed)
     assert not out[0::2].any()
     close(out[1], layer.expected(1)[0][:2], 1e-5)

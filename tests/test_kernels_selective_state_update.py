@@ -124,7 +124,7 @@ def test_padding_rows_leave_no_trace(mode: str) -> None:
     stored_before = stored.clone()
     changed: dict[str, Any] = {}
     if mode != "classic":
-        changed = {"intermediate_states": stored, "rows": int32(3, 0, 1, 0)}
+        changed = {"intermediate_states": stored, "rows": int32(3, 2, 1, 2)}
     if mode == "tree":
         changed["parents"] = int32(-1, 0).expand(4, 2)
     out = update(inputs, states, [5, -1, 2, -1], **changed)

@@ -143,16 +143,17 @@ def test_padding_rows_leave_no_trace(length: int) -> None:
     ring, inputs = Ring.make([5], 16), scan_inputs(3, 2)
     ring.gates[4], ring.values[4], ring.keys[4] = 0.5, 1.0, 2.0
     ring.length[4] = length
+    ring.length[3] = 14
     for part in (inputs.x, inputs.dt, inputs.B, inputs.C, inputs.z):
         part[0::2] = math.nan
     before = [tensor.clone() for tensor in ring.tensors]
-    out = ring.step(inputs, [-1, 5, -1], [0, 4, 0])
+    out = ring.step(inputs, [-1, 5, -1], [3, 4, 0])
     assert not out[0::2].any() and not out.isnan().any()
     for old, new in zip(before[1:], ring.tensors[1:], strict=True):
         assert changed_rows(old, new) == {4}
     assert changed_rows(before[0], ring.states) == ({5} if length else set())
     cursors = ring.start.clone(), ring.length.clone()
-    ring.commit([0, 4, 0], [0, 2, 0], 2)
+    ring.commit([3, 4, 0], [0, 2, 0], 2)
     assert {*changed_rows(cursors[0], ring.start), *changed_rows(cursors[1], ring.length)} == {4}
     assert ring.length[4] == 2 and ring.start[4] == length
 
