@@ -1,0 +1,256 @@
+"""LLM: a model, its engine and its tokenizer behind two methods, `generate` and `stream`."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from hybridrt.config import EngineConfig, SpeculativeConfig
+from hybridrt.engine.cache_coordinator import CacheCoordinator
+from hybridrt.engine.engine import Engine, EngineLimits, Prompt
+from hybridrt.engine.request import FinishReason, RequestOutput
+from hybridrt.engine.tokenizer import load_tokenizer
+from hybridrt.errors import EngineError, RequestError
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a sample gained: new text, new token ids (either may be empty), and with the last one the finish reason."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    index: int = 0
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """Latest outputs of a call's samples by (request id, index), how many samples still run, and the first failure."""
+
+    unfinished: int = 0
+    latest: dict[tuple[str, int], RequestOutput] = field(default_factory=dict)
+    error: EngineError | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        self.latest[output.request_id, output.index] = output
+        self.unfinished -= output.finish_reason is not None
+        self.error = self.error or output.error
+
+    def take(self) -> list[RequestOutput]:
+        """What has come since the last `take`."""
+        outputs, self.latest = list(self.latest.values()), {}
+        return outputs
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class LLM:
+    """Loads a model and generates with it. One thread at a time; `close` (or `with`) gives the memory back.
+
+    The keyword arguments are the fields of `EngineConfig`, and are explained there.
+
+    Raises:
+        ConfigError, CheckpointError, BackendError, DeviceError, MemoryBudgetError: the text says what to change.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        load_format: str = "auto",
+        max_model_len: int | None = None,
+        max_running_requests: int | None = None,
+        memory_fraction: float = 0.85,
+        page_size: int = 16,
+        chunked_prefill_size: int = 8192,
+        mamba_ssm_dtype: str = "float32",
+        state_mode: str = "auto",
+        attention_backend: str = "auto",
+        prefill_attention_backend: str | None = None,
+        linear_attn_backend: str = "auto",
+        cuda_graph: bool = True,
+        cuda_graph_max_bs: int | None = None,
+        overlap: bool = True,
+        speculative: SpeculativeConfig | None = None,
+        tp_size: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.config = EngineConfig(
+            model=str(model),
+            device=device,
+            dtype=dtype,
+            load_format=load_format,
+            max_model_len=max_model_len,
+            max_running_requests=max_running_requests,
+            memory_fraction=memory_fraction,
+            page_size=page_size,
+            chunked_prefill_size=chunked_prefill_size,
+            mamba_ssm_dtype=mamba_ssm_dtype,
+            state_mode=state_mode,
+            attention_backend=attention_backend,
+            prefill_attention_backend=prefill_attention_backend,
+            linear_attn_backend=linear_attn_backend,
+            cuda_graph=cuda_graph,
+            cuda_graph_max_bs=cuda_graph_max_bs,
+            overlap=overlap,
+            speculative=speculative,
+            tp_size=tp_size,
+            seed=seed,
+        )
+        runner = ModelRunner(self.config, progress=sys.stderr.isatty())
+        self.model_config = runner.model_config
+        self.plan = runner.plan
+        self.tokenizer = load_tokenizer(runner.model_path)
+        self._engine: Engine | None = self._build_engine(runner)
+        self._inboxes: dict[str, _Inbox] = {}
+
+    @property
+    def engine(self) -> Engine:
+        """The engine underneath, for `add_request`, `step`, `abort` and `counters`."""
+        if self._engine is None:
+            raise EngineError("this LLM is closed; build a new one")
+        return self._engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Runs all prompts to their end.
+
+        Args:
+            prompts: one prompt or several; each a string, or token ids.
+            sampling_params: for all prompts, or one each; None is `SamplingParams()`.
+
+        Returns:
+            One output a prompt, in order. With n > 1 it is the first sample, and `.outputs` has all n.
+
+        Raises:
+            RequestError, MemoryBudgetError: a prompt cannot be taken; none was started.
+            EngineError: a step failed. As after an interrupt, what else was started is aborted and nothing is leaked.
+        """
+        batch = self._prepare(_as_list(prompts), sampling_params)
+        engine, inbox = self.engine, _Inbox()
+        ids: list[str] = []
+        total = sum(params.n for _, params in batch)
+        with _progress_bar(total, len(batch)) as bar:
+            try:
+                for tokens, params in batch:
+                    ids.append(self._open(inbox, tokens, params, stream=False))
+                while inbox.unfinished:
+                    self._deliver(engine.step())
+                    inbox.raise_error()
+                    bar.update(total - inbox.unfinished - bar.n)
+                return [_group(inbox, i, params.n) for i, (_, params) in zip(ids, batch, strict=True)]
+            finally:
+                self._close(ids)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Yields what comes, as it comes; with n > 1 the samples interleave. Closing the iterator aborts the request.
+
+        Raises:
+            RequestError, MemoryBudgetError: at once, not at the first delta.
+            EngineError: while iterating: a step failed.
+        """
+        params = sampling_params or SamplingParams()
+        return self._stream(self.engine.prepare(prompt, params), params)
+
+    def close(self) -> None:
+        """Aborts whatever runs and lets go of the model and the pools. Closing again does nothing."""
+        if self._engine is not None:
+            self._close(list(self._inboxes))
+            self._engine = None
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _build_engine(self, runner: ModelRunner) -> Engine:
+        plan, model = runner.plan, runner.model_config
+        limits = EngineLimits(
+            vocab_size=model.vocab_size,
+            max_model_len=plan.max_model_len,
+            chunked_prefill_size=self.config.chunked_prefill_size,
+            eos_token_ids=model.eos_token_ids,
+        )
+        coordinator = CacheCoordinator(plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
+        # On a CPU a launched step has already run: launching ahead of its tokens would only compute surplus ones.
+        overlap = self.config.overlap and runner.device.type == "cuda"
+        return Engine(runner, coordinator, limits, self.tokenizer, overlap=overlap, seed=self.config.seed)
+
+    def _prepare(
+        self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[tuple[list[int], SamplingParams]]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts and {len(sampling_params)} SamplingParams; pass one for all, or one each"
+            )
+        return [(self.engine.prepare(p, params), params) for p, params in zip(prompts, sampling_params, strict=True)]
+
+    def _open(self, inbox: _Inbox, tokens: list[int], params: SamplingParams, stream: bool) -> str:
+        request_id = self.engine.add_request(tokens, params, stream=stream)
+        self._inboxes[request_id] = inbox
+        inbox.unfinished += params.n
+        return request_id
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            if output.request_id in self._inboxes:
+                self._inboxes[output.request_id].put(output)
+
+    def _stream(self, tokens: list[int], params: SamplingParams) -> Iterator[Delta]:
+        inbox, sent = _Inbox(), [(0, 0)] * params.n
+        request_id = self._open(inbox, tokens, params, stream=True)
+        try:
+            while inbox.unfinished or inbox.latest:
+                if not inbox.latest:
+                    self._deliver(self.engine.step())
+                inbox.raise_error()
+                for output in inbox.take():
+                    chars, ids = sent[output.index]
+                    sent[output.index] = len(output.text), len(output.token_ids)
+                    yield Delta(output.text[chars:], output.token_ids[ids:], output.finish_reason, output.index)
+        finally:
+            self._close([request_id])
+
+    def _close(self, request_ids: Sequence[str]) -> None:
+        """Ends the requests if they still run, and reads what is launched so that they hold nothing."""
+        if self._engine is None:
+            return
+        for request_id in request_ids:
+            self._engine.abort(request_id)
+        self._deliver(self._engine.drain())
+        for request_id in request_ids:
+            self._inboxes.pop(request_id, None)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (a string, or token ids) as a list of one; several as they are."""
+    if isinstance(prompts, str):
+        return [prompts]
+    several: list[Any] = list(prompts)
+    return [several] if several and isinstance(several[0], Integral) else several
+
+
+def _progress_bar(total: int, prompts: int) -> tqdm:
+    return tqdm(total=total, disable=prompts < 2 or not sys.stderr.isatty(), unit="sample", desc="generate")
+
+
+def _group(inbox: _Inbox, request_id: str, n: int) -> RequestOutput:
+    first, *others = (inbox.latest[request_id, i] for i in range(n))
+    first.siblings = tuple(others)
+    return first
