@@ -148,12 +148,8 @@ class MambaAttnBackendBase(AttentionBackend):
     ) -> None:
         require_graph_mode(forward_mode)
         tokens = check_graph_tokens(bs, num_tokens)
-        assert self._graph_buffers is not None and self._graph_query_start_loc is not None, "init_cuda_graph_state first"
-        buffers = self._graph_buffers.prefix(bs)
         # Capture runs no request: every row is padding, so the captured kernels leave the pools alone.
-        self._fill_buffers(buffers, req_pool_indices[:bs], seq_lens[:bs], 0, tokens)
-        decode = DecodeSegment(req_pool_indices[:bs], buffers, tokens, spec_info.parents if spec_info else None)
-        self.metadata = ForwardMetadata(self._graph_query_start_loc[: bs + 1], buffers.slots, decode, None)
+        self._bind(bs, 0, req_pool_indices, seq_lens, tokens, spec_info)
 
     def init_forward_metadata_replay_cuda_graph(
         self,
@@ -165,10 +161,19 @@ class MambaAttnBackendBase(AttentionBackend):
         spec_info: SpecInfo | None,
         seq_lens_cpu: list[int] | None,
     ) -> None:
-        assert self._graph_buffers is not None, "init_cuda_graph_state comes before a replay"
         tokens = spec_info.tokens_per_row if spec_info else 1
+        self._bind(bs, num_real, req_pool_indices, seq_lens, tokens, spec_info)
+
+    def _bind(
+        self, bs: int, num_real: int, rows: torch.Tensor, seq_lens: torch.Tensor, tokens: int, spec_info: SpecInfo | None
+    ) -> None:
+        """Fills the first bs entries of the graph buffers and points the metadata at them."""
+        assert self._graph_buffers is not None and self._graph_query_start_loc is not None, "init_cuda_graph_state first"
         buffers = self._graph_buffers.prefix(bs)
-        self._fill_buffers(buffers, req_pool_indices[:bs], seq_lens[:bs], num_real, tokens)
+        self._fill_buffers(buffers, rows[:bs], seq_lens[:bs], num_real, tokens)
+        parents = spec_info.parents[:bs] if spec_info and spec_info.parents is not None else None
+        decode = DecodeSegment(rows[:bs], buffers, tokens, parents)
+        self.metadata = ForwardMetadata(self._graph_query_start_loc[: bs + 1], buffers.slots, decode, None)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1

@@ -1,6 +1,6 @@
 """Paged attention through hybridrt.kernels: the metadata that the plain-torch and the Triton backend share."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -109,9 +109,7 @@ class PagedAttnBackend(SegmentedAttnBackend):
     ) -> None:
         require_graph_mode(forward_mode)
         check_graph_tokens(bs, num_tokens)
-        # The runner's static buffers are all that the kernels read: lengths and rows stay on the device.
-        tree_mask = spec_info.tree_mask if spec_info else None
-        self.metadata = PagedMetadata(req_pool_indices[:bs], seq_lens[:bs], None, None, tree_mask, [], [])
+        self._bind(bs, req_pool_indices, seq_lens, spec_info)
 
     def init_forward_metadata_replay_cuda_graph(
         self,
@@ -123,8 +121,12 @@ class PagedAttnBackend(SegmentedAttnBackend):
         spec_info: SpecInfo | None,
         seq_lens_cpu: list[int] | None,
     ) -> None:
-        metadata = self._metadata()
-        self.metadata = replace(metadata, rows=req_pool_indices[:bs], seq_lens=seq_lens[:bs])
+        self._bind(bs, req_pool_indices, seq_lens, spec_info)
+
+    def _bind(self, bs: int, rows: torch.Tensor, seq_lens: torch.Tensor, spec_info: SpecInfo | None) -> None:
+        # The runner's static buffers are all that the kernels read: lengths and rows stay on the device.
+        tree_mask = spec_info.tree_mask[:bs] if spec_info and spec_info.tree_mask is not None else None
+        self.metadata = PagedMetadata(rows[:bs], seq_lens[:bs], None, None, tree_mask, [], [])
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1

@@ -167,10 +167,8 @@ class GraphRunner:
         starts = torch.arange(bs + 1, dtype=torch.int32, device=self.device) * tokens
         capture = self.backend.init_forward_metadata_capture_cuda_graph
         capture(bs, bs * tokens, buffers.rows, buffers.seq_lens, self.mode, self.spec_info)
-        restore = self._metadata_setter()
 
         def step() -> None:
-            restore()
             positions = (seq_lens[:, None] + offsets).view(-1)
             token_rows = rows.repeat_interleave(tokens, output_size=bs * tokens)
             batch = ForwardBatch(
@@ -182,14 +180,3 @@ class GraphRunner:
                 self.backend.commit_decode()
 
         return step
-
-    def _metadata_setter(self) -> Callable[[], None]:
-        """A closure is run again at each replay, so it must see the metadata that its capture made."""
-        backends = getattr(self.backend, "backends", [self.backend])
-        captured = [(b, b.metadata) for b in backends]
-
-        def restore() -> None:
-            for backend, metadata in captured:
-                backend.metadata = metadata
-
-        return restore

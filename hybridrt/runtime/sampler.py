@@ -57,9 +57,9 @@ class SamplingTable:
         prompts = [(a.row, t) for a in counted for t in a.tokens[: a.prompt_len]]
         floats = [[getattr(a.params, name) for name in FLOATS] for a in admissions]
         return {
+            "seeds": np.array([a.seed for a in admissions], np.int64).view(np.int32),
             "floats": np.array(floats, np.float32).reshape(-1).view(np.int32),
             "top_k": np.array([a.params.top_k for a in admissions], np.int32),
-            "seeds": np.array([a.seed for a in admissions], np.int64).view(np.int32),
             "penalty_rows": np.array([a.row for a in counted], np.int32),
             "output_tokens": np.array(outputs, np.int32).reshape(-1),
             "prompt_tokens": np.array(prompts, np.int32).reshape(-1),

@@ -25,6 +25,7 @@ def pack_step(plan: StepPlan, tokens_per_row: int = 1) -> dict[str, np.ndarray]:
     ends = list(accumulate(lens, initial=0))
     sampled = [*range(ends[len(plan.decode)]), *(ends[i + 1] - 1 for i in _sampling_rows(plan))]
     return {
+        **SamplingTable.pack(plan.admissions),  # first: its int64 seeds need an even offset
         "rows": np.array(rows, np.int32),
         "seq_lens": np.array(computed, np.int32) + np.array(lens, np.int32),
         "query_start_loc": np.array(ends, np.int32),
@@ -48,7 +49,6 @@ def _bookkeeping(plan: StepPlan) -> dict[str, np.ndarray]:
         "page_rows": _flat([[w.row] * len(w.pages) for w in plan.page_writes]),
         "page_indices": _flat([range(w.first_page, w.first_page + len(w.pages)) for w in plan.page_writes]),
         "pages": _flat([w.pages for w in plan.page_writes]),
-        **SamplingTable.pack(plan.admissions),
     }
 
 
