@@ -121,7 +121,7 @@ def test_recurrent_steps_with_padding(state_dtype, count, key_heads):
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 def test_verified_states_equal_single_steps_for_every_accepted_length(state_dtype):
     torch.manual_seed(0)
-    count, slots, rows = 4, int32(3, -1, 7), int32(2, 0, 1)
+    count, slots, rows = 4, int32(3, -1, 7), int32(2, 3, 1)
     tokens = random_tokens(3, count)
     states = make_states(dtype=state_dtype)
     before, stepwise = states.clone(), states.clone()
@@ -151,6 +151,14 @@ def test_a_tree_starts_each_node_from_its_parent():
             expected, expected_states = slow_delta_rule(states[slots[b]], tokens[b][path])
             assert relative_error(out[b, node], expected[-1]) < 2e-6
             assert relative_error(stored[rows[b], node], expected_states[-1]) < 2e-6
+
+
+def test_keys_and_queries_of_zero_stay_finite():
+    tokens, states, slot = random_tokens(1, 2), make_states(), int32(3)
+    tokens.q.zero_(), tokens.k.zero_()
+    assert run_steps(states, tokens, read_slots=slot, write_slots=slot).eq(0).all()
+    assert run_chunks(states, tokens[0], [2], [0], slot, slot, 4).eq(0).all()
+    assert states.isfinite().all()
 
 
 def test_decode_continues_a_prefill():

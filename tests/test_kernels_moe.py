@@ -24,10 +24,10 @@ def test_router_softmax(renormalize):
 @pytest.mark.parametrize(("n_group", "topk_group"), [(1, 1), (4, 2)])
 def test_router_sigmoid_grouped(renormalize, n_group, topk_group):
     torch.manual_seed(0)
-    logits, bias = torch.randn(6, 12), torch.randn(12)
+    logits, bias = torch.randn(40, 12), torch.randn(12) * 0.3
     weights, ids = router_sigmoid_grouped(logits, bias, 3, n_group, topk_group, renormalize, 2.5)
     size = 12 // n_group
-    for t in range(6):
+    for t in range(40):
         scores = [float(torch.sigmoid(logits[t, e])) for e in range(12)]
         biased = [score + float(b) for score, b in zip(scores, bias, strict=True)]
         strength = [sum(sorted(biased[g * size : (g + 1) * size])[-2:]) for g in range(n_group)]

@@ -54,6 +54,23 @@ def test_uniform_is_the_function_of_its_keys():
     assert torch.equal(alone[0], got[2])
 
 
+def test_uniform_reaches_neither_end():
+    gamma_inverse = pow(0x9E3779B97F4A7C15, -1, 2**64)
+    key = mix(mix(0x9E3779B97F4A7C15))
+    for bits, expected in ((0, 2.0**-64), (MASK, 1 - 2.0**-24)):
+        token = ((unmix(bits) - key) * gamma_inverse - 1) & MASK
+        zero, ids = torch.zeros(1, dtype=torch.int64), torch.tensor([token - 2**64 if token >= 2**63 else token])
+        assert float(uniform(zero, zero, 0, ids)) == expected
+
+
+def unmix(z):
+    z ^= (z >> 31) ^ (z >> 62)
+    z = (z * pow(0x94D049BB133111EB, -1, 2**64)) & MASK
+    z ^= (z >> 27) ^ (z >> 54)
+    z = (z * pow(0xBF58476D1CE4E5B9, -1, 2**64)) & MASK
+    return z ^ (z >> 30) ^ (z >> 60)
+
+
 def test_uniform_is_uniform_open_and_uncorrelated():
     values = uniform(torch.arange(100), torch.zeros(100, dtype=torch.int64), 0, torch.arange(1000))
     assert 0 < float(values.min()) < 1e-4 and 1 - 1e-4 < float(values.max()) < 1
@@ -96,7 +113,7 @@ SETTINGS = [
     {"top_k": 1},
     {"top_k": 1000},
     {"top_p": 0.7},
-    {"top_p": 1e-6},
+    {"top_p": 0.0},
     {"min_p": 0.2},
     {"top_k": 7, "top_p": 0.8},
     {"top_k": 9, "top_p": 0.9, "min_p": 0.15},
@@ -139,6 +156,12 @@ def test_ties_at_a_threshold_are_kept():
     for keyword in ({"top_k": torch.tensor([2], dtype=torch.int32)}, {"top_p": torch.tensor([0.5])}):
         kept = filtered_logits(logits, temperature=one, **keyword).isfinite()[0]
         assert kept.tolist() == [False, True, True, True, True, False]
+
+
+def test_top_p_of_one_keeps_tokens_too_unlikely_to_move_the_sum():
+    logits = torch.tensor([[0.0, -20.0], [0.0, -20.0]])
+    kept = filtered_logits(logits, temperature=torch.ones(2), top_p=torch.tensor([1.0, 0.99])).isfinite()
+    assert kept.tolist() == [[True, True], [True, False]]
 
 
 def test_penalties():

@@ -202,7 +202,7 @@ def _new_tokens(
     """
     tokens = keys.shape[2]
     heads_per_key = v.shape[2] // keys.shape[1]
-    pair_decay = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).tril().exp()
+    pair_decay = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).exp()
     by_key, by_query = (
         (x @ keys.transpose(-1, -2)).repeat_interleave(heads_per_key, 1) * pair_decay for x in (keys, queries)
     )
