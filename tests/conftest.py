@@ -1,0 +1,63 @@
+"""Kernel tests run under Triton's interpreter where there is no CUDA device.
+
+The interpreter is chosen when triton is imported, hence here, before any test module.
+"""
+
+import os
+import random
+from collections.abc import Iterator
+
+import numpy
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+
+from hybridrt.kernels import providers
+
+
+def _interpreter_problem() -> str | None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return "Triton compiles for the GPU here; the interpreter needs TRITON_INTERPRET=1"
+    old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+    if old and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
+        return f"the interpreter of Triton {triton.__version__} does not work with NumPy {numpy.__version__}"
+    return None
+
+
+@pytest.fixture(params=["torch", "triton", "triton-shuffled"])
+def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Runs a test with the torch path of every operation, with the Triton kernels where they exist, and with these in
+    a shuffled order of their programs (the interpreter runs one after another, which hides races)."""
+    if request.param != "torch":
+        if problem := _interpreter_problem():
+            pytest.skip(problem)
+        monkeypatch.setattr(
+            providers,
+            "_overrides",
+            lambda: {op: "triton" for op, by in providers._IMPLEMENTATIONS.items() if "triton" in by},
+        )
+    if request.param == "triton-shuffled":
+        _shuffle_programs(monkeypatch)
+    providers.select.cache_clear()
+    yield request.param
+    providers.select.cache_clear()
+
+
+def _shuffle_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    place, rng = builder.set_grid_idx, random.Random(0)
+    order: dict[tuple[int, ...], list[int]] = {}
+
+    def shuffled(x: int, y: int, z: int) -> None:
+        columns, depth = builder.grid_dim[1:]
+        count = builder.grid_dim[0] * columns * depth
+        programs = order.setdefault(tuple(builder.grid_dim), rng.sample(range(count), count))
+        program = programs[(x * columns + y) * depth + z]
+        place(program // (columns * depth), program // depth % columns, program % depth)
+
+    monkeypatch.setattr(builder, "set_grid_idx", shuffled)
