@@ -8,6 +8,9 @@ from torch import Tensor
 from hybridrt.kernels.providers import register, select
 
 register("fill_decode_metadata", "torch", "hybridrt.kernels.decode_metadata:fill_decode_metadata_reference")
+register(
+    "fill_decode_metadata", "triton", "hybridrt.kernels.decode_prep_triton:fill_decode_metadata_triton", priority=10
+)
 
 
 @dataclass(frozen=True)

@@ -147,8 +147,9 @@ def build_pools(config: EngineConfig, target: Target, plan: MemoryPlan) -> Pools
         num_kv_heads=heads, head_dim=head_dim, dtype=target.dtype, device=device,
     )  # fmt: skip
     table = HybridReqToTokenPool(
-        num_rows=plan.num_rows, max_context=plan.max_model_len, page_size=plan.page_size, mamba_pool=mamba, device=device
-    )
+        num_rows=plan.num_rows, max_context=plan.max_model_len, page_size=plan.page_size,
+        mamba_pool=mamba, device=device,
+    )  # fmt: skip
     return Pools(kv, table)
 
 

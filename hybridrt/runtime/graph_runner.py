@@ -1,14 +1,15 @@
 """Decode and verify steps as graphs over static buffers, one for each bucket of batch sizes.
 
 On CUDA a bucket is a torch.cuda.CUDAGraph. Elsewhere it is a closure over the same buffers, which are poisoned before
-every replay: whatever a graph would read stale, the closure reads as NaN or an index out of range. Both go through
+every replay: whatever a graph would read stale, the closure reads as NaN or as an index out of range. Both go through
 the same backend hooks, so a CPU test of the closure tests the metadata of the graph.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -16,31 +17,63 @@ from hybridrt.attention.base import AttentionBackend
 from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.kernels.decode_inputs import decode_inputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
+from hybridrt.runtime.step_inputs import StagingRing
 
 POISON = -(2**30)  # as an index it is out of every range
+FIELDS = ("rows", "seq_lens", "output_indices", "new_pages")
 
 
 @dataclass
+class DecodeInputs:
+    """One step for n rows, as host integers; the fields of `packed` are [n] int32.
+
+    Attributes:
+        rows: request rows; seq_lens: lengths that count the step's tokens.
+        output_indices: index of the token that each row samples.
+        new_pages: KV page of the row's last position if it is new, else -1.
+        drafts: [n, T - 1] proposed tokens, flattened; empty if T is 1.
+    """
+
+    rows: Sequence[int]
+    seq_lens: Sequence[int]
+    output_indices: Sequence[int]
+    new_pages: Sequence[int]
+    drafts: Sequence[int] = ()
+
+
 class StaticBuffers:
-    """What a replay fills and a graph reads, for max_bs rows of T tokens."""
+    """What a replay fills and a graph reads, for max_bs rows of T tokens. `packed` arrives in one copy."""
 
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    input_ids: torch.Tensor
-    logits: torch.Tensor
+    def __init__(self, max_bs: int, tokens: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.max_bs, self.tokens = max_bs, tokens
+        self.packed = torch.zeros((len(FIELDS) + tokens - 1) * max_bs, dtype=torch.int32, device=device)
+        self.rows, self.seq_lens, self.output_indices, self.new_pages = self.packed[: 4 * max_bs].view(4, max_bs)
+        self.drafts = self.packed[4 * max_bs :].view(max_bs, tokens - 1) if tokens > 1 else None
+        self.input_ids, self.positions, self.out_cache_loc = torch.zeros(
+            (3, max_bs * tokens), dtype=torch.int32, device=device
+        )
+        self.logits = torch.zeros(max_bs * tokens, vocab, dtype=dtype, device=device)
 
-    @classmethod
-    def allocate(cls, max_bs: int, tokens: int, vocab: int, dtype: torch.dtype, device: torch.device) -> "StaticBuffers":
-        ints = {name: torch.zeros(max_bs, dtype=torch.int32, device=device) for name in ("rows", "seq_lens")}
-        ids = torch.zeros(max_bs * tokens, dtype=torch.int32, device=device)
-        return cls(**ints, input_ids=ids, logits=torch.zeros(max_bs * tokens, vocab, dtype=dtype, device=device))
+    def pack(self, inputs: DecodeInputs, seq_len_fill: int) -> np.ndarray:
+        """The host image of `packed`: real rows first, then padding up to max_bs."""
+        n, max_bs = len(inputs.rows), self.max_bs
+        image = np.zeros(self.packed.shape[0], np.int32)
+        fields = image[: 4 * max_bs].reshape(4, max_bs)
+        for line, name in zip(fields, FIELDS):
+            line[:n] = getattr(inputs, name)
+        fields[1, n:], fields[3, n:] = seq_len_fill, -1
+        if self.drafts is not None:
+            image[4 * max_bs : 4 * max_bs + n * (self.tokens - 1)] = inputs.drafts
+        return image
 
     def poison(self) -> None:
-        for field in fields(self):
-            tensor = getattr(self, field.name)
-            tensor.fill_(float("nan") if tensor.is_floating_point() else POISON)
+        """Makes every value that a replay forgets to fill a visible mistake."""
+        for tensor in (self.packed, self.input_ids, self.positions, self.out_cache_loc):
+            tensor.fill_(POISON)
+        self.logits.fill_(float("nan"))
 
 
 class Recorder(Protocol):
@@ -64,8 +97,7 @@ class CudaGraphRecorder:
         self._pool: object | None = None
 
     def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
-        for _ in range(2):  # Triton compiles and cuBLAS picks its workspaces outside the capture
-            step()
+        step()  # Triton compiles and cuBLAS picks its workspaces outside the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
@@ -75,7 +107,7 @@ class CudaGraphRecorder:
 
 
 def buckets(max_bs: int) -> list[int]:
-    """Batch sizes that get a graph: 1, 2, 4, then every 8 up to 64, every 16 up to 256, every 64 above, and max_bs."""
+    """Batch sizes that get a graph: 1, 2, 4, every 8 up to 64, every 16 up to 256, every 64 above, and max_bs."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_bs + 1, 64)]
     return sorted({min(size, max_bs) for size in sizes})
 
@@ -84,7 +116,8 @@ class GraphRunner:
     """Captures one step per bucket and replays the smallest that holds a batch.
 
     Args:
-        max_bs: largest batch captured; more rows than request rows or state slots cannot exist, so it is capped there.
+        last_tokens: [R + 1] int32, last sampled token of each request row: the first input of each row.
+        max_bs: largest batch captured; capped by the request rows, because more cannot exist.
         spec_info: None for plain decode; for verify steps T and, for trees, static parent and mask tensors.
         recorder: how a step is recorded; by the device's kind if None.
     """
@@ -95,24 +128,25 @@ class GraphRunner:
         model: CausalLM,
         backend: AttentionBackend,
         req_to_token_pool: HybridReqToTokenPool,
+        last_tokens: torch.Tensor,
         max_bs: int,
         spec_info: SpecInfo | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         if max_bs < 1:
             raise ConfigError(f"max_bs is {max_bs}; a graph needs at least one row")
-        self.model, self.backend, self.pool = model, backend, req_to_token_pool
-        self.device, self.spec_info = model.device, spec_info
+        self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
+        self.spec_info = spec_info
         self.tokens = spec_info.tokens_per_row if spec_info else 1
         self.mode = ForwardMode.TARGET_VERIFY if spec_info else ForwardMode.DECODE
         self.max_bs = min(max_bs, req_to_token_pool.num_rows)
-        on_cuda = self.device.type == "cuda"
-        self.poisoned = not on_cuda
-        self.recorder: Recorder = recorder or (CudaGraphRecorder() if on_cuda else ClosureRecorder())
-        self.buffers = StaticBuffers.allocate(
-            self.max_bs, self.tokens, model.config.vocab_size, model.dtype, self.device
-        )
+        device = model.device
+        self.poisoned = device.type != "cuda"
+        self.recorder: Recorder = recorder or (ClosureRecorder() if self.poisoned else CudaGraphRecorder())
+        self.buffers = StaticBuffers(self.max_bs, self.tokens, model.config.vocab_size, model.dtype, device)
+        self._staging = StagingRing(device)
         self._fill = backend.get_cuda_graph_seq_len_fill_value() + self.tokens - 1
+        self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * self.tokens
         backend.init_cuda_graph_state(self.max_bs, self.max_bs * self.tokens)
         self._replays: dict[int, Callable[[], None]] = {}
 
@@ -120,9 +154,9 @@ class GraphRunner:
     def capture(self, progress: bool = False) -> None:
         """Records every bucket, the largest first: smaller ones reuse its memory."""
         for bs in tqdm(buckets(self.max_bs)[::-1], desc="capturing graphs", disable=not progress):
-            self.buffers.rows.zero_()
-            self.buffers.seq_lens.fill_(self._fill)
-            self.buffers.input_ids.zero_()
+            self._upload(DecodeInputs([], [], [], []))
+            hook = self.backend.init_forward_metadata_capture_cuda_graph
+            hook(bs, bs * self.tokens, self.buffers.rows, self.buffers.seq_lens, self.mode, self.spec_info)
             self._replays[bs] = self.recorder(self._bind(bs))
 
     def bucket(self, rows: int) -> int | None:
@@ -130,53 +164,44 @@ class GraphRunner:
         return min((bs for bs in self._replays if bs >= rows), default=None)
 
     @torch.inference_mode()
-    def replay(
-        self, rows: torch.Tensor, seq_lens: torch.Tensor, input_ids: torch.Tensor, seq_lens_cpu: Sequence[int]
-    ) -> torch.Tensor:
-        """One step for n rows.
+    def replay(self, inputs: DecodeInputs) -> torch.Tensor:
+        """One step: one host-to-device copy, the backends' metadata, the graph.
 
-        Args:
-            rows, seq_lens: [n] int32; seq_lens counts the step's tokens.
-            input_ids: [n * T] int32.
         Returns:
-            [n * T, vocab], a view that the next replay overwrites.
+            [n * T, vocab] logits, a view that the next replay overwrites.
         """
-        n, buffers = rows.shape[0], self.buffers
+        n = len(inputs.rows)
         bs = self.bucket(n)
         assert bs is not None, "bucket() says which batches have a graph"
         if self.poisoned:
-            buffers.poison()
-        buffers.rows[:n] = rows
-        buffers.rows[n:bs] = 0
-        buffers.seq_lens[:n] = seq_lens
-        buffers.seq_lens[n:bs] = self._fill
-        buffers.input_ids[: n * self.tokens] = input_ids
-        buffers.input_ids[n * self.tokens : bs * self.tokens] = 0
-        self.backend.init_forward_metadata_replay_cuda_graph(
-            bs, n, buffers.rows, buffers.seq_lens, self.mode, self.spec_info, list(seq_lens_cpu)
-        )
+            self.buffers.poison()
+        self._upload(inputs)
+        lens = list(inputs.seq_lens) if self.backend.needs_host_lens else None
+        hook = self.backend.init_forward_metadata_replay_cuda_graph
+        hook(bs, n, self.buffers.rows, self.buffers.seq_lens, self.mode, self.spec_info, lens)
         self._replays[bs]()
-        return buffers.logits[: n * self.tokens]
+        return self.buffers.logits[: n * self.tokens]
+
+    def _upload(self, inputs: DecodeInputs) -> None:
+        self._staging.copy_into(self.buffers.packed, self.buffers.pack(inputs, self._fill))
 
     def _bind(self, bs: int) -> Callable[[], None]:
         """The step of one bucket, over views of the static buffers."""
-        buffers, tokens = self.buffers, self.tokens
-        rows, seq_lens = buffers.rows[:bs], buffers.seq_lens[:bs]
-        input_ids, logits = buffers.input_ids[: bs * tokens], buffers.logits[: bs * tokens]
-        offsets = torch.arange(-tokens, 0, dtype=torch.int32, device=self.device)
-        starts = torch.arange(bs + 1, dtype=torch.int32, device=self.device) * tokens
-        capture = self.backend.init_forward_metadata_capture_cuda_graph
-        capture(bs, bs * tokens, buffers.rows, buffers.seq_lens, self.mode, self.spec_info)
+        buffers, total = self.buffers, bs * self.tokens
+        rows, seq_lens, new_pages = buffers.rows[:bs], buffers.seq_lens[:bs], buffers.new_pages[:bs]
+        drafts = buffers.drafts[:bs] if buffers.drafts is not None else None
+        inputs = (buffers.input_ids[:total], buffers.positions[:total], buffers.out_cache_loc[:total])
+        ids, positions, out_cache_loc = inputs
 
         def step() -> None:
-            positions = (seq_lens[:, None] + offsets).view(-1)
-            token_rows = rows.repeat_interleave(tokens, output_size=bs * tokens)
+            table = self.pool.req_to_token
+            decode_inputs(*inputs, rows, seq_lens, new_pages, drafts, self.last_tokens, table, self.pool.page_size)
             batch = ForwardBatch(
-                self.mode, input_ids, positions, rows, seq_lens, starts, self.pool.token_slots(token_rows, positions),
-                bs, bs, self.backend, spec_info=self.spec_info,
+                self.mode, ids, positions, rows, seq_lens, self._starts[: bs + 1], out_cache_loc, bs, bs, self.backend,
+                spec_info=self.spec_info,
             )  # fmt: skip
-            logits.copy_(self.model.logits(self.model(batch)))
-            if tokens == 1 and isinstance(self.backend, HybridLinearAttnBackend):
+            buffers.logits[:total].copy_(self.model.logits(self.model(batch)))
+            if self.spec_info is None and isinstance(self.backend, HybridLinearAttnBackend):
                 self.backend.commit_decode()
 
         return step

@@ -12,9 +12,10 @@ from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode
 from hybridrt.kernels.sampling import token_logprobs
 from hybridrt.runtime.build import build_model, build_pools, load_target, make_plan, weight_bytes
+from hybridrt.runtime.graph_runner import DecodeInputs, GraphRunner
 from hybridrt.runtime.sampler import Filters, Sampler, SamplingTable
 from hybridrt.runtime.step import StepHandle, StepPlan, StepResult, TokenLogprobs
-from hybridrt.runtime.step_inputs import Sections, StepBuffer, pack_step
+from hybridrt.runtime.step_inputs import Sections, StagingRing, pack_step
 from hybridrt.sampling_params import SamplingParams
 
 
@@ -64,20 +65,63 @@ class ModelRunner:
         self.sampler = Sampler(self.sampling_table)
         # The next input of every row: sampled here, read by the next step, never waited for by the host.
         self.last_tokens = torch.zeros(self.plan.num_rows + 1, dtype=torch.int32, device=self.device)
-        self._buffer = StepBuffer(self.device)
+        self._staging = StagingRing(self.device)
         self._params: dict[int, SamplingParams] = {}
+        self.graphs = self._capture(progress) if self.device.type == "cuda" and config.cuda_graph else None
+
+    def _capture(self, progress: bool) -> GraphRunner:
+        graphs = GraphRunner(
+            model=self.model,
+            backend=self.backend,
+            req_to_token_pool=self.pools.req_to_token,
+            last_tokens=self.last_tokens,
+            max_bs=self.config.cuda_graph_max_bs or self.plan.num_rows,
+        )
+        graphs.capture(progress)
+        return graphs
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queues one step on the device and returns at once; see hybridrt.runtime.step.Executor."""
         self._params.update((a.row, a.params) for a in plan.admissions)
-        sections = self._buffer.upload(pack_step(plan))
+        inputs = self._graph_inputs(plan)
+        if inputs is None:
+            return self._launch_eager(plan)
+        logits = self.graphs.replay(inputs)  # type: ignore[union-attr]
+        rows = self.graphs.buffers.rows[: len(plan.decode)]  # type: ignore[union-attr]
+        indices = self.graphs.buffers.output_indices[: len(plan.decode)]  # type: ignore[union-attr]
+        decoded = self._sample([r.row for r in plan.decode], rows, indices, logits)
+        if not plan.extend:
+            return decoded
+        # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
+        writes = [w for w in plan.page_writes if w.row not in set(inputs.rows)]
+        rest = StepPlan(plan.admissions, writes, [], plan.extend)
+        return JoinedSteps(decoded, self._launch_eager(rest))
+
+    def _graph_inputs(self, plan: StepPlan) -> DecodeInputs | None:
+        """The decode rows of a plan as a graph takes them, or None where the step must run eagerly."""
+        if self.graphs is None or not plan.decode or self.graphs.bucket(len(plan.decode)) is None:
+            return None
+        pages = dict.fromkeys((r.row for r in plan.decode), -1)
+        last_page = {r.row: r.computed // self.plan.page_size for r in plan.decode}
+        for write in plan.page_writes:
+            if write.row not in pages:
+                continue
+            if len(write.pages) != 1 or write.first_page != last_page[write.row]:
+                return None
+            pages[write.row] = write.pages[0]
+        computed = [r.computed + 1 for r in plan.decode]
+        return DecodeInputs(list(pages), computed, [r.output_index for r in plan.decode], list(pages.values()))
+
+    def _launch_eager(self, plan: StepPlan) -> StepHandle:
+        sections = self._staging.upload(pack_step(plan))
         self._bookkeep(sections)
         hidden = self._forward(plan, sections)
-        if not sections["sample_at"].numel():
+        sampled = [r.row for r in (*plan.decode, *(e for e in plan.extend if e.sample))]
+        if not sampled:
             return LaunchedStep(None)
         logits = self.model.logits(hidden.index_select(0, sections["sample_at"]))
-        return self._sample(plan, sections, logits)
+        return self._sample(sampled, sections["sample_rows"], sections["output_indices"], logits)
 
     def _bookkeep(self, sections: Sections) -> None:
         """Mirrors the host's allocation: pages, slots, zeroed state, sampling constants."""
@@ -120,11 +164,11 @@ class ModelRunner:
             query_lens_cpu=new,
         )
 
-    def _sample(self, plan: StepPlan, sections: Sections, logits: torch.Tensor) -> "LaunchedStep":
-        sampled = [*plan.decode, *(r for r in plan.extend if r.sample)]
-        params = [self._params[r.row] for r in sampled]
-        rows = sections["sample_rows"]
-        tokens = self.sampler(logits, rows, sections["output_indices"], Filters.of(params))
+    def _sample(
+        self, request_rows: Sequence[int], rows: torch.Tensor, output_indices: torch.Tensor, logits: torch.Tensor
+    ) -> "LaunchedStep":
+        params = [self._params[row] for row in request_rows]
+        tokens = self.sampler(logits, rows, output_indices, Filters.of(params))
         self.last_tokens[rows] = tokens.int()
         wanted = [p.logprobs for p in params]
         top_n = max((n for n in wanted if n is not None), default=None)
@@ -165,6 +209,20 @@ class LaunchedStep:
             for i, n in enumerate(self._wanted)
         ]
         return StepResult(ids, rows)
+
+
+class JoinedSteps:
+    """Two launches of one plan: its decode rows, then its extend rows."""
+
+    def __init__(self, first: StepHandle, second: StepHandle) -> None:
+        self._parts = (first, second)
+
+    def ready(self) -> bool:
+        return all(part.ready() for part in self._parts)
+
+    def result(self) -> StepResult:
+        first, second = (part.result() for part in self._parts)
+        return StepResult(first.tokens + second.tokens, first.logprobs + second.logprobs)
 
 
 def _to_host(t: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ class DecodeRow:
 
     Attributes:
         computed: tokens whose KV and state are written before this step: the input's position.
-        output_index: index, in the request's output, of the token that this step samples; with the seed it keys the draw.
+        output_index: index, in the request's output, of the token sampled here; with the seed it keys the draw.
         drafts: proposed continuations to verify after the input (speculative decoding).
     """
 

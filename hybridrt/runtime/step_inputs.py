@@ -65,9 +65,9 @@ def _ranges(starts: Sequence[int], lens: Sequence[int]) -> np.ndarray:
     return _flat([np.arange(s, s + n, dtype=np.int32) for s, n in zip(starts, lens)])  # type: ignore[arg-type]
 
 
-class StepBuffer:
-    """Moves packed sections to the device. On CUDA the staging memory is pinned, a ring of three buffers, each reused
-    after its copy's event; on a CPU the host buffer itself serves."""
+class StagingRing:
+    """Host-to-device copies that the host never waits for: pinned staging, a ring of three buffers, each reused after
+    its copy's event. On a CPU the host buffer itself serves."""
 
     def __init__(self, device: torch.device, depth: int = 3) -> None:
         self.device = device
@@ -76,23 +76,25 @@ class StepBuffer:
         self._next = 0
 
     def upload(self, sections: dict[str, np.ndarray]) -> Sections:
-        """One copy for all sections; the views are valid until the step that reads them has run."""
+        """One copy for all sections, into fresh device memory."""
         flat = np.concatenate(list(sections.values()))
-        device_flat = torch.from_numpy(flat) if self.device.type == "cpu" else self._copy(flat)
-        views = device_flat.split([a.size for a in sections.values()])
-        return dict(zip(sections, views))
+        on_device = torch.empty(flat.size, dtype=torch.int32, device=self.device)
+        self.copy_into(on_device, flat)
+        return dict(zip(sections, on_device.split([a.size for a in sections.values()])))
 
-    def _copy(self, flat: np.ndarray) -> torch.Tensor:
+    def copy_into(self, destination: torch.Tensor, flat: np.ndarray) -> None:
+        """Copies [n] int32 into a preallocated device tensor of the same size."""
+        if self.device.type == "cpu":
+            destination.copy_(torch.from_numpy(flat))
+            return
         i = self._next
         self._next = (i + 1) % len(self._pinned)
         event, staging = self._events[i], self._pinned[i]
         if event is not None:
-            event.synchronize()  # three steps back: done long ago unless the host runs far ahead
+            event.synchronize()  # three copies back: done long ago unless the host runs far ahead
         if staging is None or staging.numel() < flat.size:
-            staging = torch.empty(max(flat.size, 4096) * 2, dtype=torch.int32, pin_memory=True)
-            self._pinned[i] = staging
+            staging = self._pinned[i] = torch.empty(max(flat.size, 4096) * 2, dtype=torch.int32, pin_memory=True)
         staging[: flat.size].numpy()[:] = flat
-        out = staging[: flat.size].to(self.device, non_blocking=True)
-        self._events[i] = torch.cuda.Event()
-        self._events[i].record()  # type: ignore[union-attr]
-        return out
+        destination.copy_(staging[: flat.size], non_blocking=True)
+        event = self._events[i] = event or torch.cuda.Event()
+        event.record()

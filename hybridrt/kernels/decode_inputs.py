@@ -1,0 +1,63 @@
+"""The head of a decode graph: page-table entries, input tokens, positions and KV slots of all rows, in one launch."""
+
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.providers import register, select
+
+register("decode_inputs", "torch", "hybridrt.kernels.decode_inputs:decode_inputs_reference")
+register("decode_inputs", "triton", "hybridrt.kernels.decode_prep_triton:decode_inputs_triton", priority=10)
+
+
+def decode_inputs(
+    input_ids: Tensor,
+    positions: Tensor,
+    out_cache_loc: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    new_pages: Tensor,
+    drafts: Tensor | None,
+    last_tokens: Tensor,
+    req_to_token: Tensor,
+    page_size: int,
+) -> None:
+    """Fills the first three arguments, [B * T] int32 each, for B rows of T tokens.
+
+    Args:
+        rows: [B] int32 request rows; seq_lens: [B] int32 lengths that count the step's tokens.
+        new_pages: [B] int32, the KV page that holds the row's last position if it is new, else -1; its slots are
+            entered into `req_to_token` [R + 1, max_context] first.
+        drafts: [B, T - 1] int32 tokens after the last sampled one; None if T is 1.
+        last_tokens: [R + 1] int32, last sampled token of each request row.
+    """
+    select("decode_inputs", rows.device.type)(
+        input_ids, positions, out_cache_loc, rows, seq_lens, new_pages, drafts, last_tokens, req_to_token, page_size
+    )
+
+
+def decode_inputs_reference(
+    input_ids: Tensor,
+    positions: Tensor,
+    out_cache_loc: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    new_pages: Tensor,
+    drafts: Tensor | None,
+    last_tokens: Tensor,
+    req_to_token: Tensor,
+    page_size: int,
+) -> None:
+    batch = rows.shape[0]
+    tokens = input_ids.shape[0] // batch
+    offsets = torch.arange(page_size, dtype=torch.int32, device=rows.device)
+    table = req_to_token.view(req_to_token.shape[0], -1, page_size)
+    page_index = (seq_lens - 1) // page_size
+    kept = table[rows, page_index]
+    fresh = new_pages[:, None] * page_size + offsets
+    table[rows, page_index] = kept.where(new_pages[:, None] < 0, fresh)
+    ids, where = input_ids.view(batch, tokens), positions.view(batch, tokens)
+    ids[:, 0] = last_tokens[rows]
+    if drafts is not None:
+        ids[:, 1:] = drafts
+    where.copy_(seq_lens[:, None] + torch.arange(-tokens, 0, dtype=torch.int32, device=rows.device))
+    out_cache_loc.view(batch, tokens).copy_(req_to_token[rows[:, None], where])

@@ -1,0 +1,112 @@
+"""Triton kernels of the small launches at the head of a decode step."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.decode_metadata import DecodeBuffers
+
+
+@triton.jit
+def _decode_inputs_kernel(
+    input_ids,
+    positions,
+    out_cache_loc,
+    rows,
+    seq_lens,
+    new_pages,
+    drafts,
+    last_tokens,
+    req_to_token,
+    table_stride,
+    TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    b = tl.program_id(0)
+    row = tl.load(rows + b).to(tl.int64)
+    length = tl.load(seq_lens + b)
+    page = tl.load(new_pages + b)
+    table = req_to_token + row * table_stride
+    last_index = (length - 1) // PAGE
+    offset = tl.arange(0, PAGE)
+    tl.store(table + last_index * PAGE + offset, page * PAGE + offset, mask=(offset < PAGE) & (page >= 0))
+    t = tl.arange(0, BLOCK_TOKENS)
+    live = t < TOKENS
+    position = length - TOKENS + t
+    # A slot of the page entered above comes from the page itself: this program's own store is not awaited.
+    fresh = (page >= 0) & (position // PAGE == last_index)
+    known = tl.load(table + position, mask=live & (fresh == 0) & (position >= 0), other=0)
+    tl.store(out_cache_loc + b * TOKENS + t, tl.where(fresh, page * PAGE + position % PAGE, known), mask=live)
+    tl.store(positions + b * TOKENS + t, position, mask=live)
+    proposed = tl.load(drafts + b * (TOKENS - 1) + t - 1, mask=live & (t > 0), other=0)
+    tl.store(input_ids + b * TOKENS + t, tl.where(t == 0, tl.load(last_tokens + row), proposed), mask=live)
+
+
+def decode_inputs_triton(
+    input_ids: Tensor,
+    positions: Tensor,
+    out_cache_loc: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    new_pages: Tensor,
+    drafts: Tensor | None,
+    last_tokens: Tensor,
+    req_to_token: Tensor,
+    page_size: int,
+) -> None:
+    """See hybridrt.kernels.decode_inputs.decode_inputs."""
+    batch = rows.shape[0]
+    tokens = input_ids.shape[0] // batch
+    _decode_inputs_kernel[(batch,)](
+        input_ids, positions, out_cache_loc, rows, seq_lens, new_pages, rows if drafts is None else drafts, last_tokens,
+        req_to_token, req_to_token.stride(0), tokens, triton.next_power_of_2(tokens), page_size, num_warps=1,
+    )  # fmt: skip
+
+
+# Row counts change from step to step: specialising on them would compile in the middle of serving.
+@triton.jit(do_not_specialize=["num_rows", "num_real"])  # type: ignore[untyped-decorator]
+def _fill_decode_metadata_kernel(
+    slots,
+    start_positions,
+    accepted,
+    ring_start_out,
+    ring_length_out,
+    req_pool_indices,
+    seq_lens,
+    num_rows,
+    num_real,
+    tokens_per_row,
+    req_to_mamba_slot,
+    ring_start,
+    ring_length,
+    BLOCK: tl.constexpr,
+):
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = b < num_rows
+    real = b < num_real
+    row = tl.load(req_pool_indices + b, mask=live, other=0)
+    start = tl.load(seq_lens + b, mask=live, other=0) - tokens_per_row
+    tl.store(slots + b, tl.where(real, tl.load(req_to_mamba_slot + row, mask=live, other=0), -1), mask=live)
+    tl.store(start_positions + b, tl.where(real, start, 0), mask=live)
+    tl.store(accepted + b, real.to(tl.int32), mask=live)
+    tl.store(ring_start_out + b, tl.load(ring_start + row, mask=live, other=0), mask=live)
+    tl.store(ring_length_out + b, tl.load(ring_length + row, mask=live, other=0), mask=live)
+
+
+def fill_decode_metadata_triton(
+    out: DecodeBuffers,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    num_real: int,
+    tokens_per_row: int,
+    req_to_mamba_slot: Tensor,
+    ring_start: Tensor,
+    ring_length: Tensor,
+) -> None:
+    """See hybridrt.kernels.decode_metadata.fill_decode_metadata."""
+    rows = out.slots.shape[0]
+    _fill_decode_metadata_kernel[(triton.cdiv(rows, 128),)](
+        out.slots, out.start_positions, out.accepted, out.ring_start, out.ring_length, req_pool_indices, seq_lens,
+        rows, num_real, tokens_per_row, req_to_mamba_slot, ring_start, ring_length, BLOCK=128, num_warps=4,
+    )  # fmt: skip
