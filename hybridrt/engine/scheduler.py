@@ -60,10 +60,10 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """The next step, counted as launched from here on; None if nothing can run before a launched step ends."""
         step = ScheduledStep()
-        stalled = self._schedule_decode(step)
+        self._schedule_decode(step)
         decode_tokens = sum(tokens for _, tokens in step.rows)
         budget = max(self._chunk - decode_tokens, (self._chunk + 1) // 2)
-        self._schedule_prefill(step, budget, admit=not stalled)
+        self._schedule_prefill(step, budget)
         if not step.rows:
             return None
         self._in_flight += 1
@@ -90,10 +90,9 @@ class Scheduler:
         if not request.in_flight:
             self._coordinator.release(request)
 
-    def _schedule_decode(self, step: ScheduledStep) -> bool:
-        """Adds the decode rows. True if one found no page."""
+    def _schedule_decode(self, step: ScheduledStep) -> None:
+        """Adds a row for every request that can decode and finds a page."""
         ready = [r for r in self.running.values() if r.prefilled and r.tokens_left > 0]
-        stalled = False
         for request, drafts in self._with_drafts(ready):
             if request.row is None:
                 continue  # retracted for an earlier one
@@ -101,9 +100,6 @@ class Scheduler:
                 drafts = ()
             if self._grow(request, step.plan):
                 self._add_decode(step, request, drafts)
-            else:
-                stalled = True
-        return stalled
 
     def _with_drafts(self, ready: list[Request]) -> list[tuple[Request, Sequence[int]]]:
         if self._drafter is None:
@@ -136,11 +132,12 @@ class Scheduler:
         request.pending += tokens
         request.metrics.proposed += len(drafts)
 
-    def _schedule_prefill(self, step: ScheduledStep, budget: int, admit: bool) -> None:
+    def _schedule_prefill(self, step: ScheduledStep, budget: int) -> None:
+        """Goes on with admitted prompts, then admits. Where a decode row found no page, none is left to admit with."""
         for request in self.running.values():
             if budget and not request.prefilled:
                 budget -= self._add_extend(step, request, budget)
-        while budget and admit and self.waiting:
+        while budget and self.waiting:
             request = self.waiting[0]
             if not self._coordinator.admit(request, len(self.running), step.plan):
                 break
