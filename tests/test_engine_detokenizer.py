@@ -1,0 +1,156 @@
+"""Text as tokens come: split characters, stop strings, and what may be shown before the end is known."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrt.engine.detokenizer import Detokenizer
+from hybridrt.engine.tokenizer import HFTokenizer, load_tokenizer
+from hybridrt.errors import CheckpointError
+from tests.engine_harness import ByteTokenizer
+
+TEXT = "a ba\N{GREEK SMALL LETTER PI} \N{EURO SIGN}\N{GRINNING FACE}b"
+
+
+class WordTokenizer:
+    """Ids are words, joined by spaces, as sentencepiece does: the first word of what is decoded has no space."""
+
+    words = ("the", "cat", "sat", "", "<s>")
+
+    def encode(self, text: str) -> list[int]:
+        return [self.words.index(word) for word in text.split()]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(self.words[t] for t in token_ids if self.words[t] and self.words[t] != "<s>")
+
+
+def feed(detokenizer: Detokenizer, tokens: Sequence[int]) -> list[str]:
+    """Text shown after each token."""
+    shown = []
+    for token in tokens:
+        detokenizer.append(token)
+        detokenizer.advance()
+        shown.append(detokenizer.visible_text)
+    return shown
+
+
+def take_until_stopped(detokenizer: Detokenizer, tokens: Sequence[int]) -> int:
+    """Feeds tokens up to the one that completes a stop string; returns how many. Nothing shown is ever taken back."""
+    shown = ""
+    for i, token in enumerate(tokens):
+        detokenizer.append(token)
+        stopped = detokenizer.advance()
+        assert (detokenizer.text if stopped else detokenizer.visible_text).startswith(shown)
+        shown = detokenizer.visible_text
+        if stopped:
+            return i + 1
+    return len(tokens)
+
+
+@given(st.text(alphabet=sorted(set(TEXT)), max_size=20), st.binary(max_size=4))
+def test_split_characters_never_show_as_replacements(text: str, prompt: bytes) -> None:
+    detokenizer = Detokenizer(ByteTokenizer(), list(prompt + b"."))
+    shown = feed(detokenizer, list(text.encode()))
+    for before, after in pairwise(shown):
+        assert after.startswith(before)
+    assert all("\N{REPLACEMENT CHARACTER}" not in s and text.startswith(s) for s in shown)
+    assert not detokenizer.finish() and detokenizer.text == text
+
+
+def test_what_is_complete_shows_at_once() -> None:
+    assert feed(Detokenizer(ByteTokenizer(), [65]), list("né!".encode())) == ["n", "n", "né", "né!"]
+
+
+@given(st.binary(max_size=24))
+def test_streamed_text_equals_the_text_decoded_at_once(data: bytes) -> None:
+    streamed, at_once = Detokenizer(ByteTokenizer(), [65]), Detokenizer(ByteTokenizer(), [65])
+    feed(streamed, list(data))
+    for token in data:
+        at_once.append(token)
+    streamed.finish(), at_once.finish()
+    assert streamed.text == at_once.text == data.decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
+
+
+def test_bytes_that_are_no_character_show_once_the_text_goes_on() -> None:
+    assert feed(Detokenizer(ByteTokenizer(), [65]), [0xFF, 66])[-1] == "\N{REPLACEMENT CHARACTER}B"
+
+
+def test_an_unfinished_character_at_the_end_is_dropped() -> None:
+    detokenizer = Detokenizer(ByteTokenizer(), [65])
+    feed(detokenizer, list("x\N{EURO SIGN}".encode())[:-1])
+    detokenizer.finish()
+    assert detokenizer.text == "x"
+
+
+def test_output_reads_as_the_prompts_continuation() -> None:
+    detokenizer = Detokenizer(WordTokenizer(), [0, 1])
+    assert feed(detokenizer, [2, 0]) == [" sat", " sat the"]
+
+
+def test_tokens_without_text_do_not_lose_the_space_after_them() -> None:
+    assert feed(Detokenizer(WordTokenizer(), [0]), [1, 4, 3, 2])[-1] == " cat sat"
+
+
+def test_a_stop_string_across_tokens_cuts_before_its_first_match() -> None:
+    detokenizer = Detokenizer(ByteTokenizer(), [65], stop=["END", "Nothing"])
+    taken = take_until_stopped(detokenizer, b"so it ENENDs")
+    assert (taken, detokenizer.text) == (11, "so it EN")
+    assert not detokenizer.finish() and detokenizer.text == "so it EN"
+
+
+def test_the_first_of_several_stop_strings_wins() -> None:
+    detokenizer = Detokenizer(ByteTokenizer(), [65], stop=["cd", "bcd"])
+    for token in b"abcd":
+        detokenizer.append(token)
+    assert detokenizer.finish() and detokenizer.text == "a"
+
+
+def test_a_possible_stop_string_is_held_back_until_it_is_none() -> None:
+    detokenizer = Detokenizer(ByteTokenizer(), [65], stop=["END", "DO"])
+    assert feed(detokenizer, b"E.ENxEN") == ["", "E.", "E.", "E.", "E.ENx", "E.ENx", "E.ENx"]
+    detokenizer.finish()
+    assert detokenizer.text == "E.ENxEN", "the end of the text releases it"
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_stopping_agrees_with_a_search_of_the_whole_text(text: str, stops: list[str]) -> None:
+    detokenizer = Detokenizer(ByteTokenizer(), [65], stop=stops)
+    seen = text[: take_until_stopped(detokenizer, text.encode())]
+    cuts = [seen.index(s) for s in stops if s in seen]
+    assert detokenizer.text == (seen[: min(cuts)] if cuts else text)
+    assert not any(s in seen[:-1] for s in stops), "it stops at the token that completes a stop string"
+
+
+def test_a_stop_string_hidden_behind_an_unfinished_character_is_found_at_the_end() -> None:
+    class Pairs(ByteTokenizer):
+        def decode(self, token_ids: Sequence[int]) -> str:
+            return b"".join([b"END\xe2", b"A"][t] for t in token_ids).decode(errors="replace")
+
+    detokenizer = Detokenizer(Pairs(), [1], stop=["END"])
+    detokenizer.append(0)
+    assert not detokenizer.advance()
+    assert detokenizer.finish() and detokenizer.text == ""
+
+
+def test_load_tokenizer(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    assert load_tokenizer(tmp_path) is None
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert isinstance(tokenizer, HFTokenizer)
+    ids = tokenizer.encode(TEXT)
+    assert len(ids) == len(TEXT.encode()) and tokenizer.decode([*ids, tokenizer.hf.eos_token_id]) == TEXT
+    detokenizer = Detokenizer(tokenizer, ids)
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(feed(detokenizer, ids)) and detokenizer.text == TEXT
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
