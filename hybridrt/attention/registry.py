@@ -30,13 +30,18 @@ def attention_backend_names() -> list[str]:
     return sorted({*FULL_ATTENTION, *(e.name for e in entry_points(group=ENTRY_POINT_GROUP))})
 
 
+def resolve_attention_name(name: str, device: torch.device) -> str:
+    """What "auto" means on a device; every other name is itself."""
+    return DEFAULT_BY_DEVICE[device.type] if name == "auto" else name
+
+
 def load_attention_backend(name: str, device: torch.device) -> type[SegmentedAttnBackend]:
     """The class behind a name; "auto" picks by platform.
 
     Raises:
         BackendError: the name is unknown, or what the backend needs is not installed.
     """
-    name = DEFAULT_BY_DEVICE[device.type] if name == "auto" else name
+    name = resolve_attention_name(name, device)
     third_party = {e.name: e.value for e in entry_points(group=ENTRY_POINT_GROUP)}
     target = FULL_ATTENTION.get(name) or third_party.get(name)
     if target is None:
