@@ -116,7 +116,9 @@ class MambaPool:
             self._add_group(shape, layer_ids, device)
 
     def _add_group(self, shape: StateShape, layer_ids: Sequence[int], device: torch.device | str) -> None:
-        def allocate(entries: int, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, torch.Tensor]:
+        def allocate(
+            entries: int, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+        ) -> dict[str, torch.Tensor]:
             return {
                 name: torch.zeros((len(layer_ids), entries, *dims), dtype=dtype, device=device)
                 for name, (dims, dtype) in shapes.items()

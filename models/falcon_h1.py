@@ -23,45 +23,42 @@ from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
 from hybridrt.layers.mlp import GatedMLP
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.rotary import rotary_table
-from hybridrt.layers.weights import CheckpointMap
+from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM
 
 
 class FalconH1Block(nn.Module):
     """One decoder block. `hf` holds the multipliers and bias switches of config.json."""
 
-    def __init__(
-        self, config: ModelConfig, layer_id: int, *, tp: TPGroup, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer_id: int, build: Build) -> None:
         super().__init__()
         hf, mamba, hidden = config.hf, config.linear["mamba2"], config.hidden_size
-        name, common = f"layers.{layer_id}", {"tp": tp, "dtype": dtype, "device": device}
+        name, tp, device = f"layers.{layer_id}", build.tp, build.device
         self.hf = hf
         self.attn = RadixAttention(config.attention, layer_id, tp)
-        self.mamba = Mamba2Mixer(
-            f"{name}.mamba", mamba, layer_id, conv_bias=hf.mamba_conv_bias, norm=self._gated_norm(name, config, tp, device), **common
-        )
+        norm = self._gated_norm(name, config, build)
+        self.mamba = Mamba2Mixer(f"{name}.mamba", mamba, layer_id, conv_bias=hf.mamba_conv_bias, norm=norm, build=build)
         ssm_parts, qkv_parts = mamba2_segments(mamba, tp), qkv_segments(config.attention, tp)
         biased = [s.name for s in ssm_parts if hf.mamba_proj_bias] + [s.name for s in qkv_parts if hf.attention_bias]
-        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden, ssm_parts + qkv_parts, bias=biased, **common)
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden, ssm_parts + qkv_parts, bias=biased, build=build)
         outputs = [Segment("attn", config.attention.num_heads * config.attention.head_dim)]
         outputs += [Segment("ssm", mamba.intermediate_size)]
         out_bias = hf.attention_bias or hf.projectors_bias
-        self.out_proj = RowLinear(f"{name}.out_proj", outputs, hidden, bias=out_bias, **common)
-        self.mlp = GatedMLP(f"{name}.mlp", hidden, hf.intermediate_size, bias=hf.mlp_bias, **common)
+        self.out_proj = RowLinear(f"{name}.out_proj", outputs, hidden, bias=out_bias, build=build)
+        self.mlp = GatedMLP(f"{name}.mlp", hidden, hf.intermediate_size, bias=hf.mlp_bias, build=build)
         self.input_norm = RMSNorm(f"{name}.input_norm", hidden, hf.rms_norm_eps, device=device)
         self.mlp_norm = RMSNorm(f"{name}.mlp_norm", hidden, hf.rms_norm_eps, device=device)
         self.ssm_width = sum(s.local(tp) for s in ssm_parts)
 
     @staticmethod
-    def _gated_norm(name: str, config: ModelConfig, tp: TPGroup, device: torch.device) -> GatedRMSNorm | None:
+    def _gated_norm(name: str, config: ModelConfig, build: Build) -> GatedRMSNorm | None:
         hf, mamba = config.hf, config.linear["mamba2"]
         if not hf.mamba_rms_norm:
             return None
         group = mamba.intermediate_size // mamba.n_groups
         return GatedRMSNorm(
-            f"{name}.mamba.norm", mamba.intermediate_size // tp.size, hf.rms_norm_eps, group_size=group,
-            norm_before_gate=hf.mamba_norm_before_gate, device=device,
+            f"{name}.mamba.norm", mamba.intermediate_size // build.tp.size, hf.rms_norm_eps, group_size=group,
+            norm_before_gate=hf.mamba_norm_before_gate, device=build.device,
         )  # fmt: skip
 
     def forward(
@@ -96,7 +93,9 @@ class FalconH1Block(nn.Module):
             **self.in_proj.targets(
                 f"{key}.mamba.in_proj", ssm_names, bias=hf.mamba_proj_bias, fold=by_input, bias_fold=by_output
             ),
-            **self.out_proj.targets(f"{key}.mamba.out_proj", "ssm", bias=hf.projectors_bias, fold=hf.ssm_out_multiplier),
+            **self.out_proj.targets(
+                f"{key}.mamba.out_proj", "ssm", bias=hf.projectors_bias, fold=hf.ssm_out_multiplier
+            ),
             **self.out_proj.targets(
                 f"{key}.self_attn.o_proj", "attn", bias=hf.attention_bias, fold=hf.attention_out_multiplier
             ),
@@ -120,15 +119,13 @@ class FalconH1ForCausalLM(CausalLM):
         self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device, max_len: int
     ) -> None:
         super().__init__(config, tp=tp, dtype=dtype, device=device, max_len=max_len)
-        hf, common = config.hf, {"tp": tp, "dtype": dtype, "device": device}
+        hf, build = config.hf, Build(tp, dtype, device)
         table = (config.vocab_size, config.hidden_size)
-        self.embed = VocabParallelEmbedding("embed", *table, multiplier=hf.embedding_multiplier, **common)
-        self.head = self.embed if config.tie_word_embeddings else VocabParallelEmbedding("head", *table, **common)
-        self.layers = nn.ModuleList(FalconH1Block(config, i, **common) for i in range(len(config.layers)))
+        self.embed = VocabParallelEmbedding("embed", *table, multiplier=hf.embedding_multiplier, build=build)
+        self.head = self.embed if config.tie_word_embeddings else VocabParallelEmbedding("head", *table, build=build)
+        self.layers = nn.ModuleList(FalconH1Block(config, i, build) for i in range(len(config.layers)))
         # The head's multiplier commutes with the head, so the norm before it takes it, tied or not.
-        self.norm = RMSNorm(
-            "norm", config.hidden_size, hf.rms_norm_eps, device=device, fold=hf.lm_head_multiplier
-        )
+        self.norm = RMSNorm("norm", config.hidden_size, hf.rms_norm_eps, device=device, fold=hf.lm_head_multiplier)
         self.cos_sin = rotary_table(config, max_len, device)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

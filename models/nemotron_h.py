@@ -5,6 +5,7 @@
 Positions come from the recurrent layers: attention rotates nothing (NVIDIA 2025, arXiv:2504.03624).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,8 @@ from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
 from hybridrt.layers.mlp import Relu2MLP
 from hybridrt.layers.moe import Experts, SigmoidGroupRouter
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
-from hybridrt.layers.weights import CheckpointMap
+from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM
-
-Build = dict[str, Any]
 
 
 class MambaPart(nn.Module):
@@ -33,16 +32,16 @@ class MambaPart(nn.Module):
         super().__init__()
         hf, mamba = config.hf, config.linear["mamba2"]
         self.has_bias = hf.use_bias
-        parts = mamba2_segments(mamba, build["tp"])
+        parts = mamba2_segments(mamba, build.tp)
         bias = [s.name for s in parts] if hf.use_bias else []
-        self.in_proj = ColumnLinear(f"{name}.in_proj", config.hidden_size, parts, bias=bias, **build)
+        self.in_proj = ColumnLinear(f"{name}.in_proj", config.hidden_size, parts, bias=bias, build=build)
         norm = GatedRMSNorm(
-            f"{name}.norm", mamba.intermediate_size // build["tp"].size, hf.layer_norm_epsilon,
-            group_size=mamba.intermediate_size // mamba.n_groups, norm_before_gate=False, device=build["device"],
+            f"{name}.norm", mamba.intermediate_size // build.tp.size, hf.layer_norm_epsilon,
+            group_size=mamba.intermediate_size // mamba.n_groups, norm_before_gate=False, device=build.device,
         )  # fmt: skip
-        self.mixer = Mamba2Mixer(name, mamba, layer_id, conv_bias=hf.use_conv_bias, norm=norm, **build)
+        self.mixer = Mamba2Mixer(name, mamba, layer_id, conv_bias=hf.use_conv_bias, norm=norm, build=build)
         output = [Segment("x", mamba.intermediate_size)]
-        self.out_proj = RowLinear(f"{name}.out_proj", output, config.hidden_size, bias=hf.use_bias, **build)
+        self.out_proj = RowLinear(f"{name}.out_proj", output, config.hidden_size, bias=hf.use_bias, build=build)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         projected = self.in_proj(x)
@@ -63,10 +62,12 @@ class AttentionPart(nn.Module):
 
     def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
         super().__init__()
-        self.attn = RadixAttention(config.attention, layer_id, build["tp"])
-        self.qkv = ColumnLinear(f"{name}.qkv", config.hidden_size, qkv_segments(config.attention, build["tp"]), **build)
+        self.attn = RadixAttention(config.attention, layer_id, build.tp)
+        self.qkv = ColumnLinear(
+            f"{name}.qkv", config.hidden_size, qkv_segments(config.attention, build.tp), build=build
+        )
         width = config.attention.num_heads * config.attention.head_dim
-        self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width)], config.hidden_size, **build)
+        self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width)], config.hidden_size, build=build)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         q, k, v = self.qkv(x).split((self.attn.q_size, self.attn.kv_size, self.attn.kv_size), dim=-1)
@@ -83,7 +84,7 @@ class MLPPart(Relu2MLP):
     """Squared-ReLU MLP."""
 
     def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
-        super().__init__(name, config.hidden_size, config.hf.intermediate_size, bias=config.hf.mlp_bias, **build)
+        super().__init__(name, config.hidden_size, config.hf.intermediate_size, bias=config.hf.mlp_bias, build=build)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return super().forward(x)
@@ -97,22 +98,30 @@ class MoEPart(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
         super().__init__()
         hf, hidden, bias = config.hf, config.hidden_size, config.hf.mlp_bias
-        self.tp, self.has_bias = build["tp"], bias
+        self.tp, self.has_bias = build.tp, bias
         self.router = SigmoidGroupRouter(
             f"{name}.router", hidden, hf.n_routed_experts, top_k=hf.num_experts_per_tok, n_group=hf.n_group,
             topk_group=hf.topk_group, renormalize=hf.norm_topk_prob, scaling=float(hf.routed_scaling_factor),
-            device=build["device"],
+            build=build,
         )  # fmt: skip
         latent = hf.moe_latent_size
         self.experts = Experts(
             f"{name}.experts", hf.n_routed_experts, latent or hidden, hf.moe_intermediate_size,
-            activation="relu2", gated=False, **build,
+            activation="relu2", gated=False, build=build,
         )  # fmt: skip
-        self.shared = Relu2MLP(f"{name}.shared", hidden, hf.moe_shared_expert_intermediate_size, bias=bias, **build)
+        self.shared = Relu2MLP(f"{name}.shared", hidden, hf.moe_shared_expert_intermediate_size, bias=bias, build=build)
         # Every rank needs the whole latent vector, so its two projections are not cut.
-        names, whole = ("latent",) if bias else (), {**build, "tp": TPGroup()}
-        down = ColumnLinear(f"{name}.to_latent", hidden, [Segment("latent", latent)], bias=names, **whole) if latent else None
-        up = ColumnLinear(f"{name}.from_latent", latent, [Segment("latent", hidden)], bias=names, **whole) if latent else None
+        names, whole = ("latent",) if bias else (), replace(build, tp=TPGroup())
+        down = (
+            ColumnLinear(f"{name}.to_latent", hidden, [Segment("latent", latent)], bias=names, build=whole)
+            if latent
+            else None
+        )
+        up = (
+            ColumnLinear(f"{name}.from_latent", latent, [Segment("latent", hidden)], bias=names, build=whole)
+            if latent
+            else None
+        )
         self.to_latent, self.from_latent = down, up
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -143,11 +152,11 @@ class NemotronHForCausalLM(CausalLM):
         self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device, max_len: int
     ) -> None:
         super().__init__(config, tp=tp, dtype=dtype, device=device, max_len=max_len)
-        build, hidden, eps = {"tp": tp, "dtype": dtype, "device": device}, config.hidden_size, config.hf.layer_norm_epsilon
-        self.embed = VocabParallelEmbedding("embed", config.vocab_size, hidden, **build)
+        build, hidden, eps = Build(tp, dtype, device), config.hidden_size, config.hf.layer_norm_epsilon
+        self.embed = VocabParallelEmbedding("embed", config.vocab_size, hidden, build=build)
         self.head = self.embed
         if not config.tie_word_embeddings:
-            self.head = VocabParallelEmbedding("head", config.vocab_size, hidden, **build)
+            self.head = VocabParallelEmbedding("head", config.vocab_size, hidden, build=build)
         ids = range(len(config.layers))
         self.norms = nn.ModuleList(RMSNorm(f"layers.{i}.norm", hidden, eps, device=device) for i in ids)
         self.parts = nn.ModuleList(_part(config, i, f"layers.{i}.mixer", build) for i in ids)

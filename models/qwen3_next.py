@@ -6,6 +6,7 @@ Norms are zero-centred (1 + w), rotary turns a quarter of each head, attention's
 (Qwen team 2025).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,10 +25,8 @@ from hybridrt.layers.mlp import GatedMLP
 from hybridrt.layers.moe import Experts, SoftmaxRouter
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.rotary import rotary_table
-from hybridrt.layers.weights import CheckpointMap
+from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM
-
-Build = dict[str, Any]
 
 
 class GatedAttention(nn.Module):
@@ -37,13 +36,13 @@ class GatedAttention(nn.Module):
         super().__init__()
         attention, hidden = config.attention, config.hidden_size
         self.config, self.has_bias = attention, config.hf.attention_bias
-        self.attn = RadixAttention(attention, layer_id, build["tp"])
+        self.attn = RadixAttention(attention, layer_id, build.tp)
         width = attention.num_heads * attention.head_dim
-        parts = [*qkv_segments(attention, build["tp"]), Segment("gate", width)]
+        parts = [*qkv_segments(attention, build.tp), Segment("gate", width)]
         names = [s.name for s in parts] if self.has_bias else []
-        self.qkvg = ColumnLinear(f"{name}.qkvg", hidden, parts, bias=names, **build)
-        self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width)], hidden, bias=self.has_bias, **build)
-        norm = {"eps": config.hf.rms_norm_eps, "device": build["device"], "zero_centered": True}
+        self.qkvg = ColumnLinear(f"{name}.qkvg", hidden, parts, bias=names, build=build)
+        self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width)], hidden, bias=self.has_bias, build=build)
+        norm = {"eps": config.hf.rms_norm_eps, "device": build.device, "zero_centered": True}
         self.q_norm = RMSNorm(f"{name}.q_norm", attention.head_dim, **norm)
         self.k_norm = RMSNorm(f"{name}.k_norm", attention.head_dim, **norm)
 
@@ -80,15 +79,28 @@ class SparseMoE(nn.Module):
     def __init__(self, config: ModelConfig, name: str, build: Build) -> None:
         super().__init__()
         hf, hidden = config.hf, config.hidden_size
-        self.tp, dense = build["tp"], {"dtype": build["dtype"], "device": build["device"]}
+        self.tp = build.tp
         self.router = SoftmaxRouter(
-            f"{name}.router", hidden, hf.num_experts, top_k=hf.num_experts_per_tok, renormalize=hf.norm_topk_prob, **dense
+            f"{name}.router",
+            hidden,
+            hf.num_experts,
+            top_k=hf.num_experts_per_tok,
+            renormalize=hf.norm_topk_prob,
+            build=build,
         )
         self.experts = Experts(
-            f"{name}.experts", hf.num_experts, hidden, hf.moe_intermediate_size, activation="silu", gated=True, **build
+            f"{name}.experts",
+            hf.num_experts,
+            hidden,
+            hf.moe_intermediate_size,
+            activation="silu",
+            gated=True,
+            build=build,
         )
-        self.shared = GatedMLP(f"{name}.shared", hidden, hf.shared_expert_intermediate_size, **build)
-        self.shared_gate = ColumnLinear(f"{name}.shared_gate", hidden, [Segment("gate", 1)], tp=TPGroup(), **dense)
+        self.shared = GatedMLP(f"{name}.shared", hidden, hf.shared_expert_intermediate_size, build=build)
+        self.shared_gate = ColumnLinear(
+            f"{name}.shared_gate", hidden, [Segment("gate", 1)], build=replace(build, tp=TPGroup())
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         routed = self.tp.all_reduce(self.experts(x, *self.router(x)))
@@ -109,12 +121,18 @@ class Qwen3NextBlock(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, build: Build) -> None:
         super().__init__()
         hf, hidden, spec, name = config.hf, config.hidden_size, config.layers[layer_id], f"layers.{layer_id}"
-        norm = {"eps": hf.rms_norm_eps, "device": build["device"], "zero_centered": True}
+        norm = {"eps": hf.rms_norm_eps, "device": build.device, "zero_centered": True}
         self.attn = GatedAttention(config, layer_id, f"{name}.attn", build) if spec.attention else None
         gdn = config.linear.get("gdn")
-        self.gdn = None if spec.attention else GDNMixer(f"{name}.gdn", gdn, layer_id, hidden, hf.rms_norm_eps, **build)
+        self.gdn = (
+            None if spec.attention else GDNMixer(f"{name}.gdn", gdn, layer_id, hidden, hf.rms_norm_eps, build=build)
+        )
         moe = spec.ffn == "moe"
-        self.ffn = SparseMoE(config, f"{name}.moe", build) if moe else GatedMLP(f"{name}.mlp", hidden, hf.intermediate_size, **build)
+        self.ffn = (
+            SparseMoE(config, f"{name}.moe", build)
+            if moe
+            else GatedMLP(f"{name}.mlp", hidden, hf.intermediate_size, build=build)
+        )
         self.input_norm = RMSNorm(f"{name}.input_norm", hidden, **norm)
         self.ffn_norm = RMSNorm(f"{name}.ffn_norm", hidden, **norm)
 
@@ -127,7 +145,9 @@ class Qwen3NextBlock(nn.Module):
         return self.ffn(h), residual
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
-        mixer = self.attn.checkpoint_map(f"{key}.self_attn") if self.gdn is None else self.gdn.targets(f"{key}.linear_attn")
+        mixer = (
+            self.attn.checkpoint_map(f"{key}.self_attn") if self.gdn is None else self.gdn.targets(f"{key}.linear_attn")
+        )
         return {
             **mixer,
             **self.ffn.targets(f"{key}.mlp"),
@@ -143,11 +163,11 @@ class Qwen3NextForCausalLM(CausalLM):
         self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device, max_len: int
     ) -> None:
         super().__init__(config, tp=tp, dtype=dtype, device=device, max_len=max_len)
-        build, hidden, eps = {"tp": tp, "dtype": dtype, "device": device}, config.hidden_size, config.hf.rms_norm_eps
-        self.embed = VocabParallelEmbedding("embed", config.vocab_size, hidden, **build)
+        build, hidden, eps = Build(tp, dtype, device), config.hidden_size, config.hf.rms_norm_eps
+        self.embed = VocabParallelEmbedding("embed", config.vocab_size, hidden, build=build)
         self.head = self.embed
         if not config.tie_word_embeddings:
-            self.head = VocabParallelEmbedding("head", config.vocab_size, hidden, **build)
+            self.head = VocabParallelEmbedding("head", config.vocab_size, hidden, build=build)
         self.layers = nn.ModuleList(Qwen3NextBlock(config, i, build) for i in range(len(config.layers)))
         self.norm = RMSNorm("norm", hidden, eps, device=device, zero_centered=True)
         self.cos_sin = rotary_table(config, max_len, device)

@@ -35,7 +35,9 @@ class HybridLinearAttnBackend(AttentionBackend):
         self.routes: dict[int, AttentionBackend] = {i: linear_attn_backend for i in linear_attn_backend.layers}
         self.routes |= {i: full_attn_backend for i in full_attn_layers}
         self.routes |= extra_routes or {}
-        self.backends = list({id(b): b for b in (full_attn_backend, linear_attn_backend, *self.routes.values())}.values())
+        self.backends = list(
+            {id(b): b for b in (full_attn_backend, linear_attn_backend, *self.routes.values())}.values()
+        )
 
     def forward(
         self,

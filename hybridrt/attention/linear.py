@@ -67,9 +67,7 @@ class MambaAttnBackendBase(AttentionBackend):
 
     kind: str
 
-    def __init__(
-        self, *, layers: dict[int, Any], req_to_token_pool: HybridReqToTokenPool, chunk_size: int
-    ) -> None:
+    def __init__(self, *, layers: dict[int, Any], req_to_token_pool: HybridReqToTokenPool, chunk_size: int) -> None:
         wrong = {layer_id: m.kind for layer_id, m in layers.items() if m.kind != self.kind}
         if wrong:
             layer_id, kind = next(iter(wrong.items()))
@@ -98,7 +96,9 @@ class MambaAttnBackendBase(AttentionBackend):
         slots = torch.empty(0, dtype=torch.int32, device=batch.seq_lens.device)
         if split:
             buffers = DecodeBuffers.allocate(split, batch.seq_lens.device)
-            decode = self._fill(buffers, batch.req_pool_indices[:split], batch.seq_lens[:split], min(real, split), batch)
+            decode = self._fill(
+                buffers, batch.req_pool_indices[:split], batch.seq_lens[:split], min(real, split), batch
+            )
             slots = buffers.slots
         if batch.num_extend_rows:
             extend = self._extend_segment(batch)
@@ -165,10 +165,18 @@ class MambaAttnBackendBase(AttentionBackend):
         self._bind(bs, num_real, req_pool_indices, seq_lens, tokens, spec_info)
 
     def _bind(
-        self, bs: int, num_real: int, rows: torch.Tensor, seq_lens: torch.Tensor, tokens: int, spec_info: SpecInfo | None
+        self,
+        bs: int,
+        num_real: int,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        tokens: int,
+        spec_info: SpecInfo | None,
     ) -> None:
         """Fills the first bs entries of the graph buffers and points the metadata at them."""
-        assert self._graph_buffers is not None and self._graph_query_start_loc is not None, "init_cuda_graph_state first"
+        assert self._graph_buffers is not None and self._graph_query_start_loc is not None, (
+            "init_cuda_graph_state first"
+        )
         buffers = self._graph_buffers.prefix(bs)
         self._fill_buffers(buffers, rows[:bs], seq_lens[:bs], num_real, tokens)
         parents = spec_info.parents[:bs] if spec_info and spec_info.parents is not None else None
@@ -194,7 +202,12 @@ class MambaAttnBackendBase(AttentionBackend):
         accepted = decode.buffers.accepted if accepted is None else accepted
         if pool.spec.mode == "replay":
             advance_ring(
-                pool.ring_start, pool.ring_length, decode.rows, accepted, num_tokens=decode.tokens_per_row, width=pool.width
+                pool.ring_start,
+                pool.ring_length,
+                decode.rows,
+                accepted,
+                num_tokens=decode.tokens_per_row,
+                width=pool.width,
             )
         elif decode.tokens_per_row > 1:
             for layer_id in self.layers:
@@ -203,7 +216,9 @@ class MambaAttnBackendBase(AttentionBackend):
                 commit_intermediate(cache.temporal, cache.intermediate_ssm, decode.buffers.slots, decode.rows, accepted)
 
     @abstractmethod
-    def materialize_layer(self, layer_id: int, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor) -> None:
+    def materialize_layer(
+        self, layer_id: int, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor
+    ) -> None:
         """Writes one layer's state after `lengths` ring entries of `rows` to `write_slots`; the ring is untouched."""
 
     def materialize(self, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor) -> None:

@@ -45,7 +45,9 @@ def load_attention_backend(name: str, device: torch.device) -> type[SegmentedAtt
     third_party = {e.name: e.value for e in entry_points(group=ENTRY_POINT_GROUP)}
     target = FULL_ATTENTION.get(name) or third_party.get(name)
     if target is None:
-        raise BackendError(f"attention_backend is {name!r}; it must be one of auto, {', '.join(attention_backend_names())}")
+        raise BackendError(
+            f"attention_backend is {name!r}; it must be one of auto, {', '.join(attention_backend_names())}"
+        )
     return _load(target)
 
 

@@ -91,7 +91,7 @@ class Engine:
         drafter: Drafter | None = None,
     ) -> None:
         self.limits = limits
-        self._executor = executor
+        self.executor = executor
         self._coordinator = coordinator
         self._tokenizer = tokenizer
         self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter)
@@ -168,7 +168,7 @@ class Engine:
         scheduled = self._scheduler.schedule()
         if scheduled is not None:
             try:
-                handle = self._executor.launch(scheduled.plan)
+                handle = self.executor.launch(scheduled.plan)
             except BaseException as e:
                 self._fail_step(scheduled, e)
                 if not isinstance(e, Exception):

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.layers.weights import Target, parameter, whole
+from hybridrt.layers.weights import Build, Target, parameter, whole
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -20,15 +19,13 @@ class VocabParallelEmbedding(nn.Module):
         vocab_size: int,
         hidden_size: int,
         *,
-        tp: TPGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        build: Build,
         multiplier: float = 1.0,
     ) -> None:
         super().__init__()
-        self.name, self.vocab_size, self.tp, self.multiplier = name, vocab_size, tp, multiplier
-        self.rows = -(-vocab_size // tp.size)
-        self.weight = parameter(self.rows, hidden_size, dtype=dtype, device=device)
+        self.name, self.vocab_size, self.tp, self.multiplier = name, vocab_size, build.tp, multiplier
+        self.rows = -(-vocab_size // self.tp.size)
+        self.weight = parameter(self.rows, hidden_size, dtype=build.dtype, device=build.device)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[T] int64 to [T, hidden]."""

@@ -4,11 +4,10 @@ import torch
 from torch import nn
 
 from hybridrt.config import GDNConfig
-from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
 from hybridrt.layers.norm import GatedRMSNorm
-from hybridrt.layers.weights import Target, Transform, parameter, whole
+from hybridrt.layers.weights import Build, Target, Transform, parameter, whole
 from hybridrt.state_shape import state_shape
 
 
@@ -25,22 +24,20 @@ class GDNMixer(nn.Module):
         hidden_size: int,
         norm_eps: float,
         *,
-        tp: TPGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        build: Build,
     ) -> None:
         super().__init__()
-        self.name, self.config, self.layer_id, self.tp = name, config, layer_id, tp
-        self.shape = state_shape(config, tp.size)
+        self.name, self.config, self.layer_id, self.tp = name, config, layer_id, build.tp
+        self.shape = state_shape(config, self.tp.size)
         self.num_v_heads, self.head_v_dim, self.head_k_dim = self.shape.temporal
         self.num_k_heads = self.shape.groups
         qk, v = config.num_k_heads * config.head_k_dim, config.num_v_heads * config.head_v_dim
-        common = {"tp": tp, "dtype": dtype, "device": device}
+        device = build.device
         parts = [Segment("q", qk), Segment("k", qk), Segment("v", v), Segment("z", v)]
         parts += [Segment("b", config.num_v_heads), Segment("a", config.num_v_heads)]
-        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, **common)
-        self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", v)], hidden_size, **common)
-        self.conv_weight = parameter(self.shape.conv_dim, config.conv_kernel, dtype=dtype, device=device)
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build)
+        self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", v)], hidden_size, build=build)
+        self.conv_weight = parameter(self.shape.conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
         self.A_log = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="zeros")
         self.dt_bias = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="dt_bias")
         self.norm = GatedRMSNorm(
@@ -61,7 +58,11 @@ class GDNMixer(nn.Module):
         """q, k [..., Hk, K] and v [..., Hv, V] of the conv's output."""
         q, k, v = conved.split([width for _, width in self.shape.segments], dim=-1)
         key_heads = (self.num_k_heads, self.head_k_dim)
-        return q.unflatten(-1, key_heads), k.unflatten(-1, key_heads), v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        return (
+            q.unflatten(-1, key_heads),
+            k.unflatten(-1, key_heads),
+            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+        )
 
     def targets(self, key: str) -> dict[str, Target]:
         """Targets under `key` of a Qwen3-Next checkpoint, whose projections are interleaved by key head."""

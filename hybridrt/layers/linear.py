@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.distributed.groups import TPGroup
-from hybridrt.layers.weights import Piece, Target, Transform, parameter
+from hybridrt.layers.weights import Build, Piece, Target, Transform, parameter
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Segment:
 class DenseMethod:
     """How a linear layer stores and applies its weight: here in the model's dtype. A quantised method replaces it."""
 
-    def create(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-        return parameter(out_features, in_features, dtype=dtype, device=device)
+    def create(self, out_features: int, in_features: int, build: Build) -> nn.Parameter:
+        return parameter(out_features, in_features, dtype=build.dtype, device=build.device)
 
     def slot(self, weight: nn.Parameter, dim: int, start: int, size: int) -> torch.Tensor:
         """Where a segment of the checkpoint lands, and where its fold is applied."""
@@ -43,11 +43,11 @@ class DenseMethod:
 
 
 class _SegmentedLinear(nn.Module):
-    def __init__(self, name: str, segments: Sequence[Segment], tp: TPGroup, method: DenseMethod) -> None:
+    def __init__(self, name: str, segments: Sequence[Segment], build: Build, method: DenseMethod) -> None:
         super().__init__()
-        self.name, self.tp, self.method = name, tp, method
+        self.name, self.tp, self.method = name, build.tp, method
         self.segments = {s.name: s for s in segments}
-        self.sizes = [s.local(tp) for s in segments]
+        self.sizes = [s.local(build.tp) for s in segments]
         starts = [sum(self.sizes[:i]) for i in range(len(segments))]
         self.spans = dict(zip(self.segments, zip(starts, self.sizes)))
 
@@ -72,15 +72,13 @@ class ColumnLinear(_SegmentedLinear):
         segments: Sequence[Segment],
         *,
         bias: Sequence[str] = (),
-        tp: TPGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        build: Build,
         method: DenseMethod | None = None,
     ) -> None:
-        super().__init__(name, segments, tp, method or DenseMethod())
+        super().__init__(name, segments, build, method or DenseMethod())
         total = sum(self.sizes)
-        self.weight = self.method.create(total, in_features, dtype, device)
-        self.bias = parameter(total, dtype=dtype, device=device, dummy="zeros") if bias else None
+        self.weight = self.method.create(total, in_features, build)
+        self.bias = parameter(total, dtype=build.dtype, device=build.device, dummy="zeros") if bias else None
         if self.bias is not None:
             self.bias.data.zero_()
 
@@ -138,14 +136,12 @@ class RowLinear(_SegmentedLinear):
         out_features: int,
         *,
         bias: bool = False,
-        tp: TPGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        build: Build,
         method: DenseMethod | None = None,
     ) -> None:
-        super().__init__(name, segments, tp, method or DenseMethod())
-        self.weight = self.method.create(out_features, sum(self.sizes), dtype, device)
-        self.bias = parameter(out_features, dtype=dtype, device=device, dummy="zeros") if bias else None
+        super().__init__(name, segments, build, method or DenseMethod())
+        self.weight = self.method.create(out_features, sum(self.sizes), build)
+        self.bias = parameter(out_features, dtype=build.dtype, device=build.device, dummy="zeros") if bias else None
         if self.bias is not None:
             self.bias.data.zero_()
 

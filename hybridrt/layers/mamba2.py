@@ -1,6 +1,5 @@
 """The Mamba-2 mixer between its projections: conv, scan and gate (Dao & Gu 2024, figure 6)."""
 
-
 import torch
 from torch import nn
 
@@ -14,7 +13,7 @@ from hybridrt.kernels.selective_state_update import selective_state_update
 from hybridrt.kernels.state_replay import mamba2_replay
 from hybridrt.layers.linear import Segment
 from hybridrt.layers.norm import GatedRMSNorm
-from hybridrt.layers.weights import Target, Transform, parameter, whole
+from hybridrt.layers.weights import Build, Target, Transform, parameter, whole
 from hybridrt.mem_cache.mamba_pool import LayerCache
 from hybridrt.state_shape import state_shape
 
@@ -49,18 +48,16 @@ class Mamba2Mixer(nn.Module):
         *,
         conv_bias: bool,
         norm: GatedRMSNorm | None,
-        tp: TPGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        build: Build,
     ) -> None:
         super().__init__()
-        self.name, self.config, self.layer_id, self.tp, self.norm = name, config, layer_id, tp, norm
-        self.shape = state_shape(config, tp.size)
+        self.name, self.config, self.layer_id, self.tp, self.norm = name, config, layer_id, build.tp, norm
+        self.shape = state_shape(config, self.tp.size)
         self.heads, self.head_dim, self.state_size = self.shape.temporal
         self.intermediate_size = self.heads * self.head_dim
-        conv_dim = self.shape.conv_dim
-        self.conv_weight = parameter(conv_dim, config.conv_kernel, dtype=dtype, device=device)
-        self.conv_bias = parameter(conv_dim, dtype=dtype, device=device, dummy="zeros") if conv_bias else None
+        conv_dim, device = self.shape.conv_dim, build.device
+        self.conv_weight = parameter(conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
+        self.conv_bias = parameter(conv_dim, dtype=build.dtype, device=device, dummy="zeros") if conv_bias else None
         # The recurrence's own numbers stay float32: rounding a decay of 0.999 would change what the state forgets.
         self.A = parameter(self.heads, dtype=torch.float32, device=device, dummy="decay")
         self.D = parameter(self.heads, dtype=torch.float32, device=device, dummy="ones")
@@ -84,7 +81,13 @@ class Mamba2Mixer(nn.Module):
         return y if self.norm is None else self.norm(y, z)
 
     def _decode(
-        self, z: torch.Tensor, conv_in: torch.Tensor, dt: torch.Tensor, cache: LayerCache, seg: DecodeSegment, replay: bool
+        self,
+        z: torch.Tensor,
+        conv_in: torch.Tensor,
+        dt: torch.Tensor,
+        cache: LayerCache,
+        seg: DecodeSegment,
+        replay: bool,
     ) -> torch.Tensor:
         buf, rows, tokens = seg.buffers, seg.rows.shape[0], seg.tokens_per_row
         conved = causal_conv1d_update(

@@ -3,10 +3,9 @@
 import torch
 from torch import nn
 
-from hybridrt.distributed.groups import TPGroup
 from hybridrt.kernels.activation import relu2, silu_and_mul
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
-from hybridrt.layers.weights import Target
+from hybridrt.layers.weights import Build, Target
 
 
 class GatedMLP(nn.Module):
@@ -19,18 +18,15 @@ class GatedMLP(nn.Module):
         intermediate_size: int,
         *,
         bias: bool = False,
-        tp: TPGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        build: Build,
     ) -> None:
         super().__init__()
-        common = {"tp": tp, "dtype": dtype, "device": device}
         self.has_bias = bias
         parts = [Segment("gate", intermediate_size), Segment("up", intermediate_size)]
         self.gate_up = ColumnLinear(
-            f"{name}.gate_up", hidden_size, parts, bias=("gate", "up") if bias else (), **common
+            f"{name}.gate_up", hidden_size, parts, bias=("gate", "up") if bias else (), build=build
         )
-        self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, **common)
+        self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, build=build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(silu_and_mul(self.gate_up(x)))
@@ -54,17 +50,14 @@ class Relu2MLP(nn.Module):
         intermediate_size: int,
         *,
         bias: bool = False,
-        tp: TPGroup,
-        dtype: torch.dtype,
-        device: torch.device,
+        build: Build,
     ) -> None:
         super().__init__()
-        common = {"tp": tp, "dtype": dtype, "device": device}
         self.has_bias = bias
         self.up = ColumnLinear(
-            f"{name}.up", hidden_size, [Segment("up", intermediate_size)], bias=("up",) if bias else (), **common
+            f"{name}.up", hidden_size, [Segment("up", intermediate_size)], bias=("up",) if bias else (), build=build
         )
-        self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, **common)
+        self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, build=build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(relu2(self.up(x)))

@@ -6,21 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hybridrt.distributed.groups import TPGroup
 from hybridrt.kernels.moe import fused_experts, router_sigmoid_grouped, router_softmax
-from hybridrt.layers.weights import Piece, Target, parameter, whole
+from hybridrt.layers.weights import Build, Piece, Target, parameter, whole
 
 
 class SoftmaxRouter(nn.Module):
     """The top k of a softmax over experts (Qwen)."""
 
     def __init__(
-        self, name: str, hidden_size: int, num_experts: int, *, top_k: int, renormalize: bool,
-        dtype: torch.dtype, device: torch.device,
+        self, name: str, hidden_size: int, num_experts: int, *, top_k: int, renormalize: bool, build: Build,
     ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.top_k, self.renormalize = name, top_k, renormalize
-        self.weight = parameter(num_experts, hidden_size, dtype=dtype, device=device)
+        self.weight = parameter(num_experts, hidden_size, dtype=build.dtype, device=build.device)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden] to weights [T, k] float32 and expert ids [T, k] int32."""
@@ -35,13 +33,13 @@ class SigmoidGroupRouter(nn.Module):
 
     def __init__(
         self, name: str, hidden_size: int, num_experts: int, *, top_k: int, n_group: int, topk_group: int,
-        renormalize: bool, scaling: float, device: torch.device,
+        renormalize: bool, scaling: float, build: Build,
     ) -> None:  # fmt: skip
         super().__init__()
         self.name = name
         self.choice = (top_k, n_group, topk_group, renormalize, scaling)
-        self.weight = parameter(num_experts, hidden_size, dtype=torch.float32, device=device)
-        self.correction = parameter(num_experts, dtype=torch.float32, device=device, dummy="zeros")
+        self.weight = parameter(num_experts, hidden_size, dtype=torch.float32, device=build.device)
+        self.correction = parameter(num_experts, dtype=torch.float32, device=build.device, dummy="zeros")
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden] to weights [T, k] float32 and expert ids [T, k] int32."""
@@ -59,15 +57,15 @@ class Experts(nn.Module):
 
     def __init__(
         self, name: str, num_experts: int, size: int, intermediate_size: int, *,
-        activation: Literal["silu", "relu2"], gated: bool, tp: TPGroup, dtype: torch.dtype, device: torch.device,
+        activation: Literal["silu", "relu2"], gated: bool, build: Build,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.name, self.num_experts, self.tp = name, num_experts, tp
+        self.name, self.num_experts, self.tp = name, num_experts, build.tp
         self.activation: Literal["silu", "relu2"] = activation
         self.gated = gated
-        self.local = intermediate_size // tp.size
-        self.up = parameter(num_experts, self.local * (2 if gated else 1), size, dtype=dtype, device=device)
-        self.down = parameter(num_experts, size, self.local, dtype=dtype, device=device)
+        self.local = intermediate_size // self.tp.size
+        self.up = parameter(num_experts, self.local * (2 if gated else 1), size, dtype=build.dtype, device=build.device)
+        self.down = parameter(num_experts, size, self.local, dtype=build.dtype, device=build.device)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """[T, in] to this rank's part of [T, in]; the caller sums over ranks."""

@@ -23,9 +23,7 @@ class RMSNorm(nn.Module):
         self.name, self.eps, self.zero_centered, self.fold = name, eps, zero_centered, fold
         self.weight = parameter(size, dtype=torch.float32, device=device, dummy="ones")
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual); without a residual x itself is what goes on."""
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
@@ -33,7 +31,9 @@ class RMSNorm(nn.Module):
 
     def targets(self, key: str) -> dict[str, Target]:
         offset = 1.0 if self.zero_centered else 0.0
-        return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data, lambda t: t.float() + offset, self.fold)}
+        return {
+            f"{key}.weight": whole(f"{self.name}.weight", self.weight.data, lambda t: t.float() + offset, self.fold)
+        }
 
 
 class GatedRMSNorm(nn.Module):

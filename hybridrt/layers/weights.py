@@ -6,15 +6,24 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a layer is made for: its tensor-parallel rank, its numbers and its device."""
+
+    tp: TPGroup
+    dtype: torch.dtype
+    device: torch.device
+
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 DUMMY_FILLS = ("normal", "ones", "zeros", "decay", "dt_bias")
 
 
-def parameter(
-    *shape: int, dtype: torch.dtype, device: torch.device | str, dummy: str = "normal"
-) -> nn.Parameter:
+def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str, dummy: str = "normal") -> nn.Parameter:
     """An uninitialised parameter; `dummy` says how load_format="dummy" fills it (DUMMY_FILLS)."""
     assert dummy in DUMMY_FILLS, dummy
     param = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)

@@ -11,10 +11,26 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode
 from hybridrt.kernels.sampling import token_logprobs
-from hybridrt.runtime.build import build_model, build_pools, load_target, make_plan, weight_bytes
+from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts
+from hybridrt.runtime.build import (
+    build_model,
+    build_pools,
+    device_budget,
+    load_target,
+    make_plan,
+    weight_bytes,
+)
 from hybridrt.runtime.graph_runner import DecodeInputs, GraphRunner
 from hybridrt.runtime.sampler import Filters, Sampler, SamplingTable
-from hybridrt.runtime.step import StepHandle, StepPlan, StepResult, TokenLogprobs
+from hybridrt.runtime.step import (
+    Admission,
+    ExtendRow,
+    PageWrite,
+    StepHandle,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from hybridrt.runtime.step_inputs import Sections, StagingRing, pack_step
 from hybridrt.sampling_params import SamplingParams
 
@@ -51,23 +67,49 @@ class ModelRunner:
         self.model_path, self.target = load_target(config, tp)
         self.model_config, self.device = self.target.model_config, self.target.device
         self.model = build_model(config, self.target, self.model_path, progress)
-        self.plan = make_plan(config, self.target, budget_bytes=budget_bytes, weights=weight_bytes(self.model))
-        self.pools = build_pools(config, self.target, self.plan)
+        weights = weight_bytes(self.model)
+        peak = 0
+        if budget_bytes is None and self.device.type == "cuda":
+            peak = self._measure_activations()
+            budget_bytes = device_budget(self.device, config.memory_fraction) - peak
+        self._allocate(make_plan(config, self.target, budget_bytes=budget_bytes, weights=weights, activations=peak))
+        self.graphs = self._capture(progress) if self.device.type == "cuda" and config.cuda_graph else None
+
+    def _allocate(self, plan: MemoryPlan) -> None:
+        """Pools, backend and tables of a plan."""
+        self.plan = plan
+        self.graphs: GraphRunner | None = None  # captured once the final pools stand
+        self.pools = build_pools(self.config, self.target, plan)
         self.backend = create_backend(
-            config,
+            self.config,
             self.model_config,
             layers=self.model.mixers(),
             kv_pool=self.pools.kv,
             req_to_token_pool=self.pools.req_to_token,
             device=self.device,
         )
-        self.sampling_table = SamplingTable(self.plan.num_rows, self.model_config.vocab_size, self.device)
+        self.sampling_table = SamplingTable(plan.num_rows, self.model_config.vocab_size, self.device)
         self.sampler = Sampler(self.sampling_table)
         # The next input of every row: sampled here, read by the next step, never waited for by the host.
-        self.last_tokens = torch.zeros(self.plan.num_rows + 1, dtype=torch.int32, device=self.device)
+        self.last_tokens = torch.zeros(plan.num_rows + 1, dtype=torch.int32, device=self.device)
         self._staging = StagingRing(self.device)
         self._params: dict[int, SamplingParams] = {}
-        self.graphs = self._capture(progress) if self.device.type == "cuda" and config.cuda_graph else None
+
+    def _measure_activations(self) -> int:
+        """Bytes that the largest prefill step takes beside weights and pools: one is run over small pools."""
+        config, limit = self.config, self.model_config.max_position_embeddings
+        length = min(config.chunked_prefill_size, config.max_model_len or limit, limit)
+        rows = -(-config.chunked_prefill_size // length)
+        pages = -(-length // config.page_size)
+        costs = UnitCosts(slot=0, row=0, page=0)
+        self._allocate(MemoryPlan(rows, rows, rows * pages, config.page_size, length, costs, 0))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self.launch(_probe_step(rows, length, pages)).result()
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        del self.pools, self.backend, self.sampling_table, self.sampler
+        torch.cuda.empty_cache()
+        return peak
 
     def _capture(self, progress: bool) -> GraphRunner:
         graphs = GraphRunner(
@@ -174,6 +216,17 @@ class ModelRunner:
         top_n = max((n for n in wanted if n is not None), default=None)
         logprobs = () if top_n is None else token_logprobs(logits, tokens, top_n)
         return LaunchedStep(tokens, logprobs, wanted)
+
+
+def _probe_step(rows: int, length: int, pages: int) -> StepPlan:
+    """A prefill of `rows` prompts of `length` tokens, each with its own pages."""
+    params = SamplingParams(temperature=0.0)
+    ids = [0] * length
+    return StepPlan(
+        admissions=[Admission(r, r, ids, length, params, 0) for r in range(1, rows + 1)],
+        page_writes=[PageWrite(r, 0, range(1 + (r - 1) * pages, 1 + r * pages)) for r in range(1, rows + 1)],
+        extend=[ExtendRow(r, 0, ids, 0, True) for r in range(1, rows + 1)],
+    )
 
 
 class LaunchedStep:
