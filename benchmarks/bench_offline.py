@@ -1,0 +1,114 @@
+"""Decode steps and prefill of a whole model, against the bytes that must move.
+
+    python -m benchmarks.bench_offline benchmarks/configs/falcon-h1-7b --batches 1,32,128,256 --prefill 1x8192
+
+Weights are seeded random numbers from config.json alone. A decode step is the slope between two generation lengths
+while all requests decode: (time at 144 tokens - time at 16 tokens) / 128, median of `--repeats`.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.common import environment, save, step_bytes
+from hybridrt import LLM, SamplingParams
+from hybridrt.config import DTYPES
+
+FIRST, LAST = 16, 144
+
+
+def prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[list[int]]:
+    """`count` random prompts of `length` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocab, (count, length), generator=generator).tolist()
+
+
+def decode_ms(llm: LLM, batch: int, context: int, params: SamplingParams) -> float:
+    """Milliseconds of a decode step of `batch` requests around `context` tokens of context."""
+    engine = llm.engine
+    length = max(context - (FIRST + LAST) // 2, 1)
+    ids = [engine.add_request(p, params) for p in prompts(batch, length, llm.model_config.vocab_size)]
+    fewest = run_until(llm, ids, FIRST)
+    start = time.perf_counter()
+    steps = run_until(llm, ids, fewest + LAST - FIRST) - fewest
+    elapsed = time.perf_counter() - start
+    for request in ids:
+        engine.abort(request)
+    engine.drain()
+    return elapsed / steps * 1e3
+
+
+def run_until(llm: LLM, ids: list[str], tokens: int) -> int:
+    """Steps until every request has `tokens` tokens; returns the fewest that any has then."""
+    progress = dict.fromkeys(ids, 0)
+    while min(progress.values()) < tokens:
+        for output in llm.engine.step():
+            progress[output.request_id] = len(output.token_ids)
+    return min(progress.values())
+
+
+def prefill_tokens_per_s(llm: LLM, count: int, length: int) -> float:
+    """Prompt tokens per second: `count` prompts of `length` tokens to their first token each."""
+    batch = prompts(count, length, llm.model_config.vocab_size, seed=1)
+    start = time.perf_counter()
+    llm.generate(batch, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+    return count * length / (time.perf_counter() - start)
+
+
+def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    params = SamplingParams(max_tokens=LAST + 64, temperature=args.temperature, ignore_eos=True, seed=1)
+    model = llm.engine.executor.model  # type: ignore[attr-defined]
+    for batch in args.batches:
+        times = [decode_ms(llm, batch, args.ctx, params) for _ in range(args.repeats)]
+        ms = statistics.median(times)
+        floor = step_bytes(llm.model_config, model, batch, args.ctx, model.dtype, DTYPES[args.state_dtype]).floor_ms()
+        rows.append({"what": f"decode batch {batch}", "ms": ms, "tok/s": batch / ms * 1e3, "floor_ms": floor})
+        print(f"{rows[-1]['what']:24} {ms:9.3f} ms {batch / ms * 1e3:10.0f} tok/s  floor {floor:7.3f} ms "
+              f"({floor / ms:5.1%})  spread {max(times) - min(times):.3f}", flush=True)  # fmt: skip
+    for count, length in args.prefill:
+        prefill_tokens_per_s(llm, count, length)
+        rate = statistics.median(prefill_tokens_per_s(llm, count, length) for _ in range(args.repeats))
+        rows.append({"what": f"prefill {count}x{length}", "tok/s": rate})
+        print(f"{rows[-1]['what']:24} {rate:24.0f} tok/s", flush=True)
+    return rows
+
+
+def parse() -> argparse.Namespace:
+    def shapes(text: str) -> list[tuple[int, int]]:
+        return [(int(a), int(b)) for a, b in (item.split("x") for item in text.split(",") if item)]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="directory with a config.json; weights are random")
+    parser.add_argument("--batches", type=lambda t: [int(x) for x in t.split(",") if x], default=[1, 32, 128, 256])
+    parser.add_argument("--ctx", type=int, default=1024, help="tokens of context around which decode is measured")
+    parser.add_argument("--prefill", type=shapes, default=[], help="e.g. 1x8192,16x2048,1x32768")
+    parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(DTYPES))
+    parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--name", help="write benchmarks/results/NAME.json")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    start = time.perf_counter()
+    longest = max([args.ctx + LAST + 80, *(length + 16 for _, length in args.prefill)])
+    llm = LLM(
+        args.model, load_format="dummy", max_model_len=longest, mamba_ssm_dtype=args.state_dtype,
+        state_mode=args.state_mode, max_running_requests=max(args.batches, default=16),
+    )  # fmt: skip
+    print(llm.plan.summary())
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0.0))
+    print(f"start to first token {time.perf_counter() - start:.1f} s; {environment()}")
+    rows = measure(args, llm)
+    if args.name:
+        print(save(args.name, rows))
+
+
+if __name__ == "__main__":
+    main()

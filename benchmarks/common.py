@@ -1,0 +1,89 @@
+"""What the benchmarks share: where a run happened, and the fewest bytes that a decode step can move."""
+
+import json
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridrt.config import ModelConfig
+from hybridrt.state_shape import state_shape
+
+RESULTS = Path(__file__).parent / "results"
+HBM_BYTES_PER_S = 4.0e12  # the bandwidth that the floors of docs/performance.md are computed with
+
+
+def environment() -> dict[str, str]:
+    """GPU or CPU, versions and commit of a run."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    try:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "python": platform.python_version()}
+    try:
+        import triton
+
+        versions["triton"] = triton.__version__
+    except ImportError:
+        versions["triton"] = "none"
+    return {"device": gpu, "commit": commit, **versions}
+
+
+def save(name: str, rows: Any) -> Path:
+    """Writes a run's rows and environment to benchmarks/results/<name>.json."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    return path
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that one decode step reads and writes at least."""
+
+    weights: float
+    state: float
+    kv: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.state + self.kv
+
+    def floor_ms(self) -> float:
+        return self.total / HBM_BYTES_PER_S * 1e3
+
+
+def step_bytes(
+    config: ModelConfig, model: torch.nn.Module, batch: int, context: int, dtype: torch.dtype, state_dtype: torch.dtype
+) -> StepBytes:
+    """The floor of a decode step that reads and writes the recurrent state every step (the classic mode).
+
+    Weights: each matrix once, the embedding table only as the head; of routed experts those that `batch` tokens
+    are expected to touch. KV: the whole context once.
+    """
+    weights = 0.0
+    for name, p in model.named_parameters():
+        share = _touched_experts(config, batch) if ".experts." in name else 0.0 if name == "embed.weight" else 1.0
+        weights += p.numel() * p.element_size() * share
+    if config.tie_word_embeddings:
+        weights += config.vocab_size * config.hidden_size * dtype.itemsize
+    state = 0.0
+    for kind, linear in config.linear.items():
+        shape = state_shape(linear)
+        per_layer = 2 * shape.temporal_numel * state_dtype.itemsize + 2 * shape.conv_dim * 4 * dtype.itemsize
+        state += batch * len(config.linear_layer_ids(kind)) * per_layer
+    attention = config.attention
+    kv_token = 2 * attention.num_kv_heads * attention.head_dim * dtype.itemsize
+    kv = batch * context * len(config.full_attention_layer_ids) * kv_token
+    return StepBytes(weights, state, float(kv))
+
+
+def _touched_experts(config: ModelConfig, batch: int) -> float:
+    """Expected share of experts that at least one of `batch` tokens picks, if picks are uniform."""
+    experts = getattr(config.hf, "num_experts", None) or getattr(config.hf, "n_routed_experts", 1)
+    return 1.0 - (1.0 - config.hf.num_experts_per_tok / experts) ** batch
