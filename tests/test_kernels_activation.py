@@ -5,6 +5,7 @@ import torch
 
 from hybridrt.kernels.activation import relu2, sigmoid_mul, silu_and_mul
 
+pytestmark = pytest.mark.usefixtures("provider")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

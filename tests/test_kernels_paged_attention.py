@@ -5,6 +5,7 @@ import torch
 
 from hybridrt.kernels.paged_attention import attention_decode, attention_extend, write_kv
 
+pytestmark = pytest.mark.usefixtures("provider")
 PAGE, HEAD_DIM, MAX_CONTEXT = 4, 8, 24
 SCALE = 0.3
 
@@ -12,17 +13,17 @@ SCALE = 0.3
 class Cache:
     """Requests of the given lengths in scattered pages; every slot that holds no token of theirs is NaN."""
 
-    def __init__(self, lengths, kv_heads=2, dtype=torch.float32):
-        pages = 1 + 6 * len(lengths) + 3
+    def __init__(self, lengths, kv_heads=2, dtype=torch.float32, max_context=MAX_CONTEXT):
+        pages = 1 + max_context // PAGE * len(lengths) + 3
         self.k, self.v = (torch.full((pages, PAGE, kv_heads, HEAD_DIM), torch.nan, dtype=dtype) for _ in range(2))
         self.k[0], self.v[0] = 1.0, 1.0
-        self.table = torch.zeros(len(lengths) + 3, MAX_CONTEXT, dtype=torch.int32)
+        self.table = torch.zeros(len(lengths) + 3, max_context, dtype=torch.int32)
         self.rows = torch.randperm(len(lengths) + 2)[: len(lengths)].int() + 1
         self.keys, self.values = [], []
         free = iter((torch.randperm(pages - 1) + 1).tolist())
         for row, length in zip(self.rows.tolist(), lengths, strict=True):
             # The whole width is filled, as after a longer previous tenant.
-            for start in range(0, MAX_CONTEXT, PAGE):
+            for start in range(0, max_context, PAGE):
                 page = next(free) if start < length else pages - 1
                 self.table[row, start : start + PAGE] = torch.arange(page * PAGE, page * PAGE + PAGE)
             k, v = torch.randn(2, length, kv_heads, HEAD_DIM).to(dtype)
@@ -51,7 +52,7 @@ def close(got, want, dtype=torch.float32):
     torch.testing.assert_close(got.double(), want, rtol=8 * eps, atol=8 * eps)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("sliding_window", [None, 1, 5])
 @pytest.mark.parametrize(("query_heads", "kv_heads"), [(2, 2), (6, 2), (4, 1)])
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -124,7 +125,66 @@ def test_a_chain_is_the_tree_whose_mask_is_triangular():
         assert torch.equal(chain, tree)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles so small that short contexts take many of them, and a group of query heads more than one."""
+    from hybridrt.kernels import paged_attention_triton
+
+    for name in ("DECODE_BLOCK_N", "DECODE_MAX_BLOCK_M", "EXTEND_BLOCK_M", "EXTEND_BLOCK_N"):
+        monkeypatch.setattr(paged_attention_triton, name, 16)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 20])
+@pytest.mark.parametrize("multiprocessors", [1, 3, 100])
+def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, sliding_window, multiprocessors):
+    from hybridrt.kernels import paged_attention_triton
+
+    monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: multiprocessors)
+    torch.manual_seed(0)
+    lengths, tokens = [70, 6, 33], 5
+    cache = Cache(lengths, max_context=96)
+    q = torch.randn(len(lengths) + 1, tokens, 8, HEAD_DIM)
+    rows, seq_lens = torch.cat((cache.rows, torch.zeros(1).int())), torch.tensor([*lengths, 0])
+    mask = torch.ones(len(q), tokens, tokens, dtype=torch.bool).tril()
+    mask[:, 3, 1:3] = False  # node 3 is another child of the root
+    out = attention_decode(
+        q, cache.k, cache.v, cache.table, rows, seq_lens, scale=SCALE, sliding_window=sliding_window, tree_mask=mask
+    )
+    assert torch.equal(out[-1], torch.zeros_like(out[-1]))
+    for b, length in enumerate(lengths):
+        for t in range(tokens):
+            path = [*range(length - tokens), *(length - tokens + node for node in range(tokens) if mask[b, t, node])]
+            visible = path[-sliding_window:] if sliding_window else path
+            close(out[b, t], slow_attention(q[b, t], cache.keys[b], cache.values[b], visible))
+
+
+@pytest.mark.parametrize("sliding_window", [None, 20])
+def test_extend_over_many_tiles(small_tiles, sliding_window):
+    torch.manual_seed(0)
+    seq_lens, query_lens = [70, 37, 20], [9, 37, 2]
+    cache = Cache(seq_lens, max_context=96)
+    q = torch.randn(sum(query_lens), 6, HEAD_DIM)
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    out = attention_extend(
+        q,
+        cache.k,
+        cache.v,
+        cache.table,
+        cache.rows,
+        starts,
+        torch.tensor(seq_lens, dtype=torch.int32),
+        scale=SCALE,
+        sliding_window=sliding_window,
+        query_lens=query_lens,
+        seq_lens_host=seq_lens,
+    )
+    for b, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
+        for i in range(query_len):
+            token, visible = int(starts[b]) + i, window(seq_len - query_len + i, sliding_window)
+            close(out[token], slow_attention(q[token], cache.keys[b], cache.values[b], visible))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("sliding_window", [None, 5, 100])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_extend_of_ragged_chunks_with_and_without_prefix(dtype, sliding_window, kv_heads):

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from hybridrt.kernels.rms_norm import rms_norm
-from hybridrt.kernels.rotary import apply_rotary, qk_norm_rotary
+from hybridrt.kernels.rotary import apply_rotary, qk_norm_rotary, qk_norm_rotary_reference, rotary_write_kv
+
+pytestmark = pytest.mark.usefixtures("provider")
 
 
 def table(max_positions, rot, theta=100.0):
@@ -32,11 +34,13 @@ def test_rotates_the_first_dims_of_views_of_a_merged_projection(dtype, rot, posi
     q, k = merged[:, : 3 * 16].view(5, 3, 16), merged[:, 3 * 16 : 5 * 16].view(5, 2, 16)
     positions = torch.tensor([0, 7, 3, 3, 11], dtype=position_dtype)
     expected = slow_rotary(q, positions, rot), slow_rotary(k, positions, rot)
+    other = merged[:, 5 * 16 :].clone()
     out = apply_rotary(q, k, positions, table(12, rot))
     tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
     for got, want in zip(out, expected, strict=True):
         assert got.dtype == dtype
         torch.testing.assert_close(got.double(), want, **tolerance)
+    assert torch.equal(merged[:, 5 * 16 :], other)
 
 
 def test_norm_per_head_comes_first():
@@ -46,6 +50,24 @@ def test_norm_per_head_comes_first():
     got = qk_norm_rotary(q.clone(), k.clone(), positions, table(10, 8), q_weight, k_weight, 1e-6)
     want = apply_rotary(rms_norm(q, q_weight, 1e-6), rms_norm(k, k_weight, 1e-6), positions, table(10, 8))
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("rot", [8, 12])
+def test_rotated_keys_and_values_land_in_their_slots(normed, rot):
+    torch.manual_seed(0)
+    merged, positions = torch.randn(4, (3 + 2 + 2) * 12), torch.tensor([5, 0, 2, 9])
+    q, k, v = (x.unflatten(-1, (-1, 12)) for x in merged.split([36, 24, 24], -1))
+    weights = (torch.randn(12), torch.randn(12)) if normed else (None, None)
+    want_q, want_k = qk_norm_rotary_reference(q, k, positions, table(10, rot), *weights, 1e-6)
+    want_v = v.clone()
+    k_cache, v_cache = (torch.full((3, 8, 2, 12), torch.nan) for _ in range(2))
+    slots = torch.tensor([17, 3, 8, 21], dtype=torch.int32)
+    got = rotary_write_kv(q, k, v, positions, table(10, rot), *weights, 1e-6, k_cache, v_cache, slots)
+    torch.testing.assert_close(got, want_q)
+    torch.testing.assert_close(k_cache.view(-1, 2, 12)[slots], want_k)
+    assert torch.equal(v_cache.view(-1, 2, 12)[slots], want_v)
+    assert int(k_cache.isnan().sum()) == int(v_cache.isnan().sum()) == (24 - 4) * 2 * 12
 
 
 def test_no_tokens():

@@ -8,6 +8,7 @@ from hybridrt.kernels.providers import register, select
 
 for _op in ("silu_and_mul", "relu2", "sigmoid_mul"):
     register(_op, "torch", f"hybridrt.kernels.activation:{_op}_reference")
+    register(_op, "triton", f"hybridrt.kernels.activation_triton:{_op}_triton", priority=10)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

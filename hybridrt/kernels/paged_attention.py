@@ -15,6 +15,7 @@ from hybridrt.kernels.providers import register, select
 
 for _op in ("write_kv", "attention_decode", "attention_extend"):
     register(_op, "torch", f"hybridrt.kernels.paged_attention:{_op}_reference")
+    register(_op, "triton", f"hybridrt.kernels.paged_attention_triton:{_op}_triton", priority=10)
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:

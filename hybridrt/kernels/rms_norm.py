@@ -5,8 +5,9 @@ from torch import Tensor
 
 from hybridrt.kernels.providers import register, select
 
-register("rms_norm", "torch", "hybridrt.kernels.rms_norm:rms_norm_reference")
-register("add_rms_norm", "torch", "hybridrt.kernels.rms_norm:add_rms_norm_reference")
+for _op in ("rms_norm", "add_rms_norm"):
+    register(_op, "torch", f"hybridrt.kernels.rms_norm:{_op}_reference")
+    register(_op, "triton", f"hybridrt.kernels.rms_norm_triton:{_op}_triton", priority=10)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -3,10 +3,13 @@
 import torch
 from torch import Tensor
 
+from hybridrt.kernels.paged_attention import write_kv_reference
 from hybridrt.kernels.providers import register, select
 from hybridrt.kernels.rms_norm import rms_norm_reference
 
-register("qk_norm_rotary", "torch", "hybridrt.kernels.rotary:qk_norm_rotary_reference")
+for _op in ("qk_norm_rotary", "rotary_write_kv"):
+    register(_op, "torch", f"hybridrt.kernels.rotary:{_op}_reference")
+    register(_op, "triton", f"hybridrt.kernels.rotary_triton:{_op}_triton", priority=10)
 
 
 def apply_rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,6 +37,26 @@ def qk_norm_rotary(
     return rotated
 
 
+def rotary_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out_cache_loc: Tensor,
+) -> Tensor:
+    """`qk_norm_rotary`, then `write_kv` of the rotated k and of v `[T, Hkv, D]`. Returns the rotated q."""
+    rotated: Tensor = select("rotary_write_kv", q.device.type)(
+        q, k, v, positions, cos_sin, q_weight, k_weight, eps, k_cache, v_cache, out_cache_loc
+    )
+    return rotated
+
+
 def qk_norm_rotary_reference(
     q: Tensor,
     k: Tensor,
@@ -55,3 +78,21 @@ def qk_norm_rotary_reference(
     first.copy_(rotated)
     rotated_q, rotated_k = heads.to(q.dtype).split((q.shape[1], k.shape[1]), dim=1)
     return rotated_q, rotated_k
+
+
+def rotary_write_kv_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out_cache_loc: Tensor,
+) -> Tensor:
+    q, k = qk_norm_rotary_reference(q, k, positions, cos_sin, q_weight, k_weight, eps)
+    write_kv_reference(k, v, k_cache, v_cache, out_cache_loc)
+    return q

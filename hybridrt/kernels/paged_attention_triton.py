@@ -1,0 +1,305 @@
+"""Triton kernels of paged attention (flash attention, Dao et al. 2022; split over the context, Dao et al. 2023).
+
+All query heads that share a key/value head are rows of one tile, so a key is loaded once for the group: row m of a tile
+is token m // GROUPS and head m % GROUPS of the group. Scores are in units of log 2.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.launch import dot_precision, multiprocessors
+
+DECODE_BLOCK_N = 64  # context positions per tile
+DECODE_MAX_BLOCK_M = 64
+EXTEND_BLOCK_M, EXTEND_BLOCK_N = 128, 64
+WIDE_HEAD_BLOCK_M = 64  # of heads wider than 128, whose accumulator would spill at EXTEND_BLOCK_M
+PROGRAMS_PER_MULTIPROCESSOR = 4
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    q, k_ptr, v_ptr, table, pos, in_context, visible, kv_head, d, acc, row_max, row_sum, scale_log2,
+    HKV: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: the tile `q` [M, D] against the context positions `pos` [N]."""
+    slot = tl.load(table + pos, mask=in_context, other=0).to(tl.int64)
+    base = (slot * HKV + kv_head) * D
+    mask = in_context[:, None] & (d < D)[None, :]
+    k = tl.load(k_ptr + base[:, None] + d[None, :], mask=mask, other=0.0).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+    scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # A row that has seen nothing yet keeps -inf; 0 in its place keeps the differences from being NaN.
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - safe_max[:, None])
+    rescale = tl.exp2(row_max - safe_max)
+    v = tl.load(v_ptr + base[:, None] + d[None, :], mask=mask, other=0.0).to(q.dtype)
+    acc = acc * rescale[:, None] + tl.dot(weights.to(q.dtype), v, input_precision=PRECISION)
+    return acc, new_max, row_sum * rescale + tl.sum(weights, 1)
+
+
+@triton.jit
+def _split_range(seq_len, split, T: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First position that any token sees, aligned; the split's first and end block; how many splits have blocks."""
+    origin = 0
+    if WINDOW > 0:
+        origin = tl.maximum(seq_len - T - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    blocks = tl.cdiv(seq_len - origin, BLOCK_N)
+    per_split = tl.maximum(tl.cdiv(blocks, SPLITS), 1)
+    return origin, split * per_split, tl.minimum((split + 1) * per_split, blocks), tl.cdiv(blocks, per_split)
+
+
+@triton.jit
+def _tree_depth(tree, node, node_mask, tree_st, T: tl.constexpr, BLOCK_T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ancestors of each node of a row's tree: its mask holds them and the node itself."""
+    t = tl.arange(0, BLOCK_T)
+    mask = node_mask[:, None] & (t < T)[None, :]
+    seen = tl.load(tree + node[:, None] * tree_st + t[None, :], mask=mask, other=0)
+    return tl.sum((seen != 0).to(tl.int32), 1) - 1
+
+
+@triton.jit
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, tree_ptr, out_ptr, lse_ptr,
+    q_sb, q_st, q_sh, table_sr, tree_sb, tree_st, scale_log2,
+    T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    b, head_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + b)
+    origin, first, end, _ = _split_range(seq_len, split, T, WINDOW, SPLITS, BLOCK_N)
+    if (SPLITS > 1) & (first >= end):
+        return
+    m_blocks: tl.constexpr = (T * GROUPS + BLOCK_M - 1) // BLOCK_M
+    kv_head = head_block // m_blocks
+    m = (head_block % m_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live, token, head = m < T * GROUPS, m // GROUPS, kv_head * GROUPS + m % GROUPS
+    d = tl.arange(0, BLOCK_D)
+    mask = live[:, None] & (d < D)[None, :]
+    q_row = q_ptr + b.to(tl.int64) * q_sb + token * q_st + head * q_sh
+    q = tl.load(q_row[:, None] + d[None, :], mask=mask, other=0.0)
+    table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr
+    depth = token
+    if tree_ptr is not None:
+        tree = tree_ptr + b.to(tl.int64) * tree_sb
+        if WINDOW > 0:
+            depth = _tree_depth(tree, token, live, tree_st, T, BLOCK_T)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    for block in range(first, end):
+        pos = origin + block * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_context = pos < seq_len
+        node = pos - (seq_len - T)  # which of the T tokens stands there; negative before them
+        key_depth = node
+        if tree_ptr is not None:
+            in_tree = in_context & (node >= 0)
+            named = tree + token[:, None] * tree_st + node[None, :]
+            named = tl.load(named, mask=live[:, None] & in_tree[None, :], other=0) != 0
+            visible = in_context[None, :] & ((node < 0)[None, :] | named)
+            if WINDOW > 0:
+                key_depth = tl.where(node < 0, node, _tree_depth(tree, node, in_tree, tree_st, T, BLOCK_T))
+        else:
+            visible = in_context[None, :] & (node[None, :] <= token[:, None])
+        if WINDOW > 0:
+            visible &= depth[:, None] - key_depth[None, :] < WINDOW
+        acc, row_max, row_sum = _attend(q, k_ptr, v_ptr, table, pos, in_context, visible, kv_head, d, acc, row_max,
+                                        row_sum, scale_log2, HKV, D, PRECISION)  # fmt: skip
+    out_row = ((b.to(tl.int64) * SPLITS + split) * T + token) * (HKV * GROUPS) + head
+    row_sum = tl.where(row_sum == 0, 1.0, row_sum)
+    out = acc / row_sum[:, None]
+    tl.store(out_ptr + out_row[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    if SPLITS > 1:
+        tl.store(lse_ptr + out_row, row_max + tl.log2(row_sum), mask=live)
+
+
+@triton.jit
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    partial_ptr, lse_ptr, seq_lens_ptr, out_ptr,
+    T: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One token and head: the splits' outputs weighted by their sums of exponentials."""
+    b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, _, _, used = _split_range(tl.load(seq_lens_ptr + b), 0, T, WINDOW, SPLITS, BLOCK_N)
+    d, s = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    d_mask = d < D
+    row = (b * SPLITS + s) * (T * HQ) + head
+    lse = tl.load(lse_ptr + row, mask=s < used, other=float("-inf"))
+    largest = tl.max(lse, 0)
+    weight = tl.exp2(lse - tl.where(largest == float("-inf"), 0.0, largest))
+    total = tl.sum(weight, 0)
+    weight /= tl.where(total == 0, 1.0, total)
+    mask = (s < used)[:, None] & d_mask[None, :]
+    partial = tl.load(partial_ptr + row[:, None] * D + d[None, :], mask=mask, other=0.0)
+    out = tl.sum(partial * weight[:, None], 0)
+    tl.store(out_ptr + (b * (T * HQ) + head) * D + d, out.to(out_ptr.dtype.element_ty), mask=d_mask)
+
+
+def attention_decode_triton(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    req_to_token: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    tree_mask: Tensor | None = None,
+    max_len: int | None = None,
+) -> Tensor:
+    """`attention_decode` in one launch, or two where a row's context is split among programs.
+
+    The split depends on shapes alone (max_len is not looked at), so that a graph's replay and an eager call of the same
+    batch size give the same bits.
+    """
+    batch, tokens, query_heads, head_dim = q.shape
+    kv_heads = k_cache.shape[2]
+    rows_per_head = tokens * query_heads // kv_heads
+    block_m = min(max(16, triton.next_power_of_2(rows_per_head)), DECODE_MAX_BLOCK_M)
+    head_blocks = kv_heads * triton.cdiv(rows_per_head, block_m)
+    splits = _splits(batch * head_blocks, req_to_token.shape[1], q.device)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    partial, lse = out, None
+    if splits > 1:
+        partial = torch.empty(batch, splits, tokens, query_heads, head_dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
+    _decode_kernel[(batch, head_blocks, splits)](
+        q, k_cache, v_cache, req_to_token, rows, seq_lens, tree_mask, partial, lse,
+        q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
+        0 if tree_mask is None else tree_mask.stride(0), 0 if tree_mask is None else tree_mask.stride(1),
+        scale * math.log2(math.e),
+        T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
+        BLOCK_M=block_m, BLOCK_N=DECODE_BLOCK_N, BLOCK_D=block_d, BLOCK_T=triton.next_power_of_2(tokens),
+        PRECISION=dot_precision(q.dtype), num_warps=8 if block_m * block_d > 8192 else 4, num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        _combine_kernel[(batch, tokens * query_heads)](
+            partial, lse, seq_lens, out,
+            T=tokens, HQ=query_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits, BLOCK_N=DECODE_BLOCK_N,
+            BLOCK_D=block_d, BLOCK_S=triton.next_power_of_2(splits), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _splits(programs: int, context: int, device: torch.device) -> int:
+    """Into how many programs a row's context is split, to fill the device; fixed by the batch and the table's width."""
+    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), programs)
+    return max(1, min(wanted, triton.cdiv(context, DECODE_BLOCK_N), 64))
+
+
+@triton.jit
+def _extend_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, out_ptr,
+    q_st, q_sh, table_sr, scale_log2,
+    HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # The last blocks of a row see the longest context: start them first.
+    block_m, kv_head, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts_ptr + b)
+    query_len = tl.load(starts_ptr + b + 1) - start
+    if block_m * BLOCK_M >= query_len * GROUPS:
+        return
+    seq_len = tl.load(seq_lens_ptr + b)
+    m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    live, token, head = m < query_len * GROUPS, m // GROUPS, kv_head * GROUPS + m % GROUPS
+    d = tl.arange(0, BLOCK_D)
+    mask = live[:, None] & (d < D)[None, :]
+    row = (start + token).to(tl.int64)
+    q = tl.load(q_ptr + (row * q_st + head * q_sh)[:, None] + d[None, :], mask=mask, other=0.0)
+    table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr
+    prefix = seq_len - query_len
+    position = prefix + token
+    first_token = block_m * BLOCK_M // GROUPS
+    last_token = tl.minimum((block_m * BLOCK_M + BLOCK_M - 1) // GROUPS, query_len - 1)
+    begin, full, end = 0, (prefix + first_token + 1) // BLOCK_N * BLOCK_N, prefix + last_token + 1
+    if WINDOW > 0:
+        begin = tl.maximum(prefix + first_token - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        full = begin
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    everything = tl.full([BLOCK_N], 1, tl.int1)
+    for offset in range(begin, full, BLOCK_N):  # keys that the whole block sees
+        pos = offset + tl.arange(0, BLOCK_N)
+        acc, row_max, row_sum = _attend(q, k_ptr, v_ptr, table, pos, everything, everything[None, :], kv_head, d, acc,
+                                        row_max, row_sum, scale_log2, HKV, D, PRECISION)  # fmt: skip
+    for offset in range(full, end, BLOCK_N):
+        pos = offset + tl.arange(0, BLOCK_N)
+        visible = pos[None, :] <= position[:, None]
+        if WINDOW > 0:
+            visible &= position[:, None] - pos[None, :] < WINDOW
+        acc, row_max, row_sum = _attend(q, k_ptr, v_ptr, table, pos, pos < seq_len, visible, kv_head, d, acc,
+                                        row_max, row_sum, scale_log2, HKV, D, PRECISION)  # fmt: skip
+    out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + ((row * HKV * GROUPS + head) * D)[:, None] + d[None, :], out, mask=mask)
+
+
+def attention_extend_triton(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    req_to_token: Tensor,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    query_lens: Sequence[int],
+    seq_lens_host: Sequence[int],
+) -> Tensor:
+    """`attention_extend` in one launch."""
+    query_heads, head_dim = q.shape[1:]
+    kv_heads = k_cache.shape[2]
+    groups = query_heads // kv_heads
+    allocate = torch.empty if sum(query_lens) == q.shape[0] else torch.zeros
+    out = allocate(q.shape, dtype=q.dtype, device=q.device)
+    longest = max(query_lens, default=0) * groups
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    largest_block = EXTEND_BLOCK_M if block_d <= 128 else WIDE_HEAD_BLOCK_M
+    if longest:
+        block_m = min(max(16, triton.next_power_of_2(longest)), largest_block)
+        _extend_kernel[(triton.cdiv(longest, block_m), kv_heads, len(query_lens))](
+            q, k_cache, v_cache, req_to_token, rows, query_start_loc, seq_lens, out,
+            q.stride(0), q.stride(1), req_to_token.stride(0), scale * math.log2(math.e),
+            HKV=kv_heads, GROUPS=groups, D=head_dim, WINDOW=sliding_window or 0,
+            BLOCK_M=block_m, BLOCK_N=EXTEND_BLOCK_N, BLOCK_D=block_d, PRECISION=dot_precision(q.dtype),
+            num_warps=8 if block_m * block_d > 8192 else 4, num_stages=2,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _write_kv_kernel(  # type: ignore[no-untyped-def]
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_st, k_sh, v_st, v_sh,
+    HKV: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    h, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    mask = (h < HKV) & (d < D)
+    target = tl.load(slots_ptr + t).to(tl.int64) * (HKV * D) + h * D + d
+    k = tl.load(k_ptr + t * k_st + h * k_sh + d, mask=mask)
+    v = tl.load(v_ptr + t * v_st + h * v_sh + d, mask=mask)
+    tl.store(k_cache_ptr + target, k.to(k_cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(v_cache_ptr + target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+
+
+def write_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
+    """`write_kv`, one program a token."""
+    tokens, kv_heads, head_dim = k.shape
+    if tokens == 0:
+        return
+    _write_kv_kernel[(tokens,)](
+        k, v, k_cache, v_cache, out_cache_loc, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        HKV=kv_heads, D=head_dim, BLOCK_H=triton.next_power_of_2(kv_heads), BLOCK_D=triton.next_power_of_2(head_dim),
+    )  # fmt: skip
