@@ -1,0 +1,9 @@
+"""The command line: `hybridrt generate`, `hybridrt inspect`, `hybridrt doctor`. Nothing here imports torch at once."""
+
+
+def main() -> None:
+    """Runs the command in sys.argv and exits: 0 for done, 1 for a failure on the way, 2 for a request that cannot be
+    met (the message says what to change), 130 after an interrupt."""
+    from hybridrt.cli.app import app
+
+    app(prog_name="hybridrt")

@@ -1,0 +1,115 @@
+"""`hybridrt doctor`: the platform, and which provider serves each operation and why the others do not."""
+
+import importlib.metadata
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import typer
+
+from hybridrt.cli.options import JsonOption
+
+if TYPE_CHECKING:
+    from hybridrt.kernels.providers import ReportRow
+
+PACKAGES = ("hybridrt", "torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """A device that this machine has. Bytes free and in all; `note` says what is worth knowing."""
+
+    name: str
+    description: str
+    free_bytes: int
+    total_bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """Everything that `hybridrt doctor` says. A version of None: the package is not installed."""
+
+    platform: str
+    python: str
+    versions: dict[str, str | None]
+    devices: list[DeviceReport]
+    attention_backends: list[str]
+    operations: "list[ReportRow]"
+
+
+def doctor(as_json: JsonOption = False) -> None:
+    """Show the platform, versions and devices, and which kernel provider serves each operation and why."""
+    report = examine()
+    if as_json:
+        typer.echo(json.dumps(asdict(report), indent=2))
+    else:
+        _print(report)
+
+
+def examine() -> DoctorReport:
+    """Looks at the machine; imports no optional package.
+
+    Raises:
+        ConfigError: HYBRIDRT_PROVIDERS names what does not exist.
+    """
+    from hybridrt.attention.registry import attention_backend_names
+    from hybridrt.kernels.providers import PROVIDERS, report
+
+    devices = _devices()
+    distributions = [p.distribution for p in PROVIDERS.values() if p.distribution]
+    return DoctorReport(
+        platform=platform.platform(),
+        python=platform.python_version(),
+        versions={name: _version(name) for name in dict.fromkeys((*PACKAGES, *distributions))},
+        devices=devices,
+        attention_backends=attention_backend_names(),
+        operations=report(tuple(dict.fromkeys(d.name.split(":")[0] for d in devices))),
+    )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[DeviceReport]:
+    import torch
+
+    from hybridrt.runtime.build import free_host_memory
+
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores in use"
+    found = [DeviceReport("cpu", platform.processor() or platform.machine(), free_host_memory(), total, threads)]
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        free, size = torch.cuda.mem_get_info(i)
+        note = f"sm_{properties.major}{properties.minor}, CUDA {torch.version.cuda}"
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            note += ", no bfloat16"
+        found.append(DeviceReport(f"cuda:{i}", properties.name, free, size, note))
+    return found
+
+
+def _print(report: DoctorReport) -> None:
+    from hybridrt.cli.tables import bytes_text, console, table
+
+    out = console()
+    out.print(f"[bold]{report.platform}[/], Python {report.python}\n")
+    versions = [(name, version or "not installed") for name, version in report.versions.items()]
+    out.print(table("Packages", ("name", "version"), versions), "")
+    devices = [
+        (d.name, d.description, f"{bytes_text(d.free_bytes)} of {bytes_text(d.total_bytes)} free", d.note)
+        for d in report.devices
+    ]
+    out.print(table("Devices", ("name", "what", "memory", ""), devices), "")
+    out.print(f"[bold]Attention backends[/]\n{', '.join(report.attention_backends)}\n")
+    operations = [
+        (row.op, row.device, row.picked or "none", "; ".join(f"{name} {why}" for name, why in row.others.items()))
+        for row in report.operations
+    ]
+    out.print(table("Operations", ("operation", "device", "provider", "why not the others"), operations))

@@ -1,0 +1,231 @@
+"""`hybridrt generate`: prompts in, text out as it comes."""
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, SamplingOptions, option
+from hybridrt.errors import CheckpointError, RequestError
+from hybridrt.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from hybridrt.engine.llm import LLM
+    from hybridrt.engine.request import RequestMetrics, RequestOutput
+
+# What generation_config.json calls the fields of SamplingParams that it sets.
+FILE_FIELDS = {
+    "max_new_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+}
+LABEL_WIDTH = 60
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt: as it was typed, and as the engine takes it (text or token ids)."""
+
+    text: str
+    prompt: str | list[int]
+
+
+def generate(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="What to continue; standard input if there is none.")
+    ] = None,
+    model: ModelOption = EMBEDDED,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt in the model's chat template.")] = False,
+    token_ids: Annotated[
+        bool, typer.Option("--token-ids", help='Prompts are token ids, such as "5 6 7", and so is the output.')
+    ] = False,
+    echo: Annotated[bool | None, option("Print the prompt before the text.", "on a terminal")] = None,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each sample.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show the memory plan and timings on standard error.")
+    ] = False,
+    sampling: SamplingOptions = SamplingOptions(),  # noqa: B008
+    engine: EngineOptions = EngineOptions(),  # noqa: B008
+) -> None:
+    """Continue prompts, printing text as it comes.
+
+    Several prompts run together and are printed one after another, each under its label.
+    """
+    typed = prompts or [_read_stdin()]
+    from hybridrt.engine.llm import LLM
+    from hybridrt.runtime.build import resolve_model_path
+
+    path = resolve_model_path(model)
+    params = sampling_params(path, sampling.given())
+    start = time.monotonic()
+    with LLM(str(path), **engine.given()) as llm:
+        loaded = time.monotonic() - start
+        jobs = [Job(text, _prompt(llm, text, chat, token_ids)) for text in typed]
+        if verbose:
+            typer.echo(f"{path.name}: loaded in {loaded:.1f} s\n{llm.plan.summary()}", err=True)
+        as_ids = token_ids or llm.tokenizer is None
+        if json_lines:
+            finished = _print_json(llm, jobs, params)
+        else:
+            echo = sys.stdout.isatty() if echo is None else echo
+            finished = _print_text(llm, jobs, params, as_ids, echo and not chat)
+    if verbose:
+        for output in finished:
+            typer.echo(_timing(output.metrics), err=True)
+
+
+def sampling_params(path: Path, given: Mapping[str, Any]) -> SamplingParams:
+    """What the command line set, over the checkpoint's generation_config.json read as transformers reads it: greedy
+    unless it says do_sample. A filter on the command line (--top-p, --top-k, --min-p) asks for sampling too.
+
+    Raises:
+        CheckpointError: generation_config.json is not JSON.
+        RequestError: a value is out of range.
+    """
+    file = path / "generation_config.json"
+    try:
+        written: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as e:
+        raise CheckpointError(f"{file} is not valid JSON: {e}; repair or remove it") from e
+    fields = {ours: written[theirs] for theirs, ours in FILE_FIELDS.items() if written.get(theirs) is not None}
+    if not written.get("do_sample"):
+        fields["temperature"] = 1.0 if given.keys() & {"top_p", "top_k", "min_p"} else 0.0
+    return SamplingParams(**(fields | dict(given)))
+
+
+def in_order(llm: "LLM", prompts: Sequence[str | list[int]], params: SamplingParams) -> Iterator["RequestOutput"]:
+    """Runs all prompts together and yields their samples in the order of the prompts: the first that is not finished
+    as it grows, those after it once it is their turn.
+
+    Raises:
+        RequestError: a prompt cannot be taken; nothing has been yielded.
+        EngineError: a sample failed.
+    """
+    ids = [llm.engine.add_request(prompt, params) for prompt in prompts]
+    latest: dict[tuple[str, int], RequestOutput] = {}
+    for key in ((request_id, index) for request_id in ids for index in range(params.n)):
+        reason = None
+        while reason is None:
+            while key not in latest:
+                latest.update(((o.request_id, o.index), o) for o in llm.engine.step())
+            output = latest.pop(key)
+            if output.error is not None:
+                raise output.error
+            reason = output.finish_reason
+            yield output
+
+
+def _read_stdin() -> str:
+    if sys.stdin.isatty():
+        raise RequestError(
+            'no prompt: write one after the command, as in hybridrt generate "def main():", or pipe text in'
+        )
+    return sys.stdin.read()
+
+
+def _prompt(llm: "LLM", text: str, chat: bool, token_ids: bool) -> str | list[int]:
+    if token_ids:
+        try:
+            return [int(t) for t in re.split(r"[\s,]+", text.strip()) if t]
+        except ValueError as e:
+            raise RequestError(f'--token-ids: {text!r} is no list of integers such as "5 6 7"') from e
+    if not chat:
+        return text
+    template = llm.tokenizer and llm.tokenizer.hf.chat_template
+    if not template:
+        raise RequestError("--chat: the model brings no chat template; leave the option out")
+    messages = [{"role": "user", "content": text}]
+    wrapped: str = llm.tokenizer.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)  # type: ignore[union-attr]
+    # The template writes the special tokens itself: encoding it as a prompt would put a second one before it.
+    return list(llm.tokenizer.hf.encode(wrapped, add_special_tokens=False))  # type: ignore[union-attr]
+
+
+def _print_text(
+    llm: "LLM", jobs: Sequence[Job], params: SamplingParams, as_ids: bool, echo: bool
+) -> "list[RequestOutput]":
+    """Writes each sample as it grows; several get a label each."""
+    finished: list[RequestOutput] = []
+    shown = ""
+    _write(_heading(jobs, 0, params.n, echo))
+    for output in in_order(llm, [job.prompt for job in jobs], params):
+        text = " ".join(map(str, output.token_ids)) if as_ids else output.text
+        _write(text[len(shown) :])
+        shown = text
+        if output.finish_reason is not None:
+            finished.append(output)
+            more = len(finished) < len(jobs) * params.n
+            _write("\n" + ("\n" + _heading(jobs, len(finished), params.n, echo) if more else ""))
+            shown = ""
+    return finished
+
+
+def _heading(jobs: Sequence[Job], index: int, n: int, echo: bool) -> str:
+    job, sample = jobs[index // n], index % n
+    heading = typer.style(job.text, bold=True) if echo else ""
+    if len(jobs) * n == 1:
+        return heading
+    label = " ".join(job.text.split())
+    label = label if len(label) <= LABEL_WIDTH else label[: LABEL_WIDTH - 1] + "…"
+    label += f" ({sample + 1}/{n})" if n > 1 else ""
+    return typer.style(f"==> {label} <==", fg="cyan") + "\n" + heading
+
+
+def _write(text: str) -> None:
+    typer.echo(text, nl=False)
+    sys.stdout.flush()
+
+
+def _print_json(llm: "LLM", jobs: Sequence[Job], params: SamplingParams) -> "list[RequestOutput]":
+    """Writes a line for each sample, in order, with a progress bar beside it if somebody watches."""
+    from tqdm import tqdm
+
+    finished: list[RequestOutput] = []
+    total = len(jobs) * params.n
+    hidden = total < 2 or not sys.stderr.isatty()
+    with tqdm(total=total, disable=hidden, unit="sample", desc="generate") as bar:
+        for output in in_order(llm, [job.prompt for job in jobs], params):
+            if output.finish_reason is not None:
+                bar.update()
+                typer.echo(json.dumps(_as_json(jobs[len(finished) // params.n], output)))
+                finished.append(output)
+    return finished
+
+
+def _as_json(job: Job, output: "RequestOutput") -> dict[str, Any]:
+    return {
+        "prompt": job.text,
+        "index": output.index,
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "logprobs": output.logprobs,
+        "metrics": timings(output.metrics),
+    }
+
+
+def timings(metrics: "RequestMetrics") -> dict[str, Any]:
+    """Counts, seconds to the first token, seconds in all, and tokens a second after the first token (None of one)."""
+    first, end, start = metrics.first_token_time, metrics.finish_time, metrics.arrival_time
+    assert first is not None and end is not None, "the sample has finished"
+    decoded = metrics.output_tokens - 1
+    rate = decoded / (end - first) if decoded and end > first else None
+    counts = {k: v for k, v in asdict(metrics).items() if not k.endswith("_time")}
+    return {**counts, "time_to_first_token": first - start, "seconds": end - start, "tokens_per_second": rate}
+
+
+def _timing(metrics: "RequestMetrics") -> str:
+    t = timings(metrics)
+    rate = f", then {t['tokens_per_second']:.1f} tokens/s" if t["tokens_per_second"] is not None else ""
+    return (
+        f"{t['prompt_tokens']} prompt tokens, {t['output_tokens']} output tokens in {t['seconds']:.2f} s: first after "
+        f"{t['time_to_first_token'] * 1000:.0f} ms{rate}"
+    )

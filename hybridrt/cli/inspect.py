@@ -1,0 +1,213 @@
+"""`hybridrt inspect`: what a model is made of, what runs each layer, and what it keeps. Loads no weights."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hybridrt.cli.options import EMBEDDED, EngineOptions, JsonOption
+from hybridrt.errors import MemoryBudgetError
+
+if TYPE_CHECKING:
+    from hybridrt.config import EngineConfig, LayerSpec
+    from hybridrt.mem_cache.memory_plan import MemoryPlan
+    from hybridrt.runtime.build import Target
+    from hybridrt.state_shape import StateShape
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a layer holds, who runs it and what it keeps; bytes are of one tensor-parallel rank.
+
+    Attributes:
+        symbol: one letter for the picture of the stack.
+        mixer, ffn: what the layer computes, with its sizes.
+        backends: names from the registry, softmax attention first.
+        state_bytes: recurrent state of one request. kv_bytes_per_token: keys and values of one token.
+    """
+
+    symbol: str
+    mixer: str
+    ffn: str
+    backends: str
+    state_bytes: int
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """A model as a configuration would run it. `plan` is None if the memory cannot hold it; `plan_error` says why."""
+
+    model: str
+    architecture: str
+    device: str
+    dtype: str
+    state_dtype: str
+    state_mode: str
+    num_parameters: int
+    weight_bytes: int
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerKind, ...]
+    plan: "MemoryPlan | None"
+    plan_error: str | None
+
+    @property
+    def state_bytes_per_request(self) -> int:
+        return sum(layer.state_bytes for layer in self.layers)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(layer.kv_bytes_per_token for layer in self.layers)
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory or hub name.")] = EMBEDDED,
+    as_json: JsonOption = False,
+    engine: EngineOptions = EngineOptions(),  # noqa: B008
+) -> None:
+    """Show layer by layer what a model holds, what runs it and what memory it takes.
+
+    Reads config.json alone.
+    """
+    from hybridrt.config import EngineConfig
+
+    report = describe_model(EngineConfig(model, **engine.given()))
+    if as_json:
+        typer.echo(json.dumps(_as_json(report), indent=2))
+    else:
+        _print(report)
+
+
+def describe_model(config: "EngineConfig") -> ModelReport:
+    """Reads the model's config.json and counts.
+
+    Raises:
+        ConfigError, BackendError, DeviceError: the model or an option cannot be used.
+    """
+    import torch
+
+    from hybridrt.distributed.groups import TPGroup
+    from hybridrt.runtime.build import empty_model, load_target, make_plan, weight_bytes
+
+    path, target = load_target(config, TPGroup())
+    mc = target.model_config
+    model = empty_model(config, target, torch.device("meta"))
+    plan, plan_error = None, None
+    try:
+        plan = make_plan(config, target, weights=weight_bytes(model))
+    except MemoryBudgetError as e:
+        plan_error = str(e)
+    return ModelReport(
+        model=str(path),
+        architecture=mc.architecture,
+        device=str(target.device),
+        dtype=_name(target.dtype),
+        state_dtype=_name(target.state_dtype),
+        state_mode=target.state_mode,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        weight_bytes=weight_bytes(model),
+        vocab_size=mc.vocab_size,
+        hidden_size=mc.hidden_size,
+        layers=tuple(_layers(config, target)),
+        plan=plan,
+        plan_error=plan_error,
+    )
+
+
+def _layers(config: "EngineConfig", target: "Target") -> Iterator[LayerKind]:
+    from hybridrt.mem_cache.kv_pool import KVPool
+    from hybridrt.runtime.build import kv_shape, pool_spec
+    from hybridrt.state_shape import state_shape
+
+    mc, spec = target.model_config, pool_spec(config, target)
+    attention = _attention_backends(config, target)
+    shapes = {kind: state_shape(linear, target.tp.size) for kind, linear in mc.linear.items()}
+    per_token = KVPool.page_bytes(1, 1, *kv_shape(target), target.dtype)
+    for layer in mc.layers:
+        state = 0
+        if layer.linear:
+            alone = replace(spec, groups={shapes[layer.linear]: [0]})
+            state = alone.slot_bytes() + alone.row_bytes()
+        backends = " + ".join([attention] * layer.attention + [layer.linear or ""] * bool(layer.linear))
+        kv = per_token * layer.attention
+        yield LayerKind(_symbol(layer), _mixer(layer, target, shapes), layer.ffn or "-", backends or "-", state, kv)
+
+
+def _attention_backends(config: "EngineConfig", target: "Target") -> str:
+    """Name of the backend that decodes, and after a slash of the one that prefills if that is another."""
+    from hybridrt.attention.registry import load_attention_backend, resolve_attention_name
+
+    names = [config.attention_backend, config.prefill_attention_backend or config.attention_backend]
+    for name in names:
+        load_attention_backend(name, target.device)
+    return "/".join(dict.fromkeys(resolve_attention_name(name, target.device) for name in names))
+
+
+def _symbol(layer: "LayerSpec") -> str:
+    if layer.attention and layer.linear:
+        return "H"
+    mixer = "*" if layer.attention else {"mamba2": "M", "gdn": "G", None: ""}[layer.linear]
+    return mixer or {"mlp": "-", "moe": "E"}[layer.ffn or "mlp"]
+
+
+def _mixer(layer: "LayerSpec", target: "Target", shapes: "dict[str, StateShape]") -> str:
+    attention = target.model_config.attention
+    parts = []
+    if layer.attention:
+        parts.append(f"attention {attention.num_heads}x{attention.head_dim}, {attention.num_kv_heads} KV heads")
+    if layer.linear:
+        parts.append(f"{layer.linear} {'x'.join(map(str, shapes[layer.linear].temporal))}")
+    return " + ".join(parts) or "-"
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _as_json(report: ModelReport) -> dict[str, Any]:
+    written = asdict(report)
+    written["layers"] = [{"layer": i, **layer} for i, layer in enumerate(written["layers"])]
+    written["state_bytes_per_request"] = report.state_bytes_per_request
+    written["kv_bytes_per_token"] = report.kv_bytes_per_token
+    if report.plan is not None:
+        written["plan"]["pool_bytes"] = report.plan.pool_bytes
+    return written
+
+
+def _print(report: ModelReport) -> None:
+    from hybridrt.cli.tables import bytes_text, console, table
+
+    out = console()
+    out.print(f"{report.architecture}  {report.model}", style="bold", markup=False)
+    out.print(
+        f"{report.num_parameters / 1e9:.3g} B parameters, {bytes_text(report.weight_bytes)} in {report.dtype} on "
+        f"{report.device}; state in {report.state_dtype}, {report.state_mode} mode; vocabulary {report.vocab_size}, "
+        f"hidden size {report.hidden_size}"
+    )
+    out.print(f"\n{''.join(layer.symbol for layer in report.layers)}\n", style="cyan", markup=False)
+    columns = ("", "layers", "count", "token mixer", "feed-forward", "backend", "state/request", "KV/token")
+    out.print(table("Layers", columns, _rows(report), right=("count", "state/request", "KV/token")))
+    out.print()
+    if report.plan is None:
+        out.print(f"No memory plan: {report.plan_error}", style="red", markup=False)
+        return
+    lines = [(what, count, bytes_text(size)) for what, count, size in report.plan.table() if size]
+    out.print(table("Memory plan", ("what", "how many", "bytes"), lines, right=("bytes",)))
+    out.print(report.plan.summary())
+
+
+def _rows(report: ModelReport) -> Iterator[tuple[str, ...]]:
+    """A row for each kind of layer, in order of first appearance, and the sums."""
+    from hybridrt.cli.tables import bytes_text, ranges_text
+
+    kinds: dict[LayerKind, list[int]] = {}
+    for i, layer in enumerate(report.layers):
+        kinds.setdefault(layer, []).append(i)
+    for kind, ids in kinds.items():
+        sizes = bytes_text(kind.state_bytes), bytes_text(kind.kv_bytes_per_token)
+        yield kind.symbol, ranges_text(ids), str(len(ids)), kind.mixer, kind.ffn, kind.backends, *sizes
+    sums = bytes_text(report.state_bytes_per_request), bytes_text(report.kv_bytes_per_token)
+    yield "", "all", str(len(report.layers)), "", "", "", *sums

@@ -1,0 +1,108 @@
+"""Options that commands share, as dataclasses. None: not given, so the class that a field belongs to decides."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+EMBEDDED = "embedded"
+ModelOption = Annotated[
+    str,
+    typer.Option("--model", "-m", metavar="NAME", help="Checkpoint directory, hub name, or the built-in model."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def option(text: str, default: str, metavar: str | None = None) -> Any:
+    """An option whose default is somebody else's: shown, not passed."""
+    return typer.Option(help=f"{text} [{default}]", show_default=False, metavar=metavar)
+
+
+class _Overrides:
+    def given(self) -> dict[str, Any]:
+        """The options that the command line set, by name."""
+        values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
+        return {name: value for name, value in values.items() if value not in (None, [])}
+
+
+_DTYPES = "float32|bfloat16|float16"
+
+
+@dataclass(frozen=True)
+class EngineOptions(_Overrides):
+    """Fields of EngineConfig, which checks them."""
+
+    device: Annotated[str | None, option("Where to run.", "auto", "cpu|cuda|cuda:N")] = None
+    dtype: Annotated[str | None, option("Of weights and activations.", "auto", _DTYPES)] = None
+    load_format: Annotated[
+        str | None, option("dummy: random weights from config.json alone.", "auto", "auto|dummy")
+    ] = None
+    max_model_len: Annotated[int | None, option("Longest prompt + output, in tokens.", "what fits", "N")] = None
+    max_running_requests: Annotated[int | None, option("Requests that decode together.", "what fits", "N")] = None
+    memory_fraction: Annotated[float | None, option("Share of the GPU's memory to take.", "0.85", "X")] = None
+    page_size: Annotated[int | None, option("Tokens in a KV page, a power of two.", "16", "N")] = None
+    chunked_prefill_size: Annotated[int | None, option("Prompt tokens computed in one step.", "8192", "N")] = None
+    mamba_ssm_dtype: Annotated[str | None, option("Of the recurrent state.", "float32", _DTYPES)] = None
+    state_mode: Annotated[
+        str | None, option("How recurrent state is kept while decoding.", "auto", "classic|replay")
+    ] = None
+    attention_backend: Annotated[
+        str | None, option("Softmax attention; `hybridrt doctor` lists the names.", "auto", "NAME")
+    ] = None
+    prefill_attention_backend: Annotated[
+        str | None, option("Another backend for prefill alone.", "the same", "NAME")
+    ] = None
+    linear_attn_backend: Annotated[str | None, option("Backend of the recurrent layers.", "auto", "NAME")] = None
+    cuda_graph: Annotated[bool | None, option("Capture decode steps on a GPU.", "on")] = None
+    cuda_graph_max_bs: Annotated[int | None, option("Largest batch captured.", "what fits", "N")] = None
+    overlap: Annotated[bool | None, option("Launch a step before the last one's tokens are read.", "on")] = None
+    seed: Annotated[int | None, option("Of sampling and of dummy weights.", "0", "N")] = None
+
+
+_FILE = "the model's"
+
+
+@dataclass(frozen=True)
+class SamplingOptions(_Overrides):
+    """Fields of SamplingParams, which checks them. Its `seed` stays None: EngineOptions' seeds every request."""
+
+    max_tokens: Annotated[int | None, option("Tokens to generate at most.", "128", "N")] = None
+    temperature: Annotated[float | None, option("0 always takes the likeliest token.", _FILE, "X")] = None
+    top_p: Annotated[float | None, option("Keep the likeliest tokens of this total probability.", _FILE, "X")] = None
+    top_k: Annotated[int | None, option("Keep so many likeliest tokens; -1 is off.", _FILE, "N")] = None
+    min_p: Annotated[float | None, option("Drop tokens below this share of the likeliest.", _FILE, "X")] = None
+    repetition_penalty: Annotated[float | None, option("Above 1: seen tokens become unlikely.", _FILE, "X")] = None
+    presence_penalty: Annotated[float | None, option("Subtracted for tokens already written.", "0", "X")] = None
+    frequency_penalty: Annotated[float | None, option("The same for each time they were.", "0", "X")] = None
+    stop: Annotated[list[str] | None, option("End before this text; repeatable.", "none", "TEXT")] = None
+    stop_token_ids: Annotated[
+        list[int] | None,
+        typer.Option("--stop-token-id", metavar="ID", help="End at this token; repeatable. [none]"),
+    ] = None
+    ignore_eos: Annotated[bool | None, option("Go on after the end-of-sequence token.", "off")] = None
+    logprobs: Annotated[int | None, option("With --json: so many log-probabilities a token.", "none", "N")] = None
+    n: Annotated[int | None, typer.Option("-n", metavar="N", help="Samples of each prompt. [1]")] = None
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Spreads each parameter that is an options dataclass into one option a field, and puts it together again."""
+    parameters = inspect.signature(command).parameters
+    groups: dict[str, Any] = {name: p.annotation for name, p in parameters.items() if is_dataclass(p.annotation)}
+    spread = [p.replace(kind=p.KEYWORD_ONLY) for name, p in parameters.items() if name not in groups]
+    for group in groups.values():
+        hints = get_type_hints(group, include_extras=True)
+        spread += [
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+            for f in fields(group)
+        ]
+
+    def run(**values: Any) -> None:
+        made = {name: cls(**{f.name: values.pop(f.name) for f in fields(cls)}) for name, cls in groups.items()}
+        command(**values, **made)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(spread)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in spread}
+    return run

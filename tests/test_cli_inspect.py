@@ -1,0 +1,165 @@
+"""`hybridrt inspect` and `hybridrt doctor`: what they say is what the runtime does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from hybridrt import EngineConfig
+from hybridrt.cli import doctor as doctor_module
+from hybridrt.cli.app import app
+from hybridrt.cli.inspect import describe_model
+from hybridrt.cli.tables import bytes_text, ranges_text
+from hybridrt.kernels import providers
+from hybridrt.runtime import build
+from hybridrt.runtime.model_runner import ModelRunner
+from tests.checkpoints import Make, falcon, nemotron, qwen
+from tests.tiny import write_tiny
+
+FAMILIES: dict[str, tuple[Make, str]] = {
+    "falcon": (falcon(num_hidden_layers=3), "HHH"),
+    "nemotron": (nemotron("M*-ME"), "M*-ME"),
+    "qwen": (qwen(num_hidden_layers=8), "GGG*GGG*"),
+}
+SMALL = {"max_running_requests": 3, "max_model_len": 64, "device": "cpu"}
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, [*arguments])
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    make, symbols = FAMILIES[request.param]
+    return write_tiny(tmp_path, make, tokenizer=False), symbols
+
+
+@pytest.mark.parametrize("options", [{}, {"state_mode": "replay", "mamba_ssm_dtype": "bfloat16"}])
+def test_report_is_what_a_runner_allocates(model: tuple[Path, str], options: dict[str, Any]) -> None:
+    config = EngineConfig(str(model[0]), load_format="dummy", **SMALL, **options)
+    report, runner = describe_model(config), ModelRunner(config)
+    assert report.weight_bytes == build.weight_bytes(runner.model)
+    assert report.num_parameters == sum(p.numel() for p in runner.model.parameters())
+    kv, mamba = runner.pools.kv, runner.pools.req_to_token.mamba_pool
+    assert report.kv_bytes_per_token * kv.k.shape[1] * kv.page_size == kv.k.nbytes + kv.v.nbytes
+    assert mamba is not None
+    for i, layer in enumerate(report.layers):
+        cached = vars(mamba.layer_cache(i)).values() if i in mamba.layer_ids else ()
+        assert layer.state_bytes == sum(t[0].nbytes for t in cached if t is not None)
+    assert report.plan is not None
+    assert (report.plan.num_rows, report.plan.num_pages) == (runner.plan.num_rows, runner.plan.num_pages)
+
+
+def test_table_shows_the_stack_and_a_row_for_each_kind(model: tuple[Path, str]) -> None:
+    path, symbols = model
+    result = run("inspect", str(path), "--device", "cpu", "--max-running-requests", "3", "--max-model-len", "64")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert symbols in lines
+    rows = [line.split()[:2] for line in lines if line[:2] in {f"{s} " for s in symbols}]
+    assert rows == [
+        [s, ranges_text([i for i, t in enumerate(symbols) if t == s]).split()[0]] for s in dict.fromkeys(symbols)
+    ]
+    assert "3 running requests" in lines[-1]
+
+
+def test_json_lists_every_layer_and_the_sums(model: tuple[Path, str]) -> None:
+    path, symbols = model
+    report = json.loads(run("inspect", str(path), "--device", "cpu", "--json").stdout)
+    layers = report["layers"]
+    assert [layer["layer"] for layer in layers] == list(range(len(symbols)))
+    assert "".join(layer["symbol"] for layer in layers) == symbols
+    assert report["state_bytes_per_request"] == sum(layer["state_bytes"] for layer in layers) > 0
+    assert report["kv_bytes_per_token"] == sum(layer["kv_bytes_per_token"] for layer in layers) > 0
+    assert report["plan"]["pool_bytes"] <= report["plan"]["budget_bytes"]
+
+
+def test_inspect_loads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("inspect filled a model")
+
+    monkeypatch.setattr(build, "load_weights", refuse)
+    monkeypatch.setattr(build, "fill_dummy", refuse)
+    result = run("inspect", str(Path(__file__).parents[1] / "benchmarks" / "configs" / "qwen3-next-12l"))
+    assert result.exit_code == 0, result.output
+    assert "20.4 B parameters" in result.stdout, "80 GB of weights that nobody allocated"
+
+
+def test_a_memory_too_small_is_said_and_the_layers_are_shown(
+    model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "free_host_memory", lambda: 4096)
+    result = run("inspect", str(model[0]), "--device", "cpu")
+    assert result.exit_code == 0
+    assert model[1] in result.stdout
+    assert "No memory plan: the pools' budget" in " ".join(result.stdout.split())
+    report = json.loads(run("inspect", str(model[0]), "--device", "cpu", "--json").stdout)
+    assert report["plan"] is None and "budget" in report["plan_error"]
+
+
+def test_two_attention_backends_are_both_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybridrt.attention import registry
+
+    monkeypatch.setitem(registry.FULL_ATTENTION, "other", registry.FULL_ATTENTION["torch"])
+    config = EngineConfig(str(write_tiny(tmp_path)), device="cpu", prefill_attention_backend="other")
+    assert describe_model(config).layers[0].backends == "torch/other + mamba2"
+
+
+def test_inspect_refuses_what_a_run_would_refuse(tmp_path: Path) -> None:
+    unknown = run("inspect", str(write_tiny(tmp_path)), "--attention-backend", "zzz")
+    assert (unknown.exit_code, "attention_backend is 'zzz'" in unknown.stderr) == (2, True)
+    (tmp_path / "config.json").write_text('{"architectures": ["NopeForCausalLM"], "model_type": "nope"}')
+    unsupported = run("inspect", str(tmp_path))
+    assert (unsupported.exit_code, "'NopeForCausalLM' is not supported" in unsupported.stderr) == (2, True)
+
+
+def test_doctor_names_the_provider_of_every_operation() -> None:
+    result = run("doctor", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    assert [(row["op"], row["device"]) for row in report["operations"]] == [
+        (row.op, row.device) for row in providers.report(devices)
+    ]
+    assert all(row["picked"] == "torch" for row in report["operations"] if row["device"] == "cpu")
+    assert report["versions"]["torch"] == torch.__version__
+    assert "torch" in report["attention_backends"]
+
+
+def test_doctor_says_why_a_provider_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [providers.ReportRow("rms_norm", "cpu", "torch", {"flashinfer": "not installed: pip install 'hybridrt[x]'"})]
+    monkeypatch.setattr(providers, "report", lambda devices: rows)
+    text = run("doctor").stdout
+    assert "flashinfer not installed: pip install 'hybridrt[x]'" in text
+    assert "cores in use" in text
+
+
+def test_doctor_lists_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_module, "PACKAGES", ("torch", "no-such-distribution"))
+    versions = doctor_module.examine().versions
+    assert versions["torch"] and versions["no-such-distribution"] is None
+
+
+def test_a_wrong_override_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(providers.ENVIRONMENT_VARIABLE, "no_such_operation=torch")
+    providers._overrides.cache_clear()
+    try:
+        result = run("doctor")
+    finally:
+        monkeypatch.undo()
+        providers._overrides.cache_clear()
+    assert (result.exit_code, "no_such_operation" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "-"), (1023, "1023 B"), (1536, "1.5 KiB"), (100 * 2**20, "100 MiB"), (2**41, "2.0 TiB")]
+)
+def test_bytes_read_as_people_write_them(count: int, text: str) -> None:
+    assert bytes_text(count) == text
+
+
+def test_ranges_collapse_neighbours() -> None:
+    assert ranges_text([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"
