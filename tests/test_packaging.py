@@ -1,0 +1,111 @@
+"""The wheel holds the whole package, and a checkout works whichever way the package was installed."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt/models", "mem_cache": "hybridrt/mem_cache"}
+IGNORED = shutil.ignore_patterns(".git", "build", "dist", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis", ".venv")
+
+
+def pip(*arguments: str, cwd: Path) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: setuptools would put what an earlier build left in build/ into the wheel."""
+    source = tmp_path_factory.mktemp("source") / "checkout"
+    shutil.copytree(ROOT, source, ignore=IGNORED)
+    out = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), ".", cwd=source)
+    return next(out.glob("hybridrt-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that holds what `pip install .` puts into site-packages."""
+    site = tmp_path_factory.mktemp("site")
+    pip("install", "--no-deps", "--no-index", "--target", str(site), str(wheel), cwd=site)
+    return site
+
+
+def expected_files() -> set[str]:
+    """Every file of the package, where the wheel should have it."""
+    found = set()
+    for directory, target in PACKAGES.items():
+        for file in (ROOT / directory).rglob("*"):
+            if file.is_file() and "__pycache__" not in file.parts:
+                found.add(f"{target}/{file.relative_to(ROOT / directory).as_posix()}")
+    return found
+
+
+def test_wheel_holds_every_file(wheel: Path) -> None:
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = expected_files()
+    assert {"hybridrt/py.typed", "hybridrt/models/falcon_h1.py", "hybridrt/cli/app.py"} <= expected
+    assert (sorted(expected - held), sorted(held - expected)) == ([], [])
+
+
+def test_wheel_brings_the_licence_and_the_command(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    metadata = {Path(name).name: name for name in archive.namelist() if ".dist-info/" in name}
+    assert "LICENSE" in metadata
+    assert "hybridrt = hybridrt.cli:main" in archive.read(metadata["entry_points.txt"]).decode()
+    assert "License-Expression: Apache-2.0" in archive.read(metadata["METADATA"]).decode()
+
+
+def test_package_list_is_the_tree() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    tree = {
+        ".".join((target, *file.parent.relative_to(ROOT / directory).parts)).replace("/", ".")
+        for directory, target in PACKAGES.items()
+        for file in (ROOT / directory).rglob("__init__.py")
+    }
+    assert set(settings["packages"]) == tree
+    assert settings["package-dir"] == {target.replace("/", "."): directory for directory, target in PACKAGES.items()}
+    folders = {file.parent for directory in PACKAGES for file in (ROOT / directory).rglob("*.py")}
+    assert {str(folder) for folder in folders if not (folder / "__init__.py").is_file()} == set()
+
+
+def python(site: Path, cwd: Path, *arguments: str) -> str:
+    """Runs Python with `site` as the only place where hybridrt is installed."""
+    # -S -s: no site-packages, hence no editable install of this checkout; what torch needs comes by path instead.
+    libraries = [p for p in sys.path if p.endswith("site-packages")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *libraries])}
+    command = [sys.executable, "-S", "-s", *arguments]
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+WHERE = "import hybridrt.models.registry as m, hybridrt.mem_cache.allocator as c; print(m.__file__, c.__file__)"
+
+
+def test_installed_package_stands_alone(installed: Path, tmp_path: Path) -> None:
+    files = python(installed, tmp_path, "-c", WHERE).split()
+    assert all(file.startswith(str(installed)) for file in files)
+
+
+def test_checkout_hides_an_installed_package_whole(installed: Path) -> None:
+    files = python(installed, ROOT, "-c", WHERE).split()
+    assert files == [str(ROOT / "models" / "registry.py"), str(ROOT / "mem_cache" / "allocator.py")]
+
+
+@pytest.mark.parametrize("module", ["benchmarks.bench_cpu"])
+def test_benchmarks_run_from_the_checkout(installed: Path, module: str) -> None:
+    assert "usage" in python(installed, ROOT, "-m", module, "--help")
+
+
+def test_command_runs_from_an_installed_package(installed: Path, tmp_path: Path) -> None:
+    code = "import sys; sys.argv = ['hybridrt', '--version']; from hybridrt.cli import main; main()"
+    assert python(installed, tmp_path, "-c", code) == "hybridrt 0.1.0\n"

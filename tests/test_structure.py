@@ -1,0 +1,174 @@
+"""The shape of the code: which way imports point, how long files are, how deep a call goes, what docs list."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from hybridrt import LLM, SamplingParams
+from tests.checkpoints import Make, falcon, nemotron, qwen
+from tests.tiny import write_tiny
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt.models", "mem_cache": "hybridrt.mem_cache"}
+# Arrows point from the right to the left. Within a name they are free: the package's own files may import each other.
+ORDER = (
+    "errors", "sampling_params", "config", "hf_config", "state_shape", "forward_batch", "kernels", "mem_cache", "attention",
+    "distributed.groups", "layers", "models", "runtime", "speculative", "engine", "distributed.transfer", "cli",
+)  # fmt: skip
+MAX_LINES = 450
+MAX_MODEL_LINES = 200
+MAX_FRAMES, MAX_FILES = 11, 10
+OPTIONAL = ("flashinfer", "mamba_ssm", "causal_conv1d", "sgl_kernel", "fla", "matplotlib", "hypothesis", "pytest")
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the package by its name."""
+    found = {}
+    for directory, package in PACKAGES.items():
+        for file in sorted((ROOT / directory).rglob("*.py")):
+            parts = [package, *file.relative_to(ROOT / directory).with_suffix("").parts]
+            found[".".join(parts).removesuffix(".__init__")] = file
+    return found
+
+
+SOURCES = sources()
+
+
+def rank(module: str) -> int:
+    """Position in ORDER; the bare packages hybridrt (lazy exports) and hybridrt.distributed (empty) come last and first."""
+    name = module.removeprefix("hybridrt").removeprefix(".")
+    if name in ("", "distributed"):
+        return -1 if name else len(ORDER)
+    return next(i for i, known in enumerate(ORDER) if name == known or name.startswith((f"{known}.", f"{known}_")))
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Modules that a file imports anywhere: in functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in SOURCES else str(node.module) for name in names)
+
+
+def test_every_module_has_its_place_in_the_order() -> None:
+    assert len(SOURCES) > 50
+    for module in SOURCES:
+        rank(module)
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_point_one_way(module: str) -> None:
+    if module == "hybridrt":
+        return  # the top: lazy exports and type hints
+    for imported in imports(SOURCES[module]):
+        assert imported.split(".")[0] not in ("models", "mem_cache", "tests", "benchmarks"), f"{module}: {imported}"
+        if imported.split(".")[0] == "hybridrt":
+            assert rank(imported) <= rank(module) or module.startswith("hybridrt.cli"), f"{module} imports {imported}"
+            if rank(module) == ORDER.index("kernels"):
+                known = rank(imported) == rank(module) or imported == "hybridrt.errors"
+                assert known, f"{module} imports {imported}: kernels know nothing but errors and each other"
+
+
+def test_the_walk_sees_every_kind_of_import(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hybridrt.engine import llm\n"
+        "def f():\n    import hybridrt.cli.app\n"
+    )
+    assert list(imports(file)) == ["typing", "hybridrt.engine.llm", "hybridrt.cli.app"]
+    assert rank("hybridrt.engine.llm") > rank("hybridrt.models.loader") > rank("hybridrt.kernels.rotary")
+
+
+def test_files_are_short() -> None:
+    folders = (*PACKAGES, "tests", "benchmarks", "examples")
+    lengths = {file: len(file.read_text().splitlines()) for folder in folders for file in (ROOT / folder).rglob("*.py")}
+    assert {str(file): n for file, n in lengths.items() if n > MAX_LINES} == {}
+    plumbing = ("__init__.py", "base.py", "loader.py", "registry.py")
+    models = {f: n for f, n in lengths.items() if f.parent == ROOT / "models" and f.name not in plumbing}
+    assert len(models) >= 3
+    assert {str(file): n for file, n in models.items() if n >= MAX_MODEL_LINES} == {}
+
+
+def test_importing_everything_imports_no_optional_package() -> None:
+    wanted = [module for module in SOURCES if not module.endswith("_triton")]
+    code = (
+        "import importlib, sys\n"
+        f"for module in {wanted}: importlib.import_module(module)\n"
+        f"print([name for name in {OPTIONAL} if name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).strip() == "[]"
+
+
+def test_bare_imports_of_models_are_a_lint_error(tmp_path: Path) -> None:
+    ruff = pytest.importorskip("ruff", reason="ruff comes with the dev extra")
+    file = tmp_path / "x.py"
+    file.write_text("import models\nfrom mem_cache import kv_pool\n\nprint(models, kv_pool)\n")
+    command = [ruff.find_ruff_bin(), "check", "--config", str(ROOT / "pyproject.toml"), "--select", "TID", str(file)]
+    found = subprocess.run(command, capture_output=True, text=True).stdout
+    assert found.count("TID251") == 2, found
+
+
+class DepthProbe:
+    """Watches calls, and keeps for every kernel file the deepest stack of ours from LLM.generate to a function there."""
+
+    def __init__(self) -> None:
+        self.stacks: dict[str, list[str]] = {}
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event != "call" or not _is_kernel(frame) or (frame.f_back and _is_kernel(frame.f_back)):
+            return
+        stack = list(_ours(frame))
+        kernel = Path(frame.f_code.co_filename).name
+        if any("llm.py:generate" in entry for entry in stack) and len(stack) > len(self.stacks.get(kernel, ())):
+            self.stacks[kernel] = stack
+
+
+def _is_kernel(frame: FrameType) -> bool:
+    return Path(frame.f_code.co_filename).parent == ROOT / "hybridrt" / "kernels"
+
+
+def _ours(frame: FrameType) -> Iterator[str]:
+    """The frames of this package, innermost first."""
+    here: FrameType | None = frame
+    while here is not None:
+        file = here.f_code.co_filename
+        if any(file.startswith(f"{ROOT / folder}{os.sep}") for folder in PACKAGES):
+            yield f"{file}:{here.f_code.co_name}"
+        here = here.f_back
+
+
+@pytest.mark.parametrize("make", [falcon(), nemotron("M*-ME"), qwen()], ids=["falcon", "nemotron", "qwen"])
+def test_from_generate_to_a_kernel_is_a_short_way(make: Make, tmp_path: Path) -> None:
+    model = write_tiny(tmp_path, make, tokenizer=False)
+    llm = LLM(str(model), load_format="dummy", device="cpu", max_running_requests=2, max_model_len=64)
+    probe = DepthProbe()
+    sys.setprofile(probe)
+    try:
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, temperature=0.0))
+    finally:
+        sys.setprofile(None)
+    assert len(probe.stacks) >= 5, "the probe saw the kernels"
+    for stack in probe.stacks.values():
+        path = "\n".join(reversed(stack))
+        assert len(stack) <= MAX_FRAMES, path
+        assert len({entry.rsplit(":", 1)[0] for entry in stack}) <= MAX_FILES, path
+
+
+def test_structure_document_lists_every_file() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text()
+    listed = set(re.findall(r"^\| `([\w./]+\.py)` \|", text, re.MULTILINE))
+    files = {str(f.relative_to(ROOT)) for f in SOURCES.values() if f.read_text().strip()}
+    files |= {str(f.relative_to(ROOT)) for folder in ("benchmarks", "examples") for f in (ROOT / folder).glob("*.py")}
+    files -= {"benchmarks/__init__.py"}
+    assert (sorted(files - listed), sorted(listed - files)) == ([], [])
