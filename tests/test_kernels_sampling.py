@@ -9,12 +9,17 @@ from hybridrt.kernels.sampling import (
     STREAM_TOKEN,
     Penalties,
     filtered_logits,
+    filtered_logits_reference,
     greedy,
+    greedy_reference,
     sample,
+    sample_reference,
     token_logprobs,
     uniform,
+    uniform_reference,
 )
 
+pytestmark = pytest.mark.usefixtures("provider")
 MASK = 2**64 - 1
 
 
@@ -72,7 +77,7 @@ def unmix(z):
 
 
 def test_uniform_is_uniform_open_and_uncorrelated():
-    values = uniform(torch.arange(100), torch.zeros(100, dtype=torch.int64), 0, torch.arange(1000))
+    values = uniform_reference(torch.arange(100), torch.zeros(100, dtype=torch.int64), 0, torch.arange(1000))
     assert 0 < float(values.min()) < 1e-4 and 1 - 1e-4 < float(values.max()) < 1
     counts = torch.histc(values, 50, 0, 1)
     assert chi_square(counts, torch.full((50,), 2000.0)) < chi_square_limit(49)
@@ -209,7 +214,7 @@ def test_draws_follow_the_distribution(setting):
     torch.manual_seed(0)
     draws, logits = 20_000, torch.randn(12) * 1.5
     rows = torch.arange(draws)
-    tokens = sample(
+    tokens = sample_reference(
         logits.expand(draws, -1),
         temperature=torch.full((draws,), 0.8),
         seeds=rows // 200,
@@ -250,6 +255,41 @@ def test_the_draw_is_gumbel_max_over_the_token_stream():
         ]
         got = sample(logits, temperature=torch.ones(1), seeds=torch.tensor([5]), indices=torch.tensor([index]))
         assert int(got) == max(range(4), key=noisy.__getitem__)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks so small that a vocabulary takes many of them, in several programs."""
+    from hybridrt.kernels import sampling_triton
+
+    monkeypatch.setattr(sampling_triton, "BLOCK", 64)
+    monkeypatch.setattr(sampling_triton, "multiprocessors", lambda device: 8)
+
+
+def test_the_same_draws_over_many_blocks(small_blocks):
+    """The statistics above are of the plain-torch draws: every other implementation makes the same ones."""
+    torch.manual_seed(0)
+    settings = [{}, *SETTINGS[-2:], {"top_k": 50}, {"top_p": 0.99}, {"min_p": 1e-3}]
+    batch = len(settings)
+    logits = torch.randn(batch, 303) * 3
+    temperature, keys = torch.linspace(0.4, 1.5, batch), torch.arange(batch)
+    temperature[4] = 0
+    arguments = {"temperature": temperature, **batch_settings(settings)}
+    torch.testing.assert_close(filtered_logits(logits, **arguments), filtered_logits_reference(logits, **arguments))
+    for chosen in ({"temperature": temperature}, arguments):
+        got = sample(logits, seeds=keys, indices=keys + 1, **chosen)
+        assert torch.equal(got, sample_reference(logits, seeds=keys, indices=keys + 1, **chosen))
+    bitmask = torch.randint(-(2**31), 2**31, (batch, 10), dtype=torch.int64).int()
+    assert torch.equal(greedy(logits.half(), bitmask), greedy_reference(logits.half(), bitmask))
+    ids = torch.arange(0, 303, 7)
+    assert torch.equal(uniform(keys, keys + 1, 2, ids), uniform_reference(keys, keys + 1, 2, ids))
+
+
+def test_greedy_ties_across_blocks(small_blocks):
+    logits = torch.zeros(2, 300)
+    logits[0, [70, 130, 290]] = 1.0
+    logits[1] = -torch.inf
+    assert greedy(logits).tolist() == [70, 0]
 
 
 def test_token_logprobs():
