@@ -85,6 +85,20 @@ class ModelConfig:
     def full_attention_layer_ids(self) -> tuple[int, ...]:
         return tuple(i for i, spec in enumerate(self.layers) if spec.attention)
 
+    @property
+    def mamba2(self) -> Mamba2Config:
+        """The Mamba-2 mixers' configuration, of a model that has some."""
+        config = self.linear["mamba2"]
+        assert isinstance(config, Mamba2Config)
+        return config
+
+    @property
+    def gdn(self) -> GDNConfig:
+        """The Gated Delta Net mixers' configuration, of a model that has some."""
+        config = self.linear["gdn"]
+        assert isinstance(config, GDNConfig)
+        return config
+
     def linear_layer_ids(self, kind: str) -> tuple[int, ...]:
         """Layers whose recurrent mixer is of `kind` ("mamba2", "gdn")."""
         return tuple(i for i, spec in enumerate(self.layers) if spec.linear == kind)
@@ -200,7 +214,7 @@ class EngineConfig:
 
 
 def resolve_device(name: str) -> torch.device:
-    """"auto", "cpu", "cuda" or "cuda:N" to a device that exists, else DeviceError."""
+    """ "auto", "cpu", "cuda" or "cuda:N" to a device that exists, else DeviceError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -41,6 +41,9 @@ class SpecInfo:
 class AttentionBackendLike(Protocol):
     """What a layer needs of the backend that a batch carries (hybridrt.attention.base has the whole interface)."""
 
+    @property
+    def linear_attn_backend(self) -> Any: ...
+
     def forward(
         self,
         q: torch.Tensor | None,

@@ -32,6 +32,12 @@ class LayerCache:
     ring_keys: torch.Tensor | None = None
     ring_gates: torch.Tensor | None = None
 
+    @property
+    def ring(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """values, keys and gates of a pool in replay mode."""
+        assert self.ring_values is not None and self.ring_keys is not None and self.ring_gates is not None
+        return self.ring_values, self.ring_keys, self.ring_gates
+
 
 def ring_width(tokens_per_step: int) -> int:
     """W, columns of a state ring: 16 for plain decode, 32 up to 8 verified tokens, and never less than 2 T."""

@@ -7,7 +7,7 @@ All of a block's input projections are one GEMM and both output projections anot
 checkpoint are folded into those weights when they are loaded (Falcon-H1 report, TII 2025).
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ class FalconH1Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer_id: int, build: Build) -> None:
         super().__init__()
-        hf, mamba, hidden = config.hf, config.linear["mamba2"], config.hidden_size
+        hf, mamba, hidden = config.hf, config.mamba2, config.hidden_size
         name, tp, device = f"layers.{layer_id}", build.tp, build.device
         self.hf = hf
         self.attn = RadixAttention(config.attention, layer_id, tp)
@@ -52,7 +52,7 @@ class FalconH1Block(nn.Module):
 
     @staticmethod
     def _gated_norm(name: str, config: ModelConfig, build: Build) -> GatedRMSNorm | None:
-        hf, mamba = config.hf, config.linear["mamba2"]
+        hf, mamba = config.hf, config.mamba2
         if not hf.mamba_rms_norm:
             return None
         group = mamba.intermediate_size // mamba.n_groups
@@ -86,7 +86,7 @@ class FalconH1Block(nn.Module):
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         hf, ssm_names = self.hf, ["z", "x", "B", "C", "dt"]
-        # The multipliers of z, x, B, C, dt act on the projection's output, ssm_in on its input: a bias sees only the first.
+        # ssm_multipliers act on the projection's output, ssm_in on its input: a bias sees only the first.
         by_output = dict(zip(ssm_names, hf.ssm_multipliers))
         by_input = {n: m * hf.ssm_in_multiplier for n, m in by_output.items()}
         found: CheckpointMap = {
@@ -123,7 +123,8 @@ class FalconH1ForCausalLM(CausalLM):
         table = (config.vocab_size, config.hidden_size)
         self.embed = VocabParallelEmbedding("embed", *table, multiplier=hf.embedding_multiplier, build=build)
         self.head = self.embed if config.tie_word_embeddings else VocabParallelEmbedding("head", *table, build=build)
-        self.layers = nn.ModuleList(FalconH1Block(config, i, build) for i in range(len(config.layers)))
+        blocks = nn.ModuleList(FalconH1Block(config, i, build) for i in range(len(config.layers)))
+        self.layers = cast(list[FalconH1Block], blocks)
         # The head's multiplier commutes with the head, so the norm before it takes it, tied or not.
         self.norm = RMSNorm("norm", config.hidden_size, hf.rms_norm_eps, device=device, fold=hf.lm_head_multiplier)
         self.cos_sin = rotary_table(config, max_len, device)

@@ -6,7 +6,7 @@ Positions come from the recurrent layers: attention rotates nothing (NVIDIA 2025
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ class MambaPart(nn.Module):
 
     def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
         super().__init__()
-        hf, mamba = config.hf, config.linear["mamba2"]
+        hf, mamba = config.hf, config.mamba2
         self.has_bias = hf.use_bias
         parts = mamba2_segments(mamba, build.tp)
         bias = [s.name for s in parts] if hf.use_bias else []
@@ -110,19 +110,16 @@ class MoEPart(nn.Module):
             activation="relu2", gated=False, build=build,
         )  # fmt: skip
         self.shared = Relu2MLP(f"{name}.shared", hidden, hf.moe_shared_expert_intermediate_size, bias=bias, build=build)
-        # Every rank needs the whole latent vector, so its two projections are not cut.
-        names, whole = ("latent",) if bias else (), replace(build, tp=TPGroup())
-        down = (
-            ColumnLinear(f"{name}.to_latent", hidden, [Segment("latent", latent)], bias=names, build=whole)
-            if latent
-            else None
-        )
-        up = (
-            ColumnLinear(f"{name}.from_latent", latent, [Segment("latent", hidden)], bias=names, build=whole)
-            if latent
-            else None
-        )
-        self.to_latent, self.from_latent = down, up
+        self.to_latent = self.from_latent = None
+        if latent:
+            # Every rank needs the whole latent vector, so its two projections are not cut.
+            names, uncut = ("latent",) if bias else (), replace(build, tp=TPGroup())
+            self.to_latent = ColumnLinear(
+                f"{name}.to_latent", hidden, [Segment("latent", latent)], bias=names, build=uncut
+            )
+            self.from_latent = ColumnLinear(
+                f"{name}.from_latent", latent, [Segment("latent", hidden)], bias=names, build=uncut
+            )
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         weights, ids = self.router(x)
@@ -138,10 +135,17 @@ class MoEPart(nn.Module):
         return found
 
 
-def _part(config: ModelConfig, layer_id: int, name: str, build: Build) -> nn.Module:
+Part = MambaPart | AttentionPart | MLPPart | MoEPart
+
+
+def _part(config: ModelConfig, layer_id: int, name: str, build: Build) -> Part:
     spec = config.layers[layer_id]
-    parts = {"mlp": MLPPart, "moe": MoEPart, None: AttentionPart if spec.attention else MambaPart}
-    part: nn.Module = parts[spec.ffn](config, layer_id, name, build)
+    kinds: dict[str | None, Any] = {
+        "mlp": MLPPart,
+        "moe": MoEPart,
+        None: AttentionPart if spec.attention else MambaPart,
+    }
+    part: Part = kinds[spec.ffn](config, layer_id, name, build)
     return part
 
 
@@ -158,8 +162,9 @@ class NemotronHForCausalLM(CausalLM):
         if not config.tie_word_embeddings:
             self.head = VocabParallelEmbedding("head", config.vocab_size, hidden, build=build)
         ids = range(len(config.layers))
-        self.norms = nn.ModuleList(RMSNorm(f"layers.{i}.norm", hidden, eps, device=device) for i in ids)
-        self.parts = nn.ModuleList(_part(config, i, f"layers.{i}.mixer", build) for i in ids)
+        norms = nn.ModuleList(RMSNorm(f"layers.{i}.norm", hidden, eps, device=device) for i in ids)
+        parts = nn.ModuleList(_part(config, i, f"layers.{i}.mixer", build) for i in ids)
+        self.norms, self.parts = cast(list[RMSNorm], norms), cast(list[Part], parts)
         self.norm = RMSNorm("norm", hidden, eps, device=device)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

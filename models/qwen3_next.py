@@ -7,7 +7,7 @@ Norms are zero-centred (1 + w), rotary turns a quarter of each head, attention's
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -122,17 +122,17 @@ class Qwen3NextBlock(nn.Module):
         super().__init__()
         hf, hidden, spec, name = config.hf, config.hidden_size, config.layers[layer_id], f"layers.{layer_id}"
         norm = {"eps": hf.rms_norm_eps, "device": build.device, "zero_centered": True}
-        self.attn = GatedAttention(config, layer_id, f"{name}.attn", build) if spec.attention else None
-        gdn = config.linear.get("gdn")
-        self.gdn = (
-            None if spec.attention else GDNMixer(f"{name}.gdn", gdn, layer_id, hidden, hf.rms_norm_eps, build=build)
-        )
-        moe = spec.ffn == "moe"
-        self.ffn = (
-            SparseMoE(config, f"{name}.moe", build)
-            if moe
-            else GatedMLP(f"{name}.mlp", hidden, hf.intermediate_size, build=build)
-        )
+        self.attn: GatedAttention | None = None
+        self.gdn: GDNMixer | None = None
+        if spec.attention:
+            self.attn = GatedAttention(config, layer_id, f"{name}.attn", build)
+        else:
+            self.gdn = GDNMixer(f"{name}.gdn", config.gdn, layer_id, hidden, hf.rms_norm_eps, build=build)
+        self.ffn: SparseMoE | GatedMLP
+        if spec.ffn == "moe":
+            self.ffn = SparseMoE(config, f"{name}.moe", build)
+        else:
+            self.ffn = GatedMLP(f"{name}.mlp", hidden, hf.intermediate_size, build=build)
         self.input_norm = RMSNorm(f"{name}.input_norm", hidden, **norm)
         self.ffn_norm = RMSNorm(f"{name}.ffn_norm", hidden, **norm)
 
@@ -140,7 +140,7 @@ class Qwen3NextBlock(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         h, residual = self.input_norm(x, residual)
-        mixed = self.attn(h, cos_sin, batch) if self.gdn is None else self.gdn(h, batch)
+        mixed = self.gdn(h, batch) if self.attn is None else self.attn(h, cos_sin, batch)
         h, residual = self.ffn_norm(mixed, residual)
         return self.ffn(h), residual
 
@@ -168,7 +168,8 @@ class Qwen3NextForCausalLM(CausalLM):
         self.head = self.embed
         if not config.tie_word_embeddings:
             self.head = VocabParallelEmbedding("head", config.vocab_size, hidden, build=build)
-        self.layers = nn.ModuleList(Qwen3NextBlock(config, i, build) for i in range(len(config.layers)))
+        blocks = nn.ModuleList(Qwen3NextBlock(config, i, build) for i in range(len(config.layers)))
+        self.layers = cast(list[Qwen3NextBlock], blocks)
         self.norm = RMSNorm("norm", hidden, eps, device=device, zero_centered=True)
         self.cos_sin = rotary_table(config, max_len, device)
 

@@ -18,6 +18,11 @@ class AttentionBackend(ABC):
 
     needs_host_lens = False  # True if a replay plans on the host (flashinfer) and so waits for exact lengths
 
+    @property
+    def linear_attn_backend(self) -> Any:
+        """The recurrent side, for blocks that run both in parallel; a composite has one."""
+        raise BackendError(f"{type(self).__name__} has no recurrent side; the model needs HybridLinearAttnBackend")
+
     @abstractmethod
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Once per eager step, before the first layer."""
@@ -34,6 +39,9 @@ class AttentionBackend(ABC):
         **kwargs: Any,
     ) -> torch.Tensor:
         """One layer over all rows of the batch. Recurrent layers pass their own inputs as keywords."""
+
+    def commit_decode(self) -> None:  # noqa: B027  # nothing to commit is the plain case
+        """After the last layer of a plain decode step: its one token a row becomes part of any recurrent state."""
 
     @abstractmethod
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

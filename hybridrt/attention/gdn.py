@@ -17,7 +17,7 @@ class GDNAttnBackend(MambaAttnBackendBase):
 
     kind = "gdn"
 
-    def forward(
+    def forward(  # type: ignore[override]  # a recurrent layer's inputs are keywords of its own
         self,
         q: torch.Tensor | None,
         k: torch.Tensor | None,
@@ -67,9 +67,10 @@ class GDNAttnBackend(MambaAttnBackendBase):
         q, k, v = layer.split_heads(conved)
         g, beta = gdn_gates(a.view(*per_row, -1), b.view(*per_row, -1), layer.A_log, layer.dt_bias)
         if cache.ring_values is not None:
-            rings = (cache.ring_values, cache.ring_keys, cache.ring_gates)
-            cursors = {"start": buf.ring_start, "length": buf.ring_length}
-            out = gdn_replay(cache.temporal, *rings, q, k, v, g, beta, slots=buf.slots, rows=seg.rows, **cursors)
+            out = gdn_replay(
+                cache.temporal, *cache.ring, q, k, v, g, beta, slots=buf.slots, rows=seg.rows,
+                start=buf.ring_start, length=buf.ring_length,
+            )  # fmt: skip
         else:
             # One token is final at once; only a verify step may have to go back.
             intermediate = cache.intermediate_ssm if seg.tokens_per_row > 1 else None
@@ -97,7 +98,7 @@ class GDNAttnBackend(MambaAttnBackendBase):
     ) -> None:
         cache, pool = self.layer_cache(layer_id), self.mamba_pool
         gdn_fold(
-            cache.temporal, cache.ring_values, cache.ring_keys, cache.ring_gates,
+            cache.temporal, *cache.ring,
             read_slots=self.pools.get_mamba_indices(rows), write_slots=write_slots, rows=rows,
             start=pool.ring_start[rows], length=lengths,
         )  # fmt: skip

@@ -30,7 +30,7 @@ class HybridLinearAttnBackend(AttentionBackend):
         extra_routes: Mapping[int, AttentionBackend] | None = None,
     ) -> None:
         self.full_attn_backend = full_attn_backend
-        self.linear_attn_backend = linear_attn_backend
+        self._linear_attn_backend = linear_attn_backend
         self.needs_host_lens = full_attn_backend.needs_host_lens
         self.routes: dict[int, AttentionBackend] = {i: linear_attn_backend for i in linear_attn_backend.layers}
         self.routes |= {i: full_attn_backend for i in full_attn_layers}
@@ -38,6 +38,10 @@ class HybridLinearAttnBackend(AttentionBackend):
         self.backends = list(
             {id(b): b for b in (full_attn_backend, linear_attn_backend, *self.routes.values())}.values()
         )
+
+    @property
+    def linear_attn_backend(self) -> MambaAttnBackendBase:
+        return self._linear_attn_backend
 
     def forward(
         self,
@@ -59,7 +63,6 @@ class HybridLinearAttnBackend(AttentionBackend):
             backend.init_forward_metadata(batch)
 
     def commit_decode(self) -> None:
-        """After the last layer of a plain decode step: its one token a row becomes part of the recurrent state."""
         self.linear_attn_backend.commit()
 
     def update_mamba_state_after_mtp_verify(self, accepted: torch.Tensor) -> None:

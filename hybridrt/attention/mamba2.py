@@ -44,7 +44,7 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
 
     kind = "mamba2"
 
-    def forward(
+    def forward(  # type: ignore[override]  # a recurrent layer's inputs are keywords of its own
         self,
         q: torch.Tensor | None,
         k: torch.Tensor | None,
@@ -74,12 +74,9 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
         self, layer_id: int, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor
     ) -> None:
         cache, pool = self.layer_cache(layer_id), self.mamba_pool
-        assert cache.ring_values is not None and cache.ring_keys is not None and cache.ring_gates is not None
         mamba2_fold(
             cache.temporal,
-            cache.ring_values,
-            cache.ring_keys,
-            cache.ring_gates,
+            *cache.ring,
             self.layers[layer_id].A,
             read_slots=self.pools.get_mamba_indices(rows),
             write_slots=write_slots,

@@ -8,7 +8,7 @@ from hybridrt.kernels.decode_metadata import DecodeBuffers
 
 
 @triton.jit
-def _decode_inputs_kernel(
+def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
     input_ids,
     positions,
     out_cache_loc,
@@ -65,8 +65,8 @@ def decode_inputs_triton(
 
 
 # Row counts change from step to step: specialising on them would compile in the middle of serving.
-@triton.jit(do_not_specialize=["num_rows", "num_real"])  # type: ignore[untyped-decorator]
-def _fill_decode_metadata_kernel(
+@triton.jit(do_not_specialize=["num_rows", "num_real"])
+def _fill_decode_metadata_kernel(  # type: ignore[no-untyped-def]
     slots,
     start_positions,
     accepted,

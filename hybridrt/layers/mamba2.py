@@ -91,33 +91,25 @@ class Mamba2Mixer(nn.Module):
     ) -> torch.Tensor:
         buf, rows, tokens = seg.buffers, seg.rows.shape[0], seg.tokens_per_row
         conved = causal_conv1d_update(
-            conv_in.view(rows, tokens, -1),
-            self.conv_weight,
-            self.conv_bias,
-            cache.conv,
-            buf.slots,
-            buf.slots,
-            buf.start_positions,
-            parents=seg.parents,
-            windows=cache.intermediate_conv_window,
-            rows=seg.rows,
-        )
+            conv_in.view(rows, tokens, -1), self.conv_weight, self.conv_bias, cache.conv, buf.slots, buf.slots,
+            buf.start_positions, parents=seg.parents, windows=cache.intermediate_conv_window, rows=seg.rows,
+        )  # fmt: skip
         x, B, C = self._heads(conved)
-        gate = z.view(rows, tokens, self.heads, self.head_dim) if self.norm is None else None
-        common = {"D": self.D, "dt_bias": self.dt_bias, "dt_limit": self.config.dt_limit, "z": gate}
         dt = dt.view(rows, tokens, self.heads)
+        gate = z.view(rows, tokens, self.heads, self.head_dim) if self.norm is None else None
         if replay:
-            assert cache.ring_values is not None and cache.ring_keys is not None and cache.ring_gates is not None
             y = mamba2_replay(
-                cache.temporal, cache.ring_values, cache.ring_keys, cache.ring_gates, x, dt, self.A, B, C,
-                slots=buf.slots, rows=seg.rows, start=buf.ring_start, length=buf.ring_length, **common,
+                cache.temporal, *cache.ring, x, dt, self.A, B, C, D=self.D, dt_bias=self.dt_bias,
+                dt_limit=self.config.dt_limit, z=gate, slots=buf.slots, rows=seg.rows,
+                start=buf.ring_start, length=buf.ring_length,
             )  # fmt: skip
         else:
             # One token is final at once; only a verify step may have to go back.
             intermediate = cache.intermediate_ssm if tokens > 1 else None
             y = selective_state_update(
-                cache.temporal, x, dt, self.A, B, C, read_slots=buf.slots, write_slots=buf.slots,
-                intermediate_states=intermediate, rows=seg.rows, parents=seg.parents, **common,
+                cache.temporal, x, dt, self.A, B, C, D=self.D, dt_bias=self.dt_bias, dt_limit=self.config.dt_limit,
+                z=gate, read_slots=buf.slots, write_slots=buf.slots,
+                intermediate_states=intermediate, rows=seg.rows, parents=seg.parents,
             )  # fmt: skip
         return y.view(rows * tokens, -1)
 

@@ -23,6 +23,8 @@ from hybridrt.state_shape import state_shape
 
 DEFAULT_ROWS = {"cpu": 16, "cuda": 256}
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+EMBEDDED = "embedded"
+EMBEDDED_PATH = Path(__file__).parents[1] / "assets" / "embedded"
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,18 @@ def resolve_state_mode(config: EngineConfig) -> str:
 
 
 def resolve_model_path(name: str) -> Path:
-    """A checkpoint directory as it is, or a hub name (org/model) downloaded to the hub's cache.
+    """A checkpoint directory as it is, a hub name (org/model) downloaded to the hub's cache, or "embedded" for the
+    small model that the package brings (./embedded is a directory).
 
     Raises:
-        ConfigError: neither a directory nor a hub name that can be had.
+        ConfigError: none of them, or not to be had.
     """
+    if name == EMBEDDED:
+        if not EMBEDDED_PATH.is_dir():
+            raise ConfigError(
+                f"this installation lacks the embedded model ({EMBEDDED_PATH}); pass a checkpoint directory"
+            )
+        return EMBEDDED_PATH
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -80,13 +89,17 @@ def resolve_model_path(name: str) -> Path:
         raise ConfigError(f"{name} is no directory here, and the hub does not give it: {e}") from e
 
 
-def build_model(config: EngineConfig, target: Target, path: Path, progress: bool) -> CausalLM:
-    """The model, loaded or filled with seeded random weights, in inference mode."""
+def empty_model(config: EngineConfig, target: Target, device: torch.device) -> CausalLM:
+    """The model with its weights unset. On the "meta" device it takes no memory: enough to count bytes."""
     mc = target.model_config
     max_len = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
-    cls = model_class(mc.architecture)
+    return model_class(mc.architecture)(mc, tp=target.tp, dtype=target.dtype, device=device, max_len=max_len)
+
+
+def build_model(config: EngineConfig, target: Target, path: Path, progress: bool) -> CausalLM:
+    """The model, loaded or filled with seeded random weights, in inference mode."""
     with torch.no_grad():
-        model = cls(mc, tp=target.tp, dtype=target.dtype, device=target.device, max_len=max_len)
+        model = empty_model(config, target, target.device)
         if config.load_format == "dummy":
             fill_dummy(model, config.seed)
         else:
@@ -121,6 +134,7 @@ def make_plan(
         slot=spec.slot_bytes(),
         row=spec.row_bytes() + table_bytes + SamplingTable.row_bytes(mc.vocab_size),
         page=KVPool.page_bytes(layers, config.page_size, *kv_shape(target), target.dtype),
+        fixed=_graph_bytes(config, target),
     )
     return plan_memory(
         budget_bytes=free_host_memory() // 4 if budget_bytes is None else budget_bytes,
@@ -134,6 +148,14 @@ def make_plan(
         weight_bytes=weights,
         activation_bytes=activations,
     )
+
+
+def _graph_bytes(config: EngineConfig, target: Target) -> int:
+    """The graphs' logits, their largest static buffer."""
+    if target.device.type != "cuda" or not config.cuda_graph:
+        return 0
+    rows = config.cuda_graph_max_bs or config.max_running_requests or DEFAULT_ROWS["cuda"]
+    return rows * config.num_verify_tokens * target.model_config.vocab_size * target.dtype.itemsize
 
 
 def build_pools(config: EngineConfig, target: Target, plan: MemoryPlan) -> Pools:
@@ -160,6 +182,14 @@ def free_host_memory() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def device_budget(device: torch.device, fraction: float) -> int:
+    """Bytes that pools and activations may take on a GPU: `fraction` of its memory less what is in use (weights,
+    other processes)."""
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(total * fraction) - (total - free - cached)
 
 
 def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, Target]:

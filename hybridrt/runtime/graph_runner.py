@@ -7,14 +7,13 @@ the same backend hooks, so a CPU test of the closure tests the metadata of the g
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from hybridrt.attention.base import AttentionBackend
-from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.decode_inputs import decode_inputs
@@ -94,7 +93,7 @@ class CudaGraphRecorder:
     """torch.cuda.CUDAGraph in one memory pool, shared because buckets are captured from the largest down."""
 
     def __init__(self) -> None:
-        self._pool: object | None = None
+        self._pool: Any = None
 
     def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
         step()  # Triton compiles and cuBLAS picks its workspaces outside the capture
@@ -201,7 +200,7 @@ class GraphRunner:
                 spec_info=self.spec_info,
             )  # fmt: skip
             buffers.logits[:total].copy_(self.model.logits(self.model(batch)))
-            if self.spec_info is None and isinstance(self.backend, HybridLinearAttnBackend):
+            if self.spec_info is None:
                 self.backend.commit_decode()
 
         return step

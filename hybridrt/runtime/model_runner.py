@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 
-from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
 from hybridrt.attention.registry import create_backend
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
@@ -64,6 +63,7 @@ class ModelRunner:
         if tp.size != config.tp_size:
             raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
         self.config = config
+        self.graphs: GraphRunner | None = None  # captured once the final pools stand
         self.model_path, self.target = load_target(config, tp)
         self.model_config, self.device = self.target.model_config, self.target.device
         self.model = build_model(config, self.target, self.model_path, progress)
@@ -73,12 +73,12 @@ class ModelRunner:
             peak = self._measure_activations()
             budget_bytes = device_budget(self.device, config.memory_fraction) - peak
         self._allocate(make_plan(config, self.target, budget_bytes=budget_bytes, weights=weights, activations=peak))
-        self.graphs = self._capture(progress) if self.device.type == "cuda" and config.cuda_graph else None
+        if self.device.type == "cuda" and config.cuda_graph:
+            self.graphs = self._capture(progress)
 
     def _allocate(self, plan: MemoryPlan) -> None:
         """Pools, backend and tables of a plan."""
         self.plan = plan
-        self.graphs: GraphRunner | None = None  # captured once the final pools stand
         self.pools = build_pools(self.config, self.target, plan)
         self.backend = create_backend(
             self.config,
@@ -127,18 +127,19 @@ class ModelRunner:
         """Queues one step on the device and returns at once; see hybridrt.runtime.step.Executor."""
         self._params.update((a.row, a.params) for a in plan.admissions)
         inputs = self._graph_inputs(plan)
-        if inputs is None:
+        if inputs is None or self.graphs is None:
             return self._launch_eager(plan)
-        logits = self.graphs.replay(inputs)  # type: ignore[union-attr]
-        rows = self.graphs.buffers.rows[: len(plan.decode)]  # type: ignore[union-attr]
-        indices = self.graphs.buffers.output_indices[: len(plan.decode)]  # type: ignore[union-attr]
-        decoded = self._sample([r.row for r in plan.decode], rows, indices, logits)
+        decoded = self._launch_graph(self.graphs, inputs)
         if not plan.extend:
             return decoded
         # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
         writes = [w for w in plan.page_writes if w.row not in set(inputs.rows)]
         rest = StepPlan(plan.admissions, writes, [], plan.extend)
         return JoinedSteps(decoded, self._launch_eager(rest))
+
+    def _launch_graph(self, graphs: GraphRunner, inputs: DecodeInputs) -> "LaunchedStep":
+        logits, n = graphs.replay(inputs), len(inputs.rows)
+        return self._sample(inputs.rows, graphs.buffers.rows[:n], graphs.buffers.output_indices[:n], logits)
 
     def _graph_inputs(self, plan: StepPlan) -> DecodeInputs | None:
         """The decode rows of a plan as a graph takes them, or None where the step must run eagerly."""
@@ -159,7 +160,7 @@ class ModelRunner:
         sections = self._staging.upload(pack_step(plan))
         self._bookkeep(sections)
         hidden = self._forward(plan, sections)
-        sampled = [r.row for r in (*plan.decode, *(e for e in plan.extend if e.sample))]
+        sampled = [r.row for r in plan.sampled]
         if not sampled:
             return LaunchedStep(None)
         logits = self.model.logits(hidden.index_select(0, sections["sample_at"]))
@@ -179,7 +180,7 @@ class ModelRunner:
         batch = self._batch(plan, sections)
         self.backend.init_forward_metadata(batch)
         hidden: torch.Tensor = self.model(batch)
-        if plan.decode and isinstance(self.backend, HybridLinearAttnBackend):
+        if plan.decode:
             self.backend.commit_decode()
         return hidden
 
@@ -190,7 +191,7 @@ class ModelRunner:
         if num_decode:
             ids = torch.cat((self.last_tokens[rows[:num_decode]], ids))
         new = [1] * num_decode + [len(r.tokens) for r in plan.extend]
-        computed = [r.computed for r in (*plan.decode, *plan.extend)]
+        computed = [r.computed for r in plan.rows]
         return ForwardBatch(
             forward_mode=mode,
             input_ids=ids,

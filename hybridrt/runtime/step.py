@@ -73,6 +73,16 @@ class StepPlan:
     decode: list[DecodeRow] = field(default_factory=list)
     extend: list[ExtendRow] = field(default_factory=list)
 
+    @property
+    def rows(self) -> list[DecodeRow | ExtendRow]:
+        """All rows in batch order."""
+        return [*self.decode, *self.extend]
+
+    @property
+    def sampled(self) -> list[DecodeRow | ExtendRow]:
+        """The rows that a result has tokens for, in its order."""
+        return [*self.decode, *(row for row in self.extend if row.sample)]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -20,24 +20,22 @@ def pack_step(plan: StepPlan, tokens_per_row: int = 1) -> dict[str, np.ndarray]:
     admissions (admit_rows, admit_slots and sampling constants) and page-table entries.
     """
     lens = [tokens_per_row] * len(plan.decode) + [len(r.tokens) for r in plan.extend]
-    computed = [r.computed for r in (*plan.decode, *plan.extend)]
-    rows = [r.row for r in (*plan.decode, *plan.extend)]
+    computed = np.array([r.computed for r in plan.rows], np.int32)
+    rows = np.array([r.row for r in plan.rows], np.int32)
     ends = list(accumulate(lens, initial=0))
-    sampled = [*range(ends[len(plan.decode)]), *(ends[i + 1] - 1 for i in _sampling_rows(plan))]
+    last_of_chunk = [ends[len(plan.decode) + i + 1] - 1 for i, row in enumerate(plan.extend) if row.sample]
     return {
         **SamplingTable.pack(plan.admissions),  # first: its int64 seeds need an even offset
-        "rows": np.array(rows, np.int32),
-        "seq_lens": np.array(computed, np.int32) + np.array(lens, np.int32),
+        "rows": rows,
+        "seq_lens": computed + np.array(lens, np.int32),
         "query_start_loc": np.array(ends, np.int32),
-        "token_rows": np.repeat(np.array(rows, np.int32), lens),
-        "positions": _ranges(computed, lens),
+        "token_rows": np.repeat(rows, lens),
+        "positions": _flat([range(r.computed, r.computed + n) for r, n in zip(plan.rows, lens)]),
         "extend_ids": _flat([r.tokens for r in plan.extend]),
         "drafts": _flat([r.drafts for r in plan.decode]),
-        "sample_at": np.array(sampled, np.int32),
-        "sample_rows": np.array([r.row for r in (*plan.decode, *plan.extend) if getattr(r, "sample", True)], np.int32),
-        "output_indices": np.array(
-            [r.output_index for r in (*plan.decode, *plan.extend) if getattr(r, "sample", True)], np.int32
-        ),
+        "sample_at": np.array([*range(ends[len(plan.decode)]), *last_of_chunk], np.int32),
+        "sample_rows": np.array([r.row for r in plan.sampled], np.int32),
+        "output_indices": np.array([r.output_index for r in plan.sampled], np.int32),
         **_bookkeeping(plan),
     }
 
@@ -52,17 +50,8 @@ def _bookkeeping(plan: StepPlan) -> dict[str, np.ndarray]:
     }
 
 
-def _sampling_rows(plan: StepPlan) -> list[int]:
-    """Batch indices of the extend rows that sample."""
-    return [len(plan.decode) + i for i, row in enumerate(plan.extend) if row.sample]
-
-
 def _flat(parts: Sequence[Sequence[int]]) -> np.ndarray:
     return np.concatenate([np.asarray(p, np.int32) for p in parts]) if parts else np.empty(0, np.int32)
-
-
-def _ranges(starts: Sequence[int], lens: Sequence[int]) -> np.ndarray:
-    return _flat([np.arange(s, s + n, dtype=np.int32) for s, n in zip(starts, lens)])  # type: ignore[arg-type]
 
 
 class StagingRing:
