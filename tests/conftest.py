@@ -1,11 +1,13 @@
-"""Kernel tests run under Triton's interpreter where there is no CUDA device.
+"""For all tests: one thread (the tensors are tiny), uninitialised memory that shows, checkpoints made once.
 
-The interpreter is chosen when triton is imported, hence here, before any test module.
+Kernel tests run under Triton's interpreter where there is no CUDA device. The interpreter is chosen when triton is
+imported, hence here, before any test module.
 """
 
 import os
 import random
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy
 import pytest
@@ -17,6 +19,36 @@ if not torch.cuda.is_available():
 import triton
 
 from hybridrt.kernels import providers
+from tests import ties
+
+if TYPE_CHECKING:
+    from tests.checkpoints import CheckpointStore
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan() -> Iterator[None]:
+    """torch.empty and its kin give NaN (integers: their largest value), so that nothing reads what nobody wrote."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> "CheckpointStore":
+    """Tiny checkpoints by name (tests.checkpoints.CASES), each written once."""
+    from tests.checkpoints import CheckpointStore  # transformers takes seconds to import
+
+    return CheckpointStore(tmp_path_factory.mktemp("checkpoints"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How often a greedy token differed from transformers' at a tie."""
+    if ties.COMPARED[0]:
+        found = f"{len(ties.FOUND)} of {ties.COMPARED[0]} greedy tokens differed from transformers', all at ties"
+        terminalreporter.write_line(f"{found}: {ties.FOUND[:8]}" if ties.FOUND else found)
 
 
 def _interpreter_problem() -> str | None:

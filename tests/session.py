@@ -1,0 +1,136 @@
+"""Engines over a real tiny model, with the logits of every token they sample."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrt.config import EngineConfig
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.engine.cache_coordinator import CacheCoordinator
+from hybridrt.engine.engine import Engine, EngineLimits
+from hybridrt.mem_cache.memory_plan import MemoryPlan
+from hybridrt.runtime.build import Pools, Target, load_target, make_plan
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.sampler import Filters
+from hybridrt.runtime.step import StepHandle, StepPlan
+from hybridrt.sampling_params import SamplingParams
+from tests.checkpoints import Checkpoint
+from tests.ties import check_greedy
+
+
+@dataclass
+class Sample:
+    """What became of a request: its tokens, and the logits that each was chosen from, [n, vocab]."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    retractions: int = 0
+    finish_reason: str | None = None
+
+
+def greedy(max_tokens: int, seed: int = 0, **params: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, seed=seed, **params)
+
+
+class Session:
+    """A ModelRunner on a CPU whose pools start full of garbage, and engines on it, one after the other.
+
+    It is an executor itself: it keeps the logits by (seed of the request, output index).
+    """
+
+    def __init__(self, path: Path, *, budget_bytes: int | None = None, **config: Any) -> None:
+        defaults = {"device": "cpu", "dtype": "float32", "max_model_len": 160, "max_running_requests": 4}
+        self.config = EngineConfig(str(path), **{**defaults, **config})
+        self.runner = ModelRunner(self.config, budget_bytes=budget_bytes)
+        self.plan: MemoryPlan = self.runner.plan
+        self.logits: dict[tuple[int, int], Tensor] = {}
+        self.plans: list[StepPlan] = []
+        self._seeds: dict[int, int] = {}
+        self._sampler = self.runner.sampler
+        self.runner.sampler = self._sample  # type: ignore[assignment]
+        spoil(self.runner.pools)
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        self._seeds.update((a.row, a.seed) for a in plan.admissions)
+        self.plans.append(plan)
+        return self.runner.launch(plan)
+
+    def _sample(self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters) -> Tensor:
+        for line, row, index in zip(logits, rows.tolist(), output_indices.tolist(), strict=True):
+            self.logits[self._seeds[row], index] = line.clone()
+        return self._sampler(logits, rows, output_indices, filters)
+
+    def engine(self, *, chunk: int = 8192, overlap: bool = False) -> Engine:
+        plan, model = self.plan, self.runner.model_config
+        self.coordinator = CacheCoordinator(plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
+        limits = EngineLimits(model.vocab_size, plan.max_model_len, chunk, model.eos_token_ids)
+        return Engine(self, self.coordinator, limits, overlap=overlap)
+
+    def run(
+        self, requests: Sequence[tuple[Sequence[int], int]], *, chunk: int = 8192, overlap: bool = False, gap: int = 0
+    ) -> list[Sample]:
+        """(prompt, output tokens) greedily, a new request every `gap` steps; request i has seed i."""
+        engine, waiting = self.engine(chunk=chunk, overlap=overlap), list(enumerate(requests))
+        self.logits.clear()
+        self.plans.clear()
+        samples = [Sample(list(prompt)) for prompt, _ in requests]
+        steps = 0
+        while waiting or engine.has_unfinished():
+            while waiting and steps >= waiting[0][0] * gap:
+                i, (prompt, count) = waiting.pop(0)
+                engine.add_request(prompt, greedy(count, seed=i), str(i))
+            for out in engine.step() if engine.has_unfinished() else ():
+                sample = samples[int(out.request_id)]
+                assert out.error is None, out.error
+                sample.tokens, sample.finish_reason = out.token_ids, out.finish_reason
+                sample.retractions = out.metrics.retractions
+            self.coordinator.check()
+            steps += 1
+        self.assert_empty()
+        for i, sample in enumerate(samples):
+            sample.logits = torch.stack([self.logits[i, k] for k in range(len(sample.tokens))])
+        return samples
+
+    def assert_empty(self) -> None:
+        for pool in (self.coordinator.rows, self.coordinator.slots, self.coordinator.pages):
+            pool.check()
+            assert pool.num_free == pool.total, f"leaked: {pool}"
+
+    def num_mixed(self) -> int:
+        """Steps of the last run that held decode rows and prompt chunks."""
+        return sum(bool(plan.decode and plan.extend) for plan in self.plans)
+
+
+def spoil(pools: Pools) -> None:
+    """Fills what is not scratch with garbage: NaN, and in KV, whose hidden entries must be finite, large numbers."""
+    for tensor in (pools.kv.k, pools.kv.v):
+        tensor[:, 1:] = 1e4
+    mamba = pools.req_to_token.mamba_pool
+    for layer_id in mamba.layer_ids if mamba is not None else ():
+        for tensor in vars(mamba.layer_cache(layer_id)).values():  # type: ignore[union-attr]
+            if tensor is not None:
+                tensor[1:] = torch.nan
+    pools.req_to_token.req_to_token[1:] = -(2**30)
+    pools.req_to_token.req_to_mamba_slot[1:] = -(2**30)
+
+
+def budget(path: Path, *, rows: int, pages: int, **config: Any) -> int:
+    """Bytes that hold `rows` running requests and `pages` KV pages, and no more."""
+    engine_config = EngineConfig(str(path), **{"device": "cpu", "dtype": "float32", "max_running_requests": rows, **config})
+    target: Target = load_target(engine_config, TPGroup())[1]
+    costs = make_plan(engine_config, target, budget_bytes=2**40).costs
+    return costs.fixed + (rows + 1) * (costs.row + costs.slot) + (pages + 1) * costs.page
+
+
+def check_sample(checkpoint: Checkpoint, sample: Sample, what: str, tolerance: float = 2e-4) -> None:
+    """Each token's logits within `tolerance` of transformers', and the token the most likely one there."""
+    oracle = checkpoint.logits(sample.prompt, sample.tokens)
+    what = f"{what}, prompt of {len(sample.prompt)}"
+    worst = (sample.logits - oracle).abs().max().item()
+    assert worst <= tolerance, f"{what}: logits differ by {worst:.1e}"
+    check_greedy(sample.tokens, oracle, what)
