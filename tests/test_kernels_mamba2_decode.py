@@ -10,6 +10,7 @@ from hybridrt.kernels.mamba2_decode import mamba2_decode
 from hybridrt.kernels.state_replay import advance_ring
 from tests.mamba2_oracle import ScanInputs, changed_rows, close, conv_loop, int32, poisoned, same_bytes, scan_loop
 
+pytestmark = pytest.mark.usefixtures("provider")
 H, P, N, G, K = 4, 3, 5, 2, 4
 CHANNELS = H * P + 2 * G * N
 
@@ -67,9 +68,9 @@ class Layer:
 
 def test_classic_decode_equals_loop() -> None:
     torch.manual_seed(0)
-    layer = Layer([7, 39], 20)
+    layer = Layer([7, 39], 12)
     expected = [layer.expected(b) for b in range(2)]
-    for t in range(20):
+    for t in range(12):
         out = layer.step([t, t], 1)
         for b in range(2):
             close(out[b], expected[b][0][t : t + 1], 1e-5)
@@ -89,15 +90,15 @@ def test_classic_decode_to_other_slots() -> None:
 
 
 @pytest.mark.parametrize("mode", ["intermediate", "replay"])
-@pytest.mark.parametrize("tokens", [1, 3, 7])
-def test_verify_equals_loop_for_each_accepted_length(mode: str, tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [1, 3, 5])
+def test_verify_equals_loop_for_each_accepted_length(mode: str, tokens: int, provider: str) -> None:
     torch.manual_seed(tokens)
     rows = [6, 2]
-    layer = Layer([7, 39], 100)
+    layer = Layer([7, 39], 60)
     stored = poisoned(8, tokens, H, P, N)
     expected = [layer.expected(b) for b in range(2)]
     done = [0, 0]
-    for accepted in [*zip(range(1, tokens + 1), range(tokens, 0, -1), strict=True)] * 3:
+    for accepted in [*zip(range(1, tokens + 1), range(tokens, 0, -1), strict=True)] * (3 if provider == "torch" else 1):
         if mode == "replay":
             out = layer.replay_step(done, tokens, rows)
             advance_ring(layer.start, layer.length, int32(*rows), int32(*accepted), tokens, 16)

@@ -8,6 +8,7 @@ from torch import Tensor
 from hybridrt.kernels.selective_state_update import selective_state_update
 from tests.mamba2_oracle import ScanInputs, changed_rows, close, int32, poisoned, same_bytes, scan_inputs, scan_loop
 
+pytestmark = pytest.mark.usefixtures("provider")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
@@ -126,7 +127,7 @@ def test_padding_rows_leave_no_trace(mode: str) -> None:
     if mode != "classic":
         changed = {"intermediate_states": stored, "rows": int32(3, 2, 1, 2)}
     if mode == "tree":
-        changed["parents"] = int32(-1, 0).expand(4, 2)
+        changed["parents"] = int32(-1, 0).repeat(4, 1)
     out = update(inputs, states, [5, -1, 2, -1], **changed)
     assert not out[1::2].any()
     close(out[2], scan_loop(inputs[2], before[2])[0], 2e-6)

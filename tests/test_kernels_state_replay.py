@@ -11,6 +11,7 @@ from hybridrt.kernels.selective_state_update import selective_state_update
 from hybridrt.kernels.state_replay import advance_ring, mamba2_fold, mamba2_replay
 from tests.mamba2_oracle import ScanInputs, changed_rows, close, int32, poisoned, same_bytes, scan_inputs, scan_loop
 
+pytestmark = pytest.mark.usefixtures("provider")
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -26,12 +27,14 @@ class Ring:
     length: Tensor
 
     @classmethod
-    def make(cls, slots: list[int], width: int, groups: int = 2, dtype: torch.dtype = torch.float32) -> "Ring":
-        states = poisoned(40, 4, 3, 5, dtype=dtype)
+    def make(
+        cls, slots: list[int], width: int, groups: int = 2, dtype: torch.dtype = torch.float32, heads: int = 4
+    ) -> "Ring":
+        states = poisoned(40, heads, 3, 5, dtype=dtype)
         for slot in slots:
             if slot > 0:
-                states[slot] = (torch.randn(4, 3, 5) * 3).to(dtype)
-        rings = poisoned(8, 4, width, 3), poisoned(8, groups, width, 5), poisoned(8, 4, width)
+                states[slot] = (torch.randn(heads, 3, 5) * 3).to(dtype)
+        rings = poisoned(8, heads, width, 3), poisoned(8, groups, width, 5), poisoned(8, heads, width)
         return cls(states, *rings, int32(*[0] * 8), int32(*[0] * 8))
 
     @property
@@ -59,40 +62,40 @@ class Ring:
     ("dtype", "width", "groups"),
     [
         (torch.float32, 2, 1),
-        (torch.float32, 3, 4),
+        (torch.float32, 3, 2),
         (torch.float32, 16, 2),
         (torch.float16, 16, 1),
         (torch.bfloat16, 16, 2),
     ],
 )
-def test_decode_equals_loop(dtype: torch.dtype, width: int, groups: int) -> None:
-    """Fifty plain decode steps: outputs and the materialised state, while the checkpoint moves only on folds."""
+def test_decode_equals_loop(dtype: torch.dtype, width: int, groups: int, provider: str) -> None:
+    """Many plain decode steps: outputs and the materialised state, while the checkpoint moves only on folds."""
     torch.manual_seed(width)
-    slots, rows, steps = [7, 39], [3, 6], 50
-    ring, inputs = Ring.make(slots, width, groups, dtype), scan_inputs(2, steps, groups=groups)
+    slots, rows, steps = [7, 39], [3, 6], 50 if provider == "torch" else 18
+    ring, inputs = Ring.make(slots, width, groups, dtype, heads=2), scan_inputs(2, steps, heads=2, groups=groups)
     expected = [scan_loop(inputs[b], ring.states[slot]) for b, slot in enumerate(slots)]
-    writes = 0
+    writes, outs = 0, []
     for t in range(steps):
         before = ring.states.clone()
-        out = ring.step(inputs[:, t : t + 1], slots, rows)
+        outs.append(ring.step(inputs[:, t : t + 1], slots, rows))
         writes += bool(changed_rows(before, ring.states))
         ring.commit(rows, [1, 1], 1)
-        for b in range(2):
-            close(out[b], expected[b][0][t : t + 1], TOLERANCE[dtype])
-            state = ring.materialize(inputs, rows[b], slots[b], into=20)
-            close(state, expected[b][1][t], TOLERANCE[dtype])
+        if provider == "torch" or t % 4 == 1:
+            for b in range(2):
+                close(ring.materialize(inputs, rows[b], slots[b], into=20), expected[b][1][t], TOLERANCE[dtype])
+    close(torch.cat(outs, 1), torch.stack([out for out, _ in expected]), TOLERANCE[dtype])
     assert writes == (steps - 1) // (width - 1)
     assert not ring.start[[0, 1, 2, 4, 5, 7]].any() and not ring.length[[0, 1, 2, 4, 5, 7]].any()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 7])
-def test_verify_equals_decodes_for_each_accepted_length(tokens: int) -> None:
+def test_verify_equals_decodes_for_each_accepted_length(tokens: int, provider: str) -> None:
     """A schedule that accepts every length, with rejected inputs left behind in the ring."""
     torch.manual_seed(tokens)
-    ring, plain = Ring.make([5], 16), Ring.make([5], 16).states
+    ring, plain = Ring.make([5], 16, heads=2), Ring.make([5], 16, heads=2).states
     plain[5] = ring.states[5]
-    for accepted in [*range(1, tokens + 1), *range(tokens, 0, -1)] * 3:
-        inputs = scan_inputs(1, tokens)
+    for accepted in [*range(1, tokens + 1), *range(tokens, 0, -1)] * (3 if provider == "torch" else 1):
+        inputs = scan_inputs(1, tokens, heads=2)
         out = ring.step(inputs, [5], [2])
         ring.commit([2], [accepted], tokens)
         for t in range(accepted):

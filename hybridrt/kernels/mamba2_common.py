@@ -1,6 +1,7 @@
 """What the Mamba-2 operations share: the time step and the output terms that do not pass through the state."""
 
 import math
+from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,3 +19,10 @@ def skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> T
     if D is not None:
         y.addcmul_(x.float(), D.float()[:, None])
     return y if z is None else y.mul_(F.silu(z.float()))
+
+
+def split_conv_channels(xBC: Tensor, state_shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Views x [..., H, P], B and C [..., G, N] of the conv's channels [..., C] for a pool of states [S+1, H, P, N]."""
+    _, heads, dim, state_dim = state_shape
+    x, B, C = xBC.split([heads * dim, *[(xBC.shape[-1] - heads * dim) // 2] * 2], -1)
+    return x.unflatten(-1, (heads, dim)), B.unflatten(-1, (-1, state_dim)), C.unflatten(-1, (-1, state_dim))

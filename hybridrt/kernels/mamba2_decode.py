@@ -13,11 +13,13 @@ Tokens of a row form a chain; draft trees go through `causal_conv1d_update` and 
 from torch import Tensor
 
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update_reference, check_ring
+from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.providers import register, select
 from hybridrt.kernels.selective_state_update import selective_state_update_reference
 from hybridrt.kernels.state_replay import check_ring_width, mamba2_replay_reference
 
 register("mamba2_decode", "torch", "hybridrt.kernels.mamba2_decode:mamba2_decode_reference")
+register("mamba2_decode", "triton", "hybridrt.kernels.mamba2_decode_triton:mamba2_decode_triton", priority=10)
 
 
 def mamba2_decode(
@@ -99,13 +101,8 @@ def mamba2_decode_reference(
     rows: Tensor | None = None,
 ) -> Tensor:
     """Plain-torch `mamba2_decode`: the separate operations one after the other."""
-    _, heads, dim, state_dim = states.shape
-    xBC = causal_conv1d_update_reference(xBC, weight, bias, conv, read_slots, write_slots, start_positions)
-    widths = [heads * dim, *[(xBC.shape[2] - heads * dim) // 2] * 2]
-    x, B, C = (
-        part.unflatten(-1, (-1, size))
-        for part, size in zip(xBC.split(widths, -1), (dim, state_dim, state_dim), strict=True)
-    )
+    conved = causal_conv1d_update_reference(xBC, weight, bias, conv, read_slots, write_slots, start_positions)
+    x, B, C = split_conv_channels(conved, states.shape)
     if values is None:
         return selective_state_update_reference(
             states, x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_limit=dt_limit, z=z, read_slots=read_slots,

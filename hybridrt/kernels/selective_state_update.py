@@ -14,7 +14,9 @@ from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
 from hybridrt.kernels.providers import register, select
 from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
 
-register("selective_state_update", "torch", "hybridrt.kernels.selective_state_update:selective_state_update_reference")
+_HERE = "hybridrt.kernels.selective_state_update"
+register("selective_state_update", "torch", f"{_HERE}:selective_state_update_reference")
+register("selective_state_update", "triton", f"{_HERE}_triton:selective_state_update_triton", priority=10)
 
 
 def selective_state_update(

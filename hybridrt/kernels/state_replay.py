@@ -23,9 +23,10 @@ from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
 from hybridrt.kernels.providers import register, select
 from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
 
-register("mamba2_replay", "torch", "hybridrt.kernels.state_replay:mamba2_replay_reference")
-register("mamba2_fold", "torch", "hybridrt.kernels.state_replay:mamba2_fold_reference")
-register("advance_ring", "torch", "hybridrt.kernels.state_replay:advance_ring_reference")
+_HERE = "hybridrt.kernels.state_replay"
+for _op in ("mamba2_replay", "mamba2_fold", "advance_ring"):
+    register(_op, "torch", f"{_HERE}:{_op}_reference")
+    register(_op, "triton", f"{_HERE}_triton:{_op}_triton", priority=10)
 
 
 def mamba2_replay(

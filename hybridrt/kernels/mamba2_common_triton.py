@@ -1,0 +1,140 @@
+"""Device functions that the Mamba-2 step kernels share.
+
+A program works on BLOCK_P channels of one head of one row. Its inputs come either from tensors that went through the
+conv already (TAPS == 0) or from the raw projection and the conv ring (TAPS == K taps).
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepTile:
+    """How much of a head's state [P, N] one program of a step kernel holds: block_p of P rows, all of N."""
+
+    block_p: int
+    block_n: int
+    num_warps: int
+
+
+def step_tile(row_heads: int, dim: int, state_dim: int) -> StepTile:
+    """Tile for `row_heads` (rows x heads) states of [dim, state_dim].
+
+    Small batches are cut finer, so that every multiprocessor gets work; large ones coarser, since the programs of a
+    head each repeat its conv and its look at the ring.
+    """
+    block_n = max(16, triton.next_power_of_2(state_dim))
+    elements = 4096 if row_heads * dim * block_n <= 1 << 22 else 8192
+    block_p = max(1, min(triton.next_power_of_2(dim), elements // block_n))
+    return StepTile(block_p, block_n, 4)
+
+
+def strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
+    """The first `count` strides, zeros for a tensor that is not there."""
+    return (0,) * count if tensor is None else tensor.stride()[:count]
+
+
+@triton.jit
+def when(flag, mask):  # type: ignore[no-untyped-def]
+    """`mask` if the scalar `flag` holds, else nothing (`mask & flag` fails in the interpreter)."""
+    return mask & (tl.zeros(mask.shape, tl.int32) + flag.to(tl.int32) > 0)
+
+
+@triton.jit
+def silu(x):  # type: ignore[no-untyped-def]
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def softplus(x):  # type: ignore[no-untyped-def]
+    """log(1 + e^x) in float32, exact where e^x is small (Kahan's log1p)."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + e
+    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))
+    return tl.where(x > 20.0, x, log1p)
+
+
+@triton.jit
+def time_step(dt_ptr, dt_bias_ptr, h, dt_min, dt_max):  # type: ignore[no-untyped-def]
+    """clamp(softplus(dt + dt_bias)) of head h: dt_ptr points at the head's raw dt."""
+    dt = tl.load(dt_ptr).to(tl.float32)
+    if dt_bias_ptr is not None:
+        dt += tl.load(dt_bias_ptr + h).to(tl.float32)
+    return tl.minimum(tl.maximum(softplus(dt), dt_min), dt_max)
+
+
+@triton.jit
+def step_input(  # type: ignore[no-untyped-def]
+    source, stride_t, conv_row, weight_ptr, bias_ptr, channel, mask, position,
+    t: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
+):  # fmt: skip
+    """Input of token t in float32: `source` + t * stride_t itself, or its conv and SiLU rounded to its dtype.
+
+    `channel` indexes conv ring, weight and bias; `conv_row` points at the ring [C, WC] of the row's slot.
+    """
+    if TAPS == 0:
+        out = tl.load(source + t * stride_t, mask=mask, other=0.0).to(tl.float32)
+    else:
+        out = tl.zeros(channel.shape, tl.float32)
+        if bias_ptr is not None:
+            out += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+        for k in tl.static_range(TAPS):
+            tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
+            if t + k - (TAPS - 1) >= 0:
+                value = tl.load(source + (t + k - (TAPS - 1)) * stride_t, mask=mask, other=0.0)
+            else:
+                p = position + (t + k - (TAPS - 1))
+                value = tl.load(conv_row + channel * WC + (p & (WC - 1)), mask=when(p >= 0, mask), other=0.0)
+            out += tap * value.to(tl.float32)
+        out = silu(out).to(source.dtype.element_ty).to(tl.float32)
+    return out
+
+
+@triton.jit
+def push_inputs(  # type: ignore[no-untyped-def]
+    source, stride_t, read_row, write_row, channel, mask, position, copy_history,
+    T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
+):  # fmt: skip
+    """Writes the T raw inputs to the conv ring `write_row`, and the K - 1 before them if it is not `read_row`.
+
+    The columns written are not among those that any program of the step reads, so programs need no order.
+    """
+    ring = write_row + channel * WC
+    for t in tl.static_range(T):
+        value = tl.load(source + t * stride_t, mask=mask, other=0.0)
+        tl.store(ring + ((position + t) & (WC - 1)), value, mask=mask)
+    if copy_history:
+        for k in tl.static_range(1, TAPS):
+            p = position - k
+            value = tl.load(read_row + channel * WC + (p & (WC - 1)), mask=when(p >= 0, mask), other=0.0)
+            tl.store(ring + (p & (WC - 1)), value, mask=mask)
+
+
+@triton.jit
+def store_output(  # type: ignore[no-untyped-def]
+    y, x, D_ptr, z_ptr, out_ptr, h, mask
+):  # fmt: skip
+    """out = (y + D x) * silu(z) for one token's channels; D_ptr and z_ptr may be None."""
+    if D_ptr is not None:
+        y += tl.load(D_ptr + h).to(tl.float32) * x
+    if z_ptr is not None:
+        y *= silu(tl.load(z_ptr, mask=mask, other=0.0).to(tl.float32))
+    tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def fold_entries(  # type: ignore[no-untyped-def]
+    state, values_row, keys_row, gates_row, A, p, p_mask, n, n_mask, start, length,
+    W: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The state [BLOCK_P, BLOCK_N] after the first `length` entries of a ring: as many plain decode steps, in order."""
+    for j in range(length):
+        column = (start + j) % W
+        dt = tl.load(gates_row + column)
+        x = tl.load(values_row + column * P + p, mask=p_mask, other=0.0).to(tl.float32)
+        key = tl.load(keys_row + column * N + n, mask=n_mask, other=0.0).to(tl.float32)
+        state = state * tl.exp(A * dt) + (dt * x)[:, None] * key[None, :]
+    return state

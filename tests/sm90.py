@@ -1,0 +1,99 @@
+"""Compiles Triton kernels for sm_90 without a GPU and reports what they need of the hardware.
+
+It runs where Triton's interpreter is off, so tests start it as another process.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+_TYPES = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.bool: "*i1", torch.uint8: "*u8", torch.int8: "*i8",
+}  # fmt: skip
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Per thread: registers and bytes of stack (spills); per program: bytes of shared memory."""
+
+    kernel: str
+    registers: int
+    stack: int
+    shared: int
+
+
+@contextmanager
+def compiled_only() -> Iterator[list[Usage]]:
+    """Within it, launching a kernel compiles it for sm_90 instead, and the list grows by what it uses.
+
+    Call the launchers with tensors on the "meta" device.
+    """
+    used: list[Usage] = []
+    run = JITFunction.run
+
+    def compile_instead(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        used.append(_compile(self, args, kwargs))
+
+    JITFunction.run = compile_instead
+    try:
+        yield used
+    finally:
+        JITFunction.run = run
+
+
+def usage(launch: Callable[[], Any]) -> list[Usage]:
+    with compiled_only() as used:
+        launch()
+    return used
+
+
+def _compile(fn: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Usage:
+    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    bound = fn.signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, parameter in enumerate(fn.params):
+        value = bound.arguments[parameter.name]
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[parameter.name], constants[(index,)] = "constexpr", value
+        else:
+            signature[parameter.name] = _type(value)
+            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return _usage(fn.__name__, compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _usage(name: str, cubin: bytes, shared: int) -> Usage:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return Usage(name, int(found[1]), int(found[2]), shared)
