@@ -12,10 +12,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from hybridrt.attention.base import Rope
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.rotary import apply_rotary
 from hybridrt.layers.attention import RadixAttention, qkv_segments
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
@@ -62,13 +62,13 @@ class FalconH1Block(nn.Module):
         )  # fmt: skip
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor, batch: ForwardBatch
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         h, residual = self.input_norm(x, residual)
         projected = self.in_proj(h)
         mixed = projected.new_empty(projected.shape[0], self.attn.q_size + self.mamba.intermediate_size)
         self._mamba(projected[:, : self.ssm_width], mixed[:, self.attn.q_size :], batch)
-        mixed[:, : self.attn.q_size] = self._attention(projected[:, self.ssm_width :], cos_sin, batch)
+        mixed[:, : self.attn.q_size] = self._attention(projected[:, self.ssm_width :], rope, batch)
         h, residual = self.mlp_norm(self.out_proj(mixed), residual)
         return self.mlp(h), residual
 
@@ -76,13 +76,10 @@ class FalconH1Block(nn.Module):
         backend = batch.attn_backend.linear_attn_backend
         backend.forward(None, None, None, self.mamba, batch, projected=projected, out=out)
 
-    def _attention(self, qkv: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def _attention(self, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         attn = self.attn
         q, k, v = qkv.split((attn.q_size, attn.kv_size, attn.kv_size), dim=-1)
-        q, k = apply_rotary(
-            q.unflatten(-1, (attn.num_heads, -1)), k.unflatten(-1, (attn.num_kv_heads, -1)), batch.positions, cos_sin
-        )
-        return attn(q.flatten(1), k.flatten(1), v, batch)
+        return attn(q, k, v, batch, rope)
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         hf, ssm_names = self.hf, ["z", "x", "B", "C", "dt"]
@@ -127,12 +124,12 @@ class FalconH1ForCausalLM(CausalLM):
         self.layers = cast(list[FalconH1Block], blocks)
         # The head's multiplier commutes with the head, so the norm before it takes it, tied or not.
         self.norm = RMSNorm("norm", config.hidden_size, hf.rms_norm_eps, device=device, fold=hf.lm_head_multiplier)
-        self.cos_sin = rotary_table(config, max_len, device)
+        self.rope = Rope(rotary_table(config, max_len, device))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         x, residual = self.embed(batch.input_ids), None
         for layer in self.layers:
-            x, residual = layer(x, residual, self.cos_sin, batch)
+            x, residual = layer(x, residual, self.rope, batch)
         return self.norm(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

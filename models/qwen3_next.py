@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from hybridrt.attention.base import Rope
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.activation import sigmoid_mul
-from hybridrt.kernels.rotary import qk_norm_rotary
 from hybridrt.layers.attention import RadixAttention, qkv_segments
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.gdn import GDNMixer
@@ -49,11 +49,8 @@ class GatedAttention(nn.Module):
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         attn = self.attn
         q, k, v, gate = self.qkvg(x).split((attn.q_size, attn.kv_size, attn.kv_size, attn.q_size), dim=-1)
-        q, k = qk_norm_rotary(
-            q.unflatten(-1, (attn.num_heads, -1)), k.unflatten(-1, (attn.num_kv_heads, -1)), batch.positions, cos_sin,
-            self.q_norm.weight, self.k_norm.weight, self.q_norm.eps,
-        )  # fmt: skip
-        return self.o_proj(sigmoid_mul(attn(q.flatten(1), k.flatten(1), v, batch), gate))
+        rope = Rope(cos_sin, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return self.o_proj(sigmoid_mul(attn(q, k, v, batch, rope), gate))
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         heads, dim = self.config.num_heads, self.config.head_dim

@@ -1,12 +1,14 @@
 """The interface of every attention and linear backend, as an embedding runtime programs against it."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.kernels.rotary import qk_norm_rotary
 
 
 class AttentionBackend(ABC):
@@ -77,6 +79,21 @@ class AttentionBackend(ABC):
         """The seq_len that a padding row gets."""
 
 
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of a layer's queries and keys, after an optional RMS norm of each head.
+
+    Attributes:
+        cos_sin: [max_len, rot] float32 table (hybridrt.layers.rotary).
+        q_weight, k_weight: [head_dim] float32, None for no norm; eps belongs to it.
+    """
+
+    cos_sin: torch.Tensor
+    q_weight: torch.Tensor | None = None
+    k_weight: torch.Tensor | None = None
+    eps: float = 0.0
+
+
 class SegmentedAttnBackend(AttentionBackend):
     """A softmax-attention backend that runs the decode and the extend segment of a batch each with its own method."""
 
@@ -88,12 +105,15 @@ class SegmentedAttnBackend(AttentionBackend):
         layer: Any,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
+        *,
+        rope: Rope | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attention of one layer over all rows of the batch.
 
         Args:
-            q, k, v: [T, heads * head_dim] of the new tokens, rotary applied.
+            q, k, v: [T, heads * head_dim] of the new tokens.
+            rope: how to rotate q and k first; None if they are rotated, or the model rotates nothing.
             layer: who asks: layer_id, scale and head counts.
             save_kv_cache: write k and v into the pool first.
         Returns:
@@ -104,13 +124,25 @@ class SegmentedAttnBackend(AttentionBackend):
         if total == 0:
             return q.new_empty(0, layer.num_heads * layer.head_dim)
         if save_kv_cache and k is not None and v is not None:
-            self.save_kv(k, v, layer, batch)
+            q = self.rotate_and_save(q, k, v, layer, batch, rope)
         if split == total:
             return self.forward_decode(q, layer, batch, **kwargs)
         if split == 0:
             return self.forward_extend(q, layer, batch, **kwargs)
         decoded = self.forward_decode(q[:split], layer, batch, **kwargs)
         return torch.cat((decoded, self.forward_extend(q[split:], layer, batch, **kwargs)))
+
+    def rotate_and_save(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope | None
+    ) -> torch.Tensor:
+        """Rotates q and k, writes k and v into the pool, returns q. A backend that fuses the three overrides it."""
+        if rope is not None:
+            heads, kv_heads = q.unflatten(-1, (-1, layer.head_dim)), k.unflatten(-1, (-1, layer.head_dim))
+            weights = (rope.q_weight, rope.k_weight, rope.eps)
+            heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope.cos_sin, *weights)
+            q, k = heads.flatten(1), kv_heads.flatten(1)
+        self.save_kv(k, v, layer, batch)
+        return q
 
     @abstractmethod
     def save_kv(self, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch) -> None:

@@ -8,7 +8,8 @@ from hybridrt.attention.linear import DecodeSegment, ExtendSegment, MambaAttnBac
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
-from hybridrt.kernels.gdn_replay import gdn_fold, gdn_replay
+from hybridrt.kernels.gdn_decode import gdn_decode
+from hybridrt.kernels.gdn_replay import gdn_fold
 from hybridrt.mem_cache.mamba_pool import LayerCache
 
 
@@ -52,32 +53,34 @@ class GDNAttnBackend(MambaAttnBackendBase):
         self, layer: Any, cache: LayerCache, seg: DecodeSegment, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor
     ) -> torch.Tensor:
         buf, per_row = seg.buffers, (seg.rows.shape[0], seg.tokens_per_row)
-        conved = causal_conv1d_update(
-            mixed.view(*per_row, -1),
-            layer.conv_weight,
-            None,
-            cache.conv,
-            buf.slots,
-            buf.slots,
-            buf.start_positions,
-            parents=seg.parents,
-            windows=cache.intermediate_conv_window,
-            rows=seg.rows,
-        )
-        q, k, v = layer.split_heads(conved)
-        g, beta = gdn_gates(a.view(*per_row, -1), b.view(*per_row, -1), layer.A_log, layer.dt_bias)
-        if cache.ring_values is not None:
-            out = gdn_replay(
-                cache.temporal, *cache.ring, q, k, v, g, beta, slots=buf.slots, rows=seg.rows,
-                start=buf.ring_start, length=buf.ring_length,
-            )  # fmt: skip
-        else:
+        qkv, a, b = mixed.view(*per_row, -1), a.view(*per_row, -1), b.view(*per_row, -1)
+        if seg.parents is not None:
+            return self._verify_tree(layer, cache, seg, qkv, a, b)
+        ring = dict(zip(("values", "keys", "gates"), cache.ring)) if cache.ring_values is not None else {}
+        out = gdn_decode(
+            qkv, a, b, weight=layer.conv_weight, bias=None, A_log=layer.A_log, dt_bias=layer.dt_bias, conv=cache.conv,
+            states=cache.temporal, read_slots=buf.slots, write_slots=buf.slots, start_positions=buf.start_positions,
+            start=buf.ring_start, length=buf.ring_length, rows=seg.rows,
             # One token is final at once; only a verify step may have to go back.
-            intermediate = cache.intermediate_ssm if seg.tokens_per_row > 1 else None
-            out = recurrent_gated_delta_rule(
-                cache.temporal, q, k, v, g, beta, read_slots=buf.slots, write_slots=buf.slots,
-                intermediate_states=intermediate, rows=seg.rows, parents=seg.parents,
-            )  # fmt: skip
+            intermediate_states=cache.intermediate_ssm if seg.tokens_per_row > 1 else None, **ring,
+        )  # fmt: skip
+        return out.flatten(0, 1)
+
+    def _verify_tree(
+        self, layer: Any, cache: LayerCache, seg: DecodeSegment, qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+    ) -> torch.Tensor:
+        """Draft trees follow parent pointers, which the fused kernel does not."""
+        slots = seg.buffers.slots
+        conved = causal_conv1d_update(
+            qkv, layer.conv_weight, None, cache.conv, slots, slots, seg.buffers.start_positions,
+            parents=seg.parents, windows=cache.intermediate_conv_window, rows=seg.rows,
+        )  # fmt: skip
+        q, k, v = layer.split_heads(conved)
+        g, beta = gdn_gates(a, b, layer.A_log, layer.dt_bias)
+        out = recurrent_gated_delta_rule(
+            cache.temporal, q, k, v, g, beta, read_slots=slots, write_slots=slots,
+            intermediate_states=cache.intermediate_ssm, rows=seg.rows, parents=seg.parents,
+        )  # fmt: skip
         return out.flatten(0, 1)
 
     def _extend(

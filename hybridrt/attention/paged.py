@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.base import SegmentedAttnBackend, check_graph_tokens, require_graph_mode
+from hybridrt.attention.base import Rope, SegmentedAttnBackend, check_graph_tokens, require_graph_mode
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.providers import select
 from hybridrt.mem_cache.kv_pool import KVPool
@@ -41,6 +41,7 @@ class PagedAttnBackend(SegmentedAttnBackend):
         self.metadata: PagedMetadata | None = None
         device_type = kv_pool.k.device.type
         self._write_kv = select("write_kv", device_type)
+        self._rotary_write_kv = select("rotary_write_kv", device_type)
         self._decode = select("attention_decode", device_type, self.provider)
         self._extend = select("attention_extend", device_type, self.provider)
 
@@ -57,6 +58,18 @@ class PagedAttnBackend(SegmentedAttnBackend):
             query_lens=list(batch.extend_seq_lens_cpu) if batch.num_extend_rows else [],
             seq_lens_host=extend_lens,
         )
+
+    def rotate_and_save(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope | None
+    ) -> torch.Tensor:
+        if rope is None:
+            return super().rotate_and_save(q, k, v, layer, batch, rope)
+        heads, kv_heads = (-1, layer.num_heads, layer.head_dim), (-1, layer.num_kv_heads, layer.head_dim)
+        rotated: torch.Tensor = self._rotary_write_kv(
+            q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.positions, rope.cos_sin, rope.q_weight,
+            rope.k_weight, rope.eps, *self.kv_pool.layer(layer.layer_id), batch.out_cache_loc,
+        )  # fmt: skip
+        return rotated.view(q.shape[0], -1)
 
     def save_kv(self, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch) -> None:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)

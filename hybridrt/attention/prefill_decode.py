@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.base import SegmentedAttnBackend
+from hybridrt.attention.base import Rope, SegmentedAttnBackend
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 
@@ -50,6 +50,11 @@ class HybridAttnBackend(SegmentedAttnBackend):
         for backend in {id(b): b for b in (self._decode_segment_backend(batch), self.prefill_backend)}.values():
             backend.init_forward_metadata(batch)
         return None
+
+    def rotate_and_save(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope | None
+    ) -> torch.Tensor:
+        return self._decode_segment_backend(batch).rotate_and_save(q, k, v, layer, batch, rope)
 
     def save_kv(self, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch) -> None:
         self._decode_segment_backend(batch).save_kv(k, v, layer, batch)

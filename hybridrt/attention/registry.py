@@ -16,13 +16,16 @@ from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
 # "module:class" of each full-attention backend; packages add theirs through the entry-point group below.
-FULL_ATTENTION = {"torch": "hybridrt.attention.torch_native:TorchNativeAttnBackend"}
+FULL_ATTENTION = {
+    "torch": "hybridrt.attention.torch_native:TorchNativeAttnBackend",
+    "triton": "hybridrt.attention.triton:TritonAttnBackend",
+}
 LINEAR = {
     "mamba2": "hybridrt.attention.mamba2:Mamba2AttnBackend",
     "gdn": "hybridrt.attention.gdn:GDNAttnBackend",
 }
 ENTRY_POINT_GROUP = "hybridrt.attention_backends"
-DEFAULT_BY_DEVICE = {"cpu": "torch", "cuda": "torch"}
+DEFAULT_BY_DEVICE = {"cpu": "torch", "cuda": "triton"}
 
 
 def attention_backend_names() -> list[str]:

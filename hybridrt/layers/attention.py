@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from hybridrt.attention.base import Rope
 from hybridrt.config import AttentionConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
@@ -23,9 +24,11 @@ class RadixAttention(nn.Module):
         self.q_size = self.num_heads * self.head_dim
         self.kv_size = self.num_kv_heads * self.head_dim
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """q [T, heads * head_dim], k and v [T, kv_heads * head_dim], rotary applied; returns q's shape."""
-        return batch.attn_backend.forward(q, k, v, self, batch)
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, rope: Rope | None = None
+    ) -> torch.Tensor:
+        """q [T, heads * head_dim], k and v [T, kv_heads * head_dim]; returns q's shape."""
+        return batch.attn_backend.forward(q, k, v, self, batch, rope=rope)
 
 
 def qkv_segments(config: AttentionConfig, tp: TPGroup, q_multiple: int = 1) -> list[Segment]:

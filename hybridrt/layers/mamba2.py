@@ -8,9 +8,9 @@ from hybridrt.attention.mamba2 import Mamba2Metadata
 from hybridrt.config import Mamba2Config
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
+from hybridrt.kernels.mamba2_decode import mamba2_decode
 from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
 from hybridrt.kernels.selective_state_update import selective_state_update
-from hybridrt.kernels.state_replay import mamba2_replay
 from hybridrt.layers.linear import Segment
 from hybridrt.layers.norm import GatedRMSNorm
 from hybridrt.layers.weights import Build, Target, Transform, parameter, whole
@@ -90,28 +90,36 @@ class Mamba2Mixer(nn.Module):
         replay: bool,
     ) -> torch.Tensor:
         buf, rows, tokens = seg.buffers, seg.rows.shape[0], seg.tokens_per_row
+        xBC, dt = conv_in.view(rows, tokens, -1), dt.view(rows, tokens, self.heads)
+        gate = z.view(rows, tokens, self.heads, self.head_dim) if self.norm is None else None
+        if seg.parents is not None:
+            return self._verify_tree(xBC, dt, gate, cache, seg)
+        ring = dict(zip(("values", "keys", "gates"), cache.ring)) if replay else {}
+        y = mamba2_decode(
+            xBC, dt, gate, weight=self.conv_weight, bias=self.conv_bias, A=self.A, D=self.D, dt_bias=self.dt_bias,
+            dt_limit=self.config.dt_limit, conv=cache.conv, states=cache.temporal, read_slots=buf.slots,
+            write_slots=buf.slots, start_positions=buf.start_positions, start=buf.ring_start, length=buf.ring_length,
+            # One token is final at once; only a verify step may have to go back.
+            intermediate_states=cache.intermediate_ssm if tokens > 1 else None, rows=seg.rows, **ring,
+        )  # fmt: skip
+        return y.view(rows * tokens, -1)
+
+    def _verify_tree(
+        self, xBC: torch.Tensor, dt: torch.Tensor, gate: torch.Tensor | None, cache: LayerCache, seg: DecodeSegment
+    ) -> torch.Tensor:
+        """Draft trees follow parent pointers, which the fused kernel does not."""
+        slots = seg.buffers.slots
         conved = causal_conv1d_update(
-            conv_in.view(rows, tokens, -1), self.conv_weight, self.conv_bias, cache.conv, buf.slots, buf.slots,
-            buf.start_positions, parents=seg.parents, windows=cache.intermediate_conv_window, rows=seg.rows,
+            xBC, self.conv_weight, self.conv_bias, cache.conv, slots, slots, seg.buffers.start_positions,
+            parents=seg.parents, windows=cache.intermediate_conv_window, rows=seg.rows,
         )  # fmt: skip
         x, B, C = self._heads(conved)
-        dt = dt.view(rows, tokens, self.heads)
-        gate = z.view(rows, tokens, self.heads, self.head_dim) if self.norm is None else None
-        if replay:
-            y = mamba2_replay(
-                cache.temporal, *cache.ring, x, dt, self.A, B, C, D=self.D, dt_bias=self.dt_bias,
-                dt_limit=self.config.dt_limit, z=gate, slots=buf.slots, rows=seg.rows,
-                start=buf.ring_start, length=buf.ring_length,
-            )  # fmt: skip
-        else:
-            # One token is final at once; only a verify step may have to go back.
-            intermediate = cache.intermediate_ssm if tokens > 1 else None
-            y = selective_state_update(
-                cache.temporal, x, dt, self.A, B, C, D=self.D, dt_bias=self.dt_bias, dt_limit=self.config.dt_limit,
-                z=gate, read_slots=buf.slots, write_slots=buf.slots,
-                intermediate_states=intermediate, rows=seg.rows, parents=seg.parents,
-            )  # fmt: skip
-        return y.view(rows * tokens, -1)
+        y = selective_state_update(
+            cache.temporal, x, dt, self.A, B, C, D=self.D, dt_bias=self.dt_bias, dt_limit=self.config.dt_limit,
+            z=gate, read_slots=slots, write_slots=slots, intermediate_states=cache.intermediate_ssm, rows=seg.rows,
+            parents=seg.parents,
+        )  # fmt: skip
+        return y.flatten(0, 1).flatten(1)
 
     def _extend(
         self, z: torch.Tensor, conv_in: torch.Tensor, dt: torch.Tensor, cache: LayerCache, seg: ExtendSegment

@@ -50,17 +50,18 @@ class Target:
     def resolve(cls, config: EngineConfig, model_config: ModelConfig, tp: TPGroup) -> "Target":
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, model_config.dtype, device)
-        mode = resolve_state_mode(config)
+        mode = resolve_state_mode(config, device)
         return cls(model_config, device, dtype, DTYPES[config.mamba_ssm_dtype], mode, tp)
 
 
-def resolve_state_mode(config: EngineConfig) -> str:
+def resolve_state_mode(config: EngineConfig, device: torch.device) -> str:
     """The MambaPool mode: without speculation "classic" or "replay", with it "intermediate" or "replay"."""
     if config.speculative is not None:
         mode = config.speculative.state_mode
         return "intermediate" if mode == "auto" else mode
-    # Replay saves state writes, which cost nothing beside plain-torch overhead: it is picked where kernels fuse it.
-    return "classic" if config.state_mode == "auto" else config.state_mode
+    # Replay saves state writes; beside the overhead of plain torch they cost nothing, so kernels decide.
+    automatic = "replay" if device.type == "cuda" else "classic"
+    return automatic if config.state_mode == "auto" else config.state_mode
 
 
 def resolve_model_path(name: str) -> Path:

@@ -1,0 +1,9 @@
+"""Softmax attention by our own Triton kernels."""
+
+from hybridrt.attention.paged import PagedAttnBackend
+
+
+class TritonAttnBackend(PagedAttnBackend):
+    """Decode is split over the KV length with lengths on the device; prefill is a flash kernel over pages."""
+
+    provider = "triton"
