@@ -65,6 +65,7 @@ class Rig:
             before = self.outputs.get(key)
             assert before is None or before.finish_reason is None, "an output after the last one"
             assert before is None or output.token_ids[: len(before.token_ids)] == before.token_ids
+            assert before is None or output.text.startswith(before.text), "text that was shown is taken back"
             self.outputs[key] = output
         return outputs
 

@@ -158,7 +158,7 @@ class MockExecutor:
                 answers += [[0]] if isinstance(row, DecodeRow) or row.sample else []
             else:
                 answers += [self.decode(row, tenant)] if isinstance(row, DecodeRow) else self.extend(row, tenant)
-        logprobs = [[TokenLogprobs(-0.5, {t: -0.5, (t + 1) % self.vocab: -2.0}) for t in a] for a in answers]
+        logprobs = [[TokenLogprobs(-0.5, {(t + 1) % self.vocab: -0.25}) for t in a] for a in answers]
         handle.answer = StepResult(tokens=answers, logprobs=list(logprobs))
 
     def decode(self, row: DecodeRow, tenant: Tenant) -> list[int]:

@@ -139,6 +139,7 @@ def test_retraction_takes_the_latest_and_puts_it_first_in_the_queue() -> None:
     assert bench.running() == [0, 1] and bench.waiting() == [2, 3]
     victim = bench.requests[2]
     assert (len(victim.output), victim.computed, victim.pages, victim.metrics.retractions) == (2, 0, [], 1)
+    assert bench.scheduler.num_retractions == 1
     bench.requests[0].finish_reason = "length"
     bench.scheduler.remove(bench.requests[0])
     again = bench.run(1)[0]
@@ -304,7 +305,9 @@ def test_a_prefix_cache_drops_in_behind_the_coordinator() -> None:
     step = scheduler.schedule()
     assert step is not None and [(row.computed, len(row.tokens)) for row in step.plan.extend] == [(6, 1)]
     assert step.plan.page_writes[0].pages == [p.index for p in second.pages] and second.pages[:3] == cache.pages
+    assert len(second.pages) == 4 and pages.num_used == 1
     assert not pools.admit(third, 0, StepPlan()) and cache.locks == 1, "locked pages are not evicted"
+    assert not pools.admit(request(1, 15), 0, StepPlan()) and cache.locks == 1, "a refused admission locks nothing"
     scheduler.complete(step, [1])
     pools.release(second)
     assert (pages.num_cached, pages.num_used, cache.locks) == (3, 0, 0)
