@@ -7,9 +7,11 @@ from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
 from tests.gdn_loops import random_tokens, relative_error, slow_delta_rule
 
+pytestmark = pytest.mark.usefixtures("provider")
 STATE_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Outputs follow float32 arithmetic; the rounding of a stored state shows once, or once a token in the recurrent form.
-ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# Outputs follow float32 arithmetic; a stored state is rounded once, or once a token in the recurrent form (where the
+# Triton interpreter truncates to bfloat16, which is twice as coarse).
+ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 def make_states(slots=9, dtype=torch.float32, value_heads=4, value_dim=5, key_dim=6):

@@ -8,6 +8,7 @@ from hybridrt.kernels.gdn_replay import gdn_fold, gdn_replay
 from hybridrt.kernels.state_replay import advance_ring
 from tests.gdn_loops import random_tokens, relative_error, slow_delta_rule
 
+pytestmark = pytest.mark.usefixtures("provider")
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6, 5
 SLOTS, ROWS = 8, 5
 
@@ -54,14 +55,14 @@ def joined(pieces):
     return first.__class__(*(torch.cat(parts) for parts in zip(*(piece.tensors for piece in pieces), strict=True)))
 
 
-@pytest.mark.parametrize(("count", "width"), [(1, 2), (1, 4), (1, 16), (3, 8), (4, 8), (5, 16)])
+@pytest.mark.parametrize(("count", "width"), [(1, 2), (1, 5), (3, 8), (5, 16)])
 def test_steps_with_any_accepted_length_follow_the_loop(count, width):
     torch.manual_seed(0)
     ring, slots, rows = Ring(width), int32(7, -1, 2), int32(1, 0, 4)
     initial = ring.states.clone()
     histories = [[], [], []]
     generator = torch.Generator().manual_seed(count * width)
-    for _ in range(12):
+    for _ in range(6):
         tokens = random_tokens(3, count)
         accepted = torch.randint(1, count + 1, (3,), generator=generator).tolist()
         accepted[1] = 0

@@ -26,6 +26,7 @@ from hybridrt.kernels.state_replay import check_ring_width, must_fold
 
 for _op in ("gdn_replay", "gdn_fold"):
     register(_op, "torch", f"hybridrt.kernels.gdn_replay:{_op}_reference")
+    register(_op, "triton", f"hybridrt.kernels.gdn_decode_triton:{_op}_triton", priority=10)
 
 
 def gdn_replay(

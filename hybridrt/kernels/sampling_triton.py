@@ -34,7 +34,7 @@ def _uniform(seed, index, stream, ids):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _log_exponential(u):  # type: ignore[no-untyped-def]
-    """log(-log(1 - u)): minus a Gumbel variable. Exact for small u, which is where draws are decided (Kahan's log1p)."""
+    """log(-log(1 - u)), minus a Gumbel variable: exact for small u, where draws are decided (Kahan's log1p)."""
     rest = 1.0 - u
     log1p = tl.where(rest == 1.0, -u, tl.log(rest) * (-u / (rest - 1.0)))
     return tl.log(-log1p)

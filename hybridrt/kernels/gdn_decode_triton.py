@@ -1,0 +1,402 @@
+"""Triton kernels of the recurrent gated delta rule: `recurrent_gated_delta_rule`, `gdn_replay` and `gdn_fold`, and with
+the conv and the gates before them `gdn_decode`.
+
+A program keeps BLOCK_V rows of one value head's state, [BLOCK_V, K], in registers over the T tokens. The programs of a
+key head each compute its q and k; one of them writes what these leave in the rings, to columns that none of them reads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
+from hybridrt.kernels.gdn_decode import split_qkv
+from hybridrt.kernels.mamba2_common_triton import push_inputs, softplus, step_input
+
+BLOCK_V = 32
+_EPS = tl.constexpr(L2_NORM_EPS)
+
+
+@triton.jit
+def _gates(a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, h):  # type: ignore[no-untyped-def]
+    """(g, beta) of one token and head: computed from raw a and b, or loaded where there is no A_log."""
+    a, b = tl.load(a_ptr).to(tl.float32), tl.load(b_ptr).to(tl.float32)
+    if A_log_ptr is not None:
+        a = -tl.exp(tl.load(A_log_ptr + h).to(tl.float32)) * softplus(a + tl.load(dt_bias_ptr + h).to(tl.float32))
+        b = tl.sigmoid(b)
+    return a, b
+
+
+@triton.jit
+def _normalized(x):  # type: ignore[no-untyped-def]
+    return x * (1.0 / tl.sqrt(tl.sum(x * x, 0) + _EPS))
+
+
+@triton.jit
+def _push_qkv(  # type: ignore[no-untyped-def]
+    q, k, v, q_st, k_st, v_st, read_row, write_row, q_channel, k_channel, v_channel, i_mask, v_mask, position, moved,
+    writes_key, T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
+):  # fmt: skip
+    """This program's share of the raw inputs goes to the conv ring."""
+    push_inputs(v, v_st, read_row, write_row, v_channel, v_mask, position, moved, T, TAPS, WC)
+    if writes_key:
+        push_inputs(q, q_st, read_row, write_row, q_channel, i_mask, position, moved, T, TAPS, WC)
+        push_inputs(k, k_st, read_row, write_row, k_channel, i_mask, position, moved, T, TAPS, WC)
+
+
+@triton.jit
+def _recurrent_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, out_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr,
+    conv_ptr, states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, positions_ptr, rows_ptr, parents_ptr,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, a_sb, a_st, b_sb, b_st,
+    conv_ss, states_ss, stored_sr, stored_st, parents_sb,
+    T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row, h, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    key_head = h // (HV // HK)
+    i, j = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    i_mask, j_mask = i < K, j < V
+    out = out_ptr + row * (T * HV * V) + h * V + j
+    read, write = tl.load(read_slots_ptr + row).to(tl.int64), tl.load(write_slots_ptr + row).to(tl.int64)
+    if read < 0:
+        for t in tl.static_range(T):
+            tl.store(out + t * (HV * V), tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=j_mask)
+        return
+    q, k = q_ptr + row * q_sb + key_head * q_sh + i, k_ptr + row * k_sb + key_head * k_sh + i
+    v = v_ptr + row * v_sb + h * v_sh + j
+    q_channel, k_channel, v_channel = key_head * K + i, (HK + key_head) * K + i, 2 * HK * K + h * V + j
+    position, conv_row = 0, conv_ptr
+    if TAPS > 0:
+        position, conv_row = tl.load(positions_ptr + row), conv_ptr + read * conv_ss
+        writes_key = (h % (HV // HK) == 0) & (block == 0)
+        _push_qkv(q, k, v, q_st, k_st, v_st, conv_row, conv_ptr + write * conv_ss, q_channel, k_channel, v_channel,
+                  i_mask, j_mask, position, read != write, writes_key, T, TAPS, WC)  # fmt: skip
+    tile = h * (V * K) + j[:, None] * K + i[None, :]
+    mask = j_mask[:, None] & i_mask[None, :]
+    initial = tl.load(states_ptr + read * states_ss + tile, mask=mask, other=0.0).to(tl.float32)
+    state = initial
+    stored = stored_ptr
+    if stored_ptr is not None:
+        stored = stored_ptr + tl.load(rows_ptr + row).to(tl.int64) * stored_sr + tile
+    for t in tl.static_range(T):
+        if parents_ptr is not None:
+            parent = tl.load(parents_ptr + row * parents_sb + t)
+            tl.debug_barrier()  # the parent's state was stored by this program
+            inherited = tl.load(stored + tl.maximum(parent, 0) * stored_st, mask=mask, other=0.0)
+            state = tl.where(parent >= 0, inherited.to(tl.float32), initial)
+        g, beta = _gates(
+            a_ptr + row * a_sb + t * a_st + h, b_ptr + row * b_sb + t * b_st + h, A_log_ptr, dt_bias_ptr, h
+        )
+        query = _normalized(
+            step_input(q, q_st, conv_row, weight_ptr, bias_ptr, q_channel, i_mask, position, t, TAPS, WC)
+        )
+        key = _normalized(step_input(k, k_st, conv_row, weight_ptr, bias_ptr, k_channel, i_mask, position, t, TAPS, WC))
+        value = step_input(v, v_st, conv_row, weight_ptr, bias_ptr, v_channel, j_mask, position, t, TAPS, WC)
+        state *= tl.exp(g)
+        corrected = beta * (value - tl.sum(state * key[None, :], 1))
+        state += corrected[:, None] * key[None, :]
+        result = tl.sum(state * query[None, :], 1) * (K**-0.5)
+        tl.store(out + t * (HV * V), result.to(out_ptr.dtype.element_ty), mask=j_mask)
+        rounded = state.to(states_ptr.dtype.element_ty)
+        if stored_ptr is not None:
+            tl.store(stored + t * stored_st, rounded, mask=mask)
+        state = rounded.to(tl.float32)
+    if stored_ptr is None:
+        tl.store(states_ptr + write * states_ss + tile, state.to(states_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _fold(  # type: ignore[no-untyped-def]
+    state, values_row, keys_row, gates_row, i, j, i_mask, j_mask, start, length,
+    W: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The state [BLOCK_V, BLOCK_K] after the first `length` entries of a ring, in order."""
+    for entry in range(length):
+        column = (start + entry) % W
+        value = tl.load(values_row + column * V + j, mask=j_mask, other=0.0).to(tl.float32)
+        key = tl.load(keys_row + column * K + i, mask=i_mask, other=0.0).to(tl.float32)
+        state = state * tl.exp(tl.load(gates_row + column)) + value[:, None] * key[None, :]
+    return state
+
+
+@triton.jit
+def _replay_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, out_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr,
+    conv_ptr, states_ptr, values_ptr, keys_ptr, gates_ptr,
+    slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, a_sb, a_st, b_sb, b_st,
+    conv_ss, states_ss, values_sr, keys_sr, gates_sr,
+    T: tl.constexpr, W: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    row, h, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    key_head = h // (HV // HK)
+    i, j = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
+    i_mask, j_mask = i < K, j < V
+    out = out_ptr + row * (T * HV * V) + h * V + j
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if slot < 0:
+        for t in tl.static_range(T):
+            tl.store(out + t * (HV * V), tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=j_mask)
+        return
+    q, k = q_ptr + row * q_sb + key_head * q_sh + i, k_ptr + row * k_sb + key_head * k_sh + i
+    v = v_ptr + row * v_sb + h * v_sh + j
+    q_channel, k_channel, v_channel = key_head * K + i, (HK + key_head) * K + i, 2 * HK * K + h * V + j
+    writes_key = (h % (HV // HK) == 0) & (block == 0)
+    position, conv_row = 0, conv_ptr
+    if TAPS > 0:
+        position, conv_row = tl.load(positions_ptr + row), conv_ptr + slot * conv_ss
+        _push_qkv(q, k, v, q_st, k_st, v_st, conv_row, conv_row, q_channel, k_channel, v_channel, i_mask, j_mask,
+                  position, False, writes_key, T, TAPS, WC)  # fmt: skip
+    ring_row = tl.load(rows_ptr + row).to(tl.int64)
+    values_row = values_ptr + ring_row * values_sr + h * (W * V)
+    keys_row = keys_ptr + ring_row * keys_sr + key_head * (W * K)
+    gates_row = gates_ptr + ring_row * gates_sr + h * W
+    start, length = tl.load(start_ptr + row), tl.load(length_ptr + row)
+    tile = states_ptr + slot * states_ss + h * (V * K) + j[:, None] * K + i[None, :]
+    mask = j_mask[:, None] & i_mask[None, :]
+    state = tl.load(tile, mask=mask, other=0.0).to(tl.float32)
+    history = length
+    if length + 2 * T > W:
+        rounded = _fold(state, values_row, keys_row, gates_row, i, j, i_mask, j_mask, start, length, W, V, K)
+        rounded = rounded.to(states_ptr.dtype.element_ty)
+        tl.store(tile, rounded, mask=mask)
+        state = rounded.to(tl.float32)
+        history = 0
+    # The history in order of time, one entry a row; the step's own entries join these tiles below.
+    w = tl.arange(0, BLOCK_W)
+    column, seen = (start + w) % W, w < history
+    entry_values = tl.load(
+        values_row + column[:, None] * V + j[None, :], mask=seen[:, None] & j_mask[None, :], other=0.0
+    )
+    entry_keys = tl.load(keys_row + column[:, None] * K + i[None, :], mask=seen[:, None] & i_mask[None, :], other=0.0)
+    entry_values, entry_keys = entry_values.to(tl.float32), entry_keys.to(tl.float32)
+    gates = tl.load(gates_row + column, mask=seen, other=0.0)
+    # log of an entry's decay until this step, and of the checkpoint's
+    later = w[None, :] > w[:, None]
+    entry_decay = tl.sum(tl.where(later, gates[None, :], 0.0), 1)
+    decay = tl.sum(gates, 0)
+    elapsed = 0.0
+    for t in tl.static_range(T):
+        g, beta = _gates(
+            a_ptr + row * a_sb + t * a_st + h, b_ptr + row * b_sb + t * b_st + h, A_log_ptr, dt_bias_ptr, h
+        )
+        query = _normalized(
+            step_input(q, q_st, conv_row, weight_ptr, bias_ptr, q_channel, i_mask, position, t, TAPS, WC)
+        )
+        key = _normalized(step_input(k, k_st, conv_row, weight_ptr, bias_ptr, k_channel, i_mask, position, t, TAPS, WC))
+        value = step_input(v, v_st, conv_row, weight_ptr, bias_ptr, v_channel, j_mask, position, t, TAPS, WC)
+        stored_key = key.to(keys_ptr.dtype.element_ty)
+        key = stored_key.to(tl.float32)
+        elapsed += g
+        from_checkpoint = tl.exp(decay + elapsed)
+        from_entry = tl.where(w < history + t, tl.exp(entry_decay + elapsed), 0.0)
+        weight = from_entry * tl.sum(entry_keys * key[None, :], 1)
+        read = from_checkpoint * tl.sum(state * key[None, :], 1) + tl.sum(entry_values * weight[:, None], 0)
+        stored_value = (beta * (value - read)).to(values_ptr.dtype.element_ty)
+        corrected = stored_value.to(tl.float32)
+        weight = from_entry * tl.sum(entry_keys * query[None, :], 1)
+        result = from_checkpoint * tl.sum(state * query[None, :], 1) + tl.sum(entry_values * weight[:, None], 0)
+        result = (result + corrected * tl.sum(key * query, 0)) * (K**-0.5)
+        tl.store(out + t * (HV * V), result.to(out_ptr.dtype.element_ty), mask=j_mask)
+        if t + 1 < T:
+            own = w == history + t
+            entry_keys = tl.where(own[:, None], key[None, :], entry_keys)
+            entry_values = tl.where(own[:, None], corrected[None, :], entry_values)
+            entry_decay = tl.where(own, -elapsed, entry_decay)
+        new_column = (start + length + t) % W
+        tl.store(values_row + new_column * V + j, stored_value, mask=j_mask)
+        if block == 0:
+            tl.store(gates_row + new_column, g)
+        if writes_key:
+            tl.store(keys_row + new_column * K + i, stored_key, mask=i_mask)
+
+
+@triton.jit
+def _fold_kernel(  # type: ignore[no-untyped-def]
+    states_ptr, values_ptr, keys_ptr, gates_ptr, read_slots_ptr, write_slots_ptr, rows_ptr, start_ptr, length_ptr,
+    states_ss, values_sr, keys_sr, gates_sr,
+    W: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row, h = tl.program_id(0), tl.program_id(1)
+    read, write = tl.load(read_slots_ptr + row).to(tl.int64), tl.load(write_slots_ptr + row).to(tl.int64)
+    if (read < 0) | (write < 0):
+        return
+    i, j = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    i_mask, j_mask = i < K, j < V
+    ring_row = tl.load(rows_ptr + row).to(tl.int64)
+    tile = states_ptr + h * (V * K) + j[:, None] * K + i[None, :]
+    mask = j_mask[:, None] & i_mask[None, :]
+    state = tl.load(tile + read * states_ss, mask=mask, other=0.0).to(tl.float32)
+    state = _fold(
+        state, values_ptr + ring_row * values_sr + h * (W * V),
+        keys_ptr + ring_row * keys_sr + h // (HV // HK) * (W * K), gates_ptr + ring_row * gates_sr + h * W,
+        i, j, i_mask, j_mask, tl.load(start_ptr + row), tl.load(length_ptr + row), W, V, K,
+    )  # fmt: skip
+    tl.store(tile + write * states_ss, state.to(states_ptr.dtype.element_ty), mask=mask)
+
+
+def gdn_decode_triton(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    weight: Tensor,
+    bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    conv: Tensor,
+    states: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    start_positions: Tensor,
+    values: Tensor | None = None,
+    keys: Tensor | None = None,
+    gates: Tensor | None = None,
+    start: Tensor | None = None,
+    length: Tensor | None = None,
+    intermediate_states: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """`gdn_decode` in one launch."""
+    inputs = (*split_qkv(qkv, states), a, b)
+    raw = (weight, bias, A_log, dt_bias, conv, start_positions)
+    if values is None:
+        return _recurrent(states, inputs, raw, read_slots, write_slots, intermediate_states, rows, None)
+    assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
+    return _replay(states, values, keys, gates, inputs, raw, read_slots, rows, start, length)
+
+
+def recurrent_gated_delta_rule_triton(
+    states: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    intermediate_states: Tensor | None = None,
+    rows: Tensor | None = None,
+    parents: Tensor | None = None,
+) -> Tensor:
+    inputs = (q, k, v, g, beta)
+    return _recurrent(states, inputs, (None,) * 6, read_slots, write_slots, intermediate_states, rows, parents)
+
+
+def gdn_replay_triton(
+    states: Tensor,
+    values: Tensor,
+    keys: Tensor,
+    gates: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    slots: Tensor,
+    rows: Tensor,
+    start: Tensor,
+    length: Tensor,
+) -> Tensor:
+    return _replay(states, values, keys, gates, (q, k, v, g, beta), (None,) * 6, slots, rows, start, length)
+
+
+def gdn_fold_triton(
+    states: Tensor,
+    values: Tensor,
+    keys: Tensor,
+    gates: Tensor,
+    *,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    rows: Tensor,
+    start: Tensor,
+    length: Tensor,
+) -> None:
+    shape = _shape(states, keys.shape[1])
+    if rows.shape[0]:
+        _fold_kernel[_grid(rows.shape[0], shape)](
+            states, values, keys, gates, read_slots, write_slots, rows, start, length,
+            states.stride(0), values.stride(0), keys.stride(0), gates.stride(0), W=values.shape[2], **shape,
+        )  # fmt: skip
+
+
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+_Raw = tuple[Tensor | None, ...]
+
+
+def _recurrent(
+    states: Tensor,
+    inputs: _Inputs,
+    raw: _Raw,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    stored: Tensor | None,
+    rows: Tensor | None,
+    parents: Tensor | None,
+) -> Tensor:
+    """`raw`: what turns raw inputs into (q, k, v, g, beta): weight, bias, A_log, dt_bias, conv, start_positions."""
+    q, _, v, _, _ = inputs
+    *weights, conv, positions = raw
+    out, shape = torch.empty(v.shape, dtype=v.dtype, device=v.device), _shape(states, q.shape[2])
+    if out.numel():
+        _recurrent_kernel[_grid(v.shape[0], shape)](
+            *inputs, out, *weights, conv, states, stored, read_slots, write_slots, positions, rows, parents,
+            *_strides(inputs), 0 if conv is None else conv.stride(0), states.stride(0),
+            *((0, 0) if stored is None else stored.stride()[:2]), 0 if parents is None else parents.stride(0),
+            T=v.shape[1], **_taps(raw), **shape,
+        )  # fmt: skip
+    return out
+
+
+def _replay(
+    states: Tensor,
+    values: Tensor,
+    keys: Tensor,
+    gates: Tensor,
+    inputs: _Inputs,
+    raw: _Raw,
+    slots: Tensor,
+    rows: Tensor,
+    start: Tensor,
+    length: Tensor,
+) -> Tensor:
+    v = inputs[2]
+    *weights, conv, positions = raw
+    out, shape = torch.empty(v.shape, dtype=v.dtype, device=v.device), _shape(states, keys.shape[1])
+    if out.numel():
+        _replay_kernel[_grid(v.shape[0], shape)](
+            *inputs, out, *weights, conv, states, values, keys, gates, slots, positions, rows, start, length,
+            *_strides(inputs), 0 if conv is None else conv.stride(0), states.stride(0), values.stride(0),
+            keys.stride(0), gates.stride(0), T=v.shape[1], W=values.shape[2],
+            BLOCK_W=triton.next_power_of_2(values.shape[2]), **_taps(raw), **shape,
+            num_warps=4 if v.shape[1] == 1 else 8,
+        )  # fmt: skip
+    return out
+
+
+def _shape(states: Tensor, key_heads: int) -> dict[str, int]:
+    _, value_heads, value_dim, key_dim = states.shape
+    blocks = {"BLOCK_K": triton.next_power_of_2(key_dim), "BLOCK_V": min(BLOCK_V, triton.next_power_of_2(value_dim))}
+    return {"HK": key_heads, "HV": value_heads, "K": key_dim, "V": value_dim, **blocks}
+
+
+def _grid(batch: int, shape: dict[str, int]) -> tuple[int, int, int]:
+    return batch, shape["HV"], triton.cdiv(shape["V"], shape["BLOCK_V"])
+
+
+def _taps(raw: _Raw) -> dict[str, int]:
+    weight, conv = raw[0], raw[4]
+    return {"TAPS": 0 if weight is None else weight.shape[1], "WC": 0 if conv is None else conv.shape[2]}
+
+
+def _strides(inputs: _Inputs) -> list[int]:
+    """Row, token and head strides of q, k and v; row and token strides of a and b."""
+    q, k, v, a, b = inputs
+    return [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *a.stride()[:2], *b.stride()[:2]]
