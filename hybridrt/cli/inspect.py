@@ -90,31 +90,38 @@ def describe_model(config: "EngineConfig") -> ModelReport:
     import torch
 
     from hybridrt.distributed.groups import TPGroup
-    from hybridrt.runtime.build import empty_model, load_target, make_plan, weight_bytes
+    from hybridrt.runtime.build import empty_model, load_target, weight_bytes
 
     path, target = load_target(config, TPGroup())
-    mc = target.model_config
     model = empty_model(config, target, torch.device("meta"))
-    plan, plan_error = None, None
-    try:
-        plan = make_plan(config, target, weights=weight_bytes(model))
-    except MemoryBudgetError as e:
-        plan_error = str(e)
+    plan, plan_error = _plan(config, target, weight_bytes(model))
     return ModelReport(
         model=str(path),
-        architecture=mc.architecture,
+        architecture=target.model_config.architecture,
         device=str(target.device),
         dtype=_name(target.dtype),
         state_dtype=_name(target.state_dtype),
         state_mode=target.state_mode,
         num_parameters=sum(p.numel() for p in model.parameters()),
         weight_bytes=weight_bytes(model),
-        vocab_size=mc.vocab_size,
-        hidden_size=mc.hidden_size,
+        vocab_size=target.model_config.vocab_size,
+        hidden_size=target.model_config.hidden_size,
         layers=tuple(_layers(config, target)),
         plan=plan,
         plan_error=plan_error,
     )
+
+
+def _plan(config: "EngineConfig", target: "Target", weights: int) -> "tuple[MemoryPlan | None, str | None]":
+    """The memory plan, or None and why there is none."""
+    from hybridrt.runtime.build import device_budget, make_plan
+
+    # A run would take off the activations too, which it measures; None is a CPU's own rule.
+    budget = device_budget(target.device, config.memory_fraction) - weights if target.device.type == "cuda" else None
+    try:
+        return make_plan(config, target, budget_bytes=budget, weights=weights), None
+    except MemoryBudgetError as e:
+        return None, str(e)
 
 
 def _layers(config: "EngineConfig", target: "Target") -> Iterator[LayerKind]:
