@@ -1,5 +1,7 @@
 """One request at a time or a few: how they stop, abort, fail, draw and are refused."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from hybridrt.engine.engine import derive_seed
@@ -197,6 +199,15 @@ def test_metrics_and_counters() -> None:
     assert counters.steps == len(rig.executor.plans) and counters.free_rows == 4
 
 
+def test_the_first_tokens_time_is_the_firsts() -> None:
+    rig = Rig(overlap=False)
+    rig.add([1], **ENDLESS)
+    metrics = rig.step()[0].metrics
+    first = metrics.first_token_time
+    rig.run()
+    assert first is not None and metrics.first_token_time == first
+
+
 def test_intermediate_outputs_are_snapshots() -> None:
     rig = Rig()
     rig.add([1], max_tokens=5, ignore_eos=True, seed=0)
@@ -236,6 +247,15 @@ def test_text_leaves_out_the_stopping_token_and_the_stop_string(stream: bool) ->
     assert rig.outputs[name, 0].text == ByteTokenizer().decode(tokens[:end]).rstrip("\N{REPLACEMENT CHARACTER}")
 
 
+def test_a_stop_string_before_an_unfinished_character_is_a_stop_even_at_the_limit() -> None:
+    class Endings(ByteTokenizer):
+        def decode(self, token_ids: Sequence[int]) -> str:
+            return b"".join(b"END\xe2" for t in token_ids if t < 256).decode(errors="replace")
+
+    output = Rig(tokenizer=Endings()).finish([1], max_tokens=1, ignore_eos=True, seed=0, stop="D")
+    assert (output.finish_reason, output.text) == ("stop", "EN")
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("where", ["fail_launch", "fail_result"])
 def test_a_failed_step_ends_its_requests_alone(where: str, overlap: bool) -> None:
@@ -250,6 +270,18 @@ def test_a_failed_step_ends_its_requests_alone(where: str, overlap: bool) -> Non
     assert rig.outputs[names[2], 0].token_ids == tokens_alone([3], 3, 12, VOCAB), "it was waiting, and runs"
     assert rig.engine.counters().failed == 2
     assert rig.finish([5], max_tokens=4, ignore_eos=True, seed=0).token_ids == tokens_alone([5], 0, 4, VOCAB)
+
+
+def test_a_failed_step_does_not_end_what_has_ended_before() -> None:
+    rig = Rig(overlap=True, late=2)
+    gone, other = rig.add([1], **ENDLESS), rig.add([2], **ENDLESS)
+    rig.executor.fail_result[2] = ValueError("device lost")
+    for _ in range(3):
+        rig.step()
+    rig.engine.abort(gone)
+    rig.run()
+    assert rig.outputs[gone, 0].error is None and rig.outputs[other, 0].error is not None
+    assert rig.engine.counters().aborted == rig.engine.counters().failed == 1
 
 
 def test_an_interrupted_launch_ends_its_requests_and_is_raised() -> None:
@@ -290,7 +322,7 @@ def test_a_result_of_the_wrong_shape_fails_its_step() -> None:
 
 def test_a_request_whose_text_cannot_be_made_fails_alone() -> None:
     class Choking(ByteTokenizer):
-        def decode(self, token_ids: list[int]) -> str:  # type: ignore[override]
+        def decode(self, token_ids: Sequence[int]) -> str:
             if 42 in token_ids:
                 raise UnicodeError("42 is no text")
             return super().decode(token_ids)

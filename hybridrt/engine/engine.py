@@ -176,7 +176,7 @@ class Engine:
             else:
                 self._launched.append((scheduled, handle))
                 self._count(scheduled)
-        elif not self._launched and self._samples and not self._outputs:
+        elif not self._launched and self._samples:
             raise EngineError(f"nothing can be scheduled and nothing is running: {self.counters()}; abort the requests")
         if len(self._launched) > (self._most_in_flight if scheduled is not None else 0):
             self._consume()
