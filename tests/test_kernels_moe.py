@@ -3,7 +3,8 @@ import torch
 
 from hybridrt.kernels.moe import fused_experts, router_sigmoid_grouped, router_softmax
 
-DTYPES = [torch.float32, torch.bfloat16]
+pytestmark = pytest.mark.usefixtures("provider")
+DTYPES = [torch.float32, torch.float16]
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -52,7 +53,7 @@ def slow_experts(x, w_up, w_down, weights, ids, activation, gated):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("tokens", [1, 9, 40])
 @pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2", False), ("silu", False), ("relu2", True)])
 def test_experts_with_padding_and_experts_that_nobody_chose(dtype, tokens, activation, gated):
     torch.manual_seed(0)
@@ -74,7 +75,7 @@ def test_experts_with_padding_and_experts_that_nobody_chose(dtype, tokens, activ
 
 def test_a_token_s_result_does_not_depend_on_its_neighbours():
     torch.manual_seed(0)
-    x, w_up, w_down = torch.randn(8, 16), torch.randn(4, 24, 16), torch.randn(4, 16, 12)
+    x, w_up, w_down = torch.randn(8, 16), torch.randn(4, 24, 16) * 0.3, torch.randn(4, 16, 12) * 0.3
     weights, ids = router_softmax(torch.randn(8, 4), 2, True)
     together = fused_experts(x, w_up, w_down, weights, ids, activation="silu", gated=True)
     for t in range(8):

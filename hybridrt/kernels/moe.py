@@ -14,6 +14,7 @@ from hybridrt.kernels.providers import register, select
 
 for _op in ("router_softmax", "router_sigmoid_grouped", "fused_experts"):
     register(_op, "torch", f"hybridrt.kernels.moe:{_op}_reference")
+    register(_op, "triton", f"hybridrt.kernels.moe_triton:{_op}_triton", priority=10)
 
 
 def router_softmax(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
