@@ -151,6 +151,11 @@ class MambaPool:
         self.ring_start.index_fill_(0, rows, 0)
         self.ring_length.index_fill_(0, rows, 0)
 
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copies the state of slots `source` to slots `destination` ([n] int64 each) in every layer."""
+        for tensor in self._slot_tensors:
+            tensor.index_copy_(1, destination, tensor.index_select(1, source))
+
     def conv_window(self, layer_id: int, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The K - 1 raw conv inputs before `positions`, oldest first: [n, conv_dim, K - 1]. For transfer and tests."""
         return conv_window(self._caches[layer_id].conv, slots, positions, self._shapes[layer_id].conv_kernel)

@@ -42,8 +42,13 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """One layer over all rows of the batch. Recurrent layers pass their own inputs as keywords."""
 
-    def commit_decode(self) -> None:  # noqa: B027  # nothing to commit is the plain case
-        """After the last layer of a plain decode step: its one token a row becomes part of any recurrent state."""
+    def commit_decode(self, accepted: torch.Tensor | None = None) -> None:  # noqa: B027  # KV has nothing to commit
+        """After the last layer of a step with a decode segment: what stays becomes part of the recurrent state.
+
+        Args:
+            accepted: [n] int32 committed inputs of each verified row, the root included: >= 1 for real rows, 0 for
+                padding rows; None for plain decode, which keeps its one token.
+        """
 
     @abstractmethod
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

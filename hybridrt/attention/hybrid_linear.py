@@ -62,16 +62,12 @@ class HybridLinearAttnBackend(AttentionBackend):
         for backend in self.backends:
             backend.init_forward_metadata(batch)
 
-    def commit_decode(self) -> None:
-        self.linear_attn_backend.commit()
+    def commit_decode(self, accepted: torch.Tensor | None = None) -> None:
+        self.linear_attn_backend.commit_decode(accepted)
 
     def update_mamba_state_after_mtp_verify(self, accepted: torch.Tensor) -> None:
-        """After acceptance: keeps the recurrent state of the first `accepted` inputs of each verified row.
-
-        Args:
-            accepted: [n] int32 committed inputs, the root included: >= 1 for real rows, 0 for padding rows.
-        """
-        self.linear_attn_backend.commit(accepted)
+        """`commit_decode` under the name that serving runtimes know."""
+        self.commit_decode(accepted)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         for backend in self.backends:

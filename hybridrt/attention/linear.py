@@ -188,13 +188,7 @@ class MambaAttnBackendBase(AttentionBackend):
 
     # -- the end of a step --------------------------------------------------------------------------------------
 
-    def commit(self, accepted: torch.Tensor | None = None) -> None:
-        """Makes the step's tokens part of the state, once, after the last layer.
-
-        Args:
-            accepted: [n] int32, inputs of each decode row that stay (the root included), 0 for padding rows; None
-                for a plain decode step, which keeps its one token.
-        """
+    def commit_decode(self, accepted: torch.Tensor | None = None) -> None:
         decode = self._metadata().decode
         pool = self.mamba_pool
         if decode is None or pool.spec.mode == "classic":

@@ -17,6 +17,7 @@ from hybridrt.engine.tokenizer import load_tokenizer
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.sampling_params import SamplingParams
+from hybridrt.speculative.make import make_drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,10 @@ class LLM:
         coordinator = CacheCoordinator(plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
         # On a CPU a launched step has already run: launching ahead of its tokens would only compute surplus ones.
         overlap = self.config.overlap and runner.device.type == "cuda"
-        return Engine(runner, coordinator, limits, self.tokenizer, overlap=overlap, seed=self.config.seed)
+        drafter = make_drafter(self.config, plan, model.vocab_size) if self.config.speculative else None
+        return Engine(
+            runner, coordinator, limits, self.tokenizer, overlap=overlap, seed=self.config.seed, drafter=drafter
+        )
 
     def _prepare(
         self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None

@@ -102,7 +102,7 @@ class Mamba2Mixer(nn.Module):
             # One token is final at once; only a verify step may have to go back.
             intermediate_states=cache.intermediate_ssm if tokens > 1 else None, rows=seg.rows, **ring,
         )  # fmt: skip
-        return y.view(rows * tokens, -1)
+        return y.reshape(rows * tokens, -1)
 
     def _verify_tree(
         self, xBC: torch.Tensor, dt: torch.Tensor, gate: torch.Tensor | None, cache: LayerCache, seg: DecodeSegment

@@ -93,7 +93,9 @@ def resolve_model_path(name: str) -> Path:
 def empty_model(config: EngineConfig, target: Target, device: torch.device) -> CausalLM:
     """The model with its weights unset. On the "meta" device it takes no memory: enough to count bytes."""
     mc = target.model_config
+    # Padding drafts stand past the last position that a request may have.
     max_len = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
+    max_len += config.num_verify_tokens - 1
     return model_class(mc.architecture)(mc, tp=target.tp, dtype=target.dtype, device=device, max_len=max_len)
 
 
@@ -170,7 +172,7 @@ def build_pools(config: EngineConfig, target: Target, plan: MemoryPlan) -> Pools
         num_kv_heads=heads, head_dim=head_dim, dtype=target.dtype, device=device,
     )  # fmt: skip
     table = HybridReqToTokenPool(
-        num_rows=plan.num_rows, max_context=plan.max_model_len, page_size=plan.page_size,
+        num_rows=plan.num_rows, max_context=plan.max_model_len + config.num_verify_tokens - 1, page_size=plan.page_size,
         mamba_pool=mamba, device=device,
     )  # fmt: skip
     return Pools(kv, table)

@@ -8,7 +8,7 @@ from hybridrt.attention.registry import create_backend
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode
+from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.sampling import token_logprobs
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts
 from hybridrt.runtime.build import (
@@ -41,6 +41,7 @@ class ModelRunner:
         config: what to run.
         tp: this process's tensor-parallel rank.
         budget_bytes: what the pools may take; None follows EngineConfig.memory_fraction (CUDA) or the free memory.
+        plan: what the pools hold, for those who know; None makes a plan from the budget.
         progress: show a bar while loading.
 
     Attributes:
@@ -55,10 +56,9 @@ class ModelRunner:
         *,
         tp: TPGroup | None = None,
         budget_bytes: int | None = None,
+        plan: MemoryPlan | None = None,
         progress: bool = False,
     ) -> None:
-        if config.speculative is not None:
-            raise ConfigError("speculative decoding is not implemented in this version; pass speculative=None")
         tp = tp or TPGroup()
         if tp.size != config.tp_size:
             raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
@@ -67,14 +67,17 @@ class ModelRunner:
         self.model_path, self.target = load_target(config, tp)
         self.model_config, self.device = self.target.model_config, self.target.device
         self.model = build_model(config, self.target, self.model_path, progress)
-        weights = weight_bytes(self.model)
+        self._allocate(plan or self._make_plan(budget_bytes))
+        if self.device.type == "cuda" and config.cuda_graph:
+            self.graphs = self._capture(progress)
+
+    def _make_plan(self, budget_bytes: int | None) -> MemoryPlan:
         peak = 0
         if budget_bytes is None and self.device.type == "cuda":
             peak = self._measure_activations()
-            budget_bytes = device_budget(self.device, config.memory_fraction) - peak
-        self._allocate(make_plan(config, self.target, budget_bytes=budget_bytes, weights=weights, activations=peak))
-        if self.device.type == "cuda" and config.cuda_graph:
-            self.graphs = self._capture(progress)
+            budget_bytes = device_budget(self.device, self.config.memory_fraction) - peak
+        weights = weight_bytes(self.model)
+        return make_plan(self.config, self.target, budget_bytes=budget_bytes, weights=weights, activations=peak)
 
     def _allocate(self, plan: MemoryPlan) -> None:
         """Pools, backend and tables of a plan."""
@@ -143,7 +146,12 @@ class ModelRunner:
 
     def _graph_inputs(self, plan: StepPlan) -> DecodeInputs | None:
         """The decode rows of a plan as a graph takes them, or None where the step must run eagerly."""
-        if self.graphs is None or not plan.decode or self.graphs.bucket(len(plan.decode)) is None:
+        if (
+            self.graphs is None
+            or not plan.decode
+            or self._tokens_per_row(plan) > 1
+            or self.graphs.bucket(len(plan.decode)) is None
+        ):
             return None
         pages = dict.fromkeys((r.row for r in plan.decode), -1)
         last_page = {r.row: r.computed // self.plan.page_size for r in plan.decode}
@@ -157,14 +165,31 @@ class ModelRunner:
         return DecodeInputs(list(pages), computed, [r.output_index for r in plan.decode], list(pages.values()))
 
     def _launch_eager(self, plan: StepPlan) -> StepHandle:
-        sections = self._staging.upload(pack_step(plan))
+        tokens = self._tokens_per_row(plan)
+        sections = self._staging.upload(pack_step(plan, tokens))
         self._bookkeep(sections)
-        hidden = self._forward(plan, sections)
-        sampled = [r.row for r in plan.sampled]
-        if not sampled:
+        batch = self._batch(plan, sections, tokens)
+        self.backend.init_forward_metadata(batch)
+        hidden = self.model(batch)
+        if plan.decode and tokens == 1:
+            self.backend.commit_decode()
+        if not plan.sampled:
             return LaunchedStep(None)
         logits = self.model.logits(hidden.index_select(0, sections["sample_at"]))
-        return self._sample(sampled, sections["sample_rows"], sections["output_indices"], logits)
+        rows, indices = sections["sample_rows"], sections["output_indices"]
+        if tokens == 1:
+            return self._sample([r.row for r in plan.sampled], rows, indices, logits)
+        split = batch.num_decode_tokens
+        verified = self._verify([r.row for r in plan.decode], rows[:split], indices[:split], logits[:split], sections)
+        last = [r.row for r in plan.extend if r.sample]
+        return JoinedSteps(verified, self._sample(last, rows[split:], indices[split:], logits[split:]))
+
+    def _tokens_per_row(self, plan: StepPlan) -> int:
+        """T of the step's decode rows. Without drafts a plain step serves, but a state ring folds by its widest step,
+        so in replay mode all steps are equally wide."""
+        if any(r.drafts for r in plan.decode) or (plan.decode and self.target.state_mode == "replay"):
+            return self.config.num_verify_tokens
+        return 1
 
     def _bookkeep(self, sections: Sections) -> None:
         """Mirrors the host's allocation: pages, slots, zeroed state, sampling constants."""
@@ -176,21 +201,15 @@ class ModelRunner:
         if sections["pages"].numel():
             table.write_pages(*(sections[name].long() for name in ("page_rows", "page_indices", "pages")))
 
-    def _forward(self, plan: StepPlan, sections: Sections) -> torch.Tensor:
-        batch = self._batch(plan, sections)
-        self.backend.init_forward_metadata(batch)
-        hidden: torch.Tensor = self.model(batch)
-        if plan.decode:
-            self.backend.commit_decode()
-        return hidden
-
-    def _batch(self, plan: StepPlan, sections: Sections) -> ForwardBatch:
+    def _batch(self, plan: StepPlan, sections: Sections, tokens: int) -> ForwardBatch:
         num_decode, rows = len(plan.decode), sections["rows"]
-        mode = ForwardMode.DECODE if not plan.extend else ForwardMode.MIXED if plan.decode else ForwardMode.EXTEND
+        segments = (ForwardMode.TARGET_VERIFY if tokens > 1 else ForwardMode.DECODE, ForwardMode.MIXED)
+        mode = segments[bool(plan.extend)] if plan.decode else ForwardMode.EXTEND
         ids = sections["extend_ids"]
         if num_decode:
-            ids = torch.cat((self.last_tokens[rows[:num_decode]], ids))
-        new = [1] * num_decode + [len(r.tokens) for r in plan.extend]
+            roots = self.last_tokens[rows[:num_decode], None]
+            ids = torch.cat((torch.cat((roots, sections["drafts"].view(num_decode, -1)), 1).view(-1), ids))
+        new = [tokens] * num_decode + [len(r.tokens) for r in plan.extend]
         computed = [r.computed for r in plan.rows]
         return ForwardBatch(
             forward_mode=mode,
@@ -205,18 +224,44 @@ class ModelRunner:
             attn_backend=self.backend,
             seq_lens_cpu=[c + n for c, n in zip(computed, new)],
             query_lens_cpu=new,
+            spec_info=SpecInfo(tokens) if tokens > 1 and num_decode else None,
         )
 
     def _sample(
         self, request_rows: Sequence[int], rows: torch.Tensor, output_indices: torch.Tensor, logits: torch.Tensor
     ) -> "LaunchedStep":
+        if not request_rows:
+            return LaunchedStep(None)
         params = [self._params[row] for row in request_rows]
         tokens = self.sampler(logits, rows, output_indices, Filters.of(params))
         self.last_tokens[rows] = tokens.int()
-        wanted = [p.logprobs for p in params]
-        top_n = max((n for n in wanted if n is not None), default=None)
-        logprobs = () if top_n is None else token_logprobs(logits, tokens, top_n)
-        return LaunchedStep(tokens, logprobs, wanted)
+        return LaunchedStep(tokens[:, None], None, *_logprobs(logits, tokens, [p.logprobs for p in params]))
+
+    def _verify(
+        self,
+        request_rows: Sequence[int],
+        rows: torch.Tensor,
+        output_indices: torch.Tensor,
+        logits: torch.Tensor,
+        sections: Sections,
+    ) -> "LaunchedStep":
+        """Acceptance, then the commit of what it keeps: state, and the next root."""
+        params = [self._params[row] for row in request_rows]
+        drafts = sections["drafts"].view(len(params), -1)
+        tokens, accepted = self.sampler.verify(
+            logits, rows, output_indices, drafts, sections["num_drafts"], Filters.of(params)
+        )
+        self.backend.commit_decode(accepted)
+        self.last_tokens[rows.view(tokens.shape)[:, 0]] = tokens.gather(1, accepted[:, None].long() - 1)[:, 0].int()
+        return LaunchedStep(tokens, accepted, *_logprobs(logits, tokens.view(-1), [p.logprobs for p in params]))
+
+
+def _logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None]
+) -> tuple[tuple[torch.Tensor, ...], Sequence[int | None]]:
+    """Log-probabilities of all tokens if any row wants them, and how many alternatives each row wants."""
+    top_n = max((n for n in wanted if n is not None), default=None)
+    return (() if top_n is None else token_logprobs(logits, tokens, top_n)), wanted
 
 
 def _probe_step(rows: int, length: int, pages: int) -> StepPlan:
@@ -232,15 +277,23 @@ def _probe_step(rows: int, length: int, pages: int) -> StepPlan:
 
 class LaunchedStep:
     """A step on its way. Its results are copied to pinned memory behind it, so that reading them waits for this step
-    alone and not for the one launched after it."""
+    alone and not for the one launched after it.
+
+    Args:
+        tokens: [n, T], None if nothing was sampled.
+        accepted: [n], how many of a row's tokens count; None for all.
+        logprobs: (own [n * T], ids [n * T, top], top [n * T, top]) or nothing; `wanted` says who asked for them.
+    """
 
     def __init__(
         self,
         tokens: torch.Tensor | None,
+        accepted: torch.Tensor | None = None,
         logprobs: tuple[torch.Tensor, ...] = (),
         wanted: Sequence[int | None] = (),
     ) -> None:
         self._tokens = None if tokens is None else _to_host(tokens)
+        self._accepted = None if accepted is None else _to_host(accepted)
         self._logprobs = tuple(_to_host(t) for t in logprobs)
         self._wanted = wanted
         self._event: torch.cuda.Event | None = None
@@ -254,15 +307,19 @@ class LaunchedStep:
     def result(self) -> StepResult:
         if self._event is not None:
             self._event.synchronize()
-        ids = [[t] for t in self._tokens.tolist()] if self._tokens is not None else []
+        rows = self._tokens.tolist() if self._tokens is not None else []
+        counts = self._accepted.tolist() if self._accepted is not None else [None] * len(rows)
+        tokens = [row[:count] for row, count in zip(rows, counts)]
         if not self._logprobs:
-            return StepResult(ids, [None] * len(ids))
+            return StepResult(tokens, [None] * len(rows))
         own, top_ids, top = (t.tolist() for t in self._logprobs)
-        rows = [
-            None if n is None else [TokenLogprobs(own[i], dict(zip(top_ids[i][:n], top[i][:n])))]
-            for i, n in enumerate(self._wanted)
-        ]
-        return StepResult(ids, rows)
+        width = len(rows[0]) if rows else 0
+
+        def entries(row: int, n: int) -> list[TokenLogprobs]:
+            span = range(row * width, row * width + len(tokens[row]))
+            return [TokenLogprobs(own[i], dict(zip(top_ids[i][:n], top[i][:n]))) for i in span]
+
+        return StepResult(tokens, [None if n is None else entries(i, n) for i, n in enumerate(self._wanted)])
 
 
 class JoinedSteps:

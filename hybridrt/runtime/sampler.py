@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hybridrt.kernels.acceptance import accept_chain
 from hybridrt.kernels.sampling import Penalties, greedy, sample
 from hybridrt.runtime.step import Admission
 from hybridrt.sampling_params import SamplingParams
@@ -96,9 +97,51 @@ class Sampler:
         """logits [n, vocab], rows and output_indices [n] int32 to tokens [n] int64."""
         if filters.greedy and not filters.penalties:
             return greedy(logits)
+        tokens = self._draw(logits, rows, output_indices, filters, None)
+        if filters.penalties:
+            self.table.count(rows, tokens)
+        return tokens
+
+    def verify(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        output_indices: torch.Tensor,
+        drafts: torch.Tensor,
+        num_drafts: torch.Tensor,
+        filters: Filters,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draws after each of the T inputs of n rows, and how many inputs stay (hybridrt.kernels.acceptance).
+
+        Args:
+            logits: [n * T, vocab]; rows, output_indices: [n * T] int32, each row's repeated.
+            drafts: [n, T - 1] int32; num_drafts: [n] int32.
+        Returns:
+            tokens [n, T] int64, of which the first `accepted` [n] int32 are the row's output.
+        """
+        shape = (drafts.shape[0], drafts.shape[1] + 1)
+        if filters.greedy and not filters.penalties:
+            tokens = greedy(logits).view(shape)
+        else:
+            tokens = self._draw(logits, rows, output_indices, filters, drafts).view(shape)
+        accepted = accept_chain(tokens, drafts, num_drafts)
+        if filters.penalties:
+            kept = torch.arange(shape[1], device=tokens.device) < accepted[:, None]
+            # Row 0 counts what was not kept: nobody reads it.
+            self.table.count(rows.view(shape).masked_fill(~kept, 0).view(-1), tokens.view(-1))
+        return tokens, accepted
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        output_indices: torch.Tensor,
+        filters: Filters,
+        drafts: torch.Tensor | None,
+    ) -> torch.Tensor:
         table = self.table
         constants = dict(zip(FLOATS, table.floats[rows].unbind(1)))
-        tokens = sample(
+        return sample(
             logits,
             temperature=constants["temperature"],
             seeds=table.seeds[rows],
@@ -106,14 +149,21 @@ class Sampler:
             top_k=table.top_k[rows] if filters.top_k else None,
             top_p=constants["top_p"] if filters.top_p else None,
             min_p=constants["min_p"] if filters.min_p else None,
-            penalties=self._penalties(rows, constants) if filters.penalties else None,
+            penalties=self._penalties(rows, constants, drafts) if filters.penalties else None,
         )
-        if filters.penalties:
-            table.count(rows, tokens)
-        return tokens
 
-    def _penalties(self, rows: torch.Tensor, constants: dict[str, torch.Tensor]) -> Penalties:
+    def _penalties(
+        self, rows: torch.Tensor, constants: dict[str, torch.Tensor], drafts: torch.Tensor | None
+    ) -> Penalties:
+        """What earlier output costs; before the t-th draw of a verified row, its first t drafts are output too."""
+        counts = self.table.output_counts[rows]
+        if drafts is not None:
+            n, width = drafts.shape
+            per_input = counts.view(n, width + 1, -1)
+            for t in range(width):
+                index = drafts[:, t, None, None].expand(-1, width - t, 1).long()
+                per_input[:, t + 1 :].scatter_add_(2, index, torch.ones_like(index, dtype=counts.dtype))
         return Penalties(
             constants["repetition_penalty"], constants["presence_penalty"], constants["frequency_penalty"],
-            self.table.output_counts[rows], self.table.prompt_mask[rows],
+            counts, self.table.prompt_mask[rows],
         )  # fmt: skip

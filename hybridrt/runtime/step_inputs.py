@@ -16,28 +16,43 @@ def pack_step(plan: StepPlan, tokens_per_row: int = 1) -> dict[str, np.ndarray]:
     """All integers of a step as int32 sections (floats and int64 as their bits).
 
     rows, seq_lens, query_start_loc describe the batch; token_rows, positions its tokens; extend_ids the prompt tokens;
-    drafts the proposed ones; sample_at, output_indices the positions to sample from. The rest is bookkeeping:
-    admissions (admit_rows, admit_slots and sampling constants) and page-table entries.
+    drafts and num_drafts the proposed ones, [n, T - 1] padded; sample_at, sample_rows, output_indices the positions to
+    sample from. The rest is bookkeeping: admissions (admit_rows, admit_slots and sampling constants) and page-table
+    entries.
     """
     lens = [tokens_per_row] * len(plan.decode) + [len(r.tokens) for r in plan.extend]
     computed = np.array([r.computed for r in plan.rows], np.int32)
     rows = np.array([r.row for r in plan.rows], np.int32)
     ends = list(accumulate(lens, initial=0))
-    last_of_chunk = [ends[len(plan.decode) + i + 1] - 1 for i, row in enumerate(plan.extend) if row.sample]
+    sampling = [len(plan.decode) + i for i, row in enumerate(plan.extend) if row.sample]
+    decode_tokens = ends[len(plan.decode)]
+    offsets = np.tile(np.arange(tokens_per_row, dtype=np.int32), len(plan.decode))
+    decode_indices = np.repeat(np.array([r.output_index for r in plan.decode], np.int32), tokens_per_row) + offsets
     return {
         **SamplingTable.pack(plan.admissions),  # first: its int64 seeds need an even offset
         "rows": rows,
         "seq_lens": computed + np.array(lens, np.int32),
         "query_start_loc": np.array(ends, np.int32),
-        "token_rows": np.repeat(rows, lens),
+        "token_rows": _token_rows(plan, rows, lens, offsets),
         "positions": _flat([range(r.computed, r.computed + n) for r, n in zip(plan.rows, lens)]),
         "extend_ids": _flat([r.tokens for r in plan.extend]),
-        "drafts": _flat([r.drafts for r in plan.decode]),
-        "sample_at": np.array([*range(ends[len(plan.decode)]), *last_of_chunk], np.int32),
-        "sample_rows": np.array([r.row for r in plan.sampled], np.int32),
-        "output_indices": np.array([r.output_index for r in plan.sampled], np.int32),
+        "drafts": _flat([[*r.drafts, *[0] * (tokens_per_row - 1 - len(r.drafts))] for r in plan.decode]),
+        "num_drafts": np.array([len(r.drafts) for r in plan.decode], np.int32),
+        "sample_at": np.array([*range(decode_tokens), *(ends[i + 1] - 1 for i in sampling)], np.int32),
+        "sample_rows": np.concatenate([np.repeat(rows[: len(plan.decode)], tokens_per_row), rows[sampling]]),
+        "output_indices": np.concatenate(
+            [decode_indices, np.array([plan.rows[i].output_index for i in sampling], np.int32)]
+        ),
         **_bookkeeping(plan),
     }
+
+
+def _token_rows(plan: StepPlan, rows: np.ndarray, lens: Sequence[int], offsets: np.ndarray) -> np.ndarray:
+    """Request row of each token; padding drafts get row 0, whose KV slots are scratch: the row has no page for them."""
+    token_rows = np.repeat(rows, lens)
+    drafts = np.repeat([len(r.drafts) for r in plan.decode], len(offsets) // max(len(plan.decode), 1))
+    token_rows[: len(offsets)][offsets > drafts] = 0
+    return token_rows
 
 
 def _bookkeeping(plan: StepPlan) -> dict[str, np.ndarray]:

@@ -1,0 +1,133 @@
+"""A smaller model as drafter, with pools of its own.
+
+Each request owns a row, a working state slot and a backup slot. A proposal first catches up on the tokens that were
+accepted since the last one, then saves the state to the backup and decodes on; the next proposal starts from the
+backup, so rejected drafts leave nothing behind. KV rolls back by position.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from hybridrt.config import EngineConfig
+from hybridrt.errors import ConfigError
+from hybridrt.mem_cache.memory_plan import MemoryPlan
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepPlan
+from hybridrt.speculative.drafter import DraftRequest
+
+
+@dataclass
+class _Tenant:
+    """A request's place here: its row (slots and pages follow from it) and the tokens that its state holds."""
+
+    request: DraftRequest
+    row: int
+    computed: int = 0
+
+
+class DraftModelDrafter:
+    """Runs the draft model for `num_draft_tokens` steps a proposal.
+
+    Args:
+        config: the target's configuration; device, lengths and page size are taken from it.
+        plan: the target's memory plan: there are as many rows here.
+        vocab_size: the target's; drafts of another vocabulary would mean nothing.
+    """
+
+    def __init__(self, config: EngineConfig, plan: MemoryPlan, vocab_size: int) -> None:
+        assert config.speculative is not None and config.speculative.draft_model is not None
+        self._slack = config.speculative.num_draft_tokens
+        draft_config = replace(
+            config, model=config.speculative.draft_model, speculative=None, max_running_requests=plan.num_rows,
+            max_model_len=None, state_mode="classic", attention_backend="auto", prefill_attention_backend=None,
+            linear_attn_backend="auto", cuda_graph=False,
+        )  # fmt: skip
+        self._page_size = plan.page_size
+        self._pages = -(-(plan.max_model_len + self._slack) // plan.page_size)
+        self.runner = ModelRunner(draft_config, plan=draft_plan(plan, self._slack))
+        if self.runner.model_config.vocab_size != vocab_size:
+            raise ConfigError(
+                f"the draft model's vocabulary has {self.runner.model_config.vocab_size} tokens and the target's "
+                f"{vocab_size}; a draft model must share the target's tokenizer"
+            )
+        self._chunk = config.chunked_prefill_size
+        self._free = list(range(1, plan.num_rows + 1))
+        self._backup_offset = plan.num_rows
+        self._tenants: dict[int, _Tenant] = {}
+        self._pending = StepPlan()  # admissions that the next launch carries
+
+    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[list[int]]:
+        if not requests:
+            return []
+        self._evict(requests)
+        tenants = [self._tenants.get(id(r)) or self._admit(r) for r in requests]
+        self._copy_state(tenants, to_backup=False)
+        drafts = self._catch_up(tenants)
+        self._copy_state(tenants, to_backup=True)
+        for step in range(1, max(most)):
+            going = [i for i, n in enumerate(most) if n > step]
+            plan = StepPlan(decode=[self._decode_row(tenants[i], len(drafts[i])) for i in going])
+            for i, tokens in zip(going, self.runner.launch(plan).result().tokens):
+                drafts[i] += tokens
+        return [tokens[:n] for tokens, n in zip(drafts, most)]
+
+    def _evict(self, requests: Sequence[DraftRequest]) -> None:
+        """Gives back the rows of requests that ended, and, if rows run short, of any that does not ask now."""
+        asking = {id(r) for r in requests}
+        newcomers = sum(key not in self._tenants for key in asking)
+        for key, tenant in list(self._tenants.items()):
+            if tenant.request.finish_reason is not None or (key not in asking and newcomers > len(self._free)):
+                self._free.append(tenant.row)
+                del self._tenants[key]
+
+    def _admit(self, request: DraftRequest) -> _Tenant:
+        tenant = self._tenants[id(request)] = _Tenant(request, self._free.pop())
+        row, pages = tenant.row, self._pages
+        self._pending.admissions.append(
+            Admission(row, row, request.tokens, len(request.prompt), request.params, request.seed)
+        )
+        self._pending.page_writes.append(PageWrite(row, 0, range(1 + (row - 1) * pages, 1 + row * pages)))
+        return tenant
+
+    def _catch_up(self, tenants: Sequence[_Tenant]) -> list[list[int]]:
+        """Computes the tokens that the state lacks, in chunks; the last chunk of each gives its first draft."""
+        drafts: list[list[int]] = [[] for _ in tenants]
+        while True:
+            plan, self._pending, budget = self._pending, StepPlan(), self._chunk
+            rows: list[int] = []
+            for i, tenant in enumerate(tenants):
+                tokens = tenant.request.tokens
+                chunk = tokens[tenant.computed : tenant.computed + budget]
+                if not chunk or drafts[i]:
+                    continue
+                last = tenant.computed + len(chunk) == len(tokens)
+                plan.extend.append(ExtendRow(tenant.row, tenant.computed, chunk, len(tenant.request.output), last))
+                rows += [i] * last
+                tenant.computed += len(chunk)
+                budget -= len(chunk)
+            if not plan.extend:
+                return drafts
+            for i, sampled in zip(rows, self.runner.launch(plan).result().tokens):
+                drafts[i] = list(sampled)
+
+    def _decode_row(self, tenant: _Tenant, drafted: int) -> DecodeRow:
+        return DecodeRow(tenant.row, tenant.computed + drafted - 1, len(tenant.request.output) + drafted)
+
+    def _copy_state(self, tenants: Sequence[_Tenant], to_backup: bool) -> None:
+        pool = self.runner.pools.req_to_token.mamba_pool
+        tenants = [t for t in tenants if t.computed]
+        if pool is None or not tenants:
+            return
+        working = torch.tensor([t.row for t in tenants], device=self.runner.device)
+        backup = working + self._backup_offset
+        pool.copy(*((working, backup) if to_backup else (backup, working)))
+
+
+def draft_plan(plan: MemoryPlan, slack: int) -> MemoryPlan:
+    """The draft model's share: as many rows, twice the slots, and pages for every row at its longest."""
+    pages = -(-(plan.max_model_len + slack) // plan.page_size)
+    return replace(
+        plan, num_slots=2 * plan.num_rows, num_pages=plan.num_rows * pages, max_model_len=plan.max_model_len + slack
+    )
