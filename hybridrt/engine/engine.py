@@ -10,11 +10,12 @@ from itertools import count
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.detokenizer import Detokenizer
 from hybridrt.engine.request import FinishReason, Request, RequestMetrics, RequestOutput
-from hybridrt.engine.scheduler import Drafter, ScheduledStep, Scheduler
+from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.runtime.step import Executor, StepHandle, StepResult, TokenLogprobs
 from hybridrt.sampling_params import SamplingParams
+from hybridrt.speculative.drafter import Drafter
 
 Prompt = str | Sequence[int]
 

@@ -3,19 +3,11 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.request import Request
 from hybridrt.runtime.step import DecodeRow, ExtendRow, StepPlan
-
-
-class Drafter(Protocol):
-    """Guesses continuations that a decode row verifies."""
-
-    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int]]:
-        """For each request at most `most` tokens (0 or more) to follow its last known one."""
-        ...
+from hybridrt.speculative.drafter import Drafter
 
 
 @dataclass(slots=True)

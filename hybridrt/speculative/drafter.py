@@ -13,7 +13,11 @@ class DraftRequest(Protocol):
     output: list[int]
     params: SamplingParams
     seed: int
-    finish_reason: str | None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None while the request runs."""
+        ...
 
     @property
     def tokens(self) -> list[int]:
