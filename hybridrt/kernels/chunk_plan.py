@@ -20,6 +20,7 @@ class ChunkPlan:
         first_chunk: [B] int32; last_chunk: [B] int32, -1 for a request without chunks (first_chunk is 0 then).
         max_chunks_per_seq: chunks of the longest request.
         chunk_size: most tokens of a chunk.
+        num_tokens: new tokens of all requests.
     """
 
     cu_chunk_seqlens: Tensor
@@ -28,6 +29,7 @@ class ChunkPlan:
     last_chunk: Tensor
     max_chunks_per_seq: int
     chunk_size: int
+    num_tokens: int
 
 
 def plan_chunks(
@@ -45,7 +47,7 @@ def plan_chunks(
     packed = torch.tensor(ends + seq_idx + first + last, dtype=torch.int32).to(device, non_blocking=True)
     longest = max((b - a + 1 for a, b in zip(first, last, strict=True)), default=0)
     cu, seq, firsts, lasts = packed.split([len(ends), len(seq_idx), len(first), len(last)])
-    return ChunkPlan(cu, seq, firsts, lasts, longest, chunk_size)
+    return ChunkPlan(cu, seq, firsts, lasts, longest, chunk_size, ends[-1])
 
 
 def _chunk_lengths(done: int, count: int, chunk_size: int) -> list[int]:

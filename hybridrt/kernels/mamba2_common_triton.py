@@ -20,27 +20,23 @@ class StepTile:
     num_warps: int
 
 
-def step_tile(row_heads: int, dim: int, state_dim: int) -> StepTile:
-    """Tile for `row_heads` (rows x heads) states of [dim, state_dim].
+def step_tile(batch: int, tokens: int, states: Tensor) -> StepTile:
+    """Tile for `batch` rows of `tokens` tokens and states [S+1, H, P, N].
 
     Small batches are cut finer, so that every multiprocessor gets work; large ones coarser, since the programs of a
-    head each repeat its conv and its look at the ring.
+    head each repeat its conv and its look at the ring, as far as the registers reach (4 warps: 64 of a thread's 255
+    for 8192 elements in float32).
     """
+    _, heads, dim, state_dim = states.shape
     block_n = max(16, triton.next_power_of_2(state_dim))
-    elements = 4096 if row_heads * dim * block_n <= 1 << 22 else 8192
-    block_p = max(1, min(triton.next_power_of_2(dim), elements // block_n))
+    coarse = tokens == 1 and states.element_size() == 2 and batch * heads * dim * block_n > 1 << 22
+    block_p = min(triton.next_power_of_2(dim), max(1, (8192 if coarse else 4096) // block_n))
     return StepTile(block_p, block_n, 4)
 
 
 def strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
     """The first `count` strides, zeros for a tensor that is not there."""
     return (0,) * count if tensor is None else tensor.stride()[:count]
-
-
-@triton.jit
-def when(flag, mask):  # type: ignore[no-untyped-def]
-    """`mask` if the scalar `flag` holds, else nothing (`mask & flag` fails in the interpreter)."""
-    return mask & (tl.zeros(mask.shape, tl.int32) + flag.to(tl.int32) > 0)
 
 
 @triton.jit
@@ -69,7 +65,7 @@ def time_step(dt_ptr, dt_bias_ptr, h, dt_min, dt_max):  # type: ignore[no-untype
 @triton.jit
 def step_input(  # type: ignore[no-untyped-def]
     source, stride_t, conv_row, weight_ptr, bias_ptr, channel, mask, position,
-    t: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
+    t, TAPS: tl.constexpr, WC: tl.constexpr,
 ):  # fmt: skip
     """Input of token t in float32: `source` + t * stride_t itself, or its conv and SiLU rounded to its dtype.
 
@@ -83,12 +79,11 @@ def step_input(  # type: ignore[no-untyped-def]
             out += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
         for k in tl.static_range(TAPS):
             tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
-            if t + k - (TAPS - 1) >= 0:
-                value = tl.load(source + (t + k - (TAPS - 1)) * stride_t, mask=mask, other=0.0)
-            else:
-                p = position + (t + k - (TAPS - 1))
-                value = tl.load(conv_row + channel * WC + (p & (WC - 1)), mask=when(p >= 0, mask), other=0.0)
-            out += tap * value.to(tl.float32)
+            token = t + k - (TAPS - 1) + tl.zeros(channel.shape, tl.int32)
+            p = position + token
+            new = tl.load(source + token * stride_t, mask=mask & (token >= 0), other=0.0)
+            old = tl.load(conv_row + channel * WC + (p & (WC - 1)), mask=mask & (token < 0) & (p >= 0), other=0.0)
+            out += tap * (new.to(tl.float32) + old.to(tl.float32))
         out = silu(out).to(source.dtype.element_ty).to(tl.float32)
     return out
 
@@ -103,13 +98,13 @@ def push_inputs(  # type: ignore[no-untyped-def]
     The columns written are not among those that any program of the step reads, so programs need no order.
     """
     ring = write_row + channel * WC
-    for t in tl.static_range(T):
+    for t in range(T):
         value = tl.load(source + t * stride_t, mask=mask, other=0.0)
         tl.store(ring + ((position + t) & (WC - 1)), value, mask=mask)
     if copy_history:
         for k in tl.static_range(1, TAPS):
-            p = position - k
-            value = tl.load(read_row + channel * WC + (p & (WC - 1)), mask=when(p >= 0, mask), other=0.0)
+            p = position - k + tl.zeros(channel.shape, tl.int32)
+            value = tl.load(read_row + channel * WC + (p & (WC - 1)), mask=mask & (p >= 0), other=0.0)
             tl.store(ring + (p & (WC - 1)), value, mask=mask)
 
 

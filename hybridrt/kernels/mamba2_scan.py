@@ -17,7 +17,9 @@ from hybridrt.kernels.slots import live_tokens, read_rows, write_rows
 
 __all__ = ["ChunkPlan", "mamba2_chunk_scan", "mamba2_chunk_scan_reference", "plan_chunks"]
 
-register("mamba2_chunk_scan", "torch", "hybridrt.kernels.mamba2_scan:mamba2_chunk_scan_reference")
+_HERE = "hybridrt.kernels.mamba2_scan"
+register("mamba2_chunk_scan", "torch", f"{_HERE}:mamba2_chunk_scan_reference")
+register("mamba2_chunk_scan", "triton", f"{_HERE}_triton:mamba2_chunk_scan_triton", priority=10)
 
 
 def mamba2_chunk_scan(
@@ -37,6 +39,7 @@ def mamba2_chunk_scan(
     has_initial_state: Tensor,
     query_start_loc: Tensor,
     plan: ChunkPlan,
+    snapshot_slots: Tensor | None = None,
 ) -> Tensor:
     """Scans the new tokens of each request from its state and leaves the state after them in the pool.
 
@@ -47,6 +50,7 @@ def mamba2_chunk_scan(
             `write_slots` in the pool's dtype. A row whose slots are -1 gets zeros and touches no state.
         query_start_loc: [B+1] int32. Tokens past its last entry get zeros.
         plan: chunks of the same rows.
+        snapshot_slots: [n] int32, the slot that gets a copy of the state after each chunk of the plan, -1 for none.
 
     Returns:
         [T, H, P] in x's dtype.
@@ -54,6 +58,7 @@ def mamba2_chunk_scan(
     out: Tensor = select("mamba2_chunk_scan", x.device.type)(
         x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_limit=dt_limit, z=z, states=states, read_slots=read_slots,
         write_slots=write_slots, has_initial_state=has_initial_state, query_start_loc=query_start_loc, plan=plan,
+        snapshot_slots=snapshot_slots,
     )  # fmt: skip
     return out
 
@@ -75,6 +80,7 @@ def mamba2_chunk_scan_reference(
     has_initial_state: Tensor,
     query_start_loc: Tensor,
     plan: ChunkPlan,
+    snapshot_slots: Tensor | None = None,
 ) -> Tensor:
     """Plain-torch `mamba2_chunk_scan`: the i-th chunks of all requests at once, for each i.
 
@@ -87,25 +93,31 @@ def mamba2_chunk_scan_reference(
     # One spare token at the end takes the output of positions that pad a chunk.
     out = torch.empty(num_tokens + 1, *x.shape[1:], device=x.device)
     for i in range(plan.max_chunks_per_seq):
-        rows, token, inside = _chunk_tokens(plan, i)
+        rows, chunk = _chunks(plan, i)
+        token, inside = _chunk_tokens(plan, chunk)
         step = torch.where(inside[:, :, None], dt[token], 0.0)
         y, state[rows] = _chunk_step(x[token].float(), step, A, B[token].float(), C[token].float(), state[rows])
         out[torch.where(inside, token, num_tokens)] = y
+        if snapshot_slots is not None:
+            write_rows(states, snapshot_slots[chunk], state[rows])
     write_rows(states, write_slots, state)
     out = skip_and_gate(out[:-1], x, D, z)
     dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
     return out.masked_fill_(dead[:, None, None], 0.0).to(x.dtype)
 
 
-def _chunk_tokens(plan: ChunkPlan, i: int) -> tuple[Tensor | slice, Tensor, Tensor]:
-    """Rows [b] that have an i-th chunk, its tokens [b, Q] (the last one repeated as padding) and which are real."""
+def _chunks(plan: ChunkPlan, i: int) -> tuple[Tensor | slice, Tensor]:
+    """The rows [b] that have an i-th chunk, and these chunks [b]."""
     chunk = plan.first_chunk + i
     having = (chunk <= plan.last_chunk).nonzero().squeeze(1)
-    rows = slice(None) if len(having) == len(chunk) else having
-    chunk = chunk[rows]
+    return (slice(None), chunk) if len(having) == len(chunk) else (having, chunk[having])
+
+
+def _chunk_tokens(plan: ChunkPlan, chunk: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [b, Q] of chunks [b], the last one repeated as padding, and which of them are real."""
     token = plan.cu_chunk_seqlens[chunk][:, None] + torch.arange(plan.chunk_size, device=chunk.device)
     end = plan.cu_chunk_seqlens[chunk + 1][:, None]
-    return rows, token.clamp(max=end - 1), token < end
+    return token.clamp(max=end - 1), token < end
 
 
 def _chunk_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

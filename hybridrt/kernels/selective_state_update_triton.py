@@ -15,7 +15,6 @@ from hybridrt.kernels.mamba2_common_triton import (
     store_output,
     strides,
     time_step,
-    when,
 )
 
 
@@ -37,7 +36,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     out = out_ptr + b.to(tl.int64) * (T * H * P) + h * P + p
     read = tl.load(read_slots_ptr + b).to(tl.int64)
     if read < 0:
-        for t in tl.static_range(T):
+        for t in range(T):
             tl.store(out + t * (H * P), tl.zeros([BLOCK_P], out_ptr.dtype.element_ty), mask=p_mask)
         return
 
@@ -64,12 +63,13 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     stored = stored_ptr
     if stored_ptr is not None:
         stored = stored_ptr + tl.load(rows_ptr + b).to(tl.int64) * stored_sr + tile
-    for t in tl.static_range(T):
+    for t in range(T):
         if parents_ptr is not None:
             parent = tl.load(parents_ptr + b * parents_sb + t)
             tl.debug_barrier()  # the parent's state was stored by this program
-            inherited = tl.load(stored + tl.maximum(parent, 0) * stored_st, mask=when(parent >= 0, mask), other=0.0)
-            state = tl.where(parent >= 0, inherited.to(tl.float32), initial)
+            inherits = tl.zeros(mask.shape, tl.int32) + parent >= 0
+            inherited = tl.load(stored + tl.maximum(parent, 0) * stored_st, mask=mask & inherits, other=0.0)
+            state = tl.where(inherits, inherited.to(tl.float32), initial)
         dt = time_step(dt_ptr + b.to(tl.int64) * dt_sb + t * dt_st + h, dt_bias_ptr, h, dt_min, dt_max)
         x = step_input(x_source, x_st, conv_row, weight_ptr, bias_ptr, x_channel, p_mask, position, t, TAPS, WC)
         key = step_input(B_source, B_st, conv_row, weight_ptr, bias_ptr, B_channel, n_mask, position, t, TAPS, WC)
@@ -138,7 +138,7 @@ def launch_update(
     out = torch.empty((batch, tokens, heads, dim), dtype=x.dtype, device=x.device)
     if batch == 0:
         return out
-    tile = step_tile(batch * heads, dim, states.shape[3])
+    tile = step_tile(batch, tokens, states)
     _update_kernel[batch, heads, triton.cdiv(dim, tile.block_p)](
         x, B, C, dt, z, out, weight, bias, A, D, dt_bias,
         conv, states, stored, read_slots, write_slots, start_positions, rows, parents,

@@ -42,7 +42,7 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
     out = out_ptr + b.to(tl.int64) * (T * H * P) + h * P + p
     slot = tl.load(slots_ptr + b).to(tl.int64)
     if slot < 0:
-        for t in tl.static_range(T):
+        for t in range(T):
             tl.store(out + t * (H * P), tl.zeros([BLOCK_P], out_ptr.dtype.element_ty), mask=p_mask)
         return
 
@@ -83,10 +83,9 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
     values = tl.load(values_row + column[:, None] * P + p[None, :], mask=seen[:, None] & p_mask[None, :], other=0.0).to(
         tl.float32
     )
-    keys = tl.load(keys_row + column[:, None] * N + n[None, :], mask=seen[:, None] & n_mask[None, :], other=0.0)
     state *= tl.exp(tl.sum(log_decay, axis=0))
 
-    for t in tl.static_range(T):
+    for t in range(T):
         dt = time_step(dt_ptr + b.to(tl.int64) * dt_sb + t * dt_st + h, dt_bias_ptr, h, dt_min, dt_max)
         x = step_input(x_source, x_st, conv_row, weight_ptr, bias_ptr, x_channel, p_mask, position, t, TAPS, WC)
         key = step_input(B_source, B_st, conv_row, weight_ptr, bias_ptr, B_channel, n_mask, position, t, TAPS, WC)
@@ -101,6 +100,8 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
         decay = tl.exp(A * dt)
         weight *= decay
         state = state * decay + (dt * x)[:, None] * key[None, :]
+        # Loaded anew for each token: held over the loop, the keys would cost more registers than there are.
+        keys = tl.load(keys_row + column[:, None] * N + n[None, :], mask=seen[:, None] & n_mask[None, :], other=0.0)
         scores = weight * tl.sum(keys.to(tl.float32) * query[None, :], axis=1)
         y = tl.sum(state * query[None, :], axis=1) + tl.sum(scores[:, None] * values, axis=0)
         z = z_ptr
@@ -207,7 +208,7 @@ def launch_replay(
     out = torch.empty((batch, tokens, heads, dim), dtype=x.dtype, device=x.device)
     if batch == 0:
         return out
-    tile, width = step_tile(batch * heads, dim, states.shape[3]), gates.shape[2]
+    tile, width = step_tile(batch, tokens, states), gates.shape[2]
     _replay_kernel[batch, heads, triton.cdiv(dim, tile.block_p)](
         x, B, C, dt, z, out, weight, bias, A, D, dt_bias,
         conv, states, values, keys, gates, slots, start_positions, rows, start, length,
@@ -239,7 +240,7 @@ def mamba2_fold_triton(
     batch, (_, heads, dim, state_dim) = len(read_slots), states.shape
     if batch == 0:
         return
-    tile = step_tile(batch * heads, dim, state_dim)
+    tile = step_tile(batch, 1, states)
     _fold_kernel[batch, heads, triton.cdiv(dim, tile.block_p)](
         A, states, values, keys, gates, read_slots, write_slots, rows, start, length,
         states.stride(0), values.stride(0), keys.stride(0), gates.stride(0),

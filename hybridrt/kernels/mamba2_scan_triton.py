@@ -1,0 +1,241 @@
+"""Triton kernels of `mamba2_chunk_scan`: four launches over the chunks of a plan (Dao & Gu 2024, section 6).
+
+1. `_time_step_kernel`: dt after softplus, and the running sum of A dt within each chunk, as [H, T].
+2. `_states_kernel`: walks each request's chunks with a tile of the state in registers; leaves the state at the head of
+   each chunk in `heads` and the last one in the pool.
+3. `_scores_kernel`: C B^T of each chunk and group, on and below the diagonal.
+4. `_outputs_kernel`: what the state at the chunk's head and the chunk's own tokens give each token.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.chunk_plan import ChunkPlan
+from hybridrt.kernels.mamba2_common_triton import silu, softplus, strides
+
+
+@triton.jit
+def _time_step_kernel(  # type: ignore[no-untyped-def]
+    dt_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, cu_chunks_ptr, dt_st, num_tokens, dt_min, dt_max,
+    H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    first, end = tl.load(cu_chunks_ptr + chunk), tl.load(cu_chunks_ptr + chunk + 1)
+    token = first + tl.arange(0, BLOCK_Q)
+    mask = (token < end)[:, None] & (h < H)[None, :]
+    dt = tl.load(dt_ptr + token.to(tl.int64)[:, None] * dt_st + h[None, :], mask=mask, other=0.0).to(tl.float32)
+    if dt_bias_ptr is not None:
+        dt += tl.load(dt_bias_ptr + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+    step = tl.where(mask, tl.minimum(tl.maximum(softplus(dt), dt_min), dt_max), 0.0)
+    cum = tl.cumsum(step * tl.load(A_ptr + h, mask=h < H, other=0.0)[None, :], axis=0)
+    place = h.to(tl.int64)[None, :] * num_tokens + token[:, None]
+    tl.store(step_ptr + place, step, mask=mask)
+    tl.store(cum_ptr + place, cum, mask=mask)
+
+
+@triton.jit
+def _states_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, B_ptr, step_ptr, cum_ptr, states_ptr, heads_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
+    snapshot_slots_ptr, cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr,
+    x_st, x_sh, B_st, B_sg, states_ss, num_tokens,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    read = tl.load(read_slots_ptr + b).to(tl.int64)
+    if read < 0:
+        return
+    write = tl.load(write_slots_ptr + b).to(tl.int64)
+    p = block // tl.cdiv(N, BLOCK_N) * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = block % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+    p_mask, n_mask = p < P, n < N
+    mask = p_mask[:, None] & n_mask[None, :]
+    tile = h * (P * N) + p[:, None] * N + n[None, :]
+    has_initial = tl.zeros(mask.shape, tl.int32) + tl.load(has_initial_ptr + b).to(tl.int32) > 0
+    state = tl.load(states_ptr + read * states_ss + tile, mask=mask & has_initial, other=0.0).to(tl.float32)
+    k = tl.arange(0, BLOCK_K)
+    x_source = x_ptr + h * x_sh + p
+    B_source = B_ptr + (h // HEADS_PER_GROUP) * B_sg + n
+    step_row, cum_row = step_ptr + h.to(tl.int64) * num_tokens, cum_ptr + h.to(tl.int64) * num_tokens
+
+    first_chunk = tl.load(first_chunk_ptr + b)
+    head = heads_ptr + first_chunk.to(tl.int64) * (H * P * N) + tile
+    for chunk in range(first_chunk, tl.load(last_chunk_ptr + b) + 1):
+        tl.store(head, state.to(heads_ptr.dtype.element_ty), mask=mask)
+        head += H * P * N
+        end = tl.load(cu_chunks_ptr + chunk + 1)
+        total = tl.load(cum_row + end - 1)
+        state *= tl.exp(total)
+        for first in range(tl.load(cu_chunks_ptr + chunk), end, BLOCK_K):
+            token = (first + k).to(tl.int64)
+            inside = token < end
+            weight = tl.load(step_row + token, mask=inside, other=0.0)
+            weight *= tl.exp(total - tl.load(cum_row + token, mask=inside, other=0.0))
+            x = tl.load(x_source[None, :] + token[:, None] * x_st, mask=inside[:, None] & p_mask[None, :], other=0.0)
+            key = tl.load(B_source[None, :] + token[:, None] * B_st, mask=inside[:, None] & n_mask[None, :], other=0.0)
+            weighted = (x.to(tl.float32) * weight[:, None]).to(key.dtype)
+            state += tl.dot(tl.trans(weighted), key, input_precision="ieee")
+        if snapshot_slots_ptr is not None:
+            snapshot = tl.load(snapshot_slots_ptr + chunk).to(tl.int64)
+            if snapshot >= 0:
+                tl.store(states_ptr + snapshot * states_ss + tile, state.to(states_ptr.dtype.element_ty), mask=mask)
+    tl.store(states_ptr + write * states_ss + tile, state.to(states_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scores_kernel(  # type: ignore[no-untyped-def]
+    B_ptr, C_ptr, scores_ptr, cu_chunks_ptr, B_st, B_sg, C_st, C_sg,
+    G: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    block, g, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    m_block, s_block = block // tl.cdiv(Q, BLOCK_M), block % tl.cdiv(Q, BLOCK_M)
+    m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    s = s_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = tl.load(cu_chunks_ptr + chunk)
+    size = tl.load(cu_chunks_ptr + chunk + 1) - first
+    if (s_block > m_block) | (m_block * BLOCK_M >= size):
+        return
+    n = tl.arange(0, BLOCK_K)
+    C_source = C_ptr + g * C_sg + (first + m).to(tl.int64)[:, None] * C_st + n[None, :]
+    B_source = B_ptr + g * B_sg + (first + s).to(tl.int64)[None, :] * B_st + n[:, None]
+    scores = tl.zeros((BLOCK_M, BLOCK_M), tl.float32)
+    for offset in range(0, N, BLOCK_K):
+        inside = n + offset < N
+        query = tl.load(C_source + offset, mask=(m < size)[:, None] & inside[None, :], other=0.0)
+        key = tl.load(B_source + offset, mask=(s < size)[None, :] & inside[:, None], other=0.0)
+        scores += tl.dot(query, key, input_precision="ieee")
+    place = (chunk * G + g).to(tl.int64) * (Q * Q) + m[:, None] * Q + s[None, :]
+    tl.store(scores_ptr + place, scores.to(scores_ptr.dtype.element_ty), mask=(m < size)[:, None] & (s < size)[None, :])
+
+
+@triton.jit
+def _outputs_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, C_ptr, z_ptr, out_ptr, D_ptr, step_ptr, cum_ptr, heads_ptr, scores_ptr,
+    read_slots_ptr, cu_chunks_ptr, seq_idx_ptr,
+    x_st, x_sh, C_st, C_sg, z_st, z_sh, num_tokens,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, Q: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    block, h, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    g = h // HEADS_PER_GROUP
+    m_first = block // tl.cdiv(P, BLOCK_P) * BLOCK_M
+    m = m_first + tl.arange(0, BLOCK_M)
+    p = block % tl.cdiv(P, BLOCK_P) * BLOCK_P + tl.arange(0, BLOCK_P)
+    k = tl.arange(0, BLOCK_K)
+    first = tl.load(cu_chunks_ptr + chunk)
+    size = tl.load(cu_chunks_ptr + chunk + 1) - first
+    if m_first >= size:
+        return
+    m_mask, p_mask = m < size, p < P
+    mask = m_mask[:, None] & p_mask[None, :]
+    token = (first + m).to(tl.int64)
+    out = out_ptr + token[:, None] * (H * P) + h * P + p[None, :]
+    if tl.load(read_slots_ptr + tl.load(seq_idx_ptr + chunk)) < 0:
+        tl.store(out, tl.zeros((BLOCK_M, BLOCK_P), out_ptr.dtype.element_ty), mask=mask)
+        return
+
+    step_row, cum_row = step_ptr + h.to(tl.int64) * num_tokens, cum_ptr + h.to(tl.int64) * num_tokens
+    cum = tl.load(cum_row + token, mask=m_mask, other=0.0)
+    head = heads_ptr + (chunk.to(tl.int64) * H + h) * (P * N) + p[None, :] * N + k[:, None]
+    query = C_ptr + g * C_sg + token[:, None] * C_st + k[None, :]
+    y = tl.zeros((BLOCK_M, BLOCK_P), tl.float32)
+    for offset in range(0, N, BLOCK_K):
+        inside = k + offset < N
+        c = tl.load(query + offset, mask=m_mask[:, None] & inside[None, :], other=0.0)
+        y += tl.dot(
+            c, tl.load(head + offset, mask=inside[:, None] & p_mask[None, :], other=0.0), input_precision="ieee"
+        )
+    y *= tl.exp(cum)[:, None]
+
+    scores_row = scores_ptr + (chunk * (H // HEADS_PER_GROUP) + g).to(tl.int64) * (Q * Q) + m[:, None] * Q
+    x_source = x_ptr + h * x_sh + p[None, :]
+    for offset in range(0, tl.minimum(m_first + BLOCK_M, size), BLOCK_K):
+        s = offset + k
+        source = (first + s).to(tl.int64)
+        earlier = (s[None, :] <= m[:, None]) & m_mask[:, None]
+        weight = tl.load(scores_row + s[None, :], mask=earlier, other=0.0).to(tl.float32)
+        # Future entries have a positive exponent; their score is masked to zero, the minimum keeps them finite.
+        weight *= tl.exp(tl.minimum(cum[:, None] - tl.load(cum_row + source, mask=s < size, other=0.0)[None, :], 0.0))
+        weight *= tl.load(step_row + source, mask=s < size, other=0.0)[None, :]
+        x = tl.load(x_source + source[:, None] * x_st, mask=(s < size)[:, None] & p_mask[None, :], other=0.0)
+        y += tl.dot(weight.to(x.dtype), x, input_precision="ieee")
+
+    if D_ptr is not None:
+        x = tl.load(x_source + token[:, None] * x_st, mask=mask, other=0.0)
+        y += x.to(tl.float32) * tl.load(D_ptr + h).to(tl.float32)
+    if z_ptr is not None:
+        y *= silu(tl.load(z_ptr + token[:, None] * z_st + h * z_sh + p[None, :], mask=mask, other=0.0).to(tl.float32))
+    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def mamba2_chunk_scan_triton(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    z: Tensor | None,
+    states: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    has_initial_state: Tensor,
+    query_start_loc: Tensor,
+    plan: ChunkPlan,
+    snapshot_slots: Tensor | None = None,
+) -> Tensor:
+    """Triton `mamba2_chunk_scan`."""
+    num_tokens, heads, dim = x.shape
+    chunks, groups, state_dim, size = len(plan.seq_idx), B.shape[1], states.shape[3], plan.chunk_size
+    out = torch.empty((num_tokens, heads, dim), dtype=x.dtype, device=x.device)
+    out[plan.num_tokens :].zero_()
+    step = torch.empty((2, heads, num_tokens), dtype=torch.float32, device=x.device)
+    step, cum = step.unbind()
+    chunk_heads = torch.empty((chunks, heads, dim, state_dim), dtype=x.dtype, device=x.device)
+    scores = torch.empty((chunks, groups, size, size), dtype=x.dtype, device=x.device)
+    common = {"H": heads, "P": dim, "N": state_dim, "HEADS_PER_GROUP": heads // groups}
+    cu_chunks = plan.cu_chunk_seqlens
+
+    if chunks:
+        _time_step_kernel[chunks, triton.cdiv(heads, 16)](
+            dt, A, dt_bias, step, cum, cu_chunks, dt.stride(0), num_tokens, *dt_limit,
+            H=heads, BLOCK_Q=triton.next_power_of_2(size), BLOCK_H=16,
+        )  # fmt: skip
+        _scores_kernel[triton.cdiv(size, 64) ** 2, groups, chunks](
+            B,
+            C,
+            scores,
+            cu_chunks,
+            *B.stride()[:2],
+            *C.stride()[:2],
+            G=groups,
+            N=state_dim,
+            Q=size,
+            BLOCK_M=64,
+            BLOCK_K=64,
+        )
+    block_p, block_n = block(dim, 64), block(state_dim, 64)
+    _states_kernel[triton.cdiv(dim, block_p) * triton.cdiv(state_dim, block_n), heads, len(read_slots)](
+        x, B, step, cum, states, chunk_heads, read_slots, write_slots, has_initial_state, snapshot_slots,
+        cu_chunks, plan.first_chunk, plan.last_chunk, *x.stride()[:2], *B.stride()[:2], states.stride(0), num_tokens,
+        **common, BLOCK_P=block_p, BLOCK_N=block_n, BLOCK_K=64,
+    )  # fmt: skip
+    if chunks:
+        block_m = block(size, 64)
+        _outputs_kernel[triton.cdiv(size, block_m) * triton.cdiv(dim, block_p), heads, chunks](
+            x, C, z, out, D, step, cum, chunk_heads, scores, read_slots, cu_chunks, plan.seq_idx,
+            *x.stride()[:2], *C.stride()[:2], *strides(z, 2), num_tokens,
+            **common, Q=size, BLOCK_M=block_m, BLOCK_P=block_p, BLOCK_K=64,
+        )  # fmt: skip
+    return out
+
+
+def block(size: int, limit: int) -> int:
+    """The block for a dimension of `size`: a power of two, at least 16 (a tensor core's least), at most `limit`."""
+    return min(limit, max(16, triton.next_power_of_2(size)))
