@@ -1,0 +1,37 @@
+"""Programmatic dependent launch (CUDA 13 programming guide, "Programmatic Dependent Launch and Synchronization").
+
+Kernels of a step are short, and half of a short kernel is its start. A kernel launched with `pdl(device)` starts while
+its predecessor still runs, does what does not depend on it (addresses, weights), and waits in `begin` until everything
+before it has finished and is visible. Two rules: every program of such a kernel calls `begin`, also one that exits
+early; and before it no program touches anything that a kernel of the same step writes, not even to overwrite it.
+"""
+
+from functools import cache
+from typing import TypedDict
+
+import torch
+import triton
+import triton.language as tl
+
+
+class Launch(TypedDict, total=False):
+    """Keywords of a launch: the kernel's constexpr PDL, and Triton's own option where there is a GPU that knows it."""
+
+    PDL: bool
+    launch_pdl: bool
+
+
+@cache
+def pdl(device: torch.device) -> Launch:
+    """What to pass to a kernel that has a PDL constexpr. Needs compute capability 9.0; elsewhere `begin` is empty."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Lets the next kernel start its programs, then waits for all kernels before this one."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()

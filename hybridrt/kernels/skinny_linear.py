@@ -1,0 +1,87 @@
+"""A linear layer of a few tokens, with the norm before it and the activation behind it.
+
+With 1 to MAX_TOKENS rows a matrix product costs what reading its weights costs, so the work is to keep the memory busy:
+the norm is recomputed instead of stored, the activation applied before the output is written.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.errors import ConfigError
+from hybridrt.kernels.activation import relu2_reference, silu_and_mul_reference
+from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.rms_norm import rms_norm_reference
+
+MAX_TOKENS = 16
+
+register("skinny_linear", "torch", "hybridrt.kernels.skinny_linear:skinny_linear_reference")
+register("skinny_linear", "triton", "hybridrt.kernels.skinny_linear_triton:skinny_linear_triton", priority=10)
+
+Activation = Literal["silu_and_mul", "relu2"]
+
+
+def is_skinny(x: Tensor, weight: Tensor) -> bool:
+    """Whether skinny_linear beats the separate operations for x `[T, K]`: few rows and 16-bit weights, on a GPU."""
+    return x.is_cuda and 0 < x.shape[0] <= MAX_TOKENS and weight.dtype in (torch.bfloat16, torch.float16)
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    activation: Activation | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """act(rms_norm(x + residual) W^T + b) and x + residual; norm, residual, bias and activation are optional.
+
+    Args:
+        x: [T, K] with any row stride, T at most MAX_TOKENS.
+        weight: [N, K] contiguous; bias: [N] or None.
+        norm_weight: [K] float32, as in `rms_norm`; eps belongs to it.
+        residual: [T, K], added before the norm. It may be overwritten: use the returned sum instead.
+        activation: "silu_and_mul" halves N (gate rows, then up rows); "relu2".
+
+    Returns:
+        y [T, N] or [T, N / 2] in x's dtype, accumulated in float32; x + residual rounded to residual's dtype, or None.
+
+    Raises:
+        ConfigError: too many tokens, or a residual without a norm.
+    """
+    if x.shape[0] > MAX_TOKENS:
+        raise ConfigError(f"skinny_linear takes at most {MAX_TOKENS} tokens, not {x.shape[0]}")
+    if residual is not None and norm_weight is None:
+        raise ConfigError("skinny_linear adds a residual only in front of a norm; pass norm_weight too")
+    result: tuple[Tensor, Tensor | None] = select("skinny_linear", x.device.type)(
+        x, weight, bias, norm_weight=norm_weight, eps=eps, residual=residual, activation=activation
+    )
+    return result
+
+
+def skinny_linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    activation: Activation | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Plain-torch `skinny_linear`: the separate operations one after the other."""
+    dtype = x.dtype
+    if residual is not None:
+        x = residual = (x.float() + residual.float()).to(residual.dtype)
+    if norm_weight is not None:
+        x = rms_norm_reference(x, norm_weight, eps).to(dtype)
+    y = F.linear(x, weight, bias)
+    if activation == "silu_and_mul":
+        y = silu_and_mul_reference(y)
+    elif activation == "relu2":
+        y = relu2_reference(y)
+    return y, residual

@@ -1,0 +1,191 @@
+"""Triton kernels of `skinny_linear`: one token by multiply-add, up to 16 by tensor cores.
+
+Both stream the weights once, a block of rows per program, and reduce in a fixed order. With one token a program keeps
+a tile of weights in registers while the next is on its way, and has its first tile before it waits for the kernel in
+front (`pdl_triton`); the norm's scale is applied to the finished products, so that the sum of squares needs no pass of
+its own. With more tokens the tiles go through shared memory, and the norm is a launch of its own: every program would
+have to read all tokens twice.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.launch import dot_precision
+from hybridrt.kernels.pdl_triton import begin, pdl
+from hybridrt.kernels.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
+from hybridrt.kernels.skinny_linear import MAX_TOKENS, Activation
+
+
+@triton.jit
+def _weight_rows(N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of the weight that this program multiplies; with silu_and_mul gate and up rows take turns."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if ACTIVATION == "silu_and_mul":
+        row = row // 2 + (row % 2) * (N // 2)
+    return row
+
+
+@triton.jit
+def _activate(y, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The activation of float32 products y [T, BLOCK_N], gate and up taking turns; silu_and_mul halves the columns."""
+    if ACTIVATION == "silu_and_mul":
+        gate, up = tl.split(tl.reshape(y, [y.shape[0], y.shape[1] // 2, 2]))
+        y = gate * tl.sigmoid(gate) * up
+    elif ACTIVATION == "relu2":
+        y = tl.maximum(y, 0.0)
+        y = y * y
+    return y
+
+
+@triton.jit
+def _store_output(  # type: ignore[no-untyped-def]
+    y, bias_ptr, out_ptr, tokens, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Adds the bias to the products y [T, BLOCK_N] of this program, activates and writes them."""
+    if bias_ptr is not None:
+        row = _weight_rows(N, ACTIVATION, BLOCK_N)
+        y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
+    y = _activate(y, ACTIVATION)
+    width = N
+    if ACTIVATION == "silu_and_mul":
+        width = N // 2
+    t, column = tl.arange(0, y.shape[0]), tl.program_id(0) * y.shape[1] + tl.arange(0, y.shape[1])
+    out = out_ptr + t.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=(t < tokens)[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def _matvec_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, N, K, eps,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token. A thread owns 8 neighbouring columns of each row, one 16-byte load."""
+    k = tl.arange(0, BLOCK_K)
+    # Past the last row the last one is read again: cheaper than a mask, and never written.
+    row = tl.minimum(_weight_rows(N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
+    weights = weight_ptr + row[:, None] * K + k[None, :]
+    tile = tl.load(weights, mask=(k < K)[None, :], other=0.0)
+    sum_end = tl.where(tl.program_id(0) == 0, K, 0)  # the first program alone writes x + residual
+    begin(PDL)
+    acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        mask = start + k < K
+        x = tl.load(x_ptr + start + k, mask=mask, other=0.0).to(tl.float32)
+        if residual_ptr is not None:
+            x += tl.load(residual_ptr + start + k, mask=mask, other=0.0).to(tl.float32)
+            rounded = x.to(total_ptr.dtype.element_ty)
+            tl.store(total_ptr + start + k, rounded, mask=start + k < sum_end)
+            x = rounded.to(tl.float32)
+        if norm_ptr is not None:
+            squares += x * x
+            x *= tl.load(norm_ptr + start + k, mask=mask, other=0.0)
+        products = tl.reshape(tile.to(tl.float32) * x[None, :], [BLOCK_N, BLOCK_K // 8, 8])
+        acc += tl.sum(products, axis=2)
+        # Last, so that a row's next piece takes the registers of the piece just multiplied.
+        tile = tl.load(weights + (start + BLOCK_K), mask=(start + BLOCK_K + k < K)[None, :], other=0.0)
+    y = tl.sum(acc, axis=1)
+    if norm_ptr is not None:
+        y *= 1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + eps)
+    _store_output(y[None, :], bias_ptr, out_ptr, 1, N, ACTIVATION, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _matmul_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, bias_ptr, out_ptr, x_st, tokens, N, K,
+    T: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Up to T tokens: [T, K] x [K, BLOCK_N], the weights STAGES tiles ahead in shared memory."""
+    k, t = tl.arange(0, BLOCK_K), tl.arange(0, T)
+    row = tl.minimum(_weight_rows(N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
+    weights = weight_ptr + row[:, None] * K + k[None, :]
+    x = x_ptr + t.to(tl.int64)[:, None] * x_st + k[None, :]
+    live = (t < tokens)[:, None]
+    begin(PDL)
+    acc = tl.zeros([T, BLOCK_N], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        mask = (start + k < K)[None, :]
+        tile = tl.load(weights + start, mask=mask, other=0.0)
+        tokens_tile = tl.load(x + start, mask=live & mask, other=0.0)
+        acc = tl.dot(tokens_tile, tl.trans(tile), acc, input_precision=PRECISION)
+    _store_output(acc, bias_ptr, out_ptr, tokens, N, ACTIVATION, BLOCK_N)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns of the weight that a program works on at a time, and how."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    stages: int = 0
+
+
+def skinny_linear_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    activation: Activation | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`skinny_linear`: one launch for one token, one more where several tokens have a norm."""
+    out_features = weight.shape[0] // (2 if activation == "silu_and_mul" else 1)
+    out = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
+    if x.shape[0] == 1:
+        return out, _matvec(x, weight, bias, norm_weight, eps, residual, activation, out)
+    if norm_weight is not None and residual is not None:
+        x, residual = add_rms_norm_triton(x, residual, norm_weight, eps)
+    elif norm_weight is not None:
+        x = rms_norm_triton(x, norm_weight, eps)
+    _matmul(x, weight, bias, activation, out)
+    return out, residual
+
+
+def _matvec(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    activation: Activation | None,
+    out: Tensor,
+) -> Tensor | None:
+    """Fills out and returns the new residual: another tensor, since programs still read the old one."""
+    rows, columns = weight.shape
+    total = None if residual is None else torch.empty_like(residual)
+    tile = matvec_tile(rows, columns)
+    _matvec_kernel[(triton.cdiv(rows, tile.block_n),)](
+        x, residual, norm_weight, weight, bias, out, total, rows, columns, eps,
+        ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, **pdl(x.device),
+    )  # fmt: skip
+    return total
+
+
+def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None, out: Tensor) -> None:
+    rows, columns = weight.shape
+    tile = matmul_tile(rows, columns)
+    _matmul_kernel[(triton.cdiv(rows, tile.block_n),)](
+        x, weight, bias, out, x.stride(0), x.shape[0], rows, columns,
+        T=MAX_TOKENS, ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages,
+        PRECISION=dot_precision(x.dtype), num_warps=tile.num_warps, **pdl(x.device),
+    )  # fmt: skip
+
+
+def matvec_tile(rows: int, columns: int) -> Tile:
+    """Tile of the kernel for one token."""
+    block_k = max(16, min(1024, triton.next_power_of_2(columns)))
+    return Tile(8, block_k, 4)
+
+
+def matmul_tile(rows: int, columns: int) -> Tile:
+    """Tile of the kernel for several tokens."""
+    return Tile(16, max(16, min(256, triton.next_power_of_2(columns))), 4, 4)

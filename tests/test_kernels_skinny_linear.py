@@ -1,0 +1,123 @@
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hybridrt.errors import ConfigError
+from hybridrt.kernels.skinny_linear import MAX_TOKENS, is_skinny, skinny_linear
+
+pytestmark = pytest.mark.usefixtures("provider")
+EPS = 1e-5
+
+
+def by_formula(x, weight, bias=None, norm_weight=None, residual=None, activation=None):
+    """Element by element in float64; x and residual are summed as stored, in residual's dtype."""
+    total = None
+    if residual is not None:
+        total = (x.float() + residual.float()).to(residual.dtype)
+    h = (x if total is None else total).double()
+    if norm_weight is not None:
+        h = h / torch.sqrt(h.square().mean(-1, keepdim=True) + EPS) * norm_weight.double()
+    y = torch.stack([torch.stack([(row * w).sum() for w in weight.double()]) for row in h])
+    if bias is not None:
+        y += bias.double()
+    if activation == "silu_and_mul":
+        gate, up = y[:, : y.shape[1] // 2], y[:, y.shape[1] // 2 :]
+        y = gate / (1 + torch.exp(-gate)) * up
+    elif activation == "relu2":
+        y = y.clamp(min=0) ** 2
+    return y, total
+
+
+def case(tokens, out_features, in_features, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, 2 * in_features, generator=generator).to(dtype)[:, in_features:]
+    weight = (torch.randn(out_features, in_features, generator=generator) * in_features**-0.5).to(dtype)
+    return x, weight, generator
+
+
+def check(got, expected, dtype):
+    # Several tokens are normalised in x's dtype before the product, hence its epsilon and not float32's.
+    error = (got.double() - expected).norm() / expected.norm()
+    assert error < (1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps), error
+
+
+# bfloat16 with several tokens is left to the GPU, and so is a bfloat16 residual: the interpreter has no bfloat16 dot
+# and truncates when it stores.
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [(1, torch.float32), (1, torch.bfloat16), (1, torch.float16), (5, torch.float32), (16, torch.float16)],
+)
+@pytest.mark.parametrize("activation", [None, "silu_and_mul", "relu2"])
+@pytest.mark.parametrize("shape", [(8, 16), (42, 72)], ids=str)
+def test_norm_bias_and_activation_around_the_product(tokens, dtype, activation, shape):
+    x, weight, generator = case(tokens, *shape, dtype)
+    bias = torch.randn(shape[0], generator=generator).to(dtype)
+    norm_weight = torch.randn(shape[1], generator=generator)
+    residual = 10 * torch.randn(x.shape, generator=generator)
+    residual = residual if dtype == torch.bfloat16 else residual.to(dtype)
+    expected, total = by_formula(x, weight, bias, norm_weight, residual, activation)
+    before = x.clone()
+    y, new_residual = skinny_linear(
+        x, weight, bias, norm_weight=norm_weight, eps=EPS, residual=residual, activation=activation
+    )
+    assert y.dtype == dtype and y.shape == expected.shape
+    check(y, expected, dtype)
+    assert torch.equal(new_residual, total) and torch.equal(x, before)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("shape", [(5, 2048 + 24), (19, 1024), (1, 1)], ids=str)
+def test_plain_products_of_many_columns_and_odd_rows(tokens, shape):
+    x, weight, _ = case(tokens, *shape, torch.float32)
+    y, residual = skinny_linear(x, weight)
+    assert residual is None
+    check(y, by_formula(x, weight)[0], torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_norm_without_residual(tokens):
+    x, weight, generator = case(tokens, 16, 1100, torch.float32)
+    norm_weight = torch.randn(1100, generator=generator)
+    y, residual = skinny_linear(x, weight, norm_weight=norm_weight, eps=EPS)
+    assert residual is None
+    check(y, by_formula(x, weight, norm_weight=norm_weight)[0], torch.float32)
+
+
+def test_a_row_does_not_see_the_rows_beside_it():
+    x, weight, _ = case(MAX_TOKENS, 24, 64, torch.float32)
+    whole, _ = skinny_linear(x, weight)
+    for tokens in (2, 7):
+        part, _ = skinny_linear(x[:tokens], weight)
+        torch.testing.assert_close(part, whole[:tokens], rtol=1e-6, atol=1e-6)
+    poisoned = x.clone()
+    poisoned[1:] = float("nan")
+    assert torch.equal(skinny_linear(poisoned, weight)[0][0], whole[0])
+
+
+def test_sum_keeps_the_residuals_dtype():
+    x, weight, generator = case(1, 8, 32, torch.float16)
+    residual, norm_weight = torch.randn(1, 32, generator=generator), torch.ones(32)
+    expected = x.float() + residual
+    y, total = skinny_linear(x, weight, norm_weight=norm_weight, eps=EPS, residual=residual)
+    assert (y.dtype, total.dtype) == (torch.float16, torch.float32)
+    assert torch.equal(total, expected)
+
+
+def test_too_many_tokens_and_a_residual_without_norm():
+    x, weight, _ = case(MAX_TOKENS + 1, 8, 16, torch.float32)
+    with pytest.raises(ConfigError, match=f"at most {MAX_TOKENS} tokens, not {MAX_TOKENS + 1}"):
+        skinny_linear(x, weight)
+    with pytest.raises(ConfigError, match="norm_weight"):
+        skinny_linear(x[:1], weight, residual=x[:1])
+
+
+def test_the_cpu_keeps_the_separate_operations():
+    for tokens, dtype in itertools.product((1, 16), (torch.float32, torch.bfloat16)):
+        assert not is_skinny(torch.zeros(tokens, 8, dtype=dtype), torch.zeros(8, 8, dtype=dtype))
+
+
+def test_the_reference_is_the_product_itself():
+    x, weight, _ = case(3, 8, 16, torch.float32)
+    torch.testing.assert_close(skinny_linear(x, weight)[0], F.linear(x, weight))
