@@ -17,6 +17,7 @@ def decode_inputs(
     seq_lens: Tensor,
     new_pages: Tensor,
     drafts: Tensor | None,
+    num_drafts: Tensor | None,
     last_tokens: Tensor,
     req_to_token: Tensor,
     page_size: int,
@@ -25,14 +26,16 @@ def decode_inputs(
 
     Args:
         rows: [B] int32 request rows; seq_lens: [B] int32 lengths that count the step's tokens.
-        new_pages: [B] int32, the KV page that holds the row's last position if it is new, else -1; its slots are
-            entered into `req_to_token` [R + 1, max_context] first.
-        drafts: [B, T - 1] int32 tokens after the last sampled one; None if T is 1.
+        new_pages: [B] int32, the KV page that holds the row's last draft (its one token if T is 1) if that page is
+            new, else -1; its slots are entered into `req_to_token` [R + 1, max_context] first.
+        drafts: [B, T - 1] int32 tokens after the last sampled one, of which num_drafts [B] int32 are drafts; the rest
+            is padding and gets KV slot 0, which is scratch. Both None if T is 1.
         last_tokens: [R + 1] int32, last sampled token of each request row.
     """
     select("decode_inputs", rows.device.type)(
-        input_ids, positions, out_cache_loc, rows, seq_lens, new_pages, drafts, last_tokens, req_to_token, page_size
-    )
+        input_ids, positions, out_cache_loc, rows, seq_lens, new_pages, drafts, num_drafts, last_tokens,
+        req_to_token, page_size,
+    )  # fmt: skip
 
 
 def decode_inputs_reference(
@@ -43,6 +46,7 @@ def decode_inputs_reference(
     seq_lens: Tensor,
     new_pages: Tensor,
     drafts: Tensor | None,
+    num_drafts: Tensor | None,
     last_tokens: Tensor,
     req_to_token: Tensor,
     page_size: int,
@@ -51,7 +55,8 @@ def decode_inputs_reference(
     tokens = input_ids.shape[0] // batch
     offsets = torch.arange(page_size, dtype=torch.int32, device=rows.device)
     table = req_to_token.view(req_to_token.shape[0], -1, page_size)
-    page_index = (seq_lens - 1) // page_size
+    padding = 0 if num_drafts is None else tokens - 1 - num_drafts
+    page_index = (seq_lens - 1 - padding) // page_size
     kept = table[rows, page_index]
     fresh = new_pages[:, None] * page_size + offsets
     table[rows, page_index] = kept.where(new_pages[:, None] < 0, fresh)
@@ -60,4 +65,7 @@ def decode_inputs_reference(
     if drafts is not None:
         ids[:, 1:] = drafts
     where.copy_(seq_lens[:, None] + torch.arange(-tokens, 0, dtype=torch.int32, device=rows.device))
-    out_cache_loc.view(batch, tokens).copy_(req_to_token[rows[:, None], where])
+    slots = req_to_token[rows[:, None], where]
+    if num_drafts is not None:
+        slots = slots.masked_fill(torch.arange(tokens, device=rows.device) > num_drafts[:, None], 0)
+    out_cache_loc.view(batch, tokens).copy_(slots)

@@ -16,6 +16,7 @@ def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
     seq_lens,
     new_pages,
     drafts,
+    num_drafts,
     last_tokens,
     req_to_token,
     table_stride,
@@ -28,7 +29,10 @@ def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
     length = tl.load(seq_lens + b)
     page = tl.load(new_pages + b)
     table = req_to_token + row * table_stride
-    last_index = (length - 1) // PAGE
+    drafted = 0
+    if num_drafts is not None:
+        drafted = tl.load(num_drafts + b)
+    last_index = (length - TOKENS + drafted) // PAGE
     offset = tl.arange(0, PAGE)
     tl.store(table + last_index * PAGE + offset, page * PAGE + offset, mask=(offset < PAGE) & (page >= 0))
     t = tl.arange(0, BLOCK_TOKENS)
@@ -36,8 +40,10 @@ def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
     position = length - TOKENS + t
     # A slot of the page entered above comes from the page itself: this program's own store is not awaited.
     fresh = (page >= 0) & (position // PAGE == last_index)
-    known = tl.load(table + position, mask=live & (fresh == 0) & (position >= 0), other=0)
-    tl.store(out_cache_loc + b * TOKENS + t, tl.where(fresh, page * PAGE + position % PAGE, known), mask=live)
+    real = live & (t <= drafted)
+    known = tl.load(table + position, mask=real & (fresh == 0), other=0)
+    slot = tl.where(fresh, page * PAGE + position % PAGE, known)
+    tl.store(out_cache_loc + b * TOKENS + t, tl.where(real, slot, 0), mask=live)
     tl.store(positions + b * TOKENS + t, position, mask=live)
     proposed = tl.load(drafts + b * (TOKENS - 1) + t - 1, mask=live & (t > 0), other=0)
     tl.store(input_ids + b * TOKENS + t, tl.where(t == 0, tl.load(last_tokens + row), proposed), mask=live)
@@ -51,6 +57,7 @@ def decode_inputs_triton(
     seq_lens: Tensor,
     new_pages: Tensor,
     drafts: Tensor | None,
+    num_drafts: Tensor | None,
     last_tokens: Tensor,
     req_to_token: Tensor,
     page_size: int,
@@ -59,8 +66,9 @@ def decode_inputs_triton(
     batch = rows.shape[0]
     tokens = input_ids.shape[0] // batch
     _decode_inputs_kernel[(batch,)](
-        input_ids, positions, out_cache_loc, rows, seq_lens, new_pages, rows if drafts is None else drafts, last_tokens,
-        req_to_token, req_to_token.stride(0), tokens, triton.next_power_of_2(tokens), page_size, num_warps=1,
+        input_ids, positions, out_cache_loc, rows, seq_lens, new_pages, rows if drafts is None else drafts, num_drafts,
+        last_tokens, req_to_token, req_to_token.stride(0), tokens, triton.next_power_of_2(tokens), page_size,
+        num_warps=1,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from hybridrt.models.base import CausalLM
 from hybridrt.runtime.step_inputs import StagingRing
 
 POISON = -(2**30)  # as an index it is out of every range
-FIELDS = ("rows", "seq_lens", "output_indices", "new_pages")
+FIELDS = ("rows", "seq_lens", "output_indices", "new_pages", "num_drafts")
 
 
 @dataclass
@@ -32,14 +32,16 @@ class DecodeInputs:
     Attributes:
         rows: request rows; seq_lens: lengths that count the step's tokens.
         output_indices: index of the token that each row samples.
-        new_pages: KV page of the row's last position if it is new, else -1.
-        drafts: [n, T - 1] proposed tokens, flattened; empty if T is 1.
+        new_pages: KV page of the row's last draft (its one token if T is 1) if it is new, else -1.
+        num_drafts: drafts of each row.
+        drafts: [n, T - 1] proposed tokens, padded and flattened; empty if T is 1.
     """
 
     rows: Sequence[int]
     seq_lens: Sequence[int]
     output_indices: Sequence[int]
     new_pages: Sequence[int]
+    num_drafts: Sequence[int]
     drafts: Sequence[int] = ()
 
 
@@ -49,8 +51,10 @@ class StaticBuffers:
     def __init__(self, max_bs: int, tokens: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
         self.max_bs, self.tokens = max_bs, tokens
         self.packed = torch.zeros((len(FIELDS) + tokens - 1) * max_bs, dtype=torch.int32, device=device)
-        self.rows, self.seq_lens, self.output_indices, self.new_pages = self.packed[: 4 * max_bs].view(4, max_bs)
-        self.drafts = self.packed[4 * max_bs :].view(max_bs, tokens - 1) if tokens > 1 else None
+        count = len(FIELDS)
+        fields = self.packed[: count * max_bs].view(count, max_bs)
+        self.rows, self.seq_lens, self.output_indices, self.new_pages, self.num_drafts = fields
+        self.drafts = self.packed[count * max_bs :].view(max_bs, tokens - 1) if tokens > 1 else None
         self.input_ids, self.positions, self.out_cache_loc = torch.zeros(
             (3, max_bs * tokens), dtype=torch.int32, device=device
         )
@@ -60,12 +64,13 @@ class StaticBuffers:
         """The host image of `packed`: real rows first, then padding up to max_bs."""
         n, max_bs = len(inputs.rows), self.max_bs
         image = np.zeros(self.packed.shape[0], np.int32)
-        fields = image[: 4 * max_bs].reshape(4, max_bs)
+        fields = image[: len(FIELDS) * max_bs].reshape(len(FIELDS), max_bs)
         for line, name in zip(fields, FIELDS):
             line[:n] = getattr(inputs, name)
         fields[1, n:], fields[3, n:] = seq_len_fill, -1
         if self.drafts is not None:
-            image[4 * max_bs : 4 * max_bs + n * (self.tokens - 1)] = inputs.drafts
+            start = len(FIELDS) * max_bs
+            image[start : start + n * (self.tokens - 1)] = inputs.drafts
         return image
 
     def poison(self) -> None:
@@ -153,7 +158,7 @@ class GraphRunner:
     def capture(self, progress: bool = False) -> None:
         """Records every bucket, the largest first: smaller ones reuse its memory."""
         for bs in tqdm(buckets(self.max_bs)[::-1], desc="capturing graphs", disable=not progress):
-            self._upload(DecodeInputs([], [], [], []))
+            self._upload(DecodeInputs([], [], [], [], []))
             hook = self.backend.init_forward_metadata_capture_cuda_graph
             hook(bs, bs * self.tokens, self.buffers.rows, self.buffers.seq_lens, self.mode, self.spec_info)
             self._replays[bs] = self.recorder(self._bind(bs))
@@ -188,13 +193,17 @@ class GraphRunner:
         """The step of one bucket, over views of the static buffers."""
         buffers, total = self.buffers, bs * self.tokens
         rows, seq_lens, new_pages = buffers.rows[:bs], buffers.seq_lens[:bs], buffers.new_pages[:bs]
-        drafts = buffers.drafts[:bs] if buffers.drafts is not None else None
+        drafts = num_drafts = None
+        if buffers.drafts is not None:
+            drafts, num_drafts = buffers.drafts[:bs], buffers.num_drafts[:bs]
         inputs = (buffers.input_ids[:total], buffers.positions[:total], buffers.out_cache_loc[:total])
         ids, positions, out_cache_loc = inputs
 
         def step() -> None:
             table = self.pool.req_to_token
-            decode_inputs(*inputs, rows, seq_lens, new_pages, drafts, self.last_tokens, table, self.pool.page_size)
+            decode_inputs(
+                *inputs, rows, seq_lens, new_pages, drafts, num_drafts, self.last_tokens, table, self.pool.page_size
+            )
             batch = ForwardBatch(
                 self.mode, ids, positions, rows, seq_lens, self._starts[: bs + 1], out_cache_loc, bs, bs, self.backend,
                 spec_info=self.spec_info,

@@ -30,7 +30,7 @@ from hybridrt.runtime.step import (
     StepResult,
     TokenLogprobs,
 )
-from hybridrt.runtime.step_inputs import Sections, StagingRing, pack_step
+from hybridrt.runtime.step_inputs import Sections, StagingRing, pack_step, padded
 from hybridrt.sampling_params import SamplingParams
 
 
@@ -63,13 +63,13 @@ class ModelRunner:
         if tp.size != config.tp_size:
             raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
         self.config = config
-        self.graphs: GraphRunner | None = None  # captured once the final pools stand
+        self.graphs: dict[int, GraphRunner] = {}  # by tokens of a row; captured once the final pools stand
         self.model_path, self.target = load_target(config, tp)
         self.model_config, self.device = self.target.model_config, self.target.device
         self.model = build_model(config, self.target, self.model_path, progress)
         self._allocate(plan or self._make_plan(budget_bytes))
         if self.device.type == "cuda" and config.cuda_graph:
-            self.graphs = self._capture(progress)
+            self.graphs = {tokens: self._capture(tokens, progress) for tokens in self._step_widths()}
 
     def _make_plan(self, budget_bytes: int | None) -> MemoryPlan:
         peak = 0
@@ -114,13 +114,15 @@ class ModelRunner:
         torch.cuda.empty_cache()
         return peak
 
-    def _capture(self, progress: bool) -> GraphRunner:
+    def _capture(self, tokens: int, progress: bool) -> GraphRunner:
+        """Graphs of decode steps (tokens 1) or verify steps."""
         graphs = GraphRunner(
             model=self.model,
             backend=self.backend,
             req_to_token_pool=self.pools.req_to_token,
             last_tokens=self.last_tokens,
             max_bs=self.config.cuda_graph_max_bs or self.plan.num_rows,
+            spec_info=SpecInfo(tokens) if tokens > 1 else None,
         )
         graphs.capture(progress)
         return graphs
@@ -129,43 +131,49 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queues one step on the device and returns at once; see hybridrt.runtime.step.Executor."""
         self._params.update((a.row, a.params) for a in plan.admissions)
-        inputs = self._graph_inputs(plan)
-        if inputs is None or self.graphs is None:
-            return self._launch_eager(plan)
-        decoded = self._launch_graph(self.graphs, inputs)
+        tokens = self._tokens_per_row(plan)
+        graphs = self.graphs.get(tokens)
+        inputs = self._graph_inputs(plan, tokens) if graphs and graphs.bucket(len(plan.decode)) else None
+        if inputs is None or graphs is None:
+            return self._launch_eager(plan, tokens)
+        decoded = self._launch_graph(graphs, inputs)
         if not plan.extend:
             return decoded
         # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
         writes = [w for w in plan.page_writes if w.row not in set(inputs.rows)]
         rest = StepPlan(plan.admissions, writes, [], plan.extend)
-        return JoinedSteps(decoded, self._launch_eager(rest))
+        return JoinedSteps(decoded, self._launch_eager(rest, 1))
 
     def _launch_graph(self, graphs: GraphRunner, inputs: DecodeInputs) -> "LaunchedStep":
-        logits, n = graphs.replay(inputs), len(inputs.rows)
-        return self._sample(inputs.rows, graphs.buffers.rows[:n], graphs.buffers.output_indices[:n], logits)
+        logits, n, buffers = graphs.replay(inputs), len(inputs.rows), graphs.buffers
+        rows, indices = buffers.rows[:n], buffers.output_indices[:n]
+        if buffers.drafts is None:
+            return self._sample(inputs.rows, rows, indices, logits)
+        offsets = torch.arange(graphs.tokens, dtype=torch.int32, device=self.device)
+        indices = (indices[:, None] + offsets).view(-1)
+        rows = rows.repeat_interleave(graphs.tokens, output_size=n * graphs.tokens)
+        return self._verify(inputs.rows, rows, indices, logits, buffers.drafts[:n], buffers.num_drafts[:n])
 
-    def _graph_inputs(self, plan: StepPlan) -> DecodeInputs | None:
+    def _graph_inputs(self, plan: StepPlan, tokens: int) -> DecodeInputs | None:
         """The decode rows of a plan as a graph takes them, or None where the step must run eagerly."""
-        if (
-            self.graphs is None
-            or not plan.decode
-            or self._tokens_per_row(plan) > 1
-            or self.graphs.bucket(len(plan.decode)) is None
-        ):
-            return None
         pages = dict.fromkeys((r.row for r in plan.decode), -1)
-        last_page = {r.row: r.computed // self.plan.page_size for r in plan.decode}
+        last_page = {r.row: (r.computed + len(r.drafts)) // self.plan.page_size for r in plan.decode}
         for write in plan.page_writes:
             if write.row not in pages:
                 continue
             if len(write.pages) != 1 or write.first_page != last_page[write.row]:
                 return None
             pages[write.row] = write.pages[0]
-        computed = [r.computed + 1 for r in plan.decode]
-        return DecodeInputs(list(pages), computed, [r.output_index for r in plan.decode], list(pages.values()))
+        return DecodeInputs(
+            rows=list(pages),
+            seq_lens=[r.computed + tokens for r in plan.decode],
+            output_indices=[r.output_index for r in plan.decode],
+            new_pages=list(pages.values()),
+            num_drafts=[len(r.drafts) for r in plan.decode],
+            drafts=[t for r in plan.decode for t in padded(r.drafts, tokens - 1)],
+        )
 
-    def _launch_eager(self, plan: StepPlan) -> StepHandle:
-        tokens = self._tokens_per_row(plan)
+    def _launch_eager(self, plan: StepPlan, tokens: int) -> StepHandle:
         sections = self._staging.upload(pack_step(plan, tokens))
         self._bookkeep(sections)
         batch = self._batch(plan, sections, tokens)
@@ -180,9 +188,16 @@ class ModelRunner:
         if tokens == 1:
             return self._sample([r.row for r in plan.sampled], rows, indices, logits)
         split = batch.num_decode_tokens
-        verified = self._verify([r.row for r in plan.decode], rows[:split], indices[:split], logits[:split], sections)
+        drafts, counts = sections["drafts"].view(len(plan.decode), -1), sections["num_drafts"]
+        decoding = [r.row for r in plan.decode]
+        verified = self._verify(decoding, rows[:split], indices[:split], logits[:split], drafts, counts)
         last = [r.row for r in plan.extend if r.sample]
         return JoinedSteps(verified, self._sample(last, rows[split:], indices[split:], logits[split:]))
+
+    def _step_widths(self) -> list[int]:
+        """Every T that `_tokens_per_row` may say, the widest first."""
+        widest = self.config.num_verify_tokens
+        return [widest] if self.target.state_mode == "replay" or widest == 1 else [widest, 1]
 
     def _tokens_per_row(self, plan: StepPlan) -> int:
         """T of the step's decode rows. Without drafts a plain step serves, but a state ring folds by its widest step,
@@ -243,14 +258,12 @@ class ModelRunner:
         rows: torch.Tensor,
         output_indices: torch.Tensor,
         logits: torch.Tensor,
-        sections: Sections,
+        drafts: torch.Tensor,
+        num_drafts: torch.Tensor,
     ) -> "LaunchedStep":
         """Acceptance, then the commit of what it keeps: state, and the next root."""
         params = [self._params[row] for row in request_rows]
-        drafts = sections["drafts"].view(len(params), -1)
-        tokens, accepted = self.sampler.verify(
-            logits, rows, output_indices, drafts, sections["num_drafts"], Filters.of(params)
-        )
+        tokens, accepted = self.sampler.verify(logits, rows, output_indices, drafts, num_drafts, Filters.of(params))
         self.backend.commit_decode(accepted)
         self.last_tokens[rows.view(tokens.shape)[:, 0]] = tokens.gather(1, accepted[:, None].long() - 1)[:, 0].int()
         return LaunchedStep(tokens, accepted, *_logprobs(logits, tokens.view(-1), [p.logprobs for p in params]))

@@ -36,7 +36,7 @@ def pack_step(plan: StepPlan, tokens_per_row: int = 1) -> dict[str, np.ndarray]:
         "token_rows": _token_rows(plan, rows, lens, offsets),
         "positions": _flat([range(r.computed, r.computed + n) for r, n in zip(plan.rows, lens)]),
         "extend_ids": _flat([r.tokens for r in plan.extend]),
-        "drafts": _flat([[*r.drafts, *[0] * (tokens_per_row - 1 - len(r.drafts))] for r in plan.decode]),
+        "drafts": _flat([padded(r.drafts, tokens_per_row - 1) for r in plan.decode]),
         "num_drafts": np.array([len(r.drafts) for r in plan.decode], np.int32),
         "sample_at": np.array([*range(decode_tokens), *(ends[i + 1] - 1 for i in sampling)], np.int32),
         "sample_rows": np.concatenate([np.repeat(rows[: len(plan.decode)], tokens_per_row), rows[sampling]]),
@@ -63,6 +63,11 @@ def _bookkeeping(plan: StepPlan) -> dict[str, np.ndarray]:
         "page_indices": _flat([range(w.first_page, w.first_page + len(w.pages)) for w in plan.page_writes]),
         "pages": _flat([w.pages for w in plan.page_writes]),
     }
+
+
+def padded(drafts: Sequence[int], width: int) -> list[int]:
+    """Drafts of a row, filled up with token 0."""
+    return [*drafts, *[0] * (width - len(drafts))]
 
 
 def _flat(parts: Sequence[Sequence[int]]) -> np.ndarray:
