@@ -1,7 +1,7 @@
 """How one request's tokens are chosen and when it ends."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,8 +62,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", tuple(stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
+            _require(value is None or isinstance(value, Iterable), f"{name} is {value!r}; it must be a sequence")
+            object.__setattr__(self, name, tuple(value or ()))
         self._check_lengths()
         self._check_distribution()
         _require(all(isinstance(s, str) and s for s in self.stop), "stop must be non-empty strings")
