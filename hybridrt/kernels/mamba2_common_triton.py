@@ -24,19 +24,21 @@ def step_tile(batch: int, tokens: int, states: Tensor) -> StepTile:
     """Tile for `batch` rows of `tokens` tokens and states [S+1, H, P, N].
 
     Small batches are cut finer, so that every multiprocessor gets work; large ones coarser, since the programs of a
-    head each repeat its conv and its look at the ring, as far as the registers reach (4 warps: 64 of a thread's 255
-    for 8192 elements in float32).
+    head each repeat its conv and its look at the ring, as far as the registers reach.
     """
     _, heads, dim, state_dim = states.shape
     block_n = max(16, triton.next_power_of_2(state_dim))
     coarse = tokens == 1 and states.element_size() == 2 and batch * heads * dim * block_n > 1 << 22
     block_p = min(triton.next_power_of_2(dim), max(1, (8192 if coarse else 4096) // block_n))
-    return StepTile(block_p, block_n, 4)
+    return StepTile(block_p, block_n, 4 if tokens == 1 else 8)
 
 
-def strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
-    """The first `count` strides, zeros for a tensor that is not there."""
-    return (0,) * count if tensor is None else tensor.stride()[:count]
+def strides(tensor: Tensor | None) -> tuple[int, ...]:
+    """Strides of a tensor but the last, 1, for a kernel's tl.constexpr; zero for a tensor that is not there.
+
+    As constants they let the compiler see that rows are aligned, whatever the width of a merged projection.
+    """
+    return (0,) if tensor is None else tensor.stride()[:-1]
 
 
 @triton.jit
@@ -64,7 +66,7 @@ def time_step(dt_ptr, dt_bias_ptr, h, dt_min, dt_max):  # type: ignore[no-untype
 
 @triton.jit
 def step_input(  # type: ignore[no-untyped-def]
-    source, stride_t, conv_row, weight_ptr, bias_ptr, channel, mask, position,
+    source, stride_t: tl.constexpr, conv_row, weight_ptr, bias_ptr, channel, mask, position,
     t, TAPS: tl.constexpr, WC: tl.constexpr,
 ):  # fmt: skip
     """Input of token t in float32: `source` + t * stride_t itself, or its conv and SiLU rounded to its dtype.
@@ -90,7 +92,7 @@ def step_input(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def push_inputs(  # type: ignore[no-untyped-def]
-    source, stride_t, read_row, write_row, channel, mask, position, copy_history,
+    source, stride_t: tl.constexpr, read_row, write_row, channel, mask, position, copy_history,
     T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
 ):  # fmt: skip
     """Writes the T raw inputs to the conv ring `write_row`, and the K - 1 before them if it is not `read_row`.

@@ -18,7 +18,7 @@ from hybridrt.kernels.mamba2_common_triton import silu, softplus, strides
 
 @triton.jit
 def _time_step_kernel(  # type: ignore[no-untyped-def]
-    dt_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, cu_chunks_ptr, dt_st, num_tokens, dt_min, dt_max,
+    dt_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, cu_chunks_ptr, dt_st: tl.constexpr, num_tokens, dt_min, dt_max,
     H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -40,7 +40,7 @@ def _time_step_kernel(  # type: ignore[no-untyped-def]
 def _states_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, step_ptr, cum_ptr, states_ptr, heads_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     snapshot_slots_ptr, cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr,
-    x_st, x_sh, B_st, B_sg, states_ss, num_tokens,
+    x_strides: tl.constexpr, B_strides: tl.constexpr, states_ss: tl.constexpr, num_tokens,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -57,8 +57,8 @@ def _states_kernel(  # type: ignore[no-untyped-def]
     has_initial = tl.zeros(mask.shape, tl.int32) + tl.load(has_initial_ptr + b).to(tl.int32) > 0
     state = tl.load(states_ptr + read * states_ss + tile, mask=mask & has_initial, other=0.0).to(tl.float32)
     k = tl.arange(0, BLOCK_K)
-    x_source = x_ptr + h * x_sh + p
-    B_source = B_ptr + (h // HEADS_PER_GROUP) * B_sg + n
+    x_source = x_ptr + h * x_strides[1] + p
+    B_source = B_ptr + (h // HEADS_PER_GROUP) * B_strides[1] + n
     step_row, cum_row = step_ptr + h.to(tl.int64) * num_tokens, cum_ptr + h.to(tl.int64) * num_tokens
 
     first_chunk = tl.load(first_chunk_ptr + b)
@@ -74,8 +74,12 @@ def _states_kernel(  # type: ignore[no-untyped-def]
             inside = token < end
             weight = tl.load(step_row + token, mask=inside, other=0.0)
             weight *= tl.exp(total - tl.load(cum_row + token, mask=inside, other=0.0))
-            x = tl.load(x_source[None, :] + token[:, None] * x_st, mask=inside[:, None] & p_mask[None, :], other=0.0)
-            key = tl.load(B_source[None, :] + token[:, None] * B_st, mask=inside[:, None] & n_mask[None, :], other=0.0)
+            x = tl.load(
+                x_source[None, :] + token[:, None] * x_strides[0], mask=inside[:, None] & p_mask[None, :], other=0.0
+            )
+            key = tl.load(
+                B_source[None, :] + token[:, None] * B_strides[0], mask=inside[:, None] & n_mask[None, :], other=0.0
+            )
             weighted = (x.to(tl.float32) * weight[:, None]).to(key.dtype)
             state += tl.dot(tl.trans(weighted), key, input_precision="ieee")
         if snapshot_slots_ptr is not None:
@@ -87,7 +91,7 @@ def _states_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scores_kernel(  # type: ignore[no-untyped-def]
-    B_ptr, C_ptr, scores_ptr, cu_chunks_ptr, B_st, B_sg, C_st, C_sg,
+    B_ptr, C_ptr, scores_ptr, cu_chunks_ptr, B_strides: tl.constexpr, C_strides: tl.constexpr,
     G: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     block, g, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -99,8 +103,8 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     if (s_block > m_block) | (m_block * BLOCK_M >= size):
         return
     n = tl.arange(0, BLOCK_K)
-    C_source = C_ptr + g * C_sg + (first + m).to(tl.int64)[:, None] * C_st + n[None, :]
-    B_source = B_ptr + g * B_sg + (first + s).to(tl.int64)[None, :] * B_st + n[:, None]
+    C_source = C_ptr + g * C_strides[1] + (first + m).to(tl.int64)[:, None] * C_strides[0] + n[None, :]
+    B_source = B_ptr + g * B_strides[1] + (first + s).to(tl.int64)[None, :] * B_strides[0] + n[:, None]
     scores = tl.zeros((BLOCK_M, BLOCK_M), tl.float32)
     for offset in range(0, N, BLOCK_K):
         inside = n + offset < N
@@ -115,7 +119,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
 def _outputs_kernel(  # type: ignore[no-untyped-def]
     x_ptr, C_ptr, z_ptr, out_ptr, D_ptr, step_ptr, cum_ptr, heads_ptr, scores_ptr,
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr,
-    x_st, x_sh, C_st, C_sg, z_st, z_sh, num_tokens,
+    x_strides: tl.constexpr, C_strides: tl.constexpr, z_strides: tl.constexpr, num_tokens,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, Q: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +144,7 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
     step_row, cum_row = step_ptr + h.to(tl.int64) * num_tokens, cum_ptr + h.to(tl.int64) * num_tokens
     cum = tl.load(cum_row + token, mask=m_mask, other=0.0)
     head = heads_ptr + (chunk.to(tl.int64) * H + h) * (P * N) + p[None, :] * N + k[:, None]
-    query = C_ptr + g * C_sg + token[:, None] * C_st + k[None, :]
+    query = C_ptr + g * C_strides[1] + token[:, None] * C_strides[0] + k[None, :]
     y = tl.zeros((BLOCK_M, BLOCK_P), tl.float32)
     for offset in range(0, N, BLOCK_K):
         inside = k + offset < N
@@ -151,7 +155,7 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
     y *= tl.exp(cum)[:, None]
 
     scores_row = scores_ptr + (chunk * (H // HEADS_PER_GROUP) + g).to(tl.int64) * (Q * Q) + m[:, None] * Q
-    x_source = x_ptr + h * x_sh + p[None, :]
+    x_source = x_ptr + h * x_strides[1] + p[None, :]
     for offset in range(0, tl.minimum(m_first + BLOCK_M, size), BLOCK_K):
         s = offset + k
         source = (first + s).to(tl.int64)
@@ -160,14 +164,18 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
         # Future entries have a positive exponent; their score is masked to zero, the minimum keeps them finite.
         weight *= tl.exp(tl.minimum(cum[:, None] - tl.load(cum_row + source, mask=s < size, other=0.0)[None, :], 0.0))
         weight *= tl.load(step_row + source, mask=s < size, other=0.0)[None, :]
-        x = tl.load(x_source + source[:, None] * x_st, mask=(s < size)[:, None] & p_mask[None, :], other=0.0)
+        x = tl.load(x_source + source[:, None] * x_strides[0], mask=(s < size)[:, None] & p_mask[None, :], other=0.0)
         y += tl.dot(weight.to(x.dtype), x, input_precision="ieee")
 
     if D_ptr is not None:
-        x = tl.load(x_source + token[:, None] * x_st, mask=mask, other=0.0)
+        x = tl.load(x_source + token[:, None] * x_strides[0], mask=mask, other=0.0)
         y += x.to(tl.float32) * tl.load(D_ptr + h).to(tl.float32)
     if z_ptr is not None:
-        y *= silu(tl.load(z_ptr + token[:, None] * z_st + h * z_sh + p[None, :], mask=mask, other=0.0).to(tl.float32))
+        y *= silu(
+            tl.load(z_ptr + token[:, None] * z_strides[0] + h * z_strides[1] + p[None, :], mask=mask, other=0.0).to(
+                tl.float32
+            )
+        )
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -212,8 +220,8 @@ def mamba2_chunk_scan_triton(
             C,
             scores,
             cu_chunks,
-            *B.stride()[:2],
-            *C.stride()[:2],
+            strides(B),
+            strides(C),
             G=groups,
             N=state_dim,
             Q=size,
@@ -223,14 +231,14 @@ def mamba2_chunk_scan_triton(
     block_p, block_n = block(dim, 64), block(state_dim, 64)
     _states_kernel[triton.cdiv(dim, block_p) * triton.cdiv(state_dim, block_n), heads, len(read_slots)](
         x, B, step, cum, states, chunk_heads, read_slots, write_slots, has_initial_state, snapshot_slots,
-        cu_chunks, plan.first_chunk, plan.last_chunk, *x.stride()[:2], *B.stride()[:2], states.stride(0), num_tokens,
+        cu_chunks, plan.first_chunk, plan.last_chunk, strides(x), strides(B), states.stride(0), num_tokens,
         **common, BLOCK_P=block_p, BLOCK_N=block_n, BLOCK_K=64,
     )  # fmt: skip
     if chunks:
         block_m = block(size, 64)
         _outputs_kernel[triton.cdiv(size, block_m) * triton.cdiv(dim, block_p), heads, chunks](
             x, C, z, out, D, step, cum, chunk_heads, scores, read_slots, cu_chunks, plan.seq_idx,
-            *x.stride()[:2], *C.stride()[:2], *strides(z, 2), num_tokens,
+            strides(x), strides(C), strides(z), num_tokens,
             **common, Q=size, BLOCK_M=block_m, BLOCK_P=block_p, BLOCK_K=64,
         )  # fmt: skip
     return out

@@ -26,8 +26,9 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, dt_ptr, z_ptr, out_ptr, weight_ptr, bias_ptr, A_ptr, D_ptr, dt_bias_ptr,
     conv_ptr, states_ptr, values_ptr, keys_ptr, gates_ptr,
     slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
-    x_sb, x_st, x_sh, B_sb, B_st, B_sg, C_sb, C_st, C_sg, dt_sb, dt_st, z_sb, z_st, z_sh,
-    conv_ss, states_ss, values_sr, keys_sr, gates_sr, dt_min, dt_max,
+    x_strides: tl.constexpr, B_strides: tl.constexpr, C_strides: tl.constexpr, dt_strides: tl.constexpr,
+    z_strides: tl.constexpr, conv_ss: tl.constexpr, states_ss: tl.constexpr, values_sr: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr,
+    dt_min, dt_max,
     T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -46,19 +47,19 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
             tl.store(out + t * (H * P), tl.zeros([BLOCK_P], out_ptr.dtype.element_ty), mask=p_mask)
         return
 
-    x_source = x_ptr + b.to(tl.int64) * x_sb + h * x_sh + p
-    B_source = B_ptr + b.to(tl.int64) * B_sb + g * B_sg + n
-    C_source = C_ptr + b.to(tl.int64) * C_sb + g * C_sg + n
+    x_source = x_ptr + b.to(tl.int64) * x_strides[0] + h * x_strides[2] + p
+    B_source = B_ptr + b.to(tl.int64) * B_strides[0] + g * B_strides[2] + n
+    C_source = C_ptr + b.to(tl.int64) * C_strides[0] + g * C_strides[2] + n
     x_channel, B_channel = h * P + p, H * P + g * N + n
     C_channel = B_channel + (H // HEADS_PER_GROUP) * N
     position, conv_row = 0, conv_ptr
     if TAPS > 0:
         position = tl.load(positions_ptr + b)
         conv_row = conv_ptr + slot * conv_ss
-        push_inputs(x_source, x_st, conv_row, conv_row, x_channel, p_mask, position, False, T, TAPS, WC)
+        push_inputs(x_source, x_strides[1], conv_row, conv_row, x_channel, p_mask, position, False, T, TAPS, WC)
         if leads_group:
-            push_inputs(B_source, B_st, conv_row, conv_row, B_channel, n_mask, position, False, T, TAPS, WC)
-            push_inputs(C_source, C_st, conv_row, conv_row, C_channel, n_mask, position, False, T, TAPS, WC)
+            push_inputs(B_source, B_strides[1], conv_row, conv_row, B_channel, n_mask, position, False, T, TAPS, WC)
+            push_inputs(C_source, C_strides[1], conv_row, conv_row, C_channel, n_mask, position, False, T, TAPS, WC)
 
     row = tl.load(rows_ptr + b).to(tl.int64)
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
@@ -86,10 +87,14 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
     state *= tl.exp(tl.sum(log_decay, axis=0))
 
     for t in range(T):
-        dt = time_step(dt_ptr + b.to(tl.int64) * dt_sb + t * dt_st + h, dt_bias_ptr, h, dt_min, dt_max)
-        x = step_input(x_source, x_st, conv_row, weight_ptr, bias_ptr, x_channel, p_mask, position, t, TAPS, WC)
-        key = step_input(B_source, B_st, conv_row, weight_ptr, bias_ptr, B_channel, n_mask, position, t, TAPS, WC)
-        query = step_input(C_source, C_st, conv_row, weight_ptr, bias_ptr, C_channel, n_mask, position, t, TAPS, WC)
+        dt = time_step(dt_ptr + b.to(tl.int64) * dt_strides[0] + t * dt_strides[1] + h, dt_bias_ptr, h, dt_min, dt_max)
+        x = step_input(x_source, x_strides[1], conv_row, weight_ptr, bias_ptr, x_channel, p_mask, position, t, TAPS, WC)
+        key = step_input(
+            B_source, B_strides[1], conv_row, weight_ptr, bias_ptr, B_channel, n_mask, position, t, TAPS, WC
+        )
+        query = step_input(
+            C_source, C_strides[1], conv_row, weight_ptr, bias_ptr, C_channel, n_mask, position, t, TAPS, WC
+        )
         new = (start + length + t) % W
         tl.store(values_row + new * P + p, x.to(values_ptr.dtype.element_ty), mask=p_mask)
         if block == 0:
@@ -106,7 +111,7 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
         y = tl.sum(state * query[None, :], axis=1) + tl.sum(scores[:, None] * values, axis=0)
         z = z_ptr
         if z_ptr is not None:
-            z = z_ptr + b.to(tl.int64) * z_sb + t * z_st + h * z_sh + p
+            z = z_ptr + b.to(tl.int64) * z_strides[0] + t * z_strides[1] + h * z_strides[2] + p
         store_output(y, x, D_ptr, z, out + t * (H * P), h, p_mask)
 
 
@@ -114,7 +119,7 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
 def _fold_kernel(  # type: ignore[no-untyped-def]
     A_ptr, states_ptr, values_ptr, keys_ptr, gates_ptr,
     read_slots_ptr, write_slots_ptr, rows_ptr, start_ptr, length_ptr,
-    states_ss, values_sr, keys_sr, gates_sr,
+    states_ss: tl.constexpr, values_sr: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, W: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -212,8 +217,8 @@ def launch_replay(
     _replay_kernel[batch, heads, triton.cdiv(dim, tile.block_p)](
         x, B, C, dt, z, out, weight, bias, A, D, dt_bias,
         conv, states, values, keys, gates, slots, start_positions, rows, start, length,
-        *x.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dt.stride()[:2], *strides(z, 3),
-        *strides(conv, 1), states.stride(0), values.stride(0), keys.stride(0), gates.stride(0),
+        strides(x), strides(B), strides(C), strides(dt), strides(z),
+        strides(conv)[0], states.stride(0), values.stride(0), keys.stride(0), gates.stride(0),
         *dt_limit,
         T=tokens, H=heads, P=dim, N=states.shape[3], HEADS_PER_GROUP=heads // B.shape[2],
         TAPS=weight.shape[1] if weight is not None else 0, WC=conv.shape[2] if conv is not None else 1,
