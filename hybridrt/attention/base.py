@@ -130,6 +130,8 @@ class SegmentedAttnBackend(AttentionBackend):
             return q.new_empty(0, layer.num_heads * layer.head_dim)
         if save_kv_cache and k is not None and v is not None:
             q = self.rotate_and_save(q, k, v, layer, batch, rope)
+        elif rope is not None:
+            q, _ = self._rotate(q, q[:, :0] if k is None else k, layer, batch, rope)
         if split == total:
             return self.forward_decode(q, layer, batch, **kwargs)
         if split == 0:
@@ -142,12 +144,18 @@ class SegmentedAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Rotates q and k, writes k and v into the pool, returns q. A backend that fuses the three overrides it."""
         if rope is not None:
-            heads, kv_heads = q.unflatten(-1, (-1, layer.head_dim)), k.unflatten(-1, (-1, layer.head_dim))
-            weights = (rope.q_weight, rope.k_weight, rope.eps)
-            heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope.cos_sin, *weights)
-            q, k = heads.flatten(1), kv_heads.flatten(1)
+            q, k = self._rotate(q, k, layer, batch, rope)
         self.save_kv(k, v, layer, batch)
         return q
+
+    @staticmethod
+    def _rotate(
+        q: torch.Tensor, k: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        heads, kv_heads = (t.view(t.shape[0], t.shape[1] // layer.head_dim, layer.head_dim) for t in (q, k))
+        weights = (rope.q_weight, rope.k_weight, rope.eps)
+        heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope.cos_sin, *weights)
+        return heads.flatten(1), kv_heads.flatten(1)
 
     @abstractmethod
     def save_kv(self, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch) -> None:

@@ -95,6 +95,7 @@ class MambaAttnBackendBase(AttentionBackend):
         decode = extend = None
         slots = torch.empty(0, dtype=torch.int32, device=batch.seq_lens.device)
         if split:
+            self._check_width(batch.tokens_per_row)
             buffers = DecodeBuffers.allocate(split, batch.seq_lens.device)
             decode = self._fill(
                 buffers, batch.req_pool_indices[:split], batch.seq_lens[:split], min(real, split), batch
@@ -104,6 +105,15 @@ class MambaAttnBackendBase(AttentionBackend):
             extend = self._extend_segment(batch)
             slots = torch.cat((slots, extend.slots)) if split else extend.slots
         self.metadata = ForwardMetadata(batch.query_start_loc, slots, decode, extend)
+
+    def _check_width(self, tokens: int) -> None:
+        """A state ring folds when a step of its own width might not fit any more: every step must be that wide."""
+        spec = self.mamba_pool.spec
+        if tokens > spec.tokens_per_step or (spec.mode == "replay" and tokens != spec.tokens_per_step):
+            raise BackendError(
+                f"a step of {tokens} tokens a row on a {spec.mode!r} state pool made for {spec.tokens_per_step}: pass "
+                f"{spec.tokens_per_step} (filler drafts that are not accepted), or build the pool for {tokens}"
+            )
 
     def _fill(
         self, buffers: DecodeBuffers, rows: torch.Tensor, seq_lens: torch.Tensor, num_real: int, batch: ForwardBatch
@@ -162,6 +172,7 @@ class MambaAttnBackendBase(AttentionBackend):
         seq_lens_cpu: list[int] | None,
     ) -> None:
         tokens = spec_info.tokens_per_row if spec_info else 1
+        self._check_width(tokens)
         self._bind(bs, num_real, req_pool_indices, seq_lens, tokens, spec_info)
 
     def _bind(

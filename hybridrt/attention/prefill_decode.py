@@ -43,6 +43,13 @@ class HybridAttnBackend(SegmentedAttnBackend):
         verifying = batch.forward_mode in _SPECULATIVE or batch.spec_info is not None
         return self.verify_backend if verifying else self.decode_backend
 
+    def _extend_segment_backend(self, batch: ForwardBatch) -> SegmentedAttnBackend:
+        return self.verify_backend if batch.forward_mode in _SPECULATIVE else self.prefill_backend
+
+    def _saving_backend(self, batch: ForwardBatch) -> SegmentedAttnBackend:
+        """Writes the keys and values of both segments: one that has planned the step."""
+        return self._decode_segment_backend(batch) if batch.num_decode_rows else self._extend_segment_backend(batch)
+
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         if batch.forward_mode is not ForwardMode.MIXED:
             return self.backend_of(batch.forward_mode).init_forward_metadata(batch)
@@ -54,16 +61,16 @@ class HybridAttnBackend(SegmentedAttnBackend):
     def rotate_and_save(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope | None
     ) -> torch.Tensor:
-        return self._decode_segment_backend(batch).rotate_and_save(q, k, v, layer, batch, rope)
+        return self._saving_backend(batch).rotate_and_save(q, k, v, layer, batch, rope)
 
     def save_kv(self, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch) -> None:
-        self._decode_segment_backend(batch).save_kv(k, v, layer, batch)
+        self._saving_backend(batch).save_kv(k, v, layer, batch)
 
     def forward_decode(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
         return self._decode_segment_backend(batch).forward_decode(q, layer, batch, **kwargs)
 
     def forward_extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
-        return self.prefill_backend.forward_extend(q, layer, batch, **kwargs)
+        return self._extend_segment_backend(batch).forward_extend(q, layer, batch, **kwargs)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         for backend in {id(b): b for b in (self.decode_backend, self.verify_backend)}.values():
