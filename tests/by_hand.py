@@ -87,7 +87,9 @@ class ByHand:
         rows = [*decode, *extend, *filler]
         lens = [len(r.tokens) for r in rows]
         positions = [p for r in rows for p in range(r.computed, r.computed + len(r.tokens))]
-        token_rows = torch.tensor([r.row for r in rows], dtype=torch.int32).repeat_interleave(torch.tensor(lens, dtype=torch.int64))
+        token_rows = torch.tensor([r.row for r in rows], dtype=torch.int32).repeat_interleave(
+            torch.tensor(lens, dtype=torch.int64)
+        )
         spec = spec or (SpecInfo(width) if width > 1 else None)
         if mode is None:
             plain = ForwardMode.TARGET_VERIFY if spec else ForwardMode.DECODE
@@ -124,7 +126,9 @@ class ByHand:
     def extend(self, *rows: Row, padding: int = 0) -> Tensor:
         return self.forward(self.batch((), rows, padding=padding))
 
-    def verify(self, rows: Sequence[Row], accepted: Sequence[int], *, padding: int = 0, extend: Sequence[Row] = ()) -> Tensor:
+    def verify(
+        self, rows: Sequence[Row], accepted: Sequence[int], *, padding: int = 0, extend: Sequence[Row] = ()
+    ) -> Tensor:
         """A verify step that keeps `accepted` inputs of each row."""
         logits = self.forward(self.batch(rows, extend, padding=padding))
         self.commit([*accepted, *[0] * padding])

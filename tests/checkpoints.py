@@ -19,12 +19,13 @@ Make = Callable[[], tuple[Any, Any]]
 def falcon(**changes: Any) -> Make:
     """Falcon-H1: every multiplier differs from 1, so that a fold that is lost or doubled shows."""
     fields: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8,
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8,
         "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_chunk_size": 16, "mamba_expand": 2,
-        "max_position_embeddings": LENGTH, "embedding_multiplier": 2.3, "lm_head_multiplier": 0.7, "key_multiplier": 0.6,
-        "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.8, "ssm_in_multiplier": 0.9,
-        "ssm_out_multiplier": 1.2, "ssm_multipliers": [0.9, 1.1, 0.7, 1.2, 0.5], "mlp_multipliers": [0.8, 1.2],
+        "max_position_embeddings": LENGTH, "embedding_multiplier": 2.3, "lm_head_multiplier": 0.7,
+        "key_multiplier": 0.6, "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 0.9, "ssm_out_multiplier": 1.2, "ssm_multipliers": [0.9, 1.1, 0.7, 1.2, 0.5], "mlp_multipliers": [0.8, 1.2],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **TOKENS,
     }  # fmt: skip
     return lambda: (tf.FalconH1Config(**(fields | changes)), tf.FalconH1ForCausalLM)
@@ -35,7 +36,8 @@ def nemotron(pattern: str = "M*-M", **changes: Any) -> Make:
     fields: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "hybrid_override_pattern": pattern,
         "num_hidden_layers": len(pattern), "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 4, "chunk_size": 16,
+        "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 4,
+        "chunk_size": 16,
         "max_position_embeddings": LENGTH, "time_step_min": 1e-30, "n_routed_experts": 8, "num_experts_per_tok": 3,
         "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, **TOKENS,
     }  # fmt: skip
@@ -45,9 +47,10 @@ def nemotron(pattern: str = "M*-M", **changes: Any) -> Make:
 def qwen(**changes: Any) -> Make:
     """Qwen3-Next: three Gated Delta Net layers to one of gated attention."""
     fields: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "full_attention_interval": 4, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "full_attention_interval": 4,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
         "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
         "decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": LENGTH, **TOKENS,
     }  # fmt: skip
@@ -58,9 +61,7 @@ def rope(kind: str, **numbers: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **numbers}}
 
 
-LLAMA3 = rope(
-    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
-)
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0)
 
 FALCON: dict[str, Make] = {
@@ -89,14 +90,15 @@ NEMOTRON: dict[str, Make] = {
     "no_conv_bias_tied": nemotron("*M-M", use_conv_bias=False, tie_word_embeddings=True, n_groups=3),
     "experts": nemotron("ME*EM", routed_scaling_factor=2.5),
     "latent_experts_in_groups": nemotron(
-        "EM*E", moe_latent_size=20, n_group=4, topk_group=2, norm_topk_prob=False, mlp_bias=True, routed_scaling_factor=1.5
+        "EM*E", moe_latent_size=20, n_group=4, topk_group=2, norm_topk_prob=False, mlp_bias=True,
+        routed_scaling_factor=1.5,
     ),
     "groups_of_experts": nemotron("ME-", n_group=2, topk_group=1, num_experts_per_tok=4),
     "attention_alone": nemotron("*-*-"),
     "mamba_alone": nemotron("MM-M"),
     "odd_sizes": nemotron(
-        "M*M-", num_attention_heads=6, num_key_value_heads=1, head_dim=10, mamba_num_heads=3, mamba_head_dim=7, n_groups=1,
-        ssm_state_size=5, conv_kernel=3, chunk_size=5,
+        "M*M-", num_attention_heads=6, num_key_value_heads=1, head_dim=10, mamba_num_heads=3, mamba_head_dim=7,
+        n_groups=1, ssm_state_size=5, conv_kernel=3, chunk_size=5,
     ),
     "float32_residuals": nemotron("M*M", residual_in_fp32=True),
 }  # fmt: skip

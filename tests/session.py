@@ -121,13 +121,15 @@ def spoil(pools: Pools) -> None:
 
 def budget(path: Path, *, rows: int, pages: int, **config: Any) -> int:
     """Bytes that hold `rows` running requests and `pages` KV pages, and no more."""
-    engine_config = EngineConfig(str(path), **{"device": "cpu", "dtype": "float32", "max_running_requests": rows, **config})
+    engine_config = EngineConfig(
+        str(path), **{"device": "cpu", "dtype": "float32", "max_running_requests": rows, **config}
+    )
     target: Target = load_target(engine_config, TPGroup())[1]
     costs = make_plan(engine_config, target, budget_bytes=2**40).costs
     return costs.fixed + (rows + 1) * (costs.row + costs.slot) + (pages + 1) * costs.page
 
 
-def check_sample(checkpoint: Checkpoint, sample: Sample, what: str, tolerance: float = 2e-4) -> None:
+def check_sample(checkpoint: Checkpoint, sample: Sample, what: str, tolerance: float = 5e-4) -> None:
     """Each token's logits within `tolerance` of transformers', and the token the most likely one there."""
     oracle = checkpoint.logits(sample.prompt, sample.tokens)
     what = f"{what}, prompt of {len(sample.prompt)}"

@@ -20,7 +20,9 @@ ALL_MODES = (("classic", 1), ("replay", 1), ("intermediate", 4), ("replay", 4))
 SLOT_TENSORS, ROW_TENSORS = ("conv", "temporal"), ("intermediate", "ring", "start", "length")
 
 
-def started(path: Path, mode: str, tokens: int, lengths: dict[int, int], **changes: Any) -> tuple[ByHand, dict[int, list[int]]]:
+def started(
+    path: Path, mode: str, tokens: int, lengths: dict[int, int], **changes: Any
+) -> tuple[ByHand, dict[int, list[int]]]:
     """Rows that have prefilled prompts of the given lengths, and the prompts."""
     generator = torch.Generator().manual_seed(3)
     hand = ByHand(path, mode=mode, tokens=tokens, **changes)
@@ -70,7 +72,7 @@ def test_a_step_touches_only_its_own_rows(name: str, mode: str, tokens: int, che
 @pytest.mark.parametrize(("mode", "tokens"), ALL_MODES)
 @pytest.mark.parametrize("name", MODELS)
 def test_scratch_stays_finite(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
-    hand, known = started(checkpoints[name].path, mode, tokens, {3: 5})
+    hand, _ = started(checkpoints[name].path, mode, tokens, {3: 5})
     for step in range(20):
         hand.forward(hand.batch([Row(3, 5 + step, [7] * tokens)], padding=2))
         hand.commit([1, 0, 0]) if tokens > 1 else hand.backend.commit_decode()
@@ -81,7 +83,7 @@ def test_scratch_stays_finite(name: str, mode: str, tokens: int, checkpoints: Ch
 @pytest.mark.parametrize("name", MODELS)
 def test_rejected_drafts_leave_the_state_alone(name: str, checkpoints: CheckpointStore) -> None:
     """Before the commit, and after a commit of nothing, a verify step has written no recurrent state."""
-    hand, known = started(checkpoints[name].path, "intermediate", 4, {1: 6})
+    hand, _ = started(checkpoints[name].path, "intermediate", 4, {1: 6})
     before = hand.state(1, 6)
     hand.forward(hand.batch([Row(1, 6, [5, 6, 7, 8])]))
     assert_close(hand.state(1, 6), before, 0.0)
@@ -105,7 +107,7 @@ def test_idle_steps_give_empty_tensors(name: str, mode: str, tokens: int, checkp
 def test_mixed_batch_equals_rows_alone(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Two decode (or verify) rows, a new prompt, a later chunk and a last chunk of one token."""
     lengths = {1: 6, 2: 17, 3: 20, 4: 5}
-    hand, known = started(checkpoints[name].path, mode, tokens, lengths)
+    hand, _ = started(checkpoints[name].path, mode, tokens, lengths)
     alone, _ = started(checkpoints[name].path, mode, tokens, lengths)
     for each in (hand, alone):
         each.admit(5)
@@ -162,10 +164,10 @@ def test_chunked_prefill_equals_whole_prefill(name: str, checkpoints: Checkpoint
 @pytest.mark.parametrize("name", MODELS)
 def test_prompt_chunks_leave_the_ring_empty(name: str, checkpoints: CheckpointStore) -> None:
     """A last chunk of one token is a chunk and no decode step."""
-    hand, known = started(checkpoints[name].path, "replay", 1, {1: 6})
+    hand, _ = started(checkpoints[name].path, "replay", 1, {1: 6})
     hand.extend(Row(1, 6, [5]))
     assert int(hand.mamba.ring_length[1]) == 0
-    hand.decode(Row(1, 7, [6]), extend=[])
+    hand.decode(Row(1, 7, [6]))
     assert int(hand.mamba.ring_length[1]) == 1
 
 
@@ -173,7 +175,7 @@ def test_prompt_chunks_leave_the_ring_empty(name: str, checkpoints: CheckpointSt
 @pytest.mark.parametrize("name", MODELS)
 def test_a_new_tenant_sees_nothing_of_the_last(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Row, slot, ring and pages of a request that decoded for a while go to another one."""
-    hand, known = started(checkpoints[name].path, mode, tokens, {1: 30})
+    hand, _ = started(checkpoints[name].path, mode, tokens, {1: 30})
     for step in range(11):
         hand.forward(hand.batch([Row(1, 30 + step, [7 + step] * tokens)]))
         hand.commit([1]) if tokens > 1 else hand.backend.commit_decode()
@@ -202,8 +204,8 @@ def test_materialize_at_any_length_consumes_nothing(name: str, checkpoints: Chec
         plain.admit(1)
         plain.extend(Row(1, 0, tokens[: 5 + count]))
         for layer_id in hand.mamba.layer_ids:
-            got = hand.mamba.layer_cache(layer_id).temporal[spare]
-            torch.testing.assert_close(got, plain.mamba.layer_cache(layer_id).temporal[plain.slot(1)], rtol=0, atol=1e-5)
+            got, wanted = (h.mamba.layer_cache(layer_id).temporal for h in (hand, plain))
+            torch.testing.assert_close(got[spare], wanted[plain.slot(1)], rtol=0, atol=1e-5)
     assert set().union(*hand.touched(before).values()) == {spare}
 
 
@@ -238,7 +240,7 @@ def test_tree_of_drafts(name: str, checkpoints: CheckpointStore) -> None:
     for row, nodes, got in zip(rows, paths, logits):
         for node, path in enumerate(nodes):
             chain = known[row.row] + [row.tokens[i] for i in path]
-            torch.testing.assert_close(got[node], oracle(checkpoint, chain, 1)[0], rtol=0, atol=2e-4)
+            torch.testing.assert_close(got[node], oracle(checkpoint, chain, 1)[0], rtol=0, atol=5e-4)
         assert_close(hand.state(row.row, len(known[row.row])), before[row.row], 0.0)
 
 
