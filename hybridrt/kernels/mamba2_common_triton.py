@@ -30,7 +30,7 @@ def step_tile(batch: int, tokens: int, states: Tensor) -> StepTile:
     block_n = max(16, triton.next_power_of_2(state_dim))
     coarse = tokens == 1 and states.element_size() == 2 and batch * heads * dim * block_n > 1 << 22
     block_p = min(triton.next_power_of_2(dim), max(1, (8192 if coarse else 4096) // block_n))
-    return StepTile(block_p, block_n, 4 if tokens == 1 else 8)
+    return StepTile(block_p, block_n, 8 if tokens > 1 and block_n > 128 else 4)
 
 
 def strides(tensor: Tensor | None) -> tuple[int, ...]:

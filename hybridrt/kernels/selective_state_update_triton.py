@@ -23,8 +23,8 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, dt_ptr, z_ptr, out_ptr, weight_ptr, bias_ptr, A_ptr, D_ptr, dt_bias_ptr,
     conv_ptr, states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, positions_ptr, rows_ptr, parents_ptr,
     x_strides: tl.constexpr, B_strides: tl.constexpr, C_strides: tl.constexpr, dt_strides: tl.constexpr,
-    z_strides: tl.constexpr, conv_ss: tl.constexpr, states_ss: tl.constexpr, stored_strides: tl.constexpr, parents_sb: tl.constexpr,
-    dt_min, dt_max,
+    z_strides: tl.constexpr, conv_ss: tl.constexpr, states_ss: tl.constexpr, stored_strides: tl.constexpr,
+    parents_sb: tl.constexpr, dt_min, dt_max,
     T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
