@@ -52,6 +52,14 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> LoadRep
     return report
 
 
+def has_own_head(path: Path) -> bool:
+    """True if a checkpoint stores an output head that differs from its embedding: whatever config.json says about
+    tying, the two are not one then. (Equal ones are a tied matrix that was written twice.)"""
+    files = {key: file for file, keys in _shards(path).items() for key in keys}
+    pair = [key for key in files if re.fullmatch(r"lm_head\.weight|(model|backbone)\.embed(_tokens|dings)\.weight", key)]
+    return len(pair) == 2 and not torch.equal(*(_tensor(files[key], key) for key in pair))
+
+
 def _skipped(model: CausalLM, key: str, targets: object) -> bool:
     return key not in targets and any(re.fullmatch(p, key) for p in model.skipped_keys)  # type: ignore[operator]
 
@@ -75,14 +83,29 @@ def _check_keys(model: CausalLM, path: Path, wanted: set[str], present: set[str]
 def _shards(path: Path) -> dict[Path, list[str]]:
     """Keys of each safetensors file; the index, where there is one, must agree with the files."""
     index = path / "model.safetensors.index.json"
-    files = sorted({path / f for f in json.loads(index.read_text())["weight_map"].values()}) if index.is_file() else []
-    files = files or sorted(path.glob("*.safetensors"))
+    if index.is_file():
+        return _indexed_shards(index)
+    files = sorted(path.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f'{path} has no *.safetensors file; load_format="dummy" runs without weights')
+    return {file: _keys(file) for file in files}
+
+
+def _indexed_shards(index: Path) -> dict[Path, list[str]]:
+    try:
+        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as e:
+        raise CheckpointError(f"{index} is no index of shards: {e!r}; download the checkpoint again") from e
+    files = sorted({index.parent / name for name in weight_map.values()})
     missing = [f.name for f in files if not f.is_file()]
     if missing:
-        raise CheckpointError(f"{path}: {index.name} names shards that are not there: {_some(missing)}")
-    return {file: _keys(file) for file in files}
+        raise CheckpointError(f"{index} names shards that are not there: {_some(missing)}")
+    shards = {file: _keys(file) for file in files}
+    held = {(key, file.name) for file, keys in shards.items() for key in keys}
+    wrong = sorted({key for key, _ in held ^ set(weight_map.items())})
+    if wrong:
+        raise CheckpointError(f"{index} and the shards disagree on where these keys are: {_some(wrong)}")
+    return shards
 
 
 def _keys(file: Path) -> list[str]:
@@ -98,6 +121,11 @@ def _tensors(shards: dict[Path, list[str]]) -> Iterator[tuple[str, torch.Tensor]
         with safe_open(file, "pt") as f:
             for key in keys:
                 yield key, f.get_tensor(key)
+
+
+def _tensor(file: Path, key: str) -> torch.Tensor:
+    with safe_open(file, "pt") as f:
+        return f.get_tensor(key)
 
 
 def _some(names: list[str], limit: int = 8) -> str:

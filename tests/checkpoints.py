@@ -25,7 +25,8 @@ def falcon(**changes: Any) -> Make:
         "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_chunk_size": 16, "mamba_expand": 2,
         "max_position_embeddings": LENGTH, "embedding_multiplier": 2.3, "lm_head_multiplier": 0.7,
         "key_multiplier": 0.6, "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.8,
-        "ssm_in_multiplier": 0.9, "ssm_out_multiplier": 1.2, "ssm_multipliers": [0.9, 1.1, 0.7, 1.2, 0.5], "mlp_multipliers": [0.8, 1.2],
+        "ssm_in_multiplier": 0.9, "ssm_out_multiplier": 1.2,
+        "ssm_multipliers": [0.9, 1.1, 0.7, 1.2, 0.5], "mlp_multipliers": [0.8, 1.2],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **TOKENS,
     }  # fmt: skip
     return lambda: (tf.FalconH1Config(**(fields | changes)), tf.FalconH1ForCausalLM)

@@ -50,7 +50,12 @@ class Piece:
     accumulate: bool = False
 
     def fill(self, key: str, tensor: torch.Tensor) -> None:
-        """Copies (folded, in dest's dtype); CheckpointError if the shapes disagree."""
+        """Copies (folded, in dest's dtype); CheckpointError if the shapes disagree or `tensor` holds no real numbers."""
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{key} holds {tensor.dtype}, and {self.name} takes floating-point weights; quantised checkpoints are "
+                "not supported, use the original one"
+            )
         try:
             part = self.select(tensor)
         except (RuntimeError, IndexError) as e:

@@ -1,7 +1,7 @@
 """From a model's name to weights on a device: paths, the model, its memory plan, its pools."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hybridrt.mem_cache.mamba_pool import MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts, plan_memory
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
-from hybridrt.models.loader import fill_dummy, load_weights
+from hybridrt.models.loader import fill_dummy, has_own_head, load_weights
 from hybridrt.models.registry import model_class
 from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.state_shape import state_shape
@@ -101,6 +101,9 @@ def empty_model(config: EngineConfig, target: Target, device: torch.device) -> C
 
 def build_model(config: EngineConfig, target: Target, path: Path, progress: bool) -> CausalLM:
     """The model, loaded or filled with seeded random weights, in inference mode."""
+    mc = target.model_config
+    if mc.tie_word_embeddings and config.load_format != "dummy" and has_own_head(path):
+        target = replace(target, model_config=replace(mc, tie_word_embeddings=False))
     with torch.no_grad():
         model = empty_model(config, target, target.device)
         if config.load_format == "dummy":
