@@ -5,6 +5,7 @@ from hybridrt.errors import ConfigError
 from hybridrt.kernels.gated_norm import gated_rms_norm
 from tests.mamba2_oracle import close
 
+pytestmark = pytest.mark.usefixtures("provider")
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 

@@ -19,8 +19,10 @@ from hybridrt.kernels.slots import live_tokens, pad_mask, read_columns, write_co
 
 Activation = Literal["silu"] | None
 
-register("causal_conv1d_varlen", "torch", "hybridrt.kernels.causal_conv1d:causal_conv1d_varlen_reference")
-register("causal_conv1d_update", "torch", "hybridrt.kernels.causal_conv1d:causal_conv1d_update_reference")
+_HERE = "hybridrt.kernels.causal_conv1d"
+for _op in ("causal_conv1d_varlen", "causal_conv1d_update"):
+    register(_op, "torch", f"{_HERE}:{_op}_reference")
+    register(_op, "triton", f"{_HERE}_triton:{_op}_triton", priority=10)
 
 
 def causal_conv1d_varlen(

@@ -7,6 +7,7 @@ from hybridrt.errors import ConfigError
 from hybridrt.kernels.providers import register, select
 
 register("gated_rms_norm", "torch", "hybridrt.kernels.gated_norm:gated_rms_norm_reference")
+register("gated_rms_norm", "triton", "hybridrt.kernels.gated_norm_triton:gated_rms_norm_triton", priority=10)
 
 
 def gated_rms_norm(

@@ -1,0 +1,200 @@
+"""Triton kernels of `causal_conv1d_varlen` and `causal_conv1d_update`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.causal_conv1d import Activation
+from hybridrt.kernels.mamba2_common_triton import silu, strides
+
+
+@triton.jit
+def _varlen_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, bias_ptr, conv_ptr, out_ptr, read_slots_ptr, write_slots_ptr, query_start_loc_ptr, positions_ptr,
+    batch, num_tokens, x_st: tl.constexpr, conv_ss: tl.constexpr,
+    C: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    # Blocks of tokens, numbered through the rows; what lies past the last row counts as one more, a padding row.
+    rows = tl.arange(0, BLOCK_B)
+    firsts = tl.load(query_start_loc_ptr + rows, mask=rows <= batch, other=num_tokens)
+    ends = tl.load(query_start_loc_ptr + rows + 1, mask=rows < batch, other=num_tokens)
+    # A row without tokens has a block too, which carries its ring from one slot to the other.
+    blocks = tl.maximum((ends - firsts + BLOCK_T - 1) // BLOCK_T, (rows < batch).to(tl.int32))
+    blocks_before = tl.cumsum(blocks, axis=0)
+    b = tl.sum((blocks_before <= tl.program_id(1)).to(tl.int32), axis=0)
+    if b > batch:
+        return
+    block = tl.program_id(1) - tl.max(tl.where(rows < b, blocks_before, 0), axis=0)
+    first = tl.sum(tl.where(rows == b, firsts, 0), axis=0)
+    length = tl.sum(tl.where(rows == b, ends, 0), axis=0) - first
+    read = tl.load(read_slots_ptr + b, mask=b < batch, other=-1).to(tl.int64)
+
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    c_mask = channel < C
+    i = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    mask = (i < length)[:, None] & c_mask[None, :]
+    token = (first + i).to(tl.int64)[:, None]
+    out = out_ptr + token * C + channel[None, :]
+    if read < 0:
+        tl.store(out, tl.zeros((BLOCK_T, BLOCK_C), out_ptr.dtype.element_ty), mask=mask)
+        return
+
+    position = tl.load(positions_ptr + b)
+    ring = conv_ptr + read * conv_ss + channel * WC
+    y = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + channel, mask=c_mask, other=0.0).to(tl.float32)[None, :]
+    for k in tl.static_range(TAPS):
+        source = i + (k - (TAPS - 1))
+        p = position + source
+        new = tl.load(
+            x_ptr + (token + (k - (TAPS - 1))) * x_st + channel[None, :], mask=mask & (source >= 0)[:, None], other=0.0
+        )
+        before = mask & ((source < 0) & (p >= 0))[:, None]
+        old = tl.load(ring[None, :] + (p & (WC - 1))[:, None], mask=before, other=0.0)
+        tap = tl.load(weight_ptr + channel * TAPS + k, mask=c_mask, other=0.0).to(tl.float32)
+        y += tap[None, :] * (new.to(tl.float32) + old.to(tl.float32))
+    if SILU:
+        y = silu(y)
+    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
+    if block == 0:
+        write = tl.load(write_slots_ptr + b).to(tl.int64)
+        _close_row(
+            x_ptr + first.to(tl.int64) * x_st + channel, ring, conv_ptr + write * conv_ss + channel * WC, position,
+            length, c_mask, x_st, TAPS, WC,
+        )  # fmt: skip
+
+
+@triton.jit
+def _close_row(  # type: ignore[no-untyped-def]
+    x, read_ring, write_ring, position, length, mask,
+    x_st: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
+):  # fmt: skip
+    """Leaves the K - 1 inputs that end a row in its ring. Only the row's first program touches the ring at all.
+
+    Every thread has read its taps, and the old columns that a short row keeps, before one column is written.
+    """
+    column = tl.arange(0, WC)
+    age = (position + length - 1 - column) & (WC - 1)
+    source = length - 1 - age
+    mask = mask[:, None] & (age < TAPS - 1)[None, :]
+    is_new = (source >= 0)[None, :]
+    is_old = ((source < 0) & (position + source >= 0))[None, :]
+    new = tl.load(x[:, None] + source.to(tl.int64)[None, :] * x_st, mask=mask & is_new, other=0.0)
+    old = tl.load(read_ring[:, None] + column[None, :], mask=mask & is_old, other=0.0)
+    tl.debug_barrier()
+    tl.store(write_ring[:, None] + column[None, :], tl.where(is_new, new, old), mask=mask)
+
+
+@triton.jit
+def _update_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, bias_ptr, conv_ptr, windows_ptr, out_ptr,
+    read_slots_ptr, write_slots_ptr, positions_ptr, rows_ptr, parents_ptr,
+    x_strides: tl.constexpr, conv_ss: tl.constexpr, windows_sr: tl.constexpr, parents_sb: tl.constexpr,
+    T: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(1)
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = channel < C
+    out = out_ptr + b.to(tl.int64) * (T * C) + channel
+    read = tl.load(read_slots_ptr + b).to(tl.int64)
+    if read < 0:
+        for t in range(T):
+            tl.store(out + t * C, tl.zeros([BLOCK_C], out_ptr.dtype.element_ty), mask=mask)
+        return
+
+    write = tl.load(write_slots_ptr + b).to(tl.int64)
+    position = tl.load(positions_ptr + b)
+    x = x_ptr + b.to(tl.int64) * x_strides[0] + channel
+    ring, write_ring = conv_ptr + read * conv_ss + channel * WC, conv_ptr + write * conv_ss + channel * WC
+    window = windows_ptr
+    if windows_ptr is not None:
+        window = windows_ptr + tl.load(rows_ptr + b).to(tl.int64) * windows_sr + channel * (TAPS - 1)
+    for t in range(T):
+        y = tl.zeros([BLOCK_C], tl.float32)
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+        # Node -1 is the committed token before the root, -2 the one before that.
+        node = tl.zeros([BLOCK_C], tl.int32) + t
+        for age in tl.static_range(TAPS):
+            p = position + node
+            new = tl.load(x + node * x_strides[1], mask=mask & (node >= 0), other=0.0)
+            old = tl.load(ring + (p & (WC - 1)), mask=mask & (node < 0) & (p >= 0), other=0.0)
+            value = tl.where(node >= 0, new, old)
+            tap = tl.load(weight_ptr + channel * TAPS + (TAPS - 1 - age), mask=mask, other=0.0).to(tl.float32)
+            y += tap * value.to(tl.float32)
+            if (windows_ptr is not None) and (age < TAPS - 1):
+                tl.store(window + t * (C * (TAPS - 1)) + (TAPS - 2 - age), value, mask=mask)
+            if parents_ptr is None:
+                node -= 1
+            else:
+                parent = tl.load(parents_ptr + b * parents_sb + tl.maximum(node, 0))
+                node = tl.where(node >= 0, parent, node - 1)
+        if SILU:
+            y = silu(y)
+        tl.store(out + t * C, y.to(out_ptr.dtype.element_ty), mask=mask)
+        if parents_ptr is None:
+            tl.store(write_ring + ((position + t) & (WC - 1)), tl.load(x + t * x_strides[1], mask=mask), mask=mask)
+    if (parents_ptr is None) and (read != write):
+        for k in tl.static_range(1, TAPS):
+            p = position - k + tl.zeros([BLOCK_C], tl.int32)
+            old = tl.load(ring + (p & (WC - 1)), mask=mask & (p >= 0), other=0.0)
+            tl.store(write_ring + (p & (WC - 1)), old, mask=mask)
+
+
+def causal_conv1d_varlen_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    query_start_loc: Tensor,
+    start_positions: Tensor,
+    *,
+    activation: Activation = "silu",
+) -> Tensor:
+    """Triton `causal_conv1d_varlen`: one launch, no lengths needed on the host."""
+    (num_tokens, channels), batch = x.shape, len(read_slots)
+    out = torch.empty((num_tokens, channels), dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    block_t, block_c = 16, 128
+    blocks = triton.cdiv(num_tokens, block_t) + batch + 1
+    _varlen_kernel[triton.cdiv(channels, block_c), blocks](
+        x, weight, bias, conv, out, read_slots, write_slots, query_start_loc, start_positions,
+        batch, num_tokens, x.stride(0), conv.stride(0),
+        C=channels, TAPS=weight.shape[1], WC=conv.shape[2], SILU=activation == "silu",
+        BLOCK_B=triton.next_power_of_2(batch + 1), BLOCK_T=block_t, BLOCK_C=block_c,
+    )  # fmt: skip
+    return out
+
+
+def causal_conv1d_update_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    start_positions: Tensor,
+    *,
+    activation: Activation = "silu",
+    parents: Tensor | None = None,
+    windows: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Triton `causal_conv1d_update`."""
+    batch, tokens, channels = x.shape
+    out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
+    if batch == 0:
+        return out
+    block_c = 256
+    _update_kernel[triton.cdiv(channels, block_c), batch](
+        x, weight, bias, conv, windows, out, read_slots, write_slots, start_positions, rows, parents,
+        strides(x), conv.stride(0), strides(windows)[0], strides(parents)[0],
+        T=tokens, C=channels, TAPS=weight.shape[1], WC=conv.shape[2], SILU=activation == "silu", BLOCK_C=block_c,
+    )  # fmt: skip
+    return out
