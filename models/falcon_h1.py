@@ -18,7 +18,7 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.attention import RadixAttention, qkv_segments
 from hybridrt.layers.embedding import VocabParallelEmbedding
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
 from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
 from hybridrt.layers.mlp import GatedMLP
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
@@ -64,13 +64,11 @@ class FalconH1Block(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        h, residual = self.input_norm(x, residual)
-        projected = self.in_proj(h)
+        projected, residual = norm_linear(self.input_norm, self.in_proj, x, residual)
         mixed = projected.new_empty(projected.shape[0], self.attn.q_size + self.mamba.intermediate_size)
         self._mamba(projected[:, : self.ssm_width], mixed[:, self.attn.q_size :], batch)
         mixed[:, : self.attn.q_size] = self._attention(projected[:, self.ssm_width :], rope, batch)
-        h, residual = self.mlp_norm(self.out_proj(mixed), residual)
-        return self.mlp(h), residual
+        return self.mlp.after_norm(self.mlp_norm, self.out_proj(mixed), residual)
 
     def _mamba(self, projected: torch.Tensor, out: torch.Tensor, batch: ForwardBatch) -> None:
         backend = batch.attn_backend.linear_attn_backend

@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.attention import RadixAttention, qkv_segments
 from hybridrt.layers.embedding import VocabParallelEmbedding
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
 from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
 from hybridrt.layers.mlp import Relu2MLP
 from hybridrt.layers.moe import Experts, SigmoidGroupRouter
@@ -43,11 +43,11 @@ class MambaPart(nn.Module):
         output = [Segment("x", mamba.intermediate_size)]
         self.out_proj = RowLinear(f"{name}.out_proj", output, config.hidden_size, bias=hf.use_bias, build=build)
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        projected = self.in_proj(x)
+    def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        projected, residual = norm_linear(norm, self.in_proj, x, residual)
         out = projected.new_empty(x.shape[0], self.mixer.intermediate_size)
         batch.attn_backend.forward(None, None, None, self.mixer, batch, projected=projected, out=out)
-        return self.out_proj(out)
+        return self.out_proj(out), residual
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         return {
@@ -69,9 +69,10 @@ class AttentionPart(nn.Module):
         width = config.attention.num_heads * config.attention.head_dim
         self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width)], config.hidden_size, build=build)
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        q, k, v = self.qkv(x).split((self.attn.q_size, self.attn.kv_size, self.attn.kv_size), dim=-1)
-        return self.o_proj(self.attn(q, k, v, batch))
+    def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        projected, residual = norm_linear(norm, self.qkv, x, residual)
+        q, k, v = projected.split((self.attn.q_size, self.attn.kv_size, self.attn.kv_size), dim=-1)
+        return self.o_proj(self.attn(q, k, v, batch)), residual
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         found = self.o_proj.targets(f"{key}.o_proj", "x")
@@ -86,8 +87,10 @@ class MLPPart(Relu2MLP):
     def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
         super().__init__(name, config.hidden_size, config.hf.intermediate_size, bias=config.hf.mlp_bias, build=build)
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        return super().forward(x)
+    def forward(  # type: ignore[override]  # as the other parts
+        self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        return self.after_norm(norm, x, residual)
 
     checkpoint_map = Relu2MLP.targets
 
@@ -121,10 +124,11 @@ class MoEPart(nn.Module):
                 f"{name}.from_latent", latent, [Segment("latent", hidden)], bias=names, build=uncut
             )
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        x, residual = norm(x, residual)
         weights, ids = self.router(x)
         routed = self.tp.all_reduce(self.experts(x if self.to_latent is None else self.to_latent(x), weights, ids))
-        return (routed if self.from_latent is None else self.from_latent(routed)) + self.shared(x)
+        return (routed if self.from_latent is None else self.from_latent(routed)) + self.shared(x), residual
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         found = {**self.router.targets(f"{key}.gate"), **self.experts.targets(f"{key}.experts")}
@@ -167,14 +171,13 @@ class NemotronHForCausalLM(CausalLM):
         self.norms, self.parts = cast(list[RMSNorm], norms), cast(list[Part], parts)
         self.norm = RMSNorm("norm", hidden, eps, device=device)
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> Tensor:
         x, residual = self.embed(batch.input_ids), None
         for norm, part in zip(self.norms, self.parts):
-            h, residual = norm(x, residual)
-            x = part(h, batch)
+            x, residual = part(norm, x, residual, batch)
         return self.norm(x, residual)[0]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         return self.head.logits(hidden)
 
     def mixers(self) -> dict[int, Any]:

@@ -20,7 +20,7 @@ from hybridrt.kernels.activation import sigmoid_mul
 from hybridrt.layers.attention import RadixAttention, qkv_segments
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.gdn import GDNMixer
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
 from hybridrt.layers.mlp import GatedMLP
 from hybridrt.layers.moe import Experts, SoftmaxRouter
 from hybridrt.layers.norm import RMSNorm
@@ -46,11 +46,14 @@ class GatedAttention(nn.Module):
         self.q_norm = RMSNorm(f"{name}.q_norm", attention.head_dim, **norm)
         self.k_norm = RMSNorm(f"{name}.k_norm", attention.head_dim, **norm)
 
-    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def forward(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         attn = self.attn
-        q, k, v, gate = self.qkvg(x).split((attn.q_size, attn.kv_size, attn.kv_size, attn.q_size), dim=-1)
+        projected, residual = norm_linear(norm, self.qkvg, x, residual)
+        q, k, v, gate = projected.split((attn.q_size, attn.kv_size, attn.kv_size, attn.q_size), dim=-1)
         rope = Rope(cos_sin, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        return self.o_proj(sigmoid_mul(attn(q, k, v, batch, rope), gate))
+        return self.o_proj(sigmoid_mul(attn(q, k, v, batch, rope), gate)), residual
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         heads, dim = self.config.num_heads, self.config.head_dim
@@ -78,30 +81,25 @@ class SparseMoE(nn.Module):
         hf, hidden = config.hf, config.hidden_size
         self.tp = build.tp
         self.router = SoftmaxRouter(
-            f"{name}.router",
-            hidden,
-            hf.num_experts,
-            top_k=hf.num_experts_per_tok,
-            renormalize=hf.norm_topk_prob,
+            f"{name}.router", hidden, hf.num_experts, top_k=hf.num_experts_per_tok, renormalize=hf.norm_topk_prob,
             build=build,
-        )
+        )  # fmt: skip
         self.experts = Experts(
-            f"{name}.experts",
-            hf.num_experts,
-            hidden,
-            hf.moe_intermediate_size,
-            activation="silu",
-            gated=True,
+            f"{name}.experts", hf.num_experts, hidden, hf.moe_intermediate_size, activation="silu", gated=True,
             build=build,
-        )
+        )  # fmt: skip
         self.shared = GatedMLP(f"{name}.shared", hidden, hf.shared_expert_intermediate_size, build=build)
         self.shared_gate = ColumnLinear(
             f"{name}.shared_gate", hidden, [Segment("gate", 1)], build=replace(build, tp=TPGroup())
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        routed = self.tp.all_reduce(self.experts(x, *self.router(x)))
-        return routed.addcmul_(torch.sigmoid(self.shared_gate(x)), self.shared(x))
+    def after_norm(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(experts of norm(x + residual), x + residual), all [T, hidden]."""
+        h, residual = norm(x, residual)
+        routed = self.tp.all_reduce(self.experts(h, *self.router(h)))
+        return routed.addcmul_(torch.sigmoid(self.shared_gate(h)), self.shared(h)), residual
 
     def targets(self, key: str) -> CheckpointMap:
         return {
@@ -136,15 +134,19 @@ class Qwen3NextBlock(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        h, residual = self.input_norm(x, residual)
-        mixed = self.gdn(h, batch) if self.attn is None else self.attn(h, cos_sin, batch)
-        h, residual = self.ffn_norm(mixed, residual)
-        return self.ffn(h), residual
+        if self.gdn is not None:
+            mixed, residual = self.gdn(self.input_norm, x, residual, batch)
+        else:
+            assert self.attn is not None
+            mixed, residual = self.attn(self.input_norm, x, residual, cos_sin, batch)
+        return self.ffn.after_norm(self.ffn_norm, mixed, residual)
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
-        mixer = (
-            self.attn.checkpoint_map(f"{key}.self_attn") if self.gdn is None else self.gdn.targets(f"{key}.linear_attn")
-        )
+        if self.gdn is not None:
+            mixer = self.gdn.targets(f"{key}.linear_attn")
+        else:
+            assert self.attn is not None
+            mixer = self.attn.checkpoint_map(f"{key}.self_attn")
         return {
             **mixer,
             **self.ffn.targets(f"{key}.mlp"),

@@ -4,8 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.skinny_linear import MAX_TOKENS, is_skinny, skinny_linear
+from hybridrt.layers.mlp import GatedMLP, Relu2MLP
+from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.weights import Build
 
 pytestmark = pytest.mark.usefixtures("provider")
 EPS = 1e-5
@@ -121,3 +125,22 @@ def test_the_cpu_keeps_the_separate_operations():
 def test_the_reference_is_the_product_itself():
     x, weight, _ = case(3, 8, 16, torch.float32)
     torch.testing.assert_close(skinny_linear(x, weight)[0], F.linear(x, weight))
+
+
+@pytest.mark.parametrize("mlp_class", [GatedMLP, Relu2MLP])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_layers_compute_the_same_with_it_and_without(mlp_class, tokens, monkeypatch):
+    torch.manual_seed(0)
+    device = torch.device("cpu")
+    mlp = mlp_class("mlp", 32, 24, bias=True, build=Build(TPGroup(), torch.float32, device))
+    norm = RMSNorm("norm", 32, EPS, device=device)
+    for parameter in (*mlp.parameters(), *norm.parameters()):
+        torch.nn.init.normal_(parameter)
+    x, residual = torch.randn(2, tokens, 32)
+    for before in (None, residual):
+        separate = mlp.after_norm(norm, x, None if before is None else before.clone())
+        with monkeypatch.context() as patch:
+            patch.setattr("hybridrt.layers.linear.is_skinny", lambda x, weight: True)
+            fused = mlp.after_norm(norm, x, None if before is None else before.clone())
+        torch.testing.assert_close(fused, separate, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(fused[1], x if before is None else x + before)

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hybridrt.layers.linear import DenseMethod
 from hybridrt.layers.weights import Build, Target, parameter, whole
 
 
@@ -24,6 +25,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.vocab_size, self.tp, self.multiplier = name, vocab_size, build.tp, multiplier
+        self.method = DenseMethod()
         self.rows = -(-vocab_size // self.tp.size)
         self.weight = parameter(self.rows, hidden_size, dtype=build.dtype, device=build.device)
 
@@ -40,7 +42,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, vocab]: the head, or the embedding where the model ties them."""
-        return self.tp.all_gather_last(F.linear(x, self.weight))[:, : self.vocab_size]
+        return self.tp.all_gather_last(self.method.apply(x, self.weight, None))[:, : self.vocab_size]
 
     def targets(self, key: str) -> dict[str, Target]:
         return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data, self._select)}

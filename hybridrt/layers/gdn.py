@@ -5,8 +5,8 @@ from torch import nn
 
 from hybridrt.config import GDNConfig
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
-from hybridrt.layers.norm import GatedRMSNorm
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
+from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, Target, Transform, parameter, whole
 from hybridrt.state_shape import state_shape
 
@@ -44,15 +44,17 @@ class GDNMixer(nn.Module):
             f"{name}.norm", self.head_v_dim, norm_eps, group_size=self.head_v_dim, norm_before_gate=True, device=device
         )
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, hidden] to [T, hidden]."""
+    def forward(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(mixer of norm(x + residual), x + residual), all [T, hidden]."""
         v_size = self.num_v_heads * self.head_v_dim
-        projected = self.in_proj(x)
+        projected, residual = norm_linear(norm, self.in_proj, x, residual)
         mixed_qkv, z, b, a = projected.split((self.shape.conv_dim, v_size, self.num_v_heads, self.num_v_heads), dim=-1)
         y = batch.attn_backend.forward(None, None, None, self, batch, mixed_qkv=mixed_qkv, a=a, b=b)
         # The norm is per head: heads become rows of it.
         gated = self.norm(y.view(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
-        return self.out_proj(gated.view(-1, v_size))
+        return self.out_proj(gated.view(-1, v_size)), residual
 
     def split_heads(self, conved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k [..., Hk, K] and v [..., Hv, V] of the conv's output."""

@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.distributed.groups import TPGroup
+from hybridrt.kernels.activation import relu2, silu_and_mul
+from hybridrt.kernels.skinny_linear import Activation, is_skinny, skinny_linear
+from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, Piece, Target, Transform, parameter
 
 
@@ -29,7 +32,10 @@ class Segment:
 
 
 class DenseMethod:
-    """How a linear layer stores and applies its weight: here in the model's dtype. A quantised method replaces it."""
+    """How a linear layer stores and applies its weight: here in the model's dtype. A quantised method replaces it.
+
+    A step of few tokens on a GPU takes one kernel for the product with the norm before it and the activation behind it.
+    """
 
     def create(self, out_features: int, in_features: int, build: Build) -> nn.Parameter:
         return parameter(out_features, in_features, dtype=build.dtype, device=build.device)
@@ -38,8 +44,34 @@ class DenseMethod:
         """Where a segment of the checkpoint lands, and where its fold is applied."""
         return weight.data.narrow(dim, start, size)
 
-    def apply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, weight, bias)
+    def apply(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
+    ) -> torch.Tensor:
+        """act(x W^T + b) for x [T, in]."""
+        if is_skinny(x, weight):
+            return skinny_linear(x, weight, bias, activation=activation)[0]
+        y = F.linear(x, weight, bias)
+        if activation is None:
+            return y
+        return silu_and_mul(y) if activation == "silu_and_mul" else relu2(y)
+
+    def apply_normed(
+        self,
+        norm: RMSNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(act(norm(x + residual) W^T + b), x + residual), as `norm` counts a missing residual."""
+        if not is_skinny(x, weight):
+            h, residual = norm(x, residual)
+            return self.apply(h, weight, bias, activation), residual
+        y, total = skinny_linear(
+            x, weight, bias, norm_weight=norm.weight, eps=norm.eps, residual=residual, activation=activation
+        )
+        return y, x if total is None else total
 
 
 class _SegmentedLinear(nn.Module):
@@ -51,10 +83,11 @@ class _SegmentedLinear(nn.Module):
         starts = [sum(self.sizes[:i]) for i in range(len(segments))]
         self.spans = dict(zip(self.segments, zip(starts, self.sizes)))
 
-    def _take(self, name: str, dim: int, before: int) -> Transform:
-        """Selects segment `name` of a checkpoint tensor that holds `before` rows in front of it, then this shard."""
-        seg = self.segments[name]
-        return lambda t: self.tp.shard(t.narrow(dim, before, seg.size), dim, seg.shards)
+    def _take(self, names: Sequence[str], name: str, dim: int) -> Transform:
+        """Selects segment `name` of a checkpoint tensor that holds `names` side by side, then this rank's shard."""
+        sizes, index = [self.segments[n].size for n in names], list(names).index(name)
+        # split, not narrow: it raises unless the sizes add up to the whole tensor.
+        return lambda t: self.tp.shard(t.split(sizes, dim)[index], dim, self.segments[name].shards)
 
 
 class ColumnLinear(_SegmentedLinear):
@@ -82,8 +115,8 @@ class ColumnLinear(_SegmentedLinear):
         if self.bias is not None:
             self.bias.data.zero_()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply(x, self.weight, self.bias)
+    def forward(self, x: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
+        return self.method.apply(x, self.weight, self.bias, activation)
 
     def targets(
         self,
@@ -116,13 +149,12 @@ class ColumnLinear(_SegmentedLinear):
         fold: Mapping[str, float],
         rearrange: Transform | None,
     ) -> Target:
-        pieces, before = [], 0
+        pieces = []
         for name in names:
-            take, start_size = self._take(name, 0, before), self.spans[name]
+            take, start_size = self._take(names, name, 0), self.spans[name]
             select = take if rearrange is None else _compose(rearrange, take)
             dest = self.method.slot(param, 0, *start_size)
             pieces.append(Piece(f"{self.name}.{name}.{kind}", dest, select, fold.get(name, 1.0)))
-            before += self.segments[name].size
         return tuple(pieces)
 
 
@@ -155,13 +187,24 @@ class RowLinear(_SegmentedLinear):
         start, size = self.spans[name]
         dest = self.method.slot(self.weight, 1, start, size)
         found: dict[str, Target] = {
-            f"{key}.weight": (Piece(f"{self.name}.{name}.weight", dest, self._take(name, 1, 0), fold),)
+            f"{key}.weight": (Piece(f"{self.name}.{name}.weight", dest, self._take([name], name, 1), fold),)
         }
         if bias:
             assert self.bias is not None
             piece = Piece(f"{self.name}.{name}.bias", self.bias.data, lambda t: t, fold, accumulate=True)
             found[f"{key}.bias"] = (piece,)
         return found
+
+
+def norm_linear(
+    norm: RMSNorm,
+    linear: ColumnLinear,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    activation: Activation | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(act(linear(norm(x + residual))), x + residual) for x, residual [T, in]: how a block begins."""
+    return linear.method.apply_normed(norm, x, residual, linear.weight, linear.bias, activation)
 
 
 def _compose(first: Transform, second: Transform) -> Transform:

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from hybridrt.kernels.activation import relu2, silu_and_mul
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
+from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, Target
 
 
@@ -29,7 +29,14 @@ class GatedMLP(nn.Module):
         self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, build=build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_and_mul(self.gate_up(x)))
+        return self.down(self.gate_up(x, "silu_and_mul"))
+
+    def after_norm(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(MLP of norm(x + residual), x + residual)."""
+        h, residual = norm_linear(norm, self.gate_up, x, residual, "silu_and_mul")
+        return self.down(h), residual
 
     def targets(self, key: str, gate_fold: float = 1.0, down_fold: float = 1.0) -> dict[str, Target]:
         fold, bias = {"gate": gate_fold}, self.has_bias
@@ -60,7 +67,14 @@ class Relu2MLP(nn.Module):
         self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, build=build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(relu2(self.up(x)))
+        return self.down(self.up(x, "relu2"))
+
+    def after_norm(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(MLP of norm(x + residual), x + residual)."""
+        h, residual = norm_linear(norm, self.up, x, residual, "relu2")
+        return self.down(h), residual
 
     def targets(self, key: str) -> dict[str, Target]:
         return {
