@@ -1,13 +1,14 @@
 """Runs steps: owns the model, its pools and its backend, and turns a StepPlan into tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from hybridrt.attention.registry import create_backend
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import ConfigError
+from hybridrt.errors import ConfigError, MemoryBudgetError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.sampling import token_logprobs
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts
@@ -44,6 +45,9 @@ class ModelRunner:
         plan: what the pools hold, for those who know; None makes a plan from the budget.
         progress: show a bar while loading.
 
+    Raises:
+        MemoryBudgetError: weights, pools or graphs do not fit the device; says which number to change.
+
     Attributes:
         model_path, model_config: where the checkpoint lies and what it says.
         plan: rows, slots and pages that a scheduler may hand out.
@@ -66,10 +70,13 @@ class ModelRunner:
         self.graphs: dict[int, GraphRunner] = {}  # by tokens of a row; captured once the final pools stand
         self.model_path, self.target = load_target(config, tp)
         self.model_config, self.device = self.target.model_config, self.target.device
-        self.model = build_model(config, self.target, self.model_path, progress)
-        self._allocate(plan or self._make_plan(budget_bytes))
+        with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
+            self.model = build_model(config, self.target, self.model_path, progress)
+        with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
+            self._allocate(plan or self._make_plan(budget_bytes))
         if self.device.type == "cuda" and config.cuda_graph:
-            self.graphs = {tokens: self._capture(tokens, progress) for tokens in self._step_widths()}
+            with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
+                self.graphs = {tokens: self._capture(tokens, progress) for tokens in self._step_widths()}
 
     def _make_plan(self, budget_bytes: int | None) -> MemoryPlan:
         peak = 0
@@ -267,6 +274,15 @@ class ModelRunner:
         self.backend.commit_decode(accepted)
         self.last_tokens[rows.view(tokens.shape)[:, 0]] = tokens.gather(1, accepted[:, None].long() - 1)[:, 0].int()
         return LaunchedStep(tokens, accepted, *_logprobs(logits, tokens.view(-1), [p.logprobs for p in params]))
+
+
+@contextmanager
+def _out_of_memory_as(doing: str, advice: str) -> Iterator[None]:
+    """Running out of device memory inside becomes a MemoryBudgetError that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        raise MemoryBudgetError(f"the device ran out of memory while {doing}: {advice} ({e})") from e
 
 
 def _logprobs(
