@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.decode_metadata import DecodeBuffers
+from hybridrt.kernels.pdl_triton import begin, pdl
 
 
 @triton.jit
@@ -23,8 +24,10 @@ def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     PAGE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     b = tl.program_id(0)
+    begin(PDL)
     row = tl.load(rows + b).to(tl.int64)
     length = tl.load(seq_lens + b)
     page = tl.load(new_pages + b)
@@ -68,7 +71,7 @@ def decode_inputs_triton(
     _decode_inputs_kernel[(batch,)](
         input_ids, positions, out_cache_loc, rows, seq_lens, new_pages, rows if drafts is None else drafts, num_drafts,
         last_tokens, req_to_token, req_to_token.stride(0), tokens, triton.next_power_of_2(tokens), page_size,
-        num_warps=1,
+        num_warps=1, **pdl(rows.device),
     )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.pdl_triton import begin, pdl
+
 
 @triton.jit
 def _rotate_heads(  # type: ignore[no-untyped-def]
@@ -37,9 +39,11 @@ def _rotary_kernel(  # type: ignore[no-untyped-def]
     k_cache_ptr, v_cache_ptr, slots_ptr, q_st, q_sh, k_st, k_sh, v_st, v_sh, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HQ: tl.constexpr,
     BLOCK_HKV: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, 0) does the query heads, (token, 1) the key heads, (token, 2) copies the value heads."""
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin(PDL)
     if part == 2:
         h, d = tl.arange(0, BLOCK_HKV)[:, None], tl.arange(0, BLOCK_D)[None, :]
         mask = (h < HKV) & (d < D)
@@ -119,4 +123,5 @@ def _launch(
         HQ=query_heads, HKV=k.shape[1], D=head_dim, HALF=half, BLOCK_HQ=triton.next_power_of_2(query_heads),
         BLOCK_HKV=triton.next_power_of_2(k.shape[1]), BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)), BLOCK_D=triton.next_power_of_2(head_dim),
+        **pdl(q.device),
     )  # fmt: skip
