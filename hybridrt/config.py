@@ -34,6 +34,9 @@ class Mamba2Config:
     chunk_size: int
     dt_limit: tuple[float, float]
 
+    def __post_init__(self) -> None:
+        _divides("Mamba-2 groups", self.n_groups, "heads", self.num_heads)
+
     @property
     def intermediate_size(self) -> int:
         return self.num_heads * self.head_dim
@@ -49,6 +52,9 @@ class GDNConfig:
     head_v_dim: int
     conv_kernel: int
     chunk_size: int = 64
+
+    def __post_init__(self) -> None:
+        _divides("GDN key heads", self.num_k_heads, "value heads", self.num_v_heads)
 
 
 LinearConfig = Mamba2Config | GDNConfig
@@ -245,6 +251,11 @@ def resolve_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
+
+
+def _divides(what: str, count: int, whole: str, total: int) -> None:
+    if count < 1 or total % count:
+        raise ConfigError(f"{count} {what} cannot share {total} {whole} equally; use a divisor of {total}")
 
 
 def _in_range(name: str, value: object, low: int, high: int) -> None:

@@ -20,13 +20,16 @@ def read_model_config(path: Path) -> ModelConfig:
         ConfigError: no such directory, no config.json, or fields that cannot be used.
         UnsupportedModelError: the architecture is not one of `hybridrt.models`.
     """
-    raw = _read_json(path)
+    raw = _read_config(path)
     architecture = (raw.get("architectures") or [""])[0]
     if architecture not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(f"{path}: architecture {architecture!r} is not supported; supported are {known}")
+    if raw.get("quantization_config"):
+        raise ConfigError(f"{path} has a quantization_config; use the unquantised checkpoint that it was made from")
     hf = _transformers_config(path)
     _check_activation(hf, path)
+    _check_experts(hf, path)
     return ModelConfig(
         architecture=architecture,
         vocab_size=hf.vocab_size,
@@ -125,16 +128,31 @@ def _check_activation(hf: Any, path: Path) -> None:
         raise ConfigError(f"{path}: mlp_hidden_act is {hf.mlp_hidden_act!r}; hybridrt implements 'relu2'")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _check_experts(hf: Any, path: Path) -> None:
+    experts = getattr(hf, "num_experts", 0) or getattr(hf, "n_routed_experts", 0)
+    if experts and hf.num_experts_per_tok > experts:
+        raise ConfigError(f"{path}: num_experts_per_tok is {hf.num_experts_per_tok}, but there are {experts} experts")
+    groups, chosen = getattr(hf, "n_group", 1), getattr(hf, "topk_group", 1)
+    if experts % groups or chosen > groups:
+        raise ConfigError(f"{path}: n_group is {groups} and topk_group {chosen}; n_group divides the {experts} experts")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not path.is_dir():
         raise ConfigError(f"{path} is no directory; pass a checkpoint directory or a hub name such as org/model")
     if not file.is_file():
         raise ConfigError(f"{path} has no config.json; is it a Hugging Face checkpoint directory?")
+    return _read_object(file)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
     try:
-        raw: dict[str, Any] = json.loads(file.read_text())
+        raw = json.loads(file.read_text())
     except ValueError as e:
         raise ConfigError(f"{file} is not valid JSON: {e}") from e
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file} holds a {type(raw).__name__}; it must be a JSON object")
     return raw
 
 
@@ -157,6 +175,6 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
 def _eos_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
     """generation_config.json wins over config.json: chat models list their end-of-turn ids there."""
     file = path / "generation_config.json"
-    generation = json.loads(file.read_text()) if file.is_file() else {}
+    generation = _read_object(file) if file.is_file() else {}
     eos = generation.get("eos_token_id", raw.get("eos_token_id"))
     return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)

@@ -72,7 +72,7 @@ def test_every_key_is_used_once_and_every_parameter_filled(name: str, checkpoint
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_two_keys_fill_one_place(name: str, checkpoints: CheckpointStore) -> None:
-    """Pieces have names of their own, and the elements they fill do not overlap (merged biases, which add up, apart)."""
+    """Pieces have names of their own, and the elements they fill do not overlap (biases that add up, apart)."""
     model = empty(checkpoints[name].path)
     pieces = [piece for target in model.checkpoint_map().values() for piece in target]
     assert len({piece.name for piece in pieces}) == len(pieces)

@@ -50,7 +50,7 @@ class Piece:
     accumulate: bool = False
 
     def fill(self, key: str, tensor: torch.Tensor) -> None:
-        """Copies (folded, in dest's dtype); CheckpointError if the shapes disagree or `tensor` holds no real numbers."""
+        """Copies (folded, in dest's dtype); CheckpointError if shapes disagree or `tensor` holds integers."""
         if not tensor.is_floating_point():
             raise CheckpointError(
                 f"{key} holds {tensor.dtype}, and {self.name} takes floating-point weights; quantised checkpoints are "

@@ -1,0 +1,237 @@
+"""Configurations: what config.json means, and what is refused with a text that says what to do."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridrt.config import EngineConfig, LayerSpec, Mamba2Config, SpeculativeConfig, resolve_device, resolve_dtype
+from hybridrt.errors import ConfigError, DeviceError, HybridrtError, UnsupportedModelError
+from hybridrt.hf_config import read_model_config
+from hybridrt.runtime.build import resolve_model_path, resolve_state_mode
+from hybridrt.state_shape import next_power_of_two, state_shape
+from tests.checkpoints import CheckpointStore
+from tests.session import Session
+
+
+def config_of(checkpoint: Path, target: Path, **changes: Any) -> Path:
+    """A directory with config.json alone; None removes a field."""
+    target.mkdir(exist_ok=True)
+    fields = json.loads((checkpoint / "config.json").read_text()) | changes
+    (target / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
+    return target
+
+
+def test_falcon_h1(checkpoints: CheckpointStore) -> None:
+    config = read_model_config(checkpoints["falcon-odd_sizes"].path)
+    mamba = config.mamba2
+    assert (mamba.num_heads, mamba.head_dim, mamba.state_size, mamba.n_groups) == (3, 9, 5, 1)
+    assert (mamba.conv_kernel, mamba.chunk_size, mamba.dt_limit) == (3, 7, (0.0, math.inf))
+    attention = config.attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (5, 1, 6)
+    assert config.layers == (LayerSpec(True, "mamba2", "mlp"),) * 2
+    assert config.full_attention_layer_ids == config.linear_layer_ids("mamba2") == (0, 1)
+    assert config.eos_token_ids == (2,)
+
+
+def test_falcon_h1_inner_size_from_its_expansion(checkpoints: CheckpointStore) -> None:
+    mamba = read_model_config(checkpoints["falcon-d_ssm_from_expand"].path).mamba2
+    assert (mamba.intermediate_size, mamba.head_dim) == (64, 16)
+
+
+def test_nemotron_h(checkpoints: CheckpointStore) -> None:
+    config = read_model_config(checkpoints["nemotron-experts"].path)
+    mamba, attention = LayerSpec(False, "mamba2", None), LayerSpec(True, None, None)
+    assert config.layers == (mamba, LayerSpec(False, None, "moe"), attention, LayerSpec(False, None, "moe"), mamba)
+    assert config.attention.rope is None
+
+
+def test_qwen3_next(checkpoints: CheckpointStore) -> None:
+    config = read_model_config(checkpoints["qwen-every_second_sparse"].path)
+    assert [spec.ffn for spec in config.layers] == ["mlp", "moe", "mlp", "mlp"]
+    assert [spec.linear for spec in config.layers] == ["gdn", "gdn", "gdn", None]
+    assert config.full_attention_layer_ids == (3,)
+
+
+def test_published_configs_are_read() -> None:
+    root = Path(__file__).parents[1] / "benchmarks" / "configs"
+    kinds = {path.name: read_model_config(path) for path in root.iterdir()}
+    assert {type(c).__name__ for config in kinds.values() for c in config.linear.values()} == {
+        "Mamba2Config",
+        "GDNConfig",
+    }
+    assert kinds["falcon-h1-7b"].mamba2.state_size == 256
+    assert len(kinds["nemotron-h-8b"].full_attention_layer_ids) == 4
+
+
+def test_end_of_sequence_ids_of_the_generation_config_win(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    path = config_of(checkpoints["falcon-plain"].path, tmp_path, eos_token_id=5)
+    assert read_model_config(path).eos_token_ids == (5,)
+    (path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert read_model_config(path).eos_token_ids == (7, 9)
+    (path / "generation_config.json").write_text("{}")
+    assert read_model_config(path).eos_token_ids == (5,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"architectures": ["NopeForCausalLM"]}, "FalconH1ForCausalLM"),
+        ({"architectures": []}, "FalconH1ForCausalLM"),
+        ({"architectures": None}, "FalconH1ForCausalLM"),
+    ],
+)
+def test_unknown_architectures(
+    changes: dict[str, Any], text: str, checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=text):
+        read_model_config(config_of(checkpoints["falcon-plain"].path, tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        ("falcon-plain", {"dtype": "float8_e4m3fn"}, "float32"),
+        ("falcon-plain", {"dtype": None, "torch_dtype": "int8"}, "int8"),
+        ("falcon-plain", {"dtype": 7}, "dtype"),
+        ("falcon-plain", {"hidden_act": "gelu"}, "gelu"),
+        ("nemotron-plain", {"mlp_hidden_act": "silu"}, "relu2"),
+        ("falcon-plain", {"num_key_value_heads": 3}, "num_key_value_heads"),
+        ("falcon-plain", {"mamba_n_heads": 5}, "mamba_n_heads"),
+        ("falcon-plain", {"mamba_n_groups": 4}, "groups"),
+        ("nemotron-plain", {"n_groups": 4}, "groups"),
+        ("nemotron-plain", {"layers_block_type": ["mamba", "nope"]}, "nope"),
+        ("qwen-plain", {"linear_num_value_heads": 3}, "value heads"),
+        ("qwen-plain", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ("nemotron-experts", {"n_group": 3}, "n_group"),
+        ("nemotron-experts", {"n_group": 2, "topk_group": 3}, "topk_group"),
+        ("falcon-plain", {"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}}, "rope"),
+        ("falcon-plain", {"vocab_size": "many"}, "vocab_size"),
+        ("falcon-plain", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)  # fmt: skip
+def test_fields_that_cannot_be_used(
+    name: str, changes: dict[str, Any], text: str, checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
+    """Refused before any weight is read, with the field in the text."""
+    path = config_of(checkpoints[name].path, tmp_path, **changes)
+    with pytest.raises(ConfigError, match=text):
+        Session(path, load_format="dummy")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3"])
+def test_a_config_that_is_no_object(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_generation_config_that_is_no_object(text: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    path = config_of(checkpoints["falcon-plain"].path, tmp_path)
+    (path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        read_model_config(path)
+
+
+def test_directories_that_are_no_checkpoints(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_model_config(tmp_path)
+    for name in (str(tmp_path / "nope"), "./nope", "a/b/c", "nope"):
+        with pytest.raises(ConfigError, match="directory"):
+            resolve_model_path(name)
+    shutil.copy(checkpoints["falcon-plain"].path / "config.json", tmp_path)
+    assert resolve_model_path(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "int8"}, {"load_format": "gguf"}, {"mamba_ssm_dtype": "float64"}, {"state_mode": "intermediate"},
+        {"page_size": 0}, {"page_size": 24}, {"page_size": 2048}, {"page_size": True}, {"chunked_prefill_size": 0},
+        {"max_model_len": 0}, {"max_model_len": 2.5}, {"max_running_requests": -1}, {"max_running_requests": "4"},
+        {"memory_fraction": 0.0}, {"memory_fraction": 1.0}, {"memory_fraction": math.nan}, {"tp_size": 0},
+        {"cuda_graph_max_bs": 0}, {"speculative": "ngram"},
+    ],
+)  # fmt: skip
+def test_engine_options_out_of_range(changes: dict[str, Any]) -> None:
+    ((name, value),) = changes.items()
+    with pytest.raises(ConfigError, match=name) as error:
+        EngineConfig("model", **changes)
+    assert repr(value) in str(error.value) or str(value) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "guess"}, {"num_draft_tokens": 0}, {"num_draft_tokens": 16}, {"state_mode": "classic"},
+        {"speculative_attention_mode": "both"}, {"topk": 0}, {"method": "draft"}, {"draft_model": "x"},
+        {"topk": 2, "state_mode": "replay"},
+    ],
+)  # fmt: skip
+def test_speculative_options_out_of_range(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        SpeculativeConfig(**changes)
+
+
+def test_verified_tokens_count_the_root() -> None:
+    assert SpeculativeConfig(num_draft_tokens=4).num_verify_tokens == 5
+    assert EngineConfig("x").num_verify_tokens == 1
+    assert EngineConfig("x", speculative=SpeculativeConfig(num_draft_tokens=1)).num_verify_tokens == 2
+
+
+def test_state_modes() -> None:
+    cpu = torch.device("cpu")
+    assert resolve_state_mode(EngineConfig("x"), cpu) == "classic"
+    assert resolve_state_mode(EngineConfig("x", state_mode="replay"), cpu) == "replay"
+    for mode in ("intermediate", "replay"):
+        assert resolve_state_mode(EngineConfig("x", speculative=SpeculativeConfig(state_mode=mode)), cpu) == mode
+
+
+def test_devices() -> None:
+    assert resolve_device("cpu") == torch.device("cpu")
+    for name, text in (("nonsense", "cpu"), ("mps", "cuda"), ("cuda:99", "cpu"), ("", "cpu")):
+        with pytest.raises(DeviceError, match=text):
+            resolve_device(name)
+    cpu = torch.device("cpu")
+    assert resolve_dtype("auto", torch.bfloat16, cpu) == torch.float32
+    assert resolve_dtype("float16", torch.bfloat16, cpu) == torch.float16
+
+
+def test_errors_can_be_caught_as_one(tmp_path: Path) -> None:
+    with pytest.raises(HybridrtError):
+        read_model_config(tmp_path / "nope")
+    with pytest.raises(ValueError, match="page_size"):
+        EngineConfig("x", page_size=3)
+
+
+MAMBA = Mamba2Config(num_heads=8, head_dim=4, state_size=16, n_groups=2, conv_kernel=4, chunk_size=8, dt_limit=(0, 1))
+
+
+def test_state_shapes_are_cut_over_ranks() -> None:
+    whole, half = state_shape(MAMBA), state_shape(MAMBA, 2)
+    assert dict(whole.segments) == {"x": 32, "B": 32, "C": 32} and whole.temporal == (8, 4, 16)
+    assert dict(half.segments) == {"x": 16, "B": 16, "C": 16} and half.temporal == (4, 4, 16)
+    assert (whole.groups, half.groups, whole.conv_dim, half.conv_dim) == (2, 1, 96, 48)
+    with pytest.raises(ConfigError, match="divisor of 2"):
+        state_shape(MAMBA, 4)
+    with pytest.raises(ConfigError, match="heads"):
+        state_shape(MAMBA, 3)
+
+
+def test_one_group_is_on_every_rank() -> None:
+    shape = state_shape(replace(MAMBA, n_groups=1), 4)
+    assert dict(shape.segments) == {"x": 8, "B": 16, "C": 16} and shape.groups == 1
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tokens", "width"), [(4, 1, 4), (4, 2, 8), (4, 5, 8), (4, 6, 16), (2, 1, 2), (3, 1, 4)]
+)
+def test_conv_rings_hold_the_taps_and_a_step(kernel: int, tokens: int, width: int) -> None:
+    assert state_shape(replace(MAMBA, conv_kernel=kernel)).conv_width(tokens) == width
+    assert next_power_of_two(kernel - 1 + tokens) == width
