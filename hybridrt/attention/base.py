@@ -46,8 +46,9 @@ class AttentionBackend(ABC):
         """After the last layer of a step with a decode segment: what stays becomes part of the recurrent state.
 
         Args:
-            accepted: [n] int32 committed inputs of each verified row, the root included: >= 1 for real rows, 0 for
-                padding rows; None for plain decode, which keeps its one token.
+            accepted: [n] int32 committed inputs of the first n verified rows, the root included: >= 1 for real rows,
+                0 for padding rows, of which any number may be left out; None for plain decode, which keeps its one
+                token.
         """
 
     @abstractmethod

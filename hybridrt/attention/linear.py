@@ -82,8 +82,8 @@ class MambaAttnBackendBase(AttentionBackend):
         self.mamba_pool: MambaPool = req_to_token_pool.mamba_pool
         self.chunk_size = chunk_size
         self.metadata: ForwardMetadata | None = None
-        self._graph_buffers: DecodeBuffers | None = None
-        self._graph_query_start_loc: torch.Tensor | None = None
+        # By tokens of a row: captured graphs of decode and of verify steps each go on reading their own.
+        self._graph_buffers: dict[int, tuple[DecodeBuffers, torch.Tensor]] = {}
 
     def layer_cache(self, layer_id: int) -> LayerCache:
         return self.mamba_pool.layer_cache(layer_id)
@@ -144,8 +144,8 @@ class MambaAttnBackendBase(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         tokens = check_graph_tokens(max_bs, max_num_tokens)
         device = self.pools.req_to_mamba_slot.device
-        self._graph_buffers = DecodeBuffers.allocate(max_bs, device)
-        self._graph_query_start_loc = torch.arange(max_bs + 1, dtype=torch.int32, device=device) * tokens
+        query_start_loc = torch.arange(max_bs + 1, dtype=torch.int32, device=device) * tokens
+        self._graph_buffers[tokens] = DecodeBuffers.allocate(max_bs, device), query_start_loc
 
     def init_forward_metadata_capture_cuda_graph(
         self,
@@ -185,14 +185,13 @@ class MambaAttnBackendBase(AttentionBackend):
         spec_info: SpecInfo | None,
     ) -> None:
         """Fills the first bs entries of the graph buffers and points the metadata at them."""
-        assert self._graph_buffers is not None and self._graph_query_start_loc is not None, (
-            "init_cuda_graph_state first"
-        )
-        buffers = self._graph_buffers.prefix(bs)
+        assert tokens in self._graph_buffers, "init_cuda_graph_state first"
+        whole, query_start_loc = self._graph_buffers[tokens]
+        buffers = whole.prefix(bs)
         self._fill_buffers(buffers, rows[:bs], seq_lens[:bs], num_real, tokens)
         parents = spec_info.parents[:bs] if spec_info and spec_info.parents is not None else None
         decode = DecodeSegment(rows[:bs], buffers, tokens, parents)
-        self.metadata = ForwardMetadata(self._graph_query_start_loc[: bs + 1], buffers.slots, decode, None)
+        self.metadata = ForwardMetadata(query_start_loc[: bs + 1], buffers.slots, decode, None)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -205,11 +204,12 @@ class MambaAttnBackendBase(AttentionBackend):
         if decode is None or pool.spec.mode == "classic":
             return
         accepted = decode.buffers.accepted if accepted is None else accepted
+        rows, slots = decode.rows[: len(accepted)], decode.buffers.slots[: len(accepted)]
         if pool.spec.mode == "replay":
             advance_ring(
                 pool.ring_start,
                 pool.ring_length,
-                decode.rows,
+                rows,
                 accepted,
                 num_tokens=decode.tokens_per_row,
                 width=pool.width,
@@ -218,7 +218,7 @@ class MambaAttnBackendBase(AttentionBackend):
             for layer_id in self.layers:
                 cache = self.layer_cache(layer_id)
                 assert cache.intermediate_ssm is not None
-                commit_intermediate(cache.temporal, cache.intermediate_ssm, decode.buffers.slots, decode.rows, accepted)
+                commit_intermediate(cache.temporal, cache.intermediate_ssm, slots, rows, accepted)
 
     @abstractmethod
     def materialize_layer(

@@ -1,0 +1,64 @@
+"""Decode and verify graphs side by side in one runner, as closures over the buffers that CUDA graphs would read."""
+
+from pathlib import Path
+
+import pytest
+
+from hybridrt.config import EngineConfig, SpeculativeConfig
+from hybridrt.forward_batch import ForwardMode, SpecInfo
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepPlan
+from hybridrt.sampling_params import SamplingParams
+from tests.tiny import write_tiny
+
+PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5], [11])
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(write_tiny(tmp_path, tokenizer=False))
+
+
+def runner(path: str, mode: str, graphs: bool) -> ModelRunner:
+    """A runner of four rows, three of them prefilled, that has graphs although its device is a CPU."""
+    config = EngineConfig(
+        path, device="cpu", load_format="dummy", max_model_len=32, max_running_requests=4,
+        speculative=SpeculativeConfig(num_draft_tokens=3, state_mode=mode),
+    )  # fmt: skip
+    made = ModelRunner(config)
+    if graphs:
+        made.graphs = {tokens: made._capture(tokens, False) for tokens in made._step_widths()}
+    rows = list(enumerate(PROMPTS, 1))
+    plan = StepPlan(
+        [Admission(row, row, prompt, len(prompt), GREEDY, row) for row, prompt in rows],
+        [PageWrite(row, 0, [2 * row - 1, 2 * row]) for row, _ in rows],
+        extend=[ExtendRow(row, 0, prompt, 0, True) for row, prompt in rows],
+    )
+    made.launch(plan).result()
+    return made
+
+
+@pytest.mark.parametrize("mode", ["intermediate", "replay"])
+def test_verify_and_plain_steps_in_turn(path: str, mode: str) -> None:
+    """Three rows in a bucket of four, whatever is accepted."""
+    with_graphs, eager = runner(path, mode, True), runner(path, mode, False)
+    computed = [len(prompt) for prompt in PROMPTS]
+    for drafts in ([(7, 8, 9), (4,), ()], [(), (), ()], [(), (3, 3, 3), (5, 6)], [(), (), ()]):
+        decode = [DecodeRow(i + 1, computed[i], 0, drafts[i]) for i in range(3)]
+        tokens = with_graphs.launch(StepPlan(decode=decode)).result().tokens
+        assert tokens == eager.launch(StepPlan(decode=decode)).result().tokens
+        computed = [done + len(gained) for done, gained in zip(computed, tokens, strict=True)]
+
+
+def test_each_width_of_a_step_has_its_own_buffers(path: str) -> None:
+    """A captured graph goes on reading what it was captured with when another is captured."""
+    backend = runner(path, "intermediate", True).backend.linear_attn_backend
+    rows, found = backend.pools.req_to_mamba_slot[:4], []
+    for tokens in (4, 1, 4):
+        spec = SpecInfo(tokens) if tokens > 1 else None
+        mode = ForwardMode.TARGET_VERIFY if spec else ForwardMode.DECODE
+        backend.init_forward_metadata_replay_cuda_graph(4, 3, rows, rows, mode, spec, None)
+        found.append(backend.metadata.decode.buffers.slots.data_ptr())
+        assert backend.metadata.query_start_loc.tolist() == [i * tokens for i in range(5)]
+    assert found[0] == found[2] != found[1]
