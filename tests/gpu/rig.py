@@ -1,0 +1,156 @@
+"""Tiny models on a GPU, driven without waiting for it; what their pools hold, by name."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrt.config import EngineConfig
+from hybridrt.runtime.build import Pools
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.sampler import Filters
+from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepHandle, StepPlan
+from hybridrt.sampling_params import SamplingParams
+from tests.checkpoints import VOCAB
+from tests.session import Sample, Session, spoil
+
+DEVICE = "cuda"
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+PRODUCTION = [*GPU, pytest.mark.usefixtures("production")]
+FAMILIES = ("falcon-norm_after_gate", "nemotron-experts", "qwen-plain")
+STATE_MODES = ("classic", "replay")
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+def sleep(cycles: int) -> None:
+    """Queues a kernel that keeps the device busy: 2 million cycles are about a millisecond."""
+    if DEVICE == "cuda" and cycles:
+        torch.cuda._sleep(cycles)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Inside, whatever makes the host wait for the device raises."""
+    if DEVICE != "cuda":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class GpuSession(Session):
+    """A Session that never waits for the device while it runs: logits stay there until the end.
+
+    Args:
+        most_sleep: the device sleeps up to this many cycles before every step.
+    """
+
+    def __init__(self, path: Path, *, most_sleep: int = 0, **config: Any) -> None:
+        super().__init__(path, **{"device": DEVICE, **config})
+        self._random, self._most_sleep = random.Random(1), most_sleep
+        self._parts: list[Tensor] = []
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        self._seeds.update((a.row, a.seed) for a in plan.admissions)
+        self.plans.append(plan)
+        self._parts.clear()
+        sleep(self._random.randint(0, self._most_sleep))
+        handle = self.runner.launch(plan)
+        if plan.sampled:
+            keys = [(self._seeds[row.row], row.output_index) for row in plan.sampled]
+            self.logits.update(zip(keys, torch.cat(self._parts), strict=True))
+        return handle
+
+    def _sample(self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters) -> Tensor:
+        self._parts.append(logits)
+        return self._sampler(logits, rows, output_indices, filters)
+
+    def run(self, *args: Any, **kwargs: Any) -> list[Sample]:
+        samples = super().run(*args, **kwargs)
+        for sample in samples:
+            sample.logits = sample.logits.cpu()
+        return samples
+
+
+class Rows:
+    """A ModelRunner, all of whose request rows run: row r has slot slots[r - 1] and its share of the pages.
+
+    Args:
+        lengths: prompt tokens of rows 1, 2, ...
+        config: of EngineConfig; max_model_len and dtype have defaults.
+    """
+
+    def __init__(self, path: Path, lengths: Sequence[int], **config: Any) -> None:
+        defaults = {"device": DEVICE, "dtype": "float32", "max_model_len": 160, "page_size": 4}
+        self.config = EngineConfig(str(path), **{**defaults, **config}, max_running_requests=len(lengths))
+        self.runner = ModelRunner(self.config)
+        spoil(self.runner.pools)
+        self.random = random.Random(7)
+        self.slots = self.random.sample(range(1, len(lengths) + 1), len(lengths))
+        count = self.runner.plan.num_pages // len(lengths)
+        pages = self.random.sample(range(1, self.runner.plan.num_pages + 1), count * len(lengths))
+        self.pages = {row: pages[(row - 1) * count : row * count] for row in range(1, len(lengths) + 1)}
+        self.computed: dict[int, int] = {}
+        for row, length in enumerate(lengths, 1):
+            self.admit(row, length)
+
+    def admit(self, row: int, length: int, params: SamplingParams = GREEDY) -> None:
+        """A random prompt of `length` tokens for a row, computed in a step of its own."""
+        prompt = self.prompt(length)
+        plan = StepPlan(
+            admissions=[Admission(row, self.slots[row - 1], prompt, length, params, row)],
+            page_writes=[PageWrite(row, 0, self.pages[row])],
+            extend=[ExtendRow(row, 0, prompt, 0, True)],
+        )
+        self.runner.launch(plan).result()
+        self.computed[row] = length
+
+    def prompt(self, length: int) -> list[int]:
+        return [self.random.randrange(3, VOCAB) for _ in range(length)]
+
+    def decode_plan(self, *rows: int) -> StepPlan:
+        """A decode step of rows, counted as computed."""
+        plan = StepPlan(decode=[DecodeRow(row, self.computed[row], self.computed[row]) for row in rows])
+        for row in rows:
+            self.computed[row] += 1
+        return plan
+
+    def decode(self, *rows: int) -> None:
+        self.runner.launch(self.decode_plan(*rows)).result()
+
+
+def pool_tensors(pools: Pools) -> dict[str, Tensor]:
+    """Every tensor that outlives a step, [layer, entry, ...]; entry 0 is scratch."""
+    table, mamba = pools.req_to_token, pools.req_to_token.mamba_pool
+    found = {"keys": pools.kv.k, "values": pools.kv.v, "tokens": table.req_to_token[None]}
+    found["slots"] = table.req_to_mamba_slot[None]
+    if mamba is None:
+        return found
+    for layer_id in mamba.layer_ids:
+        views = vars(mamba.layer_cache(layer_id)).items()
+        found |= {f"{name} of layer {layer_id}": tensor[None] for name, tensor in views if tensor is not None}
+    return found | {"ring start": mamba.ring_start[None], "ring length": mamba.ring_length[None]}
+
+
+def entry_bytes(tensor: Tensor) -> Tensor:
+    """[layer, entry, ...] to [entry, bytes]."""
+    entries = tensor.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    return entries.view(-1).view(torch.uint8).view(len(entries), -1)
+
+
+def changed_entries(before: Tensor, after: Tensor) -> set[int]:
+    """Entries whose bytes are not what they were."""
+    return set((entry_bytes(before) != entry_bytes(after)).any(1).nonzero().flatten().tolist())
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b)))

@@ -1,0 +1,155 @@
+"""A graph's replay is the eager step padded to the same bucket, bit for bit, and touches nothing but its rows."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrt.config import SpeculativeConfig
+from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.runtime.graph_runner import DecodeInputs, GraphRunner
+from tests.checkpoints import CheckpointStore
+from tests.gpu.rig import FAMILIES, PRODUCTION, STATE_MODES, Rows, changed_entries, pool_tensors, same_bits
+
+pytestmark = PRODUCTION
+LENGTHS = [1 + 7 * i % 40 for i in range(17)]  # more rows than the bucket of 16 holds
+
+
+class Twin:
+    """Runs one decode or verify step twice from the same pools: as a replay, and eagerly with the same padding."""
+
+    def __init__(self, rows: Rows, tokens: int) -> None:
+        self.rows, self.tokens = rows, tokens
+        self.runner = rows.runner
+        self.graphs: GraphRunner = self.runner.graphs[tokens]
+        self.tensors = pool_tensors(self.runner.pools)
+        self.before = self.snapshot()
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.tensors.items()}
+
+    def restore(self) -> None:
+        for name, tensor in self.tensors.items():
+            tensor.copy_(self.before[name])
+
+    def inputs(self, chosen: list[int]) -> DecodeInputs:
+        """A step of the chosen rows, each with a random number of random drafts."""
+        random, page_size, width = self.rows.random, self.runner.plan.page_size, self.tokens - 1
+        counts = [random.randint(0, width) for _ in chosen]
+        drafts = [token for count in counts for token in [*self.rows.prompt(count), *[0] * (width - count)]]
+        computed = [self.rows.computed[row] for row in chosen]
+        return DecodeInputs(
+            rows=chosen,
+            seq_lens=[c + self.tokens for c in computed],
+            output_indices=[0] * len(chosen),
+            # Every page is known already; a graph must cope with hearing of one again.
+            new_pages=[self.rows.pages[r][(c + n) // page_size] for r, c, n in zip(chosen, computed, counts)],
+            num_drafts=counts,
+            drafts=drafts,
+        )
+
+    @torch.inference_mode()
+    def replay(self, inputs: DecodeInputs, bucket: int, accepted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits of the real rows, and the pools after the step and its commit."""
+        self.graphs.bucket = lambda rows: bucket  # type: ignore[method-assign]
+        self.runner.backend.linear_attn_backend.metadata = None
+        logits = self.graphs.replay(inputs).clone()
+        if self.tokens > 1:
+            self.runner.backend.commit_decode(accepted)
+        return logits, self.snapshot()
+
+    @torch.inference_mode()
+    def eager(self, inputs: DecodeInputs, bucket: int, accepted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        batch = self.batch(inputs, bucket)
+        self.runner.backend.init_forward_metadata(batch)
+        logits = self.runner.model.logits(self.runner.model(batch))
+        self.runner.backend.commit_decode(accepted if self.tokens > 1 else None)
+        return logits[: len(inputs.rows) * self.tokens], self.snapshot()
+
+    def batch(self, inputs: DecodeInputs, bucket: int) -> ForwardBatch:
+        """The step as an eager batch of `bucket` rows: padding rows are row 0, padding drafts lie in its pages."""
+        device, tokens, padding = self.runner.device, self.tokens, bucket - len(inputs.rows)
+
+        def int32(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        rows = int32([*inputs.rows, *[0] * padding])
+        seq_lens = int32([*inputs.seq_lens, *[tokens] * padding])
+        counts = int32([*inputs.num_drafts, *[0] * padding])
+        offsets = torch.arange(tokens, dtype=torch.int32, device=device)
+        positions = seq_lens[:, None] - tokens + offsets
+        drafts = int32([*inputs.drafts, *[0] * padding * (tokens - 1)]).view(bucket, -1)
+        ids = torch.cat((self.runner.last_tokens[rows, None], drafts), 1)
+        token_rows = torch.where(offsets <= counts[:, None], rows[:, None], 0)
+        return ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY if tokens > 1 else ForwardMode.DECODE,
+            input_ids=ids.view(-1),
+            positions=positions.view(-1),
+            req_pool_indices=rows,
+            seq_lens=seq_lens,
+            query_start_loc=torch.arange(bucket + 1, dtype=torch.int32, device=device) * tokens,
+            out_cache_loc=self.runner.pools.req_to_token.token_slots(token_rows, positions).view(-1),
+            num_real=len(inputs.rows),
+            num_decode_rows=bucket,
+            attn_backend=self.runner.backend,
+            spec_info=SpecInfo(tokens) if tokens > 1 else None,
+        )
+
+    def check(self, bucket: int, real: int) -> None:
+        """`real` random rows in the graph of `bucket` rows."""
+        what = f"{real} rows in the bucket of {bucket}"
+        inputs = self.inputs(self.rows.random.sample(range(1, len(LENGTHS) + 1), real))
+        kept = [self.rows.random.randint(1, 1 + count) for count in inputs.num_drafts]
+        accepted = torch.tensor([*kept, *[0] * (bucket - real)], dtype=torch.int32, device=self.runner.device)
+        self.restore()
+        logits, after = self.replay(inputs, bucket, accepted)
+        self.restore()
+        wanted_logits, wanted = self.eager(inputs, bucket, accepted)
+        assert logits.isfinite().all(), what
+        assert same_bits(logits, wanted_logits), f"{what}: logits"
+        touched = self.touched(inputs)
+        for name, tensor in after.items():
+            # In page 0 padding writes over padding, in any order.
+            assert not changed_entries(wanted[name], tensor) - {0}, f"{what}: {name} differs"
+            changed = changed_entries(self.before[name], tensor)
+            assert changed <= touched.get(name.partition(" of ")[0], set()), f"{what}: {name}, entries {changed}"
+
+    def touched(self, inputs: DecodeInputs) -> dict[str, set[int]]:
+        """Entries that a step of these rows may change. Padding leaves a trace in page 0 alone."""
+        page_size, rows = self.runner.plan.page_size, set(inputs.rows)
+        pages = {0}
+        for row, count in zip(inputs.rows, inputs.num_drafts):
+            first = self.rows.computed[row]
+            pages |= {self.rows.pages[row][p // page_size] for p in range(first, first + count + 1)}
+        slots = {self.rows.slots[row - 1] for row in rows}
+        of_rows = ("ring start", "ring length", "ring_values", "ring_keys", "ring_gates", "intermediate_ssm")
+        return (
+            dict.fromkeys(("keys", "values"), pages)
+            | dict.fromkeys(("conv", "temporal"), slots)
+            | dict.fromkeys(of_rows, rows)
+        )
+
+
+def check_all(path: Any, tokens: int, **config: Any) -> None:
+    rows = Rows(path, LENGTHS, cuda_graph_max_bs=16, **config)
+    for row in range(1, len(LENGTHS) + 1):  # rings of many lengths, some about to be folded
+        for _ in range(row):
+            rows.decode(row)
+    twin = Twin(rows, tokens)
+    pairs = [(bucket, real) for bucket in (16, 8, 4, 2, 1) for real in range(1, bucket + 1)]
+    for bucket, real in pairs:
+        twin.check(bucket, real)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("state_mode", STATE_MODES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decode(name: str, state_mode: str, dtype: str, checkpoints: CheckpointStore) -> None:
+    check_all(checkpoints[name].path, 1, state_mode=state_mode, dtype=dtype)
+
+
+@pytest.mark.parametrize("state_mode", ["intermediate", "replay"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_verify(name: str, state_mode: str, checkpoints: CheckpointStore) -> None:
+    check_all(checkpoints[name].path, 4, speculative=SpeculativeConfig(num_draft_tokens=3, state_mode=state_mode))

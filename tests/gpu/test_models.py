@@ -1,0 +1,80 @@
+"""Logits and greedy tokens on the GPU, in float32, against transformers' own models."""
+
+from typing import Any
+
+import pytest
+
+from hybridrt import LLM, SpeculativeConfig
+from tests.checkpoints import CheckpointStore
+from tests.gpu.rig import DEVICE, FAMILIES, GPU, STATE_MODES, GpuSession
+from tests.session import budget, check_sample, greedy
+from tests.test_models_parity import requests
+from tests.ties import check_greedy
+
+pytestmark = GPU
+LENGTHS = (1, 2, 17, 40)
+UNEVEN = ("falcon-odd_sizes", "nemotron-odd_sizes", "qwen-unequal_head_dims", "nemotron-latent_experts_in_groups")
+
+
+@pytest.mark.parametrize("state_mode", STATE_MODES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ragged_batch(name: str, state_mode: str, checkpoints: CheckpointStore) -> None:
+    """Whole prompts of several lengths in one step, then decode steps as graphs."""
+    checkpoint = checkpoints[name]
+    for sample in GpuSession(checkpoint.path, state_mode=state_mode).run(requests(*LENGTHS)):
+        assert len(sample.tokens) == 64
+        check_sample(checkpoint, sample, name)
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_sizes(name: str, checkpoints: CheckpointStore) -> None:
+    """Head and state dimensions that are no powers of two, eagerly."""
+    checkpoint = checkpoints[name]
+    for sample in GpuSession(checkpoint.path, cuda_graph=False).run(requests(3, 33, steps=40), chunk=19):
+        check_sample(checkpoint, sample, name)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chunks_mixed_batches_and_retraction(name: str, graphs: bool, checkpoints: CheckpointStore) -> None:
+    """Arrivals one after the other, chunks of 7 tokens, and KV for a little more than one request out of three."""
+    checkpoint = checkpoints[name]
+    config: dict[str, Any] = {"page_size": 4, "max_model_len": 112, "max_running_requests": 3, "device": DEVICE}
+    memory = budget(checkpoint.path, rows=3, pages=30, **config)
+    session = GpuSession(checkpoint.path, budget_bytes=memory, cuda_graph=graphs, **config)
+    samples = session.run(requests(*LENGTHS), chunk=7, gap=3)
+    assert session.num_mixed() > 0
+    assert sum(sample.retractions for sample in samples) > 0
+    for sample in samples:
+        check_sample(checkpoint, sample, name)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_long_prompts_in_chunks(name: str, checkpoints: CheckpointStore) -> None:
+    """Prompts of several scan chunks, each computed in steps of another size."""
+    checkpoint = checkpoints[name]
+    for sample in GpuSession(checkpoint.path, max_model_len=256).run(requests(200, 130, 64, steps=5), chunk=90):
+        check_sample(checkpoint, sample, name)
+
+
+@pytest.mark.parametrize("state_mode", ["intermediate", "replay"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_drafts_change_nothing_but_the_number_of_steps(
+    name: str, state_mode: str, checkpoints: CheckpointStore
+) -> None:
+    """Drafts of the model itself, which are right, and of prompt lookup, which seldom are."""
+    checkpoint, steps = checkpoints[name], 40
+    prompts = [prompt for prompt, _ in requests(*LENGTHS)]
+    for method in ("draft", "ngram"):
+        draft_model = str(checkpoint.path) if method == "draft" else None
+        speculative = SpeculativeConfig(method, num_draft_tokens=3, draft_model=draft_model, state_mode=state_mode)
+        llm = LLM(
+            str(checkpoint.path), device=DEVICE, dtype="float32", speculative=speculative, max_model_len=128,
+            max_running_requests=3, chunked_prefill_size=24,
+        )  # fmt: skip
+        for out in llm.generate(prompts, greedy(steps)):
+            assert len(out.token_ids) == steps
+            check_greedy(out.token_ids, checkpoint.logits(out.prompt_token_ids, out.token_ids), f"{name}, {method}")
+        counters = llm.engine.counters()
+        assert counters.proposed > 0 and counters.accepted <= counters.proposed
+        assert method == "ngram" or counters.accepted > counters.proposed / 2

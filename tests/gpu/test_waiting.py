@@ -1,0 +1,103 @@
+"""Launching a step never waits for the device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hybridrt import SamplingParams, SpeculativeConfig
+from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepPlan
+from tests.checkpoints import CheckpointStore
+from tests.gpu.rig import DEVICE, FAMILIES, GREEDY, PRODUCTION, Rows, no_waiting, sleep
+
+pytestmark = PRODUCTION
+ALL_FILTERS = SamplingParams(
+    temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.1, logprobs=2
+)
+DRAFTS = 3
+Plan = Callable[[Rows], StepPlan]
+
+
+def decode(rows: Rows) -> StepPlan:
+    return rows.decode_plan(1, 3, 2, 5, 4)
+
+
+def mixed(rows: Rows) -> StepPlan:
+    """Decode rows, a last chunk that samples, and a new prompt's first chunk."""
+    plan = rows.decode_plan(4, 2)
+    prompts = {row: rows.prompt(20) for row in (6, 7)}
+    plan.admissions = [Admission(r, rows.slots[r - 1], p, len(p), ALL_FILTERS, r) for r, p in prompts.items()]
+    plan.page_writes = [PageWrite(row, 0, rows.pages[row]) for row in prompts]
+    plan.extend = [ExtendRow(6, 0, prompts[6], 0, True), ExtendRow(7, 0, prompts[7][:9], 0, False)]
+    return plan
+
+
+def verify(rows: Rows) -> StepPlan:
+    """Rows with all drafts, with some and without; the next step starts behind whatever is accepted, or before."""
+    counts = {1: DRAFTS, 2: 1, 5: 0}
+    return StepPlan(decode=[DecodeRow(r, rows.computed[r], 9, rows.prompt(n)) for r, n in counts.items()])
+
+
+def warm_rows(checkpoints: CheckpointStore, name: str, plan: Plan, **config: Any) -> Rows:
+    """Rows that have been through such steps: kernels are compiled, pinned memory is there."""
+    rows = Rows(checkpoints[name].path, [5, 9, 1, 30, 17, 3, 8], **config)
+    rows.admit(2, 9, ALL_FILTERS)
+    for _ in range(3):
+        rows.runner.launch(plan(rows)).result()
+    return rows
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("plan", [decode, mixed])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_synchronisation(name: str, plan: Plan, graphs: bool, checkpoints: CheckpointStore) -> None:
+    rows = warm_rows(checkpoints, name, plan, cuda_graph=graphs)
+    for _ in range(20):
+        step = plan(rows)
+        with no_waiting():
+            handle = rows.runner.launch(step)
+        assert len(handle.result().tokens) == len(step.sampled)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("state_mode", ["intermediate", "replay"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_synchronisation_in_a_verify_step(
+    name: str, state_mode: str, graphs: bool, checkpoints: CheckpointStore
+) -> None:
+    speculative = SpeculativeConfig(num_draft_tokens=DRAFTS, state_mode=state_mode)
+    rows = warm_rows(checkpoints, name, verify, speculative=speculative, cuda_graph=graphs)
+    for _ in range(5):
+        step = verify(rows)
+        with no_waiting():
+            handle = rows.runner.launch(step)
+        for row, tokens in zip(step.decode, handle.result().tokens, strict=True):
+            assert 1 <= len(tokens) <= 1 + len(row.drafts)
+
+
+@pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="a CPU never lags behind")
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("plan", [decode, mixed])
+def test_two_steps_are_launched_while_the_device_sleeps(plan: Plan, graphs: bool, checkpoints: CheckpointStore) -> None:
+    """Waits that torch does not know of would let the sleep end first."""
+    rows = warm_rows(checkpoints, FAMILIES[0], plan, cuda_graph=graphs, max_model_len=200)
+    first, second = plan(rows), plan(rows)
+    asleep = torch.cuda.Event()
+    torch.cuda.synchronize()
+    sleep(2_000_000_000)  # a second
+    asleep.record()
+    handles = [rows.runner.launch(first), rows.runner.launch(second)]
+    assert not asleep.query()
+    assert not any(handle.ready() for handle in handles)
+    for handle in handles:
+        handle.result()
+    assert asleep.query()
+
+
+def test_the_guard_sees_a_wait(checkpoints: CheckpointStore) -> None:
+    rows = warm_rows(checkpoints, FAMILIES[0], decode)
+    with pytest.raises(RuntimeError, match="synchroniz"), no_waiting():
+        rows.runner.last_tokens.tolist()
+    rows.runner.launch(decode(rows)).result()
+    assert GREEDY.greedy
