@@ -96,8 +96,9 @@ class MambaPoolSpec:
         return sum(_nbytes(self.slot_shapes(s)) * len(ids) for s, ids in self.groups.items())
 
     def row_bytes(self) -> int:
-        """Bytes that one running request needs beside its slot, over all layers."""
-        return sum(_nbytes(self.row_shapes(s)) * len(ids) for s, ids in self.groups.items())
+        """Bytes that one running request needs beside its slot, over all layers, ring cursors included."""
+        layers = sum(_nbytes(self.row_shapes(s)) * len(ids) for s, ids in self.groups.items())
+        return layers + 8 if self.groups else 0
 
 
 def _nbytes(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:

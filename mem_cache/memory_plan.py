@@ -96,32 +96,36 @@ def plan_memory(
         raise MemoryBudgetError(f"max_model_len is {max_model_len}, but the model was made for {model_limit} positions")
     per_request = costs.row + (costs.slot if recurrent else 0)
     available = budget_bytes - costs.fixed - per_request - costs.page  # row 0, slot 0 and page 0
-    rows = max_running_requests or max(min(default_rows, int(available * STATE_SHARE) // max(per_request, 1)), 1)
     pages_wanted = -(-(max_model_len or model_limit) // page_size)
-    pages = (available - rows * per_request) // max(costs.page, 1) if costs.page else pages_wanted * rows
     need = pages_wanted if max_model_len is not None else 1
-    if pages < need:
+    fitting_rows = (available - need * costs.page) // max(per_request, 1)
+    rows = max_running_requests or _default_rows(default_rows, available, per_request, fitting_rows)
+    if available < rows * per_request + need * costs.page:
         raise MemoryBudgetError(_too_small(budget_bytes, available, per_request, costs, page_size, rows, need))
-    pages = min(pages, pages_wanted * rows)
+    most = pages_wanted * rows
+    pages = min((available - rows * per_request) // costs.page, most) if costs.page else most
     length = max_model_len or min(model_limit, pages * page_size)
     return MemoryPlan(
         rows, rows if recurrent else 0, pages, page_size, length, costs, budget_bytes, weight_bytes, activation_bytes
     )
 
 
+def _default_rows(most: int, available: int, per_request: int, fitting: int) -> int:
+    return max(min(most, int(available * STATE_SHARE) // max(per_request, 1), fitting), 1)
+
+
 def _too_small(
     budget: int, available: int, per_request: int, costs: UnitCosts, page_size: int, rows: int, need: int
 ) -> str:
-    one_request = need * costs.page
-    fitting_rows = (available - one_request) // max(per_request, 1)
-    fitting_tokens = max((available - rows * per_request) // max(costs.page, 1), 0) * page_size
-    hints = ["raise memory_fraction"]
+    wanted = rows * per_request + need * costs.page
+    fitting_rows = (available - need * costs.page) // max(per_request, 1)
+    fitting_tokens = (available - rows * per_request) // max(costs.page, 1) * page_size
+    hints = [f"raise the budget to {budget + wanted - available} bytes (on a GPU: memory_fraction)"]
     if fitting_rows >= 1:
         hints.insert(0, f"lower max_running_requests from {rows} to {fitting_rows}")
-    if fitting_tokens >= page_size:
+    if fitting_tokens >= 1:
         hints.insert(0, f"lower max_model_len to {fitting_tokens}")
     return (
-        f"the pools' budget of {budget / GIB:.3f} GiB cannot hold {rows} running requests "
-        f"({per_request / 2**20:.1f} MiB each) and {need} KV pages of {page_size} tokens "
-        f"({costs.page / 2**20:.2f} MiB each): {', or '.join(hints)}"
+        f"the pools' budget of {budget} bytes cannot hold {rows} running requests ({per_request / 2**20:.2f} MiB each) "
+        f"and {need} KV pages of {page_size} tokens ({costs.page / 2**20:.2f} MiB each): {', or '.join(hints)}"
     )

@@ -34,6 +34,11 @@ class HybridReqToTokenPool:
         self.req_to_mamba_slot = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self._offsets = torch.arange(page_size, dtype=torch.int32, device=device)
 
+    @staticmethod
+    def row_bytes(max_context: int, page_size: int) -> int:
+        """Bytes of one row: its page table and its state slot."""
+        return 4 * (-(-max_context // page_size) * page_size + 1)
+
     def admit(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Gives each of `rows` its state slot, zeroed: no request reads another's state. [n] int64 each."""
         self.req_to_mamba_slot[rows] = slots.int()

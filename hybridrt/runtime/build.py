@@ -135,14 +135,13 @@ def make_plan(
     mc, spec = target.model_config, pool_spec(config, target)
     limit = mc.max_position_embeddings
     layers = len(mc.full_attention_layer_ids)
-    table_bytes = 4 * -(-(config.max_model_len or limit) // config.page_size) * config.page_size
     costs = UnitCosts(
         slot=spec.slot_bytes(),
-        row=spec.row_bytes() + table_bytes + SamplingTable.row_bytes(mc.vocab_size),
+        row=_row_bytes(config, target, config.max_model_len or limit),
         page=KVPool.page_bytes(layers, config.page_size, *kv_shape(target), target.dtype),
         fixed=_graph_bytes(config, target),
     )
-    return plan_memory(
+    plan = plan_memory(
         budget_bytes=free_host_memory() // 4 if budget_bytes is None else budget_bytes,
         costs=costs,
         page_size=config.page_size,
@@ -154,6 +153,20 @@ def make_plan(
         weight_bytes=weights,
         activation_bytes=activations,
     )
+    # The length may have been cut to what fits: page tables are as long as it is.
+    return replace(plan, costs=replace(costs, row=_row_bytes(config, target, plan.max_model_len)))
+
+
+def _row_bytes(config: EngineConfig, target: Target, max_len: int) -> int:
+    """Bytes of a running request beside its slot and its pages: rings, page table, sampling constants, last token."""
+    table = HybridReqToTokenPool.row_bytes(_table_length(config, max_len), config.page_size)
+    sampling = SamplingTable.row_bytes(target.model_config.vocab_size)
+    return pool_spec(config, target).row_bytes() + table + sampling + 4
+
+
+def _table_length(config: EngineConfig, max_len: int) -> int:
+    """Positions of a page table: the drafts of a last verify step may reach beyond the longest request."""
+    return max_len + config.num_verify_tokens - 1
 
 
 def _graph_bytes(config: EngineConfig, target: Target) -> int:
@@ -175,7 +188,7 @@ def build_pools(config: EngineConfig, target: Target, plan: MemoryPlan) -> Pools
         num_kv_heads=heads, head_dim=head_dim, dtype=target.dtype, device=device,
     )  # fmt: skip
     table = HybridReqToTokenPool(
-        num_rows=plan.num_rows, max_context=plan.max_model_len + config.num_verify_tokens - 1, page_size=plan.page_size,
+        num_rows=plan.num_rows, max_context=_table_length(config, plan.max_model_len), page_size=plan.page_size,
         mamba_pool=mamba, device=device,
     )  # fmt: skip
     return Pools(kv, table)
