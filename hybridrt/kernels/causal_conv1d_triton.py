@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hybridrt.kernels.causal_conv1d import Activation
 from hybridrt.kernels.mamba2_common_triton import silu, strides
+from hybridrt.kernels.pdl_triton import begin, pdl
 
 
 @triton.jit
@@ -14,8 +15,9 @@ def _varlen_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, conv_ptr, out_ptr, read_slots_ptr, write_slots_ptr, query_start_loc_ptr, positions_ptr,
     batch, num_tokens, x_st: tl.constexpr, conv_ss: tl.constexpr,
     C: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr, SILU: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     # Blocks of tokens, numbered through the rows; what lies past the last row counts as one more, a padding row.
     rows = tl.arange(0, BLOCK_B)
     firsts = tl.load(query_start_loc_ptr + rows, mask=rows <= batch, other=num_tokens)
@@ -94,7 +96,9 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     read_slots_ptr, write_slots_ptr, positions_ptr, rows_ptr, parents_ptr,
     x_strides: tl.constexpr, conv_ss: tl.constexpr, windows_sr: tl.constexpr, parents_sb: tl.constexpr,
     T: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     b = tl.program_id(1)
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channel < C
@@ -168,6 +172,7 @@ def causal_conv1d_varlen_triton(
         batch, num_tokens, x.stride(0), conv.stride(0),
         C=channels, TAPS=weight.shape[1], WC=conv.shape[2], SILU=activation == "silu",
         BLOCK_B=triton.next_power_of_2(batch + 1), BLOCK_T=block_t, BLOCK_C=block_c,
+        **pdl(x.device),
     )  # fmt: skip
     return out
 
@@ -196,5 +201,6 @@ def causal_conv1d_update_triton(
         x, weight, bias, conv, windows, out, read_slots, write_slots, start_positions, rows, parents,
         strides(x), conv.stride(0), strides(windows)[0], strides(parents)[0],
         T=tokens, C=channels, TAPS=weight.shape[1], WC=conv.shape[2], SILU=activation == "silu", BLOCK_C=block_c,
+        **pdl(x.device),
     )  # fmt: skip
     return out

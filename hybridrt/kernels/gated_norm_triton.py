@@ -6,13 +6,15 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.mamba2_common_triton import silu
+from hybridrt.kernels.pdl_triton import begin, pdl
 
 
 @triton.jit
 def _gated_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, gate_ptr, weight_ptr, out_ptr, x_st: tl.constexpr, gate_st: tl.constexpr, eps,
-    D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, NORM_FIRST: tl.constexpr,
+    D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, NORM_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < GROUP
@@ -38,6 +40,6 @@ def gated_rms_norm_triton(
         _gated_norm_kernel[tokens, channels // group_size](
             x, gate, weight, out, x.stride(0), gate.stride(0), eps,
             D=channels, GROUP=group_size, BLOCK=block, NORM_FIRST=norm_before_gate,
-            num_warps=min(8, max(1, block // 512)),
+            num_warps=min(8, max(1, block // 512)), **pdl(x.device),
         )  # fmt: skip
     return out

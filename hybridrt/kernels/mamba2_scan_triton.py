@@ -14,13 +14,15 @@ from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.mamba2_common_triton import silu, softplus, strides
+from hybridrt.kernels.pdl_triton import begin, pdl
 
 
 @triton.jit
 def _time_step_kernel(  # type: ignore[no-untyped-def]
     dt_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, cu_chunks_ptr, dt_st: tl.constexpr, num_tokens, dt_min, dt_max,
-    H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
+    H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     chunk = tl.program_id(0)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     first, end = tl.load(cu_chunks_ptr + chunk), tl.load(cu_chunks_ptr + chunk + 1)
@@ -42,8 +44,9 @@ def _states_kernel(  # type: ignore[no-untyped-def]
     snapshot_slots_ptr, cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr,
     x_strides: tl.constexpr, B_strides: tl.constexpr, states_ss: tl.constexpr, num_tokens,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     read = tl.load(read_slots_ptr + b).to(tl.int64)
     if read < 0:
@@ -92,8 +95,9 @@ def _states_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _scores_kernel(  # type: ignore[no-untyped-def]
     B_ptr, C_ptr, scores_ptr, cu_chunks_ptr, B_strides: tl.constexpr, C_strides: tl.constexpr,
-    G: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    G: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     block, g, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m_block, s_block = block // tl.cdiv(Q, BLOCK_M), block % tl.cdiv(Q, BLOCK_M)
     m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -121,8 +125,9 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr,
     x_strides: tl.constexpr, C_strides: tl.constexpr, z_strides: tl.constexpr, num_tokens,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, Q: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     block, h, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = h // HEADS_PER_GROUP
     m_first = block // tl.cdiv(P, BLOCK_P) * BLOCK_M
@@ -207,39 +212,31 @@ def mamba2_chunk_scan_triton(
     step, cum = step.unbind()
     chunk_heads = torch.empty((chunks, heads, dim, state_dim), dtype=x.dtype, device=x.device)
     scores = torch.empty((chunks, groups, size, size), dtype=x.dtype, device=x.device)
+    launch = pdl(x.device)
     common = {"H": heads, "P": dim, "N": state_dim, "HEADS_PER_GROUP": heads // groups}
     cu_chunks = plan.cu_chunk_seqlens
 
     if chunks:
         _time_step_kernel[chunks, triton.cdiv(heads, 16)](
             dt, A, dt_bias, step, cum, cu_chunks, dt.stride(0), num_tokens, *dt_limit,
-            H=heads, BLOCK_Q=triton.next_power_of_2(size), BLOCK_H=16,
+            H=heads, BLOCK_Q=triton.next_power_of_2(size), BLOCK_H=16, **launch,
         )  # fmt: skip
         _scores_kernel[triton.cdiv(size, 64) ** 2, groups, chunks](
-            B,
-            C,
-            scores,
-            cu_chunks,
-            strides(B),
-            strides(C),
-            G=groups,
-            N=state_dim,
-            Q=size,
-            BLOCK_M=64,
-            BLOCK_K=64,
-        )
+            B, C, scores, cu_chunks, strides(B), strides(C),
+            G=groups, N=state_dim, Q=size, BLOCK_M=64, BLOCK_K=64, **launch,
+        )  # fmt: skip
     block_p, block_n = block(dim, 64), block(state_dim, 64)
     _states_kernel[triton.cdiv(dim, block_p) * triton.cdiv(state_dim, block_n), heads, len(read_slots)](
         x, B, step, cum, states, chunk_heads, read_slots, write_slots, has_initial_state, snapshot_slots,
         cu_chunks, plan.first_chunk, plan.last_chunk, strides(x), strides(B), states.stride(0), num_tokens,
-        **common, BLOCK_P=block_p, BLOCK_N=block_n, BLOCK_K=64,
+        **common, BLOCK_P=block_p, BLOCK_N=block_n, BLOCK_K=64, **launch,
     )  # fmt: skip
     if chunks:
         block_m = block(size, 64)
         _outputs_kernel[triton.cdiv(size, block_m) * triton.cdiv(dim, block_p), heads, chunks](
             x, C, z, out, D, step, cum, chunk_heads, scores, read_slots, cu_chunks, plan.seq_idx,
             strides(x), strides(C), strides(z), num_tokens,
-            **common, Q=size, BLOCK_M=block_m, BLOCK_P=block_p, BLOCK_K=64,
+            **common, Q=size, BLOCK_M=block_m, BLOCK_P=block_p, BLOCK_K=64, **launch,
         )  # fmt: skip
     return out
 

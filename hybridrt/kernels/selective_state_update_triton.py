@@ -16,6 +16,7 @@ from hybridrt.kernels.mamba2_common_triton import (
     strides,
     time_step,
 )
+from hybridrt.kernels.pdl_triton import begin, pdl
 
 
 @triton.jit
@@ -26,8 +27,9 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     z_strides: tl.constexpr, conv_ss: tl.constexpr, states_ss: tl.constexpr, stored_strides: tl.constexpr,
     parents_sb: tl.constexpr, dt_min, dt_max,
     T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
-    TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     b, h, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = h // HEADS_PER_GROUP
     p = block * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -155,6 +157,6 @@ def launch_update(
         strides(conv)[0], states.stride(0), strides(stored), strides(parents)[0], *dt_limit,
         T=tokens, H=heads, P=dim, N=states.shape[3], HEADS_PER_GROUP=heads // B.shape[2],
         TAPS=weight.shape[1] if weight is not None else 0, WC=conv.shape[2] if conv is not None else 1,
-        BLOCK_P=tile.block_p, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
+        BLOCK_P=tile.block_p, BLOCK_N=tile.block_n, num_warps=tile.num_warps, **pdl(x.device),
     )  # fmt: skip
     return out

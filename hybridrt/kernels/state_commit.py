@@ -6,11 +6,12 @@ from hybridrt.kernels.providers import register, select
 from hybridrt.kernels.slots import write_rows
 
 register("commit_intermediate", "torch", "hybridrt.kernels.state_commit:commit_intermediate_reference")
+register(
+    "commit_intermediate", "triton", "hybridrt.kernels.state_commit_triton:commit_intermediate_triton", priority=10
+)
 
 
-def commit_intermediate(
-    temporal: Tensor, intermediate: Tensor, slots: Tensor, rows: Tensor, accepted: Tensor
-) -> None:
+def commit_intermediate(temporal: Tensor, intermediate: Tensor, slots: Tensor, rows: Tensor, accepted: Tensor) -> None:
     """temporal[slots[b]] = intermediate[rows[b], accepted[b] - 1] where accepted[b] > 0, in place.
 
     Args:

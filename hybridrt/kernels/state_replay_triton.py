@@ -19,6 +19,7 @@ from hybridrt.kernels.mamba2_common_triton import (
     strides,
     time_step,
 )  # fmt: skip
+from hybridrt.kernels.pdl_triton import begin, pdl
 
 
 @triton.jit
@@ -32,7 +33,9 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
     T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     b, h, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = h // HEADS_PER_GROUP
     leads_group = (h % HEADS_PER_GROUP == 0) & (block == 0)
@@ -121,8 +124,9 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
     read_slots_ptr, write_slots_ptr, rows_ptr, start_ptr, length_ptr,
     states_ss: tl.constexpr, values_sr: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr,
     P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, W: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     b, h, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     read = tl.load(read_slots_ptr + b).to(tl.int64)
     if read < 0:
@@ -146,8 +150,9 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _advance_kernel(  # type: ignore[no-untyped-def]
     start_ptr, length_ptr, rows_ptr, accepted_ptr, batch,
-    T: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
+    T: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     accepted = tl.load(accepted_ptr + b, mask=b < batch, other=0)
     live = accepted > 0
@@ -223,7 +228,7 @@ def launch_replay(
         T=tokens, H=heads, P=dim, N=states.shape[3], HEADS_PER_GROUP=heads // B.shape[2],
         TAPS=weight.shape[1] if weight is not None else 0, WC=conv.shape[2] if conv is not None else 1,
         W=width, BLOCK_P=tile.block_p, BLOCK_N=tile.block_n, BLOCK_W=triton.next_power_of_2(width),
-        num_warps=tile.num_warps,
+        num_warps=tile.num_warps, **pdl(x.device),
     )  # fmt: skip
     return out
 
@@ -251,6 +256,7 @@ def mamba2_fold_triton(
         states.stride(0), values.stride(0), keys.stride(0), gates.stride(0),
         P=dim, N=state_dim, HEADS_PER_GROUP=heads // keys.shape[1], W=gates.shape[2],
         BLOCK_P=tile.block_p, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
+        **pdl(states.device),
     )  # fmt: skip
 
 
@@ -259,4 +265,6 @@ def advance_ring_triton(
 ) -> None:
     """Triton `advance_ring`: one launch."""
     if len(rows):
-        _advance_kernel[triton.cdiv(len(rows), 128),](start, length, rows, accepted, len(rows), num_tokens, width, 128)
+        _advance_kernel[(triton.cdiv(len(rows), 128),)](
+            start, length, rows, accepted, len(rows), T=num_tokens, W=width, BLOCK=128, **pdl(start.device)
+        )
