@@ -10,12 +10,15 @@ one of three state modes:
 Tokens of a row form a chain; draft trees go through `causal_conv1d_update` and `selective_state_update`.
 """
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update_reference, check_ring
-from hybridrt.kernels.mamba2_common import split_conv_channels
+from hybridrt.kernels.mamba2_common import skip_and_gate, split_conv_channels, time_step
 from hybridrt.kernels.providers import register, select
 from hybridrt.kernels.selective_state_update import selective_state_update_reference
+from hybridrt.kernels.slots import consecutive
 from hybridrt.kernels.state_replay import check_ring_width, mamba2_replay_reference
 
 register("mamba2_decode", "torch", "hybridrt.kernels.mamba2_decode:mamba2_decode_reference")
@@ -100,7 +103,12 @@ def mamba2_decode_reference(
     intermediate_states: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Plain-torch `mamba2_decode`: the separate operations one after the other."""
+    """Plain-torch `mamba2_decode`: the separate operations one after the other, but for the plain decode step."""
+    if xBC.shape[1] == 1 and values is None and intermediate_states is None and read_slots is write_slots:
+        run = _rows_in_place(weight.shape[1], read_slots, start_positions, xBC, conv, states)
+        if run is not None:
+            terms = {"weight": weight, "bias": bias, "A": A, "D": D, "dt_bias": dt_bias, "dt_limit": dt_limit}
+            return _one_token(xBC, dt, z, conv[run], states[run], start_positions, **terms)
     conved = causal_conv1d_update_reference(xBC, weight, bias, conv, read_slots, write_slots, start_positions)
     x, B, C = split_conv_channels(conved, states.shape)
     if values is None:
@@ -113,3 +121,41 @@ def mamba2_decode_reference(
         states, values, keys, gates, x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_limit=dt_limit, z=z,
         slots=read_slots, rows=rows, start=start, length=length,
     )  # fmt: skip
+
+
+def _rows_in_place(taps: int, slots: Tensor, start_positions: Tensor, *tensors: Tensor) -> slice | None:
+    """The pool rows that a decode step may update where they stand: consecutive slots on a CPU, all of them past the
+    first K - 1 positions, everything float32. It saves two copies of each row's state and half of the operations."""
+    if any(t.dtype != torch.float32 for t in tensors):
+        return None
+    run = consecutive(slots)
+    return run if run is not None and min(start_positions.tolist()) >= taps - 1 else None
+
+
+def _one_token(
+    xBC: Tensor,
+    dt: Tensor,
+    z: Tensor | None,
+    conv: Tensor,
+    states: Tensor,
+    start_positions: Tensor,
+    *,
+    weight: Tensor,
+    bias: Tensor | None,
+    A: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float],
+) -> Tensor:
+    """One token of each of B rows, whose conv rings [B, C, Wc] and states [B, H, P, N] are updated in place."""
+    taps = torch.arange(1 - weight.shape[1], 1)
+    columns = (start_positions[:, None] + taps & conv.shape[2] - 1).long()[:, None].expand(-1, xBC.shape[2], -1)
+    conv.scatter_(2, columns[..., -1:], xBC.transpose(1, 2))
+    conved = conv.gather(2, columns).mul_(weight).sum(-1)
+    x, B, C = split_conv_channels(F.silu(conved if bias is None else conved.add_(bias), inplace=True), states.shape)
+    step = time_step(dt[:, 0], dt_bias, dt_limit)
+    heads, keys = x.shape[1], B.reshape(-1, 1, B.shape[2])
+    state = states.mul_((step * A).exp_()[..., None, None]).view(len(keys), -1, B.shape[2])
+    state.addcmul_((x * step[..., None]).reshape(len(keys), -1, 1), keys)
+    y = torch.bmm(C.reshape(keys.shape), state.transpose(1, 2)).view(-1, heads, x.shape[2])
+    return skip_and_gate(y, x, D, None if z is None else z[:, 0])[:, None]

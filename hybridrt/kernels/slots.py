@@ -9,6 +9,16 @@ def pad_mask(slots: Tensor, ndim: int) -> Tensor:
     return (slots < 0).view(-1, *[1] * (ndim - 1))
 
 
+def consecutive(slots: Tensor) -> slice | None:
+    """Slots [B] on a CPU as a slice of the pool if they are s, s + 1, ... and none is padding: then the rows are a view
+    and no copy. None otherwise, and on a GPU, where looking would wait for the device."""
+    if slots.device.type != "cpu":
+        return None
+    numbers = slots.tolist()
+    first, end = numbers[0], numbers[0] + len(numbers)
+    return slice(first, end) if first >= 0 and numbers == list(range(first, end)) else None
+
+
 def read_rows(pool: Tensor, slots: Tensor) -> Tensor:
     """Copy of pool[slots] [B, ...]; padding rows get the scratch row 0."""
     return pool.index_select(0, slots.clamp(min=0))
