@@ -130,7 +130,7 @@ def small_tiles(monkeypatch):
     """Tiles so small that short contexts take many of them, and a group of query heads more than one."""
     from hybridrt.kernels import paged_attention_triton
 
-    for name in ("DECODE_BLOCK_N", "DECODE_MAX_BLOCK_M", "EXTEND_BLOCK_M", "EXTEND_BLOCK_N"):
+    for name in ("BLOCK_N", "DECODE_BLOCK_M", "EXTEND_BLOCK_M"):
         monkeypatch.setattr(paged_attention_triton, name, 16)
 
 

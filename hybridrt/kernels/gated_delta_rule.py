@@ -21,6 +21,8 @@ L2_NORM_EPS = 1e-6
 
 for _op in ("gdn_gates", "chunk_gated_delta_rule", "recurrent_gated_delta_rule"):
     register(_op, "torch", f"hybridrt.kernels.gated_delta_rule:{_op}_reference")
+for _op in ("gdn_gates", "chunk_gated_delta_rule"):
+    register(_op, "triton", f"hybridrt.kernels.gated_delta_rule_triton:{_op}_triton", priority=10)
 _STEP = "hybridrt.kernels.gdn_decode_triton:recurrent_gated_delta_rule_triton"
 register("recurrent_gated_delta_rule", "triton", _STEP, priority=10)
 

@@ -35,8 +35,9 @@ def _normalized(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _push_qkv(  # type: ignore[no-untyped-def]
-    q, k, v, q_st, k_st, v_st, read_row, write_row, q_channel, k_channel, v_channel, i_mask, v_mask, position, moved,
-    writes_key, T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
+    q, k, v, q_st: tl.constexpr, k_st: tl.constexpr, v_st: tl.constexpr, read_row, write_row,
+    q_channel, k_channel, v_channel, i_mask, v_mask, position, moved, writes_key,
+    T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
 ):  # fmt: skip
     """This program's share of the raw inputs goes to the conv ring."""
     push_inputs(v, v_st, read_row, write_row, v_channel, v_mask, position, moved, T, TAPS, WC)
@@ -49,7 +50,7 @@ def _push_qkv(  # type: ignore[no-untyped-def]
 def _recurrent_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, out_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr,
     conv_ptr, states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, positions_ptr, rows_ptr, parents_ptr,
-    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, a_sb, a_st, b_sb, b_st,
+    q_s: tl.constexpr, k_s: tl.constexpr, v_s: tl.constexpr, a_s: tl.constexpr, b_s: tl.constexpr,
     conv_ss, states_ss, stored_sr, stored_st, parents_sb,
     T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -64,15 +65,15 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
         for t in tl.static_range(T):
             tl.store(out + t * (HV * V), tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=j_mask)
         return
-    q, k = q_ptr + row * q_sb + key_head * q_sh + i, k_ptr + row * k_sb + key_head * k_sh + i
-    v = v_ptr + row * v_sb + h * v_sh + j
+    q, k = q_ptr + row * q_s[0] + key_head * q_s[2] + i, k_ptr + row * k_s[0] + key_head * k_s[2] + i
+    v = v_ptr + row * v_s[0] + h * v_s[2] + j
     q_channel, k_channel, v_channel = key_head * K + i, (HK + key_head) * K + i, 2 * HK * K + h * V + j
     position, conv_row = 0, conv_ptr
     if TAPS > 0:
         position, conv_row = tl.load(positions_ptr + row), conv_ptr + read * conv_ss
         writes_key = (h % (HV // HK) == 0) & (block == 0)
-        _push_qkv(q, k, v, q_st, k_st, v_st, conv_row, conv_ptr + write * conv_ss, q_channel, k_channel, v_channel,
-                  i_mask, j_mask, position, read != write, writes_key, T, TAPS, WC)  # fmt: skip
+        _push_qkv(q, k, v, q_s[1], k_s[1], v_s[1], conv_row, conv_ptr + write * conv_ss, q_channel, k_channel,
+                  v_channel, i_mask, j_mask, position, read != write, writes_key, T, TAPS, WC)  # fmt: skip
     tile = h * (V * K) + j[:, None] * K + i[None, :]
     mask = j_mask[:, None] & i_mask[None, :]
     initial = tl.load(states_ptr + read * states_ss + tile, mask=mask, other=0.0).to(tl.float32)
@@ -80,20 +81,22 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
     stored = stored_ptr
     if stored_ptr is not None:
         stored = stored_ptr + tl.load(rows_ptr + row).to(tl.int64) * stored_sr + tile
-    for t in tl.static_range(T):
+    for t in range(T):
         if parents_ptr is not None:
             parent = tl.load(parents_ptr + row * parents_sb + t)
             tl.debug_barrier()  # the parent's state was stored by this program
             inherited = tl.load(stored + tl.maximum(parent, 0) * stored_st, mask=mask, other=0.0)
             state = tl.where(parent >= 0, inherited.to(tl.float32), initial)
         g, beta = _gates(
-            a_ptr + row * a_sb + t * a_st + h, b_ptr + row * b_sb + t * b_st + h, A_log_ptr, dt_bias_ptr, h
+            a_ptr + row * a_s[0] + t * a_s[1] + h, b_ptr + row * b_s[0] + t * b_s[1] + h, A_log_ptr, dt_bias_ptr, h
         )
         query = _normalized(
-            step_input(q, q_st, conv_row, weight_ptr, bias_ptr, q_channel, i_mask, position, t, TAPS, WC)
+            step_input(q, q_s[1], conv_row, weight_ptr, bias_ptr, q_channel, i_mask, position, t, TAPS, WC)
         )
-        key = _normalized(step_input(k, k_st, conv_row, weight_ptr, bias_ptr, k_channel, i_mask, position, t, TAPS, WC))
-        value = step_input(v, v_st, conv_row, weight_ptr, bias_ptr, v_channel, j_mask, position, t, TAPS, WC)
+        key = _normalized(
+            step_input(k, k_s[1], conv_row, weight_ptr, bias_ptr, k_channel, i_mask, position, t, TAPS, WC)
+        )
+        value = step_input(v, v_s[1], conv_row, weight_ptr, bias_ptr, v_channel, j_mask, position, t, TAPS, WC)
         state *= tl.exp(g)
         corrected = beta * (value - tl.sum(state * key[None, :], 1))
         state += corrected[:, None] * key[None, :]
@@ -126,7 +129,7 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, out_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr,
     conv_ptr, states_ptr, values_ptr, keys_ptr, gates_ptr,
     slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
-    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, a_sb, a_st, b_sb, b_st,
+    q_s: tl.constexpr, k_s: tl.constexpr, v_s: tl.constexpr, a_s: tl.constexpr, b_s: tl.constexpr,
     conv_ss, states_ss, values_sr, keys_sr, gates_sr,
     T: tl.constexpr, W: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -141,14 +144,14 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
         for t in tl.static_range(T):
             tl.store(out + t * (HV * V), tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=j_mask)
         return
-    q, k = q_ptr + row * q_sb + key_head * q_sh + i, k_ptr + row * k_sb + key_head * k_sh + i
-    v = v_ptr + row * v_sb + h * v_sh + j
+    q, k = q_ptr + row * q_s[0] + key_head * q_s[2] + i, k_ptr + row * k_s[0] + key_head * k_s[2] + i
+    v = v_ptr + row * v_s[0] + h * v_s[2] + j
     q_channel, k_channel, v_channel = key_head * K + i, (HK + key_head) * K + i, 2 * HK * K + h * V + j
     writes_key = (h % (HV // HK) == 0) & (block == 0)
     position, conv_row = 0, conv_ptr
     if TAPS > 0:
         position, conv_row = tl.load(positions_ptr + row), conv_ptr + slot * conv_ss
-        _push_qkv(q, k, v, q_st, k_st, v_st, conv_row, conv_row, q_channel, k_channel, v_channel, i_mask, j_mask,
+        _push_qkv(q, k, v, q_s[1], k_s[1], v_s[1], conv_row, conv_row, q_channel, k_channel, v_channel, i_mask, j_mask,
                   position, False, writes_key, T, TAPS, WC)  # fmt: skip
     ring_row = tl.load(rows_ptr + row).to(tl.int64)
     values_row = values_ptr + ring_row * values_sr + h * (W * V)
@@ -179,15 +182,17 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
     entry_decay = tl.sum(tl.where(later, gates[None, :], 0.0), 1)
     decay = tl.sum(gates, 0)
     elapsed = 0.0
-    for t in tl.static_range(T):
+    for t in range(T):
         g, beta = _gates(
-            a_ptr + row * a_sb + t * a_st + h, b_ptr + row * b_sb + t * b_st + h, A_log_ptr, dt_bias_ptr, h
+            a_ptr + row * a_s[0] + t * a_s[1] + h, b_ptr + row * b_s[0] + t * b_s[1] + h, A_log_ptr, dt_bias_ptr, h
         )
         query = _normalized(
-            step_input(q, q_st, conv_row, weight_ptr, bias_ptr, q_channel, i_mask, position, t, TAPS, WC)
+            step_input(q, q_s[1], conv_row, weight_ptr, bias_ptr, q_channel, i_mask, position, t, TAPS, WC)
         )
-        key = _normalized(step_input(k, k_st, conv_row, weight_ptr, bias_ptr, k_channel, i_mask, position, t, TAPS, WC))
-        value = step_input(v, v_st, conv_row, weight_ptr, bias_ptr, v_channel, j_mask, position, t, TAPS, WC)
+        key = _normalized(
+            step_input(k, k_s[1], conv_row, weight_ptr, bias_ptr, k_channel, i_mask, position, t, TAPS, WC)
+        )
+        value = step_input(v, v_s[1], conv_row, weight_ptr, bias_ptr, v_channel, j_mask, position, t, TAPS, WC)
         stored_key = key.to(keys_ptr.dtype.element_ty)
         key = stored_key.to(tl.float32)
         elapsed += g
@@ -201,7 +206,7 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
         result = from_checkpoint * tl.sum(state * query[None, :], 1) + tl.sum(entry_values * weight[:, None], 0)
         result = (result + corrected * tl.sum(key * query, 0)) * (K**-0.5)
         tl.store(out + t * (HV * V), result.to(out_ptr.dtype.element_ty), mask=j_mask)
-        if t + 1 < T:
+        if T > 1:
             own = w == history + t
             entry_keys = tl.where(own[:, None], key[None, :], entry_keys)
             entry_values = tl.where(own[:, None], corrected[None, :], entry_values)
@@ -376,7 +381,6 @@ def _replay(
             *_strides(inputs), 0 if conv is None else conv.stride(0), states.stride(0), values.stride(0),
             keys.stride(0), gates.stride(0), T=v.shape[1], W=values.shape[2],
             BLOCK_W=triton.next_power_of_2(values.shape[2]), **_taps(raw), **shape,
-            num_warps=4 if v.shape[1] == 1 else 8,
         )  # fmt: skip
     return out
 
@@ -396,7 +400,6 @@ def _taps(raw: _Raw) -> dict[str, int]:
     return {"TAPS": 0 if weight is None else weight.shape[1], "WC": 0 if conv is None else conv.shape[2]}
 
 
-def _strides(inputs: _Inputs) -> list[int]:
-    """Row, token and head strides of q, k and v; row and token strides of a and b."""
-    q, k, v, a, b = inputs
-    return [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *a.stride()[:2], *b.stride()[:2]]
+def _strides(inputs: _Inputs) -> list[tuple[int, ...]]:
+    """All but the last, constants to the kernels: so the compiler sees how far rows of a merged projection align."""
+    return [x.stride()[:-1] for x in inputs]

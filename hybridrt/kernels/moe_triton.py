@@ -1,7 +1,7 @@
 """Triton kernels of the mixture of experts.
 
-Few token-expert pairs: bandwidth decides, and each pair gathers its own rows of the weights. Many: pairs are laid out by
-expert in blocks of one expert each, and blocks are matrix products.
+Few token-expert pairs: bandwidth decides, and each pair gathers its own rows of the weights. Many: pairs are laid out
+in blocks of one expert each, and blocks are matrix products.
 """
 
 from dataclasses import dataclass
@@ -258,7 +258,8 @@ def _gathered(
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Pairs laid out by expert: `pairs` [n * size] int64, num_pairs where there is none; `experts` [n], E for no block."""
+    """n blocks of `size` pairs of one expert: `pairs` [n * size + 1], the number of pairs where there is none, and
+    `experts` [n], E for a block of none."""
 
     pairs: Tensor
     experts: Tensor
@@ -289,7 +290,7 @@ def _lay_out(ids: Tensor, experts: int) -> _Blocks:
 def _grouped(
     x: Tensor, w_up: Tensor, w_down: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor, meta: dict
 ) -> None:
-    blocks, (tokens, width), inner = _lay_out(ids, w_up.shape[0]), x.shape, hidden.shape[1]
+    blocks, (tokens, width) = _lay_out(ids, w_up.shape[0]), x.shape
     y = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
     _launch_grouped(x, w_up, blocks, hidden, ids, {**meta, "PAIRS_PER_ROW": ids.shape[1], "ACTIVATE": True})
     _launch_grouped(

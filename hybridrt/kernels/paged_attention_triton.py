@@ -14,11 +14,10 @@ from torch import Tensor
 
 from hybridrt.kernels.launch import dot_precision, multiprocessors
 
-DECODE_BLOCK_N = 64  # context positions per tile
-DECODE_MAX_BLOCK_M = 64
-EXTEND_BLOCK_M, EXTEND_BLOCK_N = 128, 64
-WIDE_HEAD_BLOCK_M = 64  # of heads wider than 128, whose accumulator would spill at EXTEND_BLOCK_M
+BLOCK_N = 64  # context positions per tile; half of it in float32
+DECODE_BLOCK_M, EXTEND_BLOCK_M = 64, 128  # query rows per tile at most; half of it in float32 and for wide heads
 PROGRAMS_PER_MULTIPROCESSOR = 4
+MAX_SPLITS = 64
 
 
 @triton.jit
@@ -163,10 +162,9 @@ def attention_decode_triton(
     batch, tokens, query_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     rows_per_head = tokens * query_heads // kv_heads
-    block_m = min(max(16, triton.next_power_of_2(rows_per_head)), DECODE_MAX_BLOCK_M)
-    head_blocks = kv_heads * triton.cdiv(rows_per_head, block_m)
-    splits = _splits(batch * head_blocks, req_to_token.shape[1], q.device)
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    tile = _tile(rows_per_head, DECODE_BLOCK_M, q)
+    head_blocks = kv_heads * triton.cdiv(rows_per_head, tile["BLOCK_M"])
+    splits = _splits(batch * head_blocks, triton.cdiv(req_to_token.shape[1], tile["BLOCK_N"]), q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial, lse = out, None
     if splits > 1:
@@ -178,22 +176,35 @@ def attention_decode_triton(
         0 if tree_mask is None else tree_mask.stride(0), 0 if tree_mask is None else tree_mask.stride(1),
         scale * math.log2(math.e),
         T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
-        BLOCK_M=block_m, BLOCK_N=DECODE_BLOCK_N, BLOCK_D=block_d, BLOCK_T=triton.next_power_of_2(tokens),
-        PRECISION=dot_precision(q.dtype), num_warps=8 if block_m * block_d > 8192 else 4, num_stages=2,
+        BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile, num_stages=2,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(batch, tokens * query_heads)](
             partial, lse, seq_lens, out,
-            T=tokens, HQ=query_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits, BLOCK_N=DECODE_BLOCK_N,
-            BLOCK_D=block_d, BLOCK_S=triton.next_power_of_2(splits), num_warps=4,
+            T=tokens, HQ=query_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
+            BLOCK_N=tile["BLOCK_N"], BLOCK_D=tile["BLOCK_D"], BLOCK_S=triton.next_power_of_2(splits), num_warps=4,
         )  # fmt: skip
     return out
 
 
-def _splits(programs: int, context: int, device: torch.device) -> int:
+def _splits(programs: int, context_blocks: int, device: torch.device) -> int:
     """Into how many programs a row's context is split, to fill the device; fixed by the batch and the table's width."""
     wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), programs)
-    return max(1, min(wanted, triton.cdiv(context, DECODE_BLOCK_N), 64))
+    return max(1, min(wanted, context_blocks, MAX_SPLITS))
+
+
+def _tile(rows: int, largest: int, q: Tensor) -> dict[str, int]:
+    """Tile sizes and warps for `rows` query rows per key/value head."""
+    block_d = max(16, triton.next_power_of_2(q.shape[-1]))
+    halved = (q.dtype == torch.float32) + (block_d > 128 and largest > 64)
+    block_m = min(max(16, triton.next_power_of_2(rows)), max(16, largest >> halved))
+    block_n = max(16, BLOCK_N >> (q.dtype == torch.float32))
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_D": block_d,
+        "num_warps": 8 if block_m * block_d > 8192 else 4,
+    }
 
 
 @triton.jit
@@ -265,16 +276,13 @@ def attention_extend_triton(
     allocate = torch.empty if sum(query_lens) == q.shape[0] else torch.zeros
     out = allocate(q.shape, dtype=q.dtype, device=q.device)
     longest = max(query_lens, default=0) * groups
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    largest_block = EXTEND_BLOCK_M if block_d <= 128 else WIDE_HEAD_BLOCK_M
     if longest:
-        block_m = min(max(16, triton.next_power_of_2(longest)), largest_block)
-        _extend_kernel[(triton.cdiv(longest, block_m), kv_heads, len(query_lens))](
+        tile = _tile(longest, EXTEND_BLOCK_M, q)
+        _extend_kernel[(triton.cdiv(longest, tile["BLOCK_M"]), kv_heads, len(query_lens))](
             q, k_cache, v_cache, req_to_token, rows, query_start_loc, seq_lens, out,
             q.stride(0), q.stride(1), req_to_token.stride(0), scale * math.log2(math.e),
-            HKV=kv_heads, GROUPS=groups, D=head_dim, WINDOW=sliding_window or 0,
-            BLOCK_M=block_m, BLOCK_N=EXTEND_BLOCK_N, BLOCK_D=block_d, PRECISION=dot_precision(q.dtype),
-            num_warps=8 if block_m * block_d > 8192 else 4, num_stages=2,
+            HKV=kv_heads, GROUPS=groups, D=head_dim, WINDOW=sliding_window or 0, PRECISION=dot_precision(q.dtype),
+            **tile, num_stages=2,
         )  # fmt: skip
     return out
 
