@@ -113,7 +113,7 @@ class CudaGraphRecorder:
 def buckets(max_bs: int) -> list[int]:
     """Batch sizes that get a graph: 1, 2, 4, every 8 up to 64, every 16 up to 256, every 64 above, and max_bs."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_bs + 1, 64)]
-    return sorted({min(size, max_bs) for size in sizes})
+    return sorted({min(size, max_bs) for size in (*sizes, max_bs)})
 
 
 class GraphRunner:
