@@ -60,11 +60,13 @@ class Layer:
 
     def replay(self, width: int) -> None:
         values, keys = meta(129, self.heads, width, self.dim), meta(129, self.groups, width, self.state_dim)
-        ring = values, keys, meta(129, self.heads, width, dtype=torch.float32)
+        gates = meta(129, self.heads, width, dtype=torch.float32)
         rows: dict[str, Any] = {name: int32(self.batch) for name in ("rows", "start", "length")}
-        mamba2_replay_triton(self.states, *ring, **self.inputs, **self.terms, slots=int32(self.batch), **rows)
+        mamba2_replay_triton(
+            self.states, values, keys, gates, **self.inputs, **self.terms, slots=int32(self.batch), **rows
+        )
         slots: dict[str, Any] = {"read_slots": int32(self.batch), "write_slots": int32(self.batch)}
-        mamba2_fold_triton(self.states, *ring, self.per_head(), **slots, **rows)
+        mamba2_fold_triton(self.states, values, keys, gates, self.per_head(), **slots, **rows)
 
     def prefill(self, chunk_size: int) -> None:
         chunks = self.tokens // chunk_size
