@@ -120,22 +120,32 @@ def attention_decode_reference(
     groups = query_heads // kv_heads
     slots = req_to_token[:, :max_len].index_select(0, rows)
     context = slots.shape[1]
-    in_context = torch.arange(context, device=q.device) < seq_lens.unsqueeze(1)
-    # Slots past the end may name another request's page or hold a stale one: read the finite scratch slot 0 instead.
-    slots = torch.where(in_context, slots, 0).view(-1)
-    keys = _gather(k_cache, slots).view(batch, context, kv_heads, head_dim).transpose(1, 2)
-    values = _gather(v_cache, slots).view(batch, context, kv_heads, head_dim).transpose(1, 2)
+    visible = None
+    if tokens > 1 or sliding_window is not None or not _all_reach(seq_lens, context):
+        in_context = torch.arange(context, device=q.device) < seq_lens.unsqueeze(1)
+        # Slots past the end may name another request's page or a stale one: read the finite scratch slot 0 instead.
+        slots = torch.where(in_context, slots, 0)
+        if tokens == 1 and sliding_window is None:
+            visible = in_context.view(batch, 1, 1, context)
+        else:
+            visible = _visible(in_context, seq_lens, tokens, sliding_window, tree_mask)
+            visible = visible.unsqueeze(1).expand(-1, groups, -1, -1).reshape(batch, 1, groups * tokens, context)
+    keys, values = (
+        _gather(cache, slots.view(-1)).view(batch, context, kv_heads, head_dim).transpose(1, 2).to(q.dtype)
+        for cache in (k_cache, v_cache)
+    )
     # The query heads that share a key head become extra query positions of that head: nothing is repeated.
     query = q.view(batch, tokens, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
     query = query.reshape(batch, kv_heads, groups * tokens, head_dim)
-    if tokens == 1 and sliding_window is None:
-        visible = in_context.view(batch, 1, 1, context)
-    else:
-        visible = _visible(in_context, seq_lens, tokens, sliding_window, tree_mask)
-        visible = visible.unsqueeze(1).expand(-1, groups, -1, -1).reshape(batch, 1, groups * tokens, context)
-    out = F.scaled_dot_product_attention(query, keys.to(q.dtype), values.to(q.dtype), attn_mask=visible, scale=scale)
+    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
     out = out.view(batch, kv_heads, groups, tokens, head_dim).permute(0, 3, 1, 2, 4)
-    return out.reshape(batch, tokens, query_heads, head_dim).masked_fill_((seq_lens == 0).view(-1, 1, 1, 1), 0)
+    out = out.reshape(batch, tokens, query_heads, head_dim)
+    return out if visible is None else out.masked_fill_((seq_lens == 0).view(-1, 1, 1, 1), 0)
+
+
+def _all_reach(seq_lens: Tensor, context: int) -> bool:
+    """Whether every row's context is the whole table width, where looking waits for nothing: no mask is needed then."""
+    return not seq_lens.is_cuda and seq_lens.tolist() == [context] * len(seq_lens)
 
 
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:

@@ -38,19 +38,28 @@ class DenseMethod:
     """
 
     def create(self, out_features: int, in_features: int, build: Build) -> nn.Parameter:
-        return parameter(out_features, in_features, dtype=build.dtype, device=build.device)
+        weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
+        if build.device.type == "cpu" and build.dtype == torch.float32:
+            # Column by column in memory, which BLAS multiplies a fifth faster with few rows and no slower with many.
+            weight.data = torch.empty(in_features, out_features).t()
+        return weight
 
     def slot(self, weight: nn.Parameter, dim: int, start: int, size: int) -> torch.Tensor:
         """Where a segment of the checkpoint lands, and where its fold is applied."""
         return weight.data.narrow(dim, start, size)
 
     def apply(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation | None = None,
+        tail: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """act(x W^T + b) for x [T, in]."""
+        """act(x W^T + b) for x [T, in], whose last columns may come in `tail`."""
         if is_skinny(x, weight):
-            return skinny_linear(x, weight, bias, activation=activation)[0]
-        y = F.linear(x, weight, bias)
+            return skinny_linear(x, weight, bias, tail=tail, activation=activation)[0]
+        y = F.linear(x if tail is None else torch.cat((x, tail), dim=-1), weight, bias)
         if activation is None:
             return y
         return silu_and_mul(y) if activation == "silu_and_mul" else relu2(y)
@@ -177,10 +186,11 @@ class RowLinear(_SegmentedLinear):
         if self.bias is not None:
             self.bias.data.zero_()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tail: torch.Tensor | None = None) -> torch.Tensor:
+        """y of x, or of x and `tail` side by side: what two branches made need not be copied into one tensor."""
         # One rank adds the bias: the sum over ranks must hold it once.
         bias = self.bias if self.tp.rank == 0 else None
-        return self.tp.all_reduce(self.method.apply(x, self.weight, bias))
+        return self.tp.all_reduce(self.method.apply(x, self.weight, bias, tail=tail))
 
     def targets(self, key: str, name: str, *, bias: bool = False, fold: float = 1.0) -> dict[str, Target]:
         """Targets of `key`.weight (and .bias), the matrix that reads segment `name`. `fold` scales its output."""
