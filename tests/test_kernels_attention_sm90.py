@@ -1,0 +1,23 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import triton
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_kernels_fit_a_multiprocessor_of_sm90() -> None:
+    """No spills, and a program's tiles fit a multiprocessor's 227 KB of shared memory."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.sm90_attention"], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    usages = [json.loads(line) for line in found.stdout.splitlines()]
+    assert {u["kernel"] for u in usages} >= {"_decode_kernel", "_extend_kernel", "_argmax_kernel", "_grouped_kernel"}
+    for usage in usages:
+        assert usage["stack"] == 0, f"{usage} spills (Triton {triton.__version__})"
+        assert usage["shared"] <= 227 * 1024, usage
