@@ -65,14 +65,13 @@ class FalconH1Block(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         projected, residual = norm_linear(self.input_norm, self.in_proj, x, residual)
-        mixed = projected.new_empty(projected.shape[0], self.attn.q_size + self.mamba.intermediate_size)
-        self._mamba(projected[:, : self.ssm_width], mixed[:, self.attn.q_size :], batch)
-        mixed[:, : self.attn.q_size] = self._attention(projected[:, self.ssm_width :], rope, batch)
-        return self.mlp.after_norm(self.mlp_norm, self.out_proj(mixed), residual)
+        ssm = self._mamba(projected[:, : self.ssm_width], batch)
+        attn = self._attention(projected[:, self.ssm_width :], rope, batch)
+        return self.mlp.after_norm(self.mlp_norm, self.out_proj(attn, ssm), residual)
 
-    def _mamba(self, projected: torch.Tensor, out: torch.Tensor, batch: ForwardBatch) -> None:
+    def _mamba(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         backend = batch.attn_backend.linear_attn_backend
-        backend.forward(None, None, None, self.mamba, batch, projected=projected, out=out)
+        return backend.forward(None, None, None, self.mamba, batch, projected=projected)
 
     def _attention(self, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         attn = self.attn

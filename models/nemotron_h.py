@@ -45,9 +45,8 @@ class MambaPart(nn.Module):
 
     def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
-        out = projected.new_empty(x.shape[0], self.mixer.intermediate_size)
-        batch.attn_backend.forward(None, None, None, self.mixer, batch, projected=projected, out=out)
-        return self.out_proj(out), residual
+        mixed = batch.attn_backend.forward(None, None, None, self.mixer, batch, projected=projected)
+        return self.out_proj(mixed), residual
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         return {

@@ -41,13 +41,13 @@ class GDNAttnBackend(MambaAttnBackendBase):
             [T, Hv, V], before the gated norm.
         """
         metadata, cache = self._metadata(), self.layer_cache(layer.layer_id)
-        out = mixed_qkv.new_empty(mixed_qkv.shape[0], layer.num_v_heads, layer.head_v_dim)
-        split = metadata.decode.num_tokens if metadata.decode else 0
+        split, parts = metadata.decode.num_tokens if metadata.decode else 0, []
         if metadata.decode:
-            out[:split] = self._decode(layer, cache, metadata.decode, mixed_qkv[:split], a[:split], b[:split])
+            parts.append(self._decode(layer, cache, metadata.decode, mixed_qkv[:split], a[:split], b[:split]))
         if metadata.extend:
-            out[split:] = self._extend(layer, cache, metadata.extend, mixed_qkv[split:], a[split:], b[split:])
-        return out
+            parts.append(self._extend(layer, cache, metadata.extend, mixed_qkv[split:], a[split:], b[split:]))
+        empty = mixed_qkv.new_empty(0, layer.num_v_heads, layer.head_v_dim)
+        return parts[0] if len(parts) == 1 else torch.cat([empty, *parts])
 
     def _decode(
         self, layer: Any, cache: LayerCache, seg: DecodeSegment, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor

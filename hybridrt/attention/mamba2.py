@@ -54,7 +54,6 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
         save_kv_cache: bool = True,
         *,
         projected: torch.Tensor,
-        out: torch.Tensor,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Conv, scan and gate of one mixer.
@@ -62,12 +61,13 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
         Args:
             layer: the Mamba2Mixer.
             projected: [T, z | x | B | C | dt] of the input projection; a strided view will do.
-            out: [T, heads * head_dim], written and returned; what the output projection reads.
+        Returns:
+            [T, heads * head_dim]: what the output projection reads.
         """
         metadata = self._metadata()
         replay = self.mamba_pool.spec.mode == "replay"
         prepare = Mamba2Metadata.prepare_mixed if metadata.extend else Mamba2Metadata.prepare_decode
-        mixed: torch.Tensor = layer.forward(projected, out, self.layer_cache(layer.layer_id), prepare(metadata, replay))
+        mixed: torch.Tensor = layer.forward(projected, self.layer_cache(layer.layer_id), prepare(metadata, replay))
         return mixed
 
     def materialize_layer(

@@ -33,6 +33,7 @@ def skinny_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    tail: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
@@ -43,6 +44,8 @@ def skinny_linear(
     Args:
         x: [T, K] with any row stride, T at most MAX_TOKENS.
         weight: [N, K] contiguous; bias: [N] or None.
+        tail: [T, K - K1], the last columns of the input where x `[T, K1]` holds the first: two inputs of one merged
+            weight need no copy side by side. Not with a norm.
         norm_weight: [K] float32, as in `rms_norm`; eps belongs to it.
         residual: [T, K], added before the norm. It may be overwritten: use the returned sum instead.
         activation: "silu_and_mul" halves N (gate rows, then up rows); "relu2".
@@ -51,14 +54,16 @@ def skinny_linear(
         y [T, N] or [T, N / 2] in x's dtype, accumulated in float32; x + residual rounded to residual's dtype, or None.
 
     Raises:
-        ConfigError: too many tokens, or a residual without a norm.
+        ConfigError: too many tokens, a residual without a norm, or a tail with one.
     """
     if x.shape[0] > MAX_TOKENS:
         raise ConfigError(f"skinny_linear takes at most {MAX_TOKENS} tokens, not {x.shape[0]}")
     if residual is not None and norm_weight is None:
         raise ConfigError("skinny_linear adds a residual only in front of a norm; pass norm_weight too")
+    if tail is not None and norm_weight is not None:
+        raise ConfigError("skinny_linear normalises one tensor; concatenate x and tail first")
     result: tuple[Tensor, Tensor | None] = select("skinny_linear", x.device.type)(
-        x, weight, bias, norm_weight=norm_weight, eps=eps, residual=residual, activation=activation
+        x, weight, bias, tail=tail, norm_weight=norm_weight, eps=eps, residual=residual, activation=activation
     )
     return result
 
@@ -68,6 +73,7 @@ def skinny_linear_reference(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    tail: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
@@ -75,6 +81,8 @@ def skinny_linear_reference(
 ) -> tuple[Tensor, Tensor | None]:
     """Plain-torch `skinny_linear`: the separate operations one after the other."""
     dtype = x.dtype
+    if tail is not None:
+        x = torch.cat((x, tail), dim=-1)
     if residual is not None:
         x = residual = (x.float() + residual.float()).to(residual.dtype)
     if norm_weight is not None:

@@ -59,9 +59,29 @@ def _store_output(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _input_columns(x_ptr, tail_ptr, column, split):  # type: ignore[no-untyped-def]
+    """Where input column `column` lies: from `split` on in the tail, if there is one."""
+    pointer = x_ptr + column
+    if tail_ptr is not None:
+        pointer = tl.where(column < split, pointer, tail_ptr + (column - split))
+    return pointer
+
+
+@triton.jit
+def _prefetch_rows(rows, first, K, AHEAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Brings AHEAD lines of 64 columns of each row, from column `first` on, into the L2 cache."""
+    line = tl.minimum(first + tl.arange(0, AHEAD) * 64, K - 1)
+    address = (rows[:, None] + line[None, :]).to(tl.uint64, bitcast=True)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _matvec_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, N, K, eps,
-    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, tail_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, N, K, split, eps,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One token. A thread owns 8 neighbouring columns of each row, one 16-byte load."""
     k = tl.arange(0, BLOCK_K)
@@ -69,13 +89,15 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
     row = tl.minimum(_weight_rows(N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
     weights = weight_ptr + row[:, None] * K + k[None, :]
     tile = tl.load(weights, mask=(k < K)[None, :], other=0.0)
+    if PDL and AHEAD > 0:
+        _prefetch_rows(weight_ptr + row * K, BLOCK_K, K, AHEAD)
     sum_end = tl.where(tl.program_id(0) == 0, K, 0)  # the first program alone writes x + residual
     begin(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for start in range(0, K, BLOCK_K):
         mask = start + k < K
-        x = tl.load(x_ptr + start + k, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(_input_columns(x_ptr, tail_ptr, start + k, split), mask=mask, other=0.0).to(tl.float32)
         if residual_ptr is not None:
             x += tl.load(residual_ptr + start + k, mask=mask, other=0.0).to(tl.float32)
             rounded = x.to(total_ptr.dtype.element_ty)
@@ -96,22 +118,28 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["tokens"])
 def _matmul_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, bias_ptr, out_ptr, x_st, tokens, N, K,
+    x_ptr, tail_ptr, weight_ptr, bias_ptr, out_ptr, x_st, tail_st, tokens, N, K, split,
     T: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to T tokens: [T, K] x [K, BLOCK_N], the weights STAGES tiles ahead in shared memory."""
     k, t = tl.arange(0, BLOCK_K), tl.arange(0, T)
     row = tl.minimum(_weight_rows(N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
     weights = weight_ptr + row[:, None] * K + k[None, :]
-    x = x_ptr + t.to(tl.int64)[:, None] * x_st + k[None, :]
+    x = x_ptr + t.to(tl.int64)[:, None] * x_st
+    tail = tail_ptr
+    if tail_ptr is not None:
+        tail = tail_ptr + t.to(tl.int64)[:, None] * tail_st
     live = (t < tokens)[:, None]
+    if PDL and AHEAD > 0:
+        _prefetch_rows(weight_ptr + row * K, 0, K, AHEAD)
     begin(PDL)
     acc = tl.zeros([T, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         mask = (start + k < K)[None, :]
         tile = tl.load(weights + start, mask=mask, other=0.0)
-        tokens_tile = tl.load(x + start, mask=live & mask, other=0.0)
+        columns = (start + k)[None, :]
+        tokens_tile = tl.load(_input_columns(x, tail, columns, split), mask=live & mask, other=0.0)
         acc = tl.dot(tokens_tile, tl.trans(tile), acc, input_precision=PRECISION)
     _store_output(acc, bias_ptr, out_ptr, tokens, N, ACTIVATION, BLOCK_N)
 
@@ -124,6 +152,7 @@ class Tile:
     block_k: int
     num_warps: int
     stages: int = 0
+    ahead: int = 0
 
 
 def skinny_linear_triton(
@@ -131,26 +160,29 @@ def skinny_linear_triton(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    tail: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
     activation: Activation | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`skinny_linear`: one launch for one token, one more where several tokens have a norm."""
+    assert weight.is_contiguous() and x.stride(1) == 1
     out_features = weight.shape[0] // (2 if activation == "silu_and_mul" else 1)
     out = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
     if x.shape[0] == 1:
-        return out, _matvec(x, weight, bias, norm_weight, eps, residual, activation, out)
+        return out, _matvec(x, tail, weight, bias, norm_weight, eps, residual, activation, out)
     if norm_weight is not None and residual is not None:
         x, residual = add_rms_norm_triton(x, residual, norm_weight, eps)
     elif norm_weight is not None:
         x = rms_norm_triton(x, norm_weight, eps)
-    _matmul(x, weight, bias, activation, out)
+    _matmul(x, tail, weight, bias, activation, out)
     return out, residual
 
 
 def _matvec(
     x: Tensor,
+    tail: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     norm_weight: Tensor | None,
@@ -164,19 +196,23 @@ def _matvec(
     total = None if residual is None else torch.empty_like(residual)
     tile = matvec_tile(rows, columns)
     _matvec_kernel[(triton.cdiv(rows, tile.block_n),)](
-        x, residual, norm_weight, weight, bias, out, total, rows, columns, eps,
-        ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, **pdl(x.device),
+        x, tail, residual, norm_weight, weight, bias, out, total, rows, columns, x.shape[1], eps,
+        ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, AHEAD=tile.ahead, num_warps=tile.num_warps,
+        **pdl(x.device),
     )  # fmt: skip
     return total
 
 
-def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None, out: Tensor) -> None:
+def _matmul(
+    x: Tensor, tail: Tensor | None, weight: Tensor, bias: Tensor | None, activation: Activation | None, out: Tensor
+) -> None:
     rows, columns = weight.shape
     tile = matmul_tile(rows, columns)
     _matmul_kernel[(triton.cdiv(rows, tile.block_n),)](
-        x, weight, bias, out, x.stride(0), x.shape[0], rows, columns,
+        x, tail, weight, bias, out, x.stride(0), 0 if tail is None else tail.stride(0), x.shape[0], rows, columns,
+        x.shape[1],
         T=MAX_TOKENS, ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages,
-        PRECISION=dot_precision(x.dtype), num_warps=tile.num_warps, **pdl(x.device),
+        AHEAD=tile.ahead, PRECISION=dot_precision(x.dtype), num_warps=tile.num_warps, **pdl(x.device),
     )  # fmt: skip
 
 

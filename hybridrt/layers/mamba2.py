@@ -63,19 +63,17 @@ class Mamba2Mixer(nn.Module):
         self.D = parameter(self.heads, dtype=torch.float32, device=device, dummy="ones")
         self.dt_bias = parameter(self.heads, dtype=torch.float32, device=device, dummy="dt_bias")
 
-    def forward(
-        self, projected: torch.Tensor, out: torch.Tensor, cache: LayerCache, metadata: Mamba2Metadata
-    ) -> torch.Tensor:
-        """[T, z | x | B | C | dt] to `out` [T, intermediate], decode rows first. Both may be strided views."""
+    def forward(self, projected: torch.Tensor, cache: LayerCache, metadata: Mamba2Metadata) -> torch.Tensor:
+        """[T, z | x | B | C | dt], which may be a strided view, to [T, intermediate], decode rows first."""
         z, conv_in, dt = projected.split((self.intermediate_size, self.shape.conv_dim, self.heads), dim=-1)
-        split = metadata.decode.num_tokens if metadata.decode else 0
+        split, parts = metadata.decode.num_tokens if metadata.decode else 0, []
         if metadata.decode:
             y = self._decode(z[:split], conv_in[:split], dt[:split], cache, metadata.decode, metadata.replay)
-            out[:split] = self._gate(y, z[:split])
+            parts.append(self._gate(y, z[:split]))
         if metadata.extend:
             y = self._extend(z[split:], conv_in[split:], dt[split:], cache, metadata.extend)
-            out[split:] = self._gate(y, z[split:])
-        return out
+            parts.append(self._gate(y, z[split:]))
+        return parts[0] if len(parts) == 1 else torch.cat([z[:0], *parts])
 
     def _gate(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         return y if self.norm is None else self.norm(y, z)
