@@ -238,14 +238,17 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """dtype of weights and activations. On a CPU "auto" is float32: bfloat16 is slower there and less exact."""
-    if name != "auto":
-        return DTYPES[name]
-    if device.type == "cpu":
-        return torch.float32
-    if model_dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+    """dtype of weights and activations. On a CPU "auto" is float32: bfloat16 is slower there and less exact.
+
+    Raises:
+        DeviceError: bfloat16, asked for or the model's own, on a GPU that has none.
+    """
+    automatic = torch.float32 if device.type == "cpu" else model_dtype
+    dtype = automatic if name == "auto" else DTYPES[name]
+    on_gpu = device.type == "cuda"
+    if on_gpu and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise DeviceError(f'{torch.cuda.get_device_name(device)} has no bfloat16; pass dtype="float16" or "float32"')
-    return model_dtype
+    return dtype
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

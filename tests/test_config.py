@@ -203,6 +203,16 @@ def test_devices() -> None:
     assert resolve_dtype("float16", torch.bfloat16, cpu) == torch.float16
 
 
+def test_bfloat16_on_a_gpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
+    gpu = torch.device("cuda")
+    for name, model_dtype in (("auto", torch.bfloat16), ("bfloat16", torch.float32)):
+        with pytest.raises(DeviceError, match='Old GPU has no bfloat16; pass dtype="float16"'):
+            resolve_dtype(name, model_dtype, gpu)
+    assert resolve_dtype("float16", torch.bfloat16, gpu) == torch.float16
+
+
 def test_errors_can_be_caught_as_one(tmp_path: Path) -> None:
     with pytest.raises(HybridrtError):
         read_model_config(tmp_path / "nope")
