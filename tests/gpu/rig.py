@@ -94,18 +94,19 @@ class Rows:
         self.config = EngineConfig(str(path), **{**defaults, **config}, max_running_requests=len(lengths))
         self.runner = ModelRunner(self.config)
         spoil(self.runner.pools)
-        self.random = random.Random(7)
-        self.slots = self.random.sample(range(1, len(lengths) + 1), len(lengths))
+        self.random, places = random.Random(7), random.Random(8)
+        self.slots = places.sample(range(1, len(lengths) + 1), len(lengths))
         count = self.runner.plan.num_pages // len(lengths)
-        pages = self.random.sample(range(1, self.runner.plan.num_pages + 1), count * len(lengths))
+        pages = places.sample(range(1, self.runner.plan.num_pages + 1), count * len(lengths))
         self.pages = {row: pages[(row - 1) * count : row * count] for row in range(1, len(lengths) + 1)}
+        self.prompts: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         for row, length in enumerate(lengths, 1):
             self.admit(row, length)
 
     def admit(self, row: int, length: int, params: SamplingParams = GREEDY) -> None:
         """A random prompt of `length` tokens for a row, computed in a step of its own."""
-        prompt = self.prompt(length)
+        prompt = self.prompts[row] = self.prompt(length)
         plan = StepPlan(
             admissions=[Admission(row, self.slots[row - 1], prompt, length, params, row)],
             page_writes=[PageWrite(row, 0, self.pages[row])],

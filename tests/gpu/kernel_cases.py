@@ -1,0 +1,358 @@
+"""Calls of the operations at the shapes of real models, in bfloat16, over pools full of NaN: the recurrent ones."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrt.config import ModelConfig
+from hybridrt.hf_config import read_model_config
+from hybridrt.kernels.chunk_plan import plan_chunks
+from hybridrt.kernels.gated_delta_rule import gdn_gates_reference
+from hybridrt.kernels.gdn_decode import split_qkv
+from hybridrt.kernels.mamba2_common import split_conv_channels
+from hybridrt.kernels.providers import select
+from hybridrt.mem_cache.mamba_pool import ring_width
+from hybridrt.state_shape import StateShape, state_shape
+from tests.gpu import rig
+
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+MODELS = ("falcon-h1-7b", "nemotron-h-8b", "qwen3-next-12l")
+SLOTS, ROWS = 31, 30  # entries of the pools, scratch apart
+BATCH, PADDING = 18, 2
+
+
+@dataclass
+class Case:
+    """One call of an operation.
+
+    Attributes:
+        args: arguments by name.
+        pools: arguments that the call may write, and the entries of their first dimension that it may change.
+        consumed: arguments that the call may overwrite with anything.
+        exact: rounding does not tell the reference from the kernel: the results must be the same numbers.
+        decode: runs in decode steps.
+    """
+
+    op: str
+    args: dict[str, Any]
+    pools: dict[str, list[int]] = field(default_factory=dict)
+    consumed: tuple[str, ...] = ()
+    exact: bool = False
+    decode: bool = True
+
+
+def model_config(name: str) -> ModelConfig:
+    return read_model_config(CONFIGS / name)
+
+
+def call(case: Case, provider: str, args: dict[str, Any]) -> dict[str, Tensor]:
+    """What a call returns and what it leaves in the pools, by name."""
+    result = select(case.op, rig.DEVICE, provider)(**args)
+    outputs = result if isinstance(result, tuple) else (result,)
+    found = {f"output {i}": out for i, out in enumerate(outputs) if out is not None}
+    return found | {name: args[name] for name in case.pools}
+
+
+def copied(case: Case) -> dict[str, Any]:
+    """Arguments with memory of their own where the call may write; views stay strided."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor
+        )
+
+    return case.args | {name: copy(case.args[name]) for name in (*case.pools, *case.consumed)}
+
+
+def in_float32(case: Case) -> dict[str, Any]:
+    """`copied`, with float32 for 16-bit numbers."""
+
+    def widen(value: Any) -> Any:
+        sixteen = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+        return value.float() if sixteen else value
+
+    return {name: widen(value) for name, value in copied(case).items()}
+
+
+def int32(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=rig.DEVICE)
+
+
+def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return (torch.randn(shape, device=rig.DEVICE) * scale).to(dtype)
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype, device=rig.DEVICE)
+
+
+@dataclass
+class DecodeRows:
+    """BATCH rows, the last PADDING of them padding, with their pools: each has its own slot and ring row."""
+
+    shape: StateShape
+    tokens: int
+    slots: Tensor = field(init=False)
+    rows: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        real = BATCH - PADDING
+        self.used_slots = torch.randperm(SLOTS)[:real].add(1).tolist()
+        self.used_rows = torch.randperm(ROWS)[:real].add(1).tolist()
+        self.slots = int32([*self.used_slots, *[-1] * PADDING])
+        self.rows = int32([*self.used_rows, *[0] * PADDING])
+        self.positions = int32([*torch.randint(0, 3000, (real,)).tolist(), *[0] * PADDING])
+
+    def tokenwise(self, *widths: int) -> list[Tensor]:
+        """Slices [B, T, width] of one merged projection; padding rows are NaN."""
+        merged = normal(BATCH, self.tokens, sum(widths))
+        merged[-PADDING:] = torch.nan
+        return list(merged.split(widths, -1))
+
+    def conv(self) -> Tensor:
+        pool = poisoned(SLOTS + 1, self.shape.conv_dim, self.shape.conv_width(self.tokens), dtype=torch.bfloat16)
+        pool[self.used_slots] = normal(len(self.used_slots), *pool.shape[1:])
+        return pool
+
+    def states(self) -> Tensor:
+        pool = poisoned(SLOTS + 1, *self.shape.temporal)
+        pool[self.used_slots] = normal(len(self.used_slots), *self.shape.temporal, dtype=torch.float32)
+        return pool
+
+    def ring(self, gate: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """A state ring with entries where the cursors say so, some rows about to fold; gates are gate(normal)."""
+        heads, values, keys = self.shape.temporal
+        width = ring_width(self.tokens)
+        pools = {
+            "values": poisoned(ROWS + 1, heads, width, values, dtype=torch.bfloat16),
+            "keys": poisoned(ROWS + 1, self.shape.groups, width, keys, dtype=torch.bfloat16),
+            "gates": poisoned(ROWS + 1, heads, width),
+        }
+        start = torch.randint(0, width, (BATCH,)).tolist()
+        length = [i % (width - self.tokens + 1) for i in range(width, width - BATCH, -1)]
+        for row, first, count in zip(self.used_rows, start, length):
+            for column in [(first + i) % width for i in range(count)]:
+                for name in ("values", "keys"):
+                    pools[name][row, :, column] = normal(*pools[name].shape[1::2], scale=0.2)
+                pools["gates"][row, :, column] = gate(normal(heads, dtype=torch.float32))
+        return pools | {"start": int32(start), "length": int32(length)}
+
+    def state_args(self, mode: str, gate: Callable[[Tensor], Tensor]) -> tuple[dict[str, Any], dict[str, list[int]]]:
+        """Arguments of a state mode, and what a call may then write."""
+        args: dict[str, Any] = {"states": self.states(), "rows": self.rows}
+        if mode == "replay":
+            of_rows = dict.fromkeys(("values", "keys", "gates"), self.used_rows)
+            return args | self.ring(gate), {"states": self.used_slots} | of_rows
+        if mode == "intermediate":
+            stored = poisoned(ROWS + 1, self.tokens, *self.shape.temporal)
+            return args | {"intermediate_states": stored}, {"intermediate_states": self.used_rows, "states": []}
+        return args, {"states": self.used_slots}
+
+
+def time_step_gate(x: Tensor) -> Tensor:
+    """Time steps of 0.001 to 0.1."""
+    return (x * 0.8 - 4.5).exp()
+
+
+def log_decay_gate(x: Tensor) -> Tensor:
+    return -time_step_gate(x)
+
+
+def mamba2_heads(config: ModelConfig) -> dict[str, Any]:
+    """Per-head numbers: decays from 0.999 to 0.2 a token."""
+    heads = config.mamba2.num_heads
+    return {
+        "A": -torch.linspace(1.0, 16.0, heads, device=rig.DEVICE),
+        "D": normal(heads, dtype=torch.float32),
+        "dt_bias": torch.linspace(-6.9, -2.3, heads, device=rig.DEVICE),
+        "dt_limit": config.mamba2.dt_limit,
+    }
+
+
+def conv_weights(shape: StateShape) -> dict[str, Tensor]:
+    return {"weight": normal(shape.conv_dim, shape.conv_kernel, scale=0.5), "bias": normal(shape.conv_dim, scale=0.5)}
+
+
+def mamba2_decode(config: ModelConfig, mode: str, tokens: int) -> Case:
+    shape = state_shape(config.mamba2)
+    rows, (heads, dim, _) = DecodeRows(shape, tokens), shape.temporal
+    z, xBC, dt = rows.tokenwise(heads * dim, shape.conv_dim, heads)
+    args, pools = rows.state_args(mode, time_step_gate)
+    args |= {
+        "xBC": xBC, "dt": dt, "z": z.unflatten(-1, (heads, dim)), "conv": rows.conv(), "read_slots": rows.slots,
+        "write_slots": rows.slots, "start_positions": rows.positions,
+    }  # fmt: skip
+    return Case("mamba2_decode", args | mamba2_heads(config) | conv_weights(shape), pools | {"conv": rows.used_slots})
+
+
+def after_conv(config: ModelConfig, rows: DecodeRows) -> dict[str, Any]:
+    shape = rows.shape
+    heads, dim, _ = shape.temporal
+    z, xBC, dt = rows.tokenwise(heads * dim, shape.conv_dim, heads)
+    x, B, C = split_conv_channels(xBC, (SLOTS + 1, *shape.temporal))
+    return {"x": x, "dt": dt, "B": B, "C": C, "z": z.unflatten(-1, (heads, dim))} | mamba2_heads(config)
+
+
+def selective_state_update(config: ModelConfig, mode: str, tokens: int) -> Case:
+    rows = DecodeRows(state_shape(config.mamba2), tokens)
+    args, pools = rows.state_args(mode, time_step_gate)
+    args |= after_conv(config, rows) | {"read_slots": rows.slots, "write_slots": rows.slots}
+    if mode == "intermediate":  # a tree: each node under the one before the last
+        args["parents"] = int32([[max(t - 2, -1) for t in range(tokens)]] * BATCH)
+    return Case("selective_state_update", args, pools)
+
+
+def mamba2_replay(config: ModelConfig, tokens: int) -> Case:
+    rows = DecodeRows(state_shape(config.mamba2), tokens)
+    args, pools = rows.state_args("replay", time_step_gate)
+    return Case("mamba2_replay", args | after_conv(config, rows) | {"slots": rows.slots}, pools)
+
+
+def fold(op: str, shape: StateShape, gate: Callable[[Tensor], Tensor], extra: dict[str, Any]) -> Case:
+    """From each slot to itself or, of the first rows, to unused ones."""
+    rows = DecodeRows(shape, 1)
+    args, _ = rows.state_args("replay", gate)
+    others = sorted({*range(1, SLOTS + 1)} - {*rows.used_slots})[:5]
+    written = [*others, *rows.used_slots[5:]]
+    slots = {"read_slots": rows.slots, "write_slots": int32([*written, *[-1] * PADDING])}
+    return Case(op, args | slots | extra, {"states": written, "values": [], "keys": [], "gates": []})
+
+
+@dataclass
+class Prompts:
+    """Chunks of several requests, packed: whole prompts, later chunks with a state before them, one single token."""
+
+    shape: StateShape
+    chunk_size: int
+    lengths: tuple[int, ...] = (700, 1, 515, 64, 130)
+    computed: tuple[int, ...] = (0, 100, 77, 256, 0)
+
+    def __post_init__(self) -> None:
+        self.used_slots = torch.randperm(SLOTS)[: len(self.lengths)].add(1).tolist()
+        self.slots = int32(self.used_slots)
+        self.query_start_loc = int32([sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)])
+        self.total = sum(self.lengths) + 3  # tokens past the last row
+
+    def tokenwise(self, *widths: int) -> list[Tensor]:
+        return list(normal(self.total, sum(widths)).split(widths, -1))
+
+    def scan_args(self) -> dict[str, Any]:
+        states = poisoned(SLOTS + 1, *self.shape.temporal)
+        later = [slot for slot, done in zip(self.used_slots, self.computed) if done]
+        states[later] = normal(len(later), *self.shape.temporal, dtype=torch.float32)
+        return {
+            "states": states, "read_slots": self.slots, "write_slots": self.slots,
+            "has_initial_state": int32(self.computed) > 0, "query_start_loc": self.query_start_loc,
+            "plan": plan_chunks(self.computed, self.lengths, self.chunk_size, rig.DEVICE),
+        }  # fmt: skip
+
+
+def mamba2_chunk_scan(config: ModelConfig) -> Case:
+    shape = state_shape(config.mamba2)
+    prompts, (heads, dim, _) = Prompts(shape, config.mamba2.chunk_size), shape.temporal
+    z, xBC, dt = prompts.tokenwise(heads * dim, shape.conv_dim, heads)
+    x, B, C = split_conv_channels(xBC, (SLOTS + 1, *shape.temporal))
+    args = {"x": x, "dt": dt, "B": B, "C": C, "z": z.unflatten(-1, (heads, dim))}
+    args |= mamba2_heads(config) | prompts.scan_args()
+    return Case("mamba2_chunk_scan", args, {"states": prompts.used_slots}, decode=False)
+
+
+def causal_conv1d_varlen(shape: StateShape) -> Case:
+    prompts = Prompts(shape, 64)
+    conv = poisoned(SLOTS + 1, shape.conv_dim, shape.conv_width(1), dtype=torch.bfloat16)
+    conv[prompts.used_slots] = normal(len(prompts.used_slots), *conv.shape[1:])
+    x, _ = prompts.tokenwise(shape.conv_dim, 24)
+    args = {
+        "x": x, "conv": conv, "read_slots": prompts.slots, "write_slots": prompts.slots, "activation": "silu",
+        "query_start_loc": prompts.query_start_loc, "start_positions": int32(prompts.computed),
+    }  # fmt: skip
+    return Case("causal_conv1d_varlen", args | conv_weights(shape), {"conv": prompts.used_slots}, decode=False)
+
+
+def causal_conv1d_update(shape: StateShape, tokens: int) -> Case:
+    rows = DecodeRows(shape, tokens)
+    x, _ = rows.tokenwise(shape.conv_dim, 24)
+    args = {
+        "x": x, "conv": rows.conv(), "read_slots": rows.slots, "write_slots": rows.slots, "activation": "silu",
+        "start_positions": rows.positions,
+    }  # fmt: skip
+    return Case("causal_conv1d_update", args | conv_weights(shape), {"conv": rows.used_slots})
+
+
+def gdn_decode(config: ModelConfig, mode: str, tokens: int) -> Case:
+    shape = state_shape(config.gdn)
+    rows, heads = DecodeRows(shape, tokens), shape.temporal[0]
+    qkv, _, b, a = rows.tokenwise(shape.conv_dim, heads * shape.temporal[1], heads, heads)
+    args, pools = rows.state_args(mode, log_decay_gate)
+    args |= gdn_heads(heads) | {
+        "qkv": qkv, "a": a, "b": b, "conv": rows.conv(), "read_slots": rows.slots, "write_slots": rows.slots,
+        "start_positions": rows.positions,
+    }  # fmt: skip
+    return Case("gdn_decode", args | conv_weights(shape), pools | {"conv": rows.used_slots})
+
+
+def gdn_heads(heads: int) -> dict[str, Tensor]:
+    return {"A_log": normal(heads, dtype=torch.float32) - 4, "dt_bias": normal(heads, dtype=torch.float32)}
+
+
+def gdn_tokens(config: ModelConfig, tokenwise: Callable[..., list[Tensor]]) -> dict[str, Tensor]:
+    shape = state_shape(config.gdn)
+    heads = shape.temporal[0]
+    qkv, a, b = tokenwise(shape.conv_dim, heads, heads)
+    q, k, v = split_qkv(qkv, torch.empty(1, *shape.temporal, device="meta"))
+    g, beta = gdn_gates_reference(a, b, *gdn_heads(heads).values())
+    return {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+
+
+def gdn_recurrent(config: ModelConfig, mode: str, tokens: int) -> Case:
+    rows = DecodeRows(state_shape(config.gdn), tokens)
+    args, pools = rows.state_args(mode, log_decay_gate)
+    args |= gdn_tokens(config, rows.tokenwise)
+    if mode == "replay":
+        return Case("gdn_replay", args | {"slots": rows.slots}, pools)
+    return Case("recurrent_gated_delta_rule", args | {"read_slots": rows.slots, "write_slots": rows.slots}, pools)
+
+
+def chunk_gated_delta_rule(config: ModelConfig) -> Case:
+    prompts = Prompts(state_shape(config.gdn), config.gdn.chunk_size)
+    args = gdn_tokens(config, prompts.tokenwise) | prompts.scan_args()
+    return Case("chunk_gated_delta_rule", args, {"states": prompts.used_slots}, decode=False)
+
+
+def gdn_gates(config: ModelConfig) -> Case:
+    heads = config.gdn.num_v_heads
+    a, b, _ = normal(300, 2 * heads + 5).split([heads, heads, 5], -1)
+    return Case("gdn_gates", {"a": a, "b": b} | gdn_heads(heads), decode=False)
+
+
+def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
+    """(operation and details, how to make it) of every operation of a model's recurrent layers."""
+    config = model_config(name)
+    shapes = [state_shape(linear) for linear in config.linear.values()]
+    modes = [("classic", 1), ("replay", 1), ("replay", 4), ("intermediate", 4)]
+    for shape in shapes:
+        yield "causal_conv1d_varlen", partial(causal_conv1d_varlen, shape)
+        for tokens in (1, 4):
+            yield f"causal_conv1d_update {tokens}", partial(causal_conv1d_update, shape, tokens)
+    if "mamba2" in config.linear:
+        for mode, tokens in modes:
+            yield f"mamba2_decode {mode} {tokens}", partial(mamba2_decode, config, mode, tokens)
+            if mode != "replay":
+                yield f"selective_state_update {mode} {tokens}", partial(selective_state_update, config, mode, tokens)
+        yield "mamba2_replay 4", partial(mamba2_replay, config, 4)
+        decay = {"A": mamba2_heads(config)["A"]}
+        yield "mamba2_fold", partial(fold, "mamba2_fold", shapes[0], time_step_gate, decay)
+        yield "mamba2_chunk_scan", partial(mamba2_chunk_scan, config)
+    if "gdn" in config.linear:
+        for mode, tokens in modes:
+            yield f"gdn_decode {mode} {tokens}", partial(gdn_decode, config, mode, tokens)
+            op = "gdn_replay" if mode == "replay" else "recurrent_gated_delta_rule"
+            yield f"{op} {mode} {tokens}", partial(gdn_recurrent, config, mode, tokens)
+        yield "gdn_fold", partial(fold, "gdn_fold", shapes[0], log_decay_gate, {})
+        yield "gdn_gates", partial(gdn_gates, config)
+        yield "chunk_gated_delta_rule", partial(chunk_gated_delta_rule, config)

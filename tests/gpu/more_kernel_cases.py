@@ -1,0 +1,205 @@
+"""Calls of the operations at the shapes of real models, in bfloat16: attention, experts, norms, products, sampling."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrt.config import AttentionConfig, ModelConfig
+from hybridrt.kernels.sampling import Penalties
+from hybridrt.layers.rotary import rotary_table
+from tests.gpu import rig
+from tests.gpu.kernel_cases import Case, int32, model_config, normal, poisoned
+
+PAGE_SIZE, PAGES, MAX_CONTEXT = 16, 1000, 4096
+
+
+def paged(config: AttentionConfig, seq_lens: list[int]) -> tuple[dict[str, Any], list[int]]:
+    """KV caches with shuffled pages for rows of these lengths; what lies past them is large. And the pages used."""
+    shape = (PAGES + 1, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    caches = {name: torch.full(shape, 1e4, dtype=torch.bfloat16, device=rig.DEVICE) for name in ("k_cache", "v_cache")}
+    table = torch.full((len(seq_lens) + 1, MAX_CONTEXT), -(2**30), dtype=torch.int32)
+    free, used = torch.randperm(PAGES).add(1).tolist(), []
+    for row, length in enumerate(seq_lens, 1):
+        for first in range(0, length, PAGE_SIZE):
+            page, count = free.pop(), min(PAGE_SIZE, length - first)
+            used.append(page)
+            table[row, first : first + PAGE_SIZE] = torch.arange(PAGE_SIZE, dtype=torch.int32) + page * PAGE_SIZE
+            for cache in caches.values():
+                cache[page, :count] = normal(count, *shape[2:])
+    table[0] = 0
+    return caches | {"req_to_token": table.to(rig.DEVICE)}, used
+
+
+def attention_decode(config: AttentionConfig, tokens: int) -> Case:
+    lengths = [tokens, 4, 63, 64, 65, 1000, 3000, 257]
+    args, _ = paged(config, lengths)
+    q, _ = normal(len(lengths), tokens, (config.num_heads + 3) * config.head_dim).split(
+        [config.num_heads * config.head_dim, 3 * config.head_dim], -1
+    )
+    args |= {
+        "q": q.unflatten(-1, (config.num_heads, config.head_dim)), "rows": int32(range(1, len(lengths) + 1)),
+        "seq_lens": int32(lengths), "scale": config.head_dim**-0.5,
+    }  # fmt: skip
+    return Case("attention_decode", args)
+
+
+def attention_extend(config: AttentionConfig) -> Case:
+    new, computed = [700, 1, 130, 333], [0, 900, 77, 64]
+    lengths = [a + b for a, b in zip(new, computed)]
+    args, _ = paged(config, lengths)
+    args |= {
+        "q": normal(sum(new), config.num_heads, config.head_dim), "rows": int32(range(1, len(new) + 1)),
+        "query_start_loc": int32([sum(new[:i]) for i in range(len(new) + 1)]), "seq_lens": int32(lengths),
+        "scale": config.head_dim**-0.5, "query_lens": new, "seq_lens_host": lengths,
+    }  # fmt: skip
+    return Case("attention_extend", args, decode=False)
+
+
+def rotary(op: str, config: ModelConfig) -> Case:
+    """With the norms of queries and keys where the model has them."""
+    attention, tokens = config.attention, 50
+    widths = [heads * attention.head_dim for heads in (attention.num_heads, *[attention.num_kv_heads] * 2)]
+    q, k, v = (t.unflatten(-1, (-1, attention.head_dim)) for t in normal(tokens, sum(widths)).split(widths, -1))
+    norms = dict.fromkeys(("q_weight", "k_weight"))
+    if config.architecture.startswith("Qwen"):
+        norms = {name: 1 + normal(attention.head_dim, scale=0.2, dtype=torch.float32) for name in norms}
+    args = {
+        "q": q, "k": k, "positions": torch.randint(0, 4000, (tokens,), device=rig.DEVICE), "eps": 1e-6,
+        "cos_sin": rotary_table(config, 4000, torch.device(rig.DEVICE)), **norms,
+    }  # fmt: skip
+    if op == "qk_norm_rotary":
+        return Case(op, args, consumed=("q", "k"))
+    caches, written = kv_write(attention, tokens)
+    return Case(op, args | {"v": v} | caches, written, consumed=("q",))
+
+
+def kv_write(config: AttentionConfig, tokens: int) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+    """Caches, and a shuffled slot for each token."""
+    slots = torch.randperm(PAGES * PAGE_SIZE)[:tokens] + PAGE_SIZE
+    shape = (PAGES + 1, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    pages = sorted({slot // PAGE_SIZE for slot in slots.tolist()})
+    caches = {name: poisoned(*shape, dtype=torch.bfloat16) for name in ("k_cache", "v_cache")}
+    return caches | {"out_cache_loc": slots.int().to(rig.DEVICE)}, dict.fromkeys(caches, pages)
+
+
+def write_kv(config: AttentionConfig) -> Case:
+    caches, written = kv_write(config, 50)
+    k, v, _ = normal(50, config.num_kv_heads, 3 * config.head_dim).split([config.head_dim] * 3, -1)
+    return Case("write_kv", {"k": k, "v": v} | caches, written, exact=True)
+
+
+def norm(op: str, width: int, tokens: int) -> Case:
+    x, _ = normal(tokens, width + 64).split([width, 64], -1)
+    args: dict[str, Any] = {"x": x, "weight": 1 + normal(width, scale=0.2, dtype=torch.float32), "eps": 1e-5}
+    if op == "rms_norm":
+        return Case(op, args)
+    return Case(op, args | {"residual": normal(tokens, width)}, {"residual": list(range(tokens))})
+
+
+def gated_rms_norm(width: int, group_size: int, norm_before_gate: bool) -> Case:
+    x, gate, _ = normal(70, 2 * width + 64).split([width, width, 64], -1)
+    args = {"x": x, "gate": gate, "weight": 1 + normal(width, scale=0.2, dtype=torch.float32), "eps": 1e-5}
+    return Case("gated_rms_norm", args | {"group_size": group_size, "norm_before_gate": norm_before_gate})
+
+
+def elementwise(op: str, width: int, tokens: int) -> Case:
+    args = {"x": normal(tokens, width)}
+    return Case(op, args | {"gate": normal(tokens, width)} if op == "sigmoid_mul" else args)
+
+
+def skinny_linear(config: ModelConfig, tokens: int, activation: str | None, residual: bool) -> Case:
+    hidden = config.hidden_size
+    columns = 2 * hidden if activation is None else config.hf.intermediate_size * (1 + (activation == "silu_and_mul"))
+    args = {
+        "x": normal(tokens, hidden), "weight": normal(columns, hidden, scale=hidden**-0.5), "activation": activation,
+        "norm_weight": 1 + normal(hidden, scale=0.2, dtype=torch.float32), "eps": 1e-5,
+    }  # fmt: skip
+    if not residual:
+        return Case("skinny_linear", args)
+    return Case("skinny_linear", args | {"residual": normal(tokens, hidden)}, consumed=("residual",))
+
+
+def router_softmax(config: ModelConfig) -> Case:
+    args = {"logits": normal(50, config.hf.num_experts, dtype=torch.float32), "top_k": config.hf.num_experts_per_tok}
+    return Case("router_softmax", args | {"renormalize": True})
+
+
+def router_sigmoid_grouped() -> Case:
+    bias = normal(128, scale=0.1, dtype=torch.float32)
+    args = {"logits": normal(50, 128, dtype=torch.float32), "correction_bias": bias, "top_k": 6, "n_group": 4}
+    return Case("router_sigmoid_grouped", args | {"topk_group": 2, "renormalize": True, "scaling": 2.5})
+
+
+def fused_experts(config: ModelConfig, tokens: int) -> Case:
+    """Few tokens, where bandwidth counts, or many."""
+    hf, hidden = config.hf, config.hidden_size
+    ids = torch.stack([torch.randperm(hf.num_experts)[: hf.num_experts_per_tok] for _ in range(tokens)]).int()
+    ids[-1] = -1  # padding
+    weights = torch.rand(ids.shape, device=rig.DEVICE)
+    args = {
+        "x": normal(tokens, hidden), "ids": ids.to(rig.DEVICE), "weights": weights / weights.sum(1, keepdim=True),
+        "w_up": normal(hf.num_experts, 2 * hf.moe_intermediate_size, hidden, scale=hidden**-0.5),
+        "w_down": normal(hf.num_experts, hidden, hf.moe_intermediate_size, scale=hf.moe_intermediate_size**-0.5),
+        "activation": "silu", "gated": True,
+    }  # fmt: skip
+    return Case("fused_experts", args, decode=tokens < 100)
+
+
+def draws(config: ModelConfig, filtered: bool) -> Case:
+    """A batch of draws, the greedy among them; with filters each row has its own."""
+    rows, vocab = 12, config.vocab_size
+
+    def each(*values: float) -> Tensor:
+        return torch.tensor([values[i % len(values)] for i in range(rows)], device=rig.DEVICE)
+
+    args: dict[str, Any] = {
+        "logits": normal(rows, vocab, scale=3.0), "temperature": each(1.0, 0.7, 0.0, 1.5),
+        "seeds": torch.arange(rows, device=rig.DEVICE) * 7919, "indices": torch.arange(rows, device=rig.DEVICE),
+    }  # fmt: skip
+    if filtered:
+        counts = torch.randint(0, 3, (rows, vocab), dtype=torch.int32, device=rig.DEVICE)
+        penalties = Penalties(each(1.2, 1.0), each(0.5), each(0.1, 0.0, 0.3), counts, counts.roll(1, 0) > 1)
+        filters = {"top_k": each(50, -1, 1000).int(), "top_p": each(0.9, 1.0, 0.3, 0.99), "min_p": each(0.0, 0.02)}
+        args |= filters | {"penalties": penalties}
+    return Case("sample", args, exact=True)
+
+
+def greedy(config: ModelConfig) -> Case:
+    return Case("greedy", {"logits": normal(30, config.vocab_size)}, exact=True)
+
+
+def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
+    """(operation and details, how to make it) of every other operation of a model."""
+    config = model_config(name)
+    attention, hidden = config.attention, config.hidden_size
+    for tokens in (1, 4):
+        yield f"attention_decode {tokens}", partial(attention_decode, attention, tokens)
+    yield "attention_extend", partial(attention_extend, attention)
+    yield "write_kv", partial(write_kv, attention)
+    if attention.rope is not None:
+        yield "qk_norm_rotary", partial(rotary, "qk_norm_rotary", config)
+        yield "rotary_write_kv", partial(rotary, "rotary_write_kv", config)
+    for tokens in (3, 200):
+        yield f"rms_norm {tokens}", partial(norm, "rms_norm", hidden, tokens)
+        yield f"add_rms_norm {tokens}", partial(norm, "add_rms_norm", hidden, tokens)
+    yield "sample", partial(draws, config, False)
+    yield "sample filtered", partial(draws, config, True)
+    yield "greedy", partial(greedy, config)
+    if config.architecture.startswith("Falcon"):
+        yield "silu_and_mul", partial(elementwise, "silu_and_mul", 2 * config.hf.intermediate_size, 40)
+        yield "skinny_linear silu", partial(skinny_linear, config, 1, "silu_and_mul", True)
+        yield "skinny_linear 8", partial(skinny_linear, config, 8, None, False)
+    if config.architecture.startswith("Nemotron"):
+        yield "relu2", partial(elementwise, "relu2", config.hf.intermediate_size, 40)
+        yield "gated_rms_norm", partial(gated_rms_norm, 8192, 1024, False)
+        yield "skinny_linear relu2", partial(skinny_linear, config, 3, "relu2", True)
+        yield "router_sigmoid_grouped", router_sigmoid_grouped
+    if config.architecture.startswith("Qwen"):
+        yield "gated_rms_norm", partial(gated_rms_norm, 128, 128, True)
+        yield "sigmoid_mul", partial(elementwise, "sigmoid_mul", 4096, 40)
+        yield "router_softmax", partial(router_softmax, config)
+        for tokens in (8, 400):
+            yield f"fused_experts {tokens}", partial(fused_experts, config, tokens)

@@ -1,0 +1,187 @@
+"""Kernels in bfloat16 at the shapes of real models: near the reference, always alike, in huge pools."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrt.kernels import providers
+from tests.gpu import rig
+from tests.gpu.kernel_cases import MODELS, SLOTS, Case, call, copied, in_float32, recurrent_cases
+from tests.gpu.more_kernel_cases import other_cases
+from tests.gpu.rig import GPU, changed_entries, same_bits
+
+pytestmark = GPU
+KERNELS = "triton"
+TOLERANCE = 4e-3  # one rounding to bfloat16 is 1.7e-3 in the mean
+# Operands of tensor cores are rounded to bfloat16 on the way: probabilities, decayed values, hidden activations.
+LOOSE = dict.fromkeys(
+    ("attention_decode", "attention_extend", "mamba2_chunk_scan", "chunk_gated_delta_rule", "fused_experts"), 1e-2
+)
+# Integers and bookkeeping: test_graphs.py holds them to the reference in whole steps, bit for bit.
+ELSEWHERE = {
+    "accept_chain", "advance_ring", "commit_intermediate", "decode_inputs", "fill_decode_metadata", "filtered_logits",
+    "uniform",
+}  # fmt: skip
+
+
+def cases(model: str, part: str) -> Iterator[tuple[str, Case]]:
+    """Cases of a model whose operation has a kernel of ours, one in memory at a time."""
+    providers._import_operations()
+    for what, make in recurrent_cases(model) if part == "recurrent" else other_cases(model):
+        if KERNELS in providers._IMPLEMENTATIONS[what.split()[0]]:
+            yield what, make()
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    """Norm of the difference over the norm; NaN must stand where it stands in `wanted` and counts as nothing."""
+    assert got.shape == wanted.shape
+    missing = wanted.isnan()
+    assert torch.equal(got.isnan(), missing), "NaN in one and a number in the other"
+    got, wanted = (t.float().masked_fill(missing, 0.0) for t in (got, wanted))
+    return ((got - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
+
+
+def worst_error(case: Case) -> float:
+    """Over everything that the call returns or writes; what it may not change must keep its bytes."""
+    args = copied(case)
+    got, wanted = call(case, KERNELS, args), call(case, "torch", in_float32(case))
+    for name, entries in case.pools.items():
+        changed = changed_entries(case.args[name][None], args[name][None])
+        assert changed <= set(entries), f"{name}: entries {sorted(changed - set(entries))[:5]} changed"
+        got[name], wanted[name] = got[name][entries], wanted[name][entries]
+    if case.exact:
+        assert all(torch.equal(got[name].nan_to_num().float(), wanted[name].nan_to_num().float()) for name in wanted)
+        return 0.0
+    return max(relative_error(got[name], wanted[name]) for name in wanted if wanted[name].numel())
+
+
+@pytest.mark.parametrize("part", ["recurrent", "other"])
+@pytest.mark.parametrize("model", MODELS)
+def test_near_the_reference(model: str, part: str, record_property: Callable[[str, object], None]) -> None:
+    """NaN fills pools and fresh outputs, so that whatever is read unwritten, or not written, shows."""
+    torch.manual_seed(0)
+    errors, failures = {}, []
+    for what, case in cases(model, part):
+        try:
+            errors[what] = worst_error(case)
+        except AssertionError as e:
+            failures.append(f"{what}: {e}")
+        if errors.get(what, 0.0) > LOOSE.get(case.op, TOLERANCE):
+            failures.append(f"{what}: {errors[what]:.1e}")
+    record_property("relative errors", ", ".join(f"{what} {error:.1e}" for what, error in errors.items()))
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("part", ["recurrent", "other"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_thousand_times_the_same(model: str, part: str) -> None:
+    """While another stream keeps the multiprocessors busy in ever other ways."""
+    torch.manual_seed(1)
+    noise, beside = torch.cuda.Stream(), torch.randn(1024, 1024, device=rig.DEVICE)
+    failures = []
+    for what, case in cases(model, part):
+        if not case.decode:
+            continue
+        different = torch.zeros((), dtype=torch.int64, device=rig.DEVICE)
+        args = copied(case)
+        first = {name: t.clone() for name, t in call(case, KERNELS, args).items()}
+        for i in range(1000):
+            for name in (*case.pools, *case.consumed):
+                args[name].copy_(case.args[name])
+            if i % 7 == 0:
+                with torch.cuda.stream(noise):
+                    torch.mm(beside, beside)
+            for name, tensor in call(case, KERNELS, args).items():
+                different += (as_integers(tensor) != as_integers(first[name])).any()
+        if different:
+            failures.append(f"{what}: {int(different)} of 1000")
+    assert not failures, "\n".join(failures)
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """The bits of floats, so that NaN equals NaN."""
+    sizes = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(sizes[tensor.element_size()])
+
+
+FAR_SLOTS = 4200  # from 4096 on, the offset of a state of 2 MiB passes 2^31
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_slots_past_4096(model: str) -> None:
+    """The same call with its slots moved to the end of a pool of many gigabytes gives the same bits."""
+    torch.manual_seed(2)
+    failures = []
+    for what, case in cases(model, "recurrent"):
+        small = copied(case)
+        wanted = call(case, KERNELS, small)
+        large = moved_to_far_slots(case)
+        got = call(case, KERNELS, large)
+        moved = {name for name in ("states", "conv") if name in case.pools}
+        for name in moved:
+            got[name], wanted[name] = got[name][FAR_SLOTS - SLOTS :], wanted[name]
+        if not all(same_bits(got[name], wanted[name]) for name in wanted):
+            failures.append(what)
+        del got, large
+    assert not failures, "\n".join(failures)
+
+
+def moved_to_far_slots(case: Case) -> dict[str, object]:
+    """Arguments whose slot s is slot FAR_SLOTS - SLOTS + s of a larger pool."""
+    args = copied(case)
+    for name in ("states", "conv"):
+        if name in args:
+            small = args[name]
+            args[name] = torch.full(
+                (FAR_SLOTS + 1, *small.shape[1:]), torch.nan, dtype=small.dtype, device=small.device
+            )
+            args[name][FAR_SLOTS - SLOTS :] = small
+    for name in ("slots", "read_slots", "write_slots"):
+        if name in args:
+            args[name] = torch.where(args[name] < 0, -1, args[name] + FAR_SLOTS - SLOTS)
+    return args
+
+
+def test_rows_of_intermediate_states_past_two_to_the_31() -> None:
+    """Verify rows at the end of a cache of more than 2^31 numbers."""
+    torch.manual_seed(3)
+    case = dict(recurrent_cases("falcon-h1-7b"))["mamba2_decode intermediate 4"]()
+    wanted = call(case, KERNELS, copied(case))["intermediate_states"]
+    args, small = copied(case), case.args["intermediate_states"]
+    far = 2**31 // small[0].numel() + 1
+    args["intermediate_states"] = small.new_full((far + len(small), *small.shape[1:]), torch.nan)
+    args["rows"] = case.args["rows"] + far
+    got = call(case, KERNELS, args)["intermediate_states"][far:]
+    assert got.shape == wanted.shape and same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("op", ["attention_decode 4", "attention_extend", "rotary_write_kv"])
+def test_pages_past_two_to_the_31(op: str) -> None:
+    """Caches of more than 2^31 numbers."""
+    torch.manual_seed(4)
+    case = dict(other_cases("nemotron-h-8b") if op != "rotary_write_kv" else other_cases("falcon-h1-7b"))[op]()
+    args = copied(case)
+    wanted = call(case, KERNELS, copied(case))
+    page = args["k_cache"][0].numel()
+    far = 2**31 // page + 1
+    for name in ("k_cache", "v_cache"):
+        small = args[name]
+        args[name] = small.new_full((far + len(small), *small.shape[1:]), 1e4)
+        args[name][far:] = small
+    offset = far * args["k_cache"].shape[1]
+    for name in ("req_to_token", "out_cache_loc"):
+        if name in args:
+            args[name] = torch.where(args[name] < 0, args[name], args[name] + offset)
+    got = call(case, KERNELS, args)
+    for name in case.pools:
+        got[name] = got[name][far:]
+    assert all(same_bits(got[name], wanted[name]) for name in wanted)
+
+
+def test_every_kernel_has_a_case() -> None:
+    providers._import_operations()
+    ours = {op for op, by in providers._IMPLEMENTATIONS.items() if "triton" in by}
+    names = [what for model in MODELS for part in (recurrent_cases, other_cases) for what, _ in part(model)]
+    assert ours - ELSEWHERE <= {what.split()[0] for what in names}
