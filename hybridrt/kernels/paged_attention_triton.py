@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.launch import dot_precision, multiprocessors
+from hybridrt.kernels.pdl_triton import begin, pdl
 
 BLOCK_N = 64  # context positions per tile; half of it in float32
 DECODE_BLOCK_M, EXTEND_BLOCK_M = 64, 128  # query rows per tile at most; half of it in float32 and for wide heads
@@ -68,8 +69,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     q_sb, q_st, q_sh, table_sr, tree_sb, tree_st, scale_log2,
     T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     b, head_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + b)
     origin, first, end, _ = _split_range(seq_len, split, T, WINDOW, SPLITS, BLOCK_N)
@@ -122,9 +124,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 def _combine_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, seq_lens_ptr, out_ptr,
     T: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token and head: the splits' outputs weighted by their sums of exponentials."""
+    begin(PDL)
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, used = _split_range(tl.load(seq_lens_ptr + b), 0, T, WINDOW, SPLITS, BLOCK_N)
     d, s = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
@@ -177,12 +180,14 @@ def attention_decode_triton(
         scale * math.log2(math.e),
         T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
         BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile, num_stages=2,
+        **pdl(q.device),
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(batch, tokens * query_heads)](
             partial, lse, seq_lens, out,
             T=tokens, HQ=query_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
             BLOCK_N=tile["BLOCK_N"], BLOCK_D=tile["BLOCK_D"], BLOCK_S=triton.next_power_of_2(splits), num_warps=4,
+            **pdl(q.device),
         )  # fmt: skip
     return out
 
@@ -290,8 +295,9 @@ def attention_extend_triton(
 @triton.jit
 def _write_kv_kernel(  # type: ignore[no-untyped-def]
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_st, k_sh, v_st, v_sh,
-    HKV: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    HKV: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     t = tl.program_id(0).to(tl.int64)
     h, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
     mask = (h < HKV) & (d < D)
@@ -310,4 +316,5 @@ def write_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_
     _write_kv_kernel[(tokens,)](
         k, v, k_cache, v_cache, out_cache_loc, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         HKV=kv_heads, D=head_dim, BLOCK_H=triton.next_power_of_2(kv_heads), BLOCK_D=triton.next_power_of_2(head_dim),
+        **pdl(k.device),
     )  # fmt: skip
