@@ -1,0 +1,162 @@
+"""A mixed load: requests arrive at random while others decode. How long until the first token, and between tokens?
+
+    python -m benchmarks.bench_serving benchmarks/configs/falcon-h1-7b --requests 400 --prompt 512 --output 128
+
+First all requests at once: their number over the time that they take is the saturated rate. Then they arrive as a
+Poisson process at shares of that rate. Weights are seeded random numbers from config.json alone.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.common import environment, save
+from hybridrt import LLM, SamplingParams
+from hybridrt.config import DTYPES
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request. `arrival` is in seconds since the start of the run."""
+
+    prompt: list[int]
+    params: SamplingParams
+    arrival: float = 0.0
+
+
+@dataclass
+class Timing:
+    """When a request was due and when the host saw its tokens, in seconds since the start of the run."""
+
+    arrival: float
+    tokens: list[float] = field(default_factory=list)
+
+    def saw(self, count: int, now: float) -> None:
+        """The output holds `count` tokens now."""
+        self.tokens += [now] * (count - len(self.tokens))
+
+    @property
+    def first(self) -> float:
+        """Seconds from arrival to the first token."""
+        return self.tokens[0] - self.arrival
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between tokens."""
+        return [b - a for a, b in zip(self.tokens, self.tokens[1:])]
+
+
+def make_work(args: argparse.Namespace, vocab: int) -> list[Work]:
+    """Requests whose lengths are uniform between half and one and a half times the mean asked for."""
+    draw = random.Random(args.seed)
+
+    def around(mean: int) -> int:
+        return max(draw.randint(mean // 2, mean + mean // 2), 1)
+
+    def params(seed: int) -> SamplingParams:
+        tokens = around(args.output)
+        return SamplingParams(max_tokens=tokens, temperature=args.temperature, ignore_eos=True, seed=seed)
+
+    prompts = [[draw.randrange(3, vocab) for _ in range(around(args.prompt))] for _ in range(args.requests)]
+    return [Work(prompt, params(i)) for i, prompt in enumerate(prompts)]
+
+
+def arriving(work: Sequence[Work], rate: float, seed: int) -> list[Work]:
+    """The same requests as a Poisson process of `rate` requests a second."""
+    draw, now, found = random.Random(seed), 0.0, []
+    for item in work:
+        now += draw.expovariate(rate)
+        found.append(Work(item.prompt, item.params, now))
+    return found
+
+
+def serve(llm: LLM, work: Sequence[Work]) -> tuple[list[Timing], float]:
+    """Runs requests as they arrive; returns their timings and the seconds until the last one ended."""
+    engine, timings, due = llm.engine, [Timing(item.arrival) for item in work], 0
+    start = time.perf_counter()
+    while due < len(work) or engine.has_unfinished():
+        now = time.perf_counter() - start
+        while due < len(work) and work[due].arrival <= now:
+            engine.add_request(work[due].prompt, work[due].params, str(due))
+            due += 1
+        if not engine.has_unfinished():
+            time.sleep(max(work[due].arrival - now, 0.0))
+            continue
+        outputs, seen = engine.step(), time.perf_counter() - start
+        for out in outputs:
+            timings[int(out.request_id)].saw(len(out.token_ids), seen)
+    return timings, time.perf_counter() - start
+
+
+def percentile(values: Sequence[float], share: int) -> float:
+    """The smallest value that `share` hundredths of the values do not exceed."""
+    ranked = sorted(values)
+    return ranked[min(-(-len(ranked) * share // 100), len(ranked)) - 1]
+
+
+def summary(load: str, timings: Sequence[Timing], seconds: float) -> dict[str, Any]:
+    """One row: rates, and milliseconds to the first and between tokens."""
+    first, gaps = [t.first for t in timings], [gap for t in timings for gap in t.gaps] or [0.0]
+    row: dict[str, Any] = {"load": load, "requests/s": len(timings) / seconds}
+    row["tok/s"] = sum(len(t.tokens) for t in timings) / seconds
+    for name, values in (("first token", first), ("between tokens", gaps)):
+        for share in (50, 99):
+            row[f"{name} p{share} ms"] = percentile(values, share) * 1e3
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    print(f"{row['load']:>10} {row['requests/s']:9.2f} req/s {row['tok/s']:9.0f} tok/s   first token p50 "
+          f"{row['first token p50 ms']:8.1f} p99 {row['first token p99 ms']:8.1f} ms   between tokens p50 "
+          f"{row['between tokens p50 ms']:7.2f} p99 {row['between tokens p99 ms']:7.2f} ms", flush=True)  # fmt: skip
+
+
+def measure(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
+    work = make_work(args, llm.model_config.vocab_size)
+    serve(llm, work[: max(len(work) // 10, 1)])
+    rows = [summary("saturated", *serve(llm, work))]
+    show(rows[0])
+    for share in args.shares:
+        rate = rows[0]["requests/s"] * share
+        rows.append(summary(f"{share:.0%}", *serve(llm, arriving(work, rate, args.seed))))
+        show(rows[-1])
+    return rows
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="directory with a config.json; weights are random")
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--prompt", type=int, default=512, help="mean prompt length in tokens")
+    parser.add_argument("--output", type=int, default=128, help="mean output length in tokens")
+    parser.add_argument("--shares", type=lambda t: [float(x) for x in t.split(",") if x], default=[0.5, 0.8])
+    parser.add_argument("--max-running", type=int, default=128, help="requests that decode together")
+    parser.add_argument("--chunk", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(DTYPES))
+    parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--name", help="write benchmarks/results/NAME.json")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    llm = LLM(
+        args.model, load_format="dummy", device=args.device, max_running_requests=args.max_running,
+        max_model_len=(args.prompt + args.output) * 3 // 2 + 2, chunked_prefill_size=args.chunk,
+        mamba_ssm_dtype=args.state_dtype, state_mode=args.state_mode,
+    )  # fmt: skip
+    print(llm.plan.summary())
+    rows = measure(llm, args)
+    print(environment())
+    if args.name:
+        print(save(args.name, rows))
+
+
+if __name__ == "__main__":
+    main()
