@@ -17,6 +17,7 @@ from hybridrt.cli.options import EngineOptions, SamplingOptions
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.request import RequestOutput
 from hybridrt.errors import CheckpointError, EngineError
+from hybridrt.runtime import build
 from tests.tiny import CHAT_TEMPLATE, write_tiny
 
 TINY_ENGINE = ("--load-format", "dummy", "--device", "cpu", "--max-running-requests", "4")
@@ -117,6 +118,34 @@ def test_verbose_shows_plan_and_timings_on_standard_error(tiny: Path, llm: LLM) 
     assert result.stdout == greedy(llm, "ab", 4).text + "\n"
     assert "KV pages" in result.stderr
     assert "2 prompt tokens, 4 output tokens" in result.stderr
+
+
+def test_speculation_changes_the_speed_alone(tiny: Path) -> None:
+    plain = run(tiny, "abcabcabc", "--max-tokens", "40")
+    guessed = run(tiny, "abcabcabc", "--max-tokens", "40", "--speculative", "ngram", "--num-draft-tokens", "3", "-v")
+    assert guessed.stdout == plain.stdout
+    assert "drafts accepted" in guessed.stderr
+
+
+def test_drafts_need_a_method(tiny: Path) -> None:
+    result = run(tiny, "x", "--num-draft-tokens", "3")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "error: --num-draft-tokens goes with --speculative ngram or draft\n",
+    )
+
+
+def test_the_default_model_needs_no_download() -> None:
+    result = CliRunner().invoke(app, ["generate", "def read_lines(path):", "--device", "cpu", "--max-tokens", "24"])
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.strip()) > 10
+
+
+def test_a_missing_default_model_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "ASSETS", tmp_path)
+    result = CliRunner().invoke(app, ["generate", "x"])
+    assert result.exit_code == 2
+    assert "lacks its embedded model" in result.stderr
 
 
 def test_engine_options_reach_the_engine(tiny: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, SamplingOptions, option
+from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, SamplingOptions, SpeculativeOptions, option
 from hybridrt.errors import CheckpointError, RequestError
 from hybridrt.sampling_params import SamplingParams
 
@@ -55,6 +55,7 @@ def generate(
     ] = False,
     sampling: SamplingOptions = SamplingOptions(),  # noqa: B008
     engine: EngineOptions = EngineOptions(),  # noqa: B008
+    speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
 ) -> None:
     """Continue prompts, printing text as it comes.
 
@@ -67,7 +68,7 @@ def generate(
     path = resolve_model_path(model)
     params = sampling_params(path, sampling.given())
     start = time.monotonic()
-    with LLM(str(path), **engine.given()) as llm:
+    with LLM(str(path), **engine.given(), **speculation.given()) as llm:
         loaded = time.monotonic() - start
         jobs = [Job(text, _prompt(llm, text, chat, token_ids)) for text in typed]
         if verbose:
@@ -225,7 +226,8 @@ def timings(metrics: "RequestMetrics") -> dict[str, Any]:
 def _timing(metrics: "RequestMetrics") -> str:
     t = timings(metrics)
     rate = f", then {t['tokens_per_second']:.1f} tokens/s" if t["tokens_per_second"] is not None else ""
+    drafts = f"; {t['accepted']} of {t['proposed']} drafts accepted" if t["proposed"] else ""
     return (
         f"{t['prompt_tokens']} prompt tokens, {t['output_tokens']} output tokens in {t['seconds']:.2f} s: first after "
-        f"{t['time_to_first_token'] * 1000:.0f} ms{rate}"
+        f"{t['time_to_first_token'] * 1000:.0f} ms{rate}{drafts}"
     )

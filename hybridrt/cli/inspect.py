@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybridrt.cli.options import EMBEDDED, EngineOptions, JsonOption
+from hybridrt.cli.options import EMBEDDED, EngineOptions, JsonOption, SpeculativeOptions
 from hybridrt.errors import MemoryBudgetError
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def inspect(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory or hub name.")] = EMBEDDED,
     as_json: JsonOption = False,
     engine: EngineOptions = EngineOptions(),  # noqa: B008
+    speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
 ) -> None:
     """Show layer by layer what a model holds, what runs it and what memory it takes.
 
@@ -74,7 +75,7 @@ def inspect(
     """
     from hybridrt.config import EngineConfig
 
-    report = describe_model(EngineConfig(model, **engine.given()))
+    report = describe_model(EngineConfig(model, **engine.given(), **speculation.given()))
     if as_json:
         typer.echo(json.dumps(_as_json(report), indent=2))
     else:

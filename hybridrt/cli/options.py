@@ -7,6 +7,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from hybridrt.errors import ConfigError
+
 EMBEDDED = "embedded"
 ModelOption = Annotated[
     str,
@@ -59,6 +61,31 @@ class EngineOptions(_Overrides):
     cuda_graph_max_bs: Annotated[int | None, option("Largest batch captured.", "what fits", "N")] = None
     overlap: Annotated[bool | None, option("Launch a step before the last one's tokens are read.", "on")] = None
     seed: Annotated[int | None, option("Of sampling and of dummy weights.", "0", "N")] = None
+
+
+@dataclass(frozen=True)
+class SpeculativeOptions:
+    """Fields of SpeculativeConfig that a line can say, under names that say what they belong to."""
+
+    speculative: Annotated[str | None, option("Draft tokens and verify them at once.", "off", "ngram|draft")] = None
+    num_draft_tokens: Annotated[int | None, option("Drafts a step.", "4", "N")] = None
+    draft_model: Annotated[str | None, option("Drafter of --speculative draft.", "none", "NAME")] = None
+
+    def given(self) -> dict[str, Any]:
+        """{"speculative": SpeculativeConfig}, or nothing where speculation is off.
+
+        Raises:
+            ConfigError: drafts were asked for without a method, or fields that do not go together.
+        """
+        fields = {"num_draft_tokens": self.num_draft_tokens, "draft_model": self.draft_model}
+        fields = {name: value for name, value in fields.items() if value is not None}
+        if self.speculative is None:
+            if fields:
+                raise ConfigError(f"--{next(iter(fields)).replace('_', '-')} goes with --speculative ngram or draft")
+            return {}
+        from hybridrt.config import SpeculativeConfig
+
+        return {"speculative": SpeculativeConfig(method=self.speculative, **fields)}  # type: ignore[arg-type]
 
 
 _FILE = "the model's"

@@ -23,8 +23,8 @@ from hybridrt.state_shape import state_shape
 
 DEFAULT_ROWS = {"cpu": 16, "cuda": 256}
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-EMBEDDED = "embedded"
-EMBEDDED_PATH = Path(__file__).parents[1] / "assets" / "embedded"
+EMBEDDED = ("embedded", "embedded_draft")
+ASSETS = Path(__file__).parents[1] / "assets"
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,16 @@ def resolve_state_mode(config: EngineConfig, device: torch.device) -> str:
 
 def resolve_model_path(name: str) -> Path:
     """A checkpoint directory as it is, a hub name (org/model) downloaded to the hub's cache, or "embedded" for the
-    small model that the package brings (./embedded is a directory).
+    small model that the package brings ("embedded_draft" for its drafter; ./embedded is a directory).
 
     Raises:
         ConfigError: none of them, or not to be had.
     """
-    if name == EMBEDDED:
-        if not EMBEDDED_PATH.is_dir():
-            raise ConfigError(
-                f"this installation lacks the embedded model ({EMBEDDED_PATH}); pass a checkpoint directory"
-            )
-        return EMBEDDED_PATH
-    path = Path(name).expanduser()
+    path = ASSETS / name if name in EMBEDDED else Path(name).expanduser()
     if path.is_dir():
         return path
+    if name in EMBEDDED:
+        raise ConfigError(f"this installation lacks its {name} model ({path}); pass a checkpoint directory")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ConfigError(f"{name} is no directory; pass a checkpoint directory or a hub name such as org/model")
     from huggingface_hub import snapshot_download
