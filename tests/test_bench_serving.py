@@ -1,6 +1,7 @@
 """The load generator: arrivals at the rate asked for, times that belong to the right request."""
 
 import argparse
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def test_arrivals_have_the_rate_asked_for() -> None:
     work = make_work(argparse.Namespace(**(vars(ARGS) | {"requests": 4000})), 50)
     times = [item.arrival for item in arriving(work, 20.0, 1)]
     assert times == sorted(times) and times[-1] == pytest.approx(200.0, rel=0.05)
-    gaps = [b - a for a, b in zip(times, times[1:])]
+    gaps = [b - a for a, b in pairwise(times)]
     assert sum(gap > 0.05 for gap in gaps) / len(gaps) == pytest.approx(2.718281828**-1, abs=0.03)
 
 
