@@ -91,6 +91,10 @@ class MambaPoolSpec:
             shapes["ring_gates"] = ((heads, width), torch.float32)
         return shapes
 
+    def layer_bytes(self, shape: StateShape) -> int:
+        """Bytes that one layer keeps for one running request."""
+        return _nbytes(self.slot_shapes(shape)) + _nbytes(self.row_shapes(shape))
+
     def slot_bytes(self) -> int:
         """Bytes of one state slot over all layers."""
         return sum(_nbytes(self.slot_shapes(s)) * len(ids) for s, ids in self.groups.items())

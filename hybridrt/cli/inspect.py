@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -135,10 +135,7 @@ def _layers(config: "EngineConfig", target: "Target") -> Iterator[LayerKind]:
     shapes = {kind: state_shape(linear, target.tp.size) for kind, linear in mc.linear.items()}
     per_token = KVPool.page_bytes(1, 1, *kv_shape(target), target.dtype)
     for layer in mc.layers:
-        state = 0
-        if layer.linear:
-            alone = replace(spec, groups={shapes[layer.linear]: [0]})
-            state = alone.slot_bytes() + alone.row_bytes()
+        state = spec.layer_bytes(shapes[layer.linear]) if layer.linear else 0
         backends = " + ".join([attention] * layer.attention + [layer.linear or ""] * bool(layer.linear))
         kv = per_token * layer.attention
         yield LayerKind(_symbol(layer), _mixer(layer, target, shapes), layer.ffn or "-", backends or "-", state, kv)
