@@ -54,7 +54,7 @@ class AdaptiveDrafter:
         asked = [i for i, n in enumerate(allowed) if n > 0]
         drafts: list[list[int]] = [[] for _ in requests]
         for i, tokens in zip(asked, self.inner.propose([requests[i] for i in asked], [allowed[i] for i in asked])):
-            drafts[i] = tokens
+            drafts[i] = tokens[: allowed[i]]
         for request, tokens in zip(requests, drafts):
             self._lengths[id(request)] = (request, self._length(request), len(request.output), len(tokens))
         return drafts

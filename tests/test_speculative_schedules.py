@@ -1,0 +1,159 @@
+"""Text with speculation equals text without it, token for token, whatever arrives, ends, is retracted or proposed."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hybridrt.engine.engine import derive_seed
+from hybridrt.sampling_params import SamplingParams
+from hybridrt.speculative.draft_model import DraftModelDrafter
+from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter, DraftRequest
+from hybridrt.speculative.ngram import NgramDrafter
+from tests.checkpoints import CASES, VOCAB, falcon, write
+from tests.speculation import Ask, Rig, Script, Scripted, assert_same, sample_seed, shifted
+
+MODES = ("intermediate", "replay")
+MAKERS = {
+    "mamba2": falcon(num_hidden_layers=1),
+    "gdn": CASES["qwen-dense_by_number"],
+    "attention": CASES["nemotron-attention_alone"],
+}
+# What drafts for a model, beside itself: its own kind with other weights, a model without recurrent layers.
+OTHERS = {"mamba2": ("mamba2", 1), "gdn": ("attention", 0)}
+
+
+class Rigs:
+    """Each kind of rig built once: hypothesis runs many histories through it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.path = cache(self._path)
+        self.plain = cache(lambda name: Rig(self.path(name), rows=10))
+        self.rig = cache(self._rig)
+
+    def _path(self, name: str, seed: int = 0) -> Path:
+        path = self.root / f"{name}-{seed}"
+        write(MAKERS[name], path, seed=seed)
+        return path
+
+    def _rig(self, name: str, mode: str, drafts: int, graphs: bool, pages: int | None, method: str = "ngram") -> Rig:
+        draft_model = self.path(name) if method == "same" else self.path(*OTHERS[name]) if method == "other" else None
+        spec: dict[str, Any] = {"method": "draft", "draft_model": str(draft_model)} if draft_model else {}
+        return Rig(self.path(name), mode=mode, drafts=drafts, graphs=graphs, pages=pages, **spec)
+
+
+@pytest.fixture(scope="module")
+def rigs(tmp_path_factory: pytest.TempPathFactory) -> Rigs:
+    return Rigs(tmp_path_factory.mktemp("models"))
+
+
+@cache
+def draft_model(rig: Rig) -> DraftModelDrafter:
+    return DraftModelDrafter(rig.config, rig.runner.plan, VOCAB)
+
+
+def make_drafter(rig: Rig, method: str, futures: dict[int, list[int]]) -> Drafter:
+    assert rig.config.speculative is not None
+    drafts = rig.config.speculative.num_draft_tokens
+    inner: Drafter = NgramDrafter() if method == "ngram" else draft_model(rig) if method in ("same", "other") else (
+        Scripted(futures, SCRIPTS[method])
+    )  # fmt: skip
+    return AdaptiveDrafter(inner, drafts, patience=5)
+
+
+def right_until(coming: list[int], good: int) -> list[int]:
+    return [t if i < good else shifted(t) for i, t in enumerate(coming)]
+
+
+def at_random(coming: list[int], request: DraftRequest) -> list[int]:
+    h = derive_seed(request.seed, len(request.output))
+    return right_until(coming, h % (len(coming) + 1))[: h // 64 % (len(coming) + 1)]
+
+
+SCRIPTS: dict[str, Script] = {
+    "right": lambda coming, _: coming,
+    "wrong": lambda coming, _: right_until(coming, 0),
+    "wrong at last": lambda coming, _: right_until(coming, len(coming) - 1),
+    "random": at_random,
+    "in bursts": lambda coming, request: coming if len(request.output) // 6 % 2 else [],
+    "too long": lambda coming, _: [*coming, *coming],
+    "padding tokens": lambda coming, _: [0] * len(coming),
+}
+
+filters = st.sampled_from([
+    {"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 0.7, "top_k": 5, "min_p": 0.02},
+    {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.3},
+    {"temperature": 0.0, "repetition_penalty": 0.5}, {"temperature": 1.0, "repetition_penalty": 0.6},
+])  # fmt: skip
+
+
+@st.composite
+def asks(draw: st.DrawFn, most: int = 5, longest: int = 30) -> list[Ask]:
+    """Requests: repeating or random prompts, some that stop early, come late, are aborted or ask for more."""
+    found = []
+    for i in range(draw(st.integers(1, most), "requests")):
+        unit = draw(st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=7), "prompt")
+        fields: dict[str, Any] = draw(filters, "filters")
+        params = SamplingParams(
+            max_tokens=draw(st.integers(1, longest), "max_tokens"), seed=100 * i + draw(st.integers(0, 9), "seed"),
+            stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=6), "stop")),
+            n=draw(st.sampled_from([1, 1, 1, 2]), "n"), logprobs=draw(st.sampled_from([None, None, 2]), "logprobs"),
+            ignore_eos=True, **fields,
+        )  # fmt: skip
+        prompt = unit * draw(st.integers(1, 4), "times")
+        abort = draw(st.sampled_from([None, None, None, 2, 7]), "abort after")
+        found.append(Ask(prompt, params, draw(st.integers(0, 8), "arrival"), abort))
+    return found
+
+
+schedules = settings(
+    max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+chunks = st.sampled_from([2, 5, 11, 8192])
+
+
+def check(rigs: Rigs, name: str, rig: Rig, method: str, requests: Sequence[Ask], chunk: int) -> None:
+    futures = rigs.plain(name).futures(requests)
+    by_seed = {sample_seed(requests[int(i)], k): output.token_ids for (i, k), output in futures.items()}
+    found = rig.run(requests, make_drafter(rig, method, by_seed), chunk)
+    assert_same(requests, found, futures)
+
+
+@pytest.mark.parametrize("method", ["ngram", "same", "other", "scripted"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", OTHERS)
+@schedules
+@given(requests=asks(), drafts=st.sampled_from([1, 4, 7]), chunk=chunks, data=st.data())
+def test_any_history(
+    name: str, mode: str, method: str, rigs: Rigs, requests: list[Ask], drafts: int, chunk: int, data: st.DataObject
+) -> None:
+    graphs = data.draw(st.booleans(), "graphs")
+    if method == "scripted":
+        method = data.draw(st.sampled_from(sorted(SCRIPTS)), "script")
+    check(rigs, name, rigs.rig(name, mode, drafts, graphs, None, method), method, requests, chunk)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", OTHERS)
+def test_retraction(name: str, mode: str, rigs: Rigs) -> None:
+    """KV for one long request and a little: requests are thrown out and come back with their output."""
+    retractions = 0
+
+    @schedules
+    @given(requests=asks(longest=60), chunk=chunks, method=st.sampled_from(["ngram", "same", "random", "in bursts"]))
+    def play(requests: list[Ask], chunk: int, method: str) -> None:
+        nonlocal retractions
+        long = [replace(a, params=replace(a.params, max_tokens=60, stop_token_ids=(), n=1)) for a in requests]
+        rig = rigs.rig(name, mode, 4, False, 0, method)
+        check(rigs, name, rig, method, long, chunk)
+        retractions += rig.counters.retractions
+
+    play()
+    assert retractions > 3
