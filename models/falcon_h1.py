@@ -17,6 +17,7 @@ from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.attention import RadixAttention, qkv_segments
+from hybridrt.layers.branch import Branch
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
 from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
@@ -30,11 +31,11 @@ from hybridrt.models.base import CausalLM
 class FalconH1Block(nn.Module):
     """One decoder block. `hf` holds the multipliers and bias switches of config.json."""
 
-    def __init__(self, config: ModelConfig, layer_id: int, build: Build) -> None:
+    def __init__(self, config: ModelConfig, layer_id: int, branch: Branch, build: Build) -> None:
         super().__init__()
         hf, mamba, hidden = config.hf, config.mamba2, config.hidden_size
         name, tp, device = f"layers.{layer_id}", build.tp, build.device
-        self.hf = hf
+        self.hf, self.branch = hf, branch
         self.attn = RadixAttention(config.attention, layer_id, tp)
         norm = self._gated_norm(name, config, build)
         self.mamba = Mamba2Mixer(f"{name}.mamba", mamba, layer_id, conv_bias=hf.mamba_conv_bias, norm=norm, build=build)
@@ -65,8 +66,10 @@ class FalconH1Block(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         projected, residual = norm_linear(self.input_norm, self.in_proj, x, residual)
-        ssm = self._mamba(projected[:, : self.ssm_width], batch)
+        with self.branch.beside():
+            ssm = self._mamba(projected[:, : self.ssm_width], batch)
         attn = self._attention(projected[:, self.ssm_width :], rope, batch)
+        self.branch.join()
         return self.mlp.after_norm(self.mlp_norm, self.out_proj(attn, ssm), residual)
 
     def _mamba(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -76,7 +79,7 @@ class FalconH1Block(nn.Module):
     def _attention(self, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         attn = self.attn
         q, k, v = qkv.split((attn.q_size, attn.kv_size, attn.kv_size), dim=-1)
-        return attn(q, k, v, batch, rope)
+        return batch.attn_backend.forward(q, k, v, attn, batch, rope=rope)
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         hf, ssm_names = self.hf, ["z", "x", "B", "C", "dt"]
@@ -117,7 +120,8 @@ class FalconH1ForCausalLM(CausalLM):
         table = (config.vocab_size, config.hidden_size)
         self.embed = VocabParallelEmbedding("embed", *table, multiplier=hf.embedding_multiplier, build=build)
         self.head = self.embed if config.tie_word_embeddings else VocabParallelEmbedding("head", *table, build=build)
-        blocks = nn.ModuleList(FalconH1Block(config, i, build) for i in range(len(config.layers)))
+        branch = Branch(device)
+        blocks = nn.ModuleList(FalconH1Block(config, i, branch, build) for i in range(len(config.layers)))
         self.layers = cast(list[FalconH1Block], blocks)
         # The head's multiplier commutes with the head, so the norm before it takes it, tied or not.
         self.norm = RMSNorm("norm", config.hidden_size, hf.rms_norm_eps, device=device, fold=hf.lm_head_multiplier)

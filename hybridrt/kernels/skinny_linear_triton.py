@@ -79,8 +79,8 @@ def _prefetch_rows(rows, first, K, AHEAD: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit
 def _matvec_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, tail_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, N, K, split, eps,
-    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+    x_ptr, tail_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, N, split, eps,
+    K: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, POLICY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One token. A thread owns 8 neighbouring columns of each row, one 16-byte load."""
@@ -88,9 +88,7 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
     # Past the last row the last one is read again: cheaper than a mask, and never written.
     row = tl.minimum(_weight_rows(N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
     weights = weight_ptr + row[:, None] * K + k[None, :]
-    tile = tl.load(weights, mask=(k < K)[None, :], other=0.0)
-    if PDL and AHEAD > 0:
-        _prefetch_rows(weight_ptr + row * K, BLOCK_K, K, AHEAD)
+    tile = tl.load(weights, mask=(k < K)[None, :], other=0.0, cache_modifier=POLICY)
     sum_end = tl.where(tl.program_id(0) == 0, K, 0)  # the first program alone writes x + residual
     begin(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
@@ -108,8 +106,12 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
             x *= tl.load(norm_ptr + start + k, mask=mask, other=0.0)
         products = tl.reshape(tile.to(tl.float32) * x[None, :], [BLOCK_N, BLOCK_K // 8, 8])
         acc += tl.sum(products, axis=2)
-        # Last, so that a row's next piece takes the registers of the piece just multiplied.
-        tile = tl.load(weights + (start + BLOCK_K), mask=(start + BLOCK_K + k < K)[None, :], other=0.0)
+        if BLOCK_K < K:
+            # Last, so that a row's next piece takes the registers of the piece just multiplied.
+            following = start + BLOCK_K
+            tile = tl.load(
+                weights + following, mask=(following + k < K)[None, :], other=0.0, cache_modifier=POLICY
+            )
     y = tl.sum(acc, axis=1)
     if norm_ptr is not None:
         y *= 1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + eps)
@@ -153,6 +155,7 @@ class Tile:
     num_warps: int
     stages: int = 0
     ahead: int = 0
+    policy: str = ""
 
 
 def skinny_linear_triton(
@@ -196,9 +199,9 @@ def _matvec(
     total = None if residual is None else torch.empty_like(residual)
     tile = matvec_tile(rows, columns)
     _matvec_kernel[(triton.cdiv(rows, tile.block_n),)](
-        x, tail, residual, norm_weight, weight, bias, out, total, rows, columns, x.shape[1], eps,
-        ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, AHEAD=tile.ahead, num_warps=tile.num_warps,
-        **pdl(x.device),
+        x, tail, residual, norm_weight, weight, bias, out, total, rows, x.shape[1], eps,
+        K=columns, ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, POLICY=tile.policy,
+        num_warps=tile.num_warps, **pdl(x.device),
     )  # fmt: skip
     return total
 
