@@ -71,7 +71,7 @@ class AttentionPart(nn.Module):
     def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         projected, residual = norm_linear(norm, self.qkv, x, residual)
         q, k, v = projected.split((self.attn.q_size, self.attn.kv_size, self.attn.kv_size), dim=-1)
-        return self.o_proj(self.attn(q, k, v, batch)), residual
+        return self.o_proj(batch.attn_backend.forward(q, k, v, self.attn, batch)), residual
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         found = self.o_proj.targets(f"{key}.o_proj", "x")

@@ -53,7 +53,8 @@ class GatedAttention(nn.Module):
         projected, residual = norm_linear(norm, self.qkvg, x, residual)
         q, k, v, gate = projected.split((attn.q_size, attn.kv_size, attn.kv_size, attn.q_size), dim=-1)
         rope = Rope(cos_sin, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        return self.o_proj(sigmoid_mul(attn(q, k, v, batch, rope), gate)), residual
+        out = batch.attn_backend.forward(q, k, v, attn, batch, rope=rope)
+        return self.o_proj(sigmoid_mul(out, gate)), residual
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         heads, dim = self.config.num_heads, self.config.head_dim

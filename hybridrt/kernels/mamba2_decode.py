@@ -107,8 +107,10 @@ def mamba2_decode_reference(
     if xBC.shape[1] == 1 and values is None and intermediate_states is None and read_slots is write_slots:
         run = _rows_in_place(weight.shape[1], read_slots, start_positions, xBC, conv, states)
         if run is not None:
-            terms = {"weight": weight, "bias": bias, "A": A, "D": D, "dt_bias": dt_bias, "dt_limit": dt_limit}
-            return _one_token(xBC, dt, z, conv[run], states[run], start_positions, **terms)
+            return _one_token(
+                xBC, dt, z, conv[run], states[run], start_positions,
+                weight=weight, bias=bias, A=A, D=D, dt_bias=dt_bias, dt_limit=dt_limit,
+            )  # fmt: skip
     conved = causal_conv1d_update_reference(xBC, weight, bias, conv, read_slots, write_slots, start_positions)
     x, B, C = split_conv_channels(conved, states.shape)
     if values is None:

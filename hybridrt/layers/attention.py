@@ -1,20 +1,15 @@
-"""The softmax-attention layer: a handle that routes to the batch's backend."""
+"""The softmax-attention layer: what the batch's backend must know of who asks."""
 
-import torch
-from torch import nn
-
-from hybridrt.attention.base import Rope
 from hybridrt.config import AttentionConfig
 from hybridrt.distributed.groups import TPGroup
-from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.linear import Segment
 
 
-class RadixAttention(nn.Module):
-    """Attention of one layer on one rank; keys and values live in the backend's KV pool, under `layer_id`."""
+class RadixAttention:
+    """Attention of one layer on one rank, as `backend.forward(q, k, v, layer, batch)` takes its layer; keys and values
+    live in the backend's KV pool, under `layer_id`."""
 
     def __init__(self, config: AttentionConfig, layer_id: int, tp: TPGroup) -> None:
-        super().__init__()
         self.layer_id = layer_id
         self.num_heads = config.num_heads // tp.size
         self.num_kv_heads = max(config.num_kv_heads // tp.size, 1)
@@ -23,12 +18,6 @@ class RadixAttention(nn.Module):
         self.sliding_window = config.sliding_window
         self.q_size = self.num_heads * self.head_dim
         self.kv_size = self.num_kv_heads * self.head_dim
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, rope: Rope | None = None
-    ) -> torch.Tensor:
-        """q [T, heads * head_dim], k and v [T, kv_heads * head_dim]; returns q's shape."""
-        return batch.attn_backend.forward(q, k, v, self, batch, rope=rope)
 
 
 def qkv_segments(config: AttentionConfig, tp: TPGroup, q_multiple: int = 1) -> list[Segment]:

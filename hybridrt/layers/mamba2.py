@@ -69,14 +69,11 @@ class Mamba2Mixer(nn.Module):
         split, parts = metadata.decode.num_tokens if metadata.decode else 0, []
         if metadata.decode:
             y = self._decode(z[:split], conv_in[:split], dt[:split], cache, metadata.decode, metadata.replay)
-            parts.append(self._gate(y, z[:split]))
+            parts.append(y if self.norm is None else self.norm(y, z[:split]))
         if metadata.extend:
             y = self._extend(z[split:], conv_in[split:], dt[split:], cache, metadata.extend)
-            parts.append(self._gate(y, z[split:]))
+            parts.append(y if self.norm is None else self.norm(y, z[split:]))
         return parts[0] if len(parts) == 1 else torch.cat([z[:0], *parts])
-
-    def _gate(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return y if self.norm is None else self.norm(y, z)
 
     def _decode(
         self,
