@@ -63,6 +63,10 @@ def rope(kind: str, **numbers: Any) -> dict[str, Any]:
 
 
 LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+LONGROPE = rope(
+    "longrope", factor=2.0, original_max_position_embeddings=128, short_factor=[1.0, 1.1, 1.3, 1.5],
+    long_factor=[2.0, 3.0, 4.0, 5.0],
+)  # fmt: skip
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0)
 
 FALCON: dict[str, Make] = {
@@ -82,6 +86,7 @@ FALCON: dict[str, Make] = {
     "llama3_rope": falcon(**LLAMA3, num_key_value_heads=4),
     "linear_rope_huge_theta": falcon(**rope("linear", factor=3.0), tie_word_embeddings=True),
     "yarn_rope": falcon(**YARN, num_hidden_layers=1),
+    "longrope": falcon(**LONGROPE, num_hidden_layers=1, head_dim=8),
     "dynamic_rope": falcon(**rope("dynamic", factor=2.0), num_hidden_layers=1),
 }  # fmt: skip
 

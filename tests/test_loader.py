@@ -25,13 +25,13 @@ Tensors = dict[str, Tensor]
 
 
 def empty(path: Path) -> CausalLM:
-    config = EngineConfig(str(path), device="cpu", dtype="float32")
+    config = EngineConfig(str(path), device="cpu", dtype="float32", max_model_len=128)
     target = load_target(config, TPGroup())[1]
     return empty_model(config, target, torch.device("cpu"))
 
 
 def load(path: Path, **config: Any) -> CausalLM:
-    engine_config = EngineConfig(str(path), **{"device": "cpu", "dtype": "float32", **config})
+    engine_config = EngineConfig(str(path), **{"device": "cpu", "dtype": "float32", "max_model_len": 128, **config})
     return build_model(engine_config, load_target(engine_config, TPGroup())[1], path, False)
 
 
@@ -285,6 +285,6 @@ def test_dummy_weights_are_seeded_and_finite(name: str, checkpoints: CheckpointS
     for (what, a), b in zip(first.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b) and a.isfinite().all(), what
     assert any(not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
-    session = Session(tmp_path, load_format="dummy", max_model_len=256)
-    sample = session.run(requests(200, steps=3))[0]
+    session = Session(tmp_path, load_format="dummy", max_model_len=128)
+    sample = session.run(requests(100, steps=3))[0]
     assert sample.logits.isfinite().all() and sample.logits.std() > 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrt.errors import ConfigError
 from tests.checkpoints import CASES, VOCAB, Checkpoint, CheckpointStore
 from tests.session import Session, budget, check_sample
 
@@ -32,7 +33,7 @@ def requests(*lengths: int, steps: int = STEPS) -> list[tuple[list[int], int]]:
 def test_ragged_batch(name: str, checkpoints: CheckpointStore) -> None:
     """Whole prompts of several lengths in one step, then decode steps."""
     checkpoint = checkpoints[name]
-    session = Session(checkpoint.path)
+    session = Session(checkpoint.path, max_model_len=128)
     for sample in session.run(requests(*LENGTHS)):
         assert len(sample.tokens) == STEPS
         check_sample(checkpoint, sample, name)
@@ -86,6 +87,11 @@ def test_overlap_and_other_pages_change_nothing(name: str, checkpoints: Checkpoi
     for sample, other in zip(session.run(requests(*LENGTHS), overlap=True, chunk=20), wanted, strict=True):
         assert sample.tokens == other.tokens
         check_sample(checkpoint, sample, name)
+
+
+def test_longrope_serves_the_pretraining_length_alone(checkpoints: CheckpointStore) -> None:
+    with pytest.raises(ConfigError, match=r"129.* at most 128"):
+        Session(checkpoints["falcon-longrope"].path, max_model_len=129)
 
 
 def rewrite(checkpoint: Path, target: Path, **changes: Any) -> Path:

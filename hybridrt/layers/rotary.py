@@ -14,9 +14,19 @@ def rotary_table(config: ModelConfig, max_len: int, device: torch.device) -> tor
     `rot` is head_dim x partial_rotary_factor; types other than "default" (linear, dynamic, yarn, llama3, ...) take
     their frequencies from transformers.modeling_rope_utils.
     """
+    _check_longrope(config, max_len)
     inv_freq, scaling = _frequencies(config)
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inv_freq.float())
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(scaling).to(device)
+
+
+def _check_longrope(config: ModelConfig, max_len: int) -> None:
+    """longrope turns to other frequencies, for all positions at once, when a request outgrows the pretraining length:
+    one table cannot serve both."""
+    rope: Any = config.attention.rope
+    short = rope.get("original_max_position_embeddings") or max_len
+    if rope.get("rope_type") == "longrope" and max_len > short:
+        raise ConfigError(f"max_model_len is {max_len}; with this model's longrope it can be at most {short}")
 
 
 def _frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
