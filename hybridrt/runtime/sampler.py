@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hybridrt.kernels.acceptance import accept_chain
+from hybridrt.kernels.acceptance import accept_chain, accept_tree
 from hybridrt.kernels.sampling import Penalties, greedy, sample
 from hybridrt.runtime.step import Admission
 from hybridrt.sampling_params import SamplingParams
@@ -35,11 +35,44 @@ class Filters:
         )
 
 
+@dataclass(frozen=True)
+class Verification:
+    """n rows of T inputs to verify, on the device.
+
+    Attributes:
+        rows, output_indices: [n] int32 request rows, and the index of the token drawn after the root.
+        positions: [n, T] int32 of all inputs: a draw's output index grows with its position.
+        drafts: [n, T - 1] int32, of which the first num_drafts [n] int32 are drafts; the rest is padding.
+        parents, tree_mask: of a tree, as in SpecInfo; None for chains.
+    """
+
+    rows: torch.Tensor
+    output_indices: torch.Tensor
+    positions: torch.Tensor
+    drafts: torch.Tensor
+    num_drafts: torch.Tensor
+    parents: torch.Tensor | None = None
+    tree_mask: torch.Tensor | None = None
+
+    def earlier(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For the draw after each input, [n * T, T - 1] each: all drafts of its row, int64, and whether the input sees
+        them, int32."""
+        n, width = self.positions.shape
+        sees = self.tree_mask
+        if sees is None:
+            sees = torch.ones(width, width, dtype=torch.bool, device=self.drafts.device).tril().expand(n, -1, -1)
+        drafts = self.drafts[:, None].expand(-1, width, -1)
+        return drafts.reshape(n * width, -1).long(), sees[:, :, 1:].reshape(n * width, -1).int()
+
+
 class SamplingTable:
-    """Sampling constants and token counts by request row, [R + 1, ...] on the device, written at admission."""
+    """Sampling constants and token counts by request row, on the device, written at admission.
+
+    `floats` is [len(FLOATS), R + 1], the rest [R + 1, ...]: the constants of any rows, [n] each, are contiguous.
+    """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.floats = torch.zeros(num_rows + 1, len(FLOATS), device=device)
+        self.floats = torch.zeros(len(FLOATS), num_rows + 1, device=device)
         self.top_k = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self.seeds = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.output_counts = torch.zeros(num_rows + 1, vocab_size, dtype=torch.int32, device=device)
@@ -68,15 +101,16 @@ class SamplingTable:
 
     def admit(self, rows: torch.Tensor, sections: dict[str, torch.Tensor]) -> None:
         """Stores what `pack` packed, for request rows `rows` [n]."""
-        self.floats[rows] = sections["floats"].view(torch.float32).view(-1, len(FLOATS))
+        self.floats[:, rows] = sections["floats"].view(torch.float32).view(-1, len(FLOATS)).t()
         self.top_k[rows] = sections["top_k"]
         self.seeds[rows] = sections["seeds"].view(torch.int64)
-        counted = sections["penalty_rows"]
+        counted = sections["penalty_rows"].long()
         if counted.numel():
-            self.output_counts[counted] = 0
-            self.prompt_mask[counted] = False
+            # Filled, not assigned: a Python number behind `[...] =` is copied to the device, which the host waits for.
+            self.output_counts.index_fill_(0, counted, 0)
+            self.prompt_mask.index_fill_(0, counted, False)
             prompt = sections["prompt_tokens"].view(-1, 2)
-            self.prompt_mask[prompt[:, 0], prompt[:, 1]] = True
+            self.prompt_mask[prompt[:, 0], prompt[:, 1]] = torch.ones((), dtype=torch.bool, device=prompt.device)
             self.count(*sections["output_tokens"].view(-1, 2).unbind(1))
 
     def count(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -103,33 +137,35 @@ class Sampler:
         return tokens
 
     def verify(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        output_indices: torch.Tensor,
-        drafts: torch.Tensor,
-        num_drafts: torch.Tensor,
-        filters: Filters,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draws after each of the T inputs of n rows, and how many inputs stay (hybridrt.kernels.acceptance).
+        self, logits: torch.Tensor, step: Verification, filters: Filters
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Draws after each of the T inputs of n rows, and which inputs stay (hybridrt.kernels.acceptance).
 
         Args:
-            logits: [n * T, vocab]; rows, output_indices: [n * T] int32, each row's repeated.
-            drafts: [n, T - 1] int32; num_drafts: [n] int32.
+            logits: [n * T, vocab].
         Returns:
-            tokens [n, T] int64, of which the first `accepted` [n] int32 are the row's output.
+            tokens [n, T] int64, of which the first `accepted` [n] int32 are the row's output, and the accepted nodes
+            [n, T] int64 of a tree, None for chains.
         """
-        shape = (drafts.shape[0], drafts.shape[1] + 1)
+        n, width = step.positions.shape
+        rows = step.rows.repeat_interleave(width, output_size=n * width)
+        indices = step.output_indices[:, None] + step.positions - step.positions[:, :1]
         if filters.greedy and not filters.penalties:
-            tokens = greedy(logits).view(shape)
+            tokens = greedy(logits).view(n, width)
         else:
-            tokens = self._draw(logits, rows, output_indices, filters, drafts).view(shape)
-        accepted = accept_chain(tokens, drafts, num_drafts)
+            earlier = step.earlier() if filters.penalties else None
+            tokens = self._draw(logits, rows, indices.view(-1), filters, earlier).view(n, width)
+        path = None
+        if step.parents is None or step.tree_mask is None:
+            accepted = accept_chain(tokens, step.drafts, step.num_drafts)
+        else:
+            accepted, path = accept_tree(tokens, step.drafts, step.num_drafts, step.parents, step.tree_mask)
+            tokens = tokens.gather(1, path)
         if filters.penalties:
-            kept = torch.arange(shape[1], device=tokens.device) < accepted[:, None]
+            kept = torch.arange(width, device=tokens.device) < accepted[:, None]
             # Row 0 counts what was not kept: nobody reads it.
-            self.table.count(rows.view(shape).masked_fill(~kept, 0).view(-1), tokens.view(-1))
-        return tokens, accepted
+            self.table.count(rows.view(n, width).masked_fill(~kept, 0).view(-1), tokens.view(-1))
+        return tokens, accepted, path
 
     def _draw(
         self,
@@ -137,10 +173,12 @@ class Sampler:
         rows: torch.Tensor,
         output_indices: torch.Tensor,
         filters: Filters,
-        drafts: torch.Tensor | None,
+        earlier: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
+        """One draw for each line of logits; `earlier`: tokens that come before it and are not counted yet, [n, k]
+        int64, and how often each counts, [n, k] int32."""
         table = self.table
-        constants = dict(zip(FLOATS, table.floats[rows].unbind(1)))
+        constants = dict(zip(FLOATS, table.floats.index_select(1, rows)))
         return sample(
             logits,
             temperature=constants["temperature"],
@@ -149,20 +187,19 @@ class Sampler:
             top_k=table.top_k[rows] if filters.top_k else None,
             top_p=constants["top_p"] if filters.top_p else None,
             min_p=constants["min_p"] if filters.min_p else None,
-            penalties=self._penalties(rows, constants, drafts) if filters.penalties else None,
+            penalties=self._penalties(rows, constants, earlier) if filters.penalties else None,
         )
 
     def _penalties(
-        self, rows: torch.Tensor, constants: dict[str, torch.Tensor], drafts: torch.Tensor | None
+        self,
+        rows: torch.Tensor,
+        constants: dict[str, torch.Tensor],
+        earlier: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> Penalties:
-        """What earlier output costs; before the t-th draw of a verified row, its first t drafts are output too."""
+        """What earlier output costs."""
         counts = self.table.output_counts[rows]
-        if drafts is not None:
-            n, width = drafts.shape
-            per_input = counts.view(n, width + 1, -1)
-            for t in range(width):
-                index = drafts[:, t, None, None].expand(-1, width - t, 1).long()
-                per_input[:, t + 1 :].scatter_add_(2, index, torch.ones_like(index, dtype=counts.dtype))
+        if earlier is not None:
+            counts.scatter_add_(1, *earlier)
         return Penalties(
             constants["repetition_penalty"], constants["presence_penalty"], constants["frequency_penalty"],
             counts, self.table.prompt_mask[rows],
