@@ -44,13 +44,14 @@ def _rotary_kernel(  # type: ignore[no-untyped-def]
     """Program (token, 0) does the query heads, (token, 1) the key heads, (token, 2) copies the value heads."""
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin(PDL)
-    if part == 2:
-        h, d = tl.arange(0, BLOCK_HKV)[:, None], tl.arange(0, BLOCK_D)[None, :]
-        mask = (h < HKV) & (d < D)
-        target = v_cache_ptr + tl.load(slots_ptr + t).to(tl.int64) * (HKV * D) + h * D + d
-        v = tl.load(v_ptr + t * v_st + h * v_sh + d, mask=mask)
-        tl.store(target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
-        return
+    if slots_ptr is not None:  # noqa: SIM102  # alone it is known when compiling, and without caches nothing is
+        if part == 2:
+            h, d = tl.arange(0, BLOCK_HKV)[:, None], tl.arange(0, BLOCK_D)[None, :]
+            mask = (h < HKV) & (d < D)
+            target = v_cache_ptr + tl.load(slots_ptr + t).to(tl.int64) * (HKV * D) + h * D + d
+            v = tl.load(v_ptr + t * v_st + h * v_sh + d, mask=mask)
+            tl.store(target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+            return
     i = tl.arange(0, BLOCK_HALF)[None, :]
     angles = cos_sin_ptr + tl.load(positions_ptr + t).to(tl.int64) * (2 * HALF) + i
     cos = tl.load(angles, mask=i < HALF, other=0.0)
