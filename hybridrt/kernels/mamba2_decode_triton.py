@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from hybridrt.kernels.mamba2_common import split_conv_channels
+from hybridrt.kernels.mamba2_replay_decode_triton import replay_decode_triton
 from hybridrt.kernels.selective_state_update_triton import launch_update
-from hybridrt.kernels.state_replay_triton import launch_replay
 
 
 def mamba2_decode_triton(
@@ -54,6 +54,8 @@ def mamba2_decode_triton(
             *raw,
         )
     assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
-    return launch_replay(
-        states, values, keys, gates, x, dt, A, B, C, D, dt_bias, dt_limit, z, read_slots, rows, start, length, *raw
-    )
+    return replay_decode_triton(
+        xBC, dt, z, weight=weight, bias=bias, A=A, D=D, dt_bias=dt_bias, dt_limit=dt_limit, conv=conv, states=states,
+        values=values, keys=keys, gates=gates, slots=read_slots, rows=rows, start=start, length=length,
+        start_positions=start_positions,
+    )  # fmt: skip

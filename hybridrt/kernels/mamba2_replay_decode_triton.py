@@ -1,0 +1,318 @@
+"""Triton `mamba2_decode` in replay mode, in two launches.
+
+Everything that a step computes per row or per group is small; only the checkpoint is large. So the first kernel runs
+the conv, enters the new tokens into the ring and reduces the ring to scores,
+
+    y_t = exp(s_t) S C_t + sum_c scores[t, c] x_c,      scores[t, c] = dt_c exp(s_t - s_c) (B_c . C_t)
+
+with c over the ring's columns, and the second one streams the checkpoint S through one matrix-vector product a token.
+Heads that share a group share the products B_c . C_t, which one program computes for all of them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.launch import dot_precision
+from hybridrt.kernels.mamba2_common_triton import push_inputs, silu, softplus, step_input, strides
+from hybridrt.kernels.pdl_triton import pdl
+
+
+@triton.jit
+def _prepare_kernel(  # type: ignore[no-untyped-def]
+    xBC_ptr, dt_ptr, weight_ptr, bias_ptr, A_ptr, dt_bias_ptr, conv_ptr, values_ptr, keys_ptr, gates_ptr,
+    queries_ptr, scores_ptr, decays_ptr, slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
+    xBC_strides: tl.constexpr, dt_strides: tl.constexpr, conv_ss: tl.constexpr,
+    values_sr: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr, dt_min, dt_max,
+    T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
+    TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [rows, G + x blocks]: programs of a group do its B, C and heads; the others a block of x channels each."""
+    b, part = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        # The other way round than in `begin`: what starts after this kernel may read all that came before it at once.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.load(slots_ptr + b).to(tl.int64)
+    if slot < 0:
+        return
+    position = tl.load(positions_ptr + b)
+    row = tl.load(rows_ptr + b).to(tl.int64)
+    start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
+    conv_row = conv_ptr + slot * conv_ss
+    source = xBC_ptr + b.to(tl.int64) * xBC_strides[0]
+    st: tl.constexpr = xBC_strides[1]
+    if part >= G:
+        c = (part - G) * BLOCK_X + tl.arange(0, BLOCK_X)
+        mask = c < H * P
+        push_inputs(source + c, st, conv_row, conv_row, c, mask, position, False, T, TAPS, WC)
+        for t in range(T):
+            x = step_input(source + c, st, conv_row, weight_ptr, bias_ptr, c, mask, position, t, TAPS, WC)
+            cell = values_ptr + row * values_sr + (c // P) * (W * P) + ((start + length + t) % W) * P + c % P
+            tl.store(cell, x.to(values_ptr.dtype.element_ty), mask=mask)
+        return
+
+    g = part
+    n = tl.arange(0, BLOCK_N)
+    n_mask = n < N
+    B_channel = H * P + g * N + n
+    C_channel = B_channel + G * N
+    push_inputs(source + B_channel, st, conv_row, conv_row, B_channel, n_mask, position, False, T, TAPS, WC)
+    push_inputs(source + C_channel, st, conv_row, conv_row, C_channel, n_mask, position, False, T, TAPS, WC)
+
+    # History: how much of each ring entry is left at its end, for every head of the group.
+    heads_per_group: tl.constexpr = H // G
+    i = tl.arange(0, BLOCK_H)
+    h, h_mask = g * heads_per_group + i, i < heads_per_group
+    A = tl.load(A_ptr + h, mask=h_mask, other=0.0)
+    visible = tl.where(length + 2 * T > W, 0, length)
+    w = tl.arange(0, BLOCK_W)
+    seen = w < visible
+    column = (start + w) % W
+    gates_row = gates_ptr + row * gates_sr + h * W
+    cells = gates_row[:, None] + column[None, :]
+    gate = tl.load(cells, mask=h_mask[:, None] & seen[None, :], other=0.0)
+    log_decay = gate * A[:, None]
+    total = tl.sum(log_decay, axis=1)
+    history = gate * tl.exp(total[:, None] - tl.cumsum(log_decay, axis=1))
+    keys_row = keys_ptr + row * keys_sr + g * (W * N)
+    keys = tl.load(keys_row + column[:, None] * N + n[None, :], mask=seen[:, None] & n_mask[None, :], other=0.0)
+
+    # New tokens, one after the other: what they leave of the history, and of each other.
+    BLOCK_T: tl.constexpr = 16 if T > 1 else 1
+    t_all = tl.arange(0, BLOCK_T)
+    new_keys = _conv_tokens(source, st, conv_row, weight_ptr, bias_ptr, B_channel, n_mask, position, t_all, T, TAPS, WC)
+    queries = _conv_tokens(source, st, conv_row, weight_ptr, bias_ptr, C_channel, n_mask, position, t_all, T, TAPS, WC)
+    token_mask = (t_all < T)[:, None] & n_mask[None, :]
+    new_column = (start + length + t_all) % W
+    tl.store(keys_row + new_column[:, None] * N + n[None, :], new_keys, mask=token_mask)
+    queries_rows = queries_ptr + ((b * T + t_all) * G + g).to(tl.int64) * N
+    tl.store(queries_rows[:, None] + n[None, :], queries, mask=token_mask)
+    if T > 1:
+        old_products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+        new_products = tl.dot(new_keys, tl.trans(queries), input_precision=PRECISION)
+    else:
+        old_products = tl.sum(keys.to(tl.float32) * queries.to(tl.float32), axis=1)[:, None]
+        new_products = tl.sum(new_keys.to(tl.float32) * queries.to(tl.float32), axis=1)[:, None]
+
+    since = tl.zeros([BLOCK_H], tl.float32)
+    fresh = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
+    for t in range(T):
+        dt = tl.load(dt_ptr + b.to(tl.int64) * dt_strides[0] + t * dt_strides[1] + h, mask=h_mask, other=0.0)
+        dt = dt.to(tl.float32)
+        if dt_bias_ptr is not None:
+            dt += tl.load(dt_bias_ptr + h, mask=h_mask, other=0.0).to(tl.float32)
+        dt = tl.minimum(tl.maximum(softplus(dt), dt_min), dt_max)
+        tl.store(gates_row + (start + length + t) % W, dt, mask=h_mask)
+        since += A * dt
+        is_t = t_all == t
+        fresh = fresh * tl.exp(A * dt)[:, None] + tl.where(is_t[None, :], dt[:, None], 0.0)
+        old = tl.sum(tl.where(is_t[None, :], old_products, 0.0), axis=1)
+        new = tl.sum(tl.where(is_t[None, :], new_products, 0.0), axis=1)
+        scores_row = scores_ptr + ((b * T + t) * H + h).to(tl.int64) * W
+        old_cells = scores_row[:, None] + column[None, :]
+        tl.store(old_cells, history * tl.exp(since)[:, None] * old[None, :], mask=h_mask[:, None] & seen[None, :])
+        new_cells = scores_row[:, None] + new_column[None, :]
+        tl.store(new_cells, fresh * new[None, :], mask=h_mask[:, None] & (t_all < T)[None, :])
+        tl.store(decays_ptr + (b * T + t) * H + h, tl.exp(total + since), mask=h_mask)
+
+
+@triton.jit
+def _conv_tokens(  # type: ignore[no-untyped-def]
+    source, stride_t: tl.constexpr, conv_row, weight_ptr, bias_ptr, channel, mask, position, t,
+    T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
+):  # fmt: skip
+    """Conv and SiLU of the tokens `t` [BLOCK_T] at once: [BLOCK_T, channels] in the input's dtype, zero past T."""
+    out = tl.zeros([t.shape[0], channel.shape[0]], tl.float32)
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)[None, :]
+    for k in tl.static_range(TAPS):
+        tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
+        token = t + (k - (TAPS - 1))
+        p = position + token
+        live = mask[None, :] & (t < T)[:, None]
+        raw = source + token[:, None] * stride_t + channel[None, :]
+        new = tl.load(raw, mask=live & (token >= 0)[:, None], other=0.0)
+        before = live & ((token < 0) & (p >= 0))[:, None]
+        old = tl.load(conv_row + channel[None, :] * WC + (p & (WC - 1))[:, None], mask=before, other=0.0)
+        out += tap[None, :] * (new.to(tl.float32) + old.to(tl.float32))
+    out = tl.where((t < T)[:, None], out * tl.sigmoid(out), 0.0)
+    return out.to(source.dtype.element_ty)
+
+
+@triton.jit
+def _stream_kernel(  # type: ignore[no-untyped-def]
+    z_ptr, D_ptr, A_ptr, out_ptr, states_ptr, values_ptr, keys_ptr, gates_ptr, queries_ptr, scores_ptr, decays_ptr,
+    slots_ptr, rows_ptr, start_ptr, length_ptr,
+    z_strides: tl.constexpr, states_ss: tl.constexpr, values_sr: tl.constexpr, keys_sr: tl.constexpr,
+    gates_sr: tl.constexpr, T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
+    W: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [rows, heads, tiles of P]: a tile of the checkpoint is read once for T tokens."""
+    b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    g = h // (H // G)
+    BLOCK_T: tl.constexpr = 16 if T > 1 else 1
+    t = tl.arange(0, BLOCK_T)
+    n = tl.arange(0, BLOCK_N)
+    w = tl.arange(0, BLOCK_W)
+    p = part * BLOCK_P + tl.arange(0, BLOCK_P)
+    n_mask, p_mask = n < N, p < P
+    slot = tl.load(slots_ptr + b).to(tl.int64)
+    row = tl.load(rows_ptr + b).to(tl.int64)
+    start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
+    cells = states_ptr + tl.maximum(slot, 0) * states_ss + h * (P * N) + p[:, None] * N + n[None, :]
+    cell_mask = p_mask[:, None] & n_mask[None, :]
+    # The kernel before this one writes no state, and it let this one start when all before it had finished.
+    state = tl.load(cells, mask=cell_mask, other=0.0, eviction_policy="evict_first")
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    out = out_ptr + (b.to(tl.int64) * T + t[:, None]) * (H * P) + h * P + p[None, :]
+    live = (t < T)[:, None] & p_mask[None, :]
+    if slot < 0:
+        tl.store(out, tl.zeros([BLOCK_T, BLOCK_P], out_ptr.dtype.element_ty), mask=live)
+        return
+
+    # All loads are asked for before the first is used: a program lives for about two trips to memory.
+    folds = length + 2 * T > W
+    visible = tl.where(folds, 0, length)
+    place = (tl.where(folds, start + length, start) + w) % W
+    newest = t[:, None] + visible
+    token = b * T + t
+    values_cells = values_ptr + row * values_sr + h * (W * P) + p[None, :]
+    queries = tl.load(
+        queries_ptr + (token * G + g).to(tl.int64)[:, None] * N + n[None, :],
+        mask=(t < T)[:, None] & n_mask[None, :], other=0.0,
+    )  # fmt: skip
+    scores = tl.load(
+        scores_ptr + (token * H + h).to(tl.int64)[:, None] * W + place[None, :],
+        mask=(t < T)[:, None] & (w[None, :] <= newest), other=0.0,
+    )  # fmt: skip
+    used = (w < visible + T)[:, None] & p_mask[None, :]
+    values = tl.load(values_cells + place[:, None] * P, mask=used, other=0.0)
+    decays = tl.load(decays_ptr + token * H + h, mask=t < T, other=0.0)
+    gate = tl.zeros([BLOCK_T, BLOCK_P], tl.float32)
+    if z_ptr is not None:
+        z_rows = z_ptr + b.to(tl.int64) * z_strides[0] + t[:, None] * z_strides[1] + h * z_strides[2]
+        gate = tl.load(z_rows + p[None, :], mask=live, other=0.0).to(tl.float32)
+    if D_ptr is not None:
+        # The skip connection is one more weight on the token's own input.
+        scores += tl.where(w[None, :] == newest, tl.load(D_ptr + h).to(tl.float32), 0.0)
+    # Two whole paths and no common end: a state that came out of a dot is laid out otherwise than one just loaded,
+    # and bringing them together would send every state through shared memory.
+    if folds:
+        A = tl.load(A_ptr + h)
+        past = w < length
+        column = (start + w) % W
+        gates = tl.load(gates_ptr + row * gates_sr + h * W + column, mask=past, other=0.0)
+        total = tl.sum(gates * A, axis=0)
+        weight = gates * tl.exp(total - tl.cumsum(gates * A, axis=0))
+        inputs = tl.load(values_cells + column[:, None] * P, mask=past[:, None] & p_mask[None, :], other=0.0)
+        keys_cells = keys_ptr + row * keys_sr + g * (W * N) + column[:, None] * N + n[None, :]
+        keys = tl.load(keys_cells, mask=past[:, None] & n_mask[None, :], other=0.0)
+        weighted = tl.trans(inputs.to(tl.float32) * weight[:, None])
+        history = _exact_dot(weighted, keys)
+        folded = (state.to(tl.float32) * tl.exp(total) + history).to(states_ptr.dtype.element_ty)
+        tl.store(cells, folded, mask=cell_mask)
+        y = _outputs(folded, queries, scores, values, decays, T, PRECISION)
+        if z_ptr is not None:
+            y *= silu(gate)
+        tl.store(out, y.to(out_ptr.dtype.element_ty), mask=live)
+        return
+    y = _outputs(state, queries, scores, values, decays, T, PRECISION)
+    if z_ptr is not None:
+        y *= silu(gate)
+    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _outputs(  # type: ignore[no-untyped-def]
+    state, queries, scores, values, decays, T: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """[BLOCK_T, BLOCK_P] outputs of a state tile and the ring entries that the scores weigh."""
+    if T > 1:
+        y = tl.trans(tl.dot(state, tl.trans(queries.to(state.dtype)), input_precision=PRECISION)) * decays[:, None]
+        y += _exact_dot(scores, values)
+    else:
+        y = (tl.sum(state.to(tl.float32) * queries.to(tl.float32), axis=1) * tl.sum(decays))[None, :]
+        y += tl.sum(values.to(tl.float32) * tl.trans(scores), axis=0)[None, :]
+    return y
+
+
+@triton.jit
+def _exact_dot(a, b):  # type: ignore[no-untyped-def]
+    """a @ b to float32 accuracy, for float32 a and b in the model's dtype. A bfloat16 b is taken as it is and a as the
+    sum of three bfloat16 parts, 8 bits of its mantissa each: cheaper than three TF32 products of converted operands."""
+    if b.dtype == tl.bfloat16:
+        high = a.to(tl.bfloat16)
+        rest = a - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        out = tl.dot(low, b, acc=tl.dot(middle, b, acc=tl.dot(high, b)))
+    else:
+        out = tl.dot(a, b.to(tl.float32), input_precision="tf32x3")
+    return out
+
+
+def replay_decode_triton(
+    xBC: Tensor,
+    dt: Tensor,
+    z: Tensor | None,
+    *,
+    weight: Tensor,
+    bias: Tensor | None,
+    A: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float],
+    conv: Tensor,
+    states: Tensor,
+    values: Tensor,
+    keys: Tensor,
+    gates: Tensor,
+    slots: Tensor,
+    rows: Tensor,
+    start: Tensor,
+    length: Tensor,
+    start_positions: Tensor,
+) -> Tensor:
+    """`mamba2_decode` with a state ring; arguments as there."""
+    batch, tokens, _ = xBC.shape
+    _, heads, dim, state_dim = states.shape
+    groups, width = keys.shape[1], gates.shape[2]
+    out = torch.empty((batch, tokens, heads, dim), dtype=xBC.dtype, device=xBC.device)
+    if batch == 0:
+        return out
+    queries = torch.empty((batch, tokens, groups, state_dim), dtype=xBC.dtype, device=xBC.device)
+    scores = torch.empty((batch, tokens, heads, width), dtype=torch.float32, device=xBC.device)
+    decays = torch.empty((batch, tokens, heads), dtype=torch.float32, device=xBC.device)
+    block_n, block_w = max(16, triton.next_power_of_2(state_dim)), max(16, triton.next_power_of_2(width))
+    block_x = 256 if batch >= 16 else 128
+    common = {"T": tokens, "H": heads, "P": dim, "N": state_dim, "G": groups, "W": width, "BLOCK_N": block_n}
+    ring_strides = (values.stride(0), keys.stride(0), gates.stride(0))
+    _prepare_kernel[batch, groups + triton.cdiv(heads * dim, block_x)](
+        xBC, dt, weight, bias, A, dt_bias, conv, values, keys, gates, queries, scores, decays,
+        slots, start_positions, rows, start, length,
+        strides(xBC), strides(dt), conv.stride(0), *ring_strides, *dt_limit,
+        TAPS=weight.shape[1], WC=conv.shape[2], BLOCK_X=block_x, BLOCK_W=block_w,
+        BLOCK_H=triton.next_power_of_2(heads // groups), PRECISION=dot_precision(xBC.dtype),
+        num_warps=8 if tokens > 1 and state_dim > 128 else 4, **common, **pdl(xBC.device),
+    )  # fmt: skip
+    block_p, warps = stream_tile(batch, tokens, states)
+    _stream_kernel[batch, heads, triton.cdiv(dim, block_p)](
+        z, D, A, out, states, values, keys, gates, queries, scores, decays, slots, rows, start, length,
+        strides(z), states.stride(0), *ring_strides, BLOCK_P=block_p, BLOCK_W=block_w,
+        PRECISION=dot_precision(states.dtype), num_warps=warps, **common, **pdl(xBC.device),
+    )  # fmt: skip
+    return out
+
+
+def stream_tile(batch: int, tokens: int, states: Tensor) -> tuple[int, int]:
+    """(rows of P in a tile, warps): tiles of 8 KiB of a state [S+1, H, P, N], of 16 KiB when they serve many tokens."""
+    row_bytes = states.element_size() * max(16, triton.next_power_of_2(states.shape[3]))
+    block_p = (32768 if tokens > 1 and states.element_size() == 4 else 16384 if tokens > 1 else 8192) // row_bytes
+    return min(max(16, block_p), max(16, triton.next_power_of_2(states.shape[2]))), 4
