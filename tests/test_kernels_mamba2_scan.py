@@ -84,6 +84,15 @@ def test_scan_equals_loop(groups: int, chunk_size: int, separate: bool) -> None:
     assert changed_rows(before, states) == set(write) - ({30} if not separate else set())
 
 
+def test_heads_of_several_blocks() -> None:
+    torch.manual_seed(8)
+    inputs = scan_inputs(21, heads=2, dim=70, state=70, groups=1)
+    states = torch.randn(3, 2, 70, 70)
+    expected, after = scan_loop(inputs, states[2])
+    close(scan(inputs, states, [5], [21], [2]), expected, 1e-5)
+    close(states[2], after[-1], 1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: torch.dtype, provider: str) -> None:
     if provider != "torch" and dtype == torch.bfloat16:

@@ -43,6 +43,25 @@ def test_update_equals_loop(dtype: torch.dtype, tokens: int, groups: int, separa
     assert changed_rows(before, states) == set(write)
 
 
+def test_heads_of_several_blocks() -> None:
+    torch.manual_seed(11)
+    inputs = scan_inputs(1, 2, heads=2, dim=40, state=128, groups=1)
+    states = torch.randn(3, 2, 40, 128)
+    expected, after = scan_loop(inputs[0], states[2])
+    close(update(inputs, states, [2])[0], expected, 2e-6)
+    close(states[2], after[-1], 2e-6)
+
+
+def test_small_time_steps_keep_their_digits() -> None:
+    """log(1 + e^x) of a very negative x, naively, is a multiple of float32's epsilon."""
+    torch.manual_seed(12)
+    inputs, states = scan_inputs(1, 1), torch.zeros(2, 4, 3, 5)
+    inputs.dt_bias = torch.full((4,), -14.0)
+    expected, after = scan_loop(inputs[0], states[1], D=False, z=False)
+    close(update(inputs, states, [1], D=None, z=None)[0], expected, 2e-6)
+    close(states[1], after[-1], 2e-6)
+
+
 def test_output_has_the_dtype_of_x() -> None:
     torch.manual_seed(0)
     inputs = scan_inputs(2, 1, dtype=torch.bfloat16)

@@ -28,13 +28,20 @@ class Ring:
 
     @classmethod
     def make(
-        cls, slots: list[int], width: int, groups: int = 2, dtype: torch.dtype = torch.float32, heads: int = 4
+        cls,
+        slots: list[int],
+        width: int,
+        groups: int = 2,
+        dtype: torch.dtype = torch.float32,
+        heads: int = 4,
+        dim: int = 3,
+        state: int = 5,
     ) -> "Ring":
-        states = poisoned(40, heads, 3, 5, dtype=dtype)
+        states = poisoned(40, heads, dim, state, dtype=dtype)
         for slot in slots:
             if slot > 0:
-                states[slot] = (torch.randn(heads, 3, 5) * 3).to(dtype)
-        rings = poisoned(8, heads, width, 3), poisoned(8, groups, width, 5), poisoned(8, heads, width)
+                states[slot] = (torch.randn(heads, dim, state) * 3).to(dtype)
+        rings = poisoned(8, heads, width, dim), poisoned(8, groups, width, state), poisoned(8, heads, width)
         return cls(states, *rings, int32(*[0] * 8), int32(*[0] * 8))
 
     @property
@@ -126,6 +133,17 @@ def test_rows_at_different_cursors() -> None:
             close(out[b], expected[b][0][d : d + 3], 3e-6)
             done[b] = d + accepted[b]
             close(ring.materialize(inputs, rows[b], slots[b], into=20), expected[b][1][done[b] - 1], 3e-6)
+
+
+def test_heads_of_several_blocks() -> None:
+    torch.manual_seed(15)
+    ring = Ring.make([5], 8, 1, heads=2, dim=40, state=128)
+    inputs = scan_inputs(1, 9, heads=2, dim=40, state=128, groups=1)
+    expected, after = scan_loop(inputs[0], ring.states[5])
+    for t in range(0, 9, 3):
+        close(ring.step(inputs[:, t : t + 3], [5], [2])[0], expected[t : t + 3], 3e-6)
+        ring.commit([2], [3], 3)
+        close(ring.materialize(inputs, 2, 5, into=20), after[t + 2], 3e-6)
 
 
 def test_materialize_leaves_ring_and_checkpoint() -> None:
