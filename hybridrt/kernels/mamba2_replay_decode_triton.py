@@ -312,8 +312,8 @@ def replay_decode_triton(
 
 
 def stream_tile(batch: int, tokens: int, states: Tensor) -> tuple[int, int]:
-    """(rows of P in a tile, warps) for states [S+1, H, P, N], as measured on an H200: 8 KiB of a 16-bit state, 16 KiB of a
-    float32 one, and twice as much where a tile serves many tokens."""
+    """(rows of P in a tile, warps) for states [S+1, H, P, N], as measured on an H200: 8 KiB of a 16-bit state, 16 KiB
+    of a float32 one, and twice as much where a tile serves many tokens."""
     row_bytes = states.element_size() * max(16, triton.next_power_of_2(states.shape[3]))
     wide = states.element_size() == 4
     block_p = (16384 if wide else 8192) * (2 if tokens > 1 else 1) // row_bytes
