@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.layers.linear import DenseMethod
-from hybridrt.layers.weights import Build, Target, parameter, whole
+from hybridrt.layers.weights import Build, Target, whole
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -27,7 +27,7 @@ class VocabParallelEmbedding(nn.Module):
         self.name, self.vocab_size, self.tp, self.multiplier = name, vocab_size, build.tp, multiplier
         self.method = DenseMethod()
         self.rows = -(-vocab_size // self.tp.size)
-        self.weight = parameter(self.rows, hidden_size, dtype=build.dtype, device=build.device)
+        self.weight = self.method.create(self.rows, hidden_size, build)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[T] int64 to [T, hidden]."""
