@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt/models", "mem_cache": "hybridrt/mem_cache"}
-IGNORED = shutil.ignore_patterns(".git", "build", "dist", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis", ".venv")
+IGNORED = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info")
 
 
 def pip(*arguments: str, cwd: Path) -> None:
