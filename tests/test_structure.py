@@ -20,8 +20,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt.models", "mem_cache": "hybridrt.mem_cache"}
 # Arrows point from the right to the left. Within a name they are free: the package's own files may import each other.
 ORDER = (
-    "errors", "sampling_params", "config", "hf_config", "state_shape", "forward_batch", "kernels", "mem_cache", "attention",
-    "distributed.groups", "layers", "models", "runtime", "speculative", "engine", "distributed.transfer", "cli",
+    "errors", "sampling_params", "config", "hf_config", "state_shape", "forward_batch", "kernels", "mem_cache",
+    "attention", "distributed.groups", "layers", "models", "runtime", "speculative", "engine",
+    "distributed.transfer", "cli",
 )  # fmt: skip
 MAX_LINES = 450
 MAX_MODEL_LINES = 200
@@ -43,7 +44,7 @@ SOURCES = sources()
 
 
 def rank(module: str) -> int:
-    """Position in ORDER; the bare packages hybridrt (lazy exports) and hybridrt.distributed (empty) come last and first."""
+    """Position in ORDER; the bare packages hybridrt (lazy exports) and hybridrt.distributed (empty): last and first."""
     name = module.removeprefix("hybridrt").removeprefix(".")
     if name in ("", "distributed"):
         return -1 if name else len(ORDER)
@@ -120,7 +121,7 @@ def test_bare_imports_of_models_are_a_lint_error(tmp_path: Path) -> None:
 
 
 class DepthProbe:
-    """Watches calls, and keeps for every kernel file the deepest stack of ours from LLM.generate to a function there."""
+    """Watches calls, and keeps for every kernel file the deepest stack of ours from LLM.generate to a function."""
 
     def __init__(self) -> None:
         self.stacks: dict[str, list[str]] = {}
