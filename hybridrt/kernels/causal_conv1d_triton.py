@@ -10,7 +10,7 @@ from hybridrt.kernels.mamba2_common_triton import silu, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "num_tokens"])
 def _varlen_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, conv_ptr, out_ptr, read_slots_ptr, write_slots_ptr, query_start_loc_ptr, positions_ptr,
     batch, num_tokens, x_st: tl.constexpr, conv_ss: tl.constexpr,
@@ -76,16 +76,16 @@ def _close_row(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Leaves the K - 1 inputs that end a row in its ring. Only the row's first program touches the ring at all.
 
-    Every thread has read its taps, and the old columns that a short row keeps, before one column is written.
+    Every thread has read its taps, and the old columns that a short row keeps, before one column is written. Columns
+    of positions before 0 carry whatever they hold: nobody reads them.
     """
     column = tl.arange(0, WC)
     age = (position + length - 1 - column) & (WC - 1)
     source = length - 1 - age
     mask = mask[:, None] & (age < TAPS - 1)[None, :]
     is_new = (source >= 0)[None, :]
-    is_old = ((source < 0) & (position + source >= 0))[None, :]
     new = tl.load(x[:, None] + source.to(tl.int64)[None, :] * x_st, mask=mask & is_new, other=0.0)
-    old = tl.load(read_ring[:, None] + column[None, :], mask=mask & is_old, other=0.0)
+    old = tl.load(read_ring[:, None] + column[None, :], mask=mask & ~is_new, other=0.0)
     tl.debug_barrier()
     tl.store(write_ring[:, None] + column[None, :], tl.where(is_new, new, old), mask=mask)
 
