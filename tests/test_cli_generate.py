@@ -18,6 +18,7 @@ from hybridrt.engine.engine import Engine
 from hybridrt.engine.request import RequestOutput
 from hybridrt.errors import CheckpointError, EngineError
 from hybridrt.runtime import build
+from hybridrt.runtime.model_runner import ModelRunner
 from tests.tiny import CHAT_TEMPLATE, write_tiny
 
 TINY_ENGINE = ("--load-format", "dummy", "--device", "cpu", "--max-running-requests", "4")
@@ -197,6 +198,16 @@ def test_a_failure_on_the_way_is_status_1(tiny: Path, monkeypatch: pytest.Monkey
     result = run(tiny, "x")
     assert result.exit_code == 1
     assert result.stderr == "error: the device is gone\n"
+
+
+def test_a_step_that_fails_is_status_1(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: ModelRunner, plan: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(ModelRunner, "launch", broken)
+    result = run(tiny, "x", "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "out of luck" in result.stderr
 
 
 def test_traceback_is_shown_on_request(tiny: Path) -> None:
