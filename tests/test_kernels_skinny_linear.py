@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.skinny_linear import MAX_TOKENS, is_skinny, skinny_linear
+from hybridrt.kernels.skinny_linear_triton import Tile
 from hybridrt.layers.mlp import GatedMLP, Relu2MLP
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build
@@ -80,9 +81,27 @@ def test_plain_products_of_many_columns_and_odd_rows(tokens, shape):
     check(y, by_formula(x, weight)[0], torch.float32)
 
 
+@pytest.mark.parametrize("activation", [None, "silu_and_mul"])
+@pytest.mark.parametrize(
+    ("tokens", "tile"), [(1, (2, 32, 4)), (1, (16, 64, 4)), (3, (8, 16, 1, 4)), (3, (32, 32, 4, 3))]
+)
+def test_any_tile_of_the_weight(tokens, tile, activation, monkeypatch):
+    for name in ("matvec_tile", "matmul_tile"):
+        monkeypatch.setattr(f"hybridrt.kernels.skinny_linear_triton.{name}", lambda rows, columns: Tile(*tile))
+    x, weight, generator = case(tokens, 42, 104, torch.float32)
+    norm_weight, residual = torch.randn(104, generator=generator), torch.randn(tokens, 104, generator=generator)
+    expected, total = by_formula(x, weight, None, norm_weight, residual, activation)
+    y, new_residual = skinny_linear(
+        x, weight, norm_weight=norm_weight, eps=EPS, residual=residual, activation=activation
+    )
+    check(y, expected, torch.float32)
+    assert torch.equal(new_residual, total)
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_norm_without_residual(tokens):
     x, weight, generator = case(tokens, 16, 1100, torch.float32)
+    x *= 0.01  # so that eps counts
     norm_weight = torch.randn(1100, generator=generator)
     y, residual = skinny_linear(x, weight, norm_weight=norm_weight, eps=EPS)
     assert residual is None
@@ -95,7 +114,9 @@ def test_an_input_in_two_tensors(tokens, first, last):
     x, weight, generator = case(tokens, 12, first + last, torch.float32)
     merged = torch.randn(tokens, 2 * last, generator=generator)
     merged[:, last:] = x[:, first:]
-    y, _ = skinny_linear(x[:, :first], weight, tail=merged[:, last:])
+    head = torch.full((tokens, first + 8), float("nan"))
+    head[:, :first] = x[:, :first]
+    y, _ = skinny_linear(head[:, :first], weight, tail=merged[:, last:])
     check(y, by_formula(x, weight)[0], torch.float32)
 
 

@@ -7,7 +7,7 @@ its own. With more tokens the tiles go through shared memory, and the norm is a 
 have to read all tokens twice.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -68,27 +68,16 @@ def _input_columns(x_ptr, tail_ptr, column, split):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def _prefetch_rows(rows, first, K, AHEAD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Brings AHEAD lines of 64 columns of each row, from column `first` on, into the L2 cache."""
-    line = tl.minimum(first + tl.arange(0, AHEAD) * 64, K - 1)
-    address = (rows[:, None] + line[None, :]).to(tl.uint64, bitcast=True)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _matvec_kernel(  # type: ignore[no-untyped-def]
     x_ptr, tail_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, N, split, eps,
-    K: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, POLICY: tl.constexpr,
-    PDL: tl.constexpr,
+    K: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token. A thread owns 8 neighbouring columns of each row, one 16-byte load."""
     k = tl.arange(0, BLOCK_K)
     # Past the last row the last one is read again: cheaper than a mask, and never written.
     row = tl.minimum(_weight_rows(N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
     weights = weight_ptr + row[:, None] * K + k[None, :]
-    tile = tl.load(weights, mask=(k < K)[None, :], other=0.0, cache_modifier=POLICY)
+    tile = tl.load(weights, mask=(k < K)[None, :], other=0.0)
     sum_end = tl.where(tl.program_id(0) == 0, K, 0)  # the first program alone writes x + residual
     begin(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
@@ -109,9 +98,7 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
         if BLOCK_K < K:
             # Last, so that a row's next piece takes the registers of the piece just multiplied.
             following = start + BLOCK_K
-            tile = tl.load(
-                weights + following, mask=(following + k < K)[None, :], other=0.0, cache_modifier=POLICY
-            )
+            tile = tl.load(weights + following, mask=(following + k < K)[None, :], other=0.0)
     y = tl.sum(acc, axis=1)
     if norm_ptr is not None:
         y *= 1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + eps)
@@ -122,7 +109,7 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
 def _matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptr, tail_ptr, weight_ptr, bias_ptr, out_ptr, x_st, tail_st, tokens, N, K, split,
     T: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to T tokens: [T, K] x [K, BLOCK_N], the weights STAGES tiles ahead in shared memory."""
     k, t = tl.arange(0, BLOCK_K), tl.arange(0, T)
@@ -133,8 +120,6 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     if tail_ptr is not None:
         tail = tail_ptr + t.to(tl.int64)[:, None] * tail_st
     live = (t < tokens)[:, None]
-    if PDL and AHEAD > 0:
-        _prefetch_rows(weight_ptr + row * K, 0, K, AHEAD)
     begin(PDL)
     acc = tl.zeros([T, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -153,9 +138,7 @@ class Tile:
     block_n: int
     block_k: int
     num_warps: int
-    stages: int = 0
-    ahead: int = 0
-    policy: str = ""
+    stages: int = 1
 
 
 def skinny_linear_triton(
@@ -200,8 +183,8 @@ def _matvec(
     tile = matvec_tile(rows, columns)
     _matvec_kernel[(triton.cdiv(rows, tile.block_n),)](
         x, tail, residual, norm_weight, weight, bias, out, total, rows, x.shape[1], eps,
-        K=columns, ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, POLICY=tile.policy,
-        num_warps=tile.num_warps, **pdl(x.device),
+        K=columns, ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps,
+        **pdl(x.device),
     )  # fmt: skip
     return total
 
@@ -215,16 +198,28 @@ def _matmul(
         x, tail, weight, bias, out, x.stride(0), 0 if tail is None else tail.stride(0), x.shape[0], rows, columns,
         x.shape[1],
         T=MAX_TOKENS, ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages,
-        AHEAD=tile.ahead, PRECISION=dot_precision(x.dtype), num_warps=tile.num_warps, **pdl(x.device),
+        PRECISION=dot_precision(x.dtype), num_warps=tile.num_warps, **pdl(x.device),
     )  # fmt: skip
 
 
 def matvec_tile(rows: int, columns: int) -> Tile:
-    """Tile of the kernel for one token."""
-    block_k = max(16, min(1024, triton.next_power_of_2(columns)))
-    return Tile(8, block_k, 4)
+    """Tile of the kernel for one token: small ones, of which many fit a multiprocessor, so that programs of the next
+    kernel have room to fetch their weights while they wait."""
+    tile = Tile(4, 1024, 4)
+    if columns > rows:
+        tile = Tile(4, 2048, 8) if rows < 4096 else Tile(2, 1024, 4)
+    return _narrowed(tile, columns)
 
 
 def matmul_tile(rows: int, columns: int) -> Tile:
-    """Tile of the kernel for several tokens."""
-    return Tile(16, max(16, min(256, triton.next_power_of_2(columns))), 4, 4)
+    """Tile of the kernel for several tokens. Each program reads all tokens: many rows a program where there are many,
+    few and more stages where the programs would not fill the device."""
+    if rows >= 24576:
+        return _narrowed(Tile(64, 128, 4, 4), columns)
+    if rows >= 8192:
+        return _narrowed(Tile(32, 256, 4, 4), columns)
+    return _narrowed(Tile(8, 256, 1, 4) if rows <= 1024 else Tile(16, 256, 2, 6), columns)
+
+
+def _narrowed(tile: Tile, columns: int) -> Tile:
+    return replace(tile, block_k=max(16, min(tile.block_k, triton.next_power_of_2(columns))))
