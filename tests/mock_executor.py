@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hybridrt.engine.request import Request
 from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, StepPlan, StepResult, TokenLogprobs
+from hybridrt.speculative.drafter import Draft
 
 MASK = 2**61 - 1
 
@@ -207,8 +208,8 @@ class MockDrafter:
     def __init__(self, width: int, vocab: int) -> None:
         self.width, self.vocab = width, vocab
 
-    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        return [self.drafts(request, min(n, self.width)) for request, n in zip(requests, most, strict=True)]
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Draft]:
+        return [Draft(self.drafts(request, min(n, self.width))) for request, n in zip(requests, most, strict=True)]
 
     def drafts(self, request: Request, most: int) -> list[int]:
         assert not request.pending, "drafts follow a token that the host knows"

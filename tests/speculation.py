@@ -1,7 +1,7 @@
 """Engines that speculate over tiny models, drafters to try them with, and what the output must equal."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from hybridrt.engine.engine import Engine, EngineLimits, derive_seed
 from hybridrt.engine.request import RequestOutput
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.sampling_params import SamplingParams
-from hybridrt.speculative.drafter import Drafter, DraftRequest
+from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from tests.session import budget
 
 LENGTH = 96
@@ -146,20 +146,38 @@ class Scripted:
 
     Args:
         futures: a request's output tokens by its seed.
+        trees: hide the chain in a tree.
     """
 
     futures: dict[int, list[int]]
     script: Script
-    proposals: list[list[int]] = field(default_factory=list)
+    trees: bool = False
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[list[int]]:
+    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
         drafts = []
         for request, n in zip(requests, most, strict=True):
             done = len(request.output)
             coming = self.futures[request.seed][done : done + n]
-            drafts.append(self.script(coming, request))
-        self.proposals += drafts
+            chain = self.script(coming, request)
+            drafts.append(bushy(chain, request) if self.trees else Draft(chain))
         return drafts
+
+
+def bushy(chain: Sequence[int], request: DraftRequest) -> Draft:
+    """A tree that holds `chain` among nodes of other tokens, some of them on its path and some equal to its own."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    end, h = 0, derive_seed(request.seed, len(request.output))
+    for i, token in enumerate(chain):
+        h = derive_seed(h, i)
+        for k in range(h % 3):
+            h = derive_seed(h, k)
+            tokens.append(token if h % 5 == 0 else shifted(token, 100 + k))
+            parents.append(h // 8 % (len(tokens)))
+        tokens.append(token)
+        parents.append(end)
+        end = len(tokens)
+    return Draft(tokens, parents)
 
 
 def shifted(token: int, vocab: int = 131) -> int:
@@ -173,8 +191,8 @@ class AtRandom:
     vocab: int
     state: int = 0
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[list[int]]:
-        return [[self._next() for _ in range(n)] for n in most]
+    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
+        return [Draft([self._next() for _ in range(n)]) for n in most]
 
     def _next(self) -> int:
         self.state = derive_seed(self.state, 0)

@@ -178,7 +178,7 @@ class Linear(Instrumented):
     layers: ClassVar = {1: None, 2: None}
     committed: Any = "nothing"
 
-    def commit_decode(self, accepted: Tensor | None = None) -> None:
+    def commit_decode(self, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         self.committed = accepted
 
 

@@ -12,6 +12,7 @@ from hybridrt.mem_cache.allocator import Slot, SlotAllocator
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import StepPlan
 from hybridrt.sampling_params import SamplingParams
+from hybridrt.speculative.drafter import Draft
 from tests.engine_harness import Rig
 
 
@@ -180,8 +181,8 @@ def test_nobody_is_admitted_while_a_decode_row_lacks_a_page() -> None:
 
 def test_launched_tokens_are_upper_bounds_that_results_lower() -> None:
     class Threes:
-        def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-            return [[7] * min(3, n) for n in most]
+        def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Draft]:
+            return [Draft([7] * min(3, n)) for n in most]
 
     bench = Bench([2], chunk=99)
     bench.scheduler = Scheduler(bench.pools, 99, Threes())
@@ -199,8 +200,8 @@ def test_launched_tokens_are_upper_bounds_that_results_lower() -> None:
 
 def test_drafts_give_way_when_pages_are_short() -> None:
     class Threes:
-        def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-            return [[7, 7, 7] for _ in requests]
+        def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Draft]:
+            return [Draft([7, 7, 7]) for _ in requests]
 
     bench = Bench([2, 1], pages=6, chunk=99)
     bench.scheduler = Scheduler(bench.pools, 99, Threes())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridrt.engine.engine import derive_seed
 from hybridrt.kernels.acceptance import accept_chain
-from hybridrt.runtime.sampler import Filters, Sampler, SamplingTable
+from hybridrt.runtime.sampler import Filters, Sampler, SamplingTable, Verification
 from hybridrt.runtime.step import Admission
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.draft_model import DraftModelDrafter
@@ -174,10 +174,9 @@ def test_verify_draws_what_sampling_step_by_step_draws(data: st.DataObject) -> N
     good = [data.draw(st.integers(0, width - 1)) for _ in range(rows)]
     drafts = torch.stack([(p[:-1] + (torch.arange(width - 1) >= g)) % vocab for p, g in zip(plain, good)]).int()
     counts = torch.full((rows,), width - 1).int()
-    positions = start + torch.arange(width).repeat(rows).int()
-    tokens, accepted = Sampler(tables[1]).verify(
-        logits.flatten(0, 1), index.repeat_interleave(width), positions, drafts, counts, Filters.of(params)
-    )
+    positions = (start + 7 + torch.arange(width)).repeat(rows, 1).int()
+    step = Verification(index, torch.full((rows,), start).int(), positions, drafts, counts)
+    tokens, accepted, _ = Sampler(tables[1]).verify(logits.flatten(0, 1), step, Filters.of(params))
     assert accepted.tolist() == [1 + g for g in good]
     for row, (got, want, kept) in enumerate(zip(tokens, plain, accepted.tolist())):
         assert got[:kept].tolist() == want[:kept].tolist()

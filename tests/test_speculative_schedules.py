@@ -18,7 +18,8 @@ from hybridrt.speculative.ngram import NgramDrafter
 from tests.checkpoints import CASES, VOCAB, falcon, write
 from tests.speculation import Ask, Rig, Script, Scripted, assert_same, sample_seed, shifted
 
-MODES = ("intermediate", "replay")
+# How the state rolls back, and most drafts at one place: 1 makes chains, more makes trees.
+MODES = (("intermediate", 1), ("replay", 1), ("intermediate", 3))
 MAKERS = {
     "mamba2": falcon(num_hidden_layers=1),
     "gdn": CASES["qwen-dense_by_number"],
@@ -42,10 +43,12 @@ class Rigs:
         write(MAKERS[name], path, seed=seed)
         return path
 
-    def _rig(self, name: str, mode: str, drafts: int, graphs: bool, pages: int | None, method: str = "ngram") -> Rig:
+    def _rig(
+        self, name: str, mode: str, drafts: int, graphs: bool, pages: int | None, method: str = "ngram", topk: int = 1
+    ) -> Rig:
         draft_model = self.path(name) if method == "same" else self.path(*OTHERS[name]) if method == "other" else None
         spec: dict[str, Any] = {"method": "draft", "draft_model": str(draft_model)} if draft_model else {}
-        return Rig(self.path(name), mode=mode, drafts=drafts, graphs=graphs, pages=pages, **spec)
+        return Rig(self.path(name), mode=mode, drafts=drafts, graphs=graphs, pages=pages, topk=topk, **spec)
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +63,12 @@ def draft_model(rig: Rig) -> DraftModelDrafter:
 
 def make_drafter(rig: Rig, method: str, futures: dict[int, list[int]]) -> Drafter:
     assert rig.config.speculative is not None
-    drafts = rig.config.speculative.num_draft_tokens
-    inner: Drafter = NgramDrafter() if method == "ngram" else draft_model(rig) if method in ("same", "other") else (
-        Scripted(futures, SCRIPTS[method])
-    )  # fmt: skip
+    drafts, topk = rig.config.speculative.num_draft_tokens, rig.config.speculative.topk
+    inner: Drafter = (
+        Scripted(futures, SCRIPTS[method], trees=topk > 1) if method in SCRIPTS else NgramDrafter(topk=topk)
+    )
+    if method in ("same", "other"):
+        inner = draft_model(rig)
     return AdaptiveDrafter(inner, drafts, patience=5)
 
 
@@ -127,22 +132,30 @@ def check(rigs: Rigs, name: str, rig: Rig, method: str, requests: Sequence[Ask],
 
 
 @pytest.mark.parametrize("method", ["ngram", "same", "other", "scripted"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "topk"), MODES)
 @pytest.mark.parametrize("name", OTHERS)
 @schedules
 @given(requests=asks(), drafts=st.sampled_from([1, 4, 7]), chunk=chunks, data=st.data())
 def test_any_history(
-    name: str, mode: str, method: str, rigs: Rigs, requests: list[Ask], drafts: int, chunk: int, data: st.DataObject
+    name: str,
+    mode: str,
+    topk: int,
+    method: str,
+    rigs: Rigs,
+    requests: list[Ask],
+    drafts: int,
+    chunk: int,
+    data: st.DataObject,
 ) -> None:
     graphs = data.draw(st.booleans(), "graphs")
     if method == "scripted":
         method = data.draw(st.sampled_from(sorted(SCRIPTS)), "script")
-    check(rigs, name, rigs.rig(name, mode, drafts, graphs, None, method), method, requests, chunk)
+    check(rigs, name, rigs.rig(name, mode, drafts, graphs, None, method, topk), method, requests, chunk)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "topk"), MODES)
 @pytest.mark.parametrize("name", OTHERS)
-def test_retraction(name: str, mode: str, rigs: Rigs) -> None:
+def test_retraction(name: str, mode: str, topk: int, rigs: Rigs) -> None:
     """KV for one long request and a little: requests are thrown out and come back with their output."""
     retractions = 0
 
@@ -151,7 +164,7 @@ def test_retraction(name: str, mode: str, rigs: Rigs) -> None:
     def play(requests: list[Ask], chunk: int, method: str) -> None:
         nonlocal retractions
         long = [replace(a, params=replace(a.params, max_tokens=60, stop_token_ids=(), n=1)) for a in requests]
-        rig = rigs.rig(name, mode, 4, False, 0, method)
+        rig = rigs.rig(name, mode, 4, False, 0, method, topk)
         check(rigs, name, rig, method, long, chunk)
         retractions += rig.counters.retractions
 

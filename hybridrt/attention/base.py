@@ -42,14 +42,21 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """One layer over all rows of the batch. Recurrent layers pass their own inputs as keywords."""
 
-    def commit_decode(self, accepted: torch.Tensor | None = None) -> None:  # noqa: B027  # KV has nothing to commit
-        """After the last layer of a step with a decode segment: what stays becomes part of the recurrent state.
+    def commit_decode(self, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None) -> None:
+        """After the last layer of a step with a decode segment: what stays becomes part of the state.
 
         Args:
             accepted: [n] int32 committed inputs of the first n verified rows, the root included: >= 1 for real rows,
                 0 for padding rows, of which any number may be left out; None for plain decode, which keeps its one
                 token.
+            path: [n, T] int64 accepted nodes of a draft tree, the root first; None for a chain, which keeps its first
+                `accepted` inputs. A chain's KV has nothing to commit.
+
+        Raises:
+            BackendError: a tree, and this backend knows chains alone.
         """
+        if path is not None:
+            raise BackendError(f"{type(self).__name__} verifies chains alone; use topk=1")
 
     @abstractmethod
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

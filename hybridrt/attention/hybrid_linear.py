@@ -62,12 +62,13 @@ class HybridLinearAttnBackend(AttentionBackend):
         for backend in self.backends:
             backend.init_forward_metadata(batch)
 
-    def commit_decode(self, accepted: torch.Tensor | None = None) -> None:
-        self.linear_attn_backend.commit_decode(accepted)
+    def commit_decode(self, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None) -> None:
+        for backend in self.backends:
+            backend.commit_decode(accepted, path)
 
-    def update_mamba_state_after_mtp_verify(self, accepted: torch.Tensor) -> None:
+    def update_mamba_state_after_mtp_verify(self, accepted: torch.Tensor, path: torch.Tensor | None = None) -> None:
         """`commit_decode` under the name that serving runtimes know."""
-        self.commit_decode(accepted)
+        self.commit_decode(accepted, path)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         for backend in self.backends:

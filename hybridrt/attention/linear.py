@@ -11,7 +11,7 @@ from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
-from hybridrt.kernels.state_commit import commit_intermediate
+from hybridrt.kernels.state_commit import commit_conv_window, commit_intermediate
 from hybridrt.kernels.state_replay import advance_ring
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -198,7 +198,7 @@ class MambaAttnBackendBase(AttentionBackend):
 
     # -- the end of a step --------------------------------------------------------------------------------------
 
-    def commit_decode(self, accepted: torch.Tensor | None = None) -> None:
+    def commit_decode(self, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None) -> None:
         decode = self._metadata().decode
         pool = self.mamba_pool
         if decode is None or pool.spec.mode == "classic":
@@ -215,10 +215,25 @@ class MambaAttnBackendBase(AttentionBackend):
                 width=pool.width,
             )
         elif decode.tokens_per_row > 1:
+            ends = None
+            if path is not None:
+                ends = decode.buffers.start_positions[: len(accepted)] + accepted - 1
+                last = path.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1).long()).squeeze(1).int() + 1
+                accepted = last.masked_fill(accepted == 0, 0)
             for layer_id in self.layers:
-                cache = self.layer_cache(layer_id)
-                assert cache.intermediate_ssm is not None
-                commit_intermediate(cache.temporal, cache.intermediate_ssm, slots, rows, accepted)
+                self._commit_layer(self.layer_cache(layer_id), slots, rows, accepted, ends)
+
+    @staticmethod
+    def _commit_layer(
+        cache: LayerCache, slots: torch.Tensor, rows: torch.Tensor, nodes: torch.Tensor, ends: torch.Tensor | None
+    ) -> None:
+        """Back to the state after node `nodes` - 1 of each row, which stands at position `ends` of a tree. A chain's
+        conv inputs are in the ring already."""
+        assert cache.intermediate_ssm is not None
+        commit_intermediate(cache.temporal, cache.intermediate_ssm, slots, rows, nodes)
+        if ends is not None:
+            assert cache.intermediate_conv_window is not None
+            commit_conv_window(cache.conv, cache.intermediate_conv_window, slots, rows, nodes, ends)
 
     @abstractmethod
     def materialize_layer(

@@ -8,6 +8,7 @@ import torch
 from hybridrt.attention.base import Rope, SegmentedAttnBackend, check_graph_tokens, require_graph_mode
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.providers import select
+from hybridrt.kernels.state_commit import move_kv
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
@@ -108,6 +109,19 @@ class PagedAttnBackend(SegmentedAttnBackend):
             seq_lens_host=meta.seq_lens_host,
         )
         return out.reshape(q.shape[0], -1)
+
+    def commit_decode(self, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None) -> None:
+        """A tree's accepted nodes stand wherever they were proposed: their KV moves up to where their depth says."""
+        if accepted is None or path is None:
+            return
+        meta, (n, tokens) = self._metadata(), path.shape
+        first = (meta.seq_lens[:n] - tokens).unsqueeze(1)
+        depth = torch.arange(tokens, device=path.device)
+        table, rows = self.req_to_token_pool.req_to_token, meta.rows[:n].unsqueeze(1)
+        kept = depth < accepted.unsqueeze(1)
+        source, destination = (table[rows, first + at].masked_fill(~kept, 0) for at in (path, depth))
+        for cache in (self.kv_pool.k, self.kv_pool.v):
+            move_kv(cache, source.flatten(), destination.flatten())
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         check_graph_tokens(max_bs, max_num_tokens)

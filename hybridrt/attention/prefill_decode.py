@@ -72,6 +72,10 @@ class HybridAttnBackend(SegmentedAttnBackend):
     def forward_extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
         return self._extend_segment_backend(batch).forward_extend(q, layer, batch, **kwargs)
 
+    def commit_decode(self, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None) -> None:
+        if accepted is not None:
+            self.verify_backend.commit_decode(accepted, path)
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         for backend in {id(b): b for b in (self.decode_backend, self.verify_backend)}.values():
             backend.init_cuda_graph_state(max_bs, max_num_tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.request import Request
 from hybridrt.runtime.step import DecodeRow, ExtendRow, StepPlan
-from hybridrt.speculative.drafter import Drafter
+from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
 
 
 @dataclass(slots=True)
@@ -85,17 +85,17 @@ class Scheduler:
     def _schedule_decode(self, step: ScheduledStep) -> None:
         """Adds a row for every request that can decode and finds a page."""
         ready = [r for r in self.running.values() if r.prefilled and r.tokens_left > 0]
-        for request, drafts in self._with_drafts(ready):
+        for request, draft in self._with_drafts(ready):
             if request.row is None:
                 continue  # retracted for an earlier one
-            if drafts and not self._coordinator.grow(request, request.computed + 1 + len(drafts), step.plan):
-                drafts = ()
+            if draft and not self._coordinator.grow(request, request.computed + 1 + len(draft), step.plan):
+                draft = NO_DRAFT
             if self._grow(request, step.plan):
-                self._add_decode(step, request, drafts)
+                self._add_decode(step, request, draft)
 
-    def _with_drafts(self, ready: list[Request]) -> list[tuple[Request, Sequence[int]]]:
+    def _with_drafts(self, ready: list[Request]) -> list[tuple[Request, Draft]]:
         if self._drafter is None:
-            return [(request, ()) for request in ready]
+            return [(request, NO_DRAFT) for request in ready]
         known = [request for request in ready if not request.pending]
         drafts = self._drafter.propose(known, [request.tokens_left - 1 for request in known])
         return list(zip(known, drafts, strict=True))
@@ -114,15 +114,15 @@ class Scheduler:
         self.waiting.appendleft(victim)
         return victim
 
-    def _add_decode(self, step: ScheduledStep, request: Request, drafts: Sequence[int]) -> None:
+    def _add_decode(self, step: ScheduledStep, request: Request, draft: Draft) -> None:
         assert request.row is not None
         index = len(request.output) + request.pending
-        step.plan.decode.append(DecodeRow(request.row.index, request.computed, index, tuple(drafts)))
-        tokens = 1 + len(drafts)
+        step.plan.decode.append(DecodeRow(request.row.index, request.computed, index, draft.tokens, draft.parents))
+        tokens = 1 + len(draft)
         step.rows.append((request, tokens))
         request.computed += tokens
         request.pending += tokens
-        request.metrics.proposed += len(drafts)
+        request.metrics.proposed += len(draft)
 
     def _schedule_prefill(self, step: ScheduledStep, budget: int) -> None:
         """Goes on with admitted prompts, then admits. Where a decode row found no page, none is left to admit with."""

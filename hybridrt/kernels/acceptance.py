@@ -1,18 +1,21 @@
-"""How many drafts of a chain stay: those that equal what plain sampling would have drawn.
+"""How many drafts stay: those that equal what plain sampling would have drawn.
 
 A verify step draws a token from the target at every position, with the random numbers that plain decoding would use
 there (they are keyed by seed and output index). A draft stays while it equals that draw. The output is then the plain
 output, token for token, sampled or greedy, whatever the drafter proposes; a deterministic draft d is kept with
 probability p(d), as in rejection sampling (Leviathan et al. 2023), and a drafter that draws with the same random
-numbers is coupled to the target (Daliri et al. 2025, Gumbel coupling).
+numbers is coupled to the target (Daliri et al. 2025, Gumbel coupling). In a tree the draw at a node chooses the child
+that equals it; of several drafts for one position at most one can stay.
 """
 
 import torch
 from torch import Tensor
 
+from hybridrt.kernels.draft_tree import node_depths
 from hybridrt.kernels.providers import register, select
 
 register("accept_chain", "torch", "hybridrt.kernels.acceptance:accept_chain_reference")
+register("accept_tree", "torch", "hybridrt.kernels.acceptance:accept_tree_reference")
 
 
 def accept_chain(drawn: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
@@ -27,7 +30,40 @@ def accept_chain(drawn: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
     return accepted
 
 
+def accept_tree(
+    drawn: Tensor, drafts: Tensor, num_drafts: Tensor, parents: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The path from the root that the draws choose: each node on it is a child that equals its parent's draw.
+
+    Args:
+        drawn, drafts, num_drafts: as in `accept_chain`; draft t is node t + 1.
+        parents: [B, T] int32, each node's parent, -1 for the root.
+        mask: [B, T, T] bool, what each node sees: its ancestors and itself.
+
+    Returns:
+        (accepted [B] int32, nodes of the path; path [B, T] int64, the nodes themselves, the root first, then 0s).
+    """
+    chosen: tuple[Tensor, Tensor] = select("accept_tree", drawn.device.type)(drawn, drafts, num_drafts, parents, mask)
+    return chosen
+
+
 def accept_chain_reference(drawn: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
     index = torch.arange(drafts.shape[1], device=drafts.device)
     same = (drawn[:, :-1] == drafts) & (index < num_drafts[:, None])
     return 1 + same.int().cumprod(1).sum(1, dtype=torch.int32)
+
+
+def accept_tree_reference(
+    drawn: Tensor, drafts: Tensor, num_drafts: Tensor, parents: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    nodes = torch.arange(mask.shape[1], device=mask.device)
+    chosen = drawn.gather(1, parents.clamp(min=0).long())[:, 1:] == drafts
+    chosen = torch.cat((torch.ones_like(chosen[:, :1]), chosen), 1) & (nodes <= num_drafts[:, None])
+    alive = ~(mask & ~chosen[:, None]).any(-1)  # the node and all before it were chosen
+    depth = node_depths(mask).long()
+    last = torch.where(alive, depth, -1).argmax(1, keepdim=True)
+    on_path = mask.gather(1, last[:, :, None].expand(-1, -1, mask.shape[2])).squeeze(1)
+    # Every node writes itself where its depth says; those beside the path write to a column that is cut off.
+    path = torch.zeros(mask.shape[0], mask.shape[1] + 1, dtype=torch.long, device=mask.device)
+    path.scatter_(1, torch.where(on_path, depth, mask.shape[1]), nodes.expand_as(depth))
+    return (depth.gather(1, last).squeeze(1) + 1).int(), path[:, :-1]

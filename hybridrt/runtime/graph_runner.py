@@ -17,9 +17,11 @@ from hybridrt.attention.base import AttentionBackend
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.decode_inputs import decode_inputs
+from hybridrt.kernels.draft_tree import tree_mask, tree_positions
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.step_inputs import StagingRing
+from hybridrt.runtime.step import DecodeRow
+from hybridrt.runtime.step_inputs import StagingRing, tree_nodes
 
 POISON = -(2**30)  # as an index it is out of every range
 FIELDS = ("rows", "seq_lens", "output_indices", "new_pages", "num_drafts")
@@ -35,6 +37,7 @@ class DecodeInputs:
         new_pages: KV page of the row's last draft (its one token if T is 1) if it is new, else -1.
         num_drafts: drafts of each row.
         drafts: [n, T - 1] proposed tokens, padded and flattened; empty if T is 1.
+        parents, ancestors: [n, T] of draft trees, flattened (hybridrt.runtime.step_inputs.tree_nodes); else empty.
     """
 
     rows: Sequence[int]
@@ -43,18 +46,25 @@ class DecodeInputs:
     new_pages: Sequence[int]
     num_drafts: Sequence[int]
     drafts: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    ancestors: Sequence[int] = ()
 
 
 class StaticBuffers:
     """What a replay fills and a graph reads, for max_bs rows of T tokens. `packed` arrives in one copy."""
 
-    def __init__(self, max_bs: int, tokens: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.max_bs, self.tokens = max_bs, tokens
-        self.packed = torch.zeros((len(FIELDS) + tokens - 1) * max_bs, dtype=torch.int32, device=device)
-        count = len(FIELDS)
-        fields = self.packed[: count * max_bs].view(count, max_bs)
-        self.rows, self.seq_lens, self.output_indices, self.new_pages, self.num_drafts = fields
-        self.drafts = self.packed[count * max_bs :].view(max_bs, tokens - 1) if tokens > 1 else None
+    def __init__(
+        self, max_bs: int, tokens: int, vocab: int, dtype: torch.dtype, device: torch.device, tree: bool = False
+    ) -> None:
+        self.max_bs, self.tokens, self.tree = max_bs, tokens, tree
+        count, nodes = len(FIELDS), tokens if tree else 0
+        sizes = [count, tokens - 1, nodes, nodes]
+        self.packed = torch.zeros(sum(sizes) * max_bs, dtype=torch.int32, device=device)
+        fields, *parts = self.packed.split([size * max_bs for size in sizes])
+        self.rows, self.seq_lens, self.output_indices, self.new_pages, self.num_drafts = fields.view(count, max_bs)
+        drafts, self.parents, self.ancestors = (part.view(max_bs, -1) if len(part) else part for part in parts)
+        self.drafts = drafts if tokens > 1 else None
+        self.tree_mask = torch.zeros((max_bs, nodes, nodes), dtype=torch.bool, device=device)
         self.input_ids, self.positions, self.out_cache_loc = torch.zeros(
             (3, max_bs * tokens), dtype=torch.int32, device=device
         )
@@ -68,15 +78,19 @@ class StaticBuffers:
         for line, name in zip(fields, FIELDS):
             line[:n] = getattr(inputs, name)
         fields[1, n:], fields[3, n:] = seq_len_fill, -1
-        if self.drafts is not None:
-            start = len(FIELDS) * max_bs
-            image[start : start + n * (self.tokens - 1)] = inputs.drafts
+        start = len(FIELDS) * max_bs
+        image[start : start + n * (self.tokens - 1)] = inputs.drafts
+        if self.tree:
+            lines = image[start + max_bs * (self.tokens - 1) :].reshape(2, max_bs, self.tokens)
+            lines[:] = [[part] for part in tree_nodes([DecodeRow(0, 0, 0)], self.tokens).values()]
+            lines[:, :n] = np.reshape([inputs.parents, inputs.ancestors], (2, n, self.tokens))
         return image
 
     def poison(self) -> None:
         """Makes every value that a replay forgets to fill a visible mistake."""
         for tensor in (self.packed, self.input_ids, self.positions, self.out_cache_loc):
             tensor.fill_(POISON)
+        self.tree_mask.fill_(True)
         self.logits.fill_(float("nan"))
 
 
@@ -122,7 +136,8 @@ class GraphRunner:
     Args:
         last_tokens: [R + 1] int32, last sampled token of each request row: the first input of each row.
         max_bs: largest batch captured; capped by the request rows, because more cannot exist.
-        spec_info: None for plain decode; for verify steps T and, for trees, static parent and mask tensors.
+        spec_info: None for plain decode; for verify steps it says T.
+        tree: verify steps are of draft trees, whose parents and masks arrive with the inputs.
         recorder: how a step is recorded; by the device's kind if None.
     """
 
@@ -135,19 +150,20 @@ class GraphRunner:
         last_tokens: torch.Tensor,
         max_bs: int,
         spec_info: SpecInfo | None = None,
+        tree: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
         if max_bs < 1:
             raise ConfigError(f"max_bs is {max_bs}; a graph needs at least one row")
         self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
-        self.spec_info = spec_info
         self.tokens = spec_info.tokens_per_row if spec_info else 1
         self.mode = ForwardMode.TARGET_VERIFY if spec_info else ForwardMode.DECODE
         self.max_bs = min(max_bs, req_to_token_pool.num_rows)
         device = model.device
         self.poisoned = device.type != "cuda"
         self.recorder: Recorder = recorder or (ClosureRecorder() if self.poisoned else CudaGraphRecorder())
-        self.buffers = StaticBuffers(self.max_bs, self.tokens, model.config.vocab_size, model.dtype, device)
+        self.buffers = StaticBuffers(self.max_bs, self.tokens, model.config.vocab_size, model.dtype, device, tree)
+        self.spec_info = SpecInfo(self.tokens, self.buffers.parents, self.buffers.tree_mask) if tree else spec_info
         self._staging = StagingRing(device)
         self._fill = backend.get_cuda_graph_seq_len_fill_value() + self.tokens - 1
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * self.tokens
@@ -204,6 +220,10 @@ class GraphRunner:
             decode_inputs(
                 *inputs, rows, seq_lens, new_pages, drafts, num_drafts, self.last_tokens, table, self.pool.page_size
             )
+            if self.spec_info is not None and self.spec_info.tree_mask is not None:
+                mask = self.spec_info.tree_mask[:bs]
+                mask.copy_(tree_mask(buffers.ancestors[:bs]))
+                positions.copy_(tree_positions(positions, mask))
             batch = ForwardBatch(
                 self.mode, ids, positions, rows, seq_lens, self._starts[: bs + 1], out_cache_loc, bs, bs, self.backend,
                 spec_info=self.spec_info,

@@ -10,7 +10,7 @@ from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError, MemoryBudgetError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
-from hybridrt.kernels.sampling import token_logprobs
+from hybridrt.kernels.draft_tree import tree_mask, tree_positions
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts
 from hybridrt.runtime.build import (
     build_model,
@@ -21,17 +21,10 @@ from hybridrt.runtime.build import (
     weight_bytes,
 )
 from hybridrt.runtime.graph_runner import DecodeInputs, GraphRunner
-from hybridrt.runtime.sampler import Filters, Sampler, SamplingTable
-from hybridrt.runtime.step import (
-    Admission,
-    ExtendRow,
-    PageWrite,
-    StepHandle,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
-from hybridrt.runtime.step_inputs import Sections, StagingRing, pack_step, padded
+from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
+from hybridrt.runtime.sampler import Filters, Sampler, SamplingTable, Verification
+from hybridrt.runtime.step import Admission, ExtendRow, PageWrite, StepHandle, StepPlan
+from hybridrt.runtime.step_inputs import Sections, StagingRing, pack_step, padded, tree_nodes
 from hybridrt.sampling_params import SamplingParams
 
 
@@ -67,6 +60,7 @@ class ModelRunner:
         if tp.size != config.tp_size:
             raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
         self.config = config
+        self._trees = config.speculative is not None and config.speculative.topk > 1
         self.graphs: dict[int, GraphRunner] = {}  # by tokens of a row; captured once the final pools stand
         self.model_path, self.target = load_target(config, tp)
         self.model_config, self.device = self.target.model_config, self.target.device
@@ -130,6 +124,7 @@ class ModelRunner:
             last_tokens=self.last_tokens,
             max_bs=self.config.cuda_graph_max_bs or self.plan.num_rows,
             spec_info=SpecInfo(tokens) if tokens > 1 else None,
+            tree=self._trees and tokens > 1,
         )
         graphs.capture(progress)
         return graphs
@@ -137,6 +132,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queues one step on the device and returns at once; see hybridrt.runtime.step.Executor."""
+        self._check_drafts(plan)
         self._params.update((a.row, a.params) for a in plan.admissions)
         tokens = self._tokens_per_row(plan)
         graphs = self.graphs.get(tokens)
@@ -151,19 +147,19 @@ class ModelRunner:
         rest = StepPlan(plan.admissions, writes, [], plan.extend)
         return JoinedSteps(decoded, self._launch_eager(rest, 1))
 
-    def _launch_graph(self, graphs: GraphRunner, inputs: DecodeInputs) -> "LaunchedStep":
+    def _launch_graph(self, graphs: GraphRunner, inputs: DecodeInputs) -> LaunchedStep:
         logits, n, buffers = graphs.replay(inputs), len(inputs.rows), graphs.buffers
         rows, indices = buffers.rows[:n], buffers.output_indices[:n]
         if buffers.drafts is None:
             return self._sample(inputs.rows, rows, indices, logits)
-        offsets = torch.arange(graphs.tokens, dtype=torch.int32, device=self.device)
-        indices = (indices[:, None] + offsets).view(-1)
-        rows = rows.repeat_interleave(graphs.tokens, output_size=n * graphs.tokens)
-        return self._verify(inputs.rows, rows, indices, logits, buffers.drafts[:n], buffers.num_drafts[:n])
+        positions = buffers.positions.view(-1, graphs.tokens)[:n]
+        tree = (buffers.parents[:n], buffers.tree_mask[:n]) if buffers.tree else ()
+        verification = Verification(rows, indices, positions, buffers.drafts[:n], buffers.num_drafts[:n], *tree)
+        return self._verify(inputs.rows, verification, logits)
 
     def _graph_inputs(self, plan: StepPlan, tokens: int) -> DecodeInputs | None:
         """The decode rows of a plan as a graph takes them, or None where the step must run eagerly."""
-        pages = dict.fromkeys((r.row for r in plan.decode), -1)
+        trees, pages = self._trees and tokens > 1, dict.fromkeys((r.row for r in plan.decode), -1)
         last_page = {r.row: (r.computed + len(r.drafts)) // self.plan.page_size for r in plan.decode}
         for write in plan.page_writes:
             if write.row not in pages:
@@ -178,10 +174,11 @@ class ModelRunner:
             new_pages=list(pages.values()),
             num_drafts=[len(r.drafts) for r in plan.decode],
             drafts=[t for r in plan.decode for t in padded(r.drafts, tokens - 1)],
+            **(tree_nodes(plan.decode, tokens) if trees else {}),  # type: ignore[arg-type]  # arrays are sequences
         )
 
     def _launch_eager(self, plan: StepPlan, tokens: int) -> StepHandle:
-        sections = self._staging.upload(pack_step(plan, tokens))
+        sections = self._staging.upload(pack_step(plan, tokens, self._trees and tokens > 1))
         self._bookkeep(sections)
         batch = self._batch(plan, sections, tokens)
         self.backend.init_forward_metadata(batch)
@@ -194,12 +191,22 @@ class ModelRunner:
         rows, indices = sections["sample_rows"], sections["output_indices"]
         if tokens == 1:
             return self._sample([r.row for r in plan.sampled], rows, indices, logits)
-        split = batch.num_decode_tokens
-        drafts, counts = sections["drafts"].view(len(plan.decode), -1), sections["num_drafts"]
-        decoding = [r.row for r in plan.decode]
-        verified = self._verify(decoding, rows[:split], indices[:split], logits[:split], drafts, counts)
+        n, split, spec = len(plan.decode), batch.num_decode_tokens, batch.spec_info
+        assert spec is not None
+        verification = Verification(
+            rows[:n], indices[:n], batch.positions[:split].view(n, -1), sections["drafts"].view(n, -1),
+            sections["num_drafts"], spec.parents, spec.tree_mask,
+        )  # fmt: skip
+        verified = self._verify([r.row for r in plan.decode], verification, logits[:split])
         last = [r.row for r in plan.extend if r.sample]
-        return JoinedSteps(verified, self._sample(last, rows[split:], indices[split:], logits[split:]))
+        return JoinedSteps(verified, self._sample(last, rows[n:], indices[n:], logits[split:]))
+
+    def _check_drafts(self, plan: StepPlan) -> None:
+        most, width = max((len(r.drafts) for r in plan.decode), default=0), self.config.num_verify_tokens
+        if most >= width:
+            raise ConfigError(f"{most} drafts in a row; this runner verifies {width - 1}: raise num_draft_tokens")
+        if not self._trees and any(r.parents is not None for r in plan.decode):
+            raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
 
     def _step_widths(self) -> list[int]:
         """Every T that `_tokens_per_row` may say, the widest first."""
@@ -231,49 +238,52 @@ class ModelRunner:
         if num_decode:
             roots = self.last_tokens[rows[:num_decode], None]
             ids = torch.cat((torch.cat((roots, sections["drafts"].view(num_decode, -1)), 1).view(-1), ids))
+        places = positions = sections["positions"]
+        spec = self._spec_info(sections, tokens) if tokens > 1 and num_decode else None
+        if spec is not None and spec.tree_mask is not None:
+            split = num_decode * tokens
+            positions = torch.cat((tree_positions(places[:split], spec.tree_mask), places[split:]))
         new = [tokens] * num_decode + [len(r.tokens) for r in plan.extend]
         computed = [r.computed for r in plan.rows]
         return ForwardBatch(
             forward_mode=mode,
             input_ids=ids,
-            positions=sections["positions"],
+            positions=positions,
             req_pool_indices=rows,
             seq_lens=sections["seq_lens"],
             query_start_loc=sections["query_start_loc"],
-            out_cache_loc=self.pools.req_to_token.token_slots(sections["token_rows"], sections["positions"]),
+            out_cache_loc=self.pools.req_to_token.token_slots(sections["token_rows"], places),
             num_real=rows.shape[0],
             num_decode_rows=num_decode,
             attn_backend=self.backend,
             seq_lens_cpu=[c + n for c, n in zip(computed, new)],
             query_lens_cpu=new,
-            spec_info=SpecInfo(tokens) if tokens > 1 and num_decode else None,
+            spec_info=spec,
         )
+
+    def _spec_info(self, sections: Sections, tokens: int) -> SpecInfo:
+        if not self._trees:
+            return SpecInfo(tokens)
+        parents, ancestors = (sections[name].view(-1, tokens) for name in ("parents", "ancestors"))
+        return SpecInfo(tokens, parents, tree_mask(ancestors))
 
     def _sample(
         self, request_rows: Sequence[int], rows: torch.Tensor, output_indices: torch.Tensor, logits: torch.Tensor
-    ) -> "LaunchedStep":
+    ) -> LaunchedStep:
         if not request_rows:
             return LaunchedStep(None)
         params = [self._params[row] for row in request_rows]
         tokens = self.sampler(logits, rows, output_indices, Filters.of(params))
         self.last_tokens[rows] = tokens.int()
-        return LaunchedStep(tokens[:, None], None, *_logprobs(logits, tokens, [p.logprobs for p in params]))
+        return LaunchedStep(tokens[:, None], None, *requested_logprobs(logits, tokens, [p.logprobs for p in params]))
 
-    def _verify(
-        self,
-        request_rows: Sequence[int],
-        rows: torch.Tensor,
-        output_indices: torch.Tensor,
-        logits: torch.Tensor,
-        drafts: torch.Tensor,
-        num_drafts: torch.Tensor,
-    ) -> "LaunchedStep":
+    def _verify(self, request_rows: Sequence[int], step: Verification, logits: torch.Tensor) -> LaunchedStep:
         """Acceptance, then the commit of what it keeps: state, and the next root."""
         params = [self._params[row] for row in request_rows]
-        tokens, accepted = self.sampler.verify(logits, rows, output_indices, drafts, num_drafts, Filters.of(params))
-        self.backend.commit_decode(accepted)
-        self.last_tokens[rows.view(tokens.shape)[:, 0]] = tokens.gather(1, accepted[:, None].long() - 1)[:, 0].int()
-        return LaunchedStep(tokens, accepted, *_logprobs(logits, tokens.view(-1), [p.logprobs for p in params]))
+        tokens, accepted, path = self.sampler.verify(logits, step, Filters.of(params))
+        self.backend.commit_decode(accepted, path)
+        self.last_tokens[step.rows] = tokens.gather(1, accepted[:, None].long() - 1)[:, 0].int()
+        return LaunchedStep(tokens, accepted, *requested_logprobs(logits, tokens, [p.logprobs for p in params], path))
 
 
 @contextmanager
@@ -285,14 +295,6 @@ def _out_of_memory_as(doing: str, advice: str) -> Iterator[None]:
         raise MemoryBudgetError(f"the device ran out of memory while {doing}: {advice} ({e})") from e
 
 
-def _logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None]
-) -> tuple[tuple[torch.Tensor, ...], Sequence[int | None]]:
-    """Log-probabilities of all tokens if any row wants them, and how many alternatives each row wants."""
-    top_n = max((n for n in wanted if n is not None), default=None)
-    return (() if top_n is None else token_logprobs(logits, tokens, top_n)), wanted
-
-
 def _probe_step(rows: int, length: int, pages: int) -> StepPlan:
     """A prefill of `rows` prompts of `length` tokens, each with its own pages."""
     params = SamplingParams(temperature=0.0)
@@ -302,70 +304,3 @@ def _probe_step(rows: int, length: int, pages: int) -> StepPlan:
         page_writes=[PageWrite(r, 0, range(1 + (r - 1) * pages, 1 + r * pages)) for r in range(1, rows + 1)],
         extend=[ExtendRow(r, 0, ids, 0, True) for r in range(1, rows + 1)],
     )
-
-
-class LaunchedStep:
-    """A step on its way. Its results are copied to pinned memory behind it, so that reading them waits for this step
-    alone and not for the one launched after it.
-
-    Args:
-        tokens: [n, T], None if nothing was sampled.
-        accepted: [n], how many of a row's tokens count; None for all.
-        logprobs: (own [n * T], ids [n * T, top], top [n * T, top]) or nothing; `wanted` says who asked for them.
-    """
-
-    def __init__(
-        self,
-        tokens: torch.Tensor | None,
-        accepted: torch.Tensor | None = None,
-        logprobs: tuple[torch.Tensor, ...] = (),
-        wanted: Sequence[int | None] = (),
-    ) -> None:
-        self._tokens = None if tokens is None else _to_host(tokens)
-        self._accepted = None if accepted is None else _to_host(accepted)
-        self._logprobs = tuple(_to_host(t) for t in logprobs)
-        self._wanted = wanted
-        self._event: torch.cuda.Event | None = None
-        if tokens is not None and tokens.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def ready(self) -> bool:
-        return self._event is None or self._event.query()
-
-    def result(self) -> StepResult:
-        if self._event is not None:
-            self._event.synchronize()
-        rows = self._tokens.tolist() if self._tokens is not None else []
-        counts = self._accepted.tolist() if self._accepted is not None else [None] * len(rows)
-        tokens = [row[:count] for row, count in zip(rows, counts)]
-        if not self._logprobs:
-            return StepResult(tokens, [None] * len(rows))
-        own, top_ids, top = (t.tolist() for t in self._logprobs)
-        width = len(rows[0]) if rows else 0
-
-        def entries(row: int, n: int) -> list[TokenLogprobs]:
-            span = range(row * width, row * width + len(tokens[row]))
-            return [TokenLogprobs(own[i], dict(zip(top_ids[i][:n], top[i][:n]))) for i in span]
-
-        return StepResult(tokens, [None if n is None else entries(i, n) for i, n in enumerate(self._wanted)])
-
-
-class JoinedSteps:
-    """Two launches of one plan: its decode rows, then its extend rows."""
-
-    def __init__(self, first: StepHandle, second: StepHandle) -> None:
-        self._parts = (first, second)
-
-    def ready(self) -> bool:
-        return all(part.ready() for part in self._parts)
-
-    def result(self) -> StepResult:
-        first, second = (part.result() for part in self._parts)
-        return StepResult(first.tokens + second.tokens, first.logprobs + second.logprobs)
-
-
-def _to_host(t: torch.Tensor) -> torch.Tensor:
-    if not t.is_cuda:
-        return t
-    return torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)

@@ -45,12 +45,14 @@ class DecodeRow:
         computed: tokens whose KV and state are written before this step: the input's position.
         output_index: index, in the request's output, of the token sampled here; with the seed it keys the draw.
         drafts: proposed continuations to verify after the input (speculative decoding).
+        parents: None for a chain; of a tree, the index of each draft's parent among (input, *drafts), parents first.
     """
 
     row: int
     computed: int
     output_index: int
     drafts: Sequence[int] = ()
+    parents: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

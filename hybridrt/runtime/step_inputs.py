@@ -7,18 +7,19 @@ import numpy as np
 import torch
 
 from hybridrt.runtime.sampler import SamplingTable
-from hybridrt.runtime.step import StepPlan
+from hybridrt.runtime.step import DecodeRow, StepPlan
 
 Sections = dict[str, torch.Tensor]
 
 
-def pack_step(plan: StepPlan, tokens_per_row: int = 1) -> dict[str, np.ndarray]:
+def pack_step(plan: StepPlan, tokens_per_row: int = 1, tree: bool = False) -> dict[str, np.ndarray]:
     """All integers of a step as int32 sections (floats and int64 as their bits).
 
-    rows, seq_lens, query_start_loc describe the batch; token_rows, positions its tokens; extend_ids the prompt tokens;
-    drafts and num_drafts the proposed ones, [n, T - 1] padded; sample_at, sample_rows, output_indices the positions to
-    sample from. The rest is bookkeeping: admissions (admit_rows, admit_slots and sampling constants) and page-table
-    entries.
+    rows, seq_lens, query_start_loc describe the batch; token_rows, positions its tokens (of a tree: the places of its
+    nodes in the KV cache); extend_ids the prompt tokens; drafts and num_drafts the proposed ones, [n, T - 1] padded;
+    with `tree`, parents and ancestors of all nodes (`tree_nodes`); sample_at the tokens to sample from, sample_rows and
+    output_indices the rows that do and the index of their first draw. The rest is bookkeeping: admissions (admit_rows,
+    admit_slots and sampling constants) and page-table entries.
     """
     lens = [tokens_per_row] * len(plan.decode) + [len(r.tokens) for r in plan.extend]
     computed = np.array([r.computed for r in plan.rows], np.int32)
@@ -27,7 +28,6 @@ def pack_step(plan: StepPlan, tokens_per_row: int = 1) -> dict[str, np.ndarray]:
     sampling = [len(plan.decode) + i for i, row in enumerate(plan.extend) if row.sample]
     decode_tokens = ends[len(plan.decode)]
     offsets = np.tile(np.arange(tokens_per_row, dtype=np.int32), len(plan.decode))
-    decode_indices = np.repeat(np.array([r.output_index for r in plan.decode], np.int32), tokens_per_row) + offsets
     return {
         **SamplingTable.pack(plan.admissions),  # first: its int64 seeds need an even offset
         "rows": rows,
@@ -38,13 +38,26 @@ def pack_step(plan: StepPlan, tokens_per_row: int = 1) -> dict[str, np.ndarray]:
         "extend_ids": _flat([r.tokens for r in plan.extend]),
         "drafts": _flat([padded(r.drafts, tokens_per_row - 1) for r in plan.decode]),
         "num_drafts": np.array([len(r.drafts) for r in plan.decode], np.int32),
+        **(tree_nodes(plan.decode, tokens_per_row) if tree else {}),
         "sample_at": np.array([*range(decode_tokens), *(ends[i + 1] - 1 for i in sampling)], np.int32),
-        "sample_rows": np.concatenate([np.repeat(rows[: len(plan.decode)], tokens_per_row), rows[sampling]]),
-        "output_indices": np.concatenate(
-            [decode_indices, np.array([plan.rows[i].output_index for i in sampling], np.int32)]
-        ),
+        "sample_rows": np.concatenate([rows[: len(plan.decode)], rows[sampling]]),
+        "output_indices": np.array([r.output_index for r in plan.sampled], np.int32),
         **_bookkeeping(plan),
     }
+
+
+def tree_nodes(rows: Sequence[DecodeRow], width: int) -> dict[str, np.ndarray]:
+    """`parents` (-1 for the root) and `ancestors` (as bits, the node's own among them) of each row's `width` nodes,
+    [n * width] int32 each. Chains are trees too; padding nodes continue the row as a chain."""
+    parents = np.tile(np.arange(-1, width - 1, dtype=np.int32), (len(rows), 1))
+    ancestors = np.tile((2 << np.arange(width, dtype=np.int32)) - 1, (len(rows), 1)).astype(np.int32)
+    for i, row in enumerate(rows):
+        if row.parents is None:
+            continue
+        parents[i, 1 : 1 + len(row.parents)] = row.parents
+        for node in range(1, width):
+            ancestors[i, node] = ancestors[i, parents[i, node]] | 1 << node
+    return {"parents": parents.reshape(-1), "ancestors": ancestors.reshape(-1)}
 
 
 def _token_rows(plan: StepPlan, rows: np.ndarray, lens: Sequence[int], offsets: np.ndarray) -> np.ndarray:
@@ -85,11 +98,13 @@ class StagingRing:
         self._next = 0
 
     def upload(self, sections: dict[str, np.ndarray]) -> Sections:
-        """One copy for all sections, into fresh device memory."""
-        flat = np.concatenate(list(sections.values()))
+        """One copy for all sections, into fresh device memory. Each starts on 16 bytes: Triton compiles a kernel anew
+        for every combination of aligned and unaligned arguments."""
+        flat = np.concatenate([np.pad(a, (0, -a.size % 4)) for a in sections.values()])
         on_device = torch.empty(flat.size, dtype=torch.int32, device=self.device)
         self.copy_into(on_device, flat)
-        return dict(zip(sections, on_device.split([a.size for a in sections.values()])))
+        parts = on_device.split([a.size + -a.size % 4 for a in sections.values()])
+        return {name: part[: a.size] for (name, a), part in zip(sections.items(), parts)}
 
     def copy_into(self, destination: torch.Tensor, flat: np.ndarray) -> None:
         """Copies [n] int32 into a preallocated device tensor of the same size."""

@@ -6,7 +6,7 @@ backup, so rejected drafts leave nothing behind. KV rolls back by position.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -15,7 +15,8 @@ from hybridrt.errors import ConfigError
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepPlan
-from hybridrt.speculative.drafter import DraftRequest
+from hybridrt.speculative.drafter import Draft, DraftRequest
+from hybridrt.speculative.tree import merge
 
 
 @dataclass
@@ -25,10 +26,18 @@ class _Tenant:
     request: DraftRequest
     row: int
     computed: int = 0
+    chain: list[int] = field(default_factory=list)  # of the proposal under way, and what else was likely at each place
+    siblings: list[list[int]] = field(default_factory=list)
+
+    def draft(self, most: int) -> Draft:
+        """The chain with its siblings, the chain's own token first at each place."""
+        others = [[*self.chain[:i], token] for i, tokens in enumerate(self.siblings) for token in tokens]
+        return merge([self.chain, *others], most)
 
 
 class DraftModelDrafter:
-    """Runs the draft model for `num_draft_tokens` steps a proposal.
+    """Runs the draft model for a proposal: a step a token or, with topk > 1, a step for every topk tokens, of which the
+    model's own choice goes on.
 
     Args:
         config: the target's configuration; device, lengths and page size are taken from it.
@@ -38,7 +47,7 @@ class DraftModelDrafter:
 
     def __init__(self, config: EngineConfig, plan: MemoryPlan, vocab_size: int) -> None:
         assert config.speculative is not None and config.speculative.draft_model is not None
-        self._slack = config.speculative.num_draft_tokens
+        self._slack, self._topk = config.speculative.num_draft_tokens, config.speculative.topk
         draft_config = replace(
             config, model=config.speculative.draft_model, speculative=None, max_running_requests=plan.num_rows,
             max_model_len=None, state_mode="classic", attention_backend="auto", prefill_attention_backend=None,
@@ -58,20 +67,19 @@ class DraftModelDrafter:
         self._tenants: dict[int, _Tenant] = {}
         self._pending = StepPlan()  # admissions that the next launch carries
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[list[int]]:
+    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
         if not requests:
             return []
         self._evict(requests)
         tenants = [self._tenants.get(id(r)) or self._admit(r) for r in requests]
         self._copy_state(tenants, to_backup=False)
-        drafts = self._catch_up(tenants)
+        self._catch_up(tenants)
         self._copy_state(tenants, to_backup=True)
-        for step in range(1, max(most)):
-            going = [i for i, n in enumerate(most) if n > step]
-            plan = StepPlan(decode=[self._decode_row(tenants[i], len(drafts[i])) for i in going])
-            for i, tokens in zip(going, self.runner.launch(plan).result().tokens):
-                drafts[i] += tokens
-        return [tokens[:n] for tokens, n in zip(drafts, most)]
+        steps = [-(-n // self._topk) for n in most]
+        for step in range(1, max(steps)):
+            going = [tenant for tenant, n in zip(tenants, steps) if n > step]
+            self._run(StepPlan(decode=[self._decode_row(tenant) for tenant in going]), going)
+        return [tenant.draft(n) for tenant, n in zip(tenants, most)]
 
     def _evict(self, requests: Sequence[DraftRequest]) -> None:
         """Gives back the rows of requests that ended, and, if rows run short, of any that does not ask now."""
@@ -85,34 +93,40 @@ class DraftModelDrafter:
     def _admit(self, request: DraftRequest) -> _Tenant:
         tenant = self._tenants[id(request)] = _Tenant(request, self._free.pop())
         row, pages = tenant.row, self._pages
-        self._pending.admissions.append(
-            Admission(row, row, request.tokens, len(request.prompt), request.params, request.seed)
-        )
+        params = replace(request.params, logprobs=self._topk if self._topk > 1 else None)
+        self._pending.admissions.append(Admission(row, row, request.tokens, len(request.prompt), params, request.seed))
         self._pending.page_writes.append(PageWrite(row, 0, range(1 + (row - 1) * pages, 1 + row * pages)))
         return tenant
 
-    def _catch_up(self, tenants: Sequence[_Tenant]) -> list[list[int]]:
+    def _catch_up(self, tenants: Sequence[_Tenant]) -> None:
         """Computes the tokens that the state lacks, in chunks; the last chunk of each gives its first draft."""
-        drafts: list[list[int]] = [[] for _ in tenants]
-        while True:
+        for tenant in tenants:
+            tenant.chain, tenant.siblings = [], []
+        while waiting := [t for t in tenants if not t.chain]:
             plan, self._pending, budget = self._pending, StepPlan(), self._chunk
-            rows: list[int] = []
-            for i, tenant in enumerate(tenants):
+            sampling = []
+            for tenant in waiting:
                 tokens = tenant.request.tokens
                 chunk = tokens[tenant.computed : tenant.computed + budget]
-                if not chunk or drafts[i]:
-                    continue
+                if not chunk:
+                    break
                 last = tenant.computed + len(chunk) == len(tokens)
                 plan.extend.append(ExtendRow(tenant.row, tenant.computed, chunk, len(tenant.request.output), last))
-                rows += [i] * last
+                sampling += [tenant] * last
                 tenant.computed += len(chunk)
                 budget -= len(chunk)
-            if not plan.extend:
-                return drafts
-            for i, sampled in zip(rows, self.runner.launch(plan).result().tokens):
-                drafts[i] = list(sampled)
+            self._run(plan, sampling)
 
-    def _decode_row(self, tenant: _Tenant, drafted: int) -> DecodeRow:
+    def _run(self, plan: StepPlan, sampling: Sequence[_Tenant]) -> None:
+        """One step of the draft model; the rows that it samples from belong to `sampling`, in order."""
+        result = self.runner.launch(plan).result()
+        for tenant, (token,), logprobs in zip(sampling, result.tokens, result.logprobs, strict=True):
+            likely = [t for t in logprobs[0].top if t != token] if logprobs else []
+            tenant.chain.append(token)
+            tenant.siblings.append(likely[: self._topk - 1])
+
+    def _decode_row(self, tenant: _Tenant) -> DecodeRow:
+        drafted = len(tenant.chain)
         return DecodeRow(tenant.row, tenant.computed + drafted - 1, len(tenant.request.output) + drafted)
 
     def _copy_state(self, tenants: Sequence[_Tenant], to_backup: bool) -> None:

@@ -16,10 +16,8 @@ def make_drafter(config: EngineConfig, plan: MemoryPlan, vocab_size: int) -> Dra
     """
     spec = config.speculative
     assert spec is not None
-    if spec.topk > 1:
-        raise ConfigError(f"topk is {spec.topk}; draft trees are not available yet, use topk=1")
     if spec.method == "ngram":
-        return AdaptiveDrafter(NgramDrafter(), spec.num_draft_tokens)
+        return AdaptiveDrafter(NgramDrafter(topk=spec.topk), spec.num_draft_tokens)
     if spec.method == "draft":
         return AdaptiveDrafter(DraftModelDrafter(config, plan, vocab_size), spec.num_draft_tokens)
     raise ConfigError('method "mtp" is not available yet; use "ngram" or "draft"')

@@ -1,0 +1,31 @@
+"""From guessed continuations to the tree that holds them all."""
+
+from collections.abc import Sequence
+
+from hybridrt.speculative.drafter import Draft
+
+
+def merge(chains: Sequence[Sequence[int]], most: int) -> Draft:
+    """The tree of all chains, cut to `most` tokens: what they begin with alike is one path, near tokens come before far
+    ones, and of equally far ones those of earlier chains. A tree without a fork is a chain."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    children: dict[tuple[int, int], int] = {}
+    ends = [0] * len(chains)  # the node that each chain has reached; 0 is the root
+    for depth in range(max(map(len, chains), default=0)):
+        for i, chain in enumerate(chains):
+            if depth >= len(chain):
+                continue
+            edge = ends[i], chain[depth]
+            if edge not in children:
+                if len(tokens) == most:
+                    return _draft(tokens, parents)
+                tokens.append(chain[depth])
+                parents.append(ends[i])
+                children[edge] = len(tokens)
+            ends[i] = children[edge]
+    return _draft(tokens, parents)
+
+
+def _draft(tokens: list[int], parents: list[int]) -> Draft:
+    return Draft(tokens, None if parents == list(range(len(parents))) else parents)
