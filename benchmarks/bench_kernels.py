@@ -43,12 +43,12 @@ class Case:
     baseline: Callable[[int], object]
 
 
-Cases = Callable[[ModelConfig, int], Iterator[Case]]
+Cases = Callable[[ModelConfig, int, str], Iterator[Case]]
 OPS: dict[str, Cases] = {}
 
 
 def cases_of(op: str) -> Callable[[Cases], Cases]:
-    """Registers a function that yields the cases of an operation for a model and a number of tokens."""
+    """Registers a function that yields the cases of an operation for a model, a number of tokens and a device."""
 
     def register(cases: Cases) -> Cases:
         OPS[op] = cases
@@ -74,12 +74,12 @@ def linears(config: ModelConfig) -> dict[tuple[int, int, bool, Activation | None
 
 
 @cases_of("skinny_linear")
-def skinny_linear_cases(config: ModelConfig, tokens: int) -> Iterator[Case]:
+def skinny_linear_cases(config: ModelConfig, tokens: int, device: str) -> Iterator[Case]:
     for (rows, columns, normed, activation), name in linears(config).items():
         copies = min(max(ROTATED_BYTES // (2 * rows * columns), 2), LAUNCHES)
-        weights = torch.randn(copies, rows, columns, dtype=torch.bfloat16, device="cuda").mul_(columns**-0.5)
-        x, residual = torch.randn(2, tokens, columns, dtype=torch.bfloat16, device="cuda")
-        norm = torch.ones(columns, device="cuda") if normed else None
+        weights = torch.randn(copies, rows, columns, dtype=torch.bfloat16, device=device).mul_(columns**-0.5)
+        x, residual = torch.randn(2, tokens, columns, dtype=torch.bfloat16, device=device)
+        norm = torch.ones(columns, device=device) if normed else None
         activate = {"silu_and_mul": silu_and_mul, "relu2": relu2, None: lambda y: y}[activation]
 
         def run(i, weights=weights, x=x, residual=residual, norm=norm, activation=activation):  # type: ignore[no-untyped-def]
@@ -132,7 +132,7 @@ def main() -> None:
     print(f"copy {copy / 1e12:.2f} TB/s; {environment()}")
     print(f"{'operation and shape':44} {'tokens':>6} {'µs':>8} {'TB/s':>6} {'of copy':>8} {'torch µs':>9}")
     for model, op, tokens in ((m, o, t) for m in args.models for o in args.ops for t in args.tokens):
-        for case in OPS[op](read_model_config(Path(model)), tokens):
+        for case in OPS[op](read_model_config(Path(model)), tokens, "cuda"):
             ours, torch_us = microseconds(case.run, case.copies), microseconds(case.baseline, case.copies)
             rate = case.bytes / ours * 1e6
             rows.append({"op": op, "model": Path(model).name, "shape": case.shape, "tokens": tokens,
