@@ -1,6 +1,6 @@
 """How a ragged prefill is cut into chunks that no request shares and that do not move with the prefix."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,10 +44,16 @@ def plan_chunks(
         last.append(len(seq_idx) - 1 if lengths else -1)
         for length in lengths:
             ends.append(ends[-1] + length)
-    packed = torch.tensor(ends + seq_idx + first + last, dtype=torch.int32).to(device, non_blocking=True)
     longest = max((b - a + 1 for a, b in zip(first, last, strict=True)), default=0)
-    cu, seq, firsts, lasts = packed.split([len(ends), len(seq_idx), len(first), len(last)])
-    return ChunkPlan(cu, seq, firsts, lasts, longest, chunk_size, ends[-1])
+    return ChunkPlan(*_to_device((ends, seq_idx, first, last), device), longest, chunk_size, ends[-1])
+
+
+def _to_device(parts: Sequence[list[int]], device: torch.device | str) -> Iterator[Tensor]:
+    """int32 tensors of all parts, in one copy. Each starts on 16 bytes: Triton compiles a kernel anew for every
+    combination of aligned and unaligned arguments."""
+    aligned = [part + [0] * (-len(part) % 4) for part in parts]
+    packed = torch.tensor([n for part in aligned for n in part], dtype=torch.int32).to(device, non_blocking=True)
+    return (t[: len(part)] for t, part in zip(packed.split([len(part) for part in aligned]), parts))
 
 
 def _chunk_lengths(done: int, count: int, chunk_size: int) -> list[int]:

@@ -17,7 +17,7 @@ from hybridrt.kernels.mamba2_common_triton import silu, softplus, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _time_step_kernel(  # type: ignore[no-untyped-def]
     dt_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, cu_chunks_ptr, dt_st: tl.constexpr, num_tokens, dt_min, dt_max,
     H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
@@ -38,7 +38,7 @@ def _time_step_kernel(  # type: ignore[no-untyped-def]
     tl.store(cum_ptr + place, cum, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _states_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, step_ptr, cum_ptr, states_ptr, heads_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     snapshot_slots_ptr, cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr,
@@ -119,7 +119,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     tl.store(scores_ptr + place, scores.to(scores_ptr.dtype.element_ty), mask=(m < size)[:, None] & (s < size)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _outputs_kernel(  # type: ignore[no-untyped-def]
     x_ptr, C_ptr, z_ptr, out_ptr, D_ptr, step_ptr, cum_ptr, heads_ptr, scores_ptr,
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr,

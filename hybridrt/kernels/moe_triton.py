@@ -133,7 +133,7 @@ def _gathered_down_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + t * D + d, tl.sum(total, 1).to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _grouped_kernel(  # type: ignore[no-untyped-def]
     a_ptr, w_ptr, pairs_ptr, block_expert_ptr, out_ptr, a_sr, w_se, w_sr, num_pairs, num_experts,
     PAIRS_PER_ROW: tl.constexpr, INNER: tl.constexpr, OUT: tl.constexpr, ACTIVATE: tl.constexpr, RELU2: tl.constexpr,
@@ -279,9 +279,9 @@ def _lay_out(ids: Tensor, experts: int) -> _Blocks:
     order = flat.argsort(stable=True)
     shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)  # from the place in `order` to that in the layout
     place = torch.arange(pairs, device=ids.device) + shift[flat[order]]
-    # Pairs without an expert come last; those that the layout does not hold fall on one spare place behind it.
+    # Pairs without an expert come last, and what the layout does not hold of them falls on one spare place behind it.
     layout = torch.full((blocks * size + 1,), pairs, dtype=torch.int64, device=ids.device)
-    layout[torch.where(flat[order] == experts, blocks * size, place)] = order
+    layout[place.clamp(max=blocks * size)] = order
     ends = padded[:experts].cumsum(0)
     first = torch.arange(blocks, device=ids.device) * size
     return _Blocks(layout, torch.searchsorted(ends, first, right=True), size)

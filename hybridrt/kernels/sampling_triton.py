@@ -36,7 +36,8 @@ def _uniform(seed, index, stream, ids):  # type: ignore[no-untyped-def]
 def _log_exponential(u):  # type: ignore[no-untyped-def]
     """log(-log(1 - u)), minus a Gumbel variable: exact for small u, where draws are decided (Kahan's log1p)."""
     rest = 1.0 - u
-    log1p = tl.where(rest == 1.0, -u, tl.log(rest) * (-u / (rest - 1.0)))
+    lost = rest == 1.0
+    log1p = tl.where(lost, -u, tl.log(rest) * (-u / tl.where(lost, 1.0, rest - 1.0)))
     return tl.log(-log1p)
 
 
@@ -160,17 +161,18 @@ def _filter_kernel(logits_ptr, threshold_ptr, V, BLOCK: tl.constexpr):  # type: 
     tl.store(logits_ptr + b * V + ids, tl.where(x >= tl.load(threshold_ptr + b), x, float("-inf")), mask=mask)
 
 
-@triton.jit
+# How a row is split follows the batch size, which changes from step to step: no reason to compile anew.
+@triton.jit(do_not_specialize=["per_split", "splits"])
 def _argmax_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, bitmask_ptr, threshold_ptr, temperature_ptr, seeds_ptr, indices_ptr, best_ptr, tokens_ptr,
-    logits_sr, words, V, PER_SPLIT: tl.constexpr, SPLITS: tl.constexpr, STREAM: tl.constexpr, BLOCK: tl.constexpr,
+    logits_sr, words, V, per_split, splits, STREAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The best entry of each row and split, the first of equal ones; with seeds, of the Gumbel-perturbed row."""
     b, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first = split * PER_SPLIT
+    first = split * per_split
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = first + tl.arange(0, BLOCK)
-    for start in range(first, min(first + PER_SPLIT, V), BLOCK):
+    for start in range(first, min(first + per_split, V), BLOCK):
         ids = start + tl.arange(0, BLOCK)
         mask = ids < V
         x = tl.load(logits_ptr + b * logits_sr + ids, mask=mask, other=float("-inf")).to(tl.float32)
@@ -186,16 +188,16 @@ def _argmax_kernel(  # type: ignore[no-untyped-def]
         best = tl.where(better, x, best)
     largest = tl.max(best, 0)
     token = tl.min(tl.where(best == largest, best_id, 0x7FFFFFFF), 0)
-    tl.store(tokens_ptr + b * SPLITS + split, token.to(tl.int64))
-    tl.store(best_ptr + b * SPLITS + split, largest)
+    tl.store(tokens_ptr + b * splits + split, token.to(tl.int64))
+    tl.store(best_ptr + b * splits + split, largest)
 
 
-@triton.jit
-def _reduce_kernel(best_ptr, candidates_ptr, tokens_ptr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["splits"])
+def _reduce_kernel(best_ptr, candidates_ptr, tokens_ptr, splits, BLOCK_S: tl.constexpr):  # type: ignore[no-untyped-def]
     b = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
-    best = tl.load(best_ptr + b * SPLITS + s, mask=s < SPLITS, other=float("-inf"))
-    candidates = tl.load(candidates_ptr + b * SPLITS + s, mask=s < SPLITS, other=0x7FFFFFFF)
+    best = tl.load(best_ptr + b * splits + s, mask=s < splits, other=float("-inf"))
+    candidates = tl.load(candidates_ptr + b * splits + s, mask=s < splits, other=0x7FFFFFFF)
     tl.store(tokens_ptr + b, tl.min(tl.where(best == tl.max(best, 0), candidates, 0x7FFFFFFF), 0))
 
 
@@ -299,11 +301,11 @@ def _argmax(
     tokens = torch.empty(batch, splits, dtype=torch.int64, device=logits.device)
     _argmax_kernel[(batch, splits)](
         logits, bitmask, threshold, temperature, seeds, indices, best, tokens, logits.stride(0),
-        0 if bitmask is None else bitmask.stride(0), vocabulary,
-        PER_SPLIT=per_split, SPLITS=splits, STREAM=STREAM_TOKEN, BLOCK=BLOCK, num_warps=8,
+        0 if bitmask is None else bitmask.stride(0), vocabulary, per_split, splits,
+        STREAM=STREAM_TOKEN, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
     if splits == 1:
         return tokens.view(batch)
     out = torch.empty(batch, dtype=torch.int64, device=logits.device)
-    _reduce_kernel[(batch,)](best, tokens, out, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), num_warps=1)
+    _reduce_kernel[(batch,)](best, tokens, out, splits, BLOCK_S=triton.next_power_of_2(blocks), num_warps=1)
     return out

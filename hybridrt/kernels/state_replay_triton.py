@@ -147,7 +147,7 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
     tl.store(tile + write * states_ss, state.to(states_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _advance_kernel(  # type: ignore[no-untyped-def]
     start_ptr, length_ptr, rows_ptr, accepted_ptr, batch,
     T: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
