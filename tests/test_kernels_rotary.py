@@ -56,8 +56,9 @@ def test_norm_per_head_comes_first():
 @pytest.mark.parametrize("rot", [8, 12])
 def test_rotated_keys_and_values_land_in_their_slots(normed, rot):
     torch.manual_seed(0)
-    merged, positions = torch.randn(4, (3 + 2 + 2) * 12), torch.tensor([5, 0, 2, 9])
-    q, k, v = (x.unflatten(-1, (-1, 12)) for x in merged.split([36, 24, 24], -1))
+    merged, positions = torch.randn(4, (3 + 2) * 12), torch.tensor([5, 0, 2, 9])
+    q, k = (x.unflatten(-1, (-1, 12)) for x in merged.split([36, 24], -1))
+    v = torch.randn(4, 2, 20)[..., :12]
     weights = (torch.randn(12), torch.randn(12)) if normed else (None, None)
     want_q, want_k = qk_norm_rotary_reference(q, k, positions, table(10, rot), *weights, 1e-6)
     want_v = v.clone()

@@ -121,6 +121,7 @@ SETTINGS = [
     {"top_p": 0.0},
     {"min_p": 0.2},
     {"top_k": 7, "top_p": 0.8},
+    {"top_k": 2, "min_p": 0.01},
     {"top_k": 9, "top_p": 0.9, "min_p": 0.15},
 ]
 
@@ -285,11 +286,28 @@ def test_the_same_draws_over_many_blocks(small_blocks):
     assert torch.equal(uniform(keys, keys + 1, 2, ids), uniform_reference(keys, keys + 1, 2, ids))
 
 
-def test_greedy_ties_across_blocks(small_blocks):
+@pytest.mark.parametrize("multiprocessors", [1, 8])
+def test_greedy_ties_across_blocks(small_blocks, monkeypatch, multiprocessors):
+    from hybridrt.kernels import sampling_triton
+
+    monkeypatch.setattr(sampling_triton, "multiprocessors", lambda device: multiprocessors)
     logits = torch.zeros(2, 300)
     logits[0, [70, 130, 290]] = 1.0
     logits[1] = -torch.inf
     assert greedy(logits).tolist() == [70, 0]
+
+
+def test_a_tiny_uniform_wins_only_as_much_as_it_should():
+    """u = 2^-40 is worth 27.7 in the logits; rounding 1 - u to 1 would make it worth any difference."""
+    gamma, index = 0x9E3779B97F4A7C15, 3
+    key = (unmix(1 << 24) - gamma) & MASK  # what token 0 gets its bits from
+    seed = (unmix((unmix(key) - index * gamma) & MASK) - gamma) & MASK
+    seeds = torch.tensor([seed - 2**64 if seed >= 2**63 else seed])
+    assert float(uniform(seeds, torch.tensor([index]), STREAM_TOKEN, torch.tensor([0]))) == 2.0**-40
+    for advantage, token in ((20.0, 0), (40.0, 1)):
+        logits = torch.tensor([[0.0, advantage]])
+        got = sample(logits, temperature=torch.ones(1), seeds=seeds, indices=torch.tensor([index]))
+        assert int(got) == token
 
 
 def test_token_logprobs():

@@ -131,7 +131,8 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
     slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
     q_s: tl.constexpr, k_s: tl.constexpr, v_s: tl.constexpr, a_s: tl.constexpr, b_s: tl.constexpr,
     conv_ss, states_ss, values_sr, keys_sr, gates_sr,
-    T: tl.constexpr, W: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    T: tl.constexpr, W: tl.constexpr, WIDEST: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     row, h, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -162,7 +163,7 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
     mask = j_mask[:, None] & i_mask[None, :]
     state = tl.load(tile, mask=mask, other=0.0).to(tl.float32)
     history = length
-    if length + 2 * T > W:
+    if length + T + WIDEST > W:
         rounded = _fold(state, values_row, keys_row, gates_row, i, j, i_mask, j_mask, start, length, W, V, K)
         rounded = rounded.to(states_ptr.dtype.element_ty)
         tl.store(tile, rounded, mask=mask)
@@ -197,7 +198,7 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
         key = stored_key.to(tl.float32)
         elapsed += g
         from_checkpoint = tl.exp(decay + elapsed)
-        from_entry = tl.where(w < history + t, tl.exp(entry_decay + elapsed), 0.0)
+        from_entry = tl.exp(entry_decay + elapsed)  # of entries not there yet too, whose keys are zero
         weight = from_entry * tl.sum(entry_keys * key[None, :], 1)
         read = from_checkpoint * tl.sum(state * key[None, :], 1) + tl.sum(entry_values * weight[:, None], 0)
         stored_value = (beta * (value - read)).to(values_ptr.dtype.element_ty)
@@ -263,6 +264,7 @@ def gdn_decode_triton(
     gates: Tensor | None = None,
     start: Tensor | None = None,
     length: Tensor | None = None,
+    widest: int | None = None,
     intermediate_states: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
@@ -272,7 +274,7 @@ def gdn_decode_triton(
     if values is None:
         return _recurrent(states, inputs, raw, read_slots, write_slots, intermediate_states, rows, None)
     assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
-    return _replay(states, values, keys, gates, inputs, raw, read_slots, rows, start, length)
+    return _replay(states, values, keys, gates, inputs, raw, read_slots, rows, start, length, widest)
 
 
 def recurrent_gated_delta_rule_triton(
@@ -308,8 +310,9 @@ def gdn_replay_triton(
     rows: Tensor,
     start: Tensor,
     length: Tensor,
+    widest: int | None = None,
 ) -> Tensor:
-    return _replay(states, values, keys, gates, (q, k, v, g, beta), (None,) * 6, slots, rows, start, length)
+    return _replay(states, values, keys, gates, (q, k, v, g, beta), (None,) * 6, slots, rows, start, length, widest)
 
 
 def gdn_fold_triton(
@@ -371,6 +374,7 @@ def _replay(
     rows: Tensor,
     start: Tensor,
     length: Tensor,
+    widest: int | None,
 ) -> Tensor:
     v = inputs[2]
     *weights, conv, positions = raw
@@ -379,7 +383,7 @@ def _replay(
         _replay_kernel[_grid(v.shape[0], shape)](
             *inputs, out, *weights, conv, states, values, keys, gates, slots, positions, rows, start, length,
             *_strides(inputs), 0 if conv is None else conv.stride(0), states.stride(0), values.stride(0),
-            keys.stride(0), gates.stride(0), T=v.shape[1], W=values.shape[2],
+            keys.stride(0), gates.stride(0), T=v.shape[1], W=values.shape[2], WIDEST=widest or v.shape[1],
             BLOCK_W=triton.next_power_of_2(values.shape[2]), **_taps(raw), **shape,
         )  # fmt: skip
     return out
