@@ -22,10 +22,13 @@ MODELS = {
     "nemotron": nemotron("M*-M-*M", **LONG),
     "qwen": qwen(num_experts=0, mlp_only_layers=[0, 1, 2, 3], **LONG),
 }
-STATE_DTYPES = ("float32", "float16", "bfloat16")
-# Mean error of the worst tenth of the steps, as a share of the logits' spread. States round once a step in classic
-# mode, once in about 16 in replay mode.
-BOUNDS = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
+# Mean error over a tenth of the steps, as a share of the logits' spread. Rounding to the nearest of 8 bits loses what a
+# slow decay takes from a state in one token, so bfloat16 drifts most where it rounds after every token (classic): the
+# plain-torch path by as much as the kernels. In replay mode a state is rounded once in about 16 tokens.
+BOUNDS = {
+    ("float32", "classic"): 1e-5, ("float32", "replay"): 1e-5, ("float16", "classic"): 1e-2,
+    ("float16", "replay"): 1e-3, ("bfloat16", "classic"): 1e-1, ("bfloat16", "replay"): 1e-2,
+}  # fmt: skip
 
 
 @torch.inference_mode()
@@ -59,12 +62,11 @@ def test_drift_over_thousands_of_steps(
     prompt = Rows(tmp_path, [1], max_model_len=16).prompts[1]  # every Rows draws the same one
     oracle = checkpoint.logits([*prompt, tokens[0]], [*tokens[1:], 0])
     found = {}
-    for dtype in STATE_DTYPES:
-        for mode in ("classic", "replay"):
-            logits = forced_logits(tmp_path, tokens, state_mode=mode, mamba_ssm_dtype=dtype)
-            assert logits.isfinite().all()
-            found[dtype, mode] = drift(logits, oracle)
+    for dtype, mode in BOUNDS:
+        logits = forced_logits(tmp_path, tokens, state_mode=mode, mamba_ssm_dtype=dtype)
+        assert logits.isfinite().all()
+        found[dtype, mode] = drift(logits, oracle)
     for (dtype, mode), (first, last) in found.items():
         record_property(f"{dtype} {mode}", f"first tenth {first:.1e}, last tenth {last:.1e}")
-    for (dtype, mode), errors in found.items():
-        assert max(errors) < BOUNDS[dtype], (dtype, mode, errors)
+    for kind, errors in found.items():
+        assert max(errors) < BOUNDS[kind], (kind, errors)
