@@ -23,7 +23,7 @@ def production() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What tests recorded with `record_property`: errors, drifts, rates."""
-    for report in terminalreporter.stats.get("passed", []):
+    for report in (r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, [])):
         if report.when == "call" and "tests/gpu/" in report.nodeid:
             for name, value in report.user_properties:
                 terminalreporter.write_line(f"{report.nodeid.rpartition('::')[2]}: {name} {value}")
