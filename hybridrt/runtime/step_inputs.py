@@ -100,11 +100,17 @@ class StagingRing:
     def upload(self, sections: dict[str, np.ndarray]) -> Sections:
         """One copy for all sections, into fresh device memory. Each starts on 16 bytes: Triton compiles a kernel anew
         for every combination of aligned and unaligned arguments."""
-        flat = np.concatenate([np.pad(a, (0, -a.size % 4)) for a in sections.values()])
-        on_device = torch.empty(flat.size, dtype=torch.int32, device=self.device)
-        self.copy_into(on_device, flat)
-        parts = on_device.split([a.size + -a.size % 4 for a in sections.values()])
-        return {name: part[: a.size] for (name, a), part in zip(sections.items(), parts)}
+        sizes = [array.size for array in sections.values()]
+        starts = list(accumulate((size + -size % 4 for size in sizes), initial=0))
+        flat = np.zeros(starts[-1], np.int32)
+        for start, array in zip(starts, sections.values()):
+            flat[start : start + array.size] = array
+        if self.device.type == "cpu":
+            on_device = torch.from_numpy(flat)
+        else:
+            on_device = torch.empty(flat.size, dtype=torch.int32, device=self.device)
+            self.copy_into(on_device, flat)
+        return {name: on_device[start : start + size] for name, start, size in zip(sections, starts, sizes)}
 
     def copy_into(self, destination: torch.Tensor, flat: np.ndarray) -> None:
         """Copies [n] int32 into a preallocated device tensor of the same size."""
