@@ -45,7 +45,8 @@ def plan_chunks(
         for length in lengths:
             ends.append(ends[-1] + length)
     longest = max((b - a + 1 for a, b in zip(first, last, strict=True)), default=0)
-    return ChunkPlan(*_to_device((ends, seq_idx, first, last), device), longest, chunk_size, ends[-1])
+    starts, requests, firsts, lasts = _to_device((ends, seq_idx, first, last), device)
+    return ChunkPlan(starts, requests, firsts, lasts, longest, chunk_size, ends[-1])
 
 
 def _to_device(parts: Sequence[list[int]], device: torch.device | str) -> Iterator[Tensor]:
