@@ -60,7 +60,7 @@ class GDNAttnBackend(MambaAttnBackendBase):
         out = gdn_decode(
             qkv, a, b, weight=layer.conv_weight, bias=None, A_log=layer.A_log, dt_bias=layer.dt_bias, conv=cache.conv,
             states=cache.temporal, read_slots=buf.slots, write_slots=buf.slots, start_positions=buf.start_positions,
-            start=buf.ring_start, length=buf.ring_length, rows=seg.rows,
+            start=buf.ring_start, length=buf.ring_length, widest=seg.widest, rows=seg.rows,
             # One token is final at once; only a verify step may have to go back.
             intermediate_states=cache.intermediate_ssm if seg.tokens_per_row > 1 else None, **ring,
         )  # fmt: skip

@@ -19,11 +19,13 @@ from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
 @dataclass(frozen=True)
 class DecodeSegment:
-    """Decode or verify rows: n rows of `tokens_per_row` tokens. `rows` are request rows, [n] int32."""
+    """Decode or verify rows: n rows of `tokens_per_row` tokens, at most `widest` in any step. `rows` are request rows,
+    [n] int32."""
 
     rows: torch.Tensor
     buffers: DecodeBuffers
     tokens_per_row: int
+    widest: int
     parents: torch.Tensor | None
 
     @property
@@ -107,19 +109,19 @@ class MambaAttnBackendBase(AttentionBackend):
         self.metadata = ForwardMetadata(batch.query_start_loc, slots, decode, extend)
 
     def _check_width(self, tokens: int) -> None:
-        """A state ring folds when a step of its own width might not fit any more: every step must be that wide."""
-        spec = self.mamba_pool.spec
-        if tokens > spec.tokens_per_step or (spec.mode == "replay" and tokens != spec.tokens_per_step):
+        most = self.mamba_pool.spec.tokens_per_step
+        if tokens > most:
             raise BackendError(
-                f"a step of {tokens} tokens a row on a {spec.mode!r} state pool made for {spec.tokens_per_step}: pass "
-                f"{spec.tokens_per_step} (filler drafts that are not accepted), or build the pool for {tokens}"
+                f"a step of {tokens} tokens a row on a state pool made for {most}: verify at most {most}, or build the "
+                f"pool with tokens_per_step={tokens}"
             )
 
     def _fill(
         self, buffers: DecodeBuffers, rows: torch.Tensor, seq_lens: torch.Tensor, num_real: int, batch: ForwardBatch
     ) -> DecodeSegment:
         self._fill_buffers(buffers, rows, seq_lens, num_real, batch.tokens_per_row)
-        return DecodeSegment(rows, buffers, batch.tokens_per_row, batch.spec_info.parents if batch.spec_info else None)
+        parents = batch.spec_info.parents if batch.spec_info else None
+        return DecodeSegment(rows, buffers, batch.tokens_per_row, self.mamba_pool.spec.tokens_per_step, parents)
 
     def _fill_buffers(
         self, buffers: DecodeBuffers, rows: torch.Tensor, seq_lens: torch.Tensor, num_real: int, tokens: int
@@ -190,7 +192,7 @@ class MambaAttnBackendBase(AttentionBackend):
         buffers = whole.prefix(bs)
         self._fill_buffers(buffers, rows[:bs], seq_lens[:bs], num_real, tokens)
         parents = spec_info.parents[:bs] if spec_info and spec_info.parents is not None else None
-        decode = DecodeSegment(rows[:bs], buffers, tokens, parents)
+        decode = DecodeSegment(rows[:bs], buffers, tokens, self.mamba_pool.spec.tokens_per_step, parents)
         self.metadata = ForwardMetadata(query_start_loc[: bs + 1], buffers.slots, decode, None)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -213,6 +215,7 @@ class MambaAttnBackendBase(AttentionBackend):
                 accepted,
                 num_tokens=decode.tokens_per_row,
                 width=pool.width,
+                widest=decode.widest,
             )
         elif decode.tokens_per_row > 1:
             ends = None

@@ -11,7 +11,7 @@ dtype), so that a token's output does not depend on how tokens were grouped into
 
 Shapes: B rows, T new tokens, W ring columns, Hk key heads of dim K, Hv value heads of dim V. `start` and `length`
 `[B]` int32 are the ring's cursors of each row at the head of the step; the T new entries go to columns (start + length
-+ t) mod W. Rows with length + 2T > W first fold their committed entries into the checkpoint.
++ t) mod W. Rows with length + T + widest > W first fold their committed entries into the checkpoint.
 """
 
 from dataclasses import dataclass
@@ -44,6 +44,7 @@ def gdn_replay(
     rows: Tensor,
     start: Tensor,
     length: Tensor,
+    widest: int | None = None,
 ) -> Tensor:
     """Outputs of T new tokens per row (decode: T = 1, verification of a chain: T > 1); their entries join the ring.
 
@@ -53,16 +54,17 @@ def gdn_replay(
         q, k: `[B, T, Hk, K]`; v: `[B, T, Hv, V]`; g, beta: `[B, T, Hv]` float32 from `gdn_gates`.
         slots, rows, start, length: `[B]` int32. Slot -1 is padding: zeros out, nothing touched. The cursors are not
             moved (`advance_ring` does that).
+        widest: tokens of the widest step that may follow; None for this step's.
 
     Returns:
         `[B, T, Hv, V]` in v's dtype.
 
     Raises:
-        ConfigError: the ring has fewer than 2T columns.
+        ConfigError: the ring has fewer than 2 * widest columns, or the step is wider than the widest.
     """
-    check_ring_width(values.shape[2], q.shape[1])
+    widest = check_ring_width(values.shape[2], q.shape[1], widest)
     out: Tensor = select("gdn_replay", q.device.type)(
-        states, values, keys, gates, q, k, v, g, beta, slots=slots, rows=rows, start=start, length=length
+        states, values, keys, gates, q, k, v, g, beta, slots=slots, rows=rows, start=start, length=length, widest=widest
     )
     return out
 
@@ -125,10 +127,11 @@ def gdn_replay_reference(
     rows: Tensor,
     start: Tensor,
     length: Tensor,
+    widest: int | None = None,
 ) -> Tensor:
     tokens, width = q.shape[1], values.shape[2]
     ring_rows = torch.where(slots < 0, -1, rows)
-    fold = must_fold(length, tokens, width)
+    fold = must_fold(length, tokens, width, widest or tokens)
     checkpoint = read_rows(states, slots).float()
     committed = _read_history(values, keys, gates, rows, start, length)
     folded = _replayed_state(checkpoint, committed).to(states.dtype)

@@ -28,6 +28,7 @@ def mamba2_decode_triton(
     gates: Tensor | None = None,
     start: Tensor | None = None,
     length: Tensor | None = None,
+    widest: int | None = None,
     intermediate_states: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
@@ -57,5 +58,5 @@ def mamba2_decode_triton(
     return replay_decode_triton(
         xBC, dt, z, weight=weight, bias=bias, A=A, D=D, dt_bias=dt_bias, dt_limit=dt_limit, conv=conv, states=states,
         values=values, keys=keys, gates=gates, slots=read_slots, rows=rows, start=start, length=length,
-        start_positions=start_positions,
+        start_positions=start_positions, widest=widest or xBC.shape[1],
     )  # fmt: skip

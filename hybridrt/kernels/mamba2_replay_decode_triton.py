@@ -26,7 +26,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     xBC_strides: tl.constexpr, dt_strides: tl.constexpr, conv_ss: tl.constexpr,
     values_sr: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr, dt_min, dt_max,
     T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
-    TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
+    TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr, WIDEST: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +68,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     i = tl.arange(0, BLOCK_H)
     h, h_mask = g * heads_per_group + i, i < heads_per_group
     A = tl.load(A_ptr + h, mask=h_mask, other=0.0)
-    visible = tl.where(length + 2 * T > W, 0, length)
+    visible = tl.where(length + T + WIDEST > W, 0, length)
     w = tl.arange(0, BLOCK_W)
     seen = w < visible
     column = (start + w) % W
@@ -149,7 +149,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     slots_ptr, rows_ptr, start_ptr, length_ptr,
     z_strides: tl.constexpr, states_ss: tl.constexpr, values_sr: tl.constexpr, keys_sr: tl.constexpr,
     gates_sr: tl.constexpr, T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
-    W: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    W: tl.constexpr, WIDEST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [rows, heads, tiles of P]: a tile of the checkpoint is read once for T tokens."""
@@ -178,7 +178,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         return
 
     # All loads are asked for before the first is used: a program lives for about two trips to memory.
-    folds = length + 2 * T > W
+    folds = length + T + WIDEST > W
     visible = tl.where(folds, 0, length)
     place = (tl.where(folds, start + length, start) + w) % W
     newest = t[:, None] + visible
@@ -279,6 +279,7 @@ def replay_decode_triton(
     start: Tensor,
     length: Tensor,
     start_positions: Tensor,
+    widest: int,
 ) -> Tensor:
     """`mamba2_decode` with a state ring; arguments as there."""
     batch, tokens, _ = xBC.shape
@@ -292,7 +293,8 @@ def replay_decode_triton(
     decays = torch.empty((batch, tokens, heads), dtype=torch.float32, device=xBC.device)
     block_n, block_w = max(16, triton.next_power_of_2(state_dim)), max(16, triton.next_power_of_2(width))
     block_x = 256 if batch >= 16 else 128
-    common = {"T": tokens, "H": heads, "P": dim, "N": state_dim, "G": groups, "W": width, "BLOCK_N": block_n}
+    common = {"T": tokens, "H": heads, "P": dim, "N": state_dim, "G": groups, "W": width}
+    common |= {"WIDEST": widest, "BLOCK_N": block_n}
     ring_strides = (values.stride(0), keys.stride(0), gates.stride(0))
     _prepare_kernel[batch, groups + triton.cdiv(heads * dim, block_x)](
         xBC, dt, weight, bias, A, dt_bias, conv, values, keys, gates, queries, scores, decays,

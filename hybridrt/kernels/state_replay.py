@@ -11,8 +11,8 @@ With s_j the sum of A dt over the ring up to entry j, token t's output reads che
 
     y_t = exp(s_t) S C_t + sum_{j <= t} exp(s_t - s_j) dt_j (B_j . C_t) x_j
 
-The state is written only when a step of T tokens might leave too little room for the next (length + 2T > W): the
-committed entries are folded into the checkpoint then. `length + T <= W` always holds.
+The state is written only when a step of T tokens might leave too little room for the widest step that can follow
+(length + T + widest > W): the committed entries are folded into the checkpoint then. Between steps length + widest <= W.
 """
 
 import torch
@@ -48,6 +48,7 @@ def mamba2_replay(
     rows: Tensor,
     start: Tensor,
     length: Tensor,
+    widest: int | None = None,
 ) -> Tensor:
     """Outputs of T new tokens of each row; their inputs enter the ring at (start + length + t) mod W.
 
@@ -56,17 +57,18 @@ def mamba2_replay(
         x, z: [B, T, H, P]; dt: [B, T, H] raw; B, C: [B, T, G, N]; A, D, dt_bias: [H].
         slots, rows: [B] int32, rows of `states` and of the ring. Slot -1 is padding: zeros, nothing touched.
         start, length: [B] int32, the cursors at the head of the step. `advance_ring` moves them at its end.
+        widest: tokens of the widest step that may follow; None for this step's. Pass the same to `advance_ring`.
 
     Returns:
         [B, T, H, P] in x's dtype.
 
     Raises:
-        ConfigError: W < 2T.
+        ConfigError: W < 2 * widest, or the step is wider than the widest.
     """
-    check_ring_width(gates.shape[2], x.shape[1])
+    widest = check_ring_width(gates.shape[2], x.shape[1], widest)
     out: Tensor = select("mamba2_replay", x.device.type)(
         states, values, keys, gates, x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_limit=dt_limit, z=z,
-        slots=slots, rows=rows, start=start, length=length,
+        slots=slots, rows=rows, start=start, length=length, widest=widest,
     )  # fmt: skip
     return out
 
@@ -94,24 +96,42 @@ def mamba2_fold(
     )  # fmt: skip
 
 
-def advance_ring(start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, num_tokens: int, width: int) -> None:
+def advance_ring(
+    start: Tensor,
+    length: Tensor,
+    rows: Tensor,
+    accepted: Tensor,
+    num_tokens: int,
+    width: int,
+    widest: int | None = None,
+) -> None:
     """Commits `accepted` [B] of the step's `num_tokens` inputs: moves the cursors [R+1] of `rows` in place.
 
-    Call it once a step, after the last layer. Rows with nothing accepted (padding) stay as they are.
+    Call it once a step, after the last layer, with the `widest` of the step. Rows with nothing accepted (padding) stay
+    as they are.
     """
-    select("advance_ring", start.device.type)(start, length, rows, accepted, num_tokens, width)
+    widest = check_ring_width(width, num_tokens, widest)
+    select("advance_ring", start.device.type)(start, length, rows, accepted, num_tokens, width, widest)
 
 
-def must_fold(length: Tensor, num_tokens: int, width: int) -> Tensor:
+def must_fold(length: Tensor, num_tokens: int, width: int, widest: int) -> Tensor:
     """[B] bool: a step of `num_tokens` folds the row's `length` committed entries into the checkpoint first."""
-    return length + 2 * num_tokens > width
+    return length + num_tokens + widest > width
 
 
-def check_ring_width(width: int, num_tokens: int) -> None:
-    """Raises ConfigError unless a ring of `width` columns serves steps of `num_tokens` tokens."""
-    if width < 2 * num_tokens:
-        raise ConfigError(f"a state ring of {width} columns cannot serve steps of {num_tokens} tokens; "
-                          f"it needs at least {2 * num_tokens}")  # fmt: skip
+def check_ring_width(width: int, num_tokens: int, widest: int | None) -> int:
+    """`widest`, or `num_tokens` where it is None.
+
+    Raises:
+        ConfigError: a ring of `width` columns cannot serve steps of at most so many tokens, or this one is wider.
+    """
+    widest = num_tokens if widest is None else widest
+    if width < 2 * widest:
+        raise ConfigError(f"a state ring of {width} columns cannot serve steps of {widest} tokens; "
+                          f"it needs at least {2 * widest}")  # fmt: skip
+    if num_tokens > widest:
+        raise ConfigError(f"a step of {num_tokens} tokens, and the widest has {widest}: pass widest={num_tokens}")
+    return widest
 
 
 def mamba2_replay_reference(
@@ -133,6 +153,7 @@ def mamba2_replay_reference(
     rows: Tensor,
     start: Tensor,
     length: Tensor,
+    widest: int | None = None,
 ) -> Tensor:
     """Plain-torch `mamba2_replay`."""
     num_tokens, width = x.shape[1], gates.shape[2]
@@ -142,7 +163,7 @@ def mamba2_replay_reference(
         _write_entries(ring, slots, rows, column, entries)
 
     v, k, g = _entries(values, keys, gates, rows, start)
-    folded = torch.where(must_fold(length, num_tokens, width), length, 0)[:, None]
+    folded = torch.where(must_fold(length, num_tokens, width, widest or num_tokens), length, 0)[:, None]
     state = _fold(read_rows(states, slots).float(), v, k, g, A, folded)
     write_rows(states, slots, state)
 
@@ -170,12 +191,12 @@ def mamba2_fold_reference(
 
 
 def advance_ring_reference(
-    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, num_tokens: int, width: int
+    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, num_tokens: int, width: int, widest: int
 ) -> None:
     """Plain-torch `advance_ring`."""
     row = rows.long()
     old_start, old_length = start[row], length[row]
-    folded = torch.where(must_fold(old_length, num_tokens, width), old_length, 0)
+    folded = torch.where(must_fold(old_length, num_tokens, width, widest), old_length, 0)
     live = accepted > 0
     start[row] = torch.where(live, (old_start + folded) % width, old_start)
     length[row] = torch.where(live, old_length - folded + accepted, old_length).to(length.dtype)

@@ -31,7 +31,7 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
     z_strides: tl.constexpr, conv_ss: tl.constexpr, states_ss: tl.constexpr,
     values_sr: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr, dt_min, dt_max,
     T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
-    TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
+    TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr, WIDEST: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +73,7 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
     checkpoint = states_ptr + slot * states_ss + h * (P * N) + p[:, None] * N + n[None, :]
     state = tl.load(checkpoint, mask=mask, other=0.0).to(tl.float32)
     visible = length
-    if length + 2 * T > W:
+    if length + T + WIDEST > W:
         state = fold_entries(state, values_row, keys_row, gates_row, A, p, p_mask, n, n_mask, start, length, W, P, N)
         tl.store(checkpoint, state.to(states_ptr.dtype.element_ty), mask=mask)
         visible = 0
@@ -150,7 +150,7 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["batch"])
 def _advance_kernel(  # type: ignore[no-untyped-def]
     start_ptr, length_ptr, rows_ptr, accepted_ptr, batch,
-    T: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    T: tl.constexpr, WIDEST: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -159,7 +159,7 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
     row = tl.load(rows_ptr + b, mask=live, other=0).to(tl.int64)
     start = tl.load(start_ptr + row, mask=live, other=0)
     length = tl.load(length_ptr + row, mask=live, other=0)
-    folded = tl.where(length + 2 * T > W, length, 0)
+    folded = tl.where(length + T + WIDEST > W, length, 0)
     tl.store(start_ptr + row, (start + folded) % W, mask=live)
     tl.store(length_ptr + row, length - folded + accepted, mask=live)
 
@@ -183,11 +183,13 @@ def mamba2_replay_triton(
     rows: Tensor,
     start: Tensor,
     length: Tensor,
+    widest: int | None = None,
 ) -> Tensor:
     """Triton `mamba2_replay`."""
     return launch_replay(
-        states, values, keys, gates, x, dt, A, B, C, D, dt_bias, dt_limit, z, slots, rows, start, length
-    )
+        states, values, keys, gates, x, dt, A, B, C, D, dt_bias, dt_limit, z, slots, rows, start, length,
+        widest or x.shape[1],
+    )  # fmt: skip
 
 
 def launch_replay(
@@ -208,6 +210,7 @@ def launch_replay(
     rows: Tensor,
     start: Tensor,
     length: Tensor,
+    widest: int,
     conv: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -227,7 +230,7 @@ def launch_replay(
         *dt_limit,
         T=tokens, H=heads, P=dim, N=states.shape[3], HEADS_PER_GROUP=heads // B.shape[2],
         TAPS=weight.shape[1] if weight is not None else 0, WC=conv.shape[2] if conv is not None else 1,
-        W=width, BLOCK_P=tile.block_p, BLOCK_N=tile.block_n, BLOCK_W=triton.next_power_of_2(width),
+        W=width, WIDEST=widest, BLOCK_P=tile.block_p, BLOCK_N=tile.block_n, BLOCK_W=triton.next_power_of_2(width),
         num_warps=tile.num_warps, **pdl(x.device),
     )  # fmt: skip
     return out
@@ -261,10 +264,11 @@ def mamba2_fold_triton(
 
 
 def advance_ring_triton(
-    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, num_tokens: int, width: int
+    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, num_tokens: int, width: int, widest: int
 ) -> None:
     """Triton `advance_ring`: one launch."""
     if len(rows):
         _advance_kernel[(triton.cdiv(len(rows), 128),)](
-            start, length, rows, accepted, len(rows), T=num_tokens, W=width, BLOCK=128, **pdl(start.device)
-        )
+            start, length, rows, accepted, len(rows), T=num_tokens, WIDEST=widest, W=width, BLOCK=128,
+            **pdl(start.device),
+        )  # fmt: skip

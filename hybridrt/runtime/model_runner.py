@@ -211,14 +211,11 @@ class ModelRunner:
     def _step_widths(self) -> list[int]:
         """Every T that `_tokens_per_row` may say, the widest first."""
         widest = self.config.num_verify_tokens
-        return [widest] if self.target.state_mode == "replay" or widest == 1 else [widest, 1]
+        return [1] if widest == 1 else [widest, 1]
 
     def _tokens_per_row(self, plan: StepPlan) -> int:
-        """T of the step's decode rows. Without drafts a plain step serves, but a state ring folds by its widest step,
-        so in replay mode all steps are equally wide."""
-        if any(r.drafts for r in plan.decode) or (plan.decode and self.target.state_mode == "replay"):
-            return self.config.num_verify_tokens
-        return 1
+        """T of the step's decode rows; where none has drafts, a plain step serves."""
+        return self.config.num_verify_tokens if any(r.drafts for r in plan.decode) else 1
 
     def _bookkeep(self, sections: Sections) -> None:
         """Mirrors the host's allocation: pages, slots, zeroed state, sampling constants."""
