@@ -13,6 +13,10 @@ class UnsupportedModelError(ConfigError):
     """The checkpoint names an architecture that no registered model implements."""
 
 
+class UnsupportedLayerError(ConfigError, NotImplementedError):
+    """A kind of recurrent layer that this operation does not know."""
+
+
 class CheckpointError(HybridrtError):
     """A checkpoint does not hold what the model needs: keys missing, left over, misshapen or unreadable."""
 

@@ -22,7 +22,7 @@ PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt.models", "mem_cache": "h
 ORDER = (
     "errors", "sampling_params", "config", "hf_config", "state_shape", "forward_batch", "kernels", "mem_cache",
     "attention", "distributed.groups", "layers", "models", "runtime", "speculative", "engine",
-    "distributed.transfer", "cli",
+    "distributed.conv_transfer", "distributed.transfer", "cli",
 )  # fmt: skip
 MAX_LINES = 450
 MAX_MODEL_LINES = 200

@@ -1,0 +1,294 @@
+"""Which bytes a decode rank reads from a prefill rank's page [conv | temporal] when their numbers of ranks differ.
+
+A page is one recurrent layer's state of one request on one rank: the conv inputs [conv_dim, K - 1], then the recurrent
+state. The conv is not one block: it holds sub-projections (x, B, C of Mamba-2, q, k, v of Gated Delta Net), each cut
+over the ranks by itself, so a rank's share of a larger page is a piece of each. Names and the signed ratio follow
+vLLM's NIXL connector:
+
+    tp_ratio >= 1    decode runs on tp_ratio times as many ranks as prefill: read a share of one page
+    tp_ratio <= -1   prefill runs on -tp_ratio times as many: read that many smaller pages, each whole
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from hybridrt.errors import ConfigError, UnsupportedLayerError
+
+Reads = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class MambaSpec:
+    """What a recurrent layer keeps for one request on one rank.
+
+    Attributes:
+        shapes: conv [conv_dim, K - 1] and recurrent state: [heads, head_dim, N] (Mamba-2), [value heads, V, K] (Gated
+            Delta Net), [inner, N] (Mamba-1).
+        dtypes: of the two.
+        mamba_type: "mamba2", "gdn" ("gdn_attention" says the same) or "mamba1".
+        n_groups: groups of B and C (key heads, of GDN) before sharding. Needed where there are fewer of them than
+            ranks, so that neighbouring ranks hold the same one; None: each rank holds a different, equal part.
+    """
+
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[torch.dtype, torch.dtype]
+    mamba_type: str = "mamba2"
+    n_groups: int | None = None
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page that is cut over the ranks by itself: `nbytes` of this rank.
+
+    `groups` counts the pieces that cannot be cut. With fewer of them than ranks, neighbours hold the same piece; None
+    means that there are pieces enough.
+    """
+
+    nbytes: int
+    groups: int | None = None
+
+
+@dataclass(frozen=True)
+class SectionRead:
+    """A section as a prefill rank keeps it (`remote_nbytes`) and the part of it to read. `nbytes` is 0 where another
+    rank's copy is read instead. Offsets count from the section's own start on either side."""
+
+    remote_nbytes: int
+    source: int
+    destination: int
+    nbytes: int
+
+
+def section_read(section: Section, local_tp: int, rank: int, tp_ratio: int) -> SectionRead:
+    """What one of `local_tp` decode ranks reads of a section. For `rank` and `tp_ratio` see
+    `MambaConvSplitInfo.remote_conv_offsets`.
+
+    Raises:
+        ConfigError: tp_ratio is 0, or the section cannot be cut that way.
+    """
+    if not tp_ratio:
+        raise ConfigError("tp_ratio is 0; it is decode_tp // prefill_tp, or -(prefill_tp // decode_tp)")
+    ratio = abs(tp_ratio)
+    return (_share if tp_ratio > 0 else _gather)(section, local_tp, rank % ratio, ratio)
+
+
+def _share(section: Section, local_tp: int, offset: int, ratio: int) -> SectionRead:
+    """`ratio` decode ranks read of one prefill rank; `same` of them read the same bytes."""
+    same = 1 if section.groups is None else max(1, local_tp // section.groups)
+    _check_ratio(ratio, same, "decode ranks that hold the same piece")
+    parts = max(1, ratio // same)
+    return SectionRead(parts * section.nbytes, offset // same * section.nbytes, 0, section.nbytes)
+
+
+def _gather(section: Section, local_tp: int, offset: int, ratio: int) -> SectionRead:
+    """One decode rank reads of `ratio` prefill ranks, of which `same` hold the same bytes."""
+    pieces = ratio if section.groups is None else max(1, section.groups // local_tp)
+    _check_ratio(ratio, pieces, "pieces on a decode rank")
+    parts = min(ratio, pieces)
+    same = ratio // parts
+    if section.nbytes % parts:
+        raise ConfigError(f"{section.nbytes} bytes of one rank cannot come from {parts} prefill ranks in equal parts")
+    piece = section.nbytes // parts
+    return SectionRead(piece, 0, offset // same * piece, 0 if offset % same else piece)
+
+
+def _check_ratio(ratio: int, count: int, what: str) -> None:
+    if max(ratio, count) % min(ratio, count):
+        raise ConfigError(f"a tp_ratio of {ratio} and {count} {what} do not fit: one must divide the other")
+
+
+@dataclass(frozen=True)
+class PageRead:
+    """`nbytes` bytes at `source` of a prefill rank's page belong at `destination` of the decode rank's."""
+
+    source: int
+    destination: int
+    nbytes: int
+
+
+def page_reads(sections: Sequence[Section], local_tp: int, rank: int, tp_ratio: int) -> list[PageRead]:
+    """What a decode rank reads of one prefill rank's page, section after section. Arguments as for `section_read`."""
+    found, source, destination = [], 0, 0
+    for section in sections:
+        read = section_read(section, local_tp, rank, tp_ratio)
+        if read.nbytes:
+            found.append(PageRead(source + read.source, destination + read.destination, read.nbytes))
+        source += read.remote_nbytes
+        destination += section.nbytes
+    return found
+
+
+@dataclass(frozen=True)
+class MambaConvSplitInfo:
+    """A rank's page by its parts.
+
+    Attributes:
+        conv_rows: K - 1.
+        local_proj_dims: channels of each sub-projection on this rank, in order.
+        conv_dtype_size: bytes of a conv element.
+        ssm_sizes: bytes of conv and of recurrent state on this rank.
+        proj_groups: pieces of each sub-projection that cannot be cut, over all ranks, None where there are enough of
+            them for any number of ranks; None for the plain split of everything.
+        local_tp: ranks of this side; means something only beside `proj_groups`.
+    """
+
+    conv_rows: int
+    local_proj_dims: tuple[int, ...]
+    conv_dtype_size: int
+    ssm_sizes: tuple[int, int]
+    proj_groups: tuple[int | None, ...] | None = None
+    local_tp: int = 1
+
+    @property
+    def local_conv_dim(self) -> int:
+        """Conv channels of this rank."""
+        return sum(self.local_proj_dims)
+
+    @property
+    def proj_bytes(self) -> tuple[int, ...]:
+        """Bytes of each sub-projection on this rank."""
+        return tuple(dim * self.conv_rows * self.conv_dtype_size for dim in self.local_proj_dims)
+
+    @property
+    def local_conv_offsets(self) -> Reads:
+        """(offset, bytes) of each sub-projection within this rank's own page."""
+        ends = [sum(self.proj_bytes[:i]) for i in range(len(self.proj_bytes))]
+        return list(zip(ends, self.proj_bytes))
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """The sub-projections, then the recurrent state."""
+        groups = self.proj_groups or (None,) * len(self.local_proj_dims)
+        return (*(Section(*part) for part in zip(self.proj_bytes, groups, strict=True)), Section(self.ssm_sizes[1]))
+
+    def reads(self, rank: int, tp_ratio: int) -> list[PageRead]:
+        """Every read of one prefill rank's page, conv and recurrent state; arguments as below."""
+        return page_reads(self.sections, self.local_tp, rank, tp_ratio)
+
+    def remote_conv_offsets(self, local_rank_offset: int, tp_ratio: int) -> Reads:
+        """(offset, bytes) of what this rank reads of the conv in one prefill rank's page.
+
+        A sub-projection of which several prefill ranks hold the same copy is read from the first of them alone.
+
+        Args:
+            local_rank_offset: with tp_ratio >= 1, which of the tp_ratio decode ranks that share the page this one is;
+                else which of this rank's -tp_ratio sources the page belongs to. Counted from any multiple of the
+                ratio: the whole rank's number does.
+            tp_ratio: signed, see the top of this file.
+
+        Raises:
+            ConfigError: tp_ratio is 0, or the page cannot be cut that way.
+        """
+        return [(read.source, read.nbytes) for read in self._conv_reads(local_rank_offset, tp_ratio)]
+
+    def write_offsets(self, local_rank_offset: int, tp_ratio: int) -> list[int]:
+        """Where in this rank's page each of `remote_conv_offsets`, in the same order, is written."""
+        return [read.destination for read in self._conv_reads(local_rank_offset, tp_ratio)]
+
+    def remote_temporal_offset(self, local_rank_offset: int, tp_ratio: int) -> tuple[int, int]:
+        """(offset, bytes) of what this rank reads of the recurrent state in one prefill rank's page."""
+        read = self.reads(local_rank_offset, tp_ratio)[-1]
+        return read.source, read.nbytes
+
+    def temporal_write_offset(self, local_rank_offset: int, tp_ratio: int) -> int:
+        """Where in this rank's page it is written."""
+        return self.reads(local_rank_offset, tp_ratio)[-1].destination
+
+    def _conv_reads(self, rank: int, tp_ratio: int) -> list[PageRead]:
+        return self.reads(rank, tp_ratio)[:-1]
+
+
+def derive_mamba_conv_split(spec: MambaSpec, local_tp: int) -> MambaConvSplitInfo:
+    """The parts of a rank's page, from what a layer keeps there.
+
+    The width of x or v follows from the recurrent state; what is left of the conv is two equal parts, B and C or q
+    and k. Mamba-1 convolves x alone.
+
+    Args:
+        local_tp: ranks of this side.
+
+    Raises:
+        UnsupportedLayerError: another kind of layer.
+        ConfigError: shapes that do not fit together.
+    """
+    if spec.mamba_type not in _PARTS:
+        known = ", ".join(map(repr, _PARTS))
+        raise UnsupportedLayerError(f"mamba_type is {spec.mamba_type!r}; state transfer knows {known}")
+    if local_tp < 1:
+        raise ConfigError(f"local_tp is {local_tp}; a side has at least one rank")
+    conv, temporal = spec.shapes
+    if len(conv) != 2:
+        raise ConfigError(f"the conv state has the shape {conv}; it must be (conv_dim, K - 1)")
+    if min(*conv, *temporal) < 1:
+        raise ConfigError(f"shapes are {spec.shapes}; every dimension must be positive")
+    dims, groups = _PARTS[spec.mamba_type](spec, local_tp)
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+    info = MambaConvSplitInfo(conv[1], dims, spec.dtypes[0].itemsize, (sizes[0], sizes[1]))
+    return info if not any(groups) else replace(info, proj_groups=groups, local_tp=local_tp)
+
+
+_Parts = tuple[tuple[int, ...], tuple[int | None, ...]]
+
+
+def _mamba1_parts(spec: MambaSpec, local_tp: int) -> _Parts:
+    (conv_dim, _), temporal = spec.shapes
+    if len(temporal) != 2 or temporal[0] != conv_dim:
+        raise ConfigError(
+            f"the Mamba-1 state has the shape {temporal}; beside a conv of {conv_dim} it is (conv_dim, N)"
+        )
+    return (conv_dim,), (None,)
+
+
+def _mamba2_parts(spec: MambaSpec, local_tp: int) -> _Parts:
+    x, pair, groups = _pair(spec, local_tp, "B and C")
+    return (x, pair, pair), (None, groups, groups)
+
+
+def _gdn_parts(spec: MambaSpec, local_tp: int) -> _Parts:
+    v, pair, groups = _pair(spec, local_tp, "q and k")
+    return (pair, pair, v), (groups, groups, None)
+
+
+_PARTS = {"mamba2": _mamba2_parts, "gdn": _gdn_parts, "gdn_attention": _gdn_parts, "mamba1": _mamba1_parts}
+
+
+def _pair(spec: MambaSpec, local_tp: int, names: str) -> tuple[int, int, int | None]:
+    """Channels of heads * head_dim, channels of each of the two equal parts beside them, and how many pieces of the
+    latter there are if ranks hold copies."""
+    (conv_dim, _), temporal = spec.shapes
+    if len(temporal) != 3:
+        raise ConfigError(f"the recurrent state has the shape {temporal}; it must be (heads, head_dim, state_dim)")
+    wide = temporal[0] * temporal[1]
+    rest = conv_dim - wide
+    if rest <= 0 or rest % 2:
+        raise ConfigError(
+            f"a conv of {conv_dim} channels less {temporal[0]} heads of {temporal[1]} leaves {rest}; {names} need a "
+            "positive even number"
+        )
+    return wide, rest // 2, _groups(spec, local_tp, rest // 2, names)
+
+
+def _groups(spec: MambaSpec, local_tp: int, width: int, names: str) -> int | None:
+    """n_groups where ranks hold whole groups; None for the plain split, by default or because `width` says so."""
+    groups, state_dim = spec.n_groups, spec.shapes[1][-1]
+    if groups is None:
+        return None
+    whole = groups > 0 and max(groups, local_tp) % min(groups, local_tp) == 0
+    if whole and width == max(1, groups // local_tp) * state_dim:
+        return groups
+    if width * local_tp == groups * state_dim:
+        return None
+    raise ConfigError(
+        f"{names} have {width} channels on each of {local_tp} ranks; {groups} groups of {state_dim} make "
+        f"{groups * state_dim} in all, or {state_dim} on each rank where ranks share a group"
+    )
+
+
+def compute_physical_blocks_per_logical(ssm_sizes: Sequence[int], block_len: int) -> int:
+    """KV blocks of `block_len` bytes that a page of states of `ssm_sizes` bytes takes, where both share one pool."""
+    if block_len < 1:
+        raise ConfigError(f"block_len is {block_len}; a KV block has at least one byte")
+    return -(-sum(ssm_sizes) // block_len)
