@@ -121,6 +121,7 @@ class MambaPool:
         self.ring_start = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self.ring_length = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self._slot_tensors: list[torch.Tensor] = []
+        self.stacks: list[tuple[Sequence[int], LayerCache]] = []  # layers of equal shape, a leading dimension for them
         self._caches: dict[int, LayerCache] = {}
         self._shapes: dict[int, StateShape] = {}
         for shape, layer_ids in spec.groups.items():
@@ -138,6 +139,7 @@ class MambaPool:
         slots = allocate(self.num_slots + 1, self.spec.slot_shapes(shape))
         rows = allocate(self.num_rows + 1, self.spec.row_shapes(shape))
         self._slot_tensors += slots.values()
+        self.stacks.append((layer_ids, LayerCache(**slots, **rows)))
         for i, layer_id in enumerate(layer_ids):
             self._caches[layer_id] = LayerCache(**{name: t[i] for name, t in (slots | rows).items()})
             self._shapes[layer_id] = shape

@@ -10,13 +10,15 @@ from torch import Tensor
 from hybridrt.kernels.activation_triton import relu2_triton, sigmoid_mul_triton, silu_and_mul_triton
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.gated_delta_rule_triton import chunk_gated_delta_rule_triton, gdn_gates_triton
-from hybridrt.kernels.gdn_decode_triton import gdn_decode_triton, gdn_fold_triton
+from hybridrt.kernels.gdn_decode_triton import gdn_decode_triton
 from hybridrt.kernels.moe_triton import fused_experts_triton, router_sigmoid_grouped_triton, router_softmax_triton
 from hybridrt.kernels.paged_attention_triton import attention_decode_triton, attention_extend_triton, write_kv_triton
 from hybridrt.kernels.rms_norm_triton import add_rms_norm_triton
 from hybridrt.kernels.rotary_triton import rotary_write_kv_triton
 from hybridrt.kernels.sampling import Penalties
 from hybridrt.kernels.sampling_triton import filtered_logits_triton, greedy_triton, sample_triton
+from hybridrt.kernels.state_ring import RingFolds
+from hybridrt.kernels.state_ring_triton import fold_ring_triton
 from tests.sm90 import compiled_only
 
 KEY_HEADS, VALUE_HEADS, DIM = 16, 32, 128  # of Qwen3-Next's Gated Delta Net
@@ -101,7 +103,8 @@ def delta_net_step(batch: int, tokens: int, mode: str) -> None:
         **changed[mode],
     )  # fmt: skip
     if mode == "replay":
-        gdn_fold_triton(states, **ring, read_slots=rows, write_slots=rows, rows=rows, start=rows, length=rows)
+        pool = (part[None] for part in (states, *ring.values()))
+        fold_ring_triton(*pool, None, RingFolds(rows, rows, rows, rows, int32(1)), rows)
 
 
 def delta_net_prefill(tokens: int) -> None:

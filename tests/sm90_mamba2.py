@@ -11,9 +11,11 @@ from hybridrt.kernels.causal_conv1d_triton import causal_conv1d_update_triton, c
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.gated_norm_triton import gated_rms_norm_triton
 from hybridrt.kernels.mamba2_common import split_conv_channels
+from hybridrt.kernels.mamba2_replay_decode_triton import replay_decode_triton
 from hybridrt.kernels.mamba2_scan_triton import mamba2_chunk_scan_triton
 from hybridrt.kernels.selective_state_update_triton import launch_update
-from hybridrt.kernels.state_replay_triton import mamba2_fold_triton, mamba2_replay_triton
+from hybridrt.kernels.state_ring import RingFolds
+from hybridrt.kernels.state_ring_triton import advance_ring_triton, fold_ring_triton
 from tests.sm90 import compiled_only
 
 SHAPES = {"falcon-h1-7b": (24, 128, 256, 1), "nemotron-h-8b": (128, 64, 128, 8)}
@@ -62,11 +64,16 @@ class Layer:
         values, keys = meta(129, self.heads, width, self.dim), meta(129, self.groups, width, self.state_dim)
         gates = meta(129, self.heads, width, dtype=torch.float32)
         rows: dict[str, Any] = {name: int32(self.batch) for name in ("rows", "start", "length")}
-        mamba2_replay_triton(
-            self.states, values, keys, gates, **self.inputs, **self.terms, slots=int32(self.batch), **rows
-        )
-        slots: dict[str, Any] = {"read_slots": int32(self.batch), "write_slots": int32(self.batch)}
-        mamba2_fold_triton(self.states, values, keys, gates, self.per_head(), **slots, **rows)
+        terms = {name: part for name, part in self.terms.items() if name != "z"}
+        replay_decode_triton(
+            self.xBC, self.inputs["dt"], self.terms["z"], weight=self.weight, bias=self.bias, A=self.per_head(),
+            conv=self.conv, states=self.states, values=values, keys=keys, gates=gates, slots=int32(self.batch),
+            start_positions=int32(self.batch), **rows, **terms,
+        )  # fmt: skip
+        pool = (part[None] for part in (self.states, values, keys, gates, self.per_head()))
+        slots = int32(self.batch)
+        fold_ring_triton(*pool, RingFolds(slots, *rows.values(), count=int32(1)), slots)
+        advance_ring_triton(*rows.values(), slots, slots, width, self.tokens)
 
     def prefill(self, chunk_size: int) -> None:
         chunks = self.tokens // chunk_size

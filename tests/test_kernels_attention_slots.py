@@ -8,8 +8,9 @@ import torch
 
 from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from hybridrt.kernels.gdn_replay import gdn_fold, gdn_replay
+from hybridrt.kernels.gdn_replay import gdn_replay
 from hybridrt.kernels.paged_attention import attention_decode, attention_extend, write_kv
+from hybridrt.kernels.state_ring import RingFolds, fold_ring
 from tests.gdn_loops import random_tokens, relative_error, slow_delta_rule
 from tests.mamba2_oracle import int32
 
@@ -47,7 +48,8 @@ def test_replay_and_fold():
     ring = torch.zeros(3, 4, 8, 5), torch.zeros(3, 2, 8, 6), torch.zeros(3, 4, 8)
     cursors = {"rows": row, "start": int32(0), "length": int32(0)}
     out = gdn_replay(states, *ring, *tokens.tensors, slots=int32(FAR), **cursors)
-    gdn_fold(states, *ring, read_slots=int32(FAR), write_slots=int32(FAR - 1), **{**cursors, "length": int32(2)})
+    folds = RingFolds(int32(FAR), row, int32(0), int32(2), int32(1))
+    fold_ring(*(part[None] for part in (states, *ring)), None, folds, write_slots=int32(FAR - 1))
     expected, after = slow_delta_rule(initial, tokens[0])
     assert relative_error(out[0], expected) < 2e-6 and relative_error(states[FAR - 1], after[-1]) < 1e-3
     assert torch.equal(states[FAR], initial)

@@ -7,9 +7,9 @@ from hybridrt.errors import ConfigError
 from hybridrt.kernels.causal_conv1d import conv_window
 from hybridrt.kernels.gated_delta_rule import gdn_gates
 from hybridrt.kernels.gdn_decode import gdn_decode, split_qkv
-from hybridrt.kernels.state_replay import advance_ring
 from tests.gdn_loops import Tokens, relative_error, slow_delta_rule
 from tests.mamba2_oracle import changed_rows, conv_loop, int32, poisoned, same_bytes
+from tests.ring_steps import commit
 
 pytestmark = pytest.mark.usefixtures("provider")
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 4, 6, 5, 4
@@ -56,6 +56,10 @@ class Layer:
     def replay_step(self, first, tokens, rows):
         row = int32(*rows)
         return self.step(first, tokens, rows=row, start=self.start[row], length=self.length[row], **self.ring)
+
+    def commit(self, rows, accepted, widest):
+        pool = self.states, *self.ring.values()
+        commit(pool, None, (self.start, self.length), int32(*rows), int32(*self.slots), int32(*accepted), widest)
 
     def expected(self, row):
         """Outputs and states after every token of a request, from the loops."""
@@ -106,7 +110,7 @@ def test_verify_equals_the_loop_for_each_accepted_length(mode, tokens):
     for accepted in lengths * 5 if (mode, tokens) == ("replay", 1) else lengths:
         if mode == "replay":
             out = layer.replay_step(done, tokens, rows)
-            advance_ring(layer.start, layer.length, int32(*rows), int32(*accepted), tokens, width)
+            layer.commit(rows, accepted, tokens)
         else:
             out = layer.step(done, tokens, intermediate_states=stored, rows=int32(*rows))
         for b, count in enumerate(accepted):
@@ -144,10 +148,10 @@ def test_padding_rows_leave_no_trace(small_blocks, mode):
 
 
 def test_narrow_rings_are_refused():
-    layer = Layer([7], 8, conv_width=4, ring_width=6)
+    layer = Layer([7], 8, conv_width=4, ring_width=3)
     with pytest.raises(ConfigError, match="conv ring of 4"):
         layer.step([0], 2)
     layer.conv = torch.zeros(40, CHANNELS, 8)
-    with pytest.raises(ConfigError, match="at least 8"):
+    with pytest.raises(ConfigError, match="3 columns cannot take a step of 4"):
         layer.replay_step([0], 4, [1])
     assert not layer.conv.any()

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.causal_conv1d import conv_window
-from hybridrt.kernels.mamba2_decode import mamba2_decode
-from hybridrt.kernels.state_replay import advance_ring
+from hybridrt.kernels.mamba2_decode import mamba2_decode, mamba2_decode_reference
 from tests.mamba2_oracle import ScanInputs, changed_rows, close, conv_loop, int32, poisoned, same_bytes, scan_loop
+from tests.ring_steps import commit
 
 pytestmark = pytest.mark.usefixtures("provider")
 H, P, N, G, K = 4, 3, 5, 2, 4
@@ -51,6 +51,11 @@ class Layer:
     def replay_step(self, first: list[int], tokens: int, rows: list[int]) -> Tensor:
         row = int32(*rows)
         return self.step(first, tokens, rows=row, start=self.start[row], length=self.length[row], **self.ring)
+
+    def commit(self, rows: list[int], accepted: tuple[int, ...], widest: int) -> None:
+        pool = self.states, *self.ring.values()
+        cursors = self.start, self.length
+        commit(pool, self.head_terms["A"], cursors, int32(*rows), int32(*self.slots), int32(*accepted), widest)
 
     def expected(self, row: int) -> tuple[Tensor, Tensor]:
         """Outputs and states after every token of a request, from the loops."""
@@ -117,7 +122,7 @@ def test_verify_equals_loop_for_each_accepted_length(mode: str, tokens: int, pro
     for accepted in [*zip(range(1, tokens + 1), range(tokens, 0, -1), strict=True)] * (3 if provider == "torch" else 1):
         if mode == "replay":
             out = layer.replay_step(done, tokens, rows)
-            advance_ring(layer.start, layer.length, int32(*rows), int32(*accepted), tokens, 16)
+            layer.commit(rows, accepted, tokens)
         else:
             out = layer.step(done, tokens, intermediate_states=stored, rows=int32(*rows))
         for b, count in enumerate(accepted):
@@ -126,6 +131,31 @@ def test_verify_equals_loop_for_each_accepted_length(mode: str, tokens: int, pro
             if mode == "intermediate":
                 layer.states[layer.slots[b]] = stored[rows[b], count - 1]
                 close(layer.states[layer.slots[b]], expected[b][1][done[b] - 1], 1e-5)
+
+
+@pytest.mark.parametrize("block_t", [1, 16])
+@pytest.mark.parametrize(("dim", "state_dim"), [(20, 40), (32, 48)])
+def test_states_larger_than_a_piece(dim: int, state_dim: int, block_t: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads cut into pieces of rows and columns, whole ones and not; with tensor cores and without."""
+    from hybridrt.kernels import mamba2_replay_decode_triton as kernels
+
+    tile = {"BLOCK_T": block_t, "BLOCK_P": 16, "BLOCK_N": 16, "STAGES": 2, "num_warps": 4}
+    monkeypatch.setattr(kernels, "stream_tile", lambda *_: tile)
+    torch.manual_seed(5)
+    tokens, heads, channels = 1 if block_t == 1 else 3, 2, 2 * dim + 2 * state_dim
+    xBC, dt, z = torch.randn(2, tokens, channels), torch.randn(2, tokens, heads), torch.randn(2, tokens, heads, dim)
+    terms: dict[str, Any] = {
+        "weight": torch.randn(channels, K), "bias": None, "A": -torch.rand(heads), "D": None, "dt_bias": None,
+        "read_slots": int32(3, -1), "write_slots": int32(3, -1), "start_positions": int32(0, 0), "rows": int32(2, 1),
+        "start": int32(6, 0), "length": int32(4, 0),
+    }  # fmt: skip
+    pools = {
+        "conv": torch.zeros(5, channels, 8), "states": torch.randn(5, heads, dim, state_dim),
+        "values": torch.randn(4, heads, 8, dim), "keys": torch.randn(4, 1, 8, state_dim),
+        "gates": torch.rand(4, heads, 8),
+    }  # fmt: skip
+    out = mamba2_decode(xBC, dt, z, **terms, **{name: pool.clone() for name, pool in pools.items()})
+    close(out, mamba2_decode_reference(xBC, dt, z, **terms, **pools), 1e-5)
 
 
 @pytest.mark.parametrize("mode", ["classic", "intermediate", "replay"])
@@ -156,10 +186,10 @@ def test_padding_rows_leave_no_trace(mode: str) -> None:
 
 
 def test_narrow_rings_are_refused() -> None:
-    layer = Layer([7], 8, conv_width=4, ring_width=6)
+    layer = Layer([7], 8, conv_width=4, ring_width=3)
     with pytest.raises(ConfigError, match="conv ring of 4"):
         layer.step([0], 2)
     layer.conv = torch.zeros(40, CHANNELS, 8)
-    with pytest.raises(ConfigError, match="at least 8"):
+    with pytest.raises(ConfigError, match="3 columns cannot take a step of 4"):
         layer.replay_step([0], 4, [1])
     assert not layer.conv.any()

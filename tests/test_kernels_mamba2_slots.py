@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen, conv_window
+from hybridrt.kernels.mamba2_replay import mamba2_replay
 from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan, plan_chunks
 from hybridrt.kernels.selective_state_update import selective_state_update
 from hybridrt.kernels.state_commit import commit_intermediate
-from hybridrt.kernels.state_replay import mamba2_fold, mamba2_replay
+from hybridrt.kernels.state_ring import RingFolds, fold_ring
 from tests.mamba2_oracle import close, int32, same_bytes, scan_inputs, scan_loop
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -59,8 +60,8 @@ def test_replay_and_fold() -> None:
     )  # fmt: skip
     expected, after = scan_loop(inputs[0], initial)
     close(out[0], expected, 1e-5)
-    ring = {"rows": rows, "start": zero, "length": int32(2)}
-    mamba2_fold(states, values, keys, gates, i.A, read_slots=slots, write_slots=int32(FAR - 1), **ring)
+    folds = RingFolds(slots, rows, zero, int32(2), int32(1))
+    fold_ring(*(part[None] for part in (states, values, keys, gates, i.A)), folds, write_slots=int32(FAR - 1))
     close(states[FAR - 1], after[-1], 2e-3)
     assert same_bytes(states[FAR], initial)
 

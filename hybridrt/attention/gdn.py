@@ -9,7 +9,6 @@ from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
 from hybridrt.kernels.gdn_decode import gdn_decode
-from hybridrt.kernels.gdn_replay import gdn_fold
 from hybridrt.mem_cache.mamba_pool import LayerCache
 
 
@@ -60,7 +59,7 @@ class GDNAttnBackend(MambaAttnBackendBase):
         out = gdn_decode(
             qkv, a, b, weight=layer.conv_weight, bias=None, A_log=layer.A_log, dt_bias=layer.dt_bias, conv=cache.conv,
             states=cache.temporal, read_slots=buf.slots, write_slots=buf.slots, start_positions=buf.start_positions,
-            start=buf.ring_start, length=buf.ring_length, widest=seg.widest, rows=seg.rows,
+            start=buf.ring_start, length=buf.ring_length, rows=seg.rows,
             # One token is final at once; only a verify step may have to go back.
             intermediate_states=cache.intermediate_ssm if seg.tokens_per_row > 1 else None, **ring,
         )  # fmt: skip
@@ -94,14 +93,4 @@ class GDNAttnBackend(MambaAttnBackendBase):
         return chunk_gated_delta_rule(
             q, k, v, g, beta, states=cache.temporal, read_slots=seg.slots, write_slots=seg.slots,
             has_initial_state=seg.has_initial_states, query_start_loc=seg.query_start_loc, plan=seg.plan,
-        )  # fmt: skip
-
-    def materialize_layer(
-        self, layer_id: int, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor
-    ) -> None:
-        cache, pool = self.layer_cache(layer_id), self.mamba_pool
-        gdn_fold(
-            cache.temporal, *cache.ring,
-            read_slots=self.pools.get_mamba_indices(rows), write_slots=write_slots, rows=rows,
-            start=pool.ring_start[rows], length=lengths,
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """What every recurrent backend shares: per-step metadata, graph buffers, and the commit at the end of a step."""
 
-from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,20 +12,18 @@ from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
 from hybridrt.kernels.state_commit import commit_conv_window, commit_intermediate
-from hybridrt.kernels.state_replay import advance_ring
+from hybridrt.kernels.state_ring import RingFolds, advance_ring, fold_ring
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
 
 @dataclass(frozen=True)
 class DecodeSegment:
-    """Decode or verify rows: n rows of `tokens_per_row` tokens, at most `widest` in any step. `rows` are request rows,
-    [n] int32."""
+    """Decode or verify rows: n rows of `tokens_per_row` tokens. `rows` are request rows, [n] int32."""
 
     rows: torch.Tensor
     buffers: DecodeBuffers
     tokens_per_row: int
-    widest: int
     parents: torch.Tensor | None
 
     @property
@@ -121,7 +119,7 @@ class MambaAttnBackendBase(AttentionBackend):
     ) -> DecodeSegment:
         self._fill_buffers(buffers, rows, seq_lens, num_real, batch.tokens_per_row)
         parents = batch.spec_info.parents if batch.spec_info else None
-        return DecodeSegment(rows, buffers, batch.tokens_per_row, self.mamba_pool.spec.tokens_per_step, parents)
+        return DecodeSegment(rows, buffers, batch.tokens_per_row, parents)
 
     def _fill_buffers(
         self, buffers: DecodeBuffers, rows: torch.Tensor, seq_lens: torch.Tensor, num_real: int, tokens: int
@@ -148,6 +146,8 @@ class MambaAttnBackendBase(AttentionBackend):
         device = self.pools.req_to_mamba_slot.device
         query_start_loc = torch.arange(max_bs + 1, dtype=torch.int32, device=device) * tokens
         self._graph_buffers[tokens] = DecodeBuffers.allocate(max_bs, device), query_start_loc
+        for layer_ids, _ in self._own_stacks():
+            self._ring_decay(layer_ids)  # what it caches must not be made within a capture
 
     def init_forward_metadata_capture_cuda_graph(
         self,
@@ -192,7 +192,7 @@ class MambaAttnBackendBase(AttentionBackend):
         buffers = whole.prefix(bs)
         self._fill_buffers(buffers, rows[:bs], seq_lens[:bs], num_real, tokens)
         parents = spec_info.parents[:bs] if spec_info and spec_info.parents is not None else None
-        decode = DecodeSegment(rows[:bs], buffers, tokens, self.mamba_pool.spec.tokens_per_step, parents)
+        decode = DecodeSegment(rows[:bs], buffers, tokens, parents)
         self.metadata = ForwardMetadata(query_start_loc[: bs + 1], buffers.slots, decode, None)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -208,14 +208,9 @@ class MambaAttnBackendBase(AttentionBackend):
         accepted = decode.buffers.accepted if accepted is None else accepted
         rows, slots = decode.rows[: len(accepted)], decode.buffers.slots[: len(accepted)]
         if pool.spec.mode == "replay":
-            advance_ring(
-                pool.ring_start,
-                pool.ring_length,
-                rows,
-                accepted,
-                num_tokens=decode.tokens_per_row,
-                width=pool.width,
-                widest=decode.widest,
+            cursors = pool.ring_start, pool.ring_length
+            self._fold(
+                advance_ring(*cursors, rows, accepted, slots, width=pool.width, widest=pool.spec.tokens_per_step)
             )
         elif decode.tokens_per_row > 1:
             ends = None
@@ -238,19 +233,25 @@ class MambaAttnBackendBase(AttentionBackend):
             assert cache.intermediate_conv_window is not None
             commit_conv_window(cache.conv, cache.intermediate_conv_window, slots, rows, nodes, ends)
 
-    @abstractmethod
-    def materialize_layer(
-        self, layer_id: int, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor
-    ) -> None:
-        """Writes one layer's state after `lengths` ring entries of `rows` to `write_slots`; the ring is untouched."""
+    def _fold(self, folds: RingFolds, write_slots: torch.Tensor | None = None) -> None:
+        """Makes the named ring entries part of the state, in all layers."""
+        for layer_ids, cache in self._own_stacks():
+            fold_ring(cache.temporal, *cache.ring, self._ring_decay(layer_ids), folds, write_slots=write_slots)
+
+    def _own_stacks(self) -> list[tuple[Sequence[int], LayerCache]]:
+        return [(layer_ids, cache) for layer_ids, cache in self.mamba_pool.stacks if layer_ids[0] in self.layers]
+
+    def _ring_decay(self, layer_ids: Sequence[int]) -> torch.Tensor | None:
+        """[L, heads] float32, times which a ring's gates are logs of decays; None where they are that already."""
+        return None
 
     def materialize(self, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor) -> None:
         """The recurrent state of `rows` after their first `lengths` ring entries, written to `write_slots` in every
         layer, without consuming the ring. [n] int32 each. Only in replay mode: elsewhere `temporal` is the state."""
         if self.mamba_pool.spec.mode != "replay":
             raise BackendError("materialize reads a state ring; this pool has none (its state mode is not replay)")
-        for layer_id in self.layers:
-            self.materialize_layer(layer_id, rows, lengths, write_slots)
+        slots, start = self.pools.get_mamba_indices(rows), self.mamba_pool.ring_start[rows]
+        self._fold(RingFolds(slots, rows, start, lengths, torch.full_like(rows[:1], len(rows))), write_slots)
 
     def _metadata(self) -> ForwardMetadata:
         assert self.metadata is not None, "init_forward_metadata comes before forward"

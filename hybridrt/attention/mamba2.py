@@ -1,5 +1,6 @@
 """The Mamba-2 backend: hands a mixer the whole step at once, decode rows and prompt chunks alike."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,6 @@ import torch
 from hybridrt.attention.linear import DecodeSegment, ExtendSegment, ForwardMetadata, MambaAttnBackendBase
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.chunk_plan import ChunkPlan
-from hybridrt.kernels.state_replay import mamba2_fold
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,10 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
 
     kind = "mamba2"
 
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._decays: dict[tuple[int, ...], torch.Tensor] = {}
+
     def forward(  # type: ignore[override]  # a recurrent layer's inputs are keywords of its own
         self,
         q: torch.Tensor | None,
@@ -70,17 +74,8 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
         mixed: torch.Tensor = layer.forward(projected, self.layer_cache(layer.layer_id), prepare(metadata, replay))
         return mixed
 
-    def materialize_layer(
-        self, layer_id: int, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor
-    ) -> None:
-        cache, pool = self.layer_cache(layer_id), self.mamba_pool
-        mamba2_fold(
-            cache.temporal,
-            *cache.ring,
-            self.layers[layer_id].A,
-            read_slots=self.pools.get_mamba_indices(rows),
-            write_slots=write_slots,
-            rows=rows,
-            start=pool.ring_start[rows],
-            length=lengths,
-        )
+    def _ring_decay(self, layer_ids: Sequence[int]) -> torch.Tensor:
+        key = tuple(layer_ids)
+        if key not in self._decays:  # not in __init__: weights may be loaded after the backend is built
+            self._decays[key] = torch.stack([self.layers[layer_id].A for layer_id in layer_ids])
+        return self._decays[key]

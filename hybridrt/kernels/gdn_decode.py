@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update_reference, check_ring
 from hybridrt.kernels.gated_delta_rule import gdn_gates_reference, recurrent_gated_delta_rule_reference
-from hybridrt.kernels.gdn_replay import gdn_replay_reference
+from hybridrt.kernels.gdn_replay import gdn_replay
 from hybridrt.kernels.providers import register, select
-from hybridrt.kernels.state_replay import check_ring_width
+from hybridrt.kernels.state_ring import check_ring_width
 
 register("gdn_decode", "torch", "hybridrt.kernels.gdn_decode:gdn_decode_reference")
 register("gdn_decode", "triton", "hybridrt.kernels.gdn_decode_triton:gdn_decode_triton", priority=10)
@@ -40,7 +40,6 @@ def gdn_decode(
     gates: Tensor | None = None,
     start: Tensor | None = None,
     length: Tensor | None = None,
-    widest: int | None = None,
     intermediate_states: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
@@ -53,7 +52,7 @@ def gdn_decode(
         conv: `[S+1, C, Wc]` rings; states: `[S+1, Hv, V, K]`.
         read_slots, write_slots: `[B]` int32, -1 for padding (zeros, nothing touched); equal in replay mode.
         start_positions: `[B]` int32, absolute position of each row's first token.
-        values, keys, gates, start, length, widest: the state ring and its cursors `[B]`, as in `gdn_replay`.
+        values, keys, gates, start, length: the state ring and its cursors `[B]`, as in `gdn_replay`.
         intermediate_states: `[R+1, T, Hv, V, K]`, as in `recurrent_gated_delta_rule`.
         rows: `[B]` int32, rows of the ring or of `intermediate_states`.
 
@@ -65,11 +64,11 @@ def gdn_decode(
     """
     check_ring(conv, weight.shape[1], qkv.shape[1])
     if gates is not None:
-        widest = check_ring_width(gates.shape[2], qkv.shape[1], widest)
+        check_ring_width(gates.shape[2], qkv.shape[1])
     out: Tensor = select("gdn_decode", qkv.device.type)(
         qkv, a, b, weight=weight, bias=bias, A_log=A_log, dt_bias=dt_bias, conv=conv, states=states,
         read_slots=read_slots, write_slots=write_slots, start_positions=start_positions, values=values, keys=keys,
-        gates=gates, start=start, length=length, widest=widest, intermediate_states=intermediate_states, rows=rows,
+        gates=gates, start=start, length=length, intermediate_states=intermediate_states, rows=rows,
     )  # fmt: skip
     return out
 
@@ -101,7 +100,6 @@ def gdn_decode_reference(
     gates: Tensor | None = None,
     start: Tensor | None = None,
     length: Tensor | None = None,
-    widest: int | None = None,
     intermediate_states: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
@@ -115,7 +113,6 @@ def gdn_decode_reference(
             intermediate_states=intermediate_states, rows=rows,
         )  # fmt: skip
     assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
-    return gdn_replay_reference(
-        states, values, keys, gates, q, k, v, g, beta, slots=read_slots, rows=rows, start=start, length=length,
-        widest=widest,
-    )  # fmt: skip
+    return gdn_replay(
+        states, values, keys, gates, q, k, v, g, beta, slots=read_slots, rows=rows, start=start, length=length
+    )

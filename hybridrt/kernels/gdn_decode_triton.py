@@ -1,5 +1,5 @@
-"""Triton kernels of the recurrent gated delta rule: `recurrent_gated_delta_rule`, `gdn_replay` and `gdn_fold`, and with
-the conv and the gates before them `gdn_decode`.
+"""Triton kernels of the recurrent gated delta rule: `recurrent_gated_delta_rule`, and `gdn_decode` with the conv and
+the gates before it.
 
 A program keeps BLOCK_V rows of one value head's state, [BLOCK_V, K], in registers over the T tokens. The programs of a
 key head each compute its q and k; one of them writes what these leave in the rings, to columns that none of them reads.
@@ -111,28 +111,13 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fold(  # type: ignore[no-untyped-def]
-    state, values_row, keys_row, gates_row, i, j, i_mask, j_mask, start, length,
-    W: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """The state [BLOCK_V, BLOCK_K] after the first `length` entries of a ring, in order."""
-    for entry in range(length):
-        column = (start + entry) % W
-        value = tl.load(values_row + column * V + j, mask=j_mask, other=0.0).to(tl.float32)
-        key = tl.load(keys_row + column * K + i, mask=i_mask, other=0.0).to(tl.float32)
-        state = state * tl.exp(tl.load(gates_row + column)) + value[:, None] * key[None, :]
-    return state
-
-
-@triton.jit
 def _replay_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, out_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr,
     conv_ptr, states_ptr, values_ptr, keys_ptr, gates_ptr,
     slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
     q_s: tl.constexpr, k_s: tl.constexpr, v_s: tl.constexpr, a_s: tl.constexpr, b_s: tl.constexpr,
     conv_ss, states_ss, values_sr, keys_sr, gates_sr,
-    T: tl.constexpr, W: tl.constexpr, WIDEST: tl.constexpr,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    T: tl.constexpr, W: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     row, h, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -149,11 +134,9 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
     v = v_ptr + row * v_s[0] + h * v_s[2] + j
     q_channel, k_channel, v_channel = key_head * K + i, (HK + key_head) * K + i, 2 * HK * K + h * V + j
     writes_key = (h % (HV // HK) == 0) & (block == 0)
-    position, conv_row = 0, conv_ptr
-    if TAPS > 0:
-        position, conv_row = tl.load(positions_ptr + row), conv_ptr + slot * conv_ss
-        _push_qkv(q, k, v, q_s[1], k_s[1], v_s[1], conv_row, conv_row, q_channel, k_channel, v_channel, i_mask, j_mask,
-                  position, False, writes_key, T, TAPS, WC)  # fmt: skip
+    position, conv_row = tl.load(positions_ptr + row), conv_ptr + slot * conv_ss
+    _push_qkv(q, k, v, q_s[1], k_s[1], v_s[1], conv_row, conv_row, q_channel, k_channel, v_channel, i_mask, j_mask,
+              position, False, writes_key, T, TAPS, WC)  # fmt: skip
     ring_row = tl.load(rows_ptr + row).to(tl.int64)
     values_row = values_ptr + ring_row * values_sr + h * (W * V)
     keys_row = keys_ptr + ring_row * keys_sr + key_head * (W * K)
@@ -162,16 +145,9 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
     tile = states_ptr + slot * states_ss + h * (V * K) + j[:, None] * K + i[None, :]
     mask = j_mask[:, None] & i_mask[None, :]
     state = tl.load(tile, mask=mask, other=0.0).to(tl.float32)
-    history = length
-    if length + T + WIDEST > W:
-        rounded = _fold(state, values_row, keys_row, gates_row, i, j, i_mask, j_mask, start, length, W, V, K)
-        rounded = rounded.to(states_ptr.dtype.element_ty)
-        tl.store(tile, rounded, mask=mask)
-        state = rounded.to(tl.float32)
-        history = 0
     # The history in order of time, one entry a row; the step's own entries join these tiles below.
     w = tl.arange(0, BLOCK_W)
-    column, seen = (start + w) % W, w < history
+    column, seen = (start + w) % W, w < length
     entry_values = tl.load(
         values_row + column[:, None] * V + j[None, :], mask=seen[:, None] & j_mask[None, :], other=0.0
     )
@@ -208,7 +184,7 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
         result = (result + corrected * tl.sum(key * query, 0)) * (K**-0.5)
         tl.store(out + t * (HV * V), result.to(out_ptr.dtype.element_ty), mask=j_mask)
         if T > 1:
-            own = w == history + t
+            own = w == length + t
             entry_keys = tl.where(own[:, None], key[None, :], entry_keys)
             entry_values = tl.where(own[:, None], corrected[None, :], entry_values)
             entry_decay = tl.where(own, -elapsed, entry_decay)
@@ -218,31 +194,6 @@ def _replay_kernel(  # type: ignore[no-untyped-def]
             tl.store(gates_row + new_column, g)
         if writes_key:
             tl.store(keys_row + new_column * K + i, stored_key, mask=i_mask)
-
-
-@triton.jit
-def _fold_kernel(  # type: ignore[no-untyped-def]
-    states_ptr, values_ptr, keys_ptr, gates_ptr, read_slots_ptr, write_slots_ptr, rows_ptr, start_ptr, length_ptr,
-    states_ss, values_sr, keys_sr, gates_sr,
-    W: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    row, h = tl.program_id(0), tl.program_id(1)
-    read, write = tl.load(read_slots_ptr + row).to(tl.int64), tl.load(write_slots_ptr + row).to(tl.int64)
-    if (read < 0) | (write < 0):
-        return
-    i, j = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    i_mask, j_mask = i < K, j < V
-    ring_row = tl.load(rows_ptr + row).to(tl.int64)
-    tile = states_ptr + h * (V * K) + j[:, None] * K + i[None, :]
-    mask = j_mask[:, None] & i_mask[None, :]
-    state = tl.load(tile + read * states_ss, mask=mask, other=0.0).to(tl.float32)
-    state = _fold(
-        state, values_ptr + ring_row * values_sr + h * (W * V),
-        keys_ptr + ring_row * keys_sr + h // (HV // HK) * (W * K), gates_ptr + ring_row * gates_sr + h * W,
-        i, j, i_mask, j_mask, tl.load(start_ptr + row), tl.load(length_ptr + row), W, V, K,
-    )  # fmt: skip
-    tl.store(tile + write * states_ss, state.to(states_ptr.dtype.element_ty), mask=mask)
 
 
 def gdn_decode_triton(
@@ -264,7 +215,6 @@ def gdn_decode_triton(
     gates: Tensor | None = None,
     start: Tensor | None = None,
     length: Tensor | None = None,
-    widest: int | None = None,
     intermediate_states: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
@@ -274,7 +224,7 @@ def gdn_decode_triton(
     if values is None:
         return _recurrent(states, inputs, raw, read_slots, write_slots, intermediate_states, rows, None)
     assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
-    return _replay(states, values, keys, gates, inputs, raw, read_slots, rows, start, length, widest)
+    return _replay(states, values, keys, gates, inputs, raw, read_slots, rows, start, length)
 
 
 def recurrent_gated_delta_rule_triton(
@@ -293,46 +243,6 @@ def recurrent_gated_delta_rule_triton(
 ) -> Tensor:
     inputs = (q, k, v, g, beta)
     return _recurrent(states, inputs, (None,) * 6, read_slots, write_slots, intermediate_states, rows, parents)
-
-
-def gdn_replay_triton(
-    states: Tensor,
-    values: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    slots: Tensor,
-    rows: Tensor,
-    start: Tensor,
-    length: Tensor,
-    widest: int | None = None,
-) -> Tensor:
-    return _replay(states, values, keys, gates, (q, k, v, g, beta), (None,) * 6, slots, rows, start, length, widest)
-
-
-def gdn_fold_triton(
-    states: Tensor,
-    values: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    *,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    rows: Tensor,
-    start: Tensor,
-    length: Tensor,
-) -> None:
-    shape = _shape(states, keys.shape[1])
-    if rows.shape[0]:
-        _fold_kernel[_grid(rows.shape[0], shape)](
-            states, values, keys, gates, read_slots, write_slots, rows, start, length,
-            states.stride(0), values.stride(0), keys.stride(0), gates.stride(0), W=values.shape[2], **shape,
-        )  # fmt: skip
 
 
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -374,7 +284,6 @@ def _replay(
     rows: Tensor,
     start: Tensor,
     length: Tensor,
-    widest: int | None,
 ) -> Tensor:
     v = inputs[2]
     *weights, conv, positions = raw
@@ -383,7 +292,7 @@ def _replay(
         _replay_kernel[_grid(v.shape[0], shape)](
             *inputs, out, *weights, conv, states, values, keys, gates, slots, positions, rows, start, length,
             *_strides(inputs), 0 if conv is None else conv.stride(0), states.stride(0), values.stride(0),
-            keys.stride(0), gates.stride(0), T=v.shape[1], W=values.shape[2], WIDEST=widest or v.shape[1],
+            keys.stride(0), gates.stride(0), T=v.shape[1], W=values.shape[2],
             BLOCK_W=triton.next_power_of_2(values.shape[2]), **_taps(raw), **shape,
         )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Gated delta rule with state replay: outputs are read from a checkpoint and a ring of recent inputs.
+"""Plain-torch `gdn_decode` behind the conv, with a state ring: outputs are read from a checkpoint and recent inputs.
 
 The state in the pool is a checkpoint. Since then, the ring of a running row keeps per token the corrected value
 u = beta (v - S k) (S: the state after this token's decay), the normalised key and the log decay g, so that the state
@@ -6,12 +6,12 @@ after n entries is
 
     exp(G_n) S_0 + sum_i exp(G_n - G_i) u_i k_i^T,    G_i = g_1 + ... + g_i
 
-and is only written once the ring is nearly full. Every term is computed from the entries as the ring stores them (its
+and is only written once the ring is full. Every term is computed from the entries as the ring stores them (its
 dtype), so that a token's output does not depend on how tokens were grouped into steps.
 
 Shapes: B rows, T new tokens, W ring columns, Hk key heads of dim K, Hv value heads of dim V. `start` and `length`
 `[B]` int32 are the ring's cursors of each row at the head of the step; the T new entries go to columns (start + length
-+ t) mod W. Rows with length + T + widest > W first fold their committed entries into the checkpoint.
++ t) mod W.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,20 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.gated_delta_rule import l2_normalize
-from hybridrt.kernels.providers import register, select
-from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
-from hybridrt.kernels.state_replay import check_ring_width, must_fold
+from hybridrt.kernels.slots import pad_mask, read_rows
+from hybridrt.kernels.state_ring import write_entries
 
-for _op in ("gdn_replay", "gdn_fold"):
-    register(_op, "torch", f"hybridrt.kernels.gdn_replay:{_op}_reference")
-    register(_op, "triton", f"hybridrt.kernels.gdn_decode_triton:{_op}_triton", priority=10)
+
+@dataclass(frozen=True)
+class _History:
+    """A row's first W ring entries in order of time, float32, zero where not visible; `log_decay` is cumulative.
+
+    values `[B, Hv, W, V]`, keys `[B, Hk, W, K]`, log_decay `[B, Hv, W]`.
+    """
+
+    values: Tensor
+    keys: Tensor
+    log_decay: Tensor
 
 
 def gdn_replay(
@@ -44,7 +51,6 @@ def gdn_replay(
     rows: Tensor,
     start: Tensor,
     length: Tensor,
-    widest: int | None = None,
 ) -> Tensor:
     """Outputs of T new tokens per row (decode: T = 1, verification of a chain: T > 1); their entries join the ring.
 
@@ -54,116 +60,22 @@ def gdn_replay(
         q, k: `[B, T, Hk, K]`; v: `[B, T, Hv, V]`; g, beta: `[B, T, Hv]` float32 from `gdn_gates`.
         slots, rows, start, length: `[B]` int32. Slot -1 is padding: zeros out, nothing touched. The cursors are not
             moved (`advance_ring` does that).
-        widest: tokens of the widest step that may follow; None for this step's.
 
     Returns:
         `[B, T, Hv, V]` in v's dtype.
-
-    Raises:
-        ConfigError: the ring has fewer than 2 * widest columns, or the step is wider than the widest.
     """
-    widest = check_ring_width(values.shape[2], q.shape[1], widest)
-    out: Tensor = select("gdn_replay", q.device.type)(
-        states, values, keys, gates, q, k, v, g, beta, slots=slots, rows=rows, start=start, length=length, widest=widest
-    )
-    return out
-
-
-def gdn_fold(
-    states: Tensor,
-    values: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    *,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    rows: Tensor,
-    start: Tensor,
-    length: Tensor,
-) -> None:
-    """states[write_slots[b]] = the state after `length[b]` ring entries from column start[b] on the checkpoint
-    read_slots[b].
-
-    Shapes as in `gdn_replay`. The ring is left alone; rows with slot -1 touch nothing.
-    """
-    select("gdn_fold", states.device.type)(
-        states,
-        values,
-        keys,
-        gates,
-        read_slots=read_slots,
-        write_slots=write_slots,
-        rows=rows,
-        start=start,
-        length=length,
-    )
-
-
-@dataclass(frozen=True)
-class _History:
-    """A row's first W ring entries in order of time, float32, zero where not visible; `log_decay` is cumulative.
-
-    values `[B, Hv, W, V]`, keys `[B, Hk, W, K]`, log_decay `[B, Hv, W]`.
-    """
-
-    values: Tensor
-    keys: Tensor
-    log_decay: Tensor
-    visible: Tensor
-
-
-def gdn_replay_reference(
-    states: Tensor,
-    values: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    slots: Tensor,
-    rows: Tensor,
-    start: Tensor,
-    length: Tensor,
-    widest: int | None = None,
-) -> Tensor:
     tokens, width = q.shape[1], values.shape[2]
-    ring_rows = torch.where(slots < 0, -1, rows)
-    fold = must_fold(length, tokens, width, widest or tokens)
-    checkpoint = read_rows(states, slots).float()
-    committed = _read_history(values, keys, gates, rows, start, length)
-    folded = _replayed_state(checkpoint, committed).to(states.dtype)
-    write_rows(states, torch.where(fold, slots, -1), folded)
-    checkpoint = torch.where(fold.view(-1, 1, 1, 1), folded.float(), checkpoint)
-    history = _read_history(values, keys, gates, rows, start, torch.where(fold, 0, length))
+    history = _read_history(values, keys, gates, rows, start, length)
     new_keys = l2_normalize(k).to(keys.dtype).float().transpose(1, 2)
     queries = (l2_normalize(q) * q.shape[-1] ** -0.5).transpose(1, 2)
     log_decay = g.float().cumsum(1).transpose(1, 2) + history.log_decay[..., -1:]
+    checkpoint = read_rows(states, slots).float()
     base = _read_past(checkpoint, history, torch.cat((new_keys, queries), 2), torch.cat((log_decay, log_decay), 2))
     out, corrected = _new_tokens(base, new_keys, queries, v, log_decay, beta.float(), values.dtype)
-    columns = (start + length).unsqueeze(1) + torch.arange(tokens, device=start.device)
-    _write_ring(values, ring_rows, columns % width, corrected)
-    _write_ring(keys, ring_rows, columns % width, new_keys)
-    _write_ring(gates.unsqueeze(-1), ring_rows, columns % width, g.float().transpose(1, 2).unsqueeze(-1))
+    column = ((start + length).unsqueeze(1) + torch.arange(tokens, device=start.device)) % width
+    for ring, entries in ((values, corrected.transpose(1, 2)), (keys, new_keys.transpose(1, 2)), (gates, g)):
+        write_entries(ring, slots, rows, column, entries)
     return out.transpose(1, 2).masked_fill(pad_mask(slots, 4), 0).to(q.dtype)
-
-
-def gdn_fold_reference(
-    states: Tensor,
-    values: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    *,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    rows: Tensor,
-    start: Tensor,
-    length: Tensor,
-) -> None:
-    history = _read_history(values, keys, gates, rows, start, length)
-    write_rows(states, write_slots, _replayed_state(read_rows(states, read_slots).float(), history))
 
 
 def _read_history(values: Tensor, keys: Tensor, gates: Tensor, rows: Tensor, start: Tensor, length: Tensor) -> _History:
@@ -175,15 +87,7 @@ def _read_history(values: Tensor, keys: Tensor, gates: Tensor, rows: Tensor, sta
         torch.where(visible.unsqueeze(-1), ring[row, :, column].transpose(1, 2), 0).float() for ring in (values, keys)
     )
     entry_gates = torch.where(visible, gates[row, :, column].transpose(1, 2), 0)
-    return _History(entry_values, entry_keys, entry_gates.cumsum(-1), visible)
-
-
-def _replayed_state(checkpoint: Tensor, history: _History) -> Tensor:
-    """`[B, Hv, V, K]` float32: the checkpoint after all visible entries."""
-    total = history.log_decay[..., -1:]
-    weighted = history.values * (total - history.log_decay).exp().unsqueeze(-1)
-    keys = history.keys.repeat_interleave(checkpoint.shape[1] // history.keys.shape[1], 1)
-    return checkpoint * total.exp().unsqueeze(-1) + weighted.transpose(-1, -2) @ keys
+    return _History(entry_values, entry_keys, entry_gates.cumsum(-1))
 
 
 def _read_past(checkpoint: Tensor, history: _History, vectors: Tensor, log_decay: Tensor) -> Tensor:
@@ -215,10 +119,3 @@ def _new_tokens(
         read = base[:, :, t] + (by_key[:, :, t : t + 1, :t] @ corrected[:, :, :t]).squeeze(2)
         corrected[:, :, t] = ((v[:, t].float() - read) * beta[:, t].unsqueeze(-1)).to(ring_dtype)
     return base[:, :, tokens:] + by_query.tril() @ corrected, corrected
-
-
-def _write_ring(ring: Tensor, rows: Tensor, columns: Tensor, entries: Tensor) -> None:
-    """ring[rows[b], :, columns[b, t]] = entries[b, :, t]; rows of -1 keep row 0 as it is."""
-    row = rows.clamp(min=0).unsqueeze(1)
-    entries = entries.transpose(1, 2).to(ring.dtype)
-    ring[row, :, columns] = torch.where(pad_mask(rows, 4), ring[row, :, columns], entries)

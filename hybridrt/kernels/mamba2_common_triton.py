@@ -120,18 +120,3 @@ def store_output(  # type: ignore[no-untyped-def]
     if z_ptr is not None:
         y *= silu(tl.load(z_ptr, mask=mask, other=0.0).to(tl.float32))
     tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def fold_entries(  # type: ignore[no-untyped-def]
-    state, values_row, keys_row, gates_row, A, p, p_mask, n, n_mask, start, length,
-    W: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """The state [BLOCK_P, BLOCK_N] after the first `length` entries of a ring: as many plain decode steps, in order."""
-    for j in range(length):
-        column = (start + j) % W
-        dt = tl.load(gates_row + column)
-        x = tl.load(values_row + column * P + p, mask=p_mask, other=0.0).to(tl.float32)
-        key = tl.load(keys_row + column * N + n, mask=n_mask, other=0.0).to(tl.float32)
-        state = state * tl.exp(A * dt) + (dt * x)[:, None] * key[None, :]
-    return state

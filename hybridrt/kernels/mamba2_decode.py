@@ -16,10 +16,11 @@ from torch import Tensor
 
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update_reference, check_ring
 from hybridrt.kernels.mamba2_common import skip_and_gate, split_conv_channels, time_step
+from hybridrt.kernels.mamba2_replay import mamba2_replay
 from hybridrt.kernels.providers import register, select
 from hybridrt.kernels.selective_state_update import selective_state_update_reference
 from hybridrt.kernels.slots import consecutive
-from hybridrt.kernels.state_replay import check_ring_width, mamba2_replay_reference
+from hybridrt.kernels.state_ring import check_ring_width
 
 register("mamba2_decode", "torch", "hybridrt.kernels.mamba2_decode:mamba2_decode_reference")
 register("mamba2_decode", "triton", "hybridrt.kernels.mamba2_decode_triton:mamba2_decode_triton", priority=10)
@@ -46,7 +47,6 @@ def mamba2_decode(
     gates: Tensor | None = None,
     start: Tensor | None = None,
     length: Tensor | None = None,
-    widest: int | None = None,
     intermediate_states: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
@@ -59,7 +59,7 @@ def mamba2_decode(
         conv: [S+1, C, Wc] rings; states: [S+1, H, P, N].
         read_slots, write_slots: [B] int32, -1 for padding (zeros, nothing touched); equal in replay mode.
         start_positions: [B] int32, absolute position of each row's first token.
-        values, keys, gates, start, length, widest: the state ring and its cursors [B], as in `mamba2_replay`.
+        values, keys, gates, start, length: the state ring and its cursors [B], as in `mamba2_replay`.
         intermediate_states: [R+1, T, H, P, N], as in `selective_state_update`.
         rows: [B] int32, rows of the ring or of `intermediate_states`.
 
@@ -71,11 +71,11 @@ def mamba2_decode(
     """
     check_ring(conv, weight.shape[1], xBC.shape[1])
     if gates is not None:
-        widest = check_ring_width(gates.shape[2], xBC.shape[1], widest)
+        check_ring_width(gates.shape[2], xBC.shape[1])
     out: Tensor = select("mamba2_decode", xBC.device.type)(
         xBC, dt, z, weight=weight, bias=bias, A=A, D=D, dt_bias=dt_bias, dt_limit=dt_limit, conv=conv, states=states,
         read_slots=read_slots, write_slots=write_slots, start_positions=start_positions, values=values, keys=keys,
-        gates=gates, start=start, length=length, widest=widest, intermediate_states=intermediate_states, rows=rows,
+        gates=gates, start=start, length=length, intermediate_states=intermediate_states, rows=rows,
     )  # fmt: skip
     return out
 
@@ -101,7 +101,6 @@ def mamba2_decode_reference(
     gates: Tensor | None = None,
     start: Tensor | None = None,
     length: Tensor | None = None,
-    widest: int | None = None,
     intermediate_states: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
@@ -121,9 +120,9 @@ def mamba2_decode_reference(
             write_slots=write_slots, intermediate_states=intermediate_states, rows=rows,
         )  # fmt: skip
     assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
-    return mamba2_replay_reference(
+    return mamba2_replay(
         states, values, keys, gates, x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_limit=dt_limit, z=z,
-        slots=read_slots, rows=rows, start=start, length=length, widest=widest,
+        slots=read_slots, rows=rows, start=start, length=length,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Triton `mamba2_decode`: one launch of the state update or replay kernel, which run the conv themselves."""
+"""Triton `mamba2_decode`: one launch of the state update kernel, or the two of replay; all run the conv themselves."""
 
 from torch import Tensor
 
@@ -28,7 +28,6 @@ def mamba2_decode_triton(
     gates: Tensor | None = None,
     start: Tensor | None = None,
     length: Tensor | None = None,
-    widest: int | None = None,
     intermediate_states: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
@@ -58,5 +57,5 @@ def mamba2_decode_triton(
     return replay_decode_triton(
         xBC, dt, z, weight=weight, bias=bias, A=A, D=D, dt_bias=dt_bias, dt_limit=dt_limit, conv=conv, states=states,
         values=values, keys=keys, gates=gates, slots=read_slots, rows=rows, start=start, length=length,
-        start_positions=start_positions, widest=widest or xBC.shape[1],
+        start_positions=start_positions,
     )  # fmt: skip

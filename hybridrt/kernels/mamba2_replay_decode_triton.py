@@ -17,6 +17,7 @@ from torch import Tensor
 from hybridrt.kernels.launch import dot_precision
 from hybridrt.kernels.mamba2_common_triton import push_inputs, silu, softplus, step_input, strides
 from hybridrt.kernels.pdl_triton import pdl
+from hybridrt.kernels.state_ring_triton import exact_dot
 
 
 @triton.jit
@@ -26,7 +27,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     xBC_strides: tl.constexpr, dt_strides: tl.constexpr, conv_ss: tl.constexpr,
     values_sr: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr, dt_min, dt_max,
     T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
-    TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr, WIDEST: tl.constexpr,
+    TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -68,9 +69,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     i = tl.arange(0, BLOCK_H)
     h, h_mask = g * heads_per_group + i, i < heads_per_group
     A = tl.load(A_ptr + h, mask=h_mask, other=0.0)
-    visible = tl.where(length + T + WIDEST > W, 0, length)
     w = tl.arange(0, BLOCK_W)
-    seen = w < visible
+    seen = w < length
     column = (start + w) % W
     gates_row = gates_ptr + row * gates_sr + h * W
     cells = gates_row[:, None] + column[None, :]
@@ -145,29 +145,27 @@ def _conv_tokens(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _stream_kernel(  # type: ignore[no-untyped-def]
-    z_ptr, D_ptr, A_ptr, out_ptr, states_ptr, values_ptr, keys_ptr, gates_ptr, queries_ptr, scores_ptr, decays_ptr,
+    z_ptr, D_ptr, out_ptr, states_ptr, values_ptr, queries_ptr, scores_ptr, decays_ptr,
     slots_ptr, rows_ptr, start_ptr, length_ptr,
-    z_strides: tl.constexpr, states_ss: tl.constexpr, values_sr: tl.constexpr, keys_sr: tl.constexpr,
-    gates_sr: tl.constexpr, T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
-    W: tl.constexpr, WIDEST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    z_strides: tl.constexpr, states_ss: tl.constexpr, values_sr: tl.constexpr,
+    T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, heads, tiles of P]: a tile of the checkpoint is read once for T tokens."""
+    """Grid [rows, heads, tiles of P]: BLOCK_P rows of a checkpoint [P, N] are read once for T tokens, BLOCK_N columns
+    at a time. BLOCK_T is 1 where the product with the queries is taken element by element, else at least 16."""
     b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    g = h // (H // G)
-    BLOCK_T: tl.constexpr = 16 if T > 1 else 1
-    t = tl.arange(0, BLOCK_T)
-    n = tl.arange(0, BLOCK_N)
-    w = tl.arange(0, BLOCK_W)
+    t, n, w = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
     p = part * BLOCK_P + tl.arange(0, BLOCK_P)
-    n_mask, p_mask = n < N, p < P
+    p_mask = p < P
     slot = tl.load(slots_ptr + b).to(tl.int64)
     row = tl.load(rows_ptr + b).to(tl.int64)
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
     cells = states_ptr + tl.maximum(slot, 0) * states_ss + h * (P * N) + p[:, None] * N + n[None, :]
-    cell_mask = p_mask[:, None] & n_mask[None, :]
-    # The kernel before this one writes no state, and it let this one start when all before it had finished.
-    state = tl.load(cells, mask=cell_mask, other=0.0, eviction_policy="evict_first")
+    WHOLE: tl.constexpr = BLOCK_N >= N
+    if WHOLE:
+        # The kernel before this one writes no state, and it let this one start when all before it had finished.
+        state = tl.load(cells, mask=p_mask[:, None] & (n < N)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -177,23 +175,17 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         tl.store(out, tl.zeros([BLOCK_T, BLOCK_P], out_ptr.dtype.element_ty), mask=live)
         return
 
-    # All loads are asked for before the first is used: a program lives for about two trips to memory.
-    folds = length + T + WIDEST > W
-    visible = tl.where(folds, 0, length)
-    place = (tl.where(folds, start + length, start) + w) % W
-    newest = t[:, None] + visible
+    # What does not stream is asked for first: it arrives behind the first columns of the state.
     token = b * T + t
-    values_cells = values_ptr + row * values_sr + h * (W * P) + p[None, :]
-    queries = tl.load(
-        queries_ptr + (token * G + g).to(tl.int64)[:, None] * N + n[None, :],
-        mask=(t < T)[:, None] & n_mask[None, :], other=0.0,
-    )  # fmt: skip
+    newest = t[:, None] + length
+    place = (start + w) % W
+    queries = queries_ptr + (token * G + h // (H // G)).to(tl.int64)[:, None] * N + n[None, :]
     scores = tl.load(
         scores_ptr + (token * H + h).to(tl.int64)[:, None] * W + place[None, :],
         mask=(t < T)[:, None] & (w[None, :] <= newest), other=0.0,
     )  # fmt: skip
-    used = (w < visible + T)[:, None] & p_mask[None, :]
-    values = tl.load(values_cells + place[:, None] * P, mask=used, other=0.0)
+    values_cells = values_ptr + row * values_sr + h * (W * P) + place[:, None] * P + p[None, :]
+    values = tl.load(values_cells, mask=(w < length + T)[:, None] & p_mask[None, :], other=0.0)
     decays = tl.load(decays_ptr + token * H + h, mask=t < T, other=0.0)
     gate = tl.zeros([BLOCK_T, BLOCK_P], tl.float32)
     if z_ptr is not None:
@@ -202,60 +194,39 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     if D_ptr is not None:
         # The skip connection is one more weight on the token's own input.
         scores += tl.where(w[None, :] == newest, tl.load(D_ptr + h).to(tl.float32), 0.0)
-    # Two whole paths and no common end: a state that came out of a dot is laid out otherwise than one just loaded,
-    # and bringing them together would send every state through shared memory.
-    if folds:
-        A = tl.load(A_ptr + h)
-        past = w < length
-        column = (start + w) % W
-        gates = tl.load(gates_ptr + row * gates_sr + h * W + column, mask=past, other=0.0)
-        total = tl.sum(gates * A, axis=0)
-        weight = gates * tl.exp(total - tl.cumsum(gates * A, axis=0))
-        inputs = tl.load(values_cells + column[:, None] * P, mask=past[:, None] & p_mask[None, :], other=0.0)
-        keys_cells = keys_ptr + row * keys_sr + g * (W * N) + column[:, None] * N + n[None, :]
-        keys = tl.load(keys_cells, mask=past[:, None] & n_mask[None, :], other=0.0)
-        weighted = tl.trans(inputs.to(tl.float32) * weight[:, None])
-        history = _exact_dot(weighted, keys)
-        folded = (state.to(tl.float32) * tl.exp(total) + history).to(states_ptr.dtype.element_ty)
-        tl.store(cells, folded, mask=cell_mask)
-        y = _outputs(folded, queries, scores, values, decays, T, PRECISION)
-        if z_ptr is not None:
-            y *= silu(gate)
-        tl.store(out, y.to(out_ptr.dtype.element_ty), mask=live)
-        return
-    y = _outputs(state, queries, scores, values, decays, T, PRECISION)
+
+    acc = tl.zeros([BLOCK_P, BLOCK_N if BLOCK_T == 1 else BLOCK_T], tl.float32)
+    if WHOLE:
+        acc = _multiply(state, tl.load(queries, mask=(t < T)[:, None] & (n < N)[None, :], other=0.0), acc)
+    else:
+        for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+            n_mask = n < N - first
+            mask = p_mask[:, None] & n_mask[None, :]
+            if N % BLOCK_N == 0 and P % BLOCK_P == 0:
+                state = tl.load(cells + first, eviction_policy="evict_first")
+            else:
+                state = tl.load(cells + first, mask=mask, other=0.0, eviction_policy="evict_first")
+            acc = _multiply(state, tl.load(queries + first, mask=(t < T)[:, None] & n_mask[None, :], other=0.0), acc)
+    if BLOCK_T == 1:
+        y = (tl.sum(acc, axis=1) * tl.sum(decays))[None, :]
+        y += tl.sum(values.to(tl.float32) * tl.trans(scores), axis=0)[None, :]
+    else:
+        y = tl.trans(acc) * decays[:, None] + exact_dot(scores, values)
     if z_ptr is not None:
         y *= silu(gate)
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
-def _outputs(  # type: ignore[no-untyped-def]
-    state, queries, scores, values, decays, T: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """[BLOCK_T, BLOCK_P] outputs of a state tile and the ring entries that the scores weigh."""
-    if T > 1:
-        y = tl.trans(tl.dot(state, tl.trans(queries.to(state.dtype)), input_precision=PRECISION)) * decays[:, None]
-        y += _exact_dot(scores, values)
+def _multiply(state, queries, acc):  # type: ignore[no-untyped-def]
+    """acc + state [P, N] times queries [T, N]; element by element, to be summed over N at the end, where T is 1."""
+    if queries.shape[0] == 1:
+        acc += state.to(tl.float32) * queries.to(tl.float32)
+    elif state.dtype == queries.dtype and state.dtype != tl.float32:
+        acc = tl.dot(state, tl.trans(queries), acc=acc)
     else:
-        y = (tl.sum(state.to(tl.float32) * queries.to(tl.float32), axis=1) * tl.sum(decays))[None, :]
-        y += tl.sum(values.to(tl.float32) * tl.trans(scores), axis=0)[None, :]
-    return y
-
-
-@triton.jit
-def _exact_dot(a, b):  # type: ignore[no-untyped-def]
-    """a @ b to float32 accuracy, for float32 a and b in the model's dtype. A bfloat16 b is taken as it is and a as the
-    sum of three bfloat16 parts, 8 bits of its mantissa each: cheaper than three TF32 products of converted operands."""
-    if b.dtype == tl.bfloat16:
-        high = a.to(tl.bfloat16)
-        rest = a - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        out = tl.dot(low, b, acc=tl.dot(middle, b, acc=tl.dot(high, b)))
-    else:
-        out = tl.dot(a, b.to(tl.float32), input_precision="tf32x3")
-    return out
+        acc += exact_dot(state.to(tl.float32), tl.trans(queries))
+    return acc
 
 
 def replay_decode_triton(
@@ -279,7 +250,6 @@ def replay_decode_triton(
     start: Tensor,
     length: Tensor,
     start_positions: Tensor,
-    widest: int,
 ) -> Tensor:
     """`mamba2_decode` with a state ring; arguments as there."""
     batch, tokens, _ = xBC.shape
@@ -293,31 +263,36 @@ def replay_decode_triton(
     decays = torch.empty((batch, tokens, heads), dtype=torch.float32, device=xBC.device)
     block_n, block_w = max(16, triton.next_power_of_2(state_dim)), max(16, triton.next_power_of_2(width))
     block_x = 256 if batch >= 16 else 128
-    common = {"T": tokens, "H": heads, "P": dim, "N": state_dim, "G": groups, "W": width}
-    common |= {"WIDEST": widest, "BLOCK_N": block_n}
-    ring_strides = (values.stride(0), keys.stride(0), gates.stride(0))
+    common = {"T": tokens, "H": heads, "P": dim, "N": state_dim, "G": groups, "W": width, "BLOCK_W": block_w}
     _prepare_kernel[batch, groups + triton.cdiv(heads * dim, block_x)](
         xBC, dt, weight, bias, A, dt_bias, conv, values, keys, gates, queries, scores, decays,
         slots, start_positions, rows, start, length,
-        strides(xBC), strides(dt), conv.stride(0), *ring_strides, *dt_limit,
-        TAPS=weight.shape[1], WC=conv.shape[2], BLOCK_X=block_x, BLOCK_W=block_w,
+        strides(xBC), strides(dt), conv.stride(0), values.stride(0), keys.stride(0), gates.stride(0), *dt_limit,
+        TAPS=weight.shape[1], WC=conv.shape[2], BLOCK_X=block_x, BLOCK_N=block_n,
         BLOCK_H=triton.next_power_of_2(heads // groups), PRECISION=dot_precision(xBC.dtype),
         num_warps=8 if tokens > 1 and state_dim > 128 else 4, **common, **pdl(xBC.device),
     )  # fmt: skip
-    block_p, warps = stream_tile(batch, tokens, states)
-    _stream_kernel[batch, heads, triton.cdiv(dim, block_p)](
-        z, D, A, out, states, values, keys, gates, queries, scores, decays, slots, rows, start, length,
-        strides(z), states.stride(0), *ring_strides, BLOCK_P=block_p, BLOCK_W=block_w,
-        PRECISION=dot_precision(states.dtype), num_warps=warps, **common, **pdl(xBC.device),
+    tile = stream_tile(batch, tokens, states)
+    _stream_kernel[batch, heads, triton.cdiv(dim, tile["BLOCK_P"])](
+        z, D, out, states, values, queries, scores, decays, slots, rows, start, length,
+        strides(z), states.stride(0), values.stride(0), **tile, **common, **pdl(xBC.device),
     )  # fmt: skip
     return out
 
 
-def stream_tile(batch: int, tokens: int, states: Tensor) -> tuple[int, int]:
-    """(rows of P in a tile, warps) for states [S+1, H, P, N], as measured on an H200: 8 KiB of a 16-bit state, 16 KiB
-    of a float32 one, and twice as much where a tile serves many tokens."""
-    row_bytes = states.element_size() * max(16, triton.next_power_of_2(states.shape[3]))
+def stream_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:
+    """How a program of the stream cuts the states [S+1, H, P, N], as measured on an H200.
+
+    Few programs take 16 rows of P each and all of N before they wait for the kernel in front; many take whole heads and
+    64 columns at a time, three such pieces under way. One token against a float32 state is multiplied element by
+    element: three tensor-core products would cost more than the bytes.
+    """
+    _, heads, dim, state_dim = states.shape
     wide = states.element_size() == 4
-    block_p = (16384 if wide else 8192) * (2 if tokens > 1 else 1) // row_bytes
-    warps = 4 if tokens > 1 else 8 if wide else 2
-    return min(max(16, block_p), max(16, triton.next_power_of_2(states.shape[2]))), warps
+    rows, columns = (max(16, triton.next_power_of_2(size)) for size in (dim, state_dim))
+    tile = {"BLOCK_T": 1 if tokens == 1 and wide else max(16, triton.next_power_of_2(tokens))}
+    if batch * heads * dim <= 1 << 16:
+        return tile | {"BLOCK_P": 16, "BLOCK_N": columns, "STAGES": 1, "num_warps": 2}
+    block_p, block_n = (64, 32 if tokens > 1 else 64) if wide else (128, 64)
+    stages = 4 if wide and tokens > 1 else 3
+    return tile | {"BLOCK_P": min(rows, block_p), "BLOCK_N": min(columns, block_n), "STAGES": stages, "num_warps": 4}

@@ -94,7 +94,6 @@ class Mamba2Mixer(nn.Module):
             xBC, dt, gate, weight=self.conv_weight, bias=self.conv_bias, A=self.A, D=self.D, dt_bias=self.dt_bias,
             dt_limit=self.config.dt_limit, conv=cache.conv, states=cache.temporal, read_slots=buf.slots,
             write_slots=buf.slots, start_positions=buf.start_positions, start=buf.ring_start, length=buf.ring_length,
-            widest=seg.widest,
             # One token is final at once; only a verify step may have to go back.
             intermediate_states=cache.intermediate_ssm if tokens > 1 else None, rows=seg.rows, **ring,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from hybridrt.kernels.gated_delta_rule import gdn_gates_reference
 from hybridrt.kernels.gdn_decode import split_qkv
 from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.providers import select
+from hybridrt.kernels.state_ring import RingFolds
 from hybridrt.mem_cache.mamba_pool import ring_width
 from hybridrt.state_shape import StateShape, state_shape
 from tests.gpu import rig
@@ -147,7 +148,7 @@ class DecodeRows:
         args: dict[str, Any] = {"states": self.states(), "rows": self.rows}
         if mode == "replay":
             of_rows = dict.fromkeys(("values", "keys", "gates"), self.used_rows)
-            return args | self.ring(gate), {"states": self.used_slots} | of_rows
+            return args | self.ring(gate), {"states": []} | of_rows
         if mode == "intermediate":
             stored = poisoned(ROWS + 1, self.tokens, *self.shape.temporal)
             return args | {"intermediate_states": stored}, {"intermediate_states": self.used_rows, "states": []}
@@ -207,20 +208,16 @@ def selective_state_update(config: ModelConfig, mode: str, tokens: int) -> Case:
     return Case("selective_state_update", args, pools)
 
 
-def mamba2_replay(config: ModelConfig, tokens: int) -> Case:
-    rows = DecodeRows(state_shape(config.mamba2), tokens)
-    args, pools = rows.state_args("replay", time_step_gate)
-    return Case("mamba2_replay", args | after_conv(config, rows) | {"slots": rows.slots}, pools)
-
-
-def fold(op: str, shape: StateShape, gate: Callable[[Tensor], Tensor], extra: dict[str, Any]) -> Case:
+def fold(shape: StateShape, gate: Callable[[Tensor], Tensor], A: Tensor | None) -> Case:
     """From each slot to itself or, of the first rows, to unused ones."""
     rows = DecodeRows(shape, 1)
     args, _ = rows.state_args("replay", gate)
     others = sorted({*range(1, SLOTS + 1)} - {*rows.used_slots})[:5]
-    written = [*others, *rows.used_slots[5:]]
-    slots = {"read_slots": rows.slots, "write_slots": int32([*written, *[-1] * PADDING])}
-    return Case(op, args | slots | extra, {"states": written, "values": [], "keys": [], "gates": []})
+    pools = {name: args[name][None] for name in ("states", "values", "keys", "gates")}
+    folds = RingFolds(rows.slots, args["rows"], args["start"], args["length"], int32([BATCH]))
+    written = int32([*others, *rows.used_slots[5:], *[-1] * PADDING])
+    args = pools | {"A": None if A is None else A[None], "folds": folds, "write_slots": written}
+    return Case("fold_ring", args, {"states": [0], "values": [], "keys": [], "gates": []})
 
 
 @dataclass
@@ -313,8 +310,6 @@ def gdn_recurrent(config: ModelConfig, mode: str, tokens: int) -> Case:
     rows = DecodeRows(state_shape(config.gdn), tokens)
     args, pools = rows.state_args(mode, log_decay_gate)
     args |= gdn_tokens(config, rows.tokenwise)
-    if mode == "replay":
-        return Case("gdn_replay", args | {"slots": rows.slots}, pools)
     return Case("recurrent_gated_delta_rule", args | {"read_slots": rows.slots, "write_slots": rows.slots}, pools)
 
 
@@ -344,15 +339,13 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
             yield f"mamba2_decode {mode} {tokens}", partial(mamba2_decode, config, mode, tokens)
             if mode != "replay":
                 yield f"selective_state_update {mode} {tokens}", partial(selective_state_update, config, mode, tokens)
-        yield "mamba2_replay 4", partial(mamba2_replay, config, 4)
-        decay = {"A": mamba2_heads(config)["A"]}
-        yield "mamba2_fold", partial(fold, "mamba2_fold", shapes[0], time_step_gate, decay)
+        yield "fold_ring", partial(fold, shapes[0], time_step_gate, mamba2_heads(config)["A"])
         yield "mamba2_chunk_scan", partial(mamba2_chunk_scan, config)
     if "gdn" in config.linear:
         for mode, tokens in modes:
             yield f"gdn_decode {mode} {tokens}", partial(gdn_decode, config, mode, tokens)
-            op = "gdn_replay" if mode == "replay" else "recurrent_gated_delta_rule"
-            yield f"{op} {mode} {tokens}", partial(gdn_recurrent, config, mode, tokens)
-        yield "gdn_fold", partial(fold, "gdn_fold", shapes[0], log_decay_gate, {})
+            if mode != "replay":
+                yield f"recurrent_gated_delta_rule {mode} {tokens}", partial(gdn_recurrent, config, mode, tokens)
+        yield "fold_ring", partial(fold, shapes[0], log_decay_gate, None)
         yield "gdn_gates", partial(gdn_gates, config)
         yield "chunk_gated_delta_rule", partial(chunk_gated_delta_rule, config)

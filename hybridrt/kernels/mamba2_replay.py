@@ -1,0 +1,71 @@
+"""Plain-torch `mamba2_decode` behind the conv, with a state ring: outputs read from a checkpoint and the inputs since.
+
+With s_j the sum of A dt over the ring up to entry j, S the checkpoint and token t's own entry among the j <= t:
+
+    y_t = exp(s_t) S C_t + sum_{j <= t} exp(s_t - s_j) dt_j (B_j . C_t) x_j
+"""
+
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
+from hybridrt.kernels.slots import pad_mask, read_rows
+from hybridrt.kernels.state_ring import ring_entries, write_entries
+
+
+def mamba2_replay(
+    states: Tensor,
+    values: Tensor,
+    keys: Tensor,
+    gates: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    z: Tensor | None,
+    slots: Tensor,
+    rows: Tensor,
+    start: Tensor,
+    length: Tensor,
+) -> Tensor:
+    """Outputs of T new tokens of each row; their inputs enter the ring at (start + length + t) mod W.
+
+    Args:
+        states: [S+1, H, P, N] checkpoints; values, keys, gates: the ring of this layer.
+        x, z: [B, T, H, P]; dt: [B, T, H] raw; B, C: [B, T, G, N]; A, D, dt_bias: [H].
+        slots, rows: [B] int32, rows of `states` and of the ring. Slot -1 is padding: zeros, nothing touched.
+        start, length: [B] int32, the cursors at the head of the step.
+
+    Returns:
+        [B, T, H, P] in x's dtype.
+    """
+    new = torch.arange(x.shape[1], device=x.device)
+    column = (start[:, None] + length[:, None] + new) % gates.shape[2]
+    for ring, entries in ((values, x), (keys, B), (gates, time_step(dt, dt_bias, dt_limit))):
+        write_entries(ring, slots, rows, column, entries)
+    v, k, g = ring_entries(values, keys, gates, rows, start)
+    y = _read(read_rows(states, slots).float(), v, k, g, A, C.float(), length[:, None] + new)
+    return skip_and_gate(y, x, D, z).masked_fill_(pad_mask(slots, 4), 0.0).to(x.dtype)
+
+
+def _read(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor, C: Tensor, end: Tensor) -> Tensor:
+    """Outputs [B, T, H, P] for queries C [B, T, G, N] that see the state and the ring's entries up to end [B, T]."""
+    entry = torch.arange(g.shape[1], device=g.device)
+    known = entry <= end[:, -1:]
+    # Columns past the end may hold anything, NaN included.
+    g, v, k = (torch.where(known.view(*known.shape, *[1] * (part.ndim - 2)), part, 0.0) for part in (g, v, k))
+    cum = (g * A).cumsum(1)
+    at_end = cum.gather(1, end.long()[:, :, None].expand(-1, -1, g.shape[2]))
+    unseen = (entry > end[:, :, None])[..., None]
+    weight = (at_end[:, :, None] - cum[:, None]).masked_fill_(unseen, -torch.inf).exp_() * g[:, None]
+
+    scores = torch.einsum("btgn,bwgn->btwg", C, k)[..., None]
+    weight = (weight.unflatten(3, (k.shape[2], -1)) * scores).flatten(3)
+    from_state = torch.einsum("bgmn,btgn->btgm", state.view(len(C), C.shape[2], -1, C.shape[3]), C)
+    y = torch.einsum("btwh,bwhp->bthp", weight, v)
+    return y.addcmul_(from_state.reshape(y.shape), at_end.exp()[..., None])

@@ -1,0 +1,158 @@
+"""The state ring: a checkpoint of the recurrent state, and the inputs of the tokens since (after ReplaySSM).
+
+The pool holds the state after some committed token, the checkpoint. The inputs of the `length` tokens since then stand
+in a ring of W columns per running request, the oldest in column `start`:
+
+                             Mamba-2                              Gated Delta Net
+    values [R+1, H, W, P]    x after the conv                     u = beta (v - S k), S decayed
+    keys   [R+1, G, W, N]    B after the conv                     the normalised k
+    gates  [R+1, H, W]       dt after softplus and clamp          log of the decay
+
+values and keys in the model's dtype, gates in float32. A step reads its outputs from checkpoint and ring and enters its
+T tokens at columns (start + length + t) mod W; the state itself is not written. At the step's end `advance_ring`
+commits the accepted ones, and rows with no room for another step of the widest kind (length + widest > W) are folded,
+in every layer at once (`fold_ring`):
+
+    S <- exp(a_1 + ... + a_n) S + sum_i w_i exp(a_{i+1} + ... + a_n) value_i key_i^T
+
+with a_i = A dt_i and w_i = dt_i in Mamba-2, a_i = log of the decay and w_i = 1 in the Gated Delta Net.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridrt.errors import ConfigError
+from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.slots import read_rows, write_rows
+
+for _op in ("advance_ring", "fold_ring"):
+    register(_op, "torch", f"hybridrt.kernels.state_ring:{_op}_reference")
+    register(_op, "triton", f"hybridrt.kernels.state_ring_triton:{_op}_triton", priority=10)
+
+
+@dataclass(frozen=True)
+class RingFolds:
+    """Which rings are folded, the first `count` of B entries: int32, [B] each, count [1].
+
+    Attributes:
+        slots, rows: the state slot and the ring of each.
+        start, length: its oldest entry's column, and how many entries become part of the state.
+    """
+
+    slots: Tensor
+    rows: Tensor
+    start: Tensor
+    length: Tensor
+    count: Tensor
+
+
+def advance_ring(
+    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, slots: Tensor, *, width: int, widest: int
+) -> RingFolds:
+    """Commits `accepted` [B] new entries of `rows`: moves the cursors `start`, `length` [R+1] in place.
+
+    Call it once a step, after the last layer, and hand what it returns to `fold_ring` for each layer: the cursors of
+    those rows say already that their rings are empty. Rows with nothing accepted (padding) stay as they are.
+
+    Args:
+        slots: [B] int32 state slots of the rows.
+        width: W; widest: tokens of the widest step that may follow.
+    """
+    check_ring_width(width, widest)
+    folds: RingFolds = select("advance_ring", start.device.type)(start, length, rows, accepted, slots, width, widest)
+    return folds
+
+
+def fold_ring(
+    states: Tensor,
+    values: Tensor,
+    keys: Tensor,
+    gates: Tensor,
+    A: Tensor | None,
+    folds: RingFolds,
+    *,
+    write_slots: Tensor | None = None,
+) -> None:
+    """Writes the state after the entries that `folds` names, in L layers, to `write_slots` ([B], None: folds.slots).
+
+    Rings and cursors stay as they are. Nothing is written for slot -1.
+
+    Args:
+        states: [L, S+1, H, P, N]; values: [L, R+1, H, W, P]; keys: [L, R+1, G, W, N]; gates: [L, R+1, H, W].
+        A: [L, H] float32 of Mamba-2 layers; None where the gates are logs of decays.
+    """
+    target = folds.slots if write_slots is None else write_slots
+    select("fold_ring", states.device.type)(states, values, keys, gates, A, folds, target)
+
+
+def check_ring_width(width: int, tokens: int) -> None:
+    """Raises ConfigError unless a ring of `width` columns takes a step of `tokens` tokens."""
+    if width < tokens:
+        raise ConfigError(f"a state ring of {width} columns cannot take a step of {tokens} tokens: build the pool with "
+                          f"tokens_per_step={tokens}")  # fmt: skip
+
+
+def advance_ring_reference(
+    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, slots: Tensor, width: int, widest: int
+) -> RingFolds:
+    """Plain-torch `advance_ring`."""
+    row = rows.long()
+    oldest, entries = start[row], length[row] + accepted
+    full = (accepted > 0) & (entries + widest > width)
+    start[row] = torch.where(full, (oldest + entries) % width, oldest)
+    length[row] = torch.where(full, 0, entries)
+    order = torch.argsort(full, descending=True, stable=True)
+    named = (part[order] for part in (slots, rows, oldest, entries))
+    return RingFolds(*named, full.sum(dtype=torch.int32).view(1))
+
+
+def fold_ring_reference(
+    states: Tensor,
+    values: Tensor,
+    keys: Tensor,
+    gates: Tensor,
+    A: Tensor | None,
+    folds: RingFolds,
+    write_slots: Tensor,
+) -> None:
+    """Plain-torch `fold_ring`."""
+    if states.device.type == "cpu" and not int(folds.count):
+        return  # only a CPU knows without waiting
+    meant = torch.arange(len(folds.slots), device=states.device) < folds.count
+    read, write = (torch.where(meant, slots, -1) for slots in (folds.slots, write_slots))
+    for layer in range(states.shape[0]):
+        v, k, g = ring_entries(values[layer], keys[layer], gates[layer], folds.rows, folds.start)
+        state = _folded(read_rows(states[layer], read), v, k, g, None if A is None else A[layer], folds.length)
+        write_rows(states[layer], write, state)
+
+
+def ring_entries(
+    values: Tensor, keys: Tensor, gates: Tensor, rows: Tensor, start: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rings of `rows` in float32, oldest entry first: [B, W, H, P], [B, W, G, N], [B, W, H]."""
+    width = gates.shape[2]
+    column = (start[:, None] + torch.arange(width, device=start.device)) % width
+    v, k, g = (ring[rows[:, None], :, column].float() for ring in (values, keys, gates))
+    return v, k, g
+
+
+def write_entries(ring: Tensor, slots: Tensor, rows: Tensor, column: Tensor, entries: Tensor) -> None:
+    """ring[rows[b], :, column[b, t]] = entries [B, T, heads, ...]; rows whose slot is -1 touch nothing."""
+    real = (slots >= 0).view(-1, *[1] * (entries.ndim - 1))
+    old = ring[rows[:, None], :, column]
+    ring[rows[:, None], :, column] = torch.where(real, entries.to(ring.dtype), old)
+
+
+def _folded(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor | None, length: Tensor) -> Tensor:
+    """The states [B, H, P, N] after the first `length` [B] entries, float32."""
+    # Columns past the end may hold anything, NaN included, so they are replaced and not multiplied by zero.
+    inside = (torch.arange(g.shape[1], device=g.device) < length[:, None])[:, :, None]
+    g = g.masked_fill(~inside, 0.0)
+    v, k = (part.masked_fill(~inside[..., None], 0.0) for part in (v, k))
+    log_decay = (g if A is None else g * A).cumsum(1)
+    weight = (log_decay[:, -1:] - log_decay).exp()
+    inputs = v * (weight if A is None else weight * g)[..., None]
+    history = inputs.view(*k.shape[:3], -1).permute(0, 2, 3, 1) @ k.transpose(1, 2)
+    return torch.addcmul(history.view(state.shape), state.float(), log_decay[:, -1].exp()[..., None, None])
