@@ -109,7 +109,7 @@ def delta_net_step(batch: int, tokens: int, mode: str) -> None:
 
 def delta_net_prefill(tokens: int) -> None:
     chunks = tokens // 64
-    plan = ChunkPlan(int32(chunks + 1), int32(chunks), int32(1), int32(1), chunks, 64, tokens)
+    plan = ChunkPlan(int32(chunks + 1), int32(chunks), int32(1), int32(1), chunks, 64, tokens, (tokens,))
     gates = meta(tokens, VALUE_HEADS)
     g, beta = gdn_gates_triton(gates, gates, float32(VALUE_HEADS), float32(VALUE_HEADS))
     chunk_gated_delta_rule_triton(

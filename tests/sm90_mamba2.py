@@ -77,7 +77,9 @@ class Layer:
 
     def prefill(self, chunk_size: int) -> None:
         chunks = self.tokens // chunk_size
-        plan = ChunkPlan(int32(chunks + 1), int32(chunks), int32(1), int32(1), chunks, chunk_size, self.tokens)
+        plan = ChunkPlan(
+            int32(chunks + 1), int32(chunks), int32(1), int32(1), chunks, chunk_size, self.tokens, (self.tokens,)
+        )
         inputs = {name: part if name == "A" else part[0] for name, part in self.inputs.items()}
         terms = {**self.terms, "z": self.terms["z"][0]}
         causal_conv1d_varlen_triton(

@@ -14,6 +14,8 @@ def own_registry(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv(providers.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setattr(providers, "_IMPLEMENTATIONS", {})
+    monkeypatch.setattr(providers, "_DECLINED", {})
+    monkeypatch.setattr(providers, "_has_nvcc", lambda: True)
     monkeypatch.setattr(providers, "_import_operations", _register_three)
     _clear_caches()
     yield
@@ -36,7 +38,8 @@ def _install(monkeypatch, **versions):
         return names[distribution]
 
     def find(module):
-        return object() if providers.PROVIDERS[module].distribution in names else None
+        distributions = {p.module: p.distribution for p in providers.PROVIDERS.values()}
+        return object() if distributions.get(module, module.replace("_", "-")) in names else None
 
     monkeypatch.setattr(providers.importlib.util, "find_spec", find)
     monkeypatch.setattr(providers.importlib.metadata, "version", version_of)
@@ -123,6 +126,56 @@ def test_report_gives_a_reason_for_every_provider_passed_over(monkeypatch):
     monkeypatch.setenv(providers.ENVIRONMENT_VARIABLE, "op=torch")
     cpu, cuda = providers.report()
     assert cuda.picked == "torch" and cuda.others["triton"] == "HYBRIDRT_PROVIDERS names torch"
+
+
+def test_without_nvcc_a_library_that_compiles_is_passed_over_and_says_why(monkeypatch):
+    import math
+
+    _install(monkeypatch, triton="3.6.0", flashinfer_python="0.6.12")
+    monkeypatch.setattr(providers, "_has_nvcc", lambda: False)
+    assert providers.select("op", "cuda") is math.ceil
+    with pytest.raises(ProviderNotInstalledError, match=r"nvcc.*install the CUDA toolkit or flashinfer-jit-cache"):
+        providers.select("op", "cuda", "flashinfer")
+    assert "nvcc" in providers.report(("cuda",))[0].others["flashinfer"]
+    assert "nvcc" in (providers.objection("op", "cuda", "flashinfer") or "")
+    _clear_caches()
+    _install(monkeypatch, triton="3.6.0", flashinfer_python="0.6.12", flashinfer_jit_cache="0.6.12")
+    assert providers.select("op", "cuda") is math.sqrt
+
+
+def test_nvcc_is_looked_for_on_the_path_and_where_cuda_is_installed(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(providers, "DEFAULT_CUDA_HOME", str(tmp_path / "cuda"))
+    assert not providers._has_nvcc()
+    for at in (tmp_path / "nvcc", tmp_path / "cuda" / "bin" / "nvcc"):
+        at.parent.mkdir(parents=True, exist_ok=True)
+        at.touch(mode=0o755)
+        assert providers._has_nvcc()
+        at.unlink()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "other"))
+    (tmp_path / "other" / "bin").mkdir(parents=True)
+    (tmp_path / "other" / "bin" / "nvcc").touch(mode=0o755)
+    assert providers._has_nvcc()
+
+
+def test_what_does_not_fit_is_declared_with_its_reason(monkeypatch):
+    _install(monkeypatch, triton="3.6.0")
+    providers.decline("op", "mamba_ssm", "it keeps a linear window")
+    assert providers.report(("cuda",))[0].others["mamba_ssm"] == "does not fit: it keeps a linear window"
+    with pytest.raises(ConfigError, match=r"does not implement 'op' \(it keeps a linear window\); providers that do"):
+        providers.select("op", "cuda", "mamba_ssm")
+    with pytest.raises(ConfigError, match="unknown kernel provider"):
+        providers.decline("op", "cutlass", "no reason")
+
+
+def test_an_installed_library_that_cannot_be_imported_is_no_import_error(monkeypatch):
+    _install(monkeypatch, triton="3.6.0", sglang_kernel="0.4.4")
+    providers.register("op", "sgl_kernel", "hybridrt_absent.module:op", priority=30)
+    with pytest.raises(ProviderNotInstalledError, match="'sgl_kernel' of 'op' is installed but cannot be imported"):
+        providers.select("op", "cuda")
 
 
 def test_reporting_every_operation_imports_no_optional_package():

@@ -1,5 +1,6 @@
-"""Paged attention through hybridrt.kernels: the metadata that the plain-torch and the Triton backend share."""
+"""Attention over KVPool: the metadata and the writing that all backends share, and those whose kernels plan nothing."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +27,23 @@ class PagedMetadata:
     seq_lens_host: list[int]
 
 
-class PagedAttnBackend(SegmentedAttnBackend):
-    """Attention over KVPool with lengths on the device: nothing is planned on the host, so graphs replay as they are.
+def kernel_facts(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
+    """What providers are told of a KV cache when they are asked whether they can serve it."""
+    facts: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim}
+    return facts | {"capability": torch.cuda.get_device_capability(device)} if device.type == "cuda" else facts
+
+
+class PagedKVBackend(SegmentedAttnBackend):
+    """Writes keys and values into KVPool, and knows each step's rows and lengths.
 
     Args:
         kv_pool, req_to_token_pool: where keys, values and their slots live.
-        provider: which implementation of the kernels runs, "torch" or "triton".
+
+    Attributes:
+        provider: whose kernels attend (hybridrt.kernels.providers).
+
+    Raises:
+        ProviderNotInstalledError, BackendError: the provider is missing, or cannot serve this device and KV cache.
     """
 
     provider: str
@@ -43,8 +55,11 @@ class PagedAttnBackend(SegmentedAttnBackend):
         device_type = kv_pool.k.device.type
         self._write_kv = select("write_kv", device_type)
         self._rotary_write_kv = select("rotary_write_kv", device_type)
-        self._decode = select("attention_decode", device_type, self.provider)
-        self._extend = select("attention_extend", device_type, self.provider)
+
+    def select(self, op: str) -> Callable[..., torch.Tensor]:
+        """The provider's implementation of `op` for this KV cache."""
+        k = self.kv_pool.k
+        return select(op, k.device.type, self.provider, **kernel_facts(k.device, k.dtype, k.shape[-1]))
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         split = batch.num_decode_rows
@@ -77,38 +92,6 @@ class PagedAttnBackend(SegmentedAttnBackend):
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
         shape = (k.shape[0], layer.num_kv_heads, layer.head_dim)
         self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
-
-    def forward_decode(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
-        meta, split = self._metadata(), batch.num_decode_rows
-        out: torch.Tensor = self._decode(
-            q.view(split, -1, layer.num_heads, layer.head_dim),
-            *self.kv_pool.layer(layer.layer_id),
-            self.req_to_token_pool.req_to_token,
-            meta.rows[:split],
-            meta.seq_lens[:split],
-            scale=layer.scale,
-            sliding_window=layer.sliding_window,
-            tree_mask=meta.tree_mask,
-            max_len=meta.decode_max_len,
-        )
-        return out.reshape(q.shape[0], -1)
-
-    def forward_extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
-        meta, split = self._metadata(), batch.num_decode_rows
-        assert meta.query_start_loc is not None
-        out: torch.Tensor = self._extend(
-            q.view(-1, layer.num_heads, layer.head_dim),
-            *self.kv_pool.layer(layer.layer_id),
-            self.req_to_token_pool.req_to_token,
-            meta.rows[split:],
-            meta.query_start_loc[split:] - batch.num_decode_tokens,
-            meta.seq_lens[split:],
-            scale=layer.scale,
-            sliding_window=layer.sliding_window,
-            query_lens=meta.query_lens,
-            seq_lens_host=meta.seq_lens_host,
-        )
-        return out.reshape(q.shape[0], -1)
 
     def commit_decode(self, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None) -> None:
         """A tree's accepted nodes stand wherever they were proposed: their KV moves up to where their depth says."""
@@ -162,3 +145,43 @@ class PagedAttnBackend(SegmentedAttnBackend):
     def _metadata(self) -> PagedMetadata:
         assert self.metadata is not None, "init_forward_metadata comes before forward"
         return self.metadata
+
+
+class PagedAttnBackend(PagedKVBackend):
+    """Attention with lengths on the device: nothing is planned on the host, so graphs replay as they are."""
+
+    def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
+        super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
+        self._decode, self._extend = self.select("attention_decode"), self.select("attention_extend")
+
+    def forward_decode(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
+        meta, split = self._metadata(), batch.num_decode_rows
+        out: torch.Tensor = self._decode(
+            q.view(split, -1, layer.num_heads, layer.head_dim),
+            *self.kv_pool.layer(layer.layer_id),
+            self.req_to_token_pool.req_to_token,
+            meta.rows[:split],
+            meta.seq_lens[:split],
+            scale=layer.scale,
+            sliding_window=layer.sliding_window,
+            tree_mask=meta.tree_mask,
+            max_len=meta.decode_max_len,
+        )
+        return out.reshape(q.shape[0], -1)
+
+    def forward_extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
+        meta, split = self._metadata(), batch.num_decode_rows
+        assert meta.query_start_loc is not None
+        out: torch.Tensor = self._extend(
+            q.view(-1, layer.num_heads, layer.head_dim),
+            *self.kv_pool.layer(layer.layer_id),
+            self.req_to_token_pool.req_to_token,
+            meta.rows[split:],
+            meta.query_start_loc[split:] - batch.num_decode_tokens,
+            meta.seq_lens[split:],
+            scale=layer.scale,
+            sliding_window=layer.sliding_window,
+            query_lens=meta.query_lens,
+            seq_lens_host=meta.seq_lens_host,
+        )
+        return out.reshape(q.shape[0], -1)

@@ -1,6 +1,7 @@
 """Names to backends. Nothing here imports a backend before it is chosen."""
 
 import importlib
+import logging
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
@@ -9,9 +10,11 @@ import torch
 
 from hybridrt.attention.base import AttentionBackend, SegmentedAttnBackend
 from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
+from hybridrt.attention.paged import kernel_facts
 from hybridrt.attention.prefill_decode import HybridAttnBackend
 from hybridrt.config import EngineConfig, ModelConfig
 from hybridrt.errors import BackendError
+from hybridrt.kernels.providers import is_installed, objection, require
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
@@ -19,6 +22,8 @@ from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 FULL_ATTENTION = {
     "torch": "hybridrt.attention.torch_native:TorchNativeAttnBackend",
     "triton": "hybridrt.attention.triton:TritonAttnBackend",
+    "flashinfer": "hybridrt.attention.flashinfer:FlashinferAttnBackend",
+    "fa3": "hybridrt.attention.fa3:Fa3AttnBackend",
 }
 LINEAR = {
     "mamba2": "hybridrt.attention.mamba2:Mamba2AttnBackend",
@@ -26,6 +31,10 @@ LINEAR = {
 }
 ENTRY_POINT_GROUP = "hybridrt.attention_backends"
 DEFAULT_BY_DEVICE = {"cpu": "torch", "cuda": "triton"}
+# Whose kernels a backend runs. These prefill faster than ours (docs/performance.md), the fastest first.
+LIBRARIES = {"fa3": "sgl_kernel", "flashinfer": "flashinfer"}
+
+logger = logging.getLogger(__name__)
 
 
 def attention_backend_names() -> list[str]:
@@ -38,11 +47,31 @@ def resolve_attention_name(name: str, device: torch.device) -> str:
     return DEFAULT_BY_DEVICE[device.type] if name == "auto" else name
 
 
+def resolve_prefill_name(config: EngineConfig, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """The backend that serves prefill. Where neither backend is named, a faster one than ours if it is installed.
+
+    Args:
+        dtype, head_dim: of the KV cache.
+    """
+    if config.prefill_attention_backend is not None:
+        return resolve_attention_name(config.prefill_attention_backend, device)
+    if config.attention_backend == "auto" and device.type == "cuda":
+        facts = kernel_facts(device, dtype, head_dim)
+        for name, provider in LIBRARIES.items():
+            reason = objection("attention_extend", device.type, provider, **facts)
+            if reason is None:
+                return name
+            if is_installed(provider):
+                logger.warning("prefill attention does not use %s: %s", name, reason)
+    return resolve_attention_name(config.attention_backend, device)
+
+
 def load_attention_backend(name: str, device: torch.device) -> type[SegmentedAttnBackend]:
     """The class behind a name; "auto" picks by platform.
 
     Raises:
-        BackendError: the name is unknown, or what the backend needs is not installed.
+        BackendError: the name is unknown, or what the backend needs cannot be imported.
+        ProviderNotInstalledError: the library that it is named after is missing.
     """
     name = resolve_attention_name(name, device)
     third_party = {e.name: e.value for e in entry_points(group=ENTRY_POINT_GROUP)}
@@ -51,6 +80,8 @@ def load_attention_backend(name: str, device: torch.device) -> type[SegmentedAtt
         raise BackendError(
             f"attention_backend is {name!r}; it must be one of auto, {', '.join(attention_backend_names())}"
         )
+    if name in LIBRARIES:
+        require(LIBRARIES[name], f"attention_backend {name!r}")
     return _load(target)
 
 
@@ -85,11 +116,14 @@ def _full_attention(
         backend: SegmentedAttnBackend = cls(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
         return backend
 
-    decode = build(config.attention_backend)
-    if config.prefill_attention_backend in (None, config.attention_backend):
-        return decode
-    mode = config.speculative.speculative_attention_mode if config.speculative else "decode"
-    return HybridAttnBackend(build(config.prefill_attention_backend or ""), decode, mode)
+    decode = resolve_attention_name(config.attention_backend, device)
+    prefill = resolve_prefill_name(config, device, kv_pool.k.dtype, kv_pool.k.shape[-1])
+    if prefill == decode:
+        return build(decode)
+    # A prefill backend that nobody named was chosen for prefill alone.
+    named = config.prefill_attention_backend is not None
+    mode = config.speculative.speculative_attention_mode if config.speculative and named else "decode"
+    return HybridAttnBackend(build(prefill), build(decode), mode)
 
 
 def _linear_kind(config: EngineConfig, model_config: ModelConfig) -> str:

@@ -143,12 +143,16 @@ def _layers(config: "EngineConfig", target: "Target") -> Iterator[LayerKind]:
 
 def _attention_backends(config: "EngineConfig", target: "Target") -> str:
     """Name of the backend that decodes, and after a slash of the one that prefills if that is another."""
-    from hybridrt.attention.registry import load_attention_backend, resolve_attention_name
+    from hybridrt.attention.registry import load_attention_backend, resolve_attention_name, resolve_prefill_name
 
-    names = [config.attention_backend, config.prefill_attention_backend or config.attention_backend]
+    head_dim = target.model_config.attention.head_dim
+    names = [
+        resolve_attention_name(config.attention_backend, target.device),
+        resolve_prefill_name(config, target.device, target.dtype, head_dim),
+    ]
     for name in names:
         load_attention_backend(name, target.device)
-    return "/".join(dict.fromkeys(resolve_attention_name(name, target.device) for name in names))
+    return "/".join(dict.fromkeys(names))
 
 
 def _symbol(layer: "LayerSpec") -> str:

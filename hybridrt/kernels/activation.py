@@ -9,6 +9,8 @@ from hybridrt.kernels.providers import register, select
 for _op in ("silu_and_mul", "relu2", "sigmoid_mul"):
     register(_op, "torch", f"hybridrt.kernels.activation:{_op}_reference")
     register(_op, "triton", f"hybridrt.kernels.activation_triton:{_op}_triton", priority=10)
+for _library, _priority in (("flashinfer", 5), ("sgl_kernel", 4)):
+    register("silu_and_mul", _library, f"hybridrt.kernels.libraries.{_library}:silu_and_mul", priority=_priority)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

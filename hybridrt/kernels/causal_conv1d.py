@@ -23,6 +23,7 @@ _HERE = "hybridrt.kernels.causal_conv1d"
 for _op in ("causal_conv1d_varlen", "causal_conv1d_update"):
     register(_op, "torch", f"{_HERE}:{_op}_reference")
     register(_op, "triton", f"{_HERE}_triton:{_op}_triton", priority=10)
+    register(_op, "sgl_kernel", f"hybridrt.kernels.libraries.sgl_kernel:{_op}", priority=5)
 
 
 def causal_conv1d_varlen(

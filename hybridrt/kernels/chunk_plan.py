@@ -21,6 +21,7 @@ class ChunkPlan:
         max_chunks_per_seq: chunks of the longest request.
         chunk_size: most tokens of a chunk.
         num_tokens: new tokens of all requests.
+        lengths: new tokens of each request, on the host.
     """
 
     cu_chunk_seqlens: Tensor
@@ -30,6 +31,7 @@ class ChunkPlan:
     max_chunks_per_seq: int
     chunk_size: int
     num_tokens: int
+    lengths: tuple[int, ...]
 
 
 def plan_chunks(
@@ -46,7 +48,7 @@ def plan_chunks(
             ends.append(ends[-1] + length)
     longest = max((b - a + 1 for a, b in zip(first, last, strict=True)), default=0)
     starts, requests, firsts, lasts = _to_device((ends, seq_idx, first, last), device)
-    return ChunkPlan(starts, requests, firsts, lasts, longest, chunk_size, ends[-1])
+    return ChunkPlan(starts, requests, firsts, lasts, longest, chunk_size, ends[-1], tuple(new))
 
 
 def _to_device(parts: Sequence[list[int]], device: torch.device | str) -> Iterator[Tensor]:

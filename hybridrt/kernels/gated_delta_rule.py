@@ -25,6 +25,8 @@ for _op in ("gdn_gates", "chunk_gated_delta_rule"):
     register(_op, "triton", f"hybridrt.kernels.gated_delta_rule_triton:{_op}_triton", priority=10)
 _STEP = "hybridrt.kernels.gdn_decode_triton:recurrent_gated_delta_rule_triton"
 register("recurrent_gated_delta_rule", "triton", _STEP, priority=10)
+_FLA = "hybridrt.kernels.libraries.fla:chunk_gated_delta_rule"
+register("chunk_gated_delta_rule", "fla", _FLA, priority=5)
 
 
 def gdn_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from hybridrt.kernels.providers import register, select
 
 register("gated_rms_norm", "torch", "hybridrt.kernels.gated_norm:gated_rms_norm_reference")
 register("gated_rms_norm", "triton", "hybridrt.kernels.gated_norm_triton:gated_rms_norm_triton", priority=10)
+register("gated_rms_norm", "mamba_ssm", "hybridrt.kernels.libraries.mamba_ssm:gated_rms_norm", priority=5)
 
 
 def gated_rms_norm(

@@ -20,6 +20,7 @@ __all__ = ["ChunkPlan", "mamba2_chunk_scan", "mamba2_chunk_scan_reference", "pla
 _HERE = "hybridrt.kernels.mamba2_scan"
 register("mamba2_chunk_scan", "torch", f"{_HERE}:mamba2_chunk_scan_reference")
 register("mamba2_chunk_scan", "triton", f"{_HERE}_triton:mamba2_chunk_scan_triton", priority=10)
+register("mamba2_chunk_scan", "mamba_ssm", "hybridrt.kernels.libraries.mamba_ssm:mamba2_chunk_scan", priority=5)
 
 
 def mamba2_chunk_scan(

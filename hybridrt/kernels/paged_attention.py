@@ -11,11 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.libraries.common import attention_limits
+from hybridrt.kernels.providers import decline, register, select
 
 for _op in ("write_kv", "attention_decode", "attention_extend"):
     register(_op, "torch", f"hybridrt.kernels.paged_attention:{_op}_reference")
     register(_op, "triton", f"hybridrt.kernels.paged_attention_triton:{_op}_triton", priority=10)
+_LIBRARIES = "hybridrt.kernels.libraries"
+_FA3 = attention_limits(head_dims=(64, 96, 128, 192, 256), architectures=(8, 9))
+for _op in ("attention_decode", "attention_extend"):
+    register(_op, "sgl_kernel", f"{_LIBRARIES}.sgl_kernel:{_op}", priority=5, supports=_FA3)
+_FLASHINFER = attention_limits(head_dims=(64, 128, 256), architectures=(8, 9, 10, 12))
+register(
+    "attention_extend", "flashinfer", f"{_LIBRARIES}.flashinfer:attention_extend", priority=4, supports=_FLASHINFER
+)
+decline("attention_decode", "flashinfer", 'it plans on the host: attention_backend="flashinfer" does, once a step')
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:

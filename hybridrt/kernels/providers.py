@@ -4,7 +4,7 @@ Every file of this package registers its operations here, once per provider: `to
 there), `triton` (ours, CUDA), and installed libraries. `select` picks the one of highest priority that is installed,
 runs on the device and supports the call; `HYBRIDRT_PROVIDERS="rms_norm=torch,sample=triton"` overrides it.
 Implementations are named "module:attribute" and imported when first picked, so that no optional package is imported
-before it is used.
+before it is used. What a library cannot do as we need it is declared too, with the reason (`decline`).
 """
 
 import importlib
@@ -13,6 +13,7 @@ import importlib.util
 import os
 import pkgutil
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -22,11 +23,15 @@ from hybridrt.errors import BackendError, ConfigError, ProviderNotInstalledError
 
 Supports = Callable[[Mapping[str, Any]], str | None]
 ENVIRONMENT_VARIABLE = "HYBRIDRT_PROVIDERS"
+DEFAULT_CUDA_HOME = "/usr/local/cuda"
 
 
 @dataclass(frozen=True)
 class Provider:
-    """A source of kernels: the module that must be importable, its distribution and minimum version, and our extra."""
+    """A source of kernels: the module that must be importable, its distribution and minimum version, and our extra.
+
+    `prebuilt`: it compiles its kernels with nvcc at first use, unless a module of this name is installed.
+    """
 
     name: str
     devices: tuple[str, ...]
@@ -34,6 +39,7 @@ class Provider:
     distribution: str | None = None
     min_version: str = "0"
     install: str = ""
+    prebuilt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,14 @@ class Implementation:
     supports: Supports | None
 
     def load(self) -> Callable[..., Any]:
+        """Raises ProviderNotInstalledError where the provider is installed and cannot be imported."""
         module, attribute = self.target.split(":")
-        function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        try:
+            function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        except ImportError as e:
+            raise ProviderNotInstalledError(
+                f"provider {self.provider.name!r} of {self.op!r} is installed but cannot be imported: {e}"
+            ) from e
         return function
 
 
@@ -72,13 +84,16 @@ PROVIDERS: dict[str, Provider] = {
         Provider("torch", ("cpu", "cuda")),
         Provider("triton", ("cuda",), "triton", "triton", "3.6", "pip install triton"),
         Provider(
-            "flashinfer", ("cuda",), "flashinfer", "flashinfer-python", "0.6.12", "pip install 'hybridrt[flashinfer]'"
+            "flashinfer", ("cuda",), "flashinfer", "flashinfer-python", "0.6.12", "pip install 'hybridrt[flashinfer]'",
+            prebuilt="flashinfer_jit_cache",
         ),
         Provider("mamba_ssm", ("cuda",), "mamba_ssm", "mamba-ssm", "2.2", "pip install 'hybridrt[mamba]'"),
         Provider("sgl_kernel", ("cuda",), "sgl_kernel", "sglang-kernel", "0.4.4", "pip install 'hybridrt[sgl]'"),
+        Provider("fla", ("cuda",), "fla", "flash-linear-attention", "0.6", "pip install 'hybridrt[fla]'"),
     )
-}
+}  # fmt: skip
 _IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {}
+_DECLINED: dict[str, dict[str, str]] = {}
 
 
 def register(op: str, provider: str, target: str, *, priority: int = 0, supports: Supports | None = None) -> None:
@@ -86,10 +101,20 @@ def register(op: str, provider: str, target: str, *, priority: int = 0, supports
 
     Raises ConfigError for a provider that PROVIDERS does not list.
     """
-    if provider not in PROVIDERS:
-        raise ConfigError(f"unknown kernel provider {provider!r} for {op!r}; known: {', '.join(PROVIDERS)}")
+    _check_known(op, provider)
     _IMPLEMENTATIONS.setdefault(op, {})[provider] = Implementation(op, PROVIDERS[provider], target, priority, supports)
     select.cache_clear()
+
+
+def decline(op: str, provider: str, reason: str) -> None:
+    """Declare that the provider's kernel of this kind cannot serve `op`, and why: `report` and errors say so."""
+    _check_known(op, provider)
+    _DECLINED.setdefault(op, {})[provider] = reason
+
+
+def _check_known(op: str, provider: str) -> None:
+    if provider not in PROVIDERS:
+        raise ConfigError(f"unknown kernel provider {provider!r} for {op!r}; known: {', '.join(PROVIDERS)}")
 
 
 @cache
@@ -109,6 +134,24 @@ def select(op: str, device_type: str, name: str | None = None, **facts: Any) -> 
     raise BackendError(f"no provider implements {op!r} on {device_type!r} for {facts or 'this call'}")
 
 
+def objection(op: str, device_type: str, name: str, **facts: Any) -> str | None:
+    """Why provider `name` cannot serve a call of `op`, None if it can. Raises ConfigError for unknown names."""
+    return _objection(_candidate(op, device_type, name), device_type, facts)
+
+
+def is_installed(name: str) -> bool:
+    """Whether the module of a provider can be found. Imports nothing."""
+    module = PROVIDERS[name].module
+    return module is None or importlib.util.find_spec(module) is not None
+
+
+def require(name: str, what: str) -> None:
+    """Raises ProviderNotInstalledError if `what` was asked of a provider that is not installed or not usable."""
+    missing = _missing(PROVIDERS[name])
+    if missing is not None:
+        raise ProviderNotInstalledError(f"{what} was asked of provider {name!r}, which is {missing}")
+
+
 def report(devices: tuple[str, ...] = ("cpu", "cuda")) -> list[ReportRow]:
     """One row per operation and device, in alphabetical order. Imports no optional package."""
     _import_operations()
@@ -124,6 +167,7 @@ def _report_row(op: str, device: str) -> ReportRow:
     picked = fitting[0] if fitting else None
     passed_over = f"{ENVIRONMENT_VARIABLE} names {forced}" if forced else f"{picked} is preferred"
     others = {name: objection or passed_over for name, objection in objections.items() if name != picked}
+    others |= {name: f"does not fit: {reason}" for name, reason in _DECLINED.get(op, {}).items()}
     return ReportRow(op, device, picked, others)
 
 
@@ -140,16 +184,25 @@ def _ranked(op: str, device_type: str) -> list[Implementation]:
 
 
 def _named(op: str, device_type: str, name: str, facts: Mapping[str, Any]) -> Implementation:
+    candidate = _candidate(op, device_type, name)
+    require(name, repr(op))
+    reason = _objection(candidate, device_type, facts)
+    if reason is not None:
+        raise BackendError(f"provider {name!r} cannot serve {op!r} on {device_type!r}: {reason}")
+    return candidate
+
+
+def _candidate(op: str, device_type: str, name: str) -> Implementation:
     candidates = {implementation.provider.name: implementation for implementation in _ranked(op, device_type)}
     if name not in candidates:
-        raise ConfigError(f"{name!r} does not implement {op!r}; providers that do: {', '.join(sorted(candidates))}")
-    missing = _missing(candidates[name].provider)
-    if missing is not None:
-        raise ProviderNotInstalledError(f"{op!r} was asked of provider {name!r}, which is {missing}")
-    objection = _objection(candidates[name], device_type, facts)
-    if objection is not None:
-        raise BackendError(f"provider {name!r} cannot serve {op!r} on {device_type!r}: {objection}")
+        raise ConfigError(_not_implemented(op, name))
     return candidates[name]
+
+
+def _not_implemented(op: str, name: str) -> str:
+    reason = _DECLINED.get(op, {}).get(name)
+    known = ", ".join(sorted(_IMPLEMENTATIONS[op]))
+    return f"{name!r} does not implement {op!r}{f' ({reason})' if reason else ''}; providers that do: {known}"
 
 
 def _objection(implementation: Implementation, device_type: str, facts: Mapping[str, Any]) -> str | None:
@@ -162,17 +215,27 @@ def _objection(implementation: Implementation, device_type: str, facts: Mapping[
 
 @cache
 def _missing(provider: Provider) -> str | None:
+    if not is_installed(provider.name):
+        return f"not installed: {provider.install}"
     if provider.module is None:
         return None
-    if importlib.util.find_spec(provider.module) is None:
-        return f"not installed: {provider.install}"
     try:
         version = importlib.metadata.version(provider.distribution or provider.module)
     except importlib.metadata.PackageNotFoundError:
         return f"importable, but the distribution {provider.distribution!r} is not installed: {provider.install}"
     if _version_tuple(version) < _version_tuple(provider.min_version):
         return f"too old ({version}, at least {provider.min_version} is needed): {provider.install} --upgrade"
+    if provider.prebuilt and importlib.util.find_spec(provider.prebuilt) is None and not _has_nvcc():
+        return (
+            f"unable to build its kernels: nvcc is neither on PATH nor under CUDA_HOME; install the CUDA toolkit or "
+            f"{provider.prebuilt.replace('_', '-')}"
+        )
     return None
+
+
+def _has_nvcc() -> bool:
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), DEFAULT_CUDA_HOME)
+    return any(shutil.which("nvcc", path=f"{home}/bin") for home in homes if home) or bool(shutil.which("nvcc"))
 
 
 def _version_tuple(version: str) -> tuple[int, ...]:
@@ -198,8 +261,7 @@ def _parse_override(item: str) -> tuple[str, str]:
             f"{ENVIRONMENT_VARIABLE}: unknown operation {op!r}; known: {', '.join(sorted(_IMPLEMENTATIONS))}"
         )
     if provider not in _IMPLEMENTATIONS[op]:
-        known = ", ".join(sorted(_IMPLEMENTATIONS[op]))
-        raise ConfigError(f"{ENVIRONMENT_VARIABLE}: {provider!r} does not implement {op!r}; providers that do: {known}")
+        raise ConfigError(f"{ENVIRONMENT_VARIABLE}: {_not_implemented(op, provider)}")
     return op, provider
 
 

@@ -8,6 +8,8 @@ from hybridrt.kernels.providers import register, select
 for _op in ("rms_norm", "add_rms_norm"):
     register(_op, "torch", f"hybridrt.kernels.rms_norm:{_op}_reference")
     register(_op, "triton", f"hybridrt.kernels.rms_norm_triton:{_op}_triton", priority=10)
+    register(_op, "flashinfer", f"hybridrt.kernels.libraries.flashinfer:{_op}", priority=5)
+    register(_op, "sgl_kernel", f"hybridrt.kernels.libraries.sgl_kernel:{_op}", priority=4)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

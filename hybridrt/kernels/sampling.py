@@ -15,6 +15,8 @@ for _op in ("uniform", "sample", "filtered_logits", "greedy", "token_logprobs"):
     register(_op, "torch", f"hybridrt.kernels.sampling:{_op}_reference")
 for _op in ("uniform", "sample", "filtered_logits", "greedy"):
     register(_op, "triton", f"hybridrt.kernels.sampling_triton:{_op}_triton", priority=10)
+for _op in ("sample", "filtered_logits"):
+    register(_op, "flashinfer", f"hybridrt.kernels.libraries.flashinfer:{_op}", priority=5)
 
 # SplitMix64's increment and finaliser constants (Steele, Lea and Flood 2014), as signed 64-bit integers.
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)

@@ -17,6 +17,9 @@ from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
 _HERE = "hybridrt.kernels.selective_state_update"
 register("selective_state_update", "torch", f"{_HERE}:selective_state_update_reference")
 register("selective_state_update", "triton", f"{_HERE}_triton:selective_state_update_triton", priority=10)
+for _library, _priority in (("flashinfer", 5), ("mamba_ssm", 4)):
+    _target = f"hybridrt.kernels.libraries.{_library}:selective_state_update"
+    register("selective_state_update", _library, _target, priority=_priority)
 
 
 def selective_state_update(

@@ -1,0 +1,237 @@
+"""Operations of flashinfer: attention over pages, state update, norms, SwiGLU, filters of sampling."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import flashinfer
+import torch
+from flashinfer.mamba import selective_state_update as flashinfer_state_update
+from flashinfer.sampling import top_k_mask_logits, top_p_renorm_probs
+from torch import Tensor
+
+from hybridrt.kernels.libraries.common import broadcast_heads, page_numbers, refuse
+from hybridrt.kernels.sampling import Penalties, filtered_logits_reference, sample_reference
+from hybridrt.kernels.slots import pad_mask
+
+LIBRARY = "flashinfer"
+WORKSPACE_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """What a plan must know of the attention layers that it serves. `window`: keys that a query sees, None for all."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    scale: float
+    window: int | None
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class GraphBuffers:
+    """Where the plans of a graph of `bs` rows lie: all graphs share them, because each replay plans anew.
+
+    Attributes:
+        query_starts, page_starts: [max_bs + 1] int32; last_page: [max_bs] int32; pages: [n] int32.
+    """
+
+    query_starts: Tensor
+    page_starts: Tensor
+    last_page: Tensor
+    pages: Tensor
+
+    @classmethod
+    def allocate(cls, max_bs: int, pages_per_row: int, device: torch.device) -> "GraphBuffers":
+        sizes = (max_bs + 1, max_bs + 1, max_bs, max_bs * pages_per_row)
+        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
+
+
+class PagedAttention:
+    """flashinfer's attention over pages for one batch: `plan` on the host, `fill_pages` on the device, `run` per layer.
+
+    Args:
+        workspace: [n] uint8, 128 MiB; shared by batches that never run at the same time.
+        bs, buffers: rows of the graph that this serves, and where its plans lie; None for eager steps.
+    """
+
+    def __init__(self, workspace: Tensor, bs: int = 0, buffers: GraphBuffers | None = None) -> None:
+        self._device, self._static = workspace.device, buffers is not None
+        if buffers is None:
+            self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+            return
+        pages_per_row = buffers.pages.shape[0] // buffers.last_page.shape[0]
+        self._pages, self._page_starts = buffers.pages[: bs * pages_per_row], buffers.page_starts[: bs + 1]
+        # fa2 splits a long context among programs, which a few rows of one token need; fa3 does not.
+        self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace, "NHD", use_cuda_graph=True, backend="fa2", qo_indptr_buf=buffers.query_starts[: bs + 1],
+            paged_kv_indptr_buf=self._page_starts, paged_kv_indices_buf=self._pages,
+            paged_kv_last_page_len_buf=buffers.last_page[:bs],
+        )  # fmt: skip
+
+    def plan(self, query_lens: Sequence[int], seq_lens: Sequence[int], heads: HeadLayout) -> None:
+        """For rows of `query_lens` new tokens that end at `seq_lens`. The pages are filled in later: a graph finds the
+        newest of them only when it runs."""
+        page = heads.page_size
+        counts = [max(-(-length // page), 1) for length in seq_lens]  # a row without keys reads one of page 0
+        last_page = [max(length - (count - 1) * page, 1) for length, count in zip(seq_lens, counts, strict=True)]
+        query_starts, page_starts = (self._staged([0, *accumulate(each)]) for each in (query_lens, counts))
+        if not self._static:
+            self._pages = torch.zeros(sum(counts), dtype=torch.int32, device=self._device)
+            self._page_starts = page_starts.to(self._device, non_blocking=True)
+        self._wrapper.plan(
+            query_starts, page_starts, self._pages[:0] if self._static else self._pages, self._staged(last_page),
+            heads.query_heads, heads.kv_heads, heads.head_dim, page, causal=True, sm_scale=heads.scale,
+            window_left=-1 if heads.window is None else heads.window - 1, q_data_type=heads.dtype,
+            max_token_per_sequence=max(query_lens),
+        )  # fmt: skip
+
+    def _staged(self, values: Sequence[int]) -> Tensor:
+        """int32 on the host, where a copy to the device waits for nothing."""
+        return torch.tensor(values, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+
+    def fill_pages(self, req_to_token: Tensor, rows: Tensor, page_size: int) -> None:
+        """Looks up the pages of request rows `rows` [B]; a graph holds this."""
+        numbers = page_numbers(req_to_token, rows, self._page_starts, self._pages.shape[0], page_size)
+        self._pages.copy_(numbers)
+
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """[T, Hq, D] queries of all rows to their outputs."""
+        out: Tensor = self._wrapper.run(q, (k_cache, v_cache))
+        return out
+
+
+def attention_extend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    req_to_token: Tensor,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    query_lens: Sequence[int],
+    seq_lens_host: Sequence[int],
+) -> Tensor:
+    """`attention_extend`, planned for this call alone (hybridrt.attention.flashinfer plans once for all layers)."""
+    real = sum(query_lens)
+    if real == 0:
+        return torch.zeros_like(q)
+    page_size = k_cache.shape[1]
+    layout = HeadLayout(q.shape[1], k_cache.shape[2], q.shape[2], page_size, scale, sliding_window, q.dtype)
+    attention = PagedAttention(torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device))
+    attention.plan(query_lens, seq_lens_host, layout)
+    attention.fill_pages(req_to_token, rows, page_size)
+    out = attention.run(q[:real], k_cache, v_cache)
+    return out if real == q.shape[0] else torch.cat((out, torch.zeros_like(q[real:])))
+
+
+def selective_state_update(
+    states: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    z: Tensor | None,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    intermediate_states: Tensor | None = None,
+    rows: Tensor | None = None,
+    parents: Tensor | None = None,
+) -> Tensor:
+    """`selective_state_update` of chains."""
+    tokens, stores = x.shape[1], intermediate_states is not None
+    refuse(
+        LIBRARY, "state update",
+        "it knows no draft trees" if parents is not None else None,
+        "several tokens without intermediate states" if tokens > 1 and not stores else None,
+        f"dt_limit is {dt_limit}, it clamps nothing" if dt_limit != (0.0, float("inf")) else None,
+        "D is None" if D is None else None,
+    )  # fmt: skip
+    assert D is not None
+    heads, dim, columns = states.shape[1:]
+    several = {} if not stores else {
+        "intermediate_states_buffer": intermediate_states, "intermediate_state_indices": rows,
+        "disable_state_update": True, "cache_steps": tokens,
+    }  # fmt: skip
+    parts = [None if t is None else t if stores else t[:, 0] for t in (x, B, C, z)]
+    y: Tensor = flashinfer_state_update(
+        states, parts[0], broadcast_heads(dt.to(D.dtype) if stores else dt[:, 0].to(D.dtype), dim),
+        A[:, None, None].expand(heads, dim, columns), parts[1], parts[2], broadcast_heads(D, dim), z=parts[3],
+        dt_bias=None if dt_bias is None else broadcast_heads(dt_bias, dim), dt_softplus=True,
+        state_batch_indices=read_slots, pad_slot_id=-1, **several,
+        **({} if stores or read_slots is write_slots else {"dst_state_batch_indices": write_slots}),
+    )  # fmt: skip
+    return y.view(x.shape).masked_fill_(pad_mask(read_slots, 4), 0.0)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm`, with the weight rounded to x's dtype."""
+    normed: Tensor = flashinfer.rmsnorm(x.reshape(-1, x.shape[-1]), weight.to(x.dtype), eps)
+    return normed.view(x.shape)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm`, with the weight rounded to x's dtype."""
+    normed = x.clone(memory_format=torch.contiguous_format)
+    flashinfer.fused_add_rmsnorm(normed, residual, weight.to(x.dtype), eps)
+    return normed, residual
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """`silu_and_mul`."""
+    out: Tensor = flashinfer.silu_and_mul(x.contiguous())
+    return out
+
+
+def filtered_logits(
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    penalties: Penalties | None = None,
+    bitmask: Tensor | None = None,
+) -> Tensor:
+    """`filtered_logits`: top-k and top-p by flashinfer, the rest by plain torch."""
+    rest = filtered_logits_reference(logits, temperature=temperature, penalties=penalties, bitmask=bitmask)
+    if top_k is not None:
+        vocabulary = rest.shape[1]
+        rest = top_k_mask_logits(rest, torch.where((top_k <= 0) | (top_k > vocabulary), vocabulary, top_k))
+    if top_p is not None:
+        kept = top_p_renorm_probs(rest.softmax(-1), top_p) > 0
+        rest = rest.masked_fill(~kept & (top_p < 1)[:, None], -torch.inf)
+    ones = torch.ones_like(temperature)
+    return rest if min_p is None else filtered_logits_reference(rest, temperature=ones, min_p=min_p)
+
+
+def sample(
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    seeds: Tensor,
+    indices: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    penalties: Penalties | None = None,
+    bitmask: Tensor | None = None,
+) -> Tensor:
+    """`sample`: flashinfer filters, the draw is ours. Its own draws are keyed by a generator's state, so that a batch's
+    other rows would change them."""
+    filtered = filtered_logits(
+        logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalties=penalties, bitmask=bitmask
+    )
+    tempered = torch.where(temperature == 0, 0.0, 1.0)
+    return sample_reference(filtered, temperature=tempered, seeds=seeds, indices=indices)

@@ -1,0 +1,101 @@
+"""Operations of mamba-ssm: the chunked scan, the state update of one token and the grouped gated norm."""
+
+from itertools import groupby
+
+import torch
+from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
+from mamba_ssm.ops.triton.selective_state_update import selective_state_update as mamba_state_update
+from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+from torch import Tensor
+
+from hybridrt.kernels.chunk_plan import ChunkPlan
+from hybridrt.kernels.libraries.common import broadcast_heads, initial_states, refuse
+from hybridrt.kernels.slots import live_tokens, pad_mask, write_rows
+
+LIBRARY = "mamba-ssm"
+
+
+def mamba2_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    z: Tensor | None,
+    states: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    has_initial_state: Tensor,
+    query_start_loc: Tensor,
+    plan: ChunkPlan,
+    snapshot_slots: Tensor | None = None,
+) -> Tensor:
+    """`mamba2_chunk_scan`: neighbours of equal length in one call; its own ragged form takes no states."""
+    refuse(LIBRARY, "scan", "it keeps no states within a row" if snapshot_slots is not None else None)
+    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    before = initial_states(states, read_slots, has_initial_state)
+    row = start = 0
+    for length, group in groupby(plan.lengths):
+        count = len(list(group))
+        tokens, rows = slice(start, start + count * length), slice(row, row + count)
+        row, start = rows.stop, tokens.stop
+        if length == 0:
+            continue
+        parts = (t[tokens].unflatten(0, (count, length)) for t in (x, dt, B, C))
+        batch_x, batch_dt, batch_B, batch_C = parts
+        y, before[rows] = mamba_chunk_scan_combined(
+            batch_x, batch_dt, A, batch_B, batch_C, plan.chunk_size, D=D, dt_bias=dt_bias, dt_softplus=True,
+            z=None if z is None else z[tokens].unflatten(0, (count, length)), dt_limit=dt_limit,
+            initial_states=before[rows], return_final_states=True,
+        )  # fmt: skip
+        out[tokens] = y.flatten(0, 1)
+    write_rows(states, write_slots, before)
+    return out.masked_fill_(~live_tokens(read_slots, query_start_loc, x.shape[0])[:, None, None], 0.0)
+
+
+def selective_state_update(
+    states: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    z: Tensor | None,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    intermediate_states: Tensor | None = None,
+    rows: Tensor | None = None,
+    parents: Tensor | None = None,
+) -> Tensor:
+    """`selective_state_update` of one token. It knows no padding: such rows update the scratch slot 0."""
+    refuse(
+        LIBRARY, "state update",
+        "it takes one token" if x.shape[1] > 1 or intermediate_states is not None else None,
+        "it reads and writes the same slot" if read_slots is not write_slots else None,
+        f"dt_limit is {dt_limit}, it clamps nothing" if dt_limit != (0.0, float("inf")) else None,
+    )  # fmt: skip
+    heads, dim, columns = states.shape[1:]
+    y: Tensor = mamba_state_update(
+        states, x[:, 0], broadcast_heads(dt[:, 0], dim), A[:, None, None].expand(heads, dim, columns), B[:, 0], C[:, 0],
+        D=None if D is None else broadcast_heads(D, dim), z=None if z is None else z[:, 0],
+        dt_bias=None if dt_bias is None else broadcast_heads(dt_bias, dim), dt_softplus=True,
+        # int64: slot times state bytes passes 2^31.
+        state_batch_indices=read_slots.clamp(min=0).long(),
+    )  # fmt: skip
+    return y.unsqueeze(1).masked_fill_(pad_mask(read_slots, 4), 0.0)
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, group_size: int, norm_before_gate: bool
+) -> Tensor:
+    """`gated_rms_norm`."""
+    out: Tensor = rmsnorm_fn(x, weight, None, z=gate, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate)
+    return out
