@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from hybridrt.errors import MemoryBudgetError
+from hybridrt.mem_cache.page_demand import PageDemand
 
 GIB = 1024**3
 # Without max_running_requests, rows and their states take at most this share; the rest is KV.
@@ -30,6 +31,7 @@ class MemoryPlan:
         num_pages: KV pages of `page_size` tokens.
         max_model_len: longest prompt + output of one request.
         budget_bytes: what pools may take; weight_bytes and activation_bytes were taken off before.
+        demand: how many of the pages a request holds at a time; None: those of all its tokens.
     """
 
     num_rows: int
@@ -41,6 +43,7 @@ class MemoryPlan:
     budget_bytes: int
     weight_bytes: int = 0
     activation_bytes: int = 0
+    demand: PageDemand | None = None
 
     @property
     def pool_bytes(self) -> int:
@@ -73,7 +76,7 @@ def plan_memory(
     *,
     budget_bytes: int,
     costs: UnitCosts,
-    page_size: int,
+    demand: PageDemand,
     max_running_requests: int | None,
     default_rows: int,
     max_model_len: int | None,
@@ -85,6 +88,7 @@ def plan_memory(
     """Rows first (half of the budget at most, unless their number is given), then KV pages from what is left.
 
     Args:
+        demand: how many pages requests of a length hold at a time.
         max_running_requests, max_model_len: what the user asked for; None lets the plan choose.
         default_rows: most rows when none were asked for.
         model_limit: positions that the model was made for.
@@ -96,18 +100,18 @@ def plan_memory(
         raise MemoryBudgetError(f"max_model_len is {max_model_len}, but the model was made for {model_limit} positions")
     per_request = costs.row + (costs.slot if recurrent else 0)
     available = budget_bytes - costs.fixed - per_request - costs.page  # row 0, slot 0 and page 0
-    pages_wanted = -(-(max_model_len or model_limit) // page_size)
-    need = pages_wanted if max_model_len is not None else 1
+    need = demand.least(max_model_len) if max_model_len is not None else 1
     fitting_rows = (available - need * costs.page) // max(per_request, 1)
     rows = max_running_requests or _default_rows(default_rows, available, per_request, fitting_rows)
     if available < rows * per_request + need * costs.page:
-        raise MemoryBudgetError(_too_small(budget_bytes, available, per_request, costs, page_size, rows, need))
-    most = pages_wanted * rows
+        raise MemoryBudgetError(_too_small(budget_bytes, available, per_request, costs, demand, rows, need))
+    most = demand.pool(rows, max_model_len or model_limit)
     pages = min((available - rows * per_request) // costs.page, most) if costs.page else most
-    length = max_model_len or min(model_limit, pages * page_size)
+    length = max_model_len or (model_limit if demand.least(model_limit) <= pages else pages * demand.page_size)
     return MemoryPlan(
-        rows, rows if recurrent else 0, pages, page_size, length, costs, budget_bytes, weight_bytes, activation_bytes
-    )
+        rows, rows if recurrent else 0, pages, demand.page_size, length, costs, budget_bytes, weight_bytes,
+        activation_bytes, demand,
+    )  # fmt: skip
 
 
 def _default_rows(most: int, available: int, per_request: int, fitting: int) -> int:
@@ -115,11 +119,11 @@ def _default_rows(most: int, available: int, per_request: int, fitting: int) -> 
 
 
 def _too_small(
-    budget: int, available: int, per_request: int, costs: UnitCosts, page_size: int, rows: int, need: int
+    budget: int, available: int, per_request: int, costs: UnitCosts, demand: PageDemand, rows: int, need: int
 ) -> str:
     wanted = rows * per_request + need * costs.page
     fitting_rows = (available - need * costs.page) // max(per_request, 1)
-    fitting_tokens = (available - rows * per_request) // max(costs.page, 1) * page_size
+    fitting_tokens = (available - rows * per_request) // max(costs.page, 1) * demand.page_size
     hints = [f"raise the budget to {budget + wanted - available} bytes (on a GPU: memory_fraction)"]
     if fitting_rows >= 1:
         hints.insert(0, f"lower max_running_requests from {rows} to {fitting_rows}")
@@ -127,5 +131,5 @@ def _too_small(
         hints.insert(0, f"lower max_model_len to {fitting_tokens}")
     return (
         f"the pools' budget of {budget} bytes cannot hold {rows} running requests ({per_request / 2**20:.2f} MiB each) "
-        f"and {need} KV pages of {page_size} tokens ({costs.page / 2**20:.2f} MiB each): {', or '.join(hints)}"
+        f"and {need} KV pages of {demand.page_size} tokens ({costs.page / 2**20:.2f} MiB each): {', or '.join(hints)}"
     )

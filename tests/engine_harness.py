@@ -6,6 +6,7 @@ from typing import Any
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine, EngineLimits
 from hybridrt.engine.request import RequestOutput
+from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.sampling_params import SamplingParams
 from tests.mock_executor import MockDrafter, MockExecutor, tokens_alone
 
@@ -41,14 +42,17 @@ class Rig:
         drafts: int = 0,
         tokenizer: Any = None,
         seed: int = 0,
+        sliding_window: int | None = None,
     ) -> None:
         slots = rows if slots is None else slots
         self.executor = MockExecutor(
-            num_rows=rows, num_slots=slots, num_pages=pages, page_size=page_size, vocab=vocab, late=late
-        )
-        self.pools = CacheCoordinator(rows, slots, pages, page_size)
+            num_rows=rows, num_slots=slots, num_pages=pages, page_size=page_size, vocab=vocab, late=late,
+            sliding_window=sliding_window,
+        )  # fmt: skip
+        demand = PageDemand(page_size, sliding_window, chunk, drafts + 1)
+        self.pools = CacheCoordinator(rows, slots, pages, page_size, demand=demand)
         limits = EngineLimits(vocab, max_model_len, chunk, (EOS,))
-        drafter = MockDrafter(drafts, vocab) if drafts else None
+        drafter = MockDrafter(drafts, vocab, sliding_window) if drafts else None
         self.engine = Engine(self.executor, self.pools, limits, tokenizer, overlap=overlap, seed=seed, drafter=drafter)
         self.outputs: dict[tuple[str, int], RequestOutput] = {}
 
@@ -90,12 +94,13 @@ class Rig:
 
 
 def expected(
-    prompt: Sequence[int], params: SamplingParams, seed: int, max_model_len: int, vocab: int = VOCAB
-) -> tuple[list[int], str]:
+    prompt: Sequence[int], params: SamplingParams, seed: int, max_model_len: int, vocab: int = VOCAB,
+    sliding_window: int | None = None,
+) -> tuple[list[int], str]:  # fmt: skip
     """Tokens and finish reason of a request without stop strings that runs alone."""
     most = max_model_len - len(prompt)
     count = most if params.max_tokens is None else min(most, params.max_tokens)
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
-    tokens = tokens_alone(prompt, seed, count, vocab)
+    tokens = tokens_alone(prompt, seed, count, vocab, sliding_window)
     end = next((i for i, token in enumerate(tokens) if token in stops), None)
     return (tokens, "length") if end is None else (tokens[: end + 1], "stop")

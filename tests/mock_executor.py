@@ -1,7 +1,8 @@
 """An executor without a model, whose tokens depend on everything that a real one's do, and that answers late.
 
-The next token of a row is a hash of the KV that its page table leads to, of its recurrent state, of its seed and of the
-output index: a lost, stale or misplaced token, page, slot or index changes all that follows.
+The next token of a row is a hash of the KV that its page table leads to (within the window, if there is one), of its
+recurrent state, of its seed and of the output index: a lost, stale or misplaced token, page, slot or index changes all
+that follows.
 """
 
 from collections.abc import Sequence
@@ -21,28 +22,34 @@ def mix(*values: int) -> int:
     return h
 
 
-def next_token(context: Sequence[int], seed: int, output_index: int, vocab: int) -> int:
+def next_token(
+    context: Sequence[int], seed: int, output_index: int, vocab: int, sliding_window: int | None = None
+) -> int:
     state = 0
     for token in context:
         state = mix(state, token)
-    return mix(*context, state, seed, output_index) % vocab
+    return mix(*context[-(sliding_window or len(context)) :], state, seed, output_index) % vocab
 
 
-def tokens_alone(prompt: Sequence[int], seed: int, count: int, vocab: int) -> list[int]:
+def tokens_alone(
+    prompt: Sequence[int], seed: int, count: int, vocab: int, sliding_window: int | None = None
+) -> list[int]:
     """`count` tokens of a request that runs by itself."""
     context = list(prompt)
     for i in range(count):
-        context.append(next_token(context, seed, i, vocab))
+        context.append(next_token(context, seed, i, vocab, sliding_window))
     return context[len(prompt) :]
 
 
 @dataclass
 class Tenant:
-    """Whoever an admission put on a row; `steps` are the launched steps that name it."""
+    """Whoever an admission put on a row; `steps` are the launched steps that name it, each with the position of its
+    first token there. `pages` maps all pages that it ever had, `next_page` numbers the next one."""
 
     admission: Admission
-    pages: list[int] = field(default_factory=list)
-    steps: list["MockHandle"] = field(default_factory=list)
+    pages: dict[int, int] = field(default_factory=dict)
+    next_page: int = 0
+    steps: list[tuple["MockHandle", int]] = field(default_factory=list)
     length: int = 0
     outputs: int = 0
     last: int | None = None
@@ -82,12 +89,14 @@ class MockExecutor:
     """`late`: how many launched steps it leaves undone until their results are asked for."""
 
     def __init__(
-        self, *, num_rows: int, num_slots: int, num_pages: int, page_size: int, vocab: int, late: int = 0
-    ) -> None:
-        self.vocab, self.page_size, self.late = vocab, page_size, late
+        self, *, num_rows: int, num_slots: int, num_pages: int, page_size: int, vocab: int, late: int = 0,
+        sliding_window: int | None = None,
+    ) -> None:  # fmt: skip
+        self.vocab, self.page_size, self.late, self.window = vocab, page_size, late, sliding_window
         self.limits = {"row": num_rows, "slot": num_slots, "page": num_pages}
         self.rows: dict[int, Tenant] = {}
         self.owner: dict[tuple[str, int], Tenant] = {}
+        self.page_owner: dict[int, tuple[Tenant, int]] = {}
         self.kv: dict[tuple[int, int], int] = {}
         self.state: dict[int, int] = {}
         self.queue: list[MockHandle] = []
@@ -113,10 +122,10 @@ class MockExecutor:
             self.rows[admission.row] = tenant
         for write in plan.page_writes:
             tenant = self.rows[write.row]
-            assert write.first_page == len(tenant.pages), "pages are appended without a gap"
+            tenant.next_page = tenant.next_page or write.first_page
+            assert write.first_page == tenant.next_page, "pages are appended without a gap"
             for page in write.pages:
-                self.take("page", page, tenant)
-            tenant.pages += write.pages
+                self.take_page(page, tenant)
         for row in [*plan.decode, *plan.extend]:
             self.name(row, handle)
         assert plan.decode or plan.extend, "an empty step"
@@ -132,21 +141,38 @@ class MockExecutor:
         assert 1 <= index <= self.limits[kind], f"{kind} {index} is reserved or does not exist"
         before = self.owner.get((kind, index))
         assert before is not tenant, f"{kind} {index} given twice to one request"
-        assert before is None or all(step.consumed for step in before.steps), f"{kind} {index} reused too early"
+        assert before is None or all(step.consumed for step, _ in before.steps), f"{kind} {index} reused too early"
         self.owner[kind, index] = tenant
+
+    def take_page(self, page: int, tenant: Tenant) -> None:
+        """The next page of the tenant. Whoever had it before, itself included, has no launched step that reads it."""
+        assert 1 <= page <= self.limits["page"], f"page {page} is reserved or does not exist"
+        before, number = self.page_owner.get(page, (tenant, -1))
+        for step, position in before.steps:
+            assert step.consumed or number < self.first_page(position), f"page {page} reused too early"
+        self.page_owner[page] = tenant, tenant.next_page
+        tenant.pages[tenant.next_page] = page
+        tenant.next_page += 1
+
+    def first_page(self, position: int) -> int:
+        """The first page that a token at `position` sees."""
+        return max(position - self.window + 1, 0) // self.page_size if self.window else 0
 
     def name(self, row: DecodeRow | ExtendRow, handle: MockHandle) -> None:
         tenant = self.rows[row.row]
         assert tenant not in handle.tenants, "a row twice in one step"
         handle.tenants.append(tenant)
-        tenant.steps.append(handle)
-        held = [("row", row.row), *(("page", page) for page in tenant.pages)]
+        tenant.steps.append((handle, row.computed))
+        held = [("row", row.row)]
         if self.limits["slot"]:
             held.append(("slot", tenant.admission.slot))
         assert all(self.owner[thing] is tenant for thing in held), "a step names what belongs to another request"
         tokens = 1 + len(row.drafts) if isinstance(row, DecodeRow) else len(row.tokens)
-        covered = len(tenant.pages) * self.page_size
-        assert not self.limits["page"] or row.computed + tokens <= covered, "positions without a page"
+        if self.limits["page"]:
+            for number in range(self.first_page(row.computed), -(-(row.computed + tokens) // self.page_size)):
+                assert number in tenant.pages, "positions without a page"
+                owner = self.page_owner[tenant.pages[number]]
+                assert owner == (tenant, number), "a step names a page that belongs to another request"
 
     def run_oldest(self) -> None:
         handle = self.queue.pop(0)
@@ -195,7 +221,8 @@ class MockExecutor:
         return tenant.pages[position // self.page_size], position % self.page_size
 
     def sample(self, tenant: Tenant) -> int:
-        context = [self.kv[self.place(tenant, i)] for i in range(tenant.length)]
+        start = max(tenant.length - (self.window or tenant.length), 0)
+        context = [self.kv[self.place(tenant, i)] for i in range(start, tenant.length)]
         values = (*context, self.state[tenant.state], tenant.admission.seed, tenant.outputs)
         tenant.last = mix(*values) % self.vocab
         tenant.outputs += 1
@@ -205,8 +232,8 @@ class MockExecutor:
 class MockDrafter:
     """Proposes what will come, wrong from a token on that varies with the length so far."""
 
-    def __init__(self, width: int, vocab: int) -> None:
-        self.width, self.vocab = width, vocab
+    def __init__(self, width: int, vocab: int, sliding_window: int | None = None) -> None:
+        self.width, self.vocab, self.window = width, vocab, sliding_window
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Draft]:
         return [Draft(self.drafts(request, min(n, self.width))) for request, n in zip(requests, most, strict=True)]
@@ -216,6 +243,6 @@ class MockDrafter:
         context = request.tokens
         right = mix(len(context), request.seed) % (self.width + 2)
         for i in range(most):
-            token = next_token(context, request.seed, len(request.output) + i, self.vocab)
+            token = next_token(context, request.seed, len(request.output) + i, self.vocab, self.window)
             context.append(token if i < right else (token + 1) % self.vocab)
         return context[len(context) - most :] if most else []

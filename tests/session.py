@@ -1,7 +1,7 @@
 """Engines over a real tiny model, with the logits of every token they sample."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,9 @@ class Session:
 
     def engine(self, *, chunk: int = 8192, overlap: bool = False) -> Engine:
         plan, model = self.plan, self.runner.model_config
-        self.coordinator = CacheCoordinator(plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
+        demand = plan.demand and replace(plan.demand, step_tokens=chunk)
+        pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
+        self.coordinator = CacheCoordinator(*pools, demand=demand)
         limits = EngineLimits(model.vocab_size, plan.max_model_len, chunk, model.eos_token_ids)
         return Engine(self, self.coordinator, limits, overlap=overlap)
 

@@ -58,7 +58,9 @@ class Rig:
 
     def engine(self, drafter: Drafter | None = None, chunk: int = 8192) -> Engine:
         plan = self.runner.plan
-        self.coordinator = CacheCoordinator(plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
+        demand = plan.demand and replace(plan.demand, step_tokens=chunk)
+        pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
+        self.coordinator = CacheCoordinator(*pools, demand=demand)
         limits = EngineLimits(self.runner.model_config.vocab_size, LENGTH, chunk)
         return Engine(self.runner, self.coordinator, limits, overlap=False, drafter=drafter)
 

@@ -31,8 +31,9 @@ class FakeRunner(MockExecutor):
         self.model_path = config.model
         self.model_config = SimpleNamespace(vocab_size=VOCAB, eos_token_ids=(EOS,))
         self.plan = SimpleNamespace(
-            num_rows=rows, num_slots=rows, num_pages=32, page_size=4, max_model_len=config.max_model_len or 64
-        )
+            num_rows=rows, num_slots=rows, num_pages=32, page_size=4, demand=None,
+            max_model_len=config.max_model_len or 64,
+        )  # fmt: skip
 
 
 def make(monkeypatch: pytest.MonkeyPatch, tokenizer: Any = None, **config: Any) -> tuple[LLM, FakeRunner]:

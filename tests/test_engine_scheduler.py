@@ -9,6 +9,7 @@ from hybridrt.engine.request import Request, RequestMetrics
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.errors import PoolError
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
+from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import StepPlan
 from hybridrt.sampling_params import SamplingParams
@@ -35,9 +36,16 @@ class Bench:
     """A scheduler whose steps gain one token for each row that samples."""
 
     def __init__(
-        self, lengths: Sequence[int], *, rows: int = 8, pages: int = 99, page: int = 1, chunk: int = 8
+        self,
+        lengths: Sequence[int],
+        *,
+        rows: int = 8,
+        pages: int = 99,
+        page: int = 1,
+        chunk: int = 8,
+        window: int | None = None,
     ) -> None:
-        self.pools = CacheCoordinator(rows, rows, pages, page)
+        self.pools = CacheCoordinator(rows, rows, pages, page, demand=PageDemand(page, window, chunk))
         self.scheduler = Scheduler(self.pools, chunk)
         self.requests = [request(i, n) for i, n in enumerate(lengths)]
         for r in self.requests:

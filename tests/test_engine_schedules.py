@@ -75,6 +75,24 @@ long_adds = st.builds(
         seed=st.integers(0, 2**63 - 1),
     ),
 )
+# Requests of up to 40 tokens that hold few of them; some pools hold no request whole.
+sliding_rigs = st.fixed_dictionaries(
+    {
+        "rows": st.integers(1, 5),
+        "pages": st.sampled_from([9, 12, 16, 30]),
+        "page_size": st.sampled_from([1, 2, 4]),
+        "chunk": st.integers(1, 12),
+        "late": st.integers(0, 3),
+        "overlap": st.booleans(),
+        "drafts": st.sampled_from([0, 0, 1, 4]),
+        "sliding_window": st.integers(1, 8),
+    }
+)
+long_prompts = st.builds(
+    Add,
+    st.lists(st.integers(0, VOCAB - 1), min_size=10, max_size=36),
+    st.builds(SamplingParams, max_tokens=st.sampled_from([1, 3, 12]), seed=st.integers(0, 2**63 - 1)),
+)
 schedules = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -87,6 +105,13 @@ def test_tokens_equal_the_request_alone(config: dict, history: list[Add | Step |
 @schedules
 @given(tight_rigs, st.lists(st.one_of(long_adds, long_adds, others), min_size=6, max_size=12))
 def test_tokens_survive_retraction(config: dict, history: list[Add | Step | Abort]) -> None:
+    play(config, history)
+
+
+@schedules
+@given(sliding_rigs, st.lists(st.one_of(long_prompts, long_adds, others), min_size=5, max_size=10))
+def test_tokens_survive_a_sliding_window(config: dict, history: list[Add | Step | Abort]) -> None:
+    """Pages go back while requests run, to themselves and to others, also between the chunks of a prompt."""
     play(config, history)
 
 
@@ -108,7 +133,7 @@ def play(config: dict, history: list[Add | Step | Abort]) -> None:
     rig.run()
     assert rig.executor.most_in_flight <= (2 if config["overlap"] else 1)
     for name, event in added.items():
-        assert_tokens(rig, name, event, name in aborted)
+        assert_tokens(rig, name, event, name in aborted, config.get("sliding_window"))
 
 
 def add(rig: Rig, event: Add, added: dict[str, Add]) -> None:
@@ -122,12 +147,12 @@ def add(rig: Rig, event: Add, added: dict[str, Add]) -> None:
         added[name] = event
 
 
-def assert_tokens(rig: Rig, name: str, event: Add, was_aborted: bool) -> None:
+def assert_tokens(rig: Rig, name: str, event: Add, was_aborted: bool, sliding_window: int | None) -> None:
     for i in range(event.params.n):
         output = rig.outputs[name, i]
         assert event.params.seed is not None
         seed = derive_seed(event.params.seed, i) if i else event.params.seed
-        tokens, reason = expected(event.prompt, event.params, seed, MAX_MODEL_LEN)
+        tokens, reason = expected(event.prompt, event.params, seed, MAX_MODEL_LEN, VOCAB, sliding_window)
         if was_aborted and output.finish_reason == "abort":
             assert output.token_ids == tokens[: len(output.token_ids)]
         else:

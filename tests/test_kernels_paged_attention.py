@@ -214,6 +214,48 @@ def test_extend_of_ragged_chunks_with_and_without_prefix(dtype, sliding_window, 
             close(out[token], slow_attention(q[token], cache.keys[b], cache.values[b], visible), dtype)
 
 
+def forget(cache, kept):
+    """What lies before position kept[b] of row b is lost: its table entries lead nowhere, its pages to NaN."""
+    for row, first in zip(cache.rows.tolist(), kept, strict=True):
+        for k_or_v in (cache.k, cache.v):
+            k_or_v.view(-1, *k_or_v.shape[2:])[cache.table[row, :first].long()] = torch.nan
+        cache.table[row, :first] = -(2**30)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_decode_reads_nothing_before_the_window(small_tiles, tree):
+    torch.manual_seed(0)
+    lengths, tokens, sliding_window = [70, 6, 33], 3, 20
+    q = torch.randn(len(lengths), tokens, 4, HEAD_DIM)
+    mask = torch.ones(3, tokens, tokens, dtype=torch.bool).tril() if tree else None
+    cache, seq_lens = Cache(lengths, max_context=96), torch.tensor(lengths)
+
+    def decode():
+        arguments = (q, cache.k, cache.v, cache.table, cache.rows, seq_lens)
+        return attention_decode(*arguments, scale=SCALE, sliding_window=sliding_window, tree_mask=mask)
+
+    whole = decode()
+    forget(cache, [max(n - tokens - sliding_window + 1, 0) for n in lengths])
+    assert torch.equal(decode(), whole)
+
+
+def test_extend_reads_nothing_before_the_window(small_tiles):
+    torch.manual_seed(0)
+    seq_lens, query_lens, sliding_window = [60, 33, 7], [40, 1, 7], 11
+    q, cache = torch.randn(sum(query_lens), 4, HEAD_DIM), Cache(seq_lens, max_context=96)
+
+    def extend():
+        return attention_extend(
+            q, cache.k, cache.v, cache.table, cache.rows, torch.tensor([0, *query_lens]).cumsum(0).int(),
+            torch.tensor(seq_lens, dtype=torch.int32), scale=SCALE, sliding_window=sliding_window,
+            query_lens=query_lens, seq_lens_host=seq_lens,
+        )  # fmt: skip
+
+    whole = extend()
+    forget(cache, [max(n - new - sliding_window + 1, 0) for n, new in zip(seq_lens, query_lens, strict=True)])
+    assert torch.equal(extend(), whole)
+
+
 def test_chunks_equal_the_whole():
     torch.manual_seed(0)
     cache = Cache([19])

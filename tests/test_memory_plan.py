@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 from hybridrt.config import SpeculativeConfig
 from hybridrt.errors import MemoryBudgetError
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts, plan_memory
+from hybridrt.mem_cache.page_demand import PageDemand
 from tests.checkpoints import CheckpointStore
 from tests.session import Session, budget
+
+demands = st.builds(
+    PageDemand, st.sampled_from([1, 4, 16]), st.none() | st.integers(1, 100), st.integers(1, 90), st.integers(1, 5)
+)
 
 
 @st.composite
@@ -26,7 +31,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "budget_bytes": draw(st.integers(0, 200_000)),
         "costs": costs,
-        "page_size": draw(st.sampled_from([1, 4, 16])),
+        "demand": draw(demands),
         "max_running_requests": draw(st.none() | st.integers(1, 40)),
         "default_rows": draw(st.integers(1, 40)),
         "max_model_len": draw(st.none() | st.integers(1, limit)),
@@ -53,10 +58,10 @@ def test_a_plan_keeps_its_promises(arguments: dict[str, Any]) -> None:
     assert plan.num_slots == (plan.num_rows if arguments["recurrent"] else 0)
     assert 1 <= plan.max_model_len <= arguments["model_limit"]
     assert plan.max_model_len == (arguments["max_model_len"] or plan.max_model_len)
-    assert plan.num_pages * plan.page_size >= plan.max_model_len, "one request of max_model_len fits"
+    demand: PageDemand = arguments["demand"]
+    assert plan.num_pages >= demand.least(plan.max_model_len), "one request of max_model_len fits"
     assert sum(size for _, _, size in plan.table()) == plan.pool_bytes
-    every_row_full = plan.num_rows * -(-plan.max_model_len // plan.page_size)
-    ample = plan.num_pages >= every_row_full
+    ample = plan.num_pages >= demand.pool(plan.num_rows, plan.max_model_len)
     assert ample or plan.pool_bytes + plan.costs.page > plan.budget_bytes, "no page is wasted"
 
 
@@ -90,7 +95,7 @@ def test_rows_that_nobody_asked_for_never_stand_in_the_way(arguments: dict[str, 
 
 def test_no_request_can_be_longer_than_the_model_was_made_for() -> None:
     arguments = {
-        "budget_bytes": 10**6, "costs": UnitCosts(1, 1, 1), "page_size": 4, "max_running_requests": 2,
+        "budget_bytes": 10**6, "costs": UnitCosts(1, 1, 1), "demand": PageDemand(4), "max_running_requests": 2,
         "default_rows": 4, "max_model_len": 65, "model_limit": 64, "recurrent": True,
     }  # fmt: skip
     with pytest.raises(MemoryBudgetError, match=r"65.*64"):

@@ -7,14 +7,19 @@ The ledger, for a request with `c` matched tokens (whole pages of the prefix cac
     slot                  the request      admit .. release                 release (models with recurrent layers)
     pages[0 : c/page)     the prefix cache locked from admit to release     the cache's eviction, once unlocked
     pages[c/page : n)     the request      admit or grow .. release         release, or the cache that took them over
+    the first of these    the request      .. settle                        settle, once out of every layer's window
+    spare                 the request      settle .. extend                 extend makes them pages of later tokens
 
 `release` is for a request that no launched step still names: until the last such step has been consumed, the device may
-read and write what the request holds.
+read and write what the request holds. `settle` lets go of pages that no step reads whose tokens come after the consumed
+ones; while the prompt still wants pages, they go to the request itself, so that a prompt that was admitted never runs
+short of them.
 """
 
 from hybridrt.engine.request import Request
 from hybridrt.errors import MemoryBudgetError, PoolError
-from hybridrt.mem_cache.allocator import SlotAllocator
+from hybridrt.mem_cache.allocator import Slot, SlotAllocator
+from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.mem_cache.prefix_cache import NoPrefixCache, PrefixCache, PrefixMatch
 from hybridrt.runtime.step import Admission, PageWrite, StepPlan
 
@@ -29,6 +34,7 @@ class CacheCoordinator:
         page_size: tokens in a page.
         prefix_cache: owns pages of `page_allocator`; None keeps nothing.
         page_allocator: the allocator that `prefix_cache` shares; None makes one.
+        demand: how many pages requests hold, for a model whose attention layers all have a sliding window; None: all.
     """
 
     def __init__(
@@ -39,56 +45,78 @@ class CacheCoordinator:
         page_size: int,
         prefix_cache: PrefixCache | None = None,
         page_allocator: SlotAllocator | None = None,
+        demand: PageDemand | None = None,
     ) -> None:
         self.rows = SlotAllocator(num_rows, "request row")
         self.slots = SlotAllocator(num_slots, "state slot")
         self.pages = page_allocator or SlotAllocator(num_pages, "KV page")
-        self._page_size = page_size
+        self._demand = demand or PageDemand(page_size)
         self._prefix_cache: PrefixCache = prefix_cache or NoPrefixCache()
 
     def check_fits(self, num_tokens: int) -> None:
         """Raises MemoryBudgetError if a request of num_tokens tokens in all could not run even alone."""
         # The last token is only sampled: its KV is never written.
-        need = self._pages_for(num_tokens - 1)
-        if need > self.pages.total:
-            most = self.pages.total * self._page_size + 1
+        need = self._demand.least(num_tokens - 1)
+        if self.pages.total and need > self.pages.total:
+            most = self.pages.total * self._demand.page_size + 1
             raise MemoryBudgetError(
                 f"a request of {num_tokens} tokens (prompt + max_tokens) needs {need} KV pages and there are "
                 f"{self.pages.total}: cut prompt + max_tokens to {most}, or raise memory_fraction"
             )
 
     def admit(self, request: Request, headroom: int, plan: StepPlan) -> bool:
-        """Lends a row, a slot and the pages of all of the request's known tokens; `computed` then says how many of
-        them need no computing. False if not all is there with `headroom` free pages left: nothing is taken."""
+        """Lends a row, a slot and the pages that all of the request's known tokens want at a time; `computed` then says
+        how many of them need no computing. False if not all is there with `headroom` free pages left: nothing is
+        taken."""
         if not self.rows.num_free or (self.slots.total and not self.slots.num_free):
             return False
         tokens = request.tokens
         match = self._prefix_cache.match(tokens)
         self._prefix_cache.lock(match)
-        need = self._pages_for(len(tokens)) - len(match.pages)
+        need = self._prompt_pages(len(tokens), len(match.pages))
         if not self._pages_free(need + headroom):
             self._prefix_cache.unlock(match)
             return False
-        request.prefix, request.prefill_tokens, request.computed = match, tokens, match.length
+        request.prefix, request.prefill_tokens = match, tokens
+        request.computed = request.settled = match.length
         request.row = self.rows.alloc(1)[0]
         request.slot = self.slots.alloc(1)[0] if self.slots.total else None
         request.pages = [*match.pages, *self.pages.alloc(need)]
+        self.settle(request, 0)
         self._plan_admission(request, plan)
         return True
 
     def grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Lends pages until KV of `num_tokens` tokens fits. False if there are too few: nothing is taken."""
-        have = len(request.pages)
-        need = self._pages_for(num_tokens) - have
+        need = self._pages_for(num_tokens) - request.end_page
         if need <= 0:
             return True
         if not self._pages_free(need):
             return False
-        fresh = self.pages.alloc(need)
-        request.pages += fresh
-        assert request.row is not None
-        plan.page_writes.append(PageWrite(request.row.index, have, [page.index for page in fresh]))
+        self._append(request, self.pages.alloc(need), plan)
         return True
+
+    def extend(self, request: Request, num_tokens: int, plan: StepPlan) -> int:
+        """How many of the first `num_tokens` tokens of its prompt have pages, once spare ones have become theirs. Fewer
+        than wanted only while launched steps hold the window back."""
+        need = self._pages_for(num_tokens) - request.end_page
+        if need > 0 and request.spare:
+            fresh, request.spare = request.spare[:need], request.spare[need:]
+            self._append(request, fresh, plan)
+        return min(num_tokens, request.end_page * self._demand.page_size) if self.pages.total else num_tokens
+
+    def settle(self, request: Request, num_tokens: int) -> None:
+        """A step that computed `num_tokens` tokens of the request has been consumed, and all before it. Takes the pages
+        that no later step reads, but for those that the rest of the prompt wants."""
+        request.settled += num_tokens
+        gone = self._demand.first_page(request.settled) - request.first_page
+        if gone <= 0 or not request.pages:
+            return
+        own = request.pages[request.borrowed_pages : gone]
+        request.pages, request.first_page = request.pages[gone:], request.first_page + gone
+        wanted = self._pages_for(len(request.prefill_tokens)) - request.end_page - len(request.spare)
+        request.spare += own[: max(wanted, 0)]
+        self.pages.free(own[max(wanted, 0) :])
 
     def release(self, request: Request) -> None:
         """Takes everything back; the prefix cache may keep pages of computed tokens.
@@ -101,16 +129,18 @@ class CacheCoordinator:
                 f"request {request.request_id!r} cannot be released: {request.in_flight} launched steps name it, "
                 f"row {request.row}"
             )
-        own = request.pages[len(request.prefix.pages) :]
-        known = request.tokens[: request.computed]
-        taken = set(self._prefix_cache.insert(known, request.pages))
+        own = request.pages[request.borrowed_pages :] + request.spare
+        # A prefix whose first pages have left the window is none.
+        whole = not request.first_page
+        taken = set(self._prefix_cache.insert(request.tokens[: request.computed], request.pages) if whole else ())
         self._prefix_cache.unlock(request.prefix)
         self.pages.free([page for page in own if page not in taken])
         self.rows.free([request.row])
         if request.slot is not None:
             self.slots.free([request.slot])
         request.row = request.slot = None
-        request.pages, request.prefix, request.prefill_tokens, request.computed = [], PrefixMatch(), (), 0
+        request.pages, request.spare, request.prefix, request.prefill_tokens = [], [], PrefixMatch(), ()
+        request.computed = request.settled = request.first_page = 0
 
     def check(self) -> None:
         """Raises PoolError unless free + used + cached == total in every allocator."""
@@ -118,7 +148,17 @@ class CacheCoordinator:
             allocator.check()
 
     def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size) if self.pages.total else 0
+        return self._demand.whole(num_tokens) if self.pages.total else 0
+
+    def _prompt_pages(self, num_tokens: int, matched: int) -> int:
+        """Pages to lend to a prompt of which the cache has `matched`. Where the pool holds less than whole chunks want,
+        all of it must do: the chunks get shorter."""
+        return min(self._pages_for(num_tokens) - matched, self._demand.prefilling(num_tokens), self.pages.total)
+
+    def _append(self, request: Request, fresh: list[Slot], plan: StepPlan) -> None:
+        assert request.row is not None
+        plan.page_writes.append(PageWrite(request.row.index, request.end_page, [page.index for page in fresh]))
+        request.pages += fresh
 
     def _pages_free(self, need: int) -> bool:
         if need > self.pages.num_free:
@@ -131,4 +171,4 @@ class CacheCoordinator:
         tokens = request.prefill_tokens
         plan.admissions.append(Admission(row, slot, tokens, len(request.prompt), request.params, request.seed))
         if request.pages:
-            plan.page_writes.append(PageWrite(row, 0, [page.index for page in request.pages]))
+            plan.page_writes.append(PageWrite(row, request.first_page, [page.index for page in request.pages]))

@@ -186,7 +186,8 @@ class LLM:
             chunked_prefill_size=self.config.chunked_prefill_size,
             eos_token_ids=model.eos_token_ids,
         )
-        coordinator = CacheCoordinator(plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
+        pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
+        coordinator = CacheCoordinator(*pools, demand=plan.demand)
         # On a CPU a launched step has already run: launching ahead of its tokens would only compute surplus ones.
         overlap = self.config.overlap and runner.device.type == "cuda"
         drafter = make_drafter(self.config, plan, model.vocab_size) if self.config.speculative else None

@@ -75,7 +75,9 @@ class Request:
         max_len: prompt + output tokens at which the request ends.
         stop_ids: tokens that end it.
         stream: the caller wants outputs while it runs, not the last one alone.
-        row, slot, pages, prefix: what the cache coordinator lent; see there.
+        row, slot, pages, spare, prefix: what the cache coordinator lent; see there.
+        first_page: which of the request's pages pages[0] is: those before it have left the sliding window.
+        settled: tokens that consumed steps have computed: a lower bound of `computed`.
         prefill_tokens: tokens to compute before decoding starts: the prompt, and after a retraction the output too.
         in_flight: launched steps that name the request and whose result has not been consumed.
     """
@@ -98,9 +100,12 @@ class Request:
     row: Slot | None = None
     slot: Slot | None = None
     pages: list[Slot] = field(default_factory=list)
+    spare: list[Slot] = field(default_factory=list)
+    first_page: int = 0
     prefix: PrefixMatch = field(default_factory=PrefixMatch)
     prefill_tokens: Sequence[int] = ()
     computed: int = 0
+    settled: int = 0
     pending: int = 0
     in_flight: int = 0
 
@@ -113,6 +118,16 @@ class Request:
     def tokens_left(self) -> int:
         """Tokens that may still be launched: none beyond `max_len` even if every launched one is kept."""
         return self.max_len - len(self.prompt) - len(self.output) - self.pending
+
+    @property
+    def end_page(self) -> int:
+        """Pages that the request has had so far: the number of the next one."""
+        return self.first_page + len(self.pages)
+
+    @property
+    def borrowed_pages(self) -> int:
+        """How many of `pages` the prefix cache owns; they come first."""
+        return max(len(self.prefix.pages) - self.first_page, 0)
 
     @property
     def prefilled(self) -> bool:

@@ -66,11 +66,14 @@ class Scheduler:
     def complete(self, step: ScheduledStep, gained: Sequence[int]) -> None:
         """A launched step is over; its rows gained so many tokens each. Frees what finished requests still held."""
         self._in_flight -= 1
-        for (request, most), tokens in zip(step.rows, gained, strict=True):
+        computed = [*gained[: len(step.plan.decode)], *(len(row.tokens) for row in step.plan.extend)]
+        for (request, most), tokens, new in zip(step.rows, gained, computed, strict=True):
             request.in_flight -= 1
             request.pending -= most
             request.computed -= most - tokens
-            if request.finish_reason is not None and not request.in_flight:
+            if request.finish_reason is None:
+                self._coordinator.settle(request, new)
+            elif not request.in_flight:
                 self._coordinator.release(request)
 
     def remove(self, request: Request) -> None:
@@ -137,10 +140,13 @@ class Scheduler:
             budget -= self._add_extend(step, request, budget)
 
     def _add_extend(self, step: ScheduledStep, request: Request, budget: int) -> int:
-        """Adds the next chunk; returns its length."""
+        """Adds the next chunk; returns its length. None while the pages that it wants wait for a launched step."""
         assert request.row is not None
         start = request.computed
-        chunk = request.prefill_tokens[start : start + budget]
+        end = min(start + budget, len(request.prefill_tokens))
+        chunk = request.prefill_tokens[start : self._coordinator.extend(request, end, step.plan)]
+        if not chunk:
+            return 0
         request.computed += len(chunk)
         last = request.prefilled
         step.plan.extend.append(ExtendRow(request.row.index, start, chunk, len(request.output), last))

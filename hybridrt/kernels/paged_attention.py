@@ -51,7 +51,8 @@ def attention_decode(
     q `[B, T, Hq, D]`; caches `[pages, page, Hkv, D]`; req_to_token `[R+1, max_context]` int32; rows `[B]`; seq_lens
     `[B]`: the keys that the last of the T tokens sees. Token t of a chain sees seq_len - T + t + 1 keys; with
     tree_mask `[B, T, T]` bool (ancestors and self) it sees the first seq_len - T keys and those of the last T that the
-    mask names. sliding_window: a token at position p sees keys at positions > p - window. max_len: an upper bound of
+    mask names. sliding_window: a token at position p sees keys at positions > p - window; what all T tokens have left
+    behind is not read, and its table entries may be stale. max_len: an upper bound of
     seq_lens known on the host; None means the table's width. Returns `[B, T, Hq, D]` in q's dtype; rows with seq_len 0
     (padding) are zeros.
     """
@@ -128,17 +129,18 @@ def attention_decode_reference(
     batch, tokens, query_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     groups = query_heads // kv_heads
-    slots = req_to_token[:, :max_len].index_select(0, rows)
+    slots, position = _last_slots(req_to_token, rows, seq_lens, tokens, sliding_window, max_len)
     context = slots.shape[1]
     visible = None
     if tokens > 1 or sliding_window is not None or not _all_reach(seq_lens, context):
-        in_context = torch.arange(context, device=q.device) < seq_lens.unsqueeze(1)
+        in_context = (position >= 0) & (position < seq_lens.unsqueeze(1))
         # Slots past the end may name another request's page or a stale one: read the finite scratch slot 0 instead.
         slots = torch.where(in_context, slots, 0)
-        if tokens == 1 and sliding_window is None:
+        if tokens == 1:
             visible = in_context.view(batch, 1, 1, context)
         else:
-            visible = _visible(in_context, seq_lens, tokens, sliding_window, tree_mask)
+            node = position - (seq_lens.unsqueeze(1) - tokens)
+            visible = _visible(in_context, node, tokens, sliding_window, tree_mask)
             visible = visible.unsqueeze(1).expand(-1, groups, -1, -1).reshape(batch, 1, groups * tokens, context)
     keys, values = (
         _gather(cache, slots.view(-1)).view(batch, context, kv_heads, head_dim).transpose(1, 2).to(q.dtype)
@@ -162,19 +164,27 @@ def _gather(cache: Tensor, slots: Tensor) -> Tensor:
     return cache.view(-1, cache.shape[2] * cache.shape[3]).index_select(0, slots)
 
 
+def _last_slots(
+    req_to_token: Tensor, rows: Tensor, seq_lens: Tensor, tokens: int, sliding_window: int | None, max_len: int | None
+) -> tuple[Tensor, Tensor]:
+    """KV slots `[B, L]` of all that a row's last `tokens` tokens may see, and their positions; a slot means nothing
+    outside [0, seq_len). What has left the window is not looked up."""
+    if sliding_window is None:
+        slots = req_to_token[:, :max_len].index_select(0, rows)
+        return slots, torch.arange(slots.shape[1], device=rows.device).expand_as(slots)
+    span = min(sliding_window + tokens - 1, max_len or req_to_token.shape[1])
+    position = seq_lens.unsqueeze(1) - span + torch.arange(span, device=rows.device)
+    return req_to_token[rows.unsqueeze(1), position.clamp(min=0)], position
+
+
 def _visible(
-    in_context: Tensor,
-    seq_lens: Tensor,
-    tokens: int,
-    sliding_window: int | None,
-    tree_mask: Tensor | None,
+    in_context: Tensor, node: Tensor, tokens: int, sliding_window: int | None, tree_mask: Tensor | None
 ) -> Tensor:
-    """`[B, T, L]` bool: which context positions each of a row's T tokens sees."""
-    batch, context = in_context.shape
-    index = torch.arange(context, device=in_context.device)
-    node = index - (seq_lens.unsqueeze(1) - tokens)  # which of the T tokens stands there; negative in the prefix
+    """`[B, T, L]` bool: which of L keys each of a row's T tokens sees. node `[B, L]` says which of the T tokens a key
+    belongs to; it is negative in the prefix."""
     if tree_mask is None:
-        tree_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=index.device).tril().expand(batch, -1, -1)
+        tree_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=node.device).tril()
+        tree_mask = tree_mask.expand(len(node), -1, -1)
     clamped = node.clamp(0, tokens - 1).unsqueeze(1)
     in_tree = tree_mask.gather(2, clamped.expand(-1, tokens, -1))
     visible = in_context.unsqueeze(1) & ((node < 0).unsqueeze(1) | in_tree)
@@ -204,9 +214,10 @@ def attention_extend_reference(
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens_host, strict=True)):
         end = start + query_len
         if query_len > 0:
-            slots = req_to_token[:, :seq_len].index_select(0, rows[row : row + 1]).view(-1)
+            first = 0 if sliding_window is None else max(seq_len - query_len - sliding_window + 1, 0)
+            slots = req_to_token[:, first:seq_len].index_select(0, rows[row : row + 1]).view(-1)
             keys, values = (
-                _gather(cache, slots).view(1, seq_len, *cache.shape[2:]).transpose(1, 2).to(q.dtype)
+                _gather(cache, slots).view(1, seq_len - first, *cache.shape[2:]).transpose(1, 2).to(q.dtype)
                 for cache in (k_cache, v_cache)
             )
             query = q[start:end].transpose(0, 1).unsqueeze(0)

@@ -97,6 +97,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     for block in range(first, end):
         pos = origin + block * BLOCK_N + tl.arange(0, BLOCK_N)
         in_context = pos < seq_len
+        if WINDOW > 0:
+            in_context &= pos > seq_len - T - WINDOW  # the pages before may be another request's by now
         node = pos - (seq_len - T)  # which of the T tokens stands there; negative before them
         key_depth = node
         if tree_ptr is not None:
@@ -248,8 +250,10 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     first_token = block_m * BLOCK_M // GROUPS
     last_token = tl.minimum((block_m * BLOCK_M + BLOCK_M - 1) // GROUPS, query_len - 1)
     begin, full, end = 0, (prefix + first_token + 1) // BLOCK_N * BLOCK_N, prefix + last_token + 1
+    oldest = 0
     if WINDOW > 0:
-        begin = tl.maximum(prefix + first_token - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        oldest = tl.maximum(prefix + first_token - WINDOW + 1, 0)
+        begin = oldest // BLOCK_N * BLOCK_N
         full = begin
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -262,9 +266,11 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     for offset in range(full, end, BLOCK_N):
         pos = offset + tl.arange(0, BLOCK_N)
         visible = pos[None, :] <= position[:, None]
+        in_context = pos < seq_len
         if WINDOW > 0:
             visible &= position[:, None] - pos[None, :] < WINDOW
-        acc, row_max, row_sum = _attend(q, k_ptr, v_ptr, table, pos, pos < seq_len, visible, kv_head, d, acc,
+            in_context &= pos >= oldest
+        acc, row_max, row_sum = _attend(q, k_ptr, v_ptr, table, pos, in_context, visible, kv_head, d, acc,
                                         row_max, row_sum, scale_log2, HKV, D, PRECISION)  # fmt: skip
     out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + ((row * HKV * GROUPS + head) * D)[:, None] + d[None, :], out, mask=mask)

@@ -14,6 +14,7 @@ from hybridrt.hf_config import read_model_config
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.mamba_pool import MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts, plan_memory
+from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loader import fill_dummy, has_own_head, load_weights
@@ -124,6 +125,12 @@ def kv_shape(target: Target) -> tuple[int, int]:
     return max(attention.num_kv_heads // target.tp.size, 1), attention.head_dim
 
 
+def page_demand(config: EngineConfig, model_config: ModelConfig) -> PageDemand:
+    """How many KV pages the model's requests hold at a time."""
+    window = model_config.attention.sliding_window
+    return PageDemand(config.page_size, window, config.chunked_prefill_size, config.num_verify_tokens)
+
+
 def make_plan(
     config: EngineConfig, target: Target, *, budget_bytes: int | None = None, weights: int = 0, activations: int = 0
 ) -> MemoryPlan:
@@ -140,7 +147,7 @@ def make_plan(
     plan = plan_memory(
         budget_bytes=free_host_memory() // 4 if budget_bytes is None else budget_bytes,
         costs=costs,
-        page_size=config.page_size,
+        demand=page_demand(config, mc),
         max_running_requests=config.max_running_requests,
         default_rows=DEFAULT_ROWS[target.device.type],
         max_model_len=config.max_model_len,

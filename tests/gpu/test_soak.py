@@ -53,7 +53,8 @@ class Soak:
         config = EngineConfig(str(path), chunked_prefill_size=CHUNK, page_size=4, **fields)
         self.runner = ModelRunner(config, budget_bytes=budget(path, rows=5, pages=40, page_size=4, **fields))
         plan, model = self.runner.plan, self.runner.model_config
-        self.coordinator = CacheCoordinator(plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
+        pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
+        self.coordinator = CacheCoordinator(*pools, demand=plan.demand)
         limits = EngineLimits(model.vocab_size, plan.max_model_len, CHUNK, model.eos_token_ids)
         drafter = make_drafter(config, plan, model.vocab_size) if config.speculative else None
         self.engine = Engine(self.runner, self.coordinator, limits, overlap=config.overlap, drafter=drafter)
