@@ -13,13 +13,25 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Softmax attention of a model, before sharding. `rope` is the Hugging Face rope_parameters dict, None for none."""
+    """Softmax attention of a model, before sharding. `rope` is the Hugging Face rope_parameters dict, None for none.
+    A model without attention layers has no heads."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: Mapping[str, Any] | None
     sliding_window: int | None = None
+
+
+@dataclass(frozen=True)
+class Mamba1Config:
+    """Mamba-1 mixer (Gu & Dao 2023), before sharding: I channels of N states, time steps of rank `dt_rank`."""
+
+    intermediate_size: int
+    state_size: int
+    conv_kernel: int
+    dt_rank: int
+    chunk_size: int = 32
 
 
 @dataclass(frozen=True)
@@ -57,8 +69,7 @@ class GDNConfig:
         _divides("GDN key heads", self.num_k_heads, "value heads", self.num_v_heads)
 
 
-LinearConfig = Mamba2Config | GDNConfig
-LINEAR_KINDS: dict[type, str] = {Mamba2Config: "mamba2", GDNConfig: "gdn"}
+LinearConfig = Mamba1Config | Mamba2Config | GDNConfig
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ class LayerSpec:
     """What one decoder layer holds: softmax attention and/or a recurrent mixer, then a feed-forward part or none."""
 
     attention: bool
-    linear: str | None  # "mamba2" | "gdn" | None
+    linear: str | None  # "mamba1" | "mamba2" | "gdn" | None
     ffn: str | None  # "mlp" | "moe" | None
 
 
@@ -92,6 +103,13 @@ class ModelConfig:
         return tuple(i for i, spec in enumerate(self.layers) if spec.attention)
 
     @property
+    def mamba1(self) -> Mamba1Config:
+        """The Mamba-1 mixers' configuration, of a model that has some."""
+        config = self.linear["mamba1"]
+        assert isinstance(config, Mamba1Config)
+        return config
+
+    @property
     def mamba2(self) -> Mamba2Config:
         """The Mamba-2 mixers' configuration, of a model that has some."""
         config = self.linear["mamba2"]
@@ -106,7 +124,7 @@ class ModelConfig:
         return config
 
     def linear_layer_ids(self, kind: str) -> tuple[int, ...]:
-        """Layers whose recurrent mixer is of `kind` ("mamba2", "gdn")."""
+        """Layers whose recurrent mixer is of `kind` ("mamba1", "mamba2", "gdn")."""
         return tuple(i for i, spec in enumerate(self.layers) if spec.linear == kind)
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-from hybridrt.config import DTYPES, AttentionConfig, GDNConfig, LayerSpec, Mamba2Config, ModelConfig
+from hybridrt.config import DTYPES, AttentionConfig, GDNConfig, LayerSpec, Mamba1Config, Mamba2Config, ModelConfig
 from hybridrt.errors import ConfigError, UnsupportedModelError
 
 FamilyFields = dict[str, Any]
+# Longest request of a model whose config.json sets no limit, since nothing in it counts positions.
+UNLIMITED_POSITIONS = 2**20
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -34,7 +36,7 @@ def read_model_config(path: Path) -> ModelConfig:
         architecture=architecture,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
-        max_position_embeddings=hf.max_position_embeddings,
+        max_position_embeddings=getattr(hf, "max_position_embeddings", UNLIMITED_POSITIONS),
         dtype=_dtype(raw),
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         eos_token_ids=_eos_ids(path, raw),
@@ -56,6 +58,29 @@ def _falcon_h1(hf: Any) -> FamilyFields:
     )
     layer = LayerSpec(attention=True, linear="mamba2", ffn="mlp")
     return {"layers": (layer,) * hf.num_hidden_layers, "linear": {"mamba2": mamba}, "attention": _attention(hf)}
+
+
+def _falcon_mamba(hf: Any) -> FamilyFields:
+    mamba = Mamba1Config(hf.intermediate_size, hf.state_size, hf.conv_kernel, int(hf.time_step_rank))
+    layers = (LayerSpec(attention=False, linear="mamba1", ffn=None),) * hf.num_hidden_layers
+    return {"layers": layers, "linear": {"mamba1": mamba}, "attention": AttentionConfig(0, 0, 0, rope=None)}
+
+
+def _jamba(hf: Any) -> FamilyFields:
+    mamba = Mamba1Config(
+        intermediate_size=hf.mamba_expand * hf.hidden_size,
+        state_size=hf.mamba_d_state,
+        conv_kernel=hf.mamba_d_conv,
+        dt_rank=int(hf.mamba_dt_rank),
+    )
+
+    def layer(kind: str, experts: int) -> LayerSpec:
+        full = kind == "attention"
+        return LayerSpec(full, None if full else "mamba1", "moe" if experts > 1 else "mlp")
+
+    layers = tuple(map(layer, hf.layers_block_type, hf.layers_num_experts))
+    # Jamba rotates nothing: its attention layers take positions from the recurrent layers around them.
+    return {"layers": layers, "linear": {"mamba1": mamba}, "attention": _attention(hf, rotary=False)}
 
 
 def _nemotron_h(hf: Any) -> FamilyFields:
@@ -104,6 +129,8 @@ def _qwen3_next(hf: Any) -> FamilyFields:
 
 FAMILIES: dict[str, Callable[[Any], FamilyFields]] = {
     "FalconH1ForCausalLM": _falcon_h1,
+    "FalconMambaForCausalLM": _falcon_mamba,
+    "JambaForCausalLM": _jamba,
     "NemotronHForCausalLM": _nemotron_h,
     "Qwen3NextForCausalLM": _qwen3_next,
 }

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from hybridrt.config import GDNConfig, LinearConfig, Mamba2Config
+from hybridrt.config import GDNConfig, LinearConfig, Mamba1Config, Mamba2Config
 from hybridrt.errors import ConfigError
 
 
@@ -12,18 +12,19 @@ class StateShape:
     """State of one recurrent layer and one request on one tensor-parallel rank.
 
     Attributes:
-        kind: "mamba2" or "gdn".
-        segments: the sub-projections that the causal conv runs over, in order, with their widths: x, B, C
+        kind: "mamba1", "mamba2" or "gdn".
+        segments: the sub-projections that the causal conv runs over, in order, with their widths: x (Mamba-1), x, B, C
             (Mamba-2) or q, k, v (GDN). A slice of the conv state must respect them.
         conv_kernel: K, taps of the conv.
-        temporal: shape of the recurrent state: [H, P, N] (Mamba-2), [Hv, V, K] (GDN).
-        groups: G groups of B and C, or Hk key heads, on this rank: rows of a state ring's keys.
+        temporal: shape of the recurrent state: [I, N] (Mamba-1), [H, P, N] (Mamba-2), [Hv, V, K] (GDN).
+        groups: G groups of B and C, or Hk key heads, on this rank: rows of a state ring's keys. 1 for Mamba-1, whose
+            channels share B and C.
     """
 
     kind: str
     segments: tuple[tuple[str, int], ...]
     conv_kernel: int
-    temporal: tuple[int, int, int]
+    temporal: tuple[int, ...]
     groups: int
 
     @property
@@ -42,11 +43,15 @@ class StateShape:
 def state_shape(config: LinearConfig, tp_size: int = 1) -> StateShape:
     """The state that one layer keeps for one request on one of `tp_size` ranks.
 
-    Heads are split; groups (key heads) are split where they divide, and replicated where there is only one.
+    Heads (channels of Mamba-1) are split; groups (key heads) are split where they divide, and replicated where there
+    is only one.
 
     Raises:
-        ConfigError: the heads or groups cannot be split over `tp_size` ranks.
+        ConfigError: the heads, channels or groups cannot be split over `tp_size` ranks.
     """
+    if isinstance(config, Mamba1Config):
+        channels = _split("Mamba-1 channels", config.intermediate_size, tp_size)
+        return StateShape("mamba1", (("x", channels),), config.conv_kernel, (channels, config.state_size), 1)
     if isinstance(config, Mamba2Config):
         heads = _split("Mamba-2 heads", config.num_heads, tp_size)
         groups = 1 if config.n_groups == 1 else _split("Mamba-2 groups", config.n_groups, tp_size)

@@ -10,6 +10,10 @@ from hybridrt.kernels.causal_conv1d import conv_window
 from hybridrt.state_shape import StateShape
 
 STATE_MODES = ("classic", "replay", "intermediate")
+NO_MAMBA1_REPLAY = (
+    'state mode "replay" does not exist for Mamba-1, where each state decays at a rate of its own; use "auto" '
+    '("classic" without speculation, "intermediate" with it)'
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class MambaPoolSpec:
             raise ConfigError(f"state mode is {self.mode!r}; it must be one of {', '.join(STATE_MODES)}")
         if self.tree and self.mode == "replay":
             raise ConfigError('draft trees need state mode "intermediate"; "replay" verifies chains')
+        if self.mode == "replay" and any(shape.kind == "mamba1" for shape in self.groups):
+            raise ConfigError(NO_MAMBA1_REPLAY)
 
     def slot_shapes(self, shape: StateShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Tensors that a layer keeps per state slot."""
@@ -76,7 +82,6 @@ class MambaPoolSpec:
 
     def row_shapes(self, shape: StateShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Tensors that a layer keeps per running request: they exist only while it decodes."""
-        heads, values, keys = shape.temporal
         tokens = self.tokens_per_step
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if self.mode == "intermediate":
@@ -85,7 +90,7 @@ class MambaPoolSpec:
             window = (tokens, shape.conv_dim, shape.conv_kernel - 1)
             shapes["intermediate_conv_window"] = (window, self.conv_dtype)
         if self.mode == "replay":
-            width = ring_width(tokens)
+            width, (heads, values, keys) = ring_width(tokens), shape.temporal
             shapes["ring_values"] = ((heads, width, values), self.conv_dtype)
             shapes["ring_keys"] = ((shape.groups, width, keys), self.conv_dtype)
             shapes["ring_gates"] = ((heads, width), torch.float32)

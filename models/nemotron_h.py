@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.layers.attention import RadixAttention, qkv_segments
+from hybridrt.layers.attention import PlainAttention
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
 from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
@@ -56,28 +56,11 @@ class MambaPart(nn.Module):
         }
 
 
-class AttentionPart(nn.Module):
+class AttentionPart(PlainAttention):
     """Grouped-query attention without rotary."""
 
-    def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
-        super().__init__()
-        self.attn = RadixAttention(config.attention, layer_id, build.tp)
-        self.qkv = ColumnLinear(
-            f"{name}.qkv", config.hidden_size, qkv_segments(config.attention, build.tp), build=build
-        )
-        width = config.attention.num_heads * config.attention.head_dim
-        self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width)], config.hidden_size, build=build)
-
-    def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        projected, residual = norm_linear(norm, self.qkv, x, residual)
-        q, k, v = projected.split((self.attn.q_size, self.attn.kv_size, self.attn.kv_size), dim=-1)
-        return self.o_proj(batch.attn_backend.forward(q, k, v, self.attn, batch)), residual
-
     def checkpoint_map(self, key: str) -> CheckpointMap:
-        found = self.o_proj.targets(f"{key}.o_proj", "x")
-        for name in ("q", "k", "v"):
-            found |= self.qkv.targets(f"{key}.{name}_proj", [name])
-        return found
+        return self.targets(key)
 
 
 class MLPPart(Relu2MLP):

@@ -7,6 +7,8 @@ from hybridrt.models.base import CausalLM
 
 MODELS = {
     "FalconH1ForCausalLM": "hybridrt.models.falcon_h1",
+    "FalconMambaForCausalLM": "hybridrt.models.falcon_mamba",
+    "JambaForCausalLM": "hybridrt.models.jamba",
     "NemotronHForCausalLM": "hybridrt.models.nemotron_h",
     "Qwen3NextForCausalLM": "hybridrt.models.qwen3_next",
 }

@@ -58,6 +58,27 @@ def qwen(**changes: Any) -> Make:
     return lambda: (tf.Qwen3NextConfig(**(fields | changes)), tf.Qwen3NextForCausalLM)
 
 
+def falcon_mamba(**changes: Any) -> Make:
+    """Falcon-Mamba: Mamba-1 alone."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "expand": 2, "conv_kernel": 4,
+        "time_step_rank": 5, "tie_word_embeddings": False, **TOKENS,
+    }  # fmt: skip
+    return lambda: (tf.FalconMambaConfig(**(fields | changes)), tf.FalconMambaForCausalLM)
+
+
+def jamba(**changes: Any) -> Make:
+    """Jamba: attention in layer 1 of every 3, experts in every second layer."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_period": 3, "attn_layer_offset": 1,
+        "num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 6,
+        "max_position_embeddings": LENGTH, **TOKENS,
+    }  # fmt: skip
+    return lambda: (tf.JambaConfig(**(fields | changes)), tf.JambaForCausalLM)
+
+
 def rope(kind: str, **numbers: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **numbers}}
 
@@ -128,11 +149,34 @@ QWEN: dict[str, Make] = {
                         num_hidden_layers=2),
 }  # fmt: skip
 
+FALCON_MAMBA: dict[str, Make] = {
+    "plain": falcon_mamba(),
+    "projection_bias_tied": falcon_mamba(use_bias=True, tie_word_embeddings=True, time_step_rank="auto"),
+    "no_conv_bias": falcon_mamba(use_conv_bias=False, conv_kernel=3, expand=3, residual_in_fp32=False),
+    "odd_sizes": falcon_mamba(hidden_size=27, state_size=5, conv_kernel=2, expand=1, time_step_rank=1),
+}
+
+JAMBA: dict[str, Make] = {
+    "plain": jamba(),
+    "dense": jamba(num_experts=1, num_experts_per_tok=1, attn_layer_offset=0),
+    "every_layer_sparse_tied": jamba(
+        expert_layer_period=1, expert_layer_offset=0, tie_word_embeddings=True, num_experts_per_tok=3,
+    ),
+    "projection_bias": jamba(mamba_proj_bias=True, mamba_conv_bias=False, mamba_dt_rank="auto", num_key_value_heads=4),
+    "odd_sizes": jamba(
+        hidden_size=28, num_attention_heads=7, num_key_value_heads=1, mamba_d_state=5, mamba_d_conv=3, mamba_expand=1,
+        mamba_dt_rank=3, num_experts=3, num_experts_per_tok=1, attn_layer_period=2, intermediate_size=20,
+    ),
+    "mamba_alone": jamba(attn_layer_period=9, attn_layer_offset=8, num_hidden_layers=2),
+}  # fmt: skip
+
 CASES: dict[str, Make] = {
     f"{family}-{name}": make
-    for family, cases in (("falcon", FALCON), ("nemotron", NEMOTRON), ("qwen", QWEN))
+    for family, cases in (
+        ("falcon", FALCON), ("falcon_mamba", FALCON_MAMBA), ("jamba", JAMBA), ("nemotron", NEMOTRON), ("qwen", QWEN),
+    )
     for name, make in cases.items()
-}
+}  # fmt: skip
 
 
 def write(make: Make, path: Path, *, seed: int = 0, **save: Any) -> Any:

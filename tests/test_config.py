@@ -187,10 +187,10 @@ def test_verified_tokens_count_the_root() -> None:
 
 def test_state_modes() -> None:
     cpu = torch.device("cpu")
-    assert resolve_state_mode(EngineConfig("x"), cpu) == "classic"
-    assert resolve_state_mode(EngineConfig("x", state_mode="replay"), cpu) == "replay"
+    assert resolve_state_mode(EngineConfig("x"), (), cpu) == "classic"
+    assert resolve_state_mode(EngineConfig("x", state_mode="replay"), (), cpu) == "replay"
     for mode in ("intermediate", "replay"):
-        assert resolve_state_mode(EngineConfig("x", speculative=SpeculativeConfig(state_mode=mode)), cpu) == mode
+        assert resolve_state_mode(EngineConfig("x", speculative=SpeculativeConfig(state_mode=mode)), (), cpu) == mode
 
 
 def test_devices() -> None:

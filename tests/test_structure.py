@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hybridrt import LLM, SamplingParams
-from tests.checkpoints import Make, falcon, nemotron, qwen
+from tests.checkpoints import Make, falcon, jamba, nemotron, qwen
 from tests.tiny import write_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -150,7 +150,9 @@ def _ours(frame: FrameType) -> Iterator[str]:
         here = here.f_back
 
 
-@pytest.mark.parametrize("make", [falcon(), nemotron("M*-ME"), qwen()], ids=["falcon", "nemotron", "qwen"])
+@pytest.mark.parametrize(
+    "make", [falcon(), nemotron("M*-ME"), qwen(), jamba()], ids=["falcon", "nemotron", "qwen", "jamba"]
+)
 def test_from_generate_to_a_kernel_is_a_short_way(make: Make, tmp_path: Path) -> None:
     model = write_tiny(tmp_path, make, tokenizer=False)
     llm = LLM(str(model), load_format="dummy", device="cpu", max_running_requests=2, max_model_len=64)

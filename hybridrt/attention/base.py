@@ -137,7 +137,10 @@ class SegmentedAttnBackend(AttentionBackend):
         if total == 0:
             return q.new_empty(0, layer.num_heads * layer.head_dim)
         if save_kv_cache and k is not None and v is not None:
-            q = self.rotate_and_save(q, k, v, layer, batch, rope)
+            if rope is None:
+                self.save_kv(k, v, layer, batch)
+            else:
+                q = self.rotate_and_save(q, k, v, layer, batch, rope)
         elif rope is not None:
             q, _ = self._rotate(q, q[:, :0] if k is None else k, layer, batch, rope)
         if split == total:
@@ -148,11 +151,10 @@ class SegmentedAttnBackend(AttentionBackend):
         return torch.cat((decoded, self.forward_extend(q[split:], layer, batch, **kwargs)))
 
     def rotate_and_save(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope
     ) -> torch.Tensor:
         """Rotates q and k, writes k and v into the pool, returns q. A backend that fuses the three overrides it."""
-        if rope is not None:
-            q, k = self._rotate(q, k, layer, batch, rope)
+        q, k = self._rotate(q, k, layer, batch, rope)
         self.save_kv(k, v, layer, batch)
         return q
 

@@ -76,11 +76,8 @@ class PagedKVBackend(SegmentedAttnBackend):
         )
 
     def rotate_and_save(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope
     ) -> torch.Tensor:
-        if rope is None:
-            self.save_kv(k, v, layer, batch)
-            return q
         heads, kv_heads = (-1, layer.num_heads, layer.head_dim), (-1, layer.num_kv_heads, layer.head_dim)
         rotated: torch.Tensor = self._rotary_write_kv(
             q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.positions, rope.cos_sin, rope.q_weight,

@@ -59,7 +59,7 @@ class HybridAttnBackend(SegmentedAttnBackend):
         return None
 
     def rotate_and_save(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope
     ) -> torch.Tensor:
         return self._saving_backend(batch).rotate_and_save(q, k, v, layer, batch, rope)
 

@@ -26,6 +26,7 @@ FULL_ATTENTION = {
     "fa3": "hybridrt.attention.fa3:Fa3AttnBackend",
 }
 LINEAR = {
+    "mamba1": "hybridrt.attention.mamba1:Mamba1AttnBackend",
     "mamba2": "hybridrt.attention.mamba2:Mamba2AttnBackend",
     "gdn": "hybridrt.attention.gdn:GDNAttnBackend",
 }

@@ -158,7 +158,7 @@ def _attention_backends(config: "EngineConfig", target: "Target") -> str:
 def _symbol(layer: "LayerSpec") -> str:
     if layer.attention and layer.linear:
         return "H"
-    mixer = "*" if layer.attention else {"mamba2": "M", "gdn": "G", None: ""}[layer.linear]
+    mixer = "*" if layer.attention else {"mamba1": "M", "mamba2": "M", "gdn": "G", None: ""}[layer.linear]
     return mixer or {"mlp": "-", "moe": "E"}[layer.ffn or "mlp"]
 
 

@@ -51,6 +51,20 @@ def plan_chunks(
     return ChunkPlan(starts, requests, firsts, lasts, longest, chunk_size, ends[-1], tuple(new))
 
 
+def ith_chunks(plan: ChunkPlan, i: int) -> tuple[Tensor | slice, Tensor]:
+    """The requests [b] that have an i-th chunk, and these chunks [b]."""
+    chunk = plan.first_chunk + i
+    having = (chunk <= plan.last_chunk).nonzero().squeeze(1)
+    return (slice(None), chunk) if len(having) == len(chunk) else (having, chunk[having])
+
+
+def chunk_tokens(plan: ChunkPlan, chunk: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [b, Q] of chunks [b], the last one repeated as padding, and which of them are real."""
+    token = plan.cu_chunk_seqlens[chunk][:, None] + torch.arange(plan.chunk_size, device=chunk.device)
+    end = plan.cu_chunk_seqlens[chunk + 1][:, None]
+    return token.clamp(max=end - 1), token < end
+
+
 def _to_device(parts: Sequence[list[int]], device: torch.device | str) -> Iterator[Tensor]:
     """int32 tensors of all parts, in one copy. Each starts on 16 bytes: Triton compiles a kernel anew for every
     combination of aligned and unaligned arguments."""

@@ -1,4 +1,4 @@
-"""What the Mamba-2 operations share: the time step and the output terms that do not pass through the state."""
+"""What the Mamba operations share: the time step and the output terms that do not pass through the state."""
 
 import math
 from collections.abc import Sequence
@@ -6,12 +6,14 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
+NO_LIMIT = (0.0, math.inf)
+
 
 def time_step(dt: Tensor, dt_bias: Tensor | None, dt_limit: tuple[float, float]) -> Tensor:
     """clamp(softplus(dt + dt_bias), *dt_limit): raw dt [..., H], dt_bias [H] -> float32 [..., H]."""
     dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     dt = F.softplus(dt)
-    return dt if dt_limit == (0.0, math.inf) else dt.clamp(*dt_limit)
+    return dt if dt_limit == NO_LIMIT else dt.clamp(*dt_limit)
 
 
 def skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ T tokens in all, B requests, H heads of P channels, G groups of B and C, N state
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
+from hybridrt.kernels.chunk_plan import ChunkPlan, chunk_tokens, ith_chunks, plan_chunks
 from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
 from hybridrt.kernels.providers import register, select
 from hybridrt.kernels.slots import live_tokens, read_rows, write_rows
@@ -94,8 +94,8 @@ def mamba2_chunk_scan_reference(
     # One spare token at the end takes the output of positions that pad a chunk.
     out = torch.empty(num_tokens + 1, *x.shape[1:], device=x.device)
     for i in range(plan.max_chunks_per_seq):
-        rows, chunk = _chunks(plan, i)
-        token, inside = _chunk_tokens(plan, chunk)
+        rows, chunk = ith_chunks(plan, i)
+        token, inside = chunk_tokens(plan, chunk)
         step = torch.where(inside[:, :, None], dt[token], 0.0)
         y, state[rows] = _chunk_step(x[token].float(), step, A, B[token].float(), C[token].float(), state[rows])
         out[torch.where(inside, token, num_tokens)] = y
@@ -105,20 +105,6 @@ def mamba2_chunk_scan_reference(
     out = skip_and_gate(out[:-1], x, D, z)
     dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
     return out.masked_fill_(dead[:, None, None], 0.0).to(x.dtype)
-
-
-def _chunks(plan: ChunkPlan, i: int) -> tuple[Tensor | slice, Tensor]:
-    """The rows [b] that have an i-th chunk, and these chunks [b]."""
-    chunk = plan.first_chunk + i
-    having = (chunk <= plan.last_chunk).nonzero().squeeze(1)
-    return (slice(None), chunk) if len(having) == len(chunk) else (having, chunk[having])
-
-
-def _chunk_tokens(plan: ChunkPlan, chunk: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [b, Q] of chunks [b], the last one repeated as padding, and which of them are real."""
-    token = plan.cu_chunk_seqlens[chunk][:, None] + torch.arange(plan.chunk_size, device=chunk.device)
-    end = plan.cu_chunk_seqlens[chunk + 1][:, None]
-    return token.clamp(max=end - 1), token < end
 
 
 def _chunk_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,14 @@
-"""The softmax-attention layer: what the batch's backend must know of who asks."""
+"""The softmax-attention layer: what the batch's backend must know of who asks, and a plain layer with projections."""
 
-from hybridrt.config import AttentionConfig
+import torch
+from torch import nn
+
+from hybridrt.config import AttentionConfig, ModelConfig
 from hybridrt.distributed.groups import TPGroup
-from hybridrt.layers.linear import Segment
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
+from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.weights import Build, Target
 
 
 class RadixAttention:
@@ -26,3 +32,30 @@ def qkv_segments(config: AttentionConfig, tp: TPGroup, q_multiple: int = 1) -> l
     kv_size = config.num_kv_heads * config.head_dim
     q_size = config.num_heads * config.head_dim * q_multiple
     return [Segment("q", q_size), Segment("k", kv_size, kv_shards), Segment("v", kv_size, kv_shards)]
+
+
+class PlainAttention(nn.Module):
+    """Grouped-query attention without rotary and without biases, its projections included (Nemotron-H, Jamba)."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
+        super().__init__()
+        attention, hidden = config.attention, config.hidden_size
+        self.attn = RadixAttention(attention, layer_id, build.tp)
+        self.qkv = ColumnLinear(f"{name}.qkv", hidden, qkv_segments(attention, build.tp), build=build)
+        width = attention.num_heads * attention.head_dim
+        self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width)], hidden, build=build)
+
+    def forward(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(attention over norm(x + residual), x + residual), all [T, hidden]."""
+        projected, residual = norm_linear(norm, self.qkv, x, residual)
+        q, k, v = projected.split((self.attn.q_size, self.attn.kv_size, self.attn.kv_size), dim=-1)
+        return self.o_proj(batch.attn_backend.forward(q, k, v, self.attn, batch)), residual
+
+    def targets(self, key: str) -> dict[str, Target]:
+        """Targets of the four projections under `key`."""
+        found = self.o_proj.targets(f"{key}.o_proj", "x")
+        for name in ("q", "k", "v"):
+            found |= self.qkv.targets(f"{key}.{name}_proj", [name])
+        return found

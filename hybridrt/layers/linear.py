@@ -186,11 +186,13 @@ class RowLinear(_SegmentedLinear):
         if self.bias is not None:
             self.bias.data.zero_()
 
-    def forward(self, x: torch.Tensor, tail: torch.Tensor | None = None) -> torch.Tensor:
-        """y of x, or of x and `tail` side by side: what two branches made need not be copied into one tensor."""
+    def forward(self, x: torch.Tensor, tail: torch.Tensor | None = None, reduce: bool = True) -> torch.Tensor:
+        """y of x, or of x and `tail` side by side: what two branches made need not be copied into one tensor.
+        With `reduce` False this rank's summand alone, for a caller that adds more before it sums over ranks."""
         # One rank adds the bias: the sum over ranks must hold it once.
         bias = self.bias if self.tp.rank == 0 else None
-        return self.tp.all_reduce(self.method.apply(x, self.weight, bias, tail=tail))
+        y = self.method.apply(x, self.weight, bias, tail=tail)
+        return self.tp.all_reduce(y) if reduce else y
 
     def targets(self, key: str, name: str, *, bias: bool = False, fold: float = 1.0) -> dict[str, Target]:
         """Targets of `key`.weight (and .bias), the matrix that reads segment `name`. `fold` scales its output."""

@@ -14,14 +14,21 @@ class RMSNorm(nn.Module):
     Args:
         zero_centered: the checkpoint stores w - 1 (Qwen3-Next).
         fold: multiplier of the output, folded into w.
+        learned: False for w = 1, of which a checkpoint knows nothing.
     """
 
+    weight: torch.Tensor
+
     def __init__(
-        self, name: str, size: int, eps: float, *, device: torch.device, zero_centered: bool = False, fold: float = 1.0
-    ) -> None:
+        self, name: str, size: int, eps: float, *, device: torch.device, zero_centered: bool = False,
+        fold: float = 1.0, learned: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.name, self.eps, self.zero_centered, self.fold = name, eps, zero_centered, fold
-        self.weight = parameter(size, dtype=torch.float32, device=device, dummy="ones")
+        self.name, self.eps, self.zero_centered, self.fold, self.learned = name, eps, zero_centered, fold, learned
+        if learned:
+            self.weight = parameter(size, dtype=torch.float32, device=device, dummy="ones")
+        else:
+            self.register_buffer("weight", torch.ones(size, device=device))
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual); without a residual x itself is what goes on."""
@@ -30,6 +37,8 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def targets(self, key: str) -> dict[str, Target]:
+        if not self.learned:
+            return {}
         offset = 1.0 if self.zero_centered else 0.0
         return {
             f"{key}.weight": whole(f"{self.name}.weight", self.weight.data, lambda t: t.float() + offset, self.fold)

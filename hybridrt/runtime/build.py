@@ -1,6 +1,7 @@
 """From a model's name to weights on a device: paths, the model, its memory plan, its pools."""
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.hf_config import read_model_config
 from hybridrt.mem_cache.kv_pool import KVPool
-from hybridrt.mem_cache.mamba_pool import MambaPool, MambaPoolSpec
+from hybridrt.mem_cache.mamba_pool import NO_MAMBA1_REPLAY, MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts, plan_memory
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -51,18 +52,28 @@ class Target:
     def resolve(cls, config: EngineConfig, model_config: ModelConfig, tp: TPGroup) -> "Target":
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, model_config.dtype, device)
-        mode = resolve_state_mode(config, device)
+        mode = resolve_state_mode(config, model_config.linear, device)
         return cls(model_config, device, dtype, DTYPES[config.mamba_ssm_dtype], mode, tp)
 
 
-def resolve_state_mode(config: EngineConfig, device: torch.device) -> str:
-    """The MambaPool mode: without speculation "classic" or "replay", with it "intermediate" or "replay"."""
+def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: torch.device) -> str:
+    """The MambaPool mode: without speculation "classic" or "replay", with it "intermediate" or "replay".
+
+    Args:
+        kinds: the model's kinds of recurrent layer.
+
+    Raises:
+        ConfigError: "replay" was asked for, and a layer has none.
+    """
     if config.speculative is not None:
-        mode = config.speculative.state_mode
-        return "intermediate" if mode == "auto" else mode
-    # Replay saves state writes; beside the overhead of plain torch they cost nothing, so kernels decide.
-    automatic = "replay" if device.type == "cuda" else "classic"
-    return automatic if config.state_mode == "auto" else config.state_mode
+        mode, automatic = config.speculative.state_mode, "intermediate"
+    else:
+        # Replay saves state writes; beside the overhead of plain torch they cost nothing, so kernels decide.
+        automatic = "replay" if device.type == "cuda" and "mamba1" not in kinds else "classic"
+        mode = config.state_mode
+    if mode == "replay" and "mamba1" in kinds:
+        raise ConfigError(NO_MAMBA1_REPLAY)
+    return automatic if mode == "auto" else mode
 
 
 def resolve_model_path(name: str) -> Path:

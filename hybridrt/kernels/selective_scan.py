@@ -1,0 +1,117 @@
+"""Selective scan of Mamba-1 over ragged prompts (Gu & Dao 2023, algorithm 2).
+
+    dt = softplus(dt + dt_bias)
+    h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t            [I, N]: every channel and state has its own rate A
+    y_t = (h_t C_t + D x_t) * silu(z_t)
+
+T tokens in all, B requests, I channels of N states.
+"""
+
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.chunk_plan import ChunkPlan, chunk_tokens, ith_chunks
+from hybridrt.kernels.mamba2_common import NO_LIMIT, skip_and_gate, time_step
+from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.slots import live_tokens, read_rows, write_rows
+
+register("selective_scan", "torch", "hybridrt.kernels.selective_scan:selective_scan_reference")
+
+# Tokens of a block of the plain-torch scan: it runs BLOCK + chunk / BLOCK vectorised steps a chunk.
+_BLOCK = 4
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
+    z: Tensor,
+    states: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    has_initial_state: Tensor,
+    query_start_loc: Tensor,
+    plan: ChunkPlan,
+) -> Tensor:
+    """Scans the new tokens of each request from its state and leaves the state after them in the pool.
+
+    Args:
+        x, z: [T, I]; dt: [T, I] raw; B, C: [T, N]. Any token stride, last dimension contiguous.
+        A: [I, N] float32, negative; D, dt_bias: [I].
+        states: [S+1, I, N] pool, read at `read_slots` where `has_initial_state` [B] (else zero), written at
+            `write_slots` in the pool's dtype. A row whose slots are -1 gets zeros and touches no state.
+        query_start_loc: [B+1] int32. Tokens past its last entry get zeros.
+        plan: chunks of the same rows.
+
+    Returns:
+        [T, I] in x's dtype.
+    """
+    out: Tensor = select("selective_scan", x.device.type)(
+        x, dt, A, B, C, D=D, dt_bias=dt_bias, z=z, states=states, read_slots=read_slots, write_slots=write_slots,
+        has_initial_state=has_initial_state, query_start_loc=query_start_loc, plan=plan,
+    )  # fmt: skip
+    return out
+
+
+def selective_scan_reference(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
+    z: Tensor,
+    states: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    has_initial_state: Tensor,
+    query_start_loc: Tensor,
+    plan: ChunkPlan,
+) -> Tensor:
+    """Plain-torch `selective_scan`: the i-th chunks of all requests at once, for each i."""
+    num_tokens = x.shape[0]
+    dt = time_step(dt, dt_bias, NO_LIMIT)
+    state = read_rows(states, read_slots).float().masked_fill_(~has_initial_state.view(-1, 1, 1), 0.0)
+    # One spare token at the end takes the output of positions that pad a chunk.
+    out = torch.empty(num_tokens + 1, x.shape[1], device=x.device)
+    for i in range(plan.max_chunks_per_seq):
+        rows, chunk = ith_chunks(plan, i)
+        token, inside = chunk_tokens(plan, chunk)
+        step = torch.where(inside[:, :, None], dt[token], 0.0)
+        decay = (step[..., None] * A).exp_()
+        inputs = (step * x[token].float())[..., None] * B[token].float()[:, :, None]
+        after = _scan_chunk(decay, inputs, state[rows])
+        out[torch.where(inside, token, num_tokens)] = torch.einsum("bqin,bqn->bqi", after, C[token].float())
+        state[rows] = after[:, -1]
+    write_rows(states, write_slots, state)
+    dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
+    # A channel is a head of one.
+    y = skip_and_gate(out[:-1, :, None], x[:, :, None], D, z[:, :, None])
+    return y.squeeze(2).masked_fill_(dead[:, None], 0.0).to(x.dtype)
+
+
+def _scan_chunk(decay: Tensor, inputs: Tensor, state: Tensor) -> Tensor:
+    """h_t = decay_t h_{t-1} + inputs_t from `state` [b, I, N]: all h_t. decay, inputs [b, Q, I, N] are overwritten.
+
+    In blocks: the short recurrence of all blocks at once from zero, then block by block the state at its head, whose
+    decayed rest is added to each token. Only products of decays occur, never quotients, so nothing can overflow.
+    """
+    size = gcd(inputs.shape[1], _BLOCK)
+    decay, local = (t.unflatten(1, (-1, size)) for t in (decay, inputs))
+    for t in range(1, size):
+        local[:, :, t].addcmul_(decay[:, :, t], local[:, :, t - 1])
+        decay[:, :, t].mul_(decay[:, :, t - 1])
+    heads = torch.empty_like(local[:, :, 0])
+    for block in range(local.shape[1]):
+        heads[:, block] = state
+        state = torch.addcmul(local[:, block, -1], decay[:, block, -1], state)
+    return local.addcmul_(decay, heads[:, :, None]).flatten(1, 2)

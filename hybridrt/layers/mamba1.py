@@ -1,0 +1,110 @@
+"""The Mamba-1 mixer: projections, conv, dt, B and C of the conv's output, selective scan, gate (Gu & Dao 2023)."""
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from hybridrt.config import Mamba1Config
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
+from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.weights import Build, Target, Transform, parameter, whole
+from hybridrt.state_shape import state_shape
+
+_NORMED = ("dt", "b", "c")
+
+
+class Mamba1Mixer(nn.Module):
+    """Mamba-1 over hidden states; its state lives in the backend's MambaPool, under `layer_id`.
+
+    Tensor-parallel ranks hold their own channels throughout. They meet twice: dt, B and C are sums over all channels,
+    and so is the output.
+
+    Args:
+        conv_bias, proj_bias: whether the conv, and the input and output projections, have biases.
+        norm_eps: epsilon of the RMS norms of dt, B and C; None for no norms.
+        learned_norms: False where these norms have no weights (Falcon-Mamba).
+    """
+
+    kind = "mamba1"
+
+    def __init__(
+        self,
+        name: str,
+        config: Mamba1Config,
+        layer_id: int,
+        hidden_size: int,
+        *,
+        conv_bias: bool = True,
+        proj_bias: bool = False,
+        norm_eps: float | None = None,
+        learned_norms: bool = True,
+        build: Build,
+    ) -> None:
+        super().__init__()
+        self.name, self.config, self.layer_id, self.tp = name, config, layer_id, build.tp
+        self.has_bias, self.shape = proj_bias, state_shape(config, build.tp.size)
+        inner, device = config.intermediate_size, build.device
+        self.widths = (config.dt_rank, config.state_size, config.state_size)
+        halves = [Segment("x", inner), Segment("z", inner)]
+        biased = ("x", "z") if proj_bias else ()
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, halves, bias=biased, build=build)
+        self.x_proj = RowLinear(f"{name}.x_proj", [Segment("x", inner)], sum(self.widths), build=build)
+        self.dt_proj = ColumnLinear(f"{name}.dt_proj", config.dt_rank, [Segment("dt", inner)], build=build)
+        self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", inner)], hidden_size, bias=proj_bias, build=build)
+        local, states = self.shape.temporal
+        self.conv_weight = parameter(local, config.conv_kernel, dtype=build.dtype, device=device)
+        self.conv_bias = parameter(local, dtype=build.dtype, device=device, dummy="zeros") if conv_bias else None
+        self.A = parameter(local, states, dtype=torch.float32, device=device, dummy="decay")
+        self.D = parameter(local, dtype=torch.float32, device=device, dummy="ones")
+        self.dt_bias = parameter(local, dtype=torch.float32, device=device, dummy="dt_bias")
+        norms = nn.ModuleList()
+        if norm_eps is not None:
+            norms.extend(
+                RMSNorm(f"{name}.{part}_norm", width, norm_eps, device=device, learned=learned_norms)
+                for part, width in zip(_NORMED, self.widths)
+            )
+        self.norms = cast(list[RMSNorm], norms)
+
+    def forward(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(mixer of norm(x + residual), x + residual), all [T, hidden]."""
+        projected, residual = norm_linear(norm, self.in_proj, x, residual)
+        return self.out_proj(self.mix(projected, batch)), residual
+
+    def mix(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """What lies between the two projections: [T, x | z] of `in_proj` to [T, I], which `out_proj` reads."""
+        backend = batch.attn_backend.linear_attn_backend
+        x, z = projected.chunk(2, dim=-1)
+        x = backend.conv(x, self, batch)
+        # What a token selects: how much time passes (dt), what it writes (B), what it reads (C). A sum over ranks.
+        dt, B, C = self.x_proj(x).split(self.widths, dim=-1)
+        if self.norms:
+            dt, B, C = (norm(part)[0] for norm, part in zip(self.norms, (dt, B, C)))
+        dt = self.dt_proj(dt)
+        mixed: torch.Tensor = backend.forward(None, None, None, self, batch, x=x, dt=dt, B=B, C=C, z=z)
+        return mixed
+
+    def targets(self, key: str) -> dict[str, Target]:
+        """Targets of a whole mixer under `key`, in the spelling that Mamba, Falcon-Mamba and Jamba share."""
+
+        def channels(name: str, dest: torch.Tensor, select: Transform = lambda t: t) -> Target:
+            return whole(f"{self.name}.{name}", dest, lambda t: self.tp.shard(select(t), 0))
+
+        found = {
+            **self.in_proj.targets(f"{key}.in_proj", ["x", "z"], bias=self.has_bias),
+            **self.x_proj.targets(f"{key}.x_proj", "x"),
+            **self.dt_proj.targets(f"{key}.dt_proj", ["dt"]),
+            **self.out_proj.targets(f"{key}.out_proj", "x", bias=self.has_bias),
+            f"{key}.dt_proj.bias": channels("dt_bias", self.dt_bias.data),
+            f"{key}.conv1d.weight": channels("conv.weight", self.conv_weight.data, lambda t: t.squeeze(1)),
+            f"{key}.A_log": channels("A", self.A.data, lambda t: -torch.exp(t.float())),
+            f"{key}.D": channels("D", self.D.data),
+        }
+        if self.conv_bias is not None:
+            found[f"{key}.conv1d.bias"] = channels("conv.bias", self.conv_bias.data)
+        for part, norm in zip(_NORMED, self.norms):
+            found |= norm.targets(f"{key}.{part}_layernorm")
+        return found
