@@ -28,7 +28,7 @@ class MemoryPlan:
     Attributes:
         num_rows: R, requests that run together.
         num_slots: S, recurrent state slots; 0 for a model without recurrent layers.
-        num_pages: KV pages of `page_size` tokens.
+        num_pages: KV pages of `page_size` tokens; 0 for a model without attention layers.
         max_model_len: longest prompt + output of one request.
         budget_bytes: what pools may take; weight_bytes and activation_bytes were taken off before.
         demand: how many of the pages a request holds at a time; None: those of all its tokens.
@@ -106,8 +106,9 @@ def plan_memory(
     if available < rows * per_request + need * costs.page:
         raise MemoryBudgetError(_too_small(budget_bytes, available, per_request, costs, demand, rows, need))
     most = demand.pool(rows, max_model_len or model_limit)
-    pages = min((available - rows * per_request) // costs.page, most) if costs.page else most
-    length = max_model_len or (model_limit if demand.least(model_limit) <= pages else pages * demand.page_size)
+    pages = min((available - rows * per_request) // costs.page, most) if costs.page else 0
+    fits = not costs.page or demand.least(model_limit) <= pages
+    length = max_model_len or (model_limit if fits else pages * demand.page_size)
     return MemoryPlan(
         rows, rows if recurrent else 0, pages, demand.page_size, length, costs, budget_bytes, weight_bytes,
         activation_bytes, demand,

@@ -12,7 +12,8 @@ class HybridReqToTokenPool:
     that kernels read.
 
     Attributes:
-        req_to_token: [R + 1, max_context] int32 token slots, contiguous within a page.
+        req_to_token: [R + 1, max_context] int32 token slots, contiguous within a page. A model without attention layers
+            has max_context 0: all of its tokens are at slot 0.
         req_to_mamba_slot: [R + 1] int32.
         mamba_pool: None for a model without recurrent layers.
     """
@@ -56,7 +57,9 @@ class HybridReqToTokenPool:
 
     def token_slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """KV slots of (row, position) pairs: [T] int32."""
-        return self.req_to_token[rows, positions]
+        return (
+            self.req_to_token[rows, positions] if self.max_context else torch.zeros_like(positions, dtype=torch.int32)
+        )
 
     def mamba2_layer_cache(self, layer_id: int) -> LayerCache:
         """State views of one recurrent layer."""

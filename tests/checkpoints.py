@@ -158,7 +158,7 @@ FALCON_MAMBA: dict[str, Make] = {
 
 JAMBA: dict[str, Make] = {
     "plain": jamba(),
-    "dense": jamba(num_experts=1, num_experts_per_tok=1, attn_layer_offset=0),
+    "dense": jamba(num_experts=1, num_experts_per_tok=1, attn_layer_offset=2),
     "every_layer_sparse_tied": jamba(
         expert_layer_period=1, expert_layer_offset=0, tie_word_embeddings=True, num_experts_per_tok=3,
     ),
@@ -198,7 +198,7 @@ def _randomize(name: str, t: Tensor) -> None:
     """Weights that keep activations near 1, and decays so slow that a state from hundreds of tokens ago still shows."""
     if "A_log" in name:
         t.copy_(torch.rand_like(t) * 4.0 - 5.0)
-    elif "dt_bias" in name:
+    elif "dt_bias" in name or "dt_proj.bias" in name:
         t.copy_(torch.rand_like(t) * 2.5 - 3.0)
     elif "e_score_correction_bias" in name:
         t.copy_(torch.rand_like(t) * 0.2)

@@ -251,6 +251,12 @@ def test_pages_written_cover_what_steps_compute() -> None:
     assert len(bench.requests[0].pages) == 3, "nine tokens computed"
 
 
+def test_without_pages_nobody_waits_for_one_to_spare() -> None:
+    bench = Bench([3, 3, 3], pages=0, chunk=99)
+    bench.run()
+    assert bench.running() == [0, 1, 2]
+
+
 def test_models_without_attention_or_without_recurrence_need_no_pages_or_slots() -> None:
     plain = Rig(pages=0)
     plain.finish([1] * 30, max_tokens=10, seed=0)

@@ -58,9 +58,13 @@ def test_a_plan_keeps_its_promises(arguments: dict[str, Any]) -> None:
     assert plan.num_slots == (plan.num_rows if arguments["recurrent"] else 0)
     assert 1 <= plan.max_model_len <= arguments["model_limit"]
     assert plan.max_model_len == (arguments["max_model_len"] or plan.max_model_len)
+    assert sum(size for _, _, size in plan.table()) == plan.pool_bytes
+    if not plan.costs.page:
+        assert plan.num_pages == 0, "no attention layer, no pages"
+        assert plan.max_model_len == (arguments["max_model_len"] or arguments["model_limit"])
+        return
     demand: PageDemand = arguments["demand"]
     assert plan.num_pages >= demand.least(plan.max_model_len), "one request of max_model_len fits"
-    assert sum(size for _, _, size in plan.table()) == plan.pool_bytes
     ample = plan.num_pages >= demand.pool(plan.num_rows, plan.max_model_len)
     assert ample or plan.pool_bytes + plan.costs.page > plan.budget_bytes, "no page is wasted"
 

@@ -31,13 +31,13 @@ class HybridLinearAttnBackend(AttentionBackend):
     ) -> None:
         self.full_attn_backend = full_attn_backend
         self._linear_attn_backend = linear_attn_backend
-        self.needs_host_lens = full_attn_backend.needs_host_lens
+        self.needs_host_lens = bool(full_attn_layers) and full_attn_backend.needs_host_lens
         self.routes: dict[int, AttentionBackend] = {i: linear_attn_backend for i in linear_attn_backend.layers}
         self.routes |= {i: full_attn_backend for i in full_attn_layers}
         self.routes |= extra_routes or {}
-        self.backends = list(
-            {id(b): b for b in (full_attn_backend, linear_attn_backend, *self.routes.values())}.values()
-        )
+        # A full-attention backend without layers (Falcon-Mamba) has nothing to plan.
+        serving = (*[full_attn_backend] * bool(full_attn_layers), linear_attn_backend, *self.routes.values())
+        self.backends = list({id(b): b for b in serving}.values())
 
     @property
     def linear_attn_backend(self) -> MambaAttnBackendBase:

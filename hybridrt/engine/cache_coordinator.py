@@ -74,7 +74,7 @@ class CacheCoordinator:
         match = self._prefix_cache.match(tokens)
         self._prefix_cache.lock(match)
         need = self._prompt_pages(len(tokens), len(match.pages))
-        if not self._pages_free(need + headroom):
+        if not self._pages_free(need + (headroom if self.pages.total else 0)):
             self._prefix_cache.unlock(match)
             return False
         request.prefix, request.prefill_tokens = match, tokens

@@ -27,7 +27,8 @@ def decode_inputs(
     Args:
         rows: [B] int32 request rows; seq_lens: [B] int32 lengths that count the step's tokens.
         new_pages: [B] int32, the KV page that holds the row's last draft (its one token if T is 1) if that page is
-            new, else -1; its slots are entered into `req_to_token` [R + 1, max_context] first.
+            new, else -1; its slots are entered into `req_to_token` [R + 1, max_context] first. A table of max_context
+            0 belongs to a model without KV: every slot is 0 then.
         drafts: [B, T - 1] int32 tokens after the last sampled one, of which num_drafts [B] int32 are drafts; the rest
             is padding and gets KV slot 0, which is scratch. Both None if T is 1.
         last_tokens: [R + 1] int32, last sampled token of each request row.
@@ -53,19 +54,25 @@ def decode_inputs_reference(
 ) -> None:
     batch = rows.shape[0]
     tokens = input_ids.shape[0] // batch
-    offsets = torch.arange(page_size, dtype=torch.int32, device=rows.device)
-    table = req_to_token.view(req_to_token.shape[0], -1, page_size)
-    padding = 0 if num_drafts is None else tokens - 1 - num_drafts
-    page_index = (seq_lens - 1 - padding) // page_size
-    kept = table[rows, page_index]
-    fresh = new_pages[:, None] * page_size + offsets
-    table[rows, page_index] = kept.where(new_pages[:, None] < 0, fresh)
     ids, where = input_ids.view(batch, tokens), positions.view(batch, tokens)
     ids[:, 0] = last_tokens[rows]
     if drafts is not None:
         ids[:, 1:] = drafts
     where.copy_(seq_lens[:, None] + torch.arange(-tokens, 0, dtype=torch.int32, device=rows.device))
+    if not req_to_token.shape[1]:
+        out_cache_loc.zero_()
+        return
+    padding = 0 if num_drafts is None else tokens - 1 - num_drafts
+    _enter_pages(req_to_token, rows, (seq_lens - 1 - padding) // page_size, new_pages, page_size)
     slots = req_to_token[rows[:, None], where]
     if num_drafts is not None:
         slots = slots.masked_fill(torch.arange(tokens, device=rows.device) > num_drafts[:, None], 0)
     out_cache_loc.view(batch, tokens).copy_(slots)
+
+
+def _enter_pages(req_to_token: Tensor, rows: Tensor, page_index: Tensor, new_pages: Tensor, page_size: int) -> None:
+    """Page `page_index` of each row becomes `new_pages`, where that is not -1."""
+    table = req_to_token.view(req_to_token.shape[0], -1, page_size)
+    offsets = torch.arange(page_size, dtype=torch.int32, device=rows.device)
+    fresh = new_pages[:, None] * page_size + offsets
+    table[rows, page_index] = table[rows, page_index].where(new_pages[:, None] < 0, fresh)

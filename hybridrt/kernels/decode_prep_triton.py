@@ -24,6 +24,7 @@ def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     PAGE: tl.constexpr,
+    HAS_KV: tl.constexpr,
     PDL: tl.constexpr,
 ):
     b = tl.program_id(0)
@@ -44,7 +45,7 @@ def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
     # A slot of the page entered above comes from the page itself: this program's own store is not awaited.
     fresh = (page >= 0) & (position // PAGE == last_index)
     real = live & (t <= drafted)
-    known = tl.load(table + position, mask=real & (fresh == 0), other=0)
+    known = tl.load(table + position, mask=real & (fresh == 0) & HAS_KV, other=0)
     slot = tl.where(fresh, page * PAGE + position % PAGE, known)
     tl.store(out_cache_loc + b * TOKENS + t, tl.where(real, slot, 0), mask=live)
     tl.store(positions + b * TOKENS + t, position, mask=live)
@@ -71,7 +72,7 @@ def decode_inputs_triton(
     _decode_inputs_kernel[(batch,)](
         input_ids, positions, out_cache_loc, rows, seq_lens, new_pages, rows if drafts is None else drafts, num_drafts,
         last_tokens, req_to_token, req_to_token.stride(0), tokens, triton.next_power_of_2(tokens), page_size,
-        num_warps=1, **pdl(rows.device),
+        req_to_token.shape[1] > 0, num_warps=1, **pdl(rows.device),
     )  # fmt: skip
 
 

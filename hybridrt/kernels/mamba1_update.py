@@ -15,6 +15,7 @@ from hybridrt.kernels.providers import register, select
 from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
 
 register("mamba1_update", "torch", "hybridrt.kernels.mamba1_update:mamba1_update_reference")
+register("mamba1_update", "triton", "hybridrt.kernels.mamba1_update_triton:mamba1_update_triton", priority=10)
 
 
 def mamba1_update(

@@ -18,6 +18,7 @@ from hybridrt.kernels.providers import register, select
 from hybridrt.kernels.slots import live_tokens, read_rows, write_rows
 
 register("selective_scan", "torch", "hybridrt.kernels.selective_scan:selective_scan_reference")
+register("selective_scan", "triton", "hybridrt.kernels.selective_scan_triton:selective_scan_triton", priority=10)
 
 # Tokens of a block of the plain-torch scan: it runs BLOCK + chunk / BLOCK vectorised steps a chunk.
 _BLOCK = 4

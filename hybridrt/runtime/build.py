@@ -173,14 +173,15 @@ def make_plan(
 
 def _row_bytes(config: EngineConfig, target: Target, max_len: int) -> int:
     """Bytes of a running request beside its slot and its pages: rings, page table, sampling constants, last token."""
-    table = HybridReqToTokenPool.row_bytes(_table_length(config, max_len), config.page_size)
+    table = HybridReqToTokenPool.row_bytes(_table_length(config, target, max_len), config.page_size)
     sampling = SamplingTable.row_bytes(target.model_config.vocab_size)
     return pool_spec(config, target).row_bytes() + table + sampling + 4
 
 
-def _table_length(config: EngineConfig, max_len: int) -> int:
-    """Positions of a page table: the drafts of a last verify step may reach beyond the longest request."""
-    return max_len + config.num_verify_tokens - 1
+def _table_length(config: EngineConfig, target: Target, max_len: int) -> int:
+    """Positions of a page table: the drafts of a last verify step may reach beyond the longest request. Without
+    attention layers there is no KV to point at."""
+    return max_len + config.num_verify_tokens - 1 if target.model_config.full_attention_layer_ids else 0
 
 
 def _graph_bytes(config: EngineConfig, target: Target) -> int:
@@ -202,7 +203,7 @@ def build_pools(config: EngineConfig, target: Target, plan: MemoryPlan) -> Pools
         num_kv_heads=heads, head_dim=head_dim, dtype=target.dtype, device=device,
     )  # fmt: skip
     table = HybridReqToTokenPool(
-        num_rows=plan.num_rows, max_context=_table_length(config, plan.max_model_len), page_size=plan.page_size,
+        num_rows=plan.num_rows, max_context=_table_length(config, target, plan.max_model_len), page_size=plan.page_size,
         mamba_pool=mamba, device=device,
     )  # fmt: skip
     return Pools(kv, table)

@@ -104,7 +104,7 @@ class ModelRunner:
         config, limit = self.config, self.model_config.max_position_embeddings
         length = min(config.chunked_prefill_size, config.max_model_len or limit, limit)
         rows = -(-config.chunked_prefill_size // length)
-        pages = -(-length // config.page_size)
+        pages = -(-length // config.page_size) if self.model_config.full_attention_layer_ids else 0
         costs = UnitCosts(slot=0, row=0, page=0)
         self._allocate(MemoryPlan(rows, rows, rows * pages, config.page_size, length, costs, 0))
         torch.cuda.reset_peak_memory_stats(self.device)

@@ -54,8 +54,9 @@ class DraftModelDrafter:
             linear_attn_backend="auto", cuda_graph=False,
         )  # fmt: skip
         self._page_size = plan.page_size
-        self._pages = -(-(plan.max_model_len + self._slack) // plan.page_size)
         self.runner = ModelRunner(draft_config, plan=draft_plan(plan, self._slack))
+        attends = bool(self.runner.model_config.full_attention_layer_ids)
+        self._pages = -(-(plan.max_model_len + self._slack) // plan.page_size) if attends else 0
         if self.runner.model_config.vocab_size != vocab_size:
             raise ConfigError(
                 f"the draft model's vocabulary has {self.runner.model_config.vocab_size} tokens and the target's "

@@ -1,0 +1,195 @@
+"""Triton kernels of `selective_scan`: three launches over the chunks of a plan.
+
+1. `_chunks_kernel`: the state that each chunk would end with if it started from zero, and the chunk's summed time.
+2. `_heads_kernel`: walks each request's chunks: every chunk's local state is replaced by the true state at its head,
+   and the state after the last goes to the pool.
+3. `_outputs_kernel`: runs each chunk again from its head and leaves the outputs.
+
+Chunks run side by side at the price of computing each decay twice. A thread holds all states of a channel, so that no
+sum over states needs another thread: tiles are [N, channels], and `max_contiguous(..., 1)` keeps the compiler from
+spreading a channel over threads for the sake of wider loads.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.chunk_plan import ChunkPlan
+from hybridrt.kernels.mamba2_common_triton import silu, softplus
+from hybridrt.kernels.pdl_triton import begin, pdl
+
+_LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def _tile(i, N: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Offsets of a tile [N, channels i] in a tensor [channels, N]."""
+    return i[None, :] * N + tl.max_contiguous(tl.arange(0, BLOCK_N), 1)[:, None]
+
+
+@triton.jit
+def _channels(CHANNELS: tl.constexpr, BLOCK_I: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's channels, and which of them exist."""
+    i = tl.max_contiguous(tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I), 1)
+    return i, i < CHANNELS
+
+
+@triton.jit
+def _advance(state, rates, dt_bias, x, dt, key, i_mask, n_mask):  # type: ignore[no-untyped-def]
+    """The state [N, channels] after one token, its x and its time step. `rates` are A in powers of two; x, dt and key
+    point at what the token brings."""
+    x = tl.load(x, mask=i_mask, other=0.0).to(tl.float32)
+    key = tl.load(key, mask=n_mask, other=0.0).to(tl.float32)
+    step = softplus(tl.load(dt, mask=i_mask, other=0.0).to(tl.float32) + dt_bias)
+    state = state * tl.exp2(rates * step[None, :]) + key[:, None] * (step * x)[None, :]
+    return state, x, step
+
+
+@triton.jit
+def _chunks_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, dt_ptr, A_ptr, B_ptr, dt_bias_ptr, heads_ptr, times_ptr, cu_chunks_ptr,
+    x_st: tl.constexpr, dt_st: tl.constexpr, B_st: tl.constexpr,
+    CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(1)
+    i, i_mask = _channels(CHANNELS, BLOCK_I)
+    n = tl.arange(0, BLOCK_N)
+    n_mask = n < N
+    mask = n_mask[:, None] & i_mask[None, :]
+    rates = tl.load(A_ptr + _tile(i, N, BLOCK_N), mask=mask, other=0.0) * _LOG2_E
+    dt_bias = tl.load(dt_bias_ptr + i, mask=i_mask, other=0.0).to(tl.float32)
+    begin(PDL)
+    state = tl.zeros([BLOCK_N, BLOCK_I], tl.float32)
+    time = tl.zeros([BLOCK_I], tl.float32)
+    first, end = tl.load(cu_chunks_ptr + chunk), tl.load(cu_chunks_ptr + chunk + 1)
+    token = first.to(tl.int64)
+    x, dt, key = x_ptr + token * x_st + i, dt_ptr + token * dt_st + i, B_ptr + token * B_st + n
+    for _ in range(first, end):
+        state, _x, step = _advance(state, rates, dt_bias, x, dt, key, i_mask, n_mask)
+        time += step
+        x += x_st
+        dt += dt_st
+        key += B_st
+    place = chunk.to(tl.int64)
+    tl.store(heads_ptr + (place * N + n[:, None]) * CHANNELS + i[None, :], state, mask=mask)
+    tl.store(times_ptr + place * CHANNELS + i, time, mask=i_mask)
+
+
+@triton.jit
+def _heads_kernel(  # type: ignore[no-untyped-def]
+    A_ptr, heads_ptr, times_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
+    first_chunk_ptr, last_chunk_ptr, states_ss: tl.constexpr,
+    CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(1)
+    i, i_mask = _channels(CHANNELS, BLOCK_I)
+    n = tl.arange(0, BLOCK_N)
+    mask = (n < N)[:, None] & i_mask[None, :]
+    tile = _tile(i, N, BLOCK_N)
+    rates = tl.load(A_ptr + tile, mask=mask, other=0.0) * _LOG2_E
+    begin(PDL)
+    read = tl.load(read_slots_ptr + b).to(tl.int64)
+    if read < 0:
+        return
+    write = tl.load(write_slots_ptr + b).to(tl.int64)
+    has_initial = tl.zeros(mask.shape, tl.int32) + tl.load(has_initial_ptr + b).to(tl.int32) > 0
+    state = tl.load(states_ptr + read * states_ss + tile, mask=mask & has_initial, other=0.0).to(tl.float32)
+    first = tl.load(first_chunk_ptr + b)
+    head = heads_ptr + (first.to(tl.int64) * N + n[:, None]) * CHANNELS + i[None, :]
+    time = times_ptr + first.to(tl.int64) * CHANNELS + i
+    for _ in range(first, tl.load(last_chunk_ptr + b) + 1):
+        local = tl.load(head, mask=mask, other=0.0)
+        decay = tl.exp2(rates * tl.load(time, mask=i_mask, other=0.0)[None, :])
+        tl.store(head, state, mask=mask)
+        state = state * decay + local
+        head += N * CHANNELS
+        time += CHANNELS
+    tl.store(states_ptr + write * states_ss + tile, state.to(states_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _outputs_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, z_ptr, D_ptr, dt_bias_ptr, heads_ptr, out_ptr,
+    read_slots_ptr, cu_chunks_ptr, seq_idx_ptr,
+    x_st: tl.constexpr, dt_st: tl.constexpr, B_st: tl.constexpr, C_st: tl.constexpr, z_st: tl.constexpr,
+    CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(1)
+    i, i_mask = _channels(CHANNELS, BLOCK_I)
+    n = tl.arange(0, BLOCK_N)
+    n_mask = n < N
+    mask = n_mask[:, None] & i_mask[None, :]
+    rates = tl.load(A_ptr + _tile(i, N, BLOCK_N), mask=mask, other=0.0) * _LOG2_E
+    dt_bias = tl.load(dt_bias_ptr + i, mask=i_mask, other=0.0).to(tl.float32)
+    D = tl.load(D_ptr + i, mask=i_mask, other=0.0).to(tl.float32)
+    begin(PDL)
+    first, end = tl.load(cu_chunks_ptr + chunk), tl.load(cu_chunks_ptr + chunk + 1)
+    token = first.to(tl.int64)
+    out = out_ptr + token * CHANNELS + i
+    if tl.load(read_slots_ptr + tl.load(seq_idx_ptr + chunk)) < 0:
+        for _ in range(first, end):
+            tl.store(out, tl.zeros([BLOCK_I], out_ptr.dtype.element_ty), mask=i_mask)
+            out += CHANNELS
+        return
+    state = tl.load(heads_ptr + (chunk.to(tl.int64) * N + n[:, None]) * CHANNELS + i[None, :], mask=mask, other=0.0)
+    x, dt, z = x_ptr + token * x_st + i, dt_ptr + token * dt_st + i, z_ptr + token * z_st + i
+    key, query = B_ptr + token * B_st + n, C_ptr + token * C_st + n
+    for _ in range(first, end):
+        state, new, _step = _advance(state, rates, dt_bias, x, dt, key, i_mask, n_mask)
+        read = state * tl.load(query, mask=n_mask, other=0.0).to(tl.float32)[:, None]
+        gate = silu(tl.load(z, mask=i_mask, other=0.0).to(tl.float32))
+        y = (tl.sum(read, axis=0) + D * new) * gate
+        tl.store(out, y.to(out_ptr.dtype.element_ty), mask=i_mask)
+        x += x_st
+        dt += dt_st
+        z += z_st
+        key += B_st
+        query += C_st
+        out += CHANNELS
+
+
+def selective_scan_triton(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
+    z: Tensor,
+    states: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    has_initial_state: Tensor,
+    query_start_loc: Tensor,
+    plan: ChunkPlan,
+) -> Tensor:
+    """Triton `selective_scan`."""
+    (tokens, channels), state_dim, chunks = x.shape, states.shape[2], len(plan.seq_idx)
+    out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
+    out[plan.num_tokens :].zero_()
+    heads = torch.empty((chunks, state_dim, channels), dtype=torch.float32, device=x.device)
+    times = torch.empty((chunks, channels), dtype=torch.float32, device=x.device)
+    # One channel a thread: two warps of them where a chunk is walked, one where requests are, which are fewer.
+    wide = {"CHANNELS": channels, "N": state_dim, "BLOCK_N": triton.next_power_of_2(state_dim), **pdl(x.device)}
+    narrow = {**wide, "BLOCK_I": 32, "num_warps": 1}
+    wide |= {"BLOCK_I": 64, "num_warps": 2}
+    grid = (triton.cdiv(channels, 64), chunks)
+    if chunks:
+        _chunks_kernel[grid](
+            x, dt, A, B, dt_bias, heads, times, plan.cu_chunk_seqlens, x.stride(0), dt.stride(0), B.stride(0), **wide
+        )
+    _heads_kernel[triton.cdiv(channels, 32), len(read_slots)](
+        A, heads, times, states, read_slots, write_slots, has_initial_state, plan.first_chunk, plan.last_chunk,
+        states.stride(0), **narrow,
+    )  # fmt: skip
+    if chunks:
+        _outputs_kernel[grid](
+            x, dt, A, B, C, z, D, dt_bias, heads, out, read_slots, plan.cu_chunk_seqlens, plan.seq_idx,
+            x.stride(0), dt.stride(0), B.stride(0), C.stride(0), z.stride(0), **wide,
+        )  # fmt: skip
+    return out
