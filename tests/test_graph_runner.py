@@ -15,7 +15,7 @@ from tests.by_hand import ByHand, Row, assert_close
 from tests.checkpoints import CheckpointStore
 from tests.session import Session, check_sample
 from tests.test_backends_verify import MODELS, random_tokens
-from tests.test_models_parity import BASES, LENGTHS, requests
+from tests.test_models_parity import BASES, LENGTHS, requests, with_modes
 
 SHAPES = (("classic", 1), ("replay", 1), ("intermediate", 3), ("replay", 3))
 ROWS = 6
@@ -185,8 +185,7 @@ def test_decode_and_verify_graphs_share_a_backend(checkpoints: CheckpointStore) 
             assert_close(hand.state(row, lengths[row]), eager.state(row, lengths[row]), 0.0)
 
 
-@pytest.mark.parametrize("state_mode", ["classic", "replay"])
-@pytest.mark.parametrize("name", BASES)
+@with_modes(BASES)
 def test_an_engine_on_graphs_gives_the_same_tokens(name: str, state_mode: str, checkpoints: CheckpointStore) -> None:
     """Decode steps replay graphs, also in mixed steps; larger batches than the largest bucket run eagerly."""
     checkpoint = checkpoints[name]
