@@ -35,7 +35,7 @@ def step(batch: int, tokens: int, state: torch.dtype, tree: bool = False) -> Non
 
 def prefill(tokens: int, chunk_size: int, state: torch.dtype) -> None:
     chunks = tokens // chunk_size
-    plan = ChunkPlan(int32(chunks + 1), int32(chunks), int32(1), int32(1), chunks, chunk_size, tokens)
+    plan = ChunkPlan(int32(chunks + 1), int32(chunks), int32(1), int32(1), chunks, chunk_size, tokens, (tokens,))
     selective_scan_triton(
         **inputs(tokens), states=meta(300, CHANNELS, STATES, dtype=state), read_slots=int32(1), write_slots=int32(1),
         has_initial_state=meta(1, dtype=torch.bool), query_start_loc=int32(2), plan=plan,
