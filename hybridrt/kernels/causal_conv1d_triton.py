@@ -167,11 +167,12 @@ def causal_conv1d_varlen_triton(
         return out
     block_t, block_c = 16, 128
     blocks = triton.cdiv(num_tokens, block_t) + batch + 1
+    # At least 64 rows: a block size for every count of prompts would be a compilation each in the middle of serving.
     _varlen_kernel[triton.cdiv(channels, block_c), blocks](
         x, weight, bias, conv, out, read_slots, write_slots, query_start_loc, start_positions,
         batch, num_tokens, x.stride(0), conv.stride(0),
         C=channels, TAPS=weight.shape[1], WC=conv.shape[2], SILU=activation == "silu",
-        BLOCK_B=triton.next_power_of_2(batch + 1), BLOCK_T=block_t, BLOCK_C=block_c,
+        BLOCK_B=max(64, triton.next_power_of_2(batch + 1)), BLOCK_T=block_t, BLOCK_C=block_c,
         **pdl(x.device),
     )  # fmt: skip
     return out

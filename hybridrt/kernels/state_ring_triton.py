@@ -130,7 +130,7 @@ def fold_ring_triton(
 ) -> None:
     """Triton `fold_ring`: one launch for all layers."""
     layers, _, heads, dim, state_dim = states.shape
-    block_p = min(32, max(16, triton.next_power_of_2(dim)))
+    block_p = min(64, max(16, triton.next_power_of_2(dim)))
     block_n = min(128, max(16, triton.next_power_of_2(state_dim)))
     tiles = len(folds.slots) * layers * heads * triton.cdiv(dim, block_p) * triton.cdiv(state_dim, block_n)
     if tiles == 0:
