@@ -190,6 +190,7 @@ class EngineConfig:
         overlap: launch a step before the previous one's tokens have reached the host.
         speculative: a SpeculativeConfig, or None.
         tp_size: tensor-parallel ranks; more than 1 needs one process a rank (torchrun).
+        transfer_bytes: of the arena through which requests' states come from or go to other workers; 0 for none.
         seed: of dummy weights and of requests that bring no seed.
     """
 
@@ -212,6 +213,7 @@ class EngineConfig:
     overlap: bool = True
     speculative: SpeculativeConfig | None = None
     tp_size: int = 1
+    transfer_bytes: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -221,6 +223,7 @@ class EngineConfig:
         _one_of("state_mode", self.state_mode, ("auto", "classic", "replay"))
         for name, low, high in (("page_size", 1, 1024), ("chunked_prefill_size", 1, 2**20), ("tp_size", 1, 64)):
             _in_range(name, getattr(self, name), low, high)
+        _in_range("transfer_bytes", self.transfer_bytes, 0, 2**44)
         for name in ("max_model_len", "max_running_requests", "cuda_graph_max_bs"):
             if getattr(self, name) is not None:
                 _in_range(name, getattr(self, name), 1, 2**24)

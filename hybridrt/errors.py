@@ -55,3 +55,20 @@ class EngineError(HybridrtError, RuntimeError):
 
 class TransferError(HybridrtError, RuntimeError):
     """State transfer between workers was refused or broken off."""
+
+
+class HandshakeError(TransferError):
+    """Two workers disagree on something that their states depend on; no byte of state has moved.
+
+    Attributes:
+        field: what they disagree on, a field of hybridrt.distributed.transfer.handshake.Handshake.
+        ours, theirs: its values here and there.
+    """
+
+    def __init__(self, field: str, ours: object, theirs: object) -> None:
+        super().__init__(f"{field} is {ours!r} here and {theirs!r} there; start both workers with the same {field}")
+        self.field, self.ours, self.theirs = field, ours, theirs
+
+
+class PeerGoneError(TransferError):
+    """The worker at the other end of a channel has closed it or died."""

@@ -13,12 +13,14 @@ STATE_SHARE = 0.5
 @dataclass(frozen=True)
 class UnitCosts:
     """Bytes of one of each: a state slot (conv ring and recurrent state of all layers), a running row (rings or
-    intermediate states, page table, sampling tables), a KV page, and what is paid once (graph buffers)."""
+    intermediate states, page table, sampling tables), a KV page, and what is paid once: graph buffers (`fixed`) and the
+    arena of state transfer."""
 
     slot: int
     row: int
     page: int
     fixed: int = 0
+    transfer: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,13 @@ class MemoryPlan:
     def pool_bytes(self) -> int:
         """Bytes of all pools, the scratch row, slot and page included."""
         slots = (self.num_slots + 1) * self.costs.slot if self.num_slots else 0
-        return slots + (self.num_rows + 1) * self.costs.row + (self.num_pages + 1) * self.costs.page + self.costs.fixed
+        pages = (self.num_pages + 1) * self.costs.page
+        return slots + (self.num_rows + 1) * self.costs.row + pages + self.costs.fixed + self.costs.transfer
 
     def table(self) -> list[tuple[str, str, int]]:
         """(what, how many, bytes) lines of the plan, for people."""
         slots = self.num_slots + 1 if self.num_slots else 0
+        arena = [("state transfer", "", self.costs.transfer)] if self.costs.transfer else []
         return [
             ("weights", "", self.weight_bytes),
             ("activations (peak)", "", self.activation_bytes),
@@ -61,6 +65,7 @@ class MemoryPlan:
             ("running requests", f"{self.num_rows} rows", (self.num_rows + 1) * self.costs.row),
             ("KV cache", f"{self.num_pages} pages of {self.page_size} tokens", (self.num_pages + 1) * self.costs.page),
             ("graph buffers", "", self.costs.fixed),
+            *arena,
         ]
 
     def summary(self) -> str:
@@ -99,7 +104,7 @@ def plan_memory(
     if max_model_len is not None and max_model_len > model_limit:
         raise MemoryBudgetError(f"max_model_len is {max_model_len}, but the model was made for {model_limit} positions")
     per_request = costs.row + (costs.slot if recurrent else 0)
-    available = budget_bytes - costs.fixed - per_request - costs.page  # row 0, slot 0 and page 0
+    available = budget_bytes - costs.fixed - costs.transfer - per_request - costs.page  # row 0, slot 0 and page 0
     need = demand.least(max_model_len) if max_model_len is not None else 1
     fitting_rows = (available - need * costs.page) // max(per_request, 1)
     rows = max_running_requests or _default_rows(default_rows, available, per_request, fitting_rows)

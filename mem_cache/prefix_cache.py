@@ -9,10 +9,17 @@ from hybridrt.mem_cache.allocator import Slot
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A cached prefix. `pages` are the cache's whole KV pages of its `length` tokens, in order."""
+    """A prefix that needs no computing, `length` tokens long.
+
+    Attributes:
+        pages: the cache's whole KV pages of it, in order.
+        staged: of a prefix that was computed elsewhere, where its state and KV lie in the executor's arena: they are
+            copied into the request's own slot and pages as it is admitted.
+    """
 
     length: int = 0
     pages: Sequence[Slot] = ()
+    staged: int | None = None
 
 
 class PrefixCache(Protocol):
@@ -26,7 +33,7 @@ class PrefixCache(Protocol):
         ...
 
     def lock(self, match: PrefixMatch) -> None:
-        """Keeps the match's pages from eviction until `unlock`. Locks count."""
+        """Keeps the match's pages, if it has any, from eviction until `unlock`. Locks count."""
         ...
 
     def unlock(self, match: PrefixMatch) -> None: ...

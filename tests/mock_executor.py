@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybridrt.engine.request import Request
-from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, StepPlan, StepResult, TokenLogprobs
+from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, StateCopy, StepPlan, StepResult, TokenLogprobs
 from hybridrt.speculative.drafter import Draft
 
 MASK = 2**61 - 1
@@ -106,6 +106,7 @@ class MockExecutor:
         self.interrupt: BaseException | None = None
         self.fail_launch: dict[int, BaseException] = {}
         self.fail_result: dict[int, Exception] = {}
+        self.arena: dict[int, tuple[list[int], int]] = {}  # by offset: tokens that are still seen, and recurrent state
 
     def launch(self, plan: StepPlan) -> "MockHandle":
         number = len(self.plans)
@@ -180,11 +181,20 @@ class MockExecutor:
         for row, tenant in zip([*plan.decode, *plan.extend], handle.tenants, strict=True):
             if any(tenant.admission is admission for admission in plan.admissions):
                 self.state[tenant.state] = 0
+            for copy in plan.imports:
+                if copy.row == row.row:
+                    self.import_state(tenant, copy)
             tenant.broken |= handle.error is not None
             if tenant.broken:
                 answers += [[0]] if isinstance(row, DecodeRow) or row.sample else []
             else:
                 answers += [self.decode(row, tenant)] if isinstance(row, DecodeRow) else self.extend(row, tenant)
+            for copy in plan.exports:
+                if copy.row == row.row:
+                    assert copy.length == tenant.length
+                    start = max(tenant.length - self.window + 1, 0) if self.window else 0
+                    tokens = [self.kv[self.place(tenant, i)] for i in range(start, tenant.length)]
+                    self.arena[copy.offset] = tokens, self.state[tenant.state]
         logprobs = [[TokenLogprobs(-0.5, {(t + 1) % self.vocab: -0.25}) for t in a] for a in answers]
         handle.answer = StepResult(tokens=answers, logprobs=list(logprobs))
 
@@ -209,6 +219,14 @@ class MockExecutor:
             self.write(tenant, token)
         assert row.sample == (tenant.length == len(tokens)), "the last chunk samples, and no other"
         return [[self.sample(tenant)]] if row.sample else []
+
+    def import_state(self, tenant: Tenant, copy: StateCopy) -> None:
+        assert not tenant.length, "only a request that has just been admitted"
+        tokens, state = self.arena[copy.offset]
+        tenant.length = copy.length - len(tokens)
+        for token in tokens:
+            self.write(tenant, token)
+        self.state[tenant.state] = state
 
     def write(self, tenant: Tenant, token: int) -> None:
         self.kv[self.place(tenant, tenant.length)] = token

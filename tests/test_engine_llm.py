@@ -86,6 +86,7 @@ def test_every_argument_reaches_the_config(monkeypatch: pytest.MonkeyPatch) -> N
         overlap=False,
         speculative=None,
         tp_size=2,
+        transfer_bytes=1024,
         seed=9,
     )
     llm, _ = make(monkeypatch, **values)

@@ -25,7 +25,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
     """Arguments of plan_memory, budgets from hopeless to ample."""
     costs = UnitCosts(
         slot=draw(st.integers(1, 5000)), row=draw(st.integers(1, 2000)), page=draw(st.integers(0, 800)),
-        fixed=draw(st.sampled_from([0, 77])),
+        fixed=draw(st.sampled_from([0, 77])), transfer=draw(st.sampled_from([0, 33])),
     )  # fmt: skip
     limit = draw(st.integers(1, 400))
     return {

@@ -21,13 +21,15 @@ PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt.models", "mem_cache": "h
 # Arrows point from the right to the left. Within a name they are free: the package's own files may import each other.
 ORDER = (
     "errors", "sampling_params", "config", "hf_config", "state_shape", "forward_batch", "kernels", "mem_cache",
-    "attention", "distributed.groups", "layers", "models", "runtime", "speculative", "engine",
-    "distributed.conv_transfer", "distributed.transfer", "cli",
+    "attention", "distributed.groups", "distributed.conv_transfer", "layers", "models", "runtime", "speculative",
+    "engine", "distributed.transfer", "cli",
 )  # fmt: skip
 MAX_LINES = 450
 MAX_MODEL_LINES = 200
 MAX_FRAMES, MAX_FILES = 11, 10
-OPTIONAL = ("flashinfer", "mamba_ssm", "causal_conv1d", "sgl_kernel", "fla", "matplotlib", "hypothesis", "pytest")
+OPTIONAL = (
+    "flashinfer", "mamba_ssm", "causal_conv1d", "sgl_kernel", "fla", "nixl", "matplotlib", "hypothesis", "pytest",
+)  # fmt: skip
 
 
 def sources() -> dict[str, Path]:

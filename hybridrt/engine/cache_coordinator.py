@@ -10,6 +10,8 @@ The ledger, for a request with `c` matched tokens (whole pages of the prefix cac
     the first of these    the request      .. settle                        settle, once out of every layer's window
     spare                 the request      settle .. extend                 extend makes them pages of later tokens
 
+A request whose first `c` tokens were computed elsewhere owns all of its pages: they are copied there as it is admitted.
+
 `release` is for a request that no launched step still names: until the last such step has been consumed, the device may
 read and write what the request holds. `settle` lets go of pages that no step reads whose tokens come after the consumed
 ones; while the prompt still wants pages, they go to the request itself, so that a prompt that was admitted never runs
@@ -21,7 +23,7 @@ from hybridrt.errors import MemoryBudgetError, PoolError
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.mem_cache.prefix_cache import NoPrefixCache, PrefixCache, PrefixMatch
-from hybridrt.runtime.step import Admission, PageWrite, StepPlan
+from hybridrt.runtime.step import Admission, PageWrite, StateCopy, StepPlan
 
 
 class CacheCoordinator:
@@ -71,13 +73,13 @@ class CacheCoordinator:
         if not self.rows.num_free or (self.slots.total and not self.slots.num_free):
             return False
         tokens = request.tokens
-        match = self._prefix_cache.match(tokens)
+        match = request.arrived or self._prefix_cache.match(tokens)
         self._prefix_cache.lock(match)
         need = self._prompt_pages(len(tokens), len(match.pages))
         if not self._pages_free(need + (headroom if self.pages.total else 0)):
             self._prefix_cache.unlock(match)
             return False
-        request.prefix, request.prefill_tokens = match, tokens
+        request.prefix, request.prefill_tokens, request.arrived = match, tokens, None
         request.computed = request.settled = match.length
         request.row = self.rows.alloc(1)[0]
         request.slot = self.slots.alloc(1)[0] if self.slots.total else None
@@ -172,3 +174,5 @@ class CacheCoordinator:
         plan.admissions.append(Admission(row, slot, tokens, len(request.prompt), request.params, request.seed))
         if request.pages:
             plan.page_writes.append(PageWrite(row, request.first_page, [page.index for page in request.pages]))
+        if request.prefix.staged is not None:
+            plan.imports.append(StateCopy(row, request.computed, request.prefix.staged))

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Protocol
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.detokenizer import Detokenizer
@@ -13,6 +14,7 @@ from hybridrt.engine.request import FinishReason, Request, RequestMetrics, Reque
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.errors import EngineError, RequestError
+from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import Executor, StepHandle, StepResult, TokenLogprobs
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Drafter
@@ -66,6 +68,19 @@ def derive_seed(seed: int, index: int) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
+class PrefillSource(Protocol):
+    """Computes prompts elsewhere, all but their last token. It must call `Engine.start` or `Engine.fail` for every
+    request, unless the request has ended before."""
+
+    def request(self, request_id: str, tokens: Sequence[int]) -> None:
+        """Begins, and returns at once."""
+        ...
+
+    def advance(self) -> None:
+        """Called at the head of every step; never waits for long."""
+        ...
+
+
 class Engine:
     """Drives an executor. `add_request`, `step` until `has_unfinished()` is false, `abort` at any time; one thread.
 
@@ -78,6 +93,9 @@ class Engine:
         seed: of requests whose `SamplingParams.seed` is None. Request number i gets derive_seed(seed, i); sample k > 0
             of a request with seed s gets derive_seed(s, k), and sample 0 gets s itself.
         drafter: proposes drafts for speculative decoding.
+
+    Attributes:
+        prefill_source: whoever computes the prompts of requests from here on; None computes them here.
     """
 
     def __init__(
@@ -101,7 +119,9 @@ class Engine:
         self._num_requests = 0
         self._arrivals = count()
         self._eos = frozenset(limits.eos_token_ids)
+        self.prefill_source: PrefillSource | None = None
         self._samples: dict[str, list[Request]] = {}
+        self._held: set[str] = set()
         self._launched: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._outputs: list[RequestOutput] = []
         self._totals = EngineCounters()
@@ -133,12 +153,19 @@ class Engine:
         return tokens
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, stream: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        stream: bool = True,
+        export_to: int | None = None,
     ) -> str:
         """Queues a prompt and returns its id.
 
         Args:
             stream: hand out outputs while the request runs; False hands out the finished samples alone.
+            export_to: where in the executor's arena state and KV of the prompt go once they are computed.
 
         Raises:
             RequestError, MemoryBudgetError: as `prepare`, or the id is taken. The engine is unchanged.
@@ -154,8 +181,35 @@ class Engine:
         self._num_requests += 1
         self._samples[request_id] = samples
         for request in samples:
-            self._scheduler.add(request)
+            request.export_to = export_to
+        self._held.add(request_id)
+        if self.prefill_source is None or len(tokens) == 1:
+            self.start(request_id)
+        else:
+            self.prefill_source.request(request_id, tokens[:-1])
         return request_id
+
+    def start(self, request_id: str, arrived: PrefixMatch | None = None) -> None:
+        """Queues a request that waited for `prefill_source`.
+
+        Args:
+            arrived: what has been computed elsewhere; None computes the whole prompt here.
+
+        Raises:
+            RequestError: it does not wait, or nothing of its prompt would be left to compute. Nothing has changed.
+        """
+        if request_id not in self._held:
+            raise RequestError(f"request {request_id!r} does not wait for its prompt to be computed elsewhere")
+        samples = self._samples[request_id]
+        if arrived is not None and not 0 < arrived.length < len(samples[0].prompt):
+            raise RequestError(
+                f"{arrived.length} tokens of a prompt of {len(samples[0].prompt)} have arrived; the last token is "
+                f"always computed here: pass 1 to {len(samples[0].prompt) - 1}, or None"
+            )
+        self._held.remove(request_id)
+        for request in samples:
+            request.arrived = arrived
+            self._scheduler.add(request)
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step, if anything can run, and reads the oldest one once more than enough are launched.
@@ -166,6 +220,8 @@ class Engine:
         Raises:
             EngineError: requests wait, but nothing runs and nothing can: a pool lost entries.
         """
+        if self.prefill_source is not None:
+            self.prefill_source.advance()
         scheduled = self._scheduler.schedule()
         if scheduled is not None:
             try:
@@ -177,7 +233,7 @@ class Engine:
             else:
                 self._launched.append((scheduled, handle))
                 self._count(scheduled)
-        elif not self._launched and self._samples:
+        elif not self._launched and len(self._samples) > len(self._held):
             raise EngineError(f"nothing can be scheduled and nothing is running: {self.counters()}; abort the requests")
         if len(self._launched) > (self._most_in_flight if scheduled is not None else 0):
             self._consume()
@@ -185,9 +241,13 @@ class Engine:
 
     def drain(self) -> list[RequestOutput]:
         """Reads every launched step and launches none: afterwards finished requests hold nothing."""
+        self.settle()
+        return self._take_outputs()
+
+    def settle(self) -> None:
+        """Waits for every launched step; the next `step` or `drain` hands out what they gave."""
         while self._launched:
             self._consume()
-        return self._take_outputs()
 
     def abort(self, request_id: str) -> bool:
         """Ends a request, whatever it is doing; its samples come out of the next `step` with reason "abort". False if
@@ -199,6 +259,19 @@ class Engine:
             except Exception as e:  # its text cannot be made: it must go all the same
                 self._fail(request, e)
         return bool(samples)
+
+    def fail(self, request_id: str, cause: BaseException) -> bool:
+        """Ends a request as `abort` does, with an error that says why."""
+        samples = list(self._samples.get(request_id, ()))
+        for request in samples:
+            self._fail(request, cause)
+        return bool(samples)
+
+    def gained(self, request_id: str) -> int | None:
+        """Output tokens of whichever unfinished sample has fewest, None if all are finished. With its first token the
+        step that took in what had arrived for a sample is over."""
+        samples = self._samples.get(request_id)
+        return min(len(request.output) for request in samples) if samples else None
 
     def has_unfinished(self) -> bool:
         """True while `step` has something to do: requests, launched steps, or outputs not handed out."""
@@ -299,11 +372,13 @@ class Engine:
             reason = "stop"
         request.finish_reason, request.error = reason, error
         request.metrics.finish_time = time.monotonic()
-        self._scheduler.remove(request)
+        if request.request_id not in self._held:
+            self._scheduler.remove(request)
         samples = self._samples[request.request_id]
         samples.remove(request)
         if not samples:
             del self._samples[request.request_id]
+            self._held.discard(request.request_id)
         self._totals.finished += reason != "abort"
         self._totals.failed += error is not None
         self._totals.aborted += reason == "abort" and error is None

@@ -84,6 +84,7 @@ class LLM:
         overlap: bool = True,
         speculative: SpeculativeConfig | None = None,
         tp_size: int = 1,
+        transfer_bytes: int = 0,
         seed: int = 0,
     ) -> None:
         self.config = EngineConfig(
@@ -106,6 +107,7 @@ class LLM:
             overlap=overlap,
             speculative=speculative,
             tp_size=tp_size,
+            transfer_bytes=transfer_bytes,
             seed=seed,
         )
         runner = ModelRunner(self.config, progress=sys.stderr.isatty())

@@ -79,6 +79,8 @@ class Request:
         first_page: which of the request's pages pages[0] is: those before it have left the sliding window.
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
         prefill_tokens: tokens to compute before decoding starts: the prompt, and after a retraction the output too.
+        arrived: the prefix that came from elsewhere, until admission takes it: a retracted request computes anew.
+        export_to: where in the executor's arena state and KV go once the prompt is computed; None leaves them.
         in_flight: launched steps that name the request and whose result has not been consumed.
     """
 
@@ -104,6 +106,8 @@ class Request:
     first_page: int = 0
     prefix: PrefixMatch = field(default_factory=PrefixMatch)
     prefill_tokens: Sequence[int] = ()
+    arrived: PrefixMatch | None = None
+    export_to: int | None = None
     computed: int = 0
     settled: int = 0
     pending: int = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.request import Request
-from hybridrt.runtime.step import DecodeRow, ExtendRow, StepPlan
+from hybridrt.runtime.step import DecodeRow, ExtendRow, StateCopy, StepPlan
 from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
 
 
@@ -152,4 +152,6 @@ class Scheduler:
         step.plan.extend.append(ExtendRow(request.row.index, start, chunk, len(request.output), last))
         step.rows.append((request, int(last)))
         request.pending += int(last)
+        if last and request.export_to is not None:
+            step.plan.exports.append(StateCopy(request.row.index, request.computed, request.export_to))
         return len(chunk)

@@ -154,6 +154,7 @@ def make_plan(
         row=_row_bytes(config, target, config.max_model_len or limit),
         page=KVPool.page_bytes(layers, config.page_size, *kv_shape(target), target.dtype),
         fixed=_graph_bytes(config, target),
+        transfer=config.transfer_bytes,
     )
     plan = plan_memory(
         budget_bytes=free_host_memory() // 4 if budget_bytes is None else budget_bytes,

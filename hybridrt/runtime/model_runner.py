@@ -23,6 +23,7 @@ from hybridrt.runtime.build import (
 from hybridrt.runtime.graph_runner import DecodeInputs, GraphRunner
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
 from hybridrt.runtime.sampler import Filters, Sampler, SamplingTable, Verification
+from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import Admission, ExtendRow, PageWrite, StepHandle, StepPlan
 from hybridrt.runtime.step_inputs import Sections, StagingRing, pack_step, padded, tree_nodes
 from hybridrt.sampling_params import SamplingParams
@@ -45,6 +46,7 @@ class ModelRunner:
         model_path, model_config: where the checkpoint lies and what it says.
         plan: rows, slots and pages that a scheduler may hand out.
         backend, pools: for those who drive the model themselves.
+        arena: images of states that come from or go to other workers; None without EngineConfig.transfer_bytes.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ModelRunner:
             raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
         self.config = config
         self._trees = config.speculative is not None and config.speculative.topk > 1
+        self.arena: StateArena | None = None
         self.graphs: dict[int, GraphRunner] = {}  # by tokens of a row; captured once the final pools stand
         self.model_path, self.target = load_target(config, tp)
         self.model_config, self.device = self.target.model_config, self.target.device
@@ -68,6 +71,8 @@ class ModelRunner:
             self.model = build_model(config, self.target, self.model_path, progress)
         with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
             self._allocate(plan or self._make_plan(budget_bytes))
+            if config.transfer_bytes:
+                self.arena = StateArena(self.target, self.pools, self.backend, config.transfer_bytes)
         if self.device.type == "cuda" and config.cuda_graph:
             with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
                 self.graphs = {tokens: self._capture(tokens, progress) for tokens in self._step_widths()}
@@ -133,6 +138,8 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queues one step on the device and returns at once; see hybridrt.runtime.step.Executor."""
         self._check_drafts(plan)
+        if (plan.imports or plan.exports) and self.arena is None:
+            raise ConfigError("states cannot come or go without an arena: set transfer_bytes")
         self._params.update((a.row, a.params) for a in plan.admissions)
         tokens = self._tokens_per_row(plan)
         graphs = self.graphs.get(tokens)
@@ -144,7 +151,7 @@ class ModelRunner:
             return decoded
         # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
         writes = [w for w in plan.page_writes if w.row not in set(inputs.rows)]
-        rest = StepPlan(plan.admissions, writes, [], plan.extend)
+        rest = StepPlan(plan.admissions, writes, [], plan.extend, plan.imports, plan.exports)
         return JoinedSteps(decoded, self._launch_eager(rest, 1))
 
     def _launch_graph(self, graphs: GraphRunner, inputs: DecodeInputs) -> LaunchedStep:
@@ -180,11 +187,15 @@ class ModelRunner:
     def _launch_eager(self, plan: StepPlan, tokens: int) -> StepHandle:
         sections = self._staging.upload(pack_step(plan, tokens, self._trees and tokens > 1))
         self._bookkeep(sections)
+        for arrival in plan.imports:
+            self.arena.import_state(arrival)  # type: ignore[union-attr]  # launch has checked
         batch = self._batch(plan, sections, tokens)
         self.backend.init_forward_metadata(batch)
         hidden = self.model(batch)
         if plan.decode and tokens == 1:
             self.backend.commit_decode()
+        for departure in plan.exports:
+            self.arena.export_state(departure)  # type: ignore[union-attr]
         if not plan.sampled:
             return LaunchedStep(None)
         logits = self.model.logits(hidden.index_select(0, sections["sample_at"]))

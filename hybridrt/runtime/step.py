@@ -38,6 +38,16 @@ class PageWrite:
 
 
 @dataclass(frozen=True, slots=True)
+class StateCopy:
+    """State and KV of the first `length` tokens of `row`, between the pools and byte `offset` of the executor's arena
+    (hybridrt.runtime.state_arena)."""
+
+    row: int
+    length: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeRow:
     """One decode token. Its input is the last token sampled for the row, which only the device may know yet.
 
@@ -68,12 +78,15 @@ class ExtendRow:
 
 @dataclass(slots=True)
 class StepPlan:
-    """Decode rows come first in the batch, then extend rows, each list in order."""
+    """Decode rows come first in the batch, then extend rows, each list in order. What `imports` says is copied in
+    before the rows are computed, what `exports` says is copied out afterwards; both name extend rows."""
 
     admissions: list[Admission] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
     decode: list[DecodeRow] = field(default_factory=list)
     extend: list[ExtendRow] = field(default_factory=list)
+    imports: list[StateCopy] = field(default_factory=list)
+    exports: list[StateCopy] = field(default_factory=list)
 
     @property
     def rows(self) -> list[DecodeRow | ExtendRow]:

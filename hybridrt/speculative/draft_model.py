@@ -51,7 +51,7 @@ class DraftModelDrafter:
         draft_config = replace(
             config, model=config.speculative.draft_model, speculative=None, max_running_requests=plan.num_rows,
             max_model_len=None, state_mode="classic", attention_backend="auto", prefill_attention_backend=None,
-            linear_attn_backend="auto", cuda_graph=False,
+            linear_attn_backend="auto", cuda_graph=False, transfer_bytes=0,
         )  # fmt: skip
         self._page_size = plan.page_size
         self.runner = ModelRunner(draft_config, plan=draft_plan(plan, self._slack))

@@ -1,0 +1,111 @@
+"""Reads through NIXL (https://github.com/ai-dynamo/nixl) and its UCX backend: RDMA where there is hardware for it, else
+TCP or shared memory. Arenas lie in GPU memory, or in host memory where there is no GPU."""
+
+import base64
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hybridrt.distributed.conv_transfer import PageRead
+from hybridrt.errors import ProviderNotInstalledError, TransferError
+
+
+class NixlTransport:
+    """One NIXL agent and the arena that it has registered.
+
+    Raises:
+        ProviderNotInstalledError: NIXL is not installed or cannot be loaded here; says why.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        api = _load()
+        name = f"hybridrt-{uuid.uuid4().hex[:12]}"
+        self._agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
+        self._memory = "VRAM" if buffer.is_cuda else "DRAM"
+        self._device = buffer.device.index or 0
+        self._base = buffer.data_ptr()
+        region = (self._base, buffer.numel(), self._device, "")
+        self._registered = self._agent.register_memory([region], self._memory)
+        self._peers: dict[str, tuple[int, int, str]] = {}
+
+    def describe(self) -> str:
+        metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
+        return json.dumps([metadata, self._base, self._device, self._memory])
+
+    def connect(self, description: str) -> str:
+        metadata, base, device, memory = json.loads(description)
+        try:
+            name = self._agent.add_remote_agent(base64.b64decode(metadata))
+        except Exception as e:  # NIXL's own errors share no base class
+            raise TransferError(f"NIXL cannot reach the other worker: {type(e).__name__}: {e}") from e
+        peer: str = name.decode() if isinstance(name, bytes) else name
+        self._peers[peer] = (base, device, memory)
+        return peer
+
+    def disconnect(self, peer: str) -> None:
+        if self._peers.pop(peer, None) is not None:
+            self._agent.remove_remote_agent(peer)
+
+    def read(self, peer: str, reads: Sequence[PageRead]) -> "NixlRead":
+        if peer not in self._peers:
+            raise TransferError(f"{peer!r} is not connected")
+        base, device, memory = self._peers[peer]
+        ours = [(self._base + read.destination, read.nbytes, self._device) for read in reads]
+        theirs = [(base + read.source, read.nbytes, device) for read in reads]
+        agent = self._agent
+        try:
+            local, remote = agent.get_xfer_descs(ours, self._memory), agent.get_xfer_descs(theirs, memory)
+            handle = agent.initialize_xfer("READ", local, remote, peer, b"")
+        except Exception as e:
+            raise TransferError(f"NIXL refuses the reads: {type(e).__name__}: {e}") from e
+        return NixlRead(agent, handle)
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        self._agent.deregister_memory(self._registered)
+
+
+class NixlRead:
+    """A posted transfer; its handle is released when it is over."""
+
+    def __init__(self, agent: Any, handle: Any) -> None:
+        self._agent, self._handle = agent, handle
+        self._error: Exception | None = None
+        self._state = self._ask(agent.transfer)
+
+    def done(self) -> bool:
+        if self._state == "PROC":
+            self._state = self._ask(self._agent.check_xfer_state)
+        if self._state == "PROC":
+            return False
+        self._release()
+        if self._state != "DONE":
+            raise TransferError(f"the reads broke off: {self._error or 'NIXL state ' + self._state}") from self._error
+        return True
+
+    def _ask(self, question: Any) -> str:
+        try:
+            state: str = question(self._handle)
+            return state
+        except Exception as e:  # NIXL's own errors share no base class
+            self._error = e
+            return "ERR"
+
+    def _release(self) -> None:
+        if self._handle is not None:
+            self._agent.release_xfer_handle(self._handle)
+            self._handle = None
+
+
+def _load() -> Any:
+    try:
+        from nixl import _api
+    except ImportError as e:
+        raise ProviderNotInstalledError(
+            f'state transfer through NIXL needs the package nixl: pip install "hybridrt[transfer]" ({e})'
+        ) from e
+    return _api

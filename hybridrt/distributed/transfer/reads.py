@@ -1,0 +1,47 @@
+"""Which runs of bytes make up a decode rank's image, and which prefill ranks have them."""
+
+from collections.abc import Iterable, Sequence
+
+from hybridrt.distributed.conv_transfer import PageRead, Section, page_reads
+from hybridrt.errors import TransferError
+
+
+def tp_ratio(decode_tp: int, prefill_tp: int) -> int:
+    """Signed: decode ranks for each prefill rank, or minus prefill ranks for each decode rank.
+
+    Raises:
+        TransferError: neither number divides the other.
+    """
+    if max(decode_tp, prefill_tp) % min(decode_tp, prefill_tp):
+        raise TransferError(
+            f"{prefill_tp} prefill ranks cannot feed {decode_tp} decode ranks; one must divide the other"
+        )
+    return decode_tp // prefill_tp if decode_tp >= prefill_tp else -(prefill_tp // decode_tp)
+
+
+def image_reads(
+    sections: Sequence[Section], rank: int, decode_tp: int, prefill_tp: int
+) -> list[tuple[int, list[PageRead]]]:
+    """(prefill rank, what to read of its image) for one decode rank, whose own image consists of `sections`.
+
+    Every byte of the image is read exactly once. A prefill rank of which nothing is needed is left out.
+    """
+    ratio = tp_ratio(decode_tp, prefill_tp)
+    if ratio > 0:
+        return [(rank // ratio, _joined(page_reads(sections, decode_tp, rank, ratio)))]
+    sources = range(-ratio * rank, -ratio * (rank + 1))
+    found = [(source, _joined(page_reads(sections, decode_tp, source, ratio))) for source in sources]
+    return [(source, reads) for source, reads in found if reads]
+
+
+def _joined(reads: Iterable[PageRead]) -> list[PageRead]:
+    """Neighbours on both sides become one read: with equal numbers of ranks the whole image is."""
+    joined: list[PageRead] = []
+    for read in reads:
+        last = joined[-1] if joined else None
+        shift = read.source - read.destination
+        if last and last.source - last.destination == shift and last.source + last.nbytes == read.source:
+            joined[-1] = PageRead(last.source, last.destination, last.nbytes + read.nbytes)
+        else:
+            joined.append(read)
+    return joined

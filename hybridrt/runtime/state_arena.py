@@ -1,0 +1,156 @@
+"""Where states leave for other workers and arrive from them: a buffer beside the pools, filled with images."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hybridrt.attention.base import AttentionBackend
+from hybridrt.distributed.conv_transfer import MambaSpec, Section, derive_mamba_conv_split
+from hybridrt.kernels.slots import write_columns
+from hybridrt.mem_cache.kv_pool import KVPool
+from hybridrt.mem_cache.mamba_pool import MambaPool
+from hybridrt.runtime.build import Pools, Target
+from hybridrt.runtime.step import StateCopy
+from hybridrt.state_shape import StateShape, state_shape
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """What one rank keeps of a request after `length` tokens, as one run of bytes without gaps:
+
+        for each recurrent layer   conv inputs [conv_dim, K - 1] | recurrent state [*temporal]
+        for each attention layer   keys [kv_heads, tokens, head_dim] | values [kv_heads, tokens, head_dim]
+
+    Tokens are all `length` of them or, with a sliding window, those that the next token sees. Whatever is cut over the
+    ranks is outermost, so that a share of it is one run too.
+    """
+
+    recurrent: tuple[tuple[int, StateShape, int], ...]  # layer id, state on this rank, groups before sharding
+    attention: tuple[int, ...]
+    kv_heads: int
+    all_kv_heads: int
+    head_dim: int
+    window: int | None
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    tp_size: int
+
+    @classmethod
+    def of(cls, target: Target, kv: KVPool) -> "ImageLayout":
+        mc, tp = target.model_config, target.tp.size
+        recurrent = sorted(
+            (layer_id, state_shape(config, tp), state_shape(config).groups)
+            for kind, config in mc.linear.items()
+            for layer_id in mc.linear_layer_ids(kind)
+        )
+        return cls(
+            recurrent=tuple(recurrent),
+            attention=mc.full_attention_layer_ids,
+            kv_heads=kv.k.shape[3],
+            all_kv_heads=mc.attention.num_kv_heads,
+            head_dim=kv.k.shape[4],
+            window=mc.attention.sliding_window,
+            dtype=target.dtype,
+            state_dtype=target.state_dtype,
+            tp_size=tp,
+        )
+
+    def sections(self, length: int) -> list[Section]:
+        """The image's parts, in order, as conv_transfer cuts them over ranks."""
+        found: list[Section] = []
+        for _, shape, groups in self.recurrent:
+            shapes = (shape.conv_dim, shape.conv_kernel - 1), shape.temporal
+            spec = MambaSpec(shapes, (self.dtype, self.state_dtype), shape.kind, groups)
+            found += derive_mamba_conv_split(spec, self.tp_size).sections
+        nbytes = self.kv_heads * self.kv_tokens(length) * self.head_dim * self.dtype.itemsize
+        return found + [Section(nbytes, self.all_kv_heads)] * (2 * len(self.attention))
+
+    def kv_tokens(self, length: int) -> int:
+        """How many of the last tokens' keys and values an image holds."""
+        return length if self.window is None else min(length, self.window - 1)
+
+    def image_bytes(self, length: int) -> int:
+        return sum(section.nbytes for section in self.sections(length))
+
+
+class StateArena:
+    """Copies states between the pools and images in `buffer` [transfer_bytes] uint8, on the pools' device.
+
+    Pools keep layouts of their own: a ring of conv inputs, KV in pages, in replay mode a checkpoint and a ring of
+    inputs since. An image holds none of these, so either side may keep its state its own way.
+    """
+
+    def __init__(self, target: Target, pools: Pools, backend: AttentionBackend, transfer_bytes: int) -> None:
+        self.layout = ImageLayout.of(target, pools.kv)
+        self.buffer = torch.zeros(transfer_bytes, dtype=torch.uint8, device=target.device)
+        self._pools = pools
+        self._backend = backend
+
+    def export_state(self, copy: StateCopy) -> None:
+        """Pools to image; the pools stay as they are."""
+        offset = copy.offset
+        for tensor in self._kept(copy.row, copy.length):
+            data = tensor.contiguous().view(-1).view(torch.uint8)
+            self.buffer[offset : offset + len(data)] = data
+            offset += len(data)
+
+    def import_state(self, copy: StateCopy) -> None:
+        """Image to pools, into the slot and the pages that the row has, of a request that has just been admitted."""
+        image = _Reader(self.buffer, copy.offset)
+        pool, layout = self._pools.req_to_token.mamba_pool, self.layout
+        slots = self._slots(copy.row)
+        for layer_id, shape, _ in layout.recurrent:
+            assert pool is not None
+            cache, inputs = pool.layer_cache(layer_id), shape.conv_kernel - 1
+            window = image.take((1, shape.conv_dim, inputs), layout.dtype)
+            columns = torch.arange(copy.length - inputs, copy.length, device=slots.device) % cache.conv.shape[2]
+            write_columns(cache.conv, slots, columns[None], window.transpose(1, 2))
+            cache.temporal.index_copy_(0, slots.long(), image.take((1, *shape.temporal), layout.state_dtype))
+        places = self._places(copy)
+        for layer_id in layout.attention:
+            for tensor in self._pools.kv.layer(layer_id):
+                heads = image.take((layout.kv_heads, len(places), layout.head_dim), layout.dtype)
+                tensor.flatten(0, 1).index_copy_(0, places, heads.transpose(0, 1))
+
+    def _kept(self, row: int, length: int) -> Iterator[torch.Tensor]:
+        pool, slots = self._pools.req_to_token.mamba_pool, self._slots(row)
+        position = torch.full_like(slots, length)
+        states = self._state_slots(row, slots)
+        for layer_id, _, _ in self.layout.recurrent:
+            assert pool is not None
+            yield pool.conv_window(layer_id, slots, position)
+            yield pool.layer_cache(layer_id).temporal.index_select(0, states)
+        places = self._places(StateCopy(row, length, 0))
+        for layer_id in self.layout.attention:
+            for tensor in self._pools.kv.layer(layer_id):
+                yield tensor.flatten(0, 1).index_select(0, places).transpose(0, 1)
+
+    def _state_slots(self, row: int, slots: torch.Tensor) -> torch.Tensor:
+        """Where the recurrent state lies: in replay mode it is brought together in the scratch slot first."""
+        pool: MambaPool | None = self._pools.req_to_token.mamba_pool
+        if pool is None or pool.spec.mode != "replay":
+            return slots
+        scratch = torch.zeros_like(slots)
+        rows = torch.full_like(slots, row)
+        self._backend.linear_attn_backend.materialize(rows, pool.ring_length[row : row + 1], scratch)
+        return scratch
+
+    def _slots(self, row: int) -> torch.Tensor:
+        return self._pools.req_to_token.req_to_mamba_slot[row : row + 1]
+
+    def _places(self, copy: StateCopy) -> torch.Tensor:
+        first = copy.length - self.layout.kv_tokens(copy.length)
+        return self._pools.req_to_token.req_to_token[copy.row, first : copy.length].long()
+
+
+class _Reader:
+    """Takes tensors from a run of bytes, one after the other. Copies: an image packs them without alignment."""
+
+    def __init__(self, buffer: torch.Tensor, offset: int) -> None:
+        self._buffer, self._offset = buffer, offset
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        start = self._offset
+        self._offset += torch.Size(shape).numel() * dtype.itemsize
+        return self._buffer[start : self._offset].clone().view(dtype).view(shape)

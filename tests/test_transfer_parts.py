@@ -1,0 +1,240 @@
+"""What workers are made of: regions of an arena, channels, handshakes, readers; and every transport alike."""
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrt import EngineConfig, SpeculativeConfig
+from hybridrt.distributed.conv_transfer import PageRead
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.distributed.transfer.channel import Channel, Listener, QueueChannel, SocketChannel
+from hybridrt.distributed.transfer.handshake import Handshake, model_digest
+from hybridrt.distributed.transfer.nixl_transport import NixlTransport
+from hybridrt.distributed.transfer.reads import image_reads
+from hybridrt.distributed.transfer.regions import RegionAllocator
+from hybridrt.distributed.transfer.transport import InProcessTransport, Transport
+from hybridrt.errors import (
+    HandshakeError,
+    OutOfSlotsError,
+    PeerGoneError,
+    PoolError,
+    ProviderNotInstalledError,
+    TransferError,
+)
+from hybridrt.runtime.build import load_target
+from tests.tiny import write_tiny
+
+
+@given(data=st.data())
+def test_regions_never_overlap_and_none_is_lost(data: st.DataObject) -> None:
+    regions, held = RegionAllocator(100), dict[int, int]()
+    for _ in range(data.draw(st.integers(0, 30))):
+        if held and data.draw(st.booleans()):
+            start = data.draw(st.sampled_from(sorted(held)))
+            regions.free(start)
+            del held[start]
+        else:
+            size = data.draw(st.integers(1, 60))
+            try:
+                start = regions.alloc(size)
+            except OutOfSlotsError:
+                gaps = sorted([*held.items(), (100, 0)])
+                ends = [0, *(s + n for s, n in gaps)]
+                assert all(s - end < size for (s, _), end in zip(gaps, ends))
+                continue
+            assert all(start + size <= s or s + n <= start for s, n in held.items()) and 0 <= start <= 100 - size
+            held[start] = size
+        regions.check()
+        assert (regions.num_used, regions.num_free) == (sum(held.values()), 100 - sum(held.values()))
+    for start in held:
+        regions.free(start)
+    assert regions.alloc(100) == 0, "what was freed grows together"
+
+
+def test_a_region_is_freed_once() -> None:
+    regions = RegionAllocator(10)
+    regions.alloc(4)
+    regions.free(0)
+    for offset in (0, 3):
+        with pytest.raises(PoolError, match=f"starts at byte {offset}"):
+            regions.free(offset)
+
+
+def channels() -> tuple[Channel, Channel]:
+    listener = Listener("127.0.0.1")
+    here = SocketChannel.connect("127.0.0.1", listener.port)
+    while not (accepted := listener.accept()):
+        pass
+    listener.close()
+    return here, accepted[0]
+
+
+@pytest.mark.parametrize("make", [QueueChannel.pair, channels])
+def test_channels_carry_messages_in_order_until_one_end_leaves(make: Any) -> None:
+    here, there = make()
+    assert there.receive() == []
+    sent = [{"n": i, "tokens": list(range(i * 20_000))} for i in range(4)]
+    for message in sent:
+        here.send(message)
+    got: list[Any] = []
+    while len(got) < len(sent):
+        got += there.receive()
+    assert got == sent
+    there.send({"type": "bye"})
+    there.close()
+    there.close()
+    with pytest.raises(PeerGoneError):
+        while True:
+            got += here.receive()
+    assert got[-1] == {"type": "bye"}, "what came before the end is read"
+    with pytest.raises(PeerGoneError):
+        while True:  # the first one after the end may still leave
+            here.send({})
+    with pytest.raises(PeerGoneError):
+        there.receive()
+    here.close()
+
+
+def test_nobody_listens() -> None:
+    listener = Listener("127.0.0.1")
+    listener.close()
+    with pytest.raises(PeerGoneError, match=f"127.0.0.1:{listener.port}"):
+        SocketChannel.connect("127.0.0.1", listener.port)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("model"), tokenizer=False)
+
+
+def handshake(path: Path, **changes: Any) -> Handshake:
+    config = EngineConfig(str(path), **{"device": "cpu", "load_format": "dummy", **changes})
+    return Handshake.of(config, load_target(config, TPGroup())[1], path)
+
+
+def test_handshake_says_what_a_worker_runs(model: Path) -> None:
+    ours = handshake(model)
+    assert ours.conv_layout == "mamba2 (x 48, B 8, C 8) x 3, state [6, 8, 8] in layers 0,1"
+    assert (ours.conv_dtype, ours.state_dtype, ours.kv_layout) == (
+        "float32",
+        "float32",
+        "2 x 8, window None in layers 0,1",
+    )
+    assert (ours.chunk_size, ours.page_size, ours.draft_length, ours.tp_size) == (16, 16, 0, 1)
+    drafts = handshake(model, speculative=SpeculativeConfig(num_draft_tokens=5))
+    assert (ours.ring_width, drafts.ring_width) == ("conv 4, state 16", "conv 16, state 32")
+    assert Handshake.from_json(json.loads(json.dumps(ours.to_json()))) == ours
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(Handshake)])
+def test_every_field_is_compared_but_those_that_may_differ(field: str, model: Path) -> None:
+    ours = handshake(model)
+    value = getattr(ours, field)
+    theirs = replace(ours, **{field: value + 1 if isinstance(value, int) else value + "x"})
+    if field == "tp_size":
+        return ours.check(theirs)
+    with pytest.raises(HandshakeError) as caught:
+        ours.check(theirs)
+    assert (caught.value.field, caught.value.ours, caught.value.theirs) == (field, value, getattr(theirs, field))
+    assert repr(value) in str(caught.value) and repr(getattr(theirs, field)) in str(caught.value)
+
+
+def test_another_version_is_refused(model: Path) -> None:
+    ours = handshake(model).to_json()
+    for theirs in ({**ours, "more": 1}, {k: v for k, v in ours.items() if k != "page_size"}):
+        with pytest.raises(HandshakeError, match="version"):
+            Handshake.from_json(theirs)
+
+
+def test_model_digest_sees_weights_behind_the_same_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = EngineConfig(str(tmp_path))
+    seen = set()
+    for content in (b"one" * 50_000, b"two" * 50_000, b"two" * 50_001):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        seen.add(model_digest(tmp_path, config))
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    seen.add(model_digest(tmp_path, config))
+    assert len(seen) == 4
+    assert model_digest(tmp_path, replace(config, load_format="dummy")) not in seen
+
+
+def nixl(buffer: torch.Tensor) -> NixlTransport:
+    try:
+        return NixlTransport(buffer)
+    except ProviderNotInstalledError as e:
+        pytest.skip(str(e))
+
+
+@pytest.fixture(params=["in process", "nixl"])
+def transports(request: pytest.FixtureRequest) -> Iterator[tuple[Transport, Transport, torch.Tensor, torch.Tensor]]:
+    """Two of a kind, and their arenas: random bytes and zeros."""
+    theirs = torch.randint(1, 256, (1 << 16,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    ours, hub = torch.zeros(1 << 16, dtype=torch.uint8), dict[str, torch.Tensor]()
+    pair: tuple[Transport, Transport]
+    if request.param == "nixl":
+        pair = nixl(ours), nixl(theirs)
+    else:
+        pair = InProcessTransport(hub, "ours", ours, piece=100), InProcessTransport(hub, "theirs", theirs)
+    yield (*pair, ours, theirs)
+    for transport in pair:
+        with suppress(TransferError):
+            transport.close()
+
+
+def test_transports_read_what_is_asked_for_and_nothing_else(transports: Any) -> None:
+    here, there, ours, theirs = transports
+    peer = here.connect(there.describe())
+    rng = random.Random(1)
+    for _ in range(5):
+        ours.zero_()
+        expected, reads = ours.clone(), []
+        for destination in range(0, 1 << 16, 1 << 13):
+            nbytes, source = rng.randrange(1, 1 << 13), rng.randrange(1 << 15)
+            reads.append(PageRead(source, destination, nbytes))
+            expected[destination : destination + nbytes] = theirs[source : source + nbytes]
+        read = here.read(peer, reads)
+        while not read.done():
+            pass
+        assert torch.equal(ours, expected)
+
+
+def test_transports_refuse_strangers(transports: Any) -> None:
+    here, there, *_ = transports
+    with pytest.raises(TransferError, match="not connected"):
+        here.read("nobody", [PageRead(0, 0, 1)])
+    peer = here.connect(there.describe())
+    here.disconnect(peer)
+    here.disconnect(peer)
+    with pytest.raises(TransferError, match="not connected"):
+        here.read(peer, [PageRead(0, 0, 1)])
+    again = here.connect(there.describe())
+    read = here.read(again, [PageRead(5, 7, 9)])
+    while not read.done():
+        pass
+
+
+def test_transports_notice_that_the_other_side_has_gone(transports: Any) -> None:
+    here, there, *_ = transports
+    if isinstance(here, NixlTransport):
+        pytest.skip("an agent is gone when its process is: tests/test_transfer_nixl.py")
+    read = here.read(here.connect(there.describe()), [PageRead(0, 0, 1000)])
+    assert not read.done()
+    there.close()
+    with pytest.raises(TransferError, match="gone"):
+        read.done()
+    with pytest.raises(TransferError, match="no arena"):
+        here.connect("theirs")
+
+
+def test_reads_of_nothing() -> None:
+    assert image_reads([], 0, 1, 2) == []
