@@ -88,6 +88,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefill", type=shapes, default=[], help="e.g. 1x8192,16x2048,1x32768")
     parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
+    parser.add_argument("--attention", default="auto", help="attention_backend of decode, and of prefill but for:")
+    parser.add_argument("--prefill-attention", help="prefill_attention_backend, e.g. triton where a library is taken")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--name", help="write benchmarks/results/NAME.json")
@@ -100,7 +102,8 @@ def main() -> None:
     longest = max([args.ctx + LAST + 80, *(length + 16 for _, length in args.prefill)])
     llm = LLM(
         args.model, load_format="dummy", max_model_len=longest, mamba_ssm_dtype=args.state_dtype,
-        state_mode=args.state_mode, max_running_requests=max(args.batches, default=16),
+        state_mode=args.state_mode, attention_backend=args.attention,
+        prefill_attention_backend=args.prefill_attention, max_running_requests=max(args.batches, default=16),
     )  # fmt: skip
     print(llm.plan.summary())
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0.0))

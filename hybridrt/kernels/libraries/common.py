@@ -37,6 +37,11 @@ def attention_limits(
     return supports
 
 
+def clamped(dt_limit: tuple[float, float]) -> str | None:
+    """The reason of a kernel that clamps no time step, where the limits would be felt: a step of 1e6 forgets all."""
+    return f"dt_limit is {dt_limit}, it clamps nothing" if dt_limit[0] > 0 or dt_limit[1] < 1e6 else None
+
+
 def page_table(req_to_token: Tensor, rows: Tensor, page_size: int, longest: int) -> Tensor:
     """[B, ceil(longest / page_size)] int32 page numbers of request rows `rows` [B]."""
     return req_to_token[:, :longest:page_size].index_select(0, rows) // page_size

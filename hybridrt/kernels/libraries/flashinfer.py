@@ -10,7 +10,7 @@ from flashinfer.mamba import selective_state_update as flashinfer_state_update
 from flashinfer.sampling import top_k_mask_logits, top_p_renorm_probs
 from torch import Tensor
 
-from hybridrt.kernels.libraries.common import broadcast_heads, page_numbers, refuse
+from hybridrt.kernels.libraries.common import broadcast_heads, clamped, page_numbers, refuse
 from hybridrt.kernels.sampling import Penalties, filtered_logits_reference, sample_reference
 from hybridrt.kernels.slots import pad_mask
 
@@ -155,7 +155,7 @@ def selective_state_update(
         LIBRARY, "state update",
         "it knows no draft trees" if parents is not None else None,
         "several tokens without intermediate states" if tokens > 1 and not stores else None,
-        f"dt_limit is {dt_limit}, it clamps nothing" if dt_limit != (0.0, float("inf")) else None,
+        clamped(dt_limit),
         "D is None" if D is None else None,
     )  # fmt: skip
     assert D is not None

@@ -9,7 +9,7 @@ from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
-from hybridrt.kernels.libraries.common import broadcast_heads, initial_states, refuse
+from hybridrt.kernels.libraries.common import broadcast_heads, clamped, initial_states, refuse
 from hybridrt.kernels.slots import live_tokens, pad_mask, write_rows
 
 LIBRARY = "mamba-ssm"
@@ -80,7 +80,7 @@ def selective_state_update(
         LIBRARY, "state update",
         "it takes one token" if x.shape[1] > 1 or intermediate_states is not None else None,
         "it reads and writes the same slot" if read_slots is not write_slots else None,
-        f"dt_limit is {dt_limit}, it clamps nothing" if dt_limit != (0.0, float("inf")) else None,
+        clamped(dt_limit),
     )  # fmt: skip
     heads, dim, columns = states.shape[1:]
     y: Tensor = mamba_state_update(

@@ -1,0 +1,400 @@
+"""Calls of single operations at the shapes of a model, with the bytes that they must move or the products they take."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.config import ModelConfig
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.kernels.activation import relu2, silu_and_mul
+from hybridrt.kernels.chunk_plan import plan_chunks
+from hybridrt.kernels.gated_delta_rule import gdn_gates_reference
+from hybridrt.kernels.gdn_decode import split_qkv
+from hybridrt.kernels.mamba2_common import split_conv_channels
+from hybridrt.kernels.rms_norm import add_rms_norm
+from hybridrt.kernels.skinny_linear import Activation
+from hybridrt.layers.embedding import VocabParallelEmbedding
+from hybridrt.layers.linear import ColumnLinear, RowLinear
+from hybridrt.models.registry import model_class
+from hybridrt.state_shape import StateShape, state_shape
+
+STATE_DTYPES = (torch.bfloat16, torch.float32)
+RING = 16  # columns of a state ring, on the average half full
+ROTATED_BYTES = 1 << 28  # an operation's tensors differ until this much has gone by: several times any cache
+MOST_COPIES, PAGE = 16, 16
+
+Args = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a call works on: `rows` requests with `tokens` new tokens each behind `context` earlier ones."""
+
+    rows: int
+    tokens: int = 1
+    context: int = 1024
+
+    def __str__(self) -> str:
+        return f"{self.rows}" if self.tokens == 1 else f"{self.rows}x{self.tokens}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation at one shape.
+
+    Attributes:
+        make: makes the arguments of one call, on other memory each time.
+        bytes: read and written at least, where bandwidth is the limit; flops: of the products, where they are.
+        baselines: what else computes it, by name, from the same arguments.
+    """
+
+    op: str
+    shape: str
+    make: Callable[[], Args]
+    bytes: float = 0.0
+    flops: float = 0.0
+    baselines: dict[str, Callable[[Args], object]] = field(default_factory=dict)
+
+    @property
+    def copies(self) -> int:
+        """Sets of arguments to go around."""
+        return int(min(max(ROTATED_BYTES // max(self.bytes, 1.0), 2), MOST_COPIES)) if self.bytes else 1
+
+
+Cases = Callable[[ModelConfig, Load, str], Iterator[Case]]
+DECODE: dict[str, Cases] = {}  # by operation: cases of decode steps
+PREFILL: dict[str, Cases] = {}
+
+
+def decode_op(op: str) -> Callable[[Cases], Cases]:
+    return lambda cases: DECODE.setdefault(op, cases)
+
+
+def prefill_op(op: str) -> Callable[[Cases], Cases]:
+    return lambda cases: PREFILL.setdefault(op, cases)
+
+
+def linears(config: ModelConfig) -> dict[tuple[int, int, bool, Activation | None], str]:
+    """(rows, columns, behind a norm, activation) of the model's weights and the name of the first that has them."""
+    model = model_class(config.architecture)(
+        config, tp=TPGroup(), dtype=torch.bfloat16, device=torch.device("meta"), max_len=1
+    )
+    activations: dict[str, Activation] = {"gate_up": "silu_and_mul", "up": "relu2"}
+    found: dict[tuple[int, int, bool, Activation | None], str] = {}
+    for module in model.modules():
+        if isinstance(module, (ColumnLinear, RowLinear)) or module is getattr(model, "head", None):
+            assert isinstance(module, (ColumnLinear, RowLinear, VocabParallelEmbedding))
+            rows, columns = module.weight.shape
+            name = module.name.split(".")[-1]
+            found.setdefault((rows, columns, isinstance(module, ColumnLinear), activations.get(name)), name)
+    return found
+
+
+def normal(device: str, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, dtype=dtype, device=device).mul_(scale)
+
+
+def int32(device: str, values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@decode_op("skinny_linear")
+def skinny_linear(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    activate = {"silu_and_mul": silu_and_mul, "relu2": relu2, None: lambda y: y}
+    if load.rows > 16:
+        return
+
+    def cublas(args: Args) -> Tensor:
+        h, norm = args["x"], args["norm_weight"]
+        if norm is not None:
+            h = add_rms_norm(h, args["residual"], norm, args["eps"])[0]
+        return activate[args["activation"]](F.linear(h, args["weight"]))
+
+    for (rows, columns, normed, activation), name in linears(config).items():
+
+        def make(rows: int = rows, columns: int = columns, normed: bool = normed, act: Any = activation) -> Args:
+            x, residual = normal(device, 2, load.rows, columns)
+            before = {"norm_weight": torch.ones(columns, device=device), "residual": residual}
+            weight = normal(device, rows, columns, scale=columns**-0.5)
+            none = dict.fromkeys(before)
+            return {"x": x, "weight": weight, "eps": 1e-5, "activation": act} | (before if normed else none)
+
+        moved = 2 * (rows * columns + load.rows * (rows + columns * (3 if normed else 1)))
+        yield Case("skinny_linear", f"{name} {rows}x{columns}", make, moved, baselines={"cuBLAS": cublas})
+
+
+def paged(config: ModelConfig, load: Load, device: str) -> Args:
+    """Caches with shuffled pages for `load`, the table and the rows."""
+    attention, total = config.attention, load.context + load.tokens
+    pages_each = -(-total // PAGE)
+    shape = (load.rows * pages_each + 1, PAGE, attention.num_kv_heads, attention.head_dim)
+    pages = (torch.randperm(shape[0] - 1, device=device) + 1).view(load.rows, pages_each, 1)
+    table = torch.zeros(load.rows + 1, pages_each * PAGE, dtype=torch.int32, device=device)
+    table[1:] = (pages * PAGE + torch.arange(PAGE, device=device)).view(load.rows, -1)
+    return {
+        "k_cache": normal(device, *shape), "v_cache": normal(device, *shape), "req_to_token": table,
+        "rows": int32(device, range(1, load.rows + 1)), "seq_lens": int32(device, [total] * load.rows),
+        "scale": attention.head_dim**-0.5,
+    }  # fmt: skip
+
+
+@decode_op("attention_decode")
+def attention_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    a = config.attention
+
+    def make() -> Args:
+        return paged(config, load, device) | {"q": normal(device, load.rows, 1, a.num_heads, a.head_dim)}
+
+    moved = 4 * load.rows * (load.context + 1) * a.num_kv_heads * a.head_dim
+    yield Case("attention_decode", f"{a.num_heads}/{a.num_kv_heads} heads of {a.head_dim}", make, moved)
+
+
+@prefill_op("attention_extend")
+def attention_extend(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    a, whole = config.attention, Load(load.rows, load.tokens, 0)
+
+    def make() -> Args:
+        starts = [i * load.tokens for i in range(load.rows + 1)]
+        lens = [load.tokens] * load.rows
+        q = normal(device, starts[-1], a.num_heads, a.head_dim)
+        lengths = {"query_lens": lens, "seq_lens_host": lens, "query_start_loc": int32(device, starts)}
+        return paged(config, whole, device) | {"q": q} | lengths
+
+    seen = load.rows * load.tokens * (load.tokens + 1) / 2
+    heads = f"{a.num_heads}/{a.num_kv_heads} heads of {a.head_dim}"
+    yield Case("attention_extend", heads, make, flops=4 * seen * a.num_heads * a.head_dim)
+
+
+def mamba2_heads(config: ModelConfig, device: str) -> Args:
+    heads = config.mamba2.num_heads
+    return {
+        "A": -torch.linspace(1.0, 16.0, heads, device=device), "D": torch.ones(heads, device=device),
+        "dt_bias": torch.linspace(-6.9, -2.3, heads, device=device), "dt_limit": config.mamba2.dt_limit,
+    }  # fmt: skip
+
+
+def states(shape: StateShape, load: Load, device: str, dtype: torch.dtype) -> Args:
+    """A state pool and each row's slot."""
+    slots = torch.randperm(load.rows, dtype=torch.int32, device=device).add_(1)
+    pool = normal(device, load.rows + 1, *shape.temporal, dtype=dtype)
+    return {"states": pool, "read_slots": slots, "write_slots": slots}
+
+
+def mamba2_tokens(config: ModelConfig, device: str, *lead: int) -> Args:
+    """x, dt, B, C and z [*lead, ...] as slices of one projection."""
+    shape = state_shape(config.mamba2)
+    heads, dim, _ = shape.temporal
+    widths = [heads * dim, shape.conv_dim, heads]
+    z, xBC, dt = normal(device, *lead, sum(widths)).split(widths, -1)
+    x, B, C = split_conv_channels(xBC, (1, *shape.temporal))
+    return {"x": x, "dt": dt, "B": B, "C": C, "z": z.unflatten(-1, (heads, dim))}
+
+
+@decode_op("selective_state_update")
+def selective_state_update(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    if "mamba2" not in config.linear:
+        return
+    shape, heads = state_shape(config.mamba2), mamba2_heads(config, device)
+    for dtype in STATE_DTYPES:
+
+        def make(dtype: torch.dtype = dtype) -> Args:
+            return states(shape, load, device, dtype) | mamba2_tokens(config, device, load.rows, 1) | heads
+
+        moved = 2 * load.rows * shape.temporal_numel * dtype.itemsize
+        yield Case("selective_state_update", f"{_sizes(shape)} {str(dtype)[6:]}", make, moved)
+
+
+@decode_op("gdn_recurrent")
+def gdn_recurrent(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    if "gdn" not in config.linear:
+        return
+    shape = state_shape(config.gdn)
+    for dtype in STATE_DTYPES:
+
+        def make(dtype: torch.dtype = dtype) -> Args:
+            return states(shape, load, device, dtype) | gdn_tokens(shape, device, load.rows, 1)
+
+        moved = 2 * load.rows * shape.temporal_numel * dtype.itemsize
+        yield Case("recurrent_gated_delta_rule", f"{_sizes(shape)} {str(dtype)[6:]}", make, moved)
+
+
+def gdn_tokens(shape: StateShape, device: str, *lead: int) -> Args:
+    heads = shape.temporal[0]
+    qkv, a, b = normal(device, *lead, shape.conv_dim + 2 * heads).split([shape.conv_dim, heads, heads], -1)
+    q, k, v = split_qkv(qkv, torch.empty(1, *shape.temporal, device="meta"))
+    A_log, dt_bias = torch.full((heads,), -4.0, device=device), torch.zeros(heads, device=device)
+    g, beta = gdn_gates_reference(a, b, A_log, dt_bias)
+    return {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+
+
+@decode_op("mixer_decode")
+def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    """Conv, gates and state of a recurrent layer in one operation, in both state modes."""
+    for kind, linear in config.linear.items():
+        shape = state_shape(linear)
+        heads, values, keys = shape.temporal
+        ring = heads * values * 2 + shape.groups * keys * 2 + heads * 4
+        for mode, dtype in ((mode, dtype) for mode in ("classic", "replay") for dtype in STATE_DTYPES):
+
+            def make(kind: str = kind, shape: StateShape = shape, mode: str = mode, dtype: Any = dtype) -> Args:
+                tokens = mamba2_decode_tokens if kind == "mamba2" else gdn_decode_tokens
+                args = (
+                    states(shape, load, device, dtype) | tokens(config, load, device) | conv_state(shape, load, device)
+                )
+                return args | (ring_state(shape, load, device) if mode == "replay" else {})
+
+            state = shape.temporal_numel * dtype.itemsize
+            moved = load.rows * (2 * state if mode == "classic" else state + ring * RING / 2)
+            yield Case(f"{kind}_decode", f"{mode} {_sizes(shape)} {str(dtype)[6:]}", make, moved)
+
+
+def mamba2_decode_tokens(config: ModelConfig, load: Load, device: str) -> Args:
+    shape = state_shape(config.mamba2)
+    heads, dim, _ = shape.temporal
+    widths = [heads * dim, shape.conv_dim, heads]
+    z, xBC, dt = normal(device, load.rows, 1, sum(widths)).split(widths, -1)
+    return {"xBC": xBC, "dt": dt, "z": z.unflatten(-1, (heads, dim))} | mamba2_heads(config, device)
+
+
+def gdn_decode_tokens(config: ModelConfig, load: Load, device: str) -> Args:
+    shape = state_shape(config.gdn)
+    heads = shape.temporal[0]
+    qkv, a, b = normal(device, load.rows, 1, shape.conv_dim + 2 * heads).split([shape.conv_dim, heads, heads], -1)
+    gates = {"A_log": torch.full((heads,), -4.0, device=device), "dt_bias": torch.zeros(heads, device=device)}
+    return {"qkv": qkv, "a": a, "b": b} | gates
+
+
+def conv_state(shape: StateShape, load: Load, device: str) -> Args:
+    return {
+        "conv": normal(device, load.rows + 1, shape.conv_dim, shape.conv_width(1)), "bias": None,
+        "weight": normal(device, shape.conv_dim, shape.conv_kernel, scale=0.5),
+        "start_positions": int32(device, [load.context] * load.rows),
+    }  # fmt: skip
+
+
+def ring_state(shape: StateShape, load: Load, device: str) -> Args:
+    """Rings of every length; gates of both kinds stay near what slow decays give."""
+    heads, values, keys = shape.temporal
+    sign = 1.0 if shape.kind == "mamba2" else -1.0
+    return {
+        "values": normal(device, load.rows + 1, heads, RING, values, scale=0.2),
+        "keys": normal(device, load.rows + 1, shape.groups, RING, keys, scale=0.2),
+        "gates": torch.full((load.rows + 1, heads, RING), 0.01 * sign, device=device),
+        "start": int32(device, [i % RING for i in range(load.rows)]),
+        "length": int32(device, [i % (RING - 1) for i in range(load.rows)]),
+        "rows": int32(device, range(1, load.rows + 1)),
+    }  # fmt: skip
+
+
+def _sizes(shape: StateShape) -> str:
+    return "x".join(map(str, shape.temporal))
+
+
+def prompts(shape: StateShape, chunk: int, load: Load, device: str) -> Args:
+    """A float32 state pool and `load.rows` new prompts of equal length."""
+    starts = [i * load.tokens for i in range(load.rows + 1)]
+    return states(shape, load, device, torch.float32) | {
+        "has_initial_state": torch.zeros(load.rows, dtype=torch.bool, device=device),
+        "query_start_loc": int32(device, starts),
+        "plan": plan_chunks([0] * load.rows, [load.tokens] * load.rows, chunk, device),
+    }
+
+
+@prefill_op("mamba2_chunk_scan")
+def mamba2_chunk_scan(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    """Products of a chunk of Q tokens: C B^T of a group, half of it; scores x of a head, half of it; in and out of the
+    state of a head."""
+    if "mamba2" not in config.linear:
+        return
+    shape, chunk, total = state_shape(config.mamba2), config.mamba2.chunk_size, load.rows * load.tokens
+    heads, dim, columns = shape.temporal
+
+    def make() -> Args:
+        tokens = mamba2_tokens(config, device, total)
+        return prompts(shape, chunk, load, device) | tokens | mamba2_heads(config, device)
+
+    per_token = chunk * columns * shape.groups + chunk * dim * heads + 4 * dim * columns * heads
+    yield Case("mamba2_chunk_scan", f"{_sizes(shape)}, {shape.groups} groups", make, flops=total * per_token)
+
+
+@prefill_op("chunk_gated_delta_rule")
+def chunk_gated_delta_rule(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    """Products of a chunk of Q tokens and a head: k k^T and q k^T, the solved system times k and v, scores v: half of
+    each; and k, q and the corrected v against the state."""
+    if "gdn" not in config.linear:
+        return
+    shape, chunk, total = state_shape(config.gdn), config.gdn.chunk_size, load.rows * load.tokens
+    heads, values, keys = shape.temporal
+
+    def make() -> Args:
+        return prompts(shape, chunk, load, device) | gdn_tokens(shape, device, total)
+
+    per_token = heads * (chunk * (3 * keys + 2 * values) + 6 * keys * values)
+    yield Case("chunk_gated_delta_rule", f"{_sizes(shape)}, {shape.groups} key heads", make, flops=total * per_token)
+
+
+@prefill_op("causal_conv1d_varlen")
+def causal_conv1d_varlen(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    total = load.rows * load.tokens
+    for linear in config.linear.values():
+        shape = state_shape(linear)
+
+        def make(shape: StateShape = shape) -> Args:
+            slots = int32(device, range(1, load.rows + 1))
+            return {
+                "x": normal(device, total, shape.conv_dim + 64)[:, : shape.conv_dim],
+                "weight": normal(device, shape.conv_dim, shape.conv_kernel), "bias": None,
+                "conv": normal(device, load.rows + 1, shape.conv_dim, shape.conv_width(1)),
+                "read_slots": slots, "write_slots": slots, "start_positions": torch.zeros_like(slots),
+                "query_start_loc": int32(device, [i * load.tokens for i in range(load.rows + 1)]),
+            }  # fmt: skip
+
+        yield Case("causal_conv1d_varlen", f"{shape.conv_dim} channels", make, 4 * total * shape.conv_dim)
+
+
+def elementwise(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    """Norms and activations of a layer."""
+    total, hidden = load.rows * load.tokens, config.hidden_size
+    weight = torch.ones(hidden, device=device)
+
+    def norm() -> Args:
+        x, residual = normal(device, 2, total, hidden)
+        return {"x": x, "residual": residual, "weight": weight, "eps": 1e-5}
+
+    yield Case("add_rms_norm", f"{hidden}", norm, 8 * total * hidden)
+    inner = getattr(config.hf, "intermediate_size", 0)
+    if config.architecture.startswith("Falcon"):
+        make = lambda: {"x": normal(device, total, 2 * inner)}  # noqa: E731
+        yield Case("silu_and_mul", f"{inner}", make, 6 * total * inner)
+    if "mamba2" in config.linear:
+        width = config.mamba2.intermediate_size
+        group = width // config.mamba2.n_groups
+
+        def gated() -> Args:
+            x, gate = normal(device, 2, total, width)
+            sizes = {"group_size": group, "norm_before_gate": False, "eps": 1e-5}
+            return {"x": x, "gate": gate, "weight": torch.ones(width, device=device)} | sizes
+
+        yield Case("gated_rms_norm", f"{width} in groups of {group}", gated, 6 * total * width)
+
+
+DECODE["elementwise"] = PREFILL["elementwise"] = elementwise
+
+
+@decode_op("sample")
+def sample(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    """A draw behind top-k and top-p."""
+
+    def make() -> Args:
+        each = torch.ones(load.rows, device=device)
+        return {
+            "logits": normal(device, load.rows, config.vocab_size, scale=3.0), "temperature": each,
+            "seeds": torch.arange(load.rows, device=device), "indices": torch.arange(load.rows, device=device),
+            "top_k": int32(device, [50] * load.rows), "top_p": each * 0.9,
+        }  # fmt: skip
+
+    yield Case("sample", f"{config.vocab_size} tokens", make, 2 * load.rows * config.vocab_size)

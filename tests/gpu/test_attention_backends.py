@@ -1,0 +1,144 @@
+"""Attention backends of installed libraries in bfloat16, step by step beside plain torch in float32."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrt.attention.registry import load_attention_backend
+from hybridrt.errors import HybridrtError
+from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.mem_cache.kv_pool import KVPool
+from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+from tests.gpu.rig import DEVICE, PRODUCTION
+
+pytestmark = PRODUCTION
+ROWS, CONTEXT, PAGE = 6, 2048, 16
+HEADS = {"falcon-h1-7b": (12, 2, 128), "nemotron-h-8b": (32, 8, 128), "qwen3-next-12l": (16, 2, 256)}
+TOLERANCE = 1e-2
+
+
+def pools(dtype: torch.dtype, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    """Shuffled pages for all rows, and keys and values everywhere."""
+    torch.manual_seed(0)
+    count = ROWS * CONTEXT // PAGE
+    kv = KVPool(
+        layer_ids=[3, 5], num_pages=count, page_size=PAGE, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
+        device=DEVICE,
+    )  # fmt: skip
+    table = HybridReqToTokenPool(num_rows=ROWS, max_context=CONTEXT, page_size=PAGE, mamba_pool=None, device=DEVICE)
+    for cache in (kv.k, kv.v):
+        cache.copy_(torch.randn(cache.shape, device=DEVICE).bfloat16())
+    pages = (torch.randperm(count) + 1).view(ROWS, -1).to(DEVICE)
+    rows = torch.arange(1, ROWS + 1, device=DEVICE).repeat_interleave(pages.shape[1])
+    table.write_pages(rows, torch.arange(pages.shape[1], device=DEVICE).repeat(ROWS), pages.flatten())
+    return {"kv_pool": kv, "req_to_token_pool": table}
+
+
+def step(lens: dict[int, tuple[int, int]], decode: int, backend: Any, tokens: int = 1) -> ForwardBatch:
+    """Rows by (computed, new) tokens, of which the first `decode` are decode rows of `tokens` each."""
+    rows, new = list(lens), [n for _, n in lens.values()]
+    ends = [c + n for c, n in lens.values()]
+    starts = [sum(new[:i]) for i in range(len(new) + 1)]
+
+    def int32(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    table = backend.req_to_token_pool
+    positions = int32([p for c, n in lens.values() for p in range(c, c + n)])
+    of_row = int32([row for row, n in zip(rows, new) for _ in range(n)])
+    mode = ForwardMode.EXTEND if not decode else ForwardMode.DECODE if decode == len(rows) else ForwardMode.MIXED
+    return ForwardBatch(
+        mode, positions, positions, int32(rows), int32(ends), int32(starts), table.token_slots(of_row, positions),
+        len(rows), decode, backend, seq_lens_cpu=ends, query_lens_cpu=new,
+        spec_info=SpecInfo(tokens) if tokens > 1 else None,
+    )  # fmt: skip
+
+
+def made(name: str, model: str) -> tuple[Any, Any, list[Any]]:
+    """The backend, its oracle, and two layers; skipped with the reason where it cannot run."""
+    heads, kv_heads, head_dim = HEADS[model]
+    try:
+        backend = load_attention_backend(name, torch.device(DEVICE))(**pools(torch.bfloat16, kv_heads, head_dim))
+    except HybridrtError as e:
+        pytest.skip(str(e))
+    oracle = load_attention_backend("torch", torch.device(DEVICE))(**pools(torch.float32, kv_heads, head_dim))
+    shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "scale": head_dim**-0.5}
+    return backend, oracle, [SimpleNamespace(layer_id=i, sliding_window=None, **shape) for i in (3, 5)]
+
+
+def inputs(layer: Any, tokens: int) -> list[Tensor]:
+    widths = [layer.num_heads * layer.head_dim, *[layer.num_kv_heads * layer.head_dim] * 2]
+    return list(torch.randn(tokens, sum(widths), device=DEVICE).bfloat16().split(widths, -1))
+
+
+def assert_near(got: Tensor, wanted: Tensor) -> None:
+    error = (got.float() - wanted).norm() / wanted.norm()
+    assert error < TOLERANCE, f"relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+@pytest.mark.parametrize("model", HEADS)
+def test_eager_steps(name: str, model: str) -> None:
+    """Prompts, later chunks, single tokens, decode rows beside them, verify rows."""
+    backend, oracle, layers = made(name, model)
+    for lens, decode, tokens in (
+        ({1: (0, 700), 4: (0, 1), 2: (0, 64)}, 0, 1),
+        ({1: (700, 300), 3: (0, 17)}, 0, 1),
+        ({4: (1, 1), 1: (1000, 1), 2: (64, 1)}, 3, 1),
+        ({4: (2, 1), 1: (1001, 1), 5: (0, 90), 3: (17, 1)}, 2, 1),
+        ({4: (3, 4), 1: (1002, 4)}, 2, 4),
+    ):
+        for layer in layers:
+            q, k, v = inputs(layer, sum(n for _, n in lens.values()))
+            results = []
+            for each, parts in ((backend, (q, k, v)), (oracle, (q.float(), k.float(), v.float()))):
+                batch = step(lens, decode, each, tokens)
+                if layer is layers[0]:
+                    each.init_forward_metadata(batch)
+                results.append(each.forward(*parts, layer, batch))
+            assert_near(*results)
+
+
+@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_graphs(name: str, tokens: int) -> None:
+    """One graph, replayed at many lengths, with padding rows; the newest page is written by the graph itself."""
+    backend, oracle, layers = made(name, "falcon-h1-7b")
+    bs, real, table = 8, 5, backend.req_to_token_pool.req_to_token
+    rows, lens, late = (torch.zeros(bs, dtype=torch.int32, device=DEVICE) for _ in range(3))
+    lens.fill_(tokens)
+    q = torch.zeros(bs * tokens, layers[0].num_heads * 128, dtype=torch.bfloat16, device=DEVICE)
+    spec, saved, outs = SpecInfo(tokens) if tokens > 1 else None, table.clone(), [torch.empty_like(q) for _ in layers]
+    mode = ForwardMode.TARGET_VERIFY if spec else ForwardMode.DECODE
+    backend.init_cuda_graph_state(bs, bs * tokens)
+    backend.init_forward_metadata_capture_cuda_graph(bs, bs * tokens, rows, lens, mode, spec)
+    starts = torch.arange(bs + 1, dtype=torch.int32, device=DEVICE) * tokens
+    batch = ForwardBatch(mode, late, late, rows, lens, starts, late, bs, bs, backend, spec_info=spec)
+
+    def pass_over_layers() -> None:
+        table.copy_(saved)
+        for layer, out in zip(layers, outs):
+            out.copy_(backend.forward(q, None, None, layer, batch, save_kv_cache=False))
+
+    pass_over_layers()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pass_over_layers()
+    for start in (3, 15, 16, 900, 40):
+        ends = [start + 131 * i + tokens for i in range(real)]
+        table.zero_()
+        rows[:real] = torch.arange(1, real + 1, device=DEVICE)
+        lens[:real] = torch.tensor(ends, device=DEVICE)
+        q.copy_(torch.randn_like(q))
+        backend.init_forward_metadata_replay_cuda_graph(bs, real, rows, lens, mode, spec, ends)
+        graph.replay()
+        plain = step({i + 1: (end - tokens, tokens) for i, end in enumerate(ends)}, real, oracle, tokens)
+        oracle.init_forward_metadata(plain)
+        for layer, out in zip(layers, outs):
+            wanted = oracle.forward(q[: real * tokens].float(), None, None, layer, plain, save_kv_cache=False)
+            assert_near(out[: real * tokens], wanted)
+            assert out.isfinite().all()

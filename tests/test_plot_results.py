@@ -1,0 +1,26 @@
+import json
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks import plot_results
+
+
+def test_pictures_hold_our_numbers_the_peers_and_the_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"what": "decode batch 32", "ms": 5.25, "floor_ms": 4.5}, {"what": "prefill 1x8192", "tok/s": 41234.4}]
+    (tmp_path / "falcon-h1-7b.json").write_text(json.dumps({"rows": rows}))
+    (tmp_path / "falcon-h1-7b-classic.json").write_text(json.dumps({"rows": [rows[0] | {"ms": 6.5}]}))
+    monkeypatch.setattr(sys, "argv", ["plot_results", "--results", str(tmp_path), "--out", str(tmp_path)])
+    plot_results.main()
+    decode, prefill = (ElementTree.parse(tmp_path / f"{name}.svg").getroot() for name in ("decode", "prefill"))
+    texts, bars = ([e for e in decode.iter() if e.tag.endswith(tag)] for tag in ("text", "rect"))
+    assert {"5.25 ms", "6.50 ms", "10.02 ms", "12.49 ms", "bytes floor"} <= {e.text for e in texts}
+    widths = {e.get("fill"): float(e.get("width", "")) for e in bars if e.get("width", "").count(".")}
+    assert widths["#2563eb"] / widths["#9ca3af"] == pytest.approx(5.25 / 10.02, rel=1e-2)
+    assert {"41,234", "35,800", "22,905"} <= {e.text for e in prefill.iter()}
+
+
+def test_models_without_results_have_no_panel(tmp_path: Path) -> None:
+    assert list(plot_results.decode_panels(tmp_path)) == list(plot_results.prefill_panels(tmp_path)) == []
