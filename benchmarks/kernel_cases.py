@@ -234,17 +234,16 @@ def gdn_tokens(shape: StateShape, device: str, *lead: int) -> Args:
 @decode_op("mixer_decode")
 def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
     """Conv, gates and state of a recurrent layer in one operation, in both state modes."""
-    for kind, linear in config.linear.items():
-        shape = state_shape(linear)
+    tokens_of = {"mamba2": mamba2_decode_tokens, "gdn": gdn_decode_tokens}
+    for kind in (kind for kind in config.linear if kind in tokens_of):
+        shape = state_shape(config.linear[kind])
         heads, values, keys = shape.temporal
         ring = heads * values * 2 + shape.groups * keys * 2 + heads * 4
         for mode, dtype in ((mode, dtype) for mode in ("classic", "replay") for dtype in STATE_DTYPES):
 
             def make(kind: str = kind, shape: StateShape = shape, mode: str = mode, dtype: Any = dtype) -> Args:
-                tokens = mamba2_decode_tokens if kind == "mamba2" else gdn_decode_tokens
-                args = (
-                    states(shape, load, device, dtype) | tokens(config, load, device) | conv_state(shape, load, device)
-                )
+                args = states(shape, load, device, dtype) | conv_state(shape, load, device)
+                args |= tokens_of[kind](config, load, device)
                 return args | (ring_state(shape, load, device) if mode == "replay" else {})
 
             state = shape.temporal_numel * dtype.itemsize
