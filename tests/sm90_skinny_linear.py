@@ -26,6 +26,7 @@ def main() -> None:
     with compiled_only() as used:
         block(1)
         block(8)
+        block(32)
     for usage in used:
         print(json.dumps(asdict(usage)), flush=True)
 

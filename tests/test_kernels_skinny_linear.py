@@ -52,7 +52,14 @@ def check(got, expected, dtype):
 # and truncates when it stores.
 @pytest.mark.parametrize(
     ("tokens", "dtype"),
-    [(1, torch.float32), (1, torch.bfloat16), (1, torch.float16), (5, torch.float32), (16, torch.float16)],
+    [
+        (1, torch.float32),
+        (1, torch.bfloat16),
+        (1, torch.float16),
+        (5, torch.float32),
+        (16, torch.float16),
+        (29, torch.float32),
+    ],
 )
 @pytest.mark.parametrize("activation", [None, "silu_and_mul", "relu2"])
 @pytest.mark.parametrize("shape", [(8, 16), (42, 72)], ids=str)
@@ -83,7 +90,8 @@ def test_plain_products_of_many_columns_and_odd_rows(tokens, shape):
 
 @pytest.mark.parametrize("activation", [None, "silu_and_mul"])
 @pytest.mark.parametrize(
-    ("tokens", "tile"), [(1, (2, 32, 4)), (1, (16, 64, 4)), (3, (8, 16, 1, 4)), (3, (32, 32, 4, 3))]
+    ("tokens", "tile"),
+    [(1, (2, 32, 4)), (1, (16, 64, 4)), (3, (32, 32, 4, 3)), (20, (16, 32, 4, 2, 3))],
 )
 def test_any_tile_of_the_weight(tokens, tile, activation, monkeypatch):
     for name in ("matvec_tile", "matmul_tile"):
@@ -109,7 +117,7 @@ def test_norm_without_residual(tokens):
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize(("first", "last"), [(16, 48), (1030, 33)])
+@pytest.mark.parametrize(("first", "last"), [(16, 48), (1030, 33), (256, 384)])
 def test_an_input_in_two_tensors(tokens, first, last):
     x, weight, generator = case(tokens, 12, first + last, torch.float32)
     merged = torch.randn(tokens, 2 * last, generator=generator)
@@ -129,6 +137,17 @@ def test_a_row_does_not_see_the_rows_beside_it():
     poisoned = x.clone()
     poisoned[1:] = float("nan")
     assert torch.equal(skinny_linear(poisoned, weight)[0][0], whole[0])
+
+
+def test_programs_that_share_rows_count_from_zero_again(monkeypatch):
+    """Twice the same launch; in the second the counters are what the first left."""
+    monkeypatch.setattr(
+        "hybridrt.kernels.skinny_linear_triton.matmul_tile", lambda rows, columns: Tile(16, 32, 4, 2, 4)
+    )
+    x, weight, _ = case(3, 40, 300, torch.float32)
+    first, again = skinny_linear(x, weight)[0], skinny_linear(x, weight)[0]
+    check(first, by_formula(x, weight)[0], torch.float32)
+    assert torch.equal(first, again)
 
 
 def test_sum_keeps_the_residuals_dtype():

@@ -6,6 +6,7 @@ is token m // GROUPS and head m % GROUPS of the group. Scores are in units of lo
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,6 +19,7 @@ from hybridrt.kernels.pdl_triton import begin, pdl
 BLOCK_N = 64  # context positions per tile; half of it in float32
 DECODE_BLOCK_M, EXTEND_BLOCK_M = 64, 128  # query rows per tile at most; half of it in float32 and for wide heads
 PROGRAMS_PER_MULTIPROCESSOR = 4
+LONG_CONTEXT = 4096  # positions that one program may have to walk where the device is full anyway
 MAX_SPLITS = 64
 
 
@@ -44,13 +46,16 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _split_range(seq_len, split, T: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _split_range(  # type: ignore[no-untyped-def]
+    seq_len, split, T: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """First position that any token sees, aligned; the split's first and end block; how many splits have blocks."""
     origin = 0
     if WINDOW > 0:
         origin = tl.maximum(seq_len - T - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     blocks = tl.cdiv(seq_len - origin, BLOCK_N)
-    per_split = tl.maximum(tl.cdiv(blocks, SPLITS), 1)
+    per_split = tl.maximum(tl.cdiv(blocks, SPLITS), LEAST)
     return origin, split * per_split, tl.minimum((split + 1) * per_split, blocks), tl.cdiv(blocks, per_split)
 
 
@@ -68,13 +73,13 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, tree_ptr, out_ptr, lse_ptr,
     q_sb, q_st, q_sh, table_sr, tree_sb, tree_st, scale_log2,
     T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     b, head_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + b)
-    origin, first, end, _ = _split_range(seq_len, split, T, WINDOW, SPLITS, BLOCK_N)
+    origin, first, end, _ = _split_range(seq_len, split, T, WINDOW, SPLITS, LEAST, BLOCK_N)
     if (SPLITS > 1) & (first >= end):
         return
     m_blocks: tl.constexpr = (T * GROUPS + BLOCK_M - 1) // BLOCK_M
@@ -126,12 +131,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 def _combine_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, seq_lens_ptr, out_ptr,
     T: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    LEAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token and head: the splits' outputs weighted by their sums of exponentials."""
     begin(PDL)
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, _, _, used = _split_range(tl.load(seq_lens_ptr + b), 0, T, WINDOW, SPLITS, BLOCK_N)
+    _, _, _, used = _split_range(tl.load(seq_lens_ptr + b), 0, T, WINDOW, SPLITS, LEAST, BLOCK_N)
     d, s = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     d_mask = d < D
     row = (b * SPLITS + s) * (T * HQ) + head
@@ -169,8 +174,9 @@ def attention_decode_triton(
     rows_per_head = tokens * query_heads // kv_heads
     tile = _tile(rows_per_head, DECODE_BLOCK_M, q)
     head_blocks = kv_heads * triton.cdiv(rows_per_head, tile["BLOCK_M"])
-    tile |= _decode_pipeline(batch * head_blocks, tile, q)
-    splits = _splits(batch * head_blocks, triton.cdiv(req_to_token.shape[1], tile["BLOCK_N"]), q.device)
+    walk = _walk(batch * head_blocks, req_to_token.shape[1], tile, q)
+    tile |= walk.tile
+    splits = walk.splits
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial, lse = out, None
     if splits > 1:
@@ -182,32 +188,53 @@ def attention_decode_triton(
         0 if tree_mask is None else tree_mask.stride(0), 0 if tree_mask is None else tree_mask.stride(1),
         scale * math.log2(math.e),
         T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
-        BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile, **pdl(q.device),
+        LEAST=walk.least, BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
+        **pdl(q.device),
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(batch, tokens * query_heads)](
             partial, lse, seq_lens, out,
             T=tokens, HQ=query_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
-            BLOCK_N=tile["BLOCK_N"], BLOCK_D=tile["BLOCK_D"], BLOCK_S=triton.next_power_of_2(splits), num_warps=4,
-            **pdl(q.device),
+            LEAST=walk.least, BLOCK_N=tile["BLOCK_N"], BLOCK_D=tile["BLOCK_D"],
+            BLOCK_S=triton.next_power_of_2(splits), num_warps=4, **pdl(q.device),
         )  # fmt: skip
     return out
 
 
-def _splits(programs: int, context_blocks: int, device: torch.device) -> int:
-    """Into how many programs a row's context is split, to fill the device; fixed by the batch and the table's width."""
-    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), programs)
-    return max(1, min(wanted, context_blocks, MAX_SPLITS))
+@dataclass(frozen=True)
+class _Walk:
+    """How programs share a row's context and walk it. Fixed by the batch and the table's width alone.
+
+    Attributes:
+        splits: programs that a row's context is split among.
+        least: blocks that a split has before the row is given to another.
+        tile: what differs from `_tile`.
+    """
+
+    splits: int
+    least: int
+    tile: dict[str, int]
 
 
-def _decode_pipeline(programs: int, tile: dict[str, int], q: Tensor) -> dict[str, int]:
-    """How decode walks the context, as measured on an H200: a key waits for the slot that its address needs, so short
-    tiles with four of them under way beat long ones, and two warps are enough once there are programs for every
-    multiprocessor. Tiles of many query rows and of wide heads are bound by registers instead."""
-    if tile["BLOCK_M"] > 16 or tile["BLOCK_D"] > 128:
-        return {"num_stages": 2}
-    filled = programs >= multiprocessors(q.device)
-    return {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_warps": 2 if filled else 4, "num_stages": 4}
+def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> _Walk:
+    """As measured on an H200: with programs for every multiprocessor a context is best left whole, if it is not so long
+    that one row would keep the others waiting; two warps each are enough then. With fewer, a key's wait for the slot
+    that its address needs decides, and short tiles, four of them under way, beat long ones. Tiles of many query rows
+    and of wide heads are bound by registers instead."""
+    device = multiprocessors(q.device)
+    bound, filled = tile["BLOCK_M"] > 16 or tile["BLOCK_D"] > 128, programs >= device
+    pipeline = {"num_stages": 2}
+    if not bound and filled:
+        pipeline = {"num_warps": 2, "num_stages": 3}
+    elif not bound:
+        pipeline = {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 4}
+    blocks = triton.cdiv(max_context, pipeline.get("BLOCK_N", tile["BLOCK_N"]))
+    if filled and not bound:
+        wanted = max((2 * device + programs // 2) // programs, triton.cdiv(max_context, LONG_CONTEXT))
+        least = triton.cdiv(LONG_CONTEXT // 4, tile["BLOCK_N"])
+    else:
+        wanted, least = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * device, programs), 1
+    return _Walk(max(1, min(wanted, blocks, MAX_SPLITS)), least, pipeline)
 
 
 def _tile(rows: int, largest: int, q: Tensor) -> dict[str, int]:

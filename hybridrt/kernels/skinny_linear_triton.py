@@ -1,23 +1,28 @@
-"""Triton kernels of `skinny_linear`: one token by multiply-add, up to 16 by tensor cores.
+"""Triton kernels of `skinny_linear`: one token by multiply-add, several by tensor cores.
 
 Both stream the weights once, a block of rows per program, and reduce in a fixed order. With one token a program keeps
 a tile of weights in registers while the next is on its way, and has its first tile before it waits for the kernel in
 front (`pdl_triton`); the norm's scale is applied to the finished products, so that the sum of squares needs no pass of
 its own. With more tokens the tiles go through shared memory, and the norm is a launch of its own: every program would
-have to read all tokens twice.
+have to read all tokens twice. Where a weight has too few rows to occupy the device, programs share a row block and take
+a part of its columns each; the last to finish sums the parts, always in the same order.
 """
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hybridrt.kernels.launch import dot_precision
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
-from hybridrt.kernels.skinny_linear import MAX_TOKENS, Activation
+from hybridrt.kernels.skinny_linear import Activation
+
+MULTIPROCESSORS = 128  # of the devices that the tiles are for, about; tiles do not change with the device
 
 
 @triton.jit
@@ -107,38 +112,60 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["tokens"])
 def _matmul_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, tail_ptr, weight_ptr, bias_ptr, out_ptr, x_st, tail_st, tokens, N, K, split,
-    T: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, tail_ptr, weight_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, x_st, tail_st, tokens, N,
+    K: tl.constexpr, HEAD: tl.constexpr, T: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to T tokens: [T, K] x [K, BLOCK_N], the weights STAGES tiles ahead in shared memory."""
+    """Grid [row blocks, SPLIT]: weight [BLOCK_N, K / SPLIT] x tokens [K / SPLIT, T], the weights on the left, where a
+    tensor core takes 64 rows, and STAGES tiles ahead in shared memory. HEAD: columns of the input before the tail."""
     k, t = tl.arange(0, BLOCK_K), tl.arange(0, T)
     row = tl.minimum(_weight_rows(N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
     weights = weight_ptr + row[:, None] * K + k[None, :]
-    x = x_ptr + t.to(tl.int64)[:, None] * x_st
-    tail = tail_ptr
-    if tail_ptr is not None:
-        tail = tail_ptr + t.to(tl.int64)[:, None] * tail_st
-    live = (t < tokens)[:, None]
+    live = (t < tokens)[None, :]
+    PART: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
+    first = tl.program_id(1) * PART
     begin(PDL)
-    acc = tl.zeros([T, BLOCK_N], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        mask = (start + k < K)[None, :]
-        tile = tl.load(weights + start, mask=mask, other=0.0)
-        columns = (start + k)[None, :]
-        tokens_tile = tl.load(_input_columns(x, tail, columns, split), mask=live & mask, other=0.0)
-        acc = tl.dot(tokens_tile, tl.trans(tile), acc, input_precision=PRECISION)
-    _store_output(acc, bias_ptr, out_ptr, tokens, N, ACTIVATION, BLOCK_N)
+    acc = tl.zeros([BLOCK_N, T], tl.float32)
+    for start in tl.range(first, first + PART, BLOCK_K, num_stages=STAGES):
+        if K % (SPLIT * BLOCK_K) == 0:
+            tile = tl.load(weights + start)
+        else:
+            tile = tl.load(weights + start, mask=(start + k < K)[None, :], other=0.0)
+        column = (start + k)[:, None]
+        mask = live & (column < K)
+        if HEAD == K:
+            inputs = x_ptr + t[None, :] * x_st + column
+        elif HEAD % BLOCK_K == 0:  # a tile lies on one side
+            in_tail = start >= HEAD
+            source = tl.where(in_tail, tail_ptr - HEAD, x_ptr)
+            inputs = source + t[None, :] * tl.where(in_tail, tail_st, x_st) + column
+        else:
+            inputs = tl.where(column < HEAD, x_ptr + t[None, :] * x_st, tail_ptr - HEAD + t[None, :] * tail_st) + column
+        acc = tl.dot(tile, tl.load(inputs, mask=mask, other=0.0), acc, input_precision=PRECISION)
+    if SPLIT > 1:
+        width = tl.num_programs(0) * BLOCK_N
+        cells = parts_ptr + t[None, :] * width + (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+        tl.store(cells + tl.program_id(1) * (T * width), acc)
+        tl.debug_barrier()  # the arrival below publishes what all threads stored
+        if tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") < SPLIT - 1:
+            return
+        tl.store(arrivals_ptr + tl.program_id(0), 0)
+        acc = tl.zeros([BLOCK_N, T], tl.float32)
+        for part in tl.static_range(SPLIT):
+            acc += tl.load(cells + part * (T * width), cache_modifier=".cg")
+    _store_output(tl.trans(acc), bias_ptr, out_ptr, tokens, N, ACTIVATION, BLOCK_N)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of the weight that a program works on at a time, and how."""
+    """Rows and columns of the weight that a program works on at a time, how, and how many programs share its rows."""
 
     block_n: int
     block_k: int
     num_warps: int
     stages: int = 1
+    split: int = 1
 
 
 def skinny_linear_triton(
@@ -189,16 +216,29 @@ def _matvec(
     return total
 
 
+# Zeros that programs of a split weight count their arrivals in, and leave as zeros: two launches with one weight never
+# run at the same time.
+_arrivals: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+
+
 def _matmul(
     x: Tensor, tail: Tensor | None, weight: Tensor, bias: Tensor | None, activation: Activation | None, out: Tensor
 ) -> None:
     rows, columns = weight.shape
     tile = matmul_tile(rows, columns)
-    _matmul_kernel[(triton.cdiv(rows, tile.block_n),)](
-        x, tail, weight, bias, out, x.stride(0), 0 if tail is None else tail.stride(0), x.shape[0], rows, columns,
-        x.shape[1],
-        T=MAX_TOKENS, ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages,
-        PRECISION=dot_precision(x.dtype), num_warps=tile.num_warps, **pdl(x.device),
+    tokens, most = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
+    blocks = triton.cdiv(rows, tile.block_n)
+    parts = arrivals = None
+    if tile.split > 1:
+        parts = torch.empty((tile.split, most, blocks * tile.block_n), dtype=torch.float32, device=x.device)
+        arrivals = _arrivals.get(weight)
+        if arrivals is None or len(arrivals) < blocks:
+            arrivals = _arrivals[weight] = torch.zeros(blocks, dtype=torch.int32, device=x.device)
+    _matmul_kernel[(blocks, tile.split)](
+        x, tail, weight, bias, out, parts, arrivals, x.stride(0), 0 if tail is None else tail.stride(0), tokens, rows,
+        K=columns, HEAD=x.shape[1], T=most, ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        STAGES=tile.stages, SPLIT=tile.split, PRECISION=dot_precision(x.dtype), num_warps=tile.num_warps,
+        **pdl(x.device),
     )  # fmt: skip
 
 
@@ -212,13 +252,15 @@ def matvec_tile(rows: int, columns: int) -> Tile:
 
 
 def matmul_tile(rows: int, columns: int) -> Tile:
-    """Tile of the kernel for several tokens. Each program reads all tokens: many rows a program where there are many,
-    few and more stages where the programs would not fill the device."""
-    if rows >= 24576:
-        return _narrowed(Tile(64, 128, 4, 4), columns)
-    if rows >= 8192:
-        return _narrowed(Tile(32, 256, 4, 4), columns)
-    return _narrowed(Tile(8, 256, 1, 4) if rows <= 1024 else Tile(16, 256, 2, 6), columns)
+    """Tile of the kernel for several tokens: 64 rows, all of them in one wave of programs where there are just enough,
+    and shared by up to 8 programs where there are too few."""
+    blocks = triton.cdiv(rows, 64)
+    if blocks >= MULTIPROCESSORS:
+        return _narrowed(Tile(64, 64, 4, 6) if blocks < 2 * MULTIPROCESSORS else Tile(64, 128, 4, 4), columns)
+    split = 1
+    while blocks * split < MULTIPROCESSORS and split < 8 and columns >= 2 * split * 256:
+        split *= 2
+    return _narrowed(Tile(64, 128, 4, 4, split), columns)
 
 
 def _narrowed(tile: Tile, columns: int) -> Tile:
