@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
+from hybridrt.kernels.mamba1_update import BCNorms
 from hybridrt.kernels.mamba1_update_triton import mamba1_update_triton
 from hybridrt.kernels.selective_scan_triton import selective_scan_triton
 from tests.sm90 import compiled_only
@@ -26,10 +27,11 @@ def inputs(*leading: int) -> dict[str, Any]:
 
 def step(batch: int, tokens: int, state: torch.dtype, tree: bool = False) -> None:
     slots, states = int32(batch), meta(300, CHANNELS, STATES, dtype=state)
+    weight = meta(STATES, dtype=torch.float32)
     stored = meta(129, tokens, CHANNELS, STATES, dtype=state) if tokens > 1 else None
     mamba1_update_triton(
         states, **inputs(batch, tokens), read_slots=slots, write_slots=slots, intermediate_states=stored, rows=slots,
-        parents=int32(batch, tokens) if tree else None,
+        parents=int32(batch, tokens) if tree else None, norms=BCNorms(weight, weight, 1e-6),
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The selective scan and the recurrent step of Mamba-1 against a loop over tokens, and against each other."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import plan_chunks
-from hybridrt.kernels.mamba1_update import mamba1_update
+from hybridrt.kernels.mamba1_update import BCNorms, mamba1_update
+from hybridrt.kernels.rms_norm import rms_norm
 from hybridrt.kernels.selective_scan import selective_scan
 from tests.mamba1_oracle import SelectiveInputs, selective_inputs, selective_loop
 from tests.mamba2_oracle import changed_rows, close, int32, poisoned, same_bytes
@@ -171,6 +173,20 @@ def test_stored_states_equal_single_steps(dtype: torch.dtype) -> None:
         if dtype != torch.float32:
             assert (stored[[4, 2], t] == states[slots]).float().mean() > 0.97
         states[slots] = stored[[4, 2], t]
+
+
+@pytest.mark.parametrize(("dtype", "state"), [(torch.float32, 5), (torch.float16, 16)])
+def test_norms_of_what_is_written_and_read(dtype: torch.dtype, state: int) -> None:
+    torch.manual_seed(8)
+    inputs, states = selective_inputs(2, 3, state=state, dtype=dtype), torch.randn(3, 6, state)
+    norms = BCNorms(torch.rand(state) + 0.5, torch.rand(state) + 0.5, 1e-3)
+    normed = replace(inputs, B=rms_norm(inputs.B, norms.B, 1e-3), C=rms_norm(inputs.C, norms.C, 1e-3))
+    before = states.clone()
+    out = update(inputs, states, [2, 1], norms=norms)
+    for row, slot in enumerate([2, 1]):
+        expected, after = selective_loop(normed[row], before[slot])
+        close(out[row], expected, TOLERANCE[dtype])
+        close(states[slot], after[-1], TOLERANCE[dtype])
 
 
 def test_tree_follows_ancestors() -> None:

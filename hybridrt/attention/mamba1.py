@@ -8,6 +8,7 @@ from hybridrt.attention.linear import DecodeSegment, ExtendSegment, MambaAttnBac
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.mamba1_update import mamba1_update
+from hybridrt.kernels.rms_norm import rms_norm
 from hybridrt.kernels.selective_scan import selective_scan
 from hybridrt.mem_cache.mamba_pool import LayerCache
 
@@ -53,8 +54,9 @@ class Mamba1AttnBackend(MambaAttnBackendBase):
         """Selective scan, skip and gate of one mixer.
 
         Args:
-            layer: the Mamba1Mixer: its A, D and dt_bias.
-            x: [T, I] of `conv`; dt: [T, I] before bias and softplus; B, C: [T, N]; z: [T, I]. Strided views will do.
+            layer: the Mamba1Mixer: its A, D, dt_bias and norms.
+            x: [T, I] of `conv`; dt: [T, I] before bias and softplus; B, C: [T, N] before their norms; z: [T, I].
+                Strided views will do.
         Returns:
             [T, I]: what the output projection reads.
         """
@@ -74,13 +76,15 @@ class Mamba1AttnBackend(MambaAttnBackendBase):
             cache.temporal, x, dt, layer.A, B, C, D=layer.D, dt_bias=layer.dt_bias, z=z, read_slots=slots,
             # One token is final at once; only a verify step may have to go back.
             write_slots=slots, intermediate_states=cache.intermediate_ssm if seg.tokens_per_row > 1 else None,
-            rows=seg.rows, parents=seg.parents,
+            rows=seg.rows, parents=seg.parents, norms=layer.bc_norms,
         )  # fmt: skip
         return y.flatten(0, 1)
 
     @staticmethod
     def _extend(layer: Any, cache: LayerCache, seg: ExtendSegment, *inputs: torch.Tensor) -> torch.Tensor:
         x, dt, B, C, z = inputs
+        if norms := layer.bc_norms:
+            B, C = rms_norm(B, norms.B, norms.eps), rms_norm(C, norms.C, norms.eps)
         return selective_scan(
             x, dt, layer.A, B, C, D=layer.D, dt_bias=layer.dt_bias, z=z, states=cache.temporal, read_slots=seg.slots,
             write_slots=seg.slots, has_initial_state=seg.has_initial_states, query_start_loc=seg.query_start_loc,

@@ -1,21 +1,33 @@
 """Recurrent Mamba-1 step for T new tokens of each row: decode (T = 1) and verify of a chain or a tree (T > 1).
 
     dt = softplus(dt + dt_bias)
+    B, C = rms_norm(B), rms_norm(C)                     if there are norms (Falcon-Mamba, Jamba)
     h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t            [I, N]: every channel and state has its own rate A
     y_t = (h_t C_t + D x_t) * silu(z_t)                 (Gu & Dao 2023)
 
 B rows, T tokens a row, I channels of N states, R running requests, S slots.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from hybridrt.kernels.mamba2_common import NO_LIMIT, skip_and_gate, time_step
 from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.rms_norm import rms_norm_reference
 from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
 
 register("mamba1_update", "torch", "hybridrt.kernels.mamba1_update:mamba1_update_reference")
 register("mamba1_update", "triton", "hybridrt.kernels.mamba1_update_triton:mamba1_update_triton", priority=10)
+
+
+class BCNorms(NamedTuple):
+    """Weights [N] float32 of the RMS norms of B and C, and their epsilon."""
+
+    B: Tensor
+    C: Tensor
+    eps: float
 
 
 def mamba1_update(
@@ -29,6 +41,7 @@ def mamba1_update(
     D: Tensor,
     dt_bias: Tensor,
     z: Tensor,
+    norms: BCNorms | None = None,
     read_slots: Tensor,
     write_slots: Tensor,
     intermediate_states: Tensor | None = None,
@@ -41,6 +54,7 @@ def mamba1_update(
         states: [S+1, I, N] pool. A row whose slots are -1 gets zeros and touches no state.
         x, z: [B, T, I]; dt: [B, T, I] raw; B, C: [B, T, N]. Any row and token stride, last dimension contiguous.
         A: [I, N] float32, negative; D, dt_bias: [I].
+        norms: RMS norms of B and C over their N entries, whose results are rounded to B's dtype.
         read_slots, write_slots: [B] int32, where the state before and after the step stands.
         intermediate_states: [R+1, T, I, N] in the pool's dtype. When given, `states` is left alone and the state after
             token t of row b is stored at [rows[b], t].
@@ -52,8 +66,8 @@ def mamba1_update(
         [B, T, I] in x's dtype.
     """
     out: Tensor = select("mamba1_update", x.device.type)(
-        states, x, dt, A, B, C, D=D, dt_bias=dt_bias, z=z, read_slots=read_slots, write_slots=write_slots,
-        intermediate_states=intermediate_states, rows=rows, parents=parents,
+        states, x, dt, A, B, C, D=D, dt_bias=dt_bias, z=z, norms=norms, read_slots=read_slots,
+        write_slots=write_slots, intermediate_states=intermediate_states, rows=rows, parents=parents,
     )  # fmt: skip
     return out
 
@@ -69,6 +83,7 @@ def mamba1_update_reference(
     D: Tensor,
     dt_bias: Tensor,
     z: Tensor,
+    norms: BCNorms | None = None,
     read_slots: Tensor,
     write_slots: Tensor,
     intermediate_states: Tensor | None = None,
@@ -80,6 +95,8 @@ def mamba1_update_reference(
     # Padding rows decay by one and add nothing, so writing them back leaves the scratch row 0 as it was.
     step = time_step(dt, dt_bias, NO_LIMIT).masked_fill_(pad, 0.0)
     inputs = (x.float() * step).masked_fill_(pad, 0.0)
+    if norms is not None:
+        B, C = rms_norm_reference(B, norms.B, norms.eps), rms_norm_reference(C, norms.C, norms.eps)
     keys, queries = B.masked_fill(pad, 0.0).float(), C.float()
     y = torch.empty(x.shape, device=x.device)
     initial = state = read_rows(states, read_slots).float()

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.mamba1_update import BCNorms
 from hybridrt.kernels.mamba2_common_triton import silu, softplus, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
 
@@ -13,9 +14,19 @@ _TILE = 1024
 
 
 @triton.jit
+def _normed(source, weight, eps, mask, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`source` [N] in float32, RMS-normed with these weights and rounded to its dtype if there are weights."""
+    raw = tl.load(source, mask=mask, other=0.0)
+    out = raw.to(tl.float32)
+    if weight is not None:
+        out = (out * tl.rsqrt(tl.sum(out * out, axis=0) / N + eps) * weight).to(raw.dtype).to(tl.float32)
+    return out
+
+
+@triton.jit
 def _update_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, z_ptr, D_ptr, dt_bias_ptr, out_ptr, states_ptr, stored_ptr,
-    read_slots_ptr, write_slots_ptr, rows_ptr, parents_ptr,
+    read_slots_ptr, write_slots_ptr, rows_ptr, parents_ptr, B_norm_ptr, C_norm_ptr, norm_eps,
     x_strides: tl.constexpr, dt_strides: tl.constexpr, B_strides: tl.constexpr, C_strides: tl.constexpr,
     z_strides: tl.constexpr, states_ss: tl.constexpr, stored_strides: tl.constexpr, parents_sb: tl.constexpr,
     T: tl.constexpr, CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -30,6 +41,9 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     A = tl.load(A_ptr + tile, mask=mask, other=0.0)
     D = tl.load(D_ptr + i, mask=i_mask, other=0.0).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + i, mask=i_mask, other=0.0).to(tl.float32)
+    B_norm, C_norm = B_norm_ptr, C_norm_ptr
+    if B_norm_ptr is not None:
+        B_norm, C_norm = tl.load(B_norm_ptr + n, mask=n_mask), tl.load(C_norm_ptr + n, mask=n_mask)
     begin(PDL)
     out = out_ptr + b * (T * CHANNELS) + i
     read = tl.load(read_slots_ptr + b).to(tl.int64)
@@ -53,8 +67,8 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         dt = tl.load(dt_ptr + b * dt_strides[0] + t * dt_strides[1] + i, mask=i_mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + b * x_strides[0] + t * x_strides[1] + i, mask=i_mask, other=0.0).to(tl.float32)
         z = tl.load(z_ptr + b * z_strides[0] + t * z_strides[1] + i, mask=i_mask, other=0.0).to(tl.float32)
-        key = tl.load(B_ptr + b * B_strides[0] + t * B_strides[1] + n, mask=n_mask, other=0.0).to(tl.float32)
-        query = tl.load(C_ptr + b * C_strides[0] + t * C_strides[1] + n, mask=n_mask, other=0.0).to(tl.float32)
+        key = _normed(B_ptr + b * B_strides[0] + t * B_strides[1] + n, B_norm, norm_eps, n_mask, N)
+        query = _normed(C_ptr + b * C_strides[0] + t * C_strides[1] + n, C_norm, norm_eps, n_mask, N)
         step = softplus(dt + dt_bias)
         state = state * tl.exp(A * step[:, None]) + (step * x)[:, None] * key[None, :]
         y = (tl.sum(state * query[None, :], axis=1) + D * x) * silu(z)
@@ -79,6 +93,7 @@ def mamba1_update_triton(
     D: Tensor,
     dt_bias: Tensor,
     z: Tensor,
+    norms: BCNorms | None = None,
     read_slots: Tensor,
     write_slots: Tensor,
     intermediate_states: Tensor | None = None,
@@ -94,6 +109,7 @@ def mamba1_update_triton(
     block_i = max(1, _TILE // block_n)
     _update_kernel[triton.cdiv(channels, block_i), batch](
         x, dt, A, B, C, z, D, dt_bias, out, states, intermediate_states, read_slots, write_slots, rows, parents,
+        *(norms or (None, None, 0.0)),
         strides(x), strides(dt), strides(B), strides(C), strides(z), states.stride(0), strides(intermediate_states),
         strides(parents)[0], T=tokens, CHANNELS=channels, N=states.shape[2], BLOCK_I=block_i, BLOCK_N=block_n,
         num_warps=4, **pdl(x.device),

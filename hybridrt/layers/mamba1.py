@@ -7,6 +7,7 @@ from torch import nn
 
 from hybridrt.config import Mamba1Config
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.mamba1_update import BCNorms
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, Target, Transform, parameter, whole
@@ -81,11 +82,20 @@ class Mamba1Mixer(nn.Module):
         x = backend.conv(x, self, batch)
         # What a token selects: how much time passes (dt), what it writes (B), what it reads (C). A sum over ranks.
         dt, B, C = self.x_proj(x).split(self.widths, dim=-1)
-        if self.norms:
-            dt, B, C = (norm(part)[0] for norm, part in zip(self.norms, (dt, B, C)))
-        dt = self.dt_proj(dt)
+        if self.norms:  # B and C get theirs in the scan
+            dt, _ = self.dt_proj.method.apply_normed(self.norms[0], dt, None, self.dt_proj.weight, None)
+        else:
+            dt = self.dt_proj(dt)
         mixed: torch.Tensor = backend.forward(None, None, None, self, batch, x=x, dt=dt, B=B, C=C, z=z)
         return mixed
+
+    @property
+    def bc_norms(self) -> BCNorms | None:
+        """The norms of B and C, as the backend's kernels take them."""
+        if not self.norms:
+            return None
+        _, b, c = self.norms
+        return BCNorms(b.weight, c.weight, b.eps)
 
     def targets(self, key: str) -> dict[str, Target]:
         """Targets of a whole mixer under `key`, in the spelling that Mamba, Falcon-Mamba and Jamba share."""
