@@ -31,7 +31,9 @@ def read_model_config(path: Path) -> ModelConfig:
         raise ConfigError(f"{path} has a quantization_config; use the unquantised checkpoint that it was made from")
     hf = _transformers_config(path)
     _check_activation(hf, path)
-    _check_experts(hf, path)
+    fields = FAMILIES[architecture](hf)
+    if any(layer.ffn == "moe" for layer in fields["layers"]):
+        _check_experts(hf, path)
     return ModelConfig(
         architecture=architecture,
         vocab_size=hf.vocab_size,
@@ -41,7 +43,7 @@ def read_model_config(path: Path) -> ModelConfig:
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         eos_token_ids=_eos_ids(path, raw),
         hf=hf,
-        **FAMILIES[architecture](hf),
+        **fields,
     )
 
 

@@ -153,12 +153,13 @@ FALCON_MAMBA: dict[str, Make] = {
     "plain": falcon_mamba(),
     "projection_bias_tied": falcon_mamba(use_bias=True, tie_word_embeddings=True, time_step_rank="auto"),
     "no_conv_bias": falcon_mamba(use_conv_bias=False, conv_kernel=3, expand=3, residual_in_fp32=False),
+    "inner_size_beside_expand": falcon_mamba(expand=16, intermediate_size=48),
     "odd_sizes": falcon_mamba(hidden_size=27, state_size=5, conv_kernel=2, expand=1, time_step_rank=1),
 }
 
 JAMBA: dict[str, Make] = {
     "plain": jamba(),
-    "dense": jamba(num_experts=1, num_experts_per_tok=1, attn_layer_offset=2),
+    "dense": jamba(num_experts=1, attn_layer_offset=2),
     "every_layer_sparse_tied": jamba(
         expert_layer_period=1, expert_layer_offset=0, tie_word_embeddings=True, num_experts_per_tok=3,
     ),
@@ -177,6 +178,11 @@ CASES: dict[str, Make] = {
     )
     for name, make in cases.items()
 }  # fmt: skip
+
+
+def has_replay(name: str) -> bool:
+    """Whether a case's recurrent layers have state mode "replay": all but Mamba-1 do."""
+    return not name.startswith(("falcon_mamba", "jamba"))
 
 
 def write(make: Make, path: Path, *, seed: int = 0, **save: Any) -> Any:

@@ -13,10 +13,11 @@ from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardMode, SpecInfo
 from hybridrt.kernels.chunk_plan import plan_chunks
 from tests.by_hand import ByHand, Row, assert_close
-from tests.checkpoints import CheckpointStore
+from tests.checkpoints import CheckpointStore, has_replay
 from tests.test_backends_verify import MODELS, oracle, random_tokens
 
-ALL_MODES = (("classic", 1), ("replay", 1), ("intermediate", 4), ("replay", 4))
+MODES = (("classic", 1), ("intermediate", 4), ("replay", 1), ("replay", 4))
+STEPS = [(name, *mode) for name in MODELS for mode in MODES[: 2 + 2 * has_replay(name)]]
 SLOT_TENSORS, ROW_TENSORS = ("conv", "temporal"), ("intermediate", "ring", "start", "length")
 
 
@@ -37,8 +38,7 @@ def pages(hand: ByHand, row: Row) -> set[int]:
     return {int(table[row.computed + i]) // hand.plan.page_size for i in range(len(row.tokens))}
 
 
-@pytest.mark.parametrize(("mode", "tokens"), ALL_MODES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mode", "tokens"), STEPS)
 def test_a_step_touches_only_its_own_rows(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Decode, verify and extend steps with padding rows: no byte of another slot, row or page changes, and what the
     padding rows give is finite."""
@@ -69,8 +69,7 @@ def test_a_step_touches_only_its_own_rows(name: str, mode: str, tokens: int, che
             break  # extend rows of one request come before its decode rows
 
 
-@pytest.mark.parametrize(("mode", "tokens"), ALL_MODES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mode", "tokens"), STEPS)
 def test_scratch_stays_finite(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     hand, _ = started(checkpoints[name].path, mode, tokens, {3: 5})
     for step in range(20):
@@ -91,8 +90,7 @@ def test_rejected_drafts_leave_the_state_alone(name: str, checkpoints: Checkpoin
     assert_close(hand.state(1, 6), before, 0.0)
 
 
-@pytest.mark.parametrize(("mode", "tokens"), ALL_MODES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mode", "tokens"), STEPS)
 def test_idle_steps_give_empty_tensors(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     hand, _ = started(checkpoints[name].path, mode, tokens, {1: 3})
     before = hand.snapshot()
@@ -102,8 +100,7 @@ def test_idle_steps_give_empty_tensors(name: str, mode: str, tokens: int, checkp
     assert not any(hand.touched(before).values())
 
 
-@pytest.mark.parametrize(("mode", "tokens"), ALL_MODES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mode", "tokens"), STEPS)
 def test_mixed_batch_equals_rows_alone(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Two decode (or verify) rows, a new prompt, a later chunk and a last chunk of one token."""
     lengths = {1: 6, 2: 17, 3: 20, 4: 5}
@@ -129,8 +126,7 @@ def test_mixed_batch_equals_rows_alone(name: str, mode: str, tokens: int, checkp
         assert_close(hand.state(row.row, length), alone.state(row.row, length))
 
 
-@pytest.mark.parametrize("mode", ["classic", "replay"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, mode, tokens in STEPS if tokens == 1])
 def test_prefill_then_decode_equals_longer_prefill(name: str, mode: str, checkpoints: CheckpointStore) -> None:
     """Logits, recurrent state, conv window and KV, wherever prefill ends and decoding begins."""
     tokens = random_tokens(torch.Generator().manual_seed(6), 44)
@@ -161,7 +157,7 @@ def test_chunked_prefill_equals_whole_prefill(name: str, checkpoints: Checkpoint
         assert_close(hand.state(2, 80), whole.state(2, 80), 2e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if has_replay(name)])
 def test_prompt_chunks_leave_the_ring_empty(name: str, checkpoints: CheckpointStore) -> None:
     """A last chunk of one token is a chunk and no decode step."""
     hand, _ = started(checkpoints[name].path, "replay", 1, {1: 6})
@@ -171,8 +167,7 @@ def test_prompt_chunks_leave_the_ring_empty(name: str, checkpoints: CheckpointSt
     assert int(hand.mamba.ring_length[1]) == 1
 
 
-@pytest.mark.parametrize(("mode", "tokens"), ALL_MODES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mode", "tokens"), STEPS)
 def test_a_new_tenant_sees_nothing_of_the_last(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Row, slot, ring and pages of a request that decoded for a while go to another one."""
     hand, _ = started(checkpoints[name].path, mode, tokens, {1: 30})
@@ -187,7 +182,7 @@ def test_a_new_tenant_sees_nothing_of_the_last(name: str, mode: str, tokens: int
     torch.testing.assert_close(hand.forward(hand.batch([row])), fresh.forward(fresh.batch([row])), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if has_replay(name)])
 def test_materialize_at_any_length_consumes_nothing(name: str, checkpoints: CheckpointStore) -> None:
     """The state after any prefix of the ring, for prefix snapshots, and the row decodes on as if nobody had asked."""
     path = checkpoints[name].path

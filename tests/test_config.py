@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.config import EngineConfig, LayerSpec, Mamba2Config, SpeculativeConfig, resolve_device, resolve_dtype
+from hybridrt.config import (
+    EngineConfig,
+    GDNConfig,
+    LayerSpec,
+    Mamba1Config,
+    Mamba2Config,
+    SpeculativeConfig,
+    resolve_device,
+    resolve_dtype,
+)
 from hybridrt.errors import ConfigError, DeviceError, HybridrtError, UnsupportedModelError
 from hybridrt.hf_config import read_model_config
 from hybridrt.runtime.build import resolve_model_path, resolve_state_mode
@@ -51,6 +60,24 @@ def test_nemotron_h(checkpoints: CheckpointStore) -> None:
     assert config.attention.rope is None
 
 
+def test_falcon_mamba(checkpoints: CheckpointStore) -> None:
+    config = read_model_config(checkpoints["falcon_mamba-inner_size_beside_expand"].path)
+    assert config.mamba1 == Mamba1Config(intermediate_size=48, state_size=8, conv_kernel=4, dt_rank=5)
+    assert config.layers == (LayerSpec(False, "mamba1", None),) * 2
+    assert config.full_attention_layer_ids == () and config.attention.num_heads == 0
+    assert config.max_position_embeddings == 2**20, "nothing in it counts positions"
+
+
+def test_jamba(checkpoints: CheckpointStore) -> None:
+    config = read_model_config(checkpoints["jamba-projection_bias"].path)
+    assert config.mamba1 == Mamba1Config(intermediate_size=64, state_size=8, conv_kernel=4, dt_rank=2)
+    mamba = LayerSpec(False, "mamba1", "mlp")
+    assert config.layers == (mamba, LayerSpec(True, None, "moe"), mamba)
+    assert config.attention.rope is None
+    dense = read_model_config(checkpoints["jamba-dense"].path)
+    assert [spec.ffn for spec in dense.layers] == ["mlp"] * 3 and dense.full_attention_layer_ids == (2,)
+
+
 def test_qwen3_next(checkpoints: CheckpointStore) -> None:
     config = read_model_config(checkpoints["qwen-every_second_sparse"].path)
     assert [spec.ffn for spec in config.layers] == ["mlp", "moe", "mlp", "mlp"]
@@ -61,10 +88,8 @@ def test_qwen3_next(checkpoints: CheckpointStore) -> None:
 def test_published_configs_are_read() -> None:
     root = Path(__file__).parents[1] / "benchmarks" / "configs"
     kinds = {path.name: read_model_config(path) for path in root.iterdir()}
-    assert {type(c).__name__ for config in kinds.values() for c in config.linear.values()} == {
-        "Mamba2Config",
-        "GDNConfig",
-    }
+    linear = {type(c) for config in kinds.values() for c in config.linear.values()}
+    assert linear == {Mamba1Config, Mamba2Config, GDNConfig}
     assert kinds["falcon-h1-7b"].mamba2.state_size == 256
     assert len(kinds["nemotron-h-8b"].full_attention_layer_ids) == 4
 
@@ -110,6 +135,8 @@ def test_unknown_architectures(
         ("qwen-plain", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
         ("nemotron-experts", {"n_group": 3}, "n_group"),
         ("nemotron-experts", {"n_group": 2, "topk_group": 3}, "topk_group"),
+        ("jamba-plain", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ("jamba-plain", {"attn_layer_offset": 3}, "offset"),
         ("falcon-plain", {"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}}, "rope"),
         ("falcon-plain", {"vocab_size": "many"}, "vocab_size"),
         ("falcon-plain", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -193,6 +220,16 @@ def test_state_modes() -> None:
         assert resolve_state_mode(EngineConfig("x", speculative=SpeculativeConfig(state_mode=mode)), (), cpu) == mode
 
 
+def test_mamba1_has_no_replay() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert resolve_state_mode(EngineConfig("x"), ("mamba2",), cuda) == "replay"
+    assert resolve_state_mode(EngineConfig("x"), ("mamba1", "mamba2"), cuda) == "classic"
+    assert resolve_state_mode(EngineConfig("x", speculative=SpeculativeConfig()), ("mamba1",), cuda) == "intermediate"
+    for asked in ({"state_mode": "replay"}, {"speculative": SpeculativeConfig(state_mode="replay")}):
+        with pytest.raises(ConfigError, match='does not exist for Mamba-1.*use "auto"'):
+            resolve_state_mode(EngineConfig("x", **asked), ("mamba1",), cpu)
+
+
 def test_devices() -> None:
     assert resolve_device("cpu") == torch.device("cpu")
     for name, text in (("nonsense", "cpu"), ("mps", "cuda"), ("cuda:99", "cpu"), ("", "cpu")):
@@ -237,6 +274,14 @@ def test_state_shapes_are_cut_over_ranks() -> None:
 def test_one_group_is_on_every_rank() -> None:
     shape = state_shape(replace(MAMBA, n_groups=1), 4)
     assert dict(shape.segments) == {"x": 8, "B": 16, "C": 16} and shape.groups == 1
+
+
+def test_channels_of_mamba1_are_cut_over_ranks() -> None:
+    config = Mamba1Config(intermediate_size=12, state_size=5, conv_kernel=4, dt_rank=3)
+    shape = state_shape(config, 4)
+    assert (shape.kind, shape.segments, shape.temporal) == ("mamba1", (("x", 3),), (3, 5))
+    with pytest.raises(ConfigError, match="12 Mamba-1 channels"):
+        state_shape(config, 5)
 
 
 @pytest.mark.parametrize(

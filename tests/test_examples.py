@@ -7,14 +7,16 @@ import pytest
 
 from examples import embed_backends
 from hybridrt import LLM, EngineConfig, SamplingParams
-from tests.checkpoints import Make, falcon, nemotron, qwen
+from tests.checkpoints import Make, falcon, jamba, nemotron, qwen
 from tests.tiny import write_tiny
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], list(range(20, 60))]
 
 
-@pytest.mark.parametrize("make", [falcon(), nemotron(), qwen()], ids=["falcon", "nemotron", "qwen"])
-@pytest.mark.parametrize("state_mode", ["classic", "replay"])
+@pytest.mark.parametrize(
+    ("make", "state_mode"),
+    [*[(make, mode) for make in (falcon(), nemotron(), qwen()) for mode in ("classic", "replay")], (jamba(), "auto")],
+)
 def test_embedded_loop_gives_the_engines_tokens(make: Make, state_mode: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "max_running_requests": 3}
     settings |= {"max_model_len": 96, "state_mode": state_mode}

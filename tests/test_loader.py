@@ -117,7 +117,9 @@ def grown(tensor: Tensor, dim: int, by: int) -> Tensor:
 
 
 @pytest.mark.parametrize("by", [-1, 1, 8])
-@pytest.mark.parametrize("name", ["falcon-all_biases", "nemotron-latent_experts_in_groups", "qwen-attention_first"])
+@pytest.mark.parametrize(
+    "name", ["falcon-all_biases", "nemotron-latent_experts_in_groups", "qwen-attention_first", "jamba-projection_bias"]
+)
 def test_every_misshapen_tensor_is_refused(name: str, by: int, copy_of: Callable[[str], Path]) -> None:
     """Too small and too large, in every dimension: nothing is cut off or repeated to fit."""
     path = copy_of(name)

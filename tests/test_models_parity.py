@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
-from tests.checkpoints import CASES, VOCAB, Checkpoint, CheckpointStore
+from tests.checkpoints import CASES, VOCAB, Checkpoint, CheckpointStore, has_replay
 from tests.session import Session, budget, check_sample
 
 STEPS = 64
@@ -24,7 +24,7 @@ DENSE = ("falcon-norm_after_gate", "nemotron-plain", "qwen-dense", "falcon_mamba
 
 def state_modes(name: str) -> tuple[str, ...]:
     """The modes of plain decoding that a case's recurrent layers have; the last is what a GPU picks."""
-    return ("classic",) if name.startswith(("falcon_mamba-", "jamba-")) else ("classic", "replay")
+    return ("classic", "replay") if has_replay(name) else ("classic",)
 
 
 def with_modes(names: Sequence[str]) -> pytest.MarkDecorator:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.config import GDNConfig, Mamba2Config
+from hybridrt.config import GDNConfig, Mamba1Config, Mamba2Config
 from hybridrt.errors import ConfigError
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.mamba_pool import MambaPool, MambaPoolSpec, ring_width
@@ -16,6 +16,7 @@ from tests.by_hand import ByHand, Row
 from tests.checkpoints import CheckpointStore
 
 MAMBA = state_shape(Mamba2Config(4, 3, 5, n_groups=2, conv_kernel=4, chunk_size=8, dt_limit=(0.0, 1.0)))
+MAMBA1 = state_shape(Mamba1Config(intermediate_size=9, state_size=4, conv_kernel=4, dt_rank=2))
 GDN = state_shape(GDNConfig(num_k_heads=1, num_v_heads=2, head_k_dim=6, head_v_dim=7, conv_kernel=3))
 SPEC = MambaPoolSpec({MAMBA: (0, 2), GDN: (1,)}, torch.float16, torch.float32)
 
@@ -66,6 +67,23 @@ def test_bytes_of_a_spec_are_those_of_a_pool() -> None:
         tensors += [pool.ring_start, pool.ring_length]
         total = sum(t.numel() * t.element_size() for t in tensors)
         assert total == 6 * spec.slot_bytes() + 4 * spec.row_bytes()
+
+
+def test_three_kinds_of_state_in_one_pool() -> None:
+    """A slot is the same request's in all of them, and a layer's bytes are its own."""
+    spec = replace(SPEC, groups={**SPEC.groups, MAMBA1: (3, 4)}, mode="intermediate", tokens_per_step=2)
+    pool = make(spec)
+    cache = pool.layer_cache(4)
+    assert cache.conv.shape == (6, 9, 8) and cache.temporal.shape == (6, 9, 4)
+    assert cache.intermediate_ssm is not None and cache.intermediate_ssm.shape == (4, 2, 9, 4)
+    for layer_id in pool.layer_ids:
+        pool.layer_cache(layer_id).temporal[1:] = layer_id
+    pool.clear(torch.tensor([2]), torch.tensor([1]))
+    for layer_id in pool.layer_ids:
+        found = [t.unique().tolist() for t in pool.layer_cache(layer_id).temporal]
+        assert found == [[0], [layer_id], [0], *[[layer_id]] * 3]
+    with pytest.raises(ConfigError, match="does not exist for Mamba-1"):
+        replace(spec, mode="replay")
 
 
 def test_modes_that_do_not_go_together() -> None:
