@@ -72,8 +72,8 @@ class MemoryPlan:
         """One line."""
         pages = f", {self.num_pages} KV pages ({self.num_pages * self.page_size} tokens)" if self.num_pages else ""
         return (
-            f"{self.num_rows} running requests, {self.num_slots} state slots{pages}, {self.pool_bytes / GIB:.2f} GiB of "
-            f"{self.budget_bytes / GIB:.2f} GiB; requests up to {self.max_model_len} tokens"
+            f"{self.num_rows} running requests, {self.num_slots} state slots{pages}, {self.pool_bytes / GIB:.2f} GiB "
+            f"of {self.budget_bytes / GIB:.2f} GiB; requests up to {self.max_model_len} tokens"
         )
 
 
