@@ -145,6 +145,8 @@ def paged(config: ModelConfig, load: Load, device: str) -> Args:
 @decode_op("attention_decode")
 def attention_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
     a = config.attention
+    if not config.full_attention_layer_ids:
+        return
 
     def make() -> Args:
         return paged(config, load, device) | {"q": normal(device, load.rows, 1, a.num_heads, a.head_dim)}
@@ -156,6 +158,8 @@ def attention_decode(config: ModelConfig, load: Load, device: str) -> Iterator[C
 @prefill_op("attention_extend")
 def attention_extend(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
     a, whole = config.attention, Load(load.rows, load.tokens, 0)
+    if not config.full_attention_layer_ids:
+        return
 
     def make() -> Args:
         starts = [i * load.tokens for i in range(load.rows + 1)]
@@ -206,6 +210,34 @@ def selective_state_update(config: ModelConfig, load: Load, device: str) -> Iter
 
         moved = 2 * load.rows * shape.temporal_numel * dtype.itemsize
         yield Case("selective_state_update", f"{_sizes(shape)} {str(dtype)[6:]}", make, moved)
+
+
+def mamba1_tokens(config: ModelConfig, device: str, *lead: int) -> Args:
+    """x and z [*lead, I] as halves of one projection, B and C as slices of another; and what belongs to channels."""
+    channels, columns = state_shape(config.mamba1).temporal
+    x, z = normal(device, *lead, 2 * channels).chunk(2, -1)
+    _, B, C = normal(device, *lead, config.mamba1.dt_rank + 2 * columns).split(
+        [config.mamba1.dt_rank, columns, columns], -1
+    )
+    return {
+        "x": x, "z": z, "dt": normal(device, *lead, channels), "B": B, "C": C, "D": torch.ones(channels, device=device),
+        "A": -torch.arange(1.0, columns + 1, device=device).repeat(channels, 1),
+        "dt_bias": torch.linspace(-6.9, -2.3, channels, device=device),
+    }  # fmt: skip
+
+
+@decode_op("mamba1_update")
+def mamba1_update(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    if "mamba1" not in config.linear:
+        return
+    shape = state_shape(config.mamba1)
+    for dtype in STATE_DTYPES:
+
+        def make(dtype: torch.dtype = dtype) -> Args:
+            return states(shape, load, device, dtype) | mamba1_tokens(config, device, load.rows, 1)
+
+        moved = 2 * load.rows * shape.temporal_numel * dtype.itemsize + 4 * shape.temporal_numel
+        yield Case("mamba1_update", f"{_sizes(shape)} {str(dtype)[6:]}", make, moved)
 
 
 @decode_op("gdn_recurrent")
@@ -320,6 +352,19 @@ def mamba2_chunk_scan(config: ModelConfig, load: Load, device: str) -> Iterator[
     yield Case("mamba2_chunk_scan", f"{_sizes(shape)}, {shape.groups} groups", make, flops=total * per_token)
 
 
+@prefill_op("selective_scan")
+def selective_scan(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    """x, dt and z are read and y written; what limits it is an exponential for every state and token."""
+    if "mamba1" not in config.linear:
+        return
+    shape, total = state_shape(config.mamba1), load.rows * load.tokens
+
+    def make() -> Args:
+        return prompts(shape, config.mamba1.chunk_size, load, device) | mamba1_tokens(config, device, total)
+
+    yield Case("selective_scan", _sizes(shape), make, 8 * total * shape.temporal[0])
+
+
 @prefill_op("chunk_gated_delta_rule")
 def chunk_gated_delta_rule(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
     """Products of a chunk of Q tokens and a head: k k^T and q k^T, the solved system times k and v, scores v: half of
@@ -366,7 +411,7 @@ def elementwise(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
 
     yield Case("add_rms_norm", f"{hidden}", norm, 8 * total * hidden)
     inner = getattr(config.hf, "intermediate_size", 0)
-    if config.architecture.startswith("Falcon"):
+    if config.architecture.startswith("FalconH1"):
         make = lambda: {"x": normal(device, total, 2 * inner)}  # noqa: E731
         yield Case("silu_and_mul", f"{inner}", make, 6 * total * inner)
     if "mamba2" in config.linear:

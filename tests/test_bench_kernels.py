@@ -5,10 +5,10 @@ from torch import Tensor
 from benchmarks.bench_kernels import callables
 from benchmarks.kernel_cases import DECODE, PREFILL, Args, Case, Load, linears
 from hybridrt.hf_config import read_model_config
-from tests.checkpoints import falcon, nemotron, qwen
+from tests.checkpoints import falcon, jamba, nemotron, qwen
 from tests.tiny import write_tiny
 
-MODELS = {"falcon": falcon(), "nemotron": nemotron("M*-ME"), "qwen": qwen()}
+MODELS = {"falcon": falcon(), "nemotron": nemotron("M*-ME"), "qwen": qwen(), "jamba": jamba()}
 
 
 def results(case: Case, args: Args, name: str) -> list[Tensor]:

@@ -14,6 +14,7 @@ from hybridrt.hf_config import read_model_config
 from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.gated_delta_rule import gdn_gates_reference
 from hybridrt.kernels.gdn_decode import split_qkv
+from hybridrt.kernels.mamba1_update import BCNorms
 from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.providers import select
 from hybridrt.kernels.state_ring import RingFolds
@@ -23,6 +24,7 @@ from tests.gpu import rig
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 MODELS = ("falcon-h1-7b", "nemotron-h-8b", "qwen3-next-12l")
+MAMBA1 = "falcon-mamba-7b"  # its recurrent layers are all that it has of its own
 SLOTS, ROWS = 31, 30  # entries of the pools, scratch apart
 BATCH, PADDING = 18, 2
 
@@ -208,6 +210,35 @@ def selective_state_update(config: ModelConfig, mode: str, tokens: int) -> Case:
     return Case("selective_state_update", args, pools)
 
 
+def mamba1_tokens(config: ModelConfig, tokenwise: Callable[..., list[Tensor]]) -> dict[str, Any]:
+    """x and z are halves of one projection, B and C slices of another; rates from 1 to 16."""
+    channels, states = state_shape(config.mamba1).temporal
+    x, z = tokenwise(channels, channels)
+    _, B, C = tokenwise(config.mamba1.dt_rank, states, states)
+    rates = -torch.arange(1.0, states + 1, device=rig.DEVICE).expand(channels, -1).contiguous()
+    return {
+        "x": x, "z": z, "dt": tokenwise(channels)[0], "B": B, "C": C, "A": rates,
+        "D": normal(channels, dtype=torch.float32), "dt_bias": torch.linspace(-6.9, -2.3, channels, device=rig.DEVICE),
+    }  # fmt: skip
+
+
+def mamba1_update(config: ModelConfig, mode: str, tokens: int, tree: bool = False) -> Case:
+    rows = DecodeRows(state_shape(config.mamba1), tokens)
+    args, pools = rows.state_args(mode, time_step_gate)
+    args |= mamba1_tokens(config, rows.tokenwise) | {"read_slots": rows.slots, "write_slots": rows.slots}
+    weights = torch.rand(2, config.mamba1.state_size, device=rig.DEVICE) + 0.5
+    args["norms"] = BCNorms(weights[0], weights[1], 1e-6)
+    if tree:  # each node under the one before the last
+        args["parents"] = int32([[max(t - 2, -1) for t in range(tokens)]] * BATCH)
+    return Case("mamba1_update", args, pools)
+
+
+def selective_scan(config: ModelConfig) -> Case:
+    prompts = Prompts(state_shape(config.mamba1), config.mamba1.chunk_size)
+    args = mamba1_tokens(config, prompts.tokenwise) | prompts.scan_args()
+    return Case("selective_scan", args, {"states": prompts.used_slots}, decode=False)
+
+
 def fold(shape: StateShape, gate: Callable[[Tensor], Tensor], A: Tensor | None) -> Case:
     """From each slot to itself or, of the first rows, to unused ones."""
     rows = DecodeRows(shape, 1)
@@ -334,6 +365,11 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "causal_conv1d_varlen", partial(causal_conv1d_varlen, shape)
         for tokens in (1, 4):
             yield f"causal_conv1d_update {tokens}", partial(causal_conv1d_update, shape, tokens)
+    if "mamba1" in config.linear:
+        for mode, tokens, tree in (("classic", 1, False), ("intermediate", 4, False), ("intermediate", 4, True)):
+            what = f"mamba1_update {mode} {tokens}{' tree' * tree}"
+            yield what, partial(mamba1_update, config, mode, tokens, tree)
+        yield "selective_scan", partial(selective_scan, config)
     if "mamba2" in config.linear:
         for mode, tokens in modes:
             yield f"mamba2_decode {mode} {tokens}", partial(mamba2_decode, config, mode, tokens)

@@ -24,6 +24,13 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 PRODUCTION = [*GPU, pytest.mark.usefixtures("production")]
 FAMILIES = ("falcon-norm_after_gate", "nemotron-experts", "qwen-plain")
 STATE_MODES = ("classic", "replay")
+# Falcon-Mamba has no attention layer, and neither of the two a state ring.
+MAMBA1 = ("falcon_mamba-plain", "jamba-plain")
+DECODING = [*((name, mode) for name in FAMILIES for mode in STATE_MODES), *((name, "classic") for name in MAMBA1)]
+VERIFYING = [
+    *((name, mode) for name in FAMILIES for mode in ("intermediate", "replay")),
+    *((name, "intermediate") for name in MAMBA1),
+]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -130,7 +137,7 @@ class Rows:
 
 
 def pool_tensors(pools: Pools) -> dict[str, Tensor]:
-    """Every tensor that outlives a step, [layer, entry, ...]; entry 0 is scratch."""
+    """Every tensor that outlives a step and holds anything, [layer, entry, ...]; entry 0 is scratch."""
     table, mamba = pools.req_to_token, pools.req_to_token.mamba_pool
     found = {"keys": pools.kv.k, "values": pools.kv.v, "tokens": table.req_to_token[None]}
     found["slots"] = table.req_to_mamba_slot[None]
@@ -139,7 +146,8 @@ def pool_tensors(pools: Pools) -> dict[str, Tensor]:
     for layer_id in mamba.layer_ids:
         views = vars(mamba.layer_cache(layer_id)).items()
         found |= {f"{name} of layer {layer_id}": tensor[None] for name, tensor in views if tensor is not None}
-    return found | {"ring start": mamba.ring_start[None], "ring length": mamba.ring_length[None]}
+    found |= {"ring start": mamba.ring_start[None], "ring length": mamba.ring_length[None]}
+    return {name: tensor for name, tensor in found.items() if tensor.numel()}
 
 
 def entry_bytes(tensor: Tensor) -> Tensor:

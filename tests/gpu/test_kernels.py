@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridrt.errors import BackendError
 from hybridrt.kernels import providers
 from tests.gpu import rig
-from tests.gpu.kernel_cases import MODELS, SLOTS, Case, call, copied, in_float32, recurrent_cases
+from tests.gpu.kernel_cases import MAMBA1, MODELS, SLOTS, Case, call, copied, in_float32, recurrent_cases
 from tests.gpu.more_kernel_cases import other_cases
 from tests.gpu.rig import GPU, changed_entries, same_bits
 
@@ -26,6 +26,8 @@ ELSEWHERE = {
     "accept_chain", "advance_ring", "commit_intermediate", "decode_inputs", "fill_decode_metadata", "filtered_logits",
     "uniform",
 }  # fmt: skip
+
+PARTS = [*((model, part) for model in MODELS for part in ("recurrent", "other")), (MAMBA1, "recurrent")]
 
 
 def cases(model: str, part: str, provider: str = KERNELS) -> Iterator[tuple[str, Case]]:
@@ -60,8 +62,7 @@ def worst_error(case: Case, provider: str = KERNELS) -> float:
     return max(relative_error(got[name], wanted[name]) for name in wanted if wanted[name].numel())
 
 
-@pytest.mark.parametrize("part", ["recurrent", "other"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "part"), PARTS)
 def test_near_the_reference(model: str, part: str, record_property: Callable[[str, object], None]) -> None:
     """NaN fills pools and fresh outputs, so that whatever is read unwritten, or not written, shows."""
     torch.manual_seed(0)
@@ -102,8 +103,7 @@ def test_libraries_near_the_reference(
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("part", ["recurrent", "other"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "part"), PARTS)
 def test_a_thousand_times_the_same(model: str, part: str) -> None:
     """While another stream keeps the multiprocessors busy in ever other ways."""
     torch.manual_seed(1)
@@ -137,7 +137,7 @@ def as_integers(tensor: Tensor) -> Tensor:
 FAR_SLOTS = 4200  # from 4096 on, the offset of a state of 2 MiB passes 2^31
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, MAMBA1])
 def test_slots_past_4096(model: str) -> None:
     """The same call with its slots moved to the end of a pool of many gigabytes gives the same bits."""
     torch.manual_seed(2)

@@ -6,18 +6,20 @@ import pytest
 
 from hybridrt import LLM, SpeculativeConfig
 from tests.checkpoints import CheckpointStore
-from tests.gpu.rig import DEVICE, FAMILIES, GPU, STATE_MODES, GpuSession
+from tests.gpu.rig import DECODING, DEVICE, FAMILIES, GPU, MAMBA1, VERIFYING, GpuSession
 from tests.session import budget, check_sample, greedy
 from tests.test_models_parity import requests
 from tests.ties import check_greedy
 
 pytestmark = GPU
 LENGTHS = (1, 2, 17, 40)
-UNEVEN = ("falcon-odd_sizes", "nemotron-odd_sizes", "qwen-unequal_head_dims", "nemotron-latent_experts_in_groups")
+UNEVEN = (
+    "falcon-odd_sizes", "nemotron-odd_sizes", "qwen-unequal_head_dims", "nemotron-latent_experts_in_groups",
+    "falcon_mamba-odd_sizes", "jamba-odd_sizes",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("state_mode", STATE_MODES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "state_mode"), DECODING)
 def test_ragged_batch(name: str, state_mode: str, checkpoints: CheckpointStore) -> None:
     """Whole prompts of several lengths in one step, then decode steps as graphs."""
     checkpoint = checkpoints[name]
@@ -35,7 +37,7 @@ def test_uneven_sizes(name: str, checkpoints: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *MAMBA1])
 def test_chunks_mixed_batches_and_retraction(name: str, graphs: bool, checkpoints: CheckpointStore) -> None:
     """Arrivals one after the other, chunks of 7 tokens, and KV for a little more than one request out of three."""
     checkpoint = checkpoints[name]
@@ -44,12 +46,13 @@ def test_chunks_mixed_batches_and_retraction(name: str, graphs: bool, checkpoint
     session = GpuSession(checkpoint.path, budget_bytes=memory, cuda_graph=graphs, **config)
     samples = session.run(requests(*LENGTHS), chunk=7, gap=3)
     assert session.num_mixed() > 0
-    assert sum(sample.retractions for sample in samples) > 0
+    if session.plan.num_pages:
+        assert sum(sample.retractions for sample in samples) > 0
     for sample in samples:
         check_sample(checkpoint, sample, name)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *MAMBA1])
 def test_long_prompts_in_chunks(name: str, checkpoints: CheckpointStore) -> None:
     """Prompts of several scan chunks, each computed in steps of another size."""
     checkpoint = checkpoints[name]
@@ -57,8 +60,7 @@ def test_long_prompts_in_chunks(name: str, checkpoints: CheckpointStore) -> None
         check_sample(checkpoint, sample, name)
 
 
-@pytest.mark.parametrize("state_mode", ["intermediate", "replay"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "state_mode"), VERIFYING)
 def test_drafts_change_nothing_but_the_number_of_steps(
     name: str, state_mode: str, checkpoints: CheckpointStore
 ) -> None:
