@@ -28,6 +28,8 @@ from hybridrt.runtime.build import Target, build_pools
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import StateCopy
 from hybridrt.state_shape import state_shape
+from tests.by_hand import ByHand, Row, assert_close
+from tests.checkpoints import CheckpointStore
 from tests.session import spoil
 
 PAGE, ROWS = 4, 3
@@ -204,3 +206,28 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
     assert [tp_ratio(*sizes) for sizes in ((1, 1), (6, 2), (2, 8))] == [1, 3, -4]
     with pytest.raises(TransferError, match="2 prefill ranks cannot feed 3"):
         tp_ratio(3, 2)
+
+
+@pytest.mark.parametrize("name", ["falcon-plain", "qwen-plain"])
+@pytest.mark.parametrize("ours, theirs", [("replay", "classic"), ("classic", "replay")])
+def test_a_request_that_decodes_can_be_moved(name: str, ours: str, theirs: str, checkpoints: CheckpointStore) -> None:
+    """In replay mode the state is checkpoint and ring: the image holds what both come to."""
+    path, tokens = checkpoints[name].path, [7 * i % 131 for i in range(40)]
+    source, sink = ByHand(path, mode=ours), ByHand(path, mode=theirs)
+    source.admit(2)
+    sink.admit(1)
+    source.extend(Row(2, 0, tokens[:20]))
+    for i in range(20, 27):
+        source.decode(Row(2, i, tokens[i : i + 1]))
+    arenas = [StateArena(hand.target, hand.pools, hand.backend, 1 << 16) for hand in (source, sink)]
+    state, before = source.state(2, 27), source.snapshot()
+    with torch.inference_mode():
+        arenas[0].export_state(StateCopy(2, 27, 3))
+        assert {entry for entries in source.touched(before).values() for entry in entries} <= {2, source.slot(2)}
+        assert_close(source.state(2, 27), state, 0.0)
+        arenas[1].buffer.copy_(arenas[0].buffer)
+        arenas[1].import_state(StateCopy(1, 27, 3))
+    assert_close(sink.state(1, 27), source.state(2, 27), 0.0)
+    for i in range(27, 40):
+        logits = [hand.decode(Row(row, i, tokens[i : i + 1])) for hand, row in ((source, 2), (sink, 1))]
+        assert torch.allclose(*logits, atol=1e-5)

@@ -168,9 +168,9 @@ def test_model_digest_sees_weights_behind_the_same_name(tmp_path: Path) -> None:
     assert model_digest(tmp_path, replace(config, load_format="dummy")) not in seen
 
 
-def nixl(buffer: torch.Tensor) -> NixlTransport:
+def nixl(buffer: torch.Tensor, serve: bool) -> NixlTransport:
     try:
-        return NixlTransport(buffer)
+        return NixlTransport(buffer, serve)
     except ProviderNotInstalledError as e:
         pytest.skip(str(e))
 
@@ -182,7 +182,7 @@ def transports(request: pytest.FixtureRequest) -> Iterator[tuple[Transport, Tran
     ours, hub = torch.zeros(1 << 16, dtype=torch.uint8), dict[str, torch.Tensor]()
     pair: tuple[Transport, Transport]
     if request.param == "nixl":
-        pair = nixl(ours), nixl(theirs)
+        pair = nixl(ours, serve=False), nixl(theirs, serve=True)
     else:
         pair = InProcessTransport(hub, "ours", ours, piece=100), InProcessTransport(hub, "theirs", theirs)
     yield (*pair, ours, theirs)

@@ -9,7 +9,6 @@ from hybridrt.attention.base import AttentionBackend
 from hybridrt.distributed.conv_transfer import MambaSpec, Section, derive_mamba_conv_split
 from hybridrt.kernels.slots import write_columns
 from hybridrt.mem_cache.kv_pool import KVPool
-from hybridrt.mem_cache.mamba_pool import MambaPool
 from hybridrt.runtime.build import Pools, Target
 from hybridrt.runtime.step import StateCopy
 from hybridrt.state_shape import StateShape, state_shape
@@ -88,7 +87,8 @@ class StateArena:
         self._backend = backend
 
     def export_state(self, copy: StateCopy) -> None:
-        """Pools to image; the pools stay as they are."""
+        """Pools to image. Nothing changes but where a state lies: a ring of inputs becomes part of its checkpoint."""
+        self._fold_ring(copy.row)
         offset = copy.offset
         for tensor in self._kept(copy.row, copy.length):
             data = tensor.contiguous().view(-1).view(torch.uint8)
@@ -116,25 +116,23 @@ class StateArena:
     def _kept(self, row: int, length: int) -> Iterator[torch.Tensor]:
         pool, slots = self._pools.req_to_token.mamba_pool, self._slots(row)
         position = torch.full_like(slots, length)
-        states = self._state_slots(row, slots)
         for layer_id, _, _ in self.layout.recurrent:
             assert pool is not None
             yield pool.conv_window(layer_id, slots, position)
-            yield pool.layer_cache(layer_id).temporal.index_select(0, states)
+            yield pool.layer_cache(layer_id).temporal.index_select(0, slots)
         places = self._places(StateCopy(row, length, 0))
         for layer_id in self.layout.attention:
             for tensor in self._pools.kv.layer(layer_id):
                 yield tensor.flatten(0, 1).index_select(0, places).transpose(0, 1)
 
-    def _state_slots(self, row: int, slots: torch.Tensor) -> torch.Tensor:
-        """Where the recurrent state lies: in replay mode it is brought together in the scratch slot first."""
-        pool: MambaPool | None = self._pools.req_to_token.mamba_pool
+    def _fold_ring(self, row: int) -> None:
+        pool, slots = self._pools.req_to_token.mamba_pool, self._slots(row)
         if pool is None or pool.spec.mode != "replay":
-            return slots
-        scratch = torch.zeros_like(slots)
-        rows = torch.full_like(slots, row)
-        self._backend.linear_attn_backend.materialize(rows, pool.ring_length[row : row + 1], scratch)
-        return scratch
+            return
+        start, length = pool.ring_start[row : row + 1], pool.ring_length[row : row + 1]
+        self._backend.linear_attn_backend.materialize(torch.full_like(slots, row), length, slots)
+        start.zero_()
+        length.zero_()
 
     def _slots(self, row: int) -> torch.Tensor:
         return self._pools.req_to_token.req_to_mamba_slot[row : row + 1]

@@ -91,6 +91,7 @@ class DecodeWorker:
         compute_here: bool = True,
     ) -> None:
         self.regions = RegionAllocator(side.arena.numel())
+        self._side = side
         self._engine, self._handshake, self._layout = side.engine, side.handshake, side.layout
         self._readers = list(readers)
         self._compute_here = compute_here

@@ -3,6 +3,7 @@ TCP or shared memory. Arenas lie in GPU memory, or in host memory where there is
 
 import base64
 import json
+import logging
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -16,16 +17,21 @@ from hybridrt.errors import ProviderNotInstalledError, TransferError
 class NixlTransport:
     """One NIXL agent and the arena that it has registered.
 
+    Args:
+        serve: others read the arena. A thread of NIXL's own, which keeps a core busy, then answers for networks whose
+            hardware cannot read by itself.
+
     Raises:
         ProviderNotInstalledError: NIXL is not installed or cannot be loaded here; says why.
     """
 
-    def __init__(self, buffer: torch.Tensor) -> None:
+    def __init__(self, buffer: torch.Tensor, serve: bool) -> None:
         api = _load()
         name = f"hybridrt-{uuid.uuid4().hex[:12]}"
-        self._agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
+        self._agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=serve, backends=["UCX"]))
         self._memory = "VRAM" if buffer.is_cuda else "DRAM"
         self._device = buffer.device.index or 0
+        self._buffer = buffer  # its memory must outlive its registration
         self._base = buffer.data_ptr()
         region = (self._base, buffer.numel(), self._device, "")
         self._registered = self._agent.register_memory([region], self._memory)
@@ -108,4 +114,6 @@ def _load() -> Any:
         raise ProviderNotInstalledError(
             f'state transfer through NIXL needs the package nixl: pip install "hybridrt[transfer]" ({e})'
         ) from e
+    # Its notices would go to standard output, among whatever the program says there.
+    logging.getLogger("nixl").setLevel(logging.WARNING)
     return _api

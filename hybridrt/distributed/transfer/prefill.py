@@ -51,6 +51,10 @@ class PrefillWorker:
         side: engine, handshake and arena of this side.
         descriptions: of the arenas of all ranks, as their transports gave them.
         listener: where decode workers connect; None takes them from `attach` alone.
+        keep: what must live as long as the worker does: the transports that made the descriptions.
+
+    Attributes:
+        port: where it listens, 0 without a listener.
     """
 
     def __init__(
@@ -58,7 +62,10 @@ class PrefillWorker:
         side: WorkerSide,
         descriptions: Sequence[str],
         listener: Listener | None = None,
+        keep: object = None,
     ) -> None:
+        self.port = listener.port if listener else 0
+        self._keep = keep
         self.regions = RegionAllocator(side.arena.numel())
         self._engine, self._layout, self._listener = side.engine, side.layout, listener
         self._handshake, self._descriptions = side.handshake, list(descriptions)
