@@ -189,7 +189,7 @@ class EngineConfig:
         cuda_graph, cuda_graph_max_bs: capture decode steps (CUDA only), and the largest batch captured.
         overlap: launch a step before the previous one's tokens have reached the host.
         speculative: a SpeculativeConfig, or None.
-        tp_size: tensor-parallel ranks; more than 1 needs one process a rank (torchrun).
+        tp_size: tensor-parallel ranks: processes, each with a shard of the model and on a GPU of its own.
         transfer_bytes: of the arena through which requests' states come from or go to other workers; 0 for none.
         seed: of dummy weights and of requests that bring no seed.
     """

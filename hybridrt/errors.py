@@ -53,6 +53,10 @@ class EngineError(HybridrtError, RuntimeError):
     """The engine cannot go on: an executor failed or an internal invariant broke."""
 
 
+class RankError(EngineError):
+    """A tensor-parallel rank failed or was lost. The others cannot go on without it: build a new LLM."""
+
+
 class TransferError(HybridrtError, RuntimeError):
     """State transfer between workers was refused or broken off."""
 

@@ -59,7 +59,7 @@ class FalconH1Block(nn.Module):
         group = mamba.intermediate_size // mamba.n_groups
         return GatedRMSNorm(
             f"{name}.mamba.norm", mamba.intermediate_size // build.tp.size, hf.rms_norm_eps, group_size=group,
-            norm_before_gate=hf.mamba_norm_before_gate, device=build.device,
+            norm_before_gate=hf.mamba_norm_before_gate, build=build,
         )  # fmt: skip
 
     def forward(

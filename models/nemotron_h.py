@@ -37,7 +37,7 @@ class MambaPart(nn.Module):
         self.in_proj = ColumnLinear(f"{name}.in_proj", config.hidden_size, parts, bias=bias, build=build)
         norm = GatedRMSNorm(
             f"{name}.norm", mamba.intermediate_size // build.tp.size, hf.layer_norm_epsilon,
-            group_size=mamba.intermediate_size // mamba.n_groups, norm_before_gate=False, device=build.device,
+            group_size=mamba.intermediate_size // mamba.n_groups, norm_before_gate=False, build=build,
         )  # fmt: skip
         self.mixer = Mamba2Mixer(name, mamba, layer_id, conv_bias=hf.use_conv_bias, norm=norm, build=build)
         output = [Segment("x", mamba.intermediate_size)]
@@ -109,8 +109,10 @@ class MoEPart(nn.Module):
     def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         x, residual = norm(x, residual)
         weights, ids = self.router(x)
-        routed = self.tp.all_reduce(self.experts(x if self.to_latent is None else self.to_latent(x), weights, ids))
-        return (routed if self.from_latent is None else self.from_latent(routed)) + self.shared(x), residual
+        if self.to_latent is None or self.from_latent is None:
+            return self.tp.all_reduce(self.experts(x, weights, ids) + self.shared(x, reduce=False)), residual
+        routed = self.from_latent(self.tp.all_reduce(self.experts(self.to_latent(x), weights, ids)))
+        return routed + self.shared(x), residual
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         found = {**self.router.targets(f"{key}.gate"), **self.experts.targets(f"{key}.experts")}

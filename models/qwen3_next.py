@@ -99,8 +99,8 @@ class SparseMoE(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(experts of norm(x + residual), x + residual), all [T, hidden]."""
         h, residual = norm(x, residual)
-        routed = self.tp.all_reduce(self.experts(h, *self.router(h)))
-        return routed.addcmul_(torch.sigmoid(self.shared_gate(h)), self.shared(h)), residual
+        routed, shared = self.experts(h, *self.router(h)), self.shared(h, reduce=False)
+        return self.tp.all_reduce(routed.addcmul_(torch.sigmoid(self.shared_gate(h)), shared)), residual
 
     def targets(self, key: str) -> CheckpointMap:
         return {

@@ -185,6 +185,27 @@ def has_replay(name: str) -> bool:
     return not name.startswith(("falcon_mamba", "jamba"))
 
 
+# What 2 and 4 ranks can share; the models whose tests split them. KV heads are fewer than 4 ranks.
+WIDE = {"mamba_n_heads": 8, "mamba_d_ssm": 64, "mamba_rms_norm": True}
+SPLIT: dict[str, Make] = {
+    "falcon-split": falcon(**WIDE, mamba_norm_before_gate=False, num_key_value_heads=1, tie_word_embeddings=True),
+    "falcon-split_groups": falcon(
+        **WIDE, mamba_norm_before_gate=True, mamba_n_groups=4, mamba_proj_bias=True, projectors_bias=True,
+        attention_bias=True, mlp_bias=True,
+    ),
+    "nemotron-split": nemotron("M*-EM", mamba_num_heads=8, n_groups=1, use_bias=True, mlp_bias=True),
+    "nemotron-split_groups": nemotron(
+        "ME*E", mamba_num_heads=8, n_groups=4, moe_latent_size=20, num_key_value_heads=1, tie_word_embeddings=True,
+    ),
+    "qwen-split": qwen(
+        linear_num_key_heads=4, linear_num_value_heads=8, attention_bias=True, tie_word_embeddings=True,
+        full_attention_interval=2, num_hidden_layers=2,
+    ),
+    "falcon_mamba-split": CASES["falcon_mamba-projection_bias_tied"],
+    "jamba-split": CASES["jamba-every_layer_sparse_tied"],
+}  # fmt: skip
+
+
 def write(make: Make, path: Path, *, seed: int = 0, **save: Any) -> Any:
     """Saves a random model as transformers does (`save` goes to save_pretrained) and returns it."""
     torch.manual_seed(seed)
@@ -243,7 +264,7 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """Writes each case once, and keeps the last few oracles in memory."""
+    """Writes each case (of CASES or SPLIT) once, and keeps the oracles in memory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -252,6 +273,6 @@ class CheckpointStore:
     def __getitem__(self, name: str) -> Checkpoint:
         if name not in self._made:
             path = self.root / name
-            self._made[name] = Checkpoint(path, write(CASES[name], path))
+            self._made[name] = Checkpoint(path, write((CASES | SPLIT)[name], path))
             gc.collect()
         return self._made[name]

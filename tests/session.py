@@ -15,8 +15,10 @@ from hybridrt.engine.engine import Engine, EngineLimits
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.runtime.build import Pools, Target, load_target, make_plan
 from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.ranks import Ranks
 from hybridrt.runtime.sampler import Filters
 from hybridrt.runtime.step import StepHandle, StepPlan
+from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from hybridrt.sampling_params import SamplingParams
 from tests.checkpoints import Checkpoint
 from tests.ties import check_greedy
@@ -41,12 +43,18 @@ class Session:
     """A ModelRunner on a CPU whose pools start full of garbage, and engines on it, one after the other.
 
     It is an executor itself: it keeps the logits by (seed of the request, output index).
+
+    Args:
+        ranks: split the model over these.
     """
 
-    def __init__(self, path: Path, *, budget_bytes: int | None = None, **config: Any) -> None:
+    def __init__(
+        self, path: Path, *, budget_bytes: int | None = None, ranks: Ranks | None = None, **config: Any
+    ) -> None:
         defaults = {"device": "cpu", "dtype": "float32", "max_model_len": 160, "max_running_requests": 4}
         self.config = EngineConfig(str(path), **{**defaults, **config})
-        self.runner = ModelRunner(self.config, budget_bytes=budget_bytes)
+        self.split = TensorParallelExecutor(self.config, ranks=ranks) if ranks else None
+        self.runner = self.split.runner if self.split else ModelRunner(self.config, budget_bytes=budget_bytes)
         self.plan: MemoryPlan = self.runner.plan
         self.logits: dict[tuple[int, int], Tensor] = {}
         self.plans: list[StepPlan] = []
@@ -58,7 +66,7 @@ class Session:
     def launch(self, plan: StepPlan) -> StepHandle:
         self._seeds.update((a.row, a.seed) for a in plan.admissions)
         self.plans.append(plan)
-        return self.runner.launch(plan)
+        return (self.split or self.runner).launch(plan)
 
     def _sample(self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters) -> Tensor:
         for line, row, index in zip(logits, rows.tolist(), output_indices.tolist(), strict=True):

@@ -262,8 +262,8 @@ def test_a_closed_pipe_leaves_no_traceback(tiny: Path) -> None:
 def test_options_name_every_field_once_and_show_its_default() -> None:
     engine = {f.name: f.default for f in fields(EngineConfig)}
     shown = {f.name: f.metadata for f in fields(EngineOptions)}
-    # tp_size needs a process a rank, a transfer a second worker, and a drafter is not an option of one line.
-    assert set(engine) - set(shown) == {"model", "tp_size", "transfer_bytes", "speculative"}
+    # A transfer needs a second worker, and a drafter is not an option of one line.
+    assert set(engine) - set(shown) == {"model", "transfer_bytes", "speculative"}
     sampling = {f.name: f.default for f in fields(SamplingParams)}
     assert set(sampling) - {f.name for f in fields(SamplingOptions)} == {"seed"}
     text = " ".join(CliRunner().invoke(app, ["generate", "--help"]).stdout.split())

@@ -43,7 +43,11 @@ def make(monkeypatch: pytest.MonkeyPatch, tokenizer: Any = None, **config: Any) 
         runners.append(FakeRunner(config, **kwargs))
         return runners[0]
 
+    def split(config: EngineConfig, **kwargs: Any) -> SimpleNamespace:
+        return SimpleNamespace(runner=build(config, **kwargs), close=lambda: None)
+
     monkeypatch.setattr(llm_module, "ModelRunner", build)
+    monkeypatch.setattr(llm_module, "TensorParallelExecutor", split)
     monkeypatch.setattr(llm_module, "load_tokenizer", lambda path: tokenizer)
     return LLM("somewhere", **config), runners[0]
 

@@ -1,6 +1,7 @@
 """`hybridrt generate`: prompts in, text out as it comes."""
 
 import json
+import os
 import re
 import sys
 import time
@@ -64,11 +65,12 @@ def generate(
     typed = prompts or [_read_stdin()]
     from hybridrt.engine.llm import LLM
     from hybridrt.runtime.build import resolve_model_path
+    from hybridrt.runtime.ranks import world_size
 
     path = resolve_model_path(model)
     params = sampling_params(path, sampling.given())
     start = time.monotonic()
-    with LLM(str(path), **engine.given(), **speculation.given()) as llm:
+    with LLM(str(path), **{"tp_size": world_size() or 1, **engine.given(), **speculation.given()}) as llm:
         loaded = time.monotonic() - start
         jobs = [Job(text, _prompt(llm, text, chat, token_ids)) for text in typed]
         if verbose:
@@ -126,6 +128,8 @@ def in_order(llm: "LLM", prompts: Sequence[str | list[int]], params: SamplingPar
 
 
 def _read_stdin() -> str:
+    if int(os.environ.get("RANK", 0)) > 0:
+        return ""  # under torchrun all ranks share the input, and rank 0 reads it
     if sys.stdin.isatty():
         raise RequestError(
             'no prompt: write one after the command, as in hybridrt generate "def main():", or pipe text in'

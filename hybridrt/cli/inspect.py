@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,7 +38,8 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """A model as a configuration would run it. `plan` is None if the memory cannot hold it; `plan_error` says why."""
+    """A model as a configuration would run it; bytes are of one tensor-parallel rank. `plan` is None if the memory
+    cannot hold it; `plan_error` says why."""
 
     model: str
     architecture: str
@@ -46,6 +47,7 @@ class ModelReport:
     dtype: str
     state_dtype: str
     state_mode: str
+    tp_size: int
     num_parameters: int
     weight_bytes: int
     vocab_size: int
@@ -93,8 +95,9 @@ def describe_model(config: "EngineConfig") -> ModelReport:
     from hybridrt.distributed.groups import TPGroup
     from hybridrt.runtime.build import empty_model, load_target, weight_bytes
 
-    path, target = load_target(config, TPGroup())
+    path, target = load_target(config, TPGroup(size=config.tp_size))
     model = empty_model(config, target, torch.device("meta"))
+    whole = empty_model(config, replace(target, tp=TPGroup()), torch.device("meta"))
     plan, plan_error = _plan(config, target, weight_bytes(model))
     return ModelReport(
         model=str(path),
@@ -103,7 +106,8 @@ def describe_model(config: "EngineConfig") -> ModelReport:
         dtype=_name(target.dtype),
         state_dtype=_name(target.state_dtype),
         state_mode=target.state_mode,
-        num_parameters=sum(p.numel() for p in model.parameters()),
+        tp_size=config.tp_size,
+        num_parameters=sum(p.numel() for p in whole.parameters()),
         weight_bytes=weight_bytes(model),
         vocab_size=target.model_config.vocab_size,
         hidden_size=target.model_config.hidden_size,
@@ -189,12 +193,12 @@ def _as_json(report: ModelReport) -> dict[str, Any]:
 def _print(report: ModelReport) -> None:
     from hybridrt.cli.tables import bytes_text, console, table
 
-    out = console()
+    out, ranks = console(), f" of each of {report.tp_size} ranks" if report.tp_size > 1 else ""
     out.print(f"{report.architecture}  {report.model}", style="bold", markup=False)
     out.print(
         f"{report.num_parameters / 1e9:.3g} B parameters, {bytes_text(report.weight_bytes)} in {report.dtype} on "
-        f"{report.device}; state in {report.state_dtype}, {report.state_mode} mode; vocabulary {report.vocab_size}, "
-        f"hidden size {report.hidden_size}"
+        f"{report.device}{ranks}; state in {report.state_dtype}, {report.state_mode} mode; vocabulary "
+        f"{report.vocab_size}, hidden size {report.hidden_size}"
     )
     out.print(f"\n{''.join(layer.symbol for layer in report.layers)}\n", style="cyan", markup=False)
     columns = ("", "layers", "count", "token mixer", "feed-forward", "backend", "state/request", "KV/token")

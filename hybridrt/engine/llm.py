@@ -16,6 +16,7 @@ from hybridrt.engine.request import FinishReason, RequestOutput
 from hybridrt.engine.tokenizer import load_tokenizer
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.tensor_parallel import TensorParallelExecutor, check_world
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.make import make_drafter
 
@@ -56,10 +57,13 @@ class _Inbox:
 class LLM:
     """Loads a model and generates with it. One thread at a time; `close` (or `with`) gives the memory back.
 
-    The keyword arguments are the fields of `EngineConfig`, and are explained there.
+    The keyword arguments are the fields of `EngineConfig`, and are explained there. With tp_size > 1 this process is
+    rank 0: it starts the others itself or, under torchrun, leads those that are there. A script runs unchanged under
+    torchrun: on the other ranks this constructor serves rank 0, then ends their process.
 
     Raises:
         ConfigError, CheckpointError, BackendError, DeviceError, MemoryBudgetError: the text says what to change.
+        RankError: a tensor-parallel rank was lost.
     """
 
     def __init__(
@@ -110,7 +114,10 @@ class LLM:
             transfer_bytes=transfer_bytes,
             seed=seed,
         )
-        runner = ModelRunner(self.config, progress=sys.stderr.isatty())
+        check_world(tp_size)
+        progress = sys.stderr.isatty()
+        self._split = TensorParallelExecutor(self.config, progress=progress) if tp_size > 1 else None
+        runner = self._split.runner if self._split else ModelRunner(self.config, progress=progress)
         self.model_config = runner.model_config
         self.plan = runner.plan
         self.tokenizer = load_tokenizer(runner.model_path)
@@ -173,6 +180,9 @@ class LLM:
         if self._engine is not None:
             self._close(list(self._inboxes))
             self._engine = None
+            if self._split:
+                self._split.close()
+                self._split = None
 
     def __enter__(self) -> "LLM":
         return self
@@ -194,8 +204,9 @@ class LLM:
         overlap = self.config.overlap and runner.device.type == "cuda"
         drafter = make_drafter(self.config, plan, model.vocab_size) if self.config.speculative else None
         return Engine(
-            runner, coordinator, limits, self.tokenizer, overlap=overlap, seed=self.config.seed, drafter=drafter
-        )
+            self._split or runner, coordinator, limits, self.tokenizer, overlap=overlap, seed=self.config.seed,
+            drafter=drafter,
+        )  # fmt: skip
 
     def _prepare(
         self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None

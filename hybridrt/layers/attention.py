@@ -13,12 +13,16 @@ from hybridrt.layers.weights import Build, Target
 
 class RadixAttention:
     """Attention of one layer on one rank, as `backend.forward(q, k, v, layer, batch)` takes its layer; keys and values
-    live in the backend's KV pool, under `layer_id`."""
+    live in the backend's KV pool, under `layer_id`. Ranks share KV heads where there are fewer heads than ranks.
+
+    Raises:
+        ConfigError: the heads or the KV heads cannot be split over the ranks.
+    """
 
     def __init__(self, config: AttentionConfig, layer_id: int, tp: TPGroup) -> None:
         self.layer_id = layer_id
-        self.num_heads = config.num_heads // tp.size
-        self.num_kv_heads = max(config.num_kv_heads // tp.size, 1)
+        self.num_heads = tp.divide("attention heads", config.num_heads)
+        self.num_kv_heads = tp.divide("KV heads", config.num_kv_heads, min(config.num_kv_heads, tp.size))
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
         self.sliding_window = config.sliding_window

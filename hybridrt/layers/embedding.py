@@ -50,6 +50,6 @@ class VocabParallelEmbedding(nn.Module):
     def _select(self, t: torch.Tensor) -> torch.Tensor:
         if t.shape[0] != self.vocab_size:
             raise RuntimeError(f"the vocabulary has {t.shape[0]} rows, config.json says {self.vocab_size}")
-        missing = self.rows * self.tp.size - t.shape[0]
-        padded = F.pad(t, (0, 0, 0, missing)) if missing else t
-        return self.tp.shard(padded, 0)
+        local = t[self.tp.rank * self.rows : (self.tp.rank + 1) * self.rows]
+        missing = self.rows - local.shape[0]
+        return F.pad(local, (0, 0, 0, missing)) if missing else local

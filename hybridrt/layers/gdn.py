@@ -41,7 +41,7 @@ class GDNMixer(nn.Module):
         self.A_log = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="zeros")
         self.dt_bias = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="dt_bias")
         self.norm = GatedRMSNorm(
-            f"{name}.norm", self.head_v_dim, norm_eps, group_size=self.head_v_dim, norm_before_gate=True, device=device
+            f"{name}.norm", self.head_v_dim, norm_eps, group_size=self.head_v_dim, norm_before_gate=True, build=build
         )
 
     def forward(

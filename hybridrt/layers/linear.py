@@ -28,7 +28,8 @@ class Segment:
     shards: int | None = None
 
     def local(self, tp: TPGroup) -> int:
-        return self.size // (tp.size if self.shards is None else self.shards)
+        """Rows on one rank; ConfigError if they cannot be cut."""
+        return tp.divide(f"channels of {self.name!r}", self.size, self.shards)
 
 
 class DenseMethod:

@@ -19,8 +19,12 @@ from hybridrt.state_shape import state_shape
 
 
 def mamba2_segments(config: Mamba2Config, tp: TPGroup) -> list[Segment]:
-    """Output segments z, x, B, C, dt of the input projection; one group of B and C is shared by all ranks."""
-    bc_shards = 1 if config.n_groups == 1 else None
+    """Output segments z, x, B, C, dt of the input projection; one group of B and C is shared by all ranks.
+
+    Raises:
+        ConfigError: the heads or the groups cannot be split over the ranks.
+    """
+    bc_shards = config.n_groups // state_shape(config, tp.size).groups
     bc = config.n_groups * config.state_size
     return [
         Segment("z", config.intermediate_size),

@@ -28,8 +28,9 @@ class GatedMLP(nn.Module):
         )
         self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, build=build)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.gate_up(x, "silu_and_mul"))
+    def forward(self, x: torch.Tensor, reduce: bool = True) -> torch.Tensor:
+        """[T, hidden] to [T, hidden]; `reduce` as in RowLinear."""
+        return self.down(self.gate_up(x, "silu_and_mul"), reduce=reduce)
 
     def after_norm(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
@@ -66,8 +67,9 @@ class Relu2MLP(nn.Module):
         )
         self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, build=build)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x, "relu2"))
+    def forward(self, x: torch.Tensor, reduce: bool = True) -> torch.Tensor:
+        """[T, hidden] to [T, hidden]; `reduce` as in RowLinear."""
+        return self.down(self.up(x, "relu2"), reduce=reduce)
 
     def after_norm(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None

@@ -63,7 +63,7 @@ class Experts(nn.Module):
         self.name, self.num_experts, self.tp = name, num_experts, build.tp
         self.activation: Literal["silu", "relu2"] = activation
         self.gated = gated
-        self.local = intermediate_size // self.tp.size
+        self.local = self.tp.divide("channels of an expert", intermediate_size)
         self.up = parameter(num_experts, self.local * (2 if gated else 1), size, dtype=build.dtype, device=build.device)
         self.down = parameter(num_experts, size, self.local, dtype=build.dtype, device=build.device)
 

@@ -1,11 +1,12 @@
 """RMS norms. Weights are float32: they are tiny, and a zero-centred (1 + w) would lose bits in bfloat16."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.kernels.gated_norm import gated_rms_norm
 from hybridrt.kernels.rms_norm import add_rms_norm, rms_norm
-from hybridrt.layers.weights import Target, parameter, whole
+from hybridrt.layers.weights import Build, Target, parameter, whole
 
 
 class RMSNorm(nn.Module):
@@ -49,19 +50,29 @@ class GatedRMSNorm(nn.Module):
     """RMS norm in groups with a SiLU gate, before or after it (Mamba-2, GDN).
 
     Args:
-        size: width on this rank; `group_size` divides it.
-        select: takes the whole checkpoint weight to this rank's part.
+        size: width on this rank; `group_size` divides it, or spans all ranks.
     """
 
     def __init__(
-        self, name: str, size: int, eps: float, *, group_size: int, norm_before_gate: bool, device: torch.device
+        self, name: str, size: int, eps: float, *, group_size: int, norm_before_gate: bool, build: Build
     ) -> None:
         super().__init__()
         self.name, self.eps, self.group_size, self.norm_before_gate = name, eps, group_size, norm_before_gate
-        self.weight = parameter(size, dtype=torch.float32, device=device, dummy="ones")
+        self.tp, self.spans_ranks = build.tp, group_size > size
+        self.weight = parameter(size, dtype=torch.float32, device=build.device, dummy="ones")
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x, gate [T, size] to [T, size]."""
+        if self.spans_ranks:
+            return self._across_ranks(x, gate)
         return gated_rms_norm(
             x, gate, self.weight, self.eps, group_size=self.group_size, norm_before_gate=self.norm_before_gate
         )
+
+    def _across_ranks(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """One group over all ranks: they sum their squares."""
+        gating = F.silu(gate.float())
+        h = x.float() if self.norm_before_gate else x.float() * gating
+        squares = self.tp.all_reduce(h.square().sum(-1, keepdim=True))
+        h = h * torch.rsqrt(squares / self.group_size + self.eps) * self.weight
+        return (h * gating if self.norm_before_gate else h).to(x.dtype)

@@ -145,7 +145,7 @@ def page_demand(config: EngineConfig, model_config: ModelConfig) -> PageDemand:
 def make_plan(
     config: EngineConfig, target: Target, *, budget_bytes: int | None = None, weights: int = 0, activations: int = 0
 ) -> MemoryPlan:
-    """The memory plan of a run; `budget_bytes` None is the CPU's rule: a quarter of the free memory at most."""
+    """The memory plan of a run; `budget_bytes` None is the CPU's rule, `host_budget`."""
     mc, spec = target.model_config, pool_spec(config, target)
     limit = mc.max_position_embeddings
     layers = len(mc.full_attention_layer_ids)
@@ -157,7 +157,7 @@ def make_plan(
         transfer=config.transfer_bytes,
     )
     plan = plan_memory(
-        budget_bytes=free_host_memory() // 4 if budget_bytes is None else budget_bytes,
+        budget_bytes=host_budget(target.tp) if budget_bytes is None else budget_bytes,
         costs=costs,
         demand=page_demand(config, mc),
         max_running_requests=config.max_running_requests,
@@ -217,6 +217,11 @@ def free_host_memory() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def host_budget(tp: TPGroup) -> int:
+    """Bytes that pools may take on a CPU: a quarter of the free memory, shared by the ranks."""
+    return free_host_memory() // (4 * tp.size)
 
 
 def device_budget(device: torch.device, fraction: float) -> int:

@@ -118,7 +118,8 @@ class CudaGraphRecorder:
         step()  # Triton compiles and cuBLAS picks its workspaces outside the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # What other threads do meanwhile (NCCL's watchdog asks for events) is no part of the graph.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             step()
         self._pool = self._pool or graph.pool()
         return graph.replay

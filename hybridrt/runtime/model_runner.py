@@ -16,6 +16,7 @@ from hybridrt.runtime.build import (
     build_model,
     build_pools,
     device_budget,
+    host_budget,
     load_target,
     make_plan,
     weight_bytes,
@@ -78,10 +79,12 @@ class ModelRunner:
                 self.graphs = {tokens: self._capture(tokens, progress) for tokens in self._step_widths()}
 
     def _make_plan(self, budget_bytes: int | None) -> MemoryPlan:
-        peak = 0
+        peak, tp = 0, self.target.tp
         if budget_bytes is None and self.device.type == "cuda":
             peak = self._measure_activations()
             budget_bytes = device_budget(self.device, self.config.memory_fraction) - peak
+        # One scheduler hands out the rows and pages of all ranks: the poorest decides how many.
+        budget_bytes = tp.minimum(host_budget(tp) if budget_bytes is None else budget_bytes)
         weights = weight_bytes(self.model)
         return make_plan(self.config, self.target, budget_bytes=budget_bytes, weights=weights, activations=peak)
 

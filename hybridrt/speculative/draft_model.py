@@ -37,7 +37,7 @@ class _Tenant:
 
 class DraftModelDrafter:
     """Runs the draft model for a proposal: a step a token or, with topk > 1, a step for every topk tokens, of which the
-    model's own choice goes on.
+    model's own choice goes on. It is whole on rank 0, however many ranks the target is split over.
 
     Args:
         config: the target's configuration; device, lengths and page size are taken from it.
@@ -51,7 +51,7 @@ class DraftModelDrafter:
         draft_config = replace(
             config, model=config.speculative.draft_model, speculative=None, max_running_requests=plan.num_rows,
             max_model_len=None, state_mode="classic", attention_backend="auto", prefill_attention_backend=None,
-            linear_attn_backend="auto", cuda_graph=False, transfer_bytes=0,
+            linear_attn_backend="auto", cuda_graph=False, transfer_bytes=0, tp_size=1,
         )  # fmt: skip
         self._page_size = plan.page_size
         self.runner = ModelRunner(draft_config, plan=draft_plan(plan, self._slack))

@@ -1,0 +1,152 @@
+"""Rank 0 of a tensor-parallel run: every step goes to the other ranks, then runs here."""
+
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+
+import torch
+
+from hybridrt.config import EngineConfig, resolve_device
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.errors import ConfigError, DeviceError
+from hybridrt.runtime.build import empty_model, load_target
+from hybridrt.runtime.follower import follow
+from hybridrt.runtime.graph_runner import GraphRunner
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.ranks import Ranks, start_ranks, torchrun_communicator, torchrun_ranks, world_size
+from hybridrt.runtime.step import StepHandle, StepPlan, StepResult
+
+POLL_S = 20e-6
+
+
+class TensorParallelExecutor:
+    """The executor of a model that is split over `config.tp_size` ranks.
+
+    The plan of a step, some hundred bytes of integers, is all that the ranks exchange on the host: each packs, copies
+    and launches it alike, and each draws the same tokens for itself. They can, because a draw is a function of the
+    gathered logits, which are the same bits everywhere, and of the request's seed.
+
+    Under torchrun, ranks above 0 never leave this constructor: they serve rank 0, then end their process.
+
+    Args:
+        ranks: those to lead, which stay when this executor is closed; None takes torchrun's or starts some.
+
+    Raises:
+        ConfigError, DeviceError: the model or the machine cannot be split so; nothing was started.
+        RankError: a rank was lost; the text names it.
+
+    Attributes:
+        runner: rank 0's part.
+    """
+
+    def __init__(self, config: EngineConfig, *, progress: bool = False, ranks: Ranks | None = None) -> None:
+        kind = check_split(config)
+        started = ranks is None and world_size() is None
+        self._ranks = ranks or _find_ranks(config.tp_size, kind)
+        comm = self._ranks.comm
+        self._ranks.begin(config)
+        try:
+            with self._ranks.together():
+                config = replace(config, device=str(comm.device))
+                self.runner = ModelRunner(config, tp=TPGroup(0, comm.size, comm), progress=progress)
+        except BaseException:
+            _end(self._ranks, {}, started)
+            raise
+        self._finalizer = weakref.finalize(self, _end, self._ranks, self.runner.graphs, started)
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """As ModelRunner.launch, on all ranks. An interrupt comes before or after it, never within."""
+        with _uninterrupted(), self._ranks.together():
+            self._ranks.comm.send(plan)
+            return _WatchedStep(self.runner.launch(plan), self._ranks)
+
+    def close(self) -> None:
+        """Lets the other ranks go. Closing again does nothing."""
+        self._finalizer()
+
+
+class _WatchedStep:
+    """A step whose result may never come, because a rank that it needs was lost."""
+
+    def __init__(self, step: StepHandle, ranks: Ranks) -> None:
+        self._step, self._ranks = step, ranks
+
+    def ready(self) -> bool:
+        return self._step.ready()
+
+    def result(self) -> StepResult:
+        while not self._step.ready():
+            self._ranks.check()
+            time.sleep(POLL_S)
+        self._ranks.check()  # kernels that gave up look finished
+        return self._step.result()
+
+
+def check_split(config: EngineConfig) -> str:
+    """The kind of device that the ranks run on, "cpu" or "cuda". Allocates nothing.
+
+    Raises:
+        ConfigError: the model cannot be cut into `tp_size` shards.
+        DeviceError: fewer GPUs than ranks.
+    """
+    device = resolve_device(config.device)
+    if config.device.startswith("cuda:"):
+        raise ConfigError(f'device is {config.device!r} and tp_size is {config.tp_size}; with device="cuda" each rank '
+                          "takes the GPU of its own number")  # fmt: skip
+    if device.type == "cuda" and torch.cuda.device_count() < config.tp_size:
+        raise DeviceError(
+            f"tp_size is {config.tp_size}, but torch sees {torch.cuda.device_count()} CUDA devices; lower tp_size"
+        )
+    _, target = load_target(config, TPGroup(size=config.tp_size))
+    empty_model(config, target, torch.device("meta"))
+    return device.type
+
+
+def check_world(tp_size: int) -> None:
+    """ConfigError unless torchrun, if it started this process, started as many as there are ranks."""
+    started = world_size()
+    if started not in (None, tp_size):
+        raise ConfigError(
+            f"torchrun started {started} processes (WORLD_SIZE) and tp_size is {tp_size}: pass tp_size={started}, or "
+            f"start {tp_size}"
+        )
+
+
+def _find_ranks(size: int, kind: str) -> Ranks:
+    """torchrun's processes, or as many started here. A rank above 0 serves in here and then ends its process."""
+    if world_size() is None:
+        return start_ranks(size, kind)
+    comm = torchrun_communicator(kind)
+    if comm.rank > 0:
+        status = follow(comm)
+        comm.close()
+        raise SystemExit(status)
+    return torchrun_ranks(kind)
+
+
+def _end(ranks: Ranks, graphs: dict[int, GraphRunner], started: bool) -> None:
+    graphs.clear()  # NCCL waits for the graphs that it is part of
+    ranks.end()
+    if started:
+        ranks.close()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the end: ranks that stopped in the middle of a step could not go on."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield  # interrupts do not come here, or are not Python's
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: waiting.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if waiting and callable(handler):
+            handler(*waiting[0])

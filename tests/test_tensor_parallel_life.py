@@ -1,0 +1,188 @@
+"""How tensor-parallel processes start, fail and end: nothing hangs, nothing stays, and a lost rank is named."""
+
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from hybridrt import LLM
+from hybridrt.errors import CheckpointError, EngineError, RankError
+from hybridrt.runtime import tensor_parallel
+from hybridrt.runtime.ranks import LOST, Ranks, start_ranks
+from hybridrt.runtime.tensor_parallel import _uninterrupted
+from tests.checkpoints import CheckpointStore
+from tests.session import greedy
+
+PROMPTS = [[5, 6, 7], [9] * 20]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Ranks]:
+    """The ranks that LLMs start."""
+    found: list[Ranks] = []
+
+    def start(size: int, kind: str) -> Ranks:
+        found.append(start_ranks(size, kind))
+        return found[-1]
+
+    monkeypatch.setattr(tensor_parallel, "start_ranks", start)
+    return found
+
+
+def statuses(ranks: Ranks) -> list[int | None]:
+    return [process.poll() for process in ranks._processes]
+
+
+def make(path: Path, size: int = 2) -> LLM:
+    return LLM(str(path), device="cpu", tp_size=size, max_model_len=128, max_running_requests=2)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(PROMPTS, greedy(8))]
+
+
+def test_an_interrupt_leaves_the_ranks_in_step(started: list[Ranks], checkpoints: CheckpointStore) -> None:
+    with make(checkpoints["falcon-split"].path) as llm:
+        want = tokens(llm)
+        executor: Any = llm.engine.executor
+        launch = executor.runner.launch
+
+        def interrupted(plan: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGINT)
+            return launch(plan)
+
+        executor.runner.launch = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            tokens(llm)
+        executor.runner.launch = launch
+        assert tokens(llm) == want
+    assert statuses(started[0]) == [0]
+
+
+def test_a_killed_rank_is_named_and_ends_the_others(started: list[Ranks], checkpoints: CheckpointStore) -> None:
+    llm = make(checkpoints["falcon-split"].path, size=4)
+    stream = llm.stream(PROMPTS[0], greedy(100))
+    next(stream)
+    started[0]._processes[1].kill()
+    with pytest.raises(EngineError, match="tensor-parallel rank 2 was lost: its process was killed by SIGKILL"):
+        list(stream)
+    with pytest.raises(EngineError, match="tensor-parallel rank 2 was lost"):
+        tokens(llm)
+    llm.close()
+    assert all(status in (LOST, -signal.SIGKILL) for status in statuses(started[0]))
+
+
+def test_a_rank_that_fails_says_why() -> None:
+    ranks = start_ranks(2, "cpu")
+    ranks.begin("no configuration")
+    with pytest.raises(RankError, match=r"rank 1 was lost: TypeError: .*build a new LLM"), ranks.together():
+        ranks.comm.receive()
+    with pytest.raises(RankError, match="rank 1"):
+        ranks.check()
+    ranks.close()
+    assert statuses(ranks) == [1]
+
+
+def test_what_fails_everywhere_is_raised_as_it_is(
+    started: list[Ranks], checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(checkpoints["falcon-split"].path, tmp_path / "model"))
+    weights = load_file(path / "model.safetensors")
+    del weights["model.final_layernorm.weight"]
+    save_file(weights, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="final_layernorm"):
+        make(path)
+    assert None not in statuses(started[0])
+
+
+def test_a_forgotten_llm_lets_its_ranks_go(started: list[Ranks], checkpoints: CheckpointStore) -> None:
+    llm = make(checkpoints["falcon-split"].path)
+    del llm
+    gc.collect()
+    assert statuses(started[0]) == [0]
+
+
+FOLLOWERS = """
+import os, sys, time
+from hybridrt.runtime.ranks import start_ranks
+ranks = start_ranks(3, "cpu")
+print(*(process.pid for process in ranks._processes), flush=True)
+time.sleep(60)
+"""
+
+
+def test_ranks_end_with_rank_0() -> None:
+    with subprocess.Popen([sys.executable, "-c", FOLLOWERS], stdout=subprocess.PIPE, text=True) as rank_0:
+        assert rank_0.stdout is not None
+        pids = list(map(int, rank_0.stdout.readline().split()))
+        assert len(pids) == 2
+        rank_0.kill()
+    deadline = time.monotonic() + 30
+    while any(map(runs, pids)):
+        assert time.monotonic() < deadline, "a rank outlived rank 0"
+        time.sleep(0.05)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs: a zombie that nobody waits for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def torchrun(*command: str) -> "subprocess.CompletedProcess[str]":
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=120)
+
+
+def test_torchrun_prints_once(checkpoints: CheckpointStore) -> None:
+    path = checkpoints["falcon-split"].path
+    with LLM(str(path), device="cpu", max_model_len=128) as llm:
+        want = llm.generate(PROMPTS[0], greedy(8))[0].token_ids
+    options = ["--model", str(path), "--device", "cpu", "--max-tokens", "8", "--token-ids"]
+    run = torchrun("-m", "hybridrt.cli", "generate", *options, "--ignore-eos", "5 6 7")
+    assert (run.returncode, run.stdout.split()) == (0, [str(token) for token in want]), run.stderr
+
+
+SCRIPT = """
+import sys
+from hybridrt import LLM, SamplingParams
+for length in (64, 128):
+    llm = LLM(sys.argv[1], device="cpu", tp_size=2, max_model_len=length)
+    print(llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))[0].token_ids)
+    llm.close()
+raise SystemExit(7)
+"""
+
+
+def test_scripts_run_unchanged_under_torchrun(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    """One model after the other; what rank 0 does afterwards is its own."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = torchrun(str(script), str(checkpoints["falcon-split"].path))
+    first, second = run.stdout.splitlines()
+    assert first == second and len(first.split(",")) == 4
+    assert "exitcode  : 7" in run.stderr and "rank      : 0" in run.stderr
+
+
+def test_interrupts_wait_and_are_not_lost() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), _uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        done.append(True)
+    assert done and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    thread = threading.Thread(target=lambda: _uninterrupted().__enter__())
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
