@@ -61,7 +61,8 @@ def prefill_tokens_per_s(llm: LLM, count: int, length: int) -> float:
 def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     params = SamplingParams(max_tokens=LAST + 64, temperature=args.temperature, ignore_eos=True, seed=1)
-    model = llm.engine.executor.model  # type: ignore[attr-defined]
+    executor: Any = llm.engine.executor
+    model = (executor if args.tp == 1 else executor.runner).model
     for batch in args.batches:
         times = [decode_ms(llm, batch, args.ctx, params) for _ in range(args.repeats)]
         ms = statistics.median(times)
@@ -91,6 +92,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attention", default="auto", help="attention_backend of decode, and of prefill but for:")
     parser.add_argument("--prefill-attention", help="prefill_attention_backend, e.g. triton where a library is taken")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, a GPU each")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--name", help="write benchmarks/results/NAME.json")
     return parser.parse_args()
@@ -104,6 +106,7 @@ def main() -> None:
         args.model, load_format="dummy", max_model_len=longest, mamba_ssm_dtype=args.state_dtype,
         state_mode=args.state_mode, attention_backend=args.attention,
         prefill_attention_backend=args.prefill_attention, max_running_requests=max(args.batches, default=16),
+        tp_size=args.tp,
     )  # fmt: skip
     print(llm.plan.summary())
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0.0))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hybridrt.config import ModelConfig
+from hybridrt.models.base import CausalLM
 from hybridrt.state_shape import state_shape
 
 RESULTS = Path(__file__).parent / "results"
@@ -59,26 +60,27 @@ class StepBytes:
 
 
 def step_bytes(
-    config: ModelConfig, model: torch.nn.Module, batch: int, context: int, dtype: torch.dtype, state_dtype: torch.dtype
+    config: ModelConfig, model: CausalLM, batch: int, context: int, dtype: torch.dtype, state_dtype: torch.dtype
 ) -> StepBytes:
-    """The floor of a decode step that reads and writes the recurrent state every step (the classic mode).
+    """The floor of a decode step that reads and writes the recurrent state every step (the classic mode), on one
+    tensor-parallel rank.
 
     Weights: each matrix once, the embedding table only as the head; of routed experts those that `batch` tokens
     are expected to touch. KV: the whole context once.
     """
-    weights = 0.0
+    weights, ranks = 0.0, model.tp.size
     for name, p in model.named_parameters():
         share = _touched_experts(config, batch) if ".experts." in name else 0.0 if name == "embed.weight" else 1.0
         weights += p.numel() * p.element_size() * share
     if config.tie_word_embeddings:
-        weights += config.vocab_size * config.hidden_size * dtype.itemsize
+        weights += config.vocab_size * config.hidden_size * dtype.itemsize / ranks
     state = 0.0
     for kind, linear in config.linear.items():
-        shape = state_shape(linear)
+        shape = state_shape(linear, ranks)
         per_layer = 2 * shape.temporal_numel * state_dtype.itemsize + 2 * shape.conv_dim * 4 * dtype.itemsize
         state += batch * len(config.linear_layer_ids(kind)) * per_layer
     attention = config.attention
-    kv_token = 2 * attention.num_kv_heads * attention.head_dim * dtype.itemsize
+    kv_token = 2 * max(attention.num_kv_heads // ranks, 1) * attention.head_dim * dtype.itemsize
     kv = batch * context * len(config.full_attention_layer_ids) * kv_token
     return StepBytes(weights, state, float(kv))
 

@@ -16,7 +16,8 @@ from hybridrt.runtime.ranks import Ranks, start_ranks
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
-from tests.checkpoints import SPLIT, Checkpoint, CheckpointStore
+from hybridrt.speculative.make import make_drafter
+from tests.checkpoints import SPLIT, VOCAB, Checkpoint, CheckpointStore
 from tests.session import Session, check_sample, greedy
 from tests.speculation import Scripted, shifted
 from tests.test_models_parity import prompts, requests
@@ -118,6 +119,18 @@ def test_drafts_are_verified_on_all_ranks(
         assert 0 < output.metrics.accepted < output.metrics.proposed
         check_greedy(output.token_ids, checkpoint.logits(output.prompt_token_ids, output.token_ids), name)
     executor.close()
+
+
+def test_a_draft_model_is_whole_on_rank_0(groups: Groups, checkpoints: CheckpointStore) -> None:
+    """The drafter is the model itself: what it drafts stays."""
+    checkpoint = checkpoints["falcon-split"]
+    speculative = SpeculativeConfig("draft", num_draft_tokens=3, draft_model=str(checkpoint.path))
+    drafted = config(checkpoint, tp_size=2, speculative=speculative)
+    executor = TensorParallelExecutor(drafted, ranks=groups[2])
+    (output,) = outputs(executor, [greedy(16)], make_drafter(drafted, executor.runner.plan, VOCAB))
+    executor.close()
+    assert output.metrics.accepted == output.metrics.proposed > 0
+    check_greedy(output.token_ids, checkpoint.logits(output.prompt_token_ids, output.token_ids), "draft model")
 
 
 def test_every_kind_of_sampling_draws_alike_on_all_ranks(groups: Groups, checkpoints: CheckpointStore) -> None:

@@ -20,13 +20,14 @@ from hybridrt.errors import ConfigError, DeviceError, RankError
 from hybridrt.layers.weights import Piece
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loader import load_weights
-from hybridrt.runtime import tensor_parallel
+from hybridrt.runtime import build, tensor_parallel
 from hybridrt.runtime.build import empty_model, load_target
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import DecodeRow, StateCopy, StepPlan
-from tests.checkpoints import SPLIT, CheckpointStore
+from tests.checkpoints import SPLIT, CheckpointStore, Make, falcon, falcon_mamba, jamba, nemotron, qwen
 from tests.session import Session, spoil
 from tests.test_models_parity import requests
+from tests.tiny import write_tiny
 
 CPU = torch.device("cpu")
 
@@ -156,22 +157,41 @@ def test_ranks_draw_the_same_tokens(name: str, checkpoints: CheckpointStore) -> 
         assert torch.equal(tokens, session.runner.last_tokens)
 
 
-REFUSED = {
-    "attention heads": ("falcon-split", 8, "4 attention heads cannot be cut into 8"),
-    "Mamba-2 heads": ("nemotron-plain", 4, "6 Mamba-2 heads cannot be split over tp_size=4"),
-    "Mamba-2 groups": ("nemotron-no_conv_bias_tied", 2, "3 Mamba-2 groups cannot be split over tp_size=2"),
-    "GDN key heads": ("qwen-unequal_head_dims", 2, "1 GDN key heads cannot be split"),
-    "channels": ("jamba-odd_sizes", 7, "20 channels of 'gate' cannot be cut into 7"),
+def test_the_poorest_rank_decides_for_all(checkpoints: CheckpointStore) -> None:
+    config = EngineConfig(str(checkpoints["falcon-split"].path), device="cpu", tp_size=2)
+
+    def pages(comm: Communicator) -> int:
+        tp = TPGroup(comm.rank, comm.size, comm)
+        return ModelRunner(config, tp=tp, budget_bytes=2**19 * (2 - comm.rank)).plan.num_pages
+
+    first, second = in_threads(2, pages)
+    assert first == second > 0
+
+
+def test_ranks_share_the_memory_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "free_host_memory", lambda: 800)
+    assert [build.host_budget(TPGroup(size=size)) for size in (1, 2, 4)] == [200, 100, 50]
+
+
+REFUSED: dict[str, tuple[Make, int, str]] = {
+    "attention heads": (falcon(), 8, "4 attention heads cannot be cut into 8"),
+    "KV heads": (jamba(num_attention_heads=6, num_key_value_heads=3, hidden_size=48), 2, "3 KV heads cannot be cut"),
+    "Mamba-1 channels": (falcon_mamba(), 3, "64 Mamba-1 channels cannot be split over tp_size=3"),
+    "Mamba-2 heads": (nemotron(), 4, "6 Mamba-2 heads cannot be split over tp_size=4"),
+    "Mamba-2 groups": (nemotron(n_groups=3), 2, "3 Mamba-2 groups cannot be split over tp_size=2"),
+    "GDN key heads": (qwen(linear_num_key_heads=1), 2, "1 GDN key heads cannot be split over tp_size=2"),
+    "experts": (nemotron("E", moe_intermediate_size=25), 2, "25 channels of an expert cannot be cut into 2"),
+    "MLP": (nemotron("-", intermediate_size=25), 2, "25 channels of 'up' cannot be cut into 2"),
 }
 
 
-@pytest.mark.parametrize(("name", "size", "text"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("make", "size", "text"), REFUSED.values(), ids=REFUSED)
 def test_a_split_that_cannot_be_starts_nothing(
-    name: str, size: int, text: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    make: Make, size: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_parallel, "start_ranks", lambda *args: pytest.fail("processes were started"))
     with pytest.raises(ConfigError, match=text):
-        LLM(str(checkpoints[name].path), device="cpu", tp_size=size)
+        LLM(str(write_tiny(tmp_path, make)), device="cpu", load_format="dummy", tp_size=size)
 
 
 @pytest.mark.parametrize(("started", "size"), [("2", 4), ("2", 1), ("1", 2)])

@@ -71,7 +71,7 @@ class GpuSession(Session):
         self.plans.append(plan)
         self._parts.clear()
         sleep(self._random.randint(0, self._most_sleep))
-        handle = self.runner.launch(plan)
+        handle = (self.split or self.runner).launch(plan)
         if plan.sampled:
             keys = [(self._seeds[row.row], row.output_index) for row in plan.sampled]
             self.logits.update(zip(keys, torch.cat(self._parts), strict=True))

@@ -1,0 +1,58 @@
+"""Two GPUs: the tokens of one, collectives inside the graphs, and a lost rank that hangs nobody."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hybridrt import LLM, SpeculativeConfig
+from hybridrt.errors import EngineError
+from hybridrt.runtime.ranks import Ranks, start_ranks
+from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
+from tests.checkpoints import SPLIT, CheckpointStore
+from tests.gpu.rig import GPU, GpuSession
+from tests.session import check_sample, greedy
+from tests.test_models_parity import requests
+from tests.ties import check_greedy
+
+pytestmark = [*GPU, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    ranks = start_ranks(2, "cuda")
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_logits_and_tokens_of_one_process(name: str, pair: Ranks, checkpoints: CheckpointStore) -> None:
+    """Chunks, mixed steps, and decode steps as graphs with NCCL inside."""
+    checkpoint = checkpoints[name]
+    session = GpuSession(checkpoint.path, ranks=pair, tp_size=2)
+    samples = session.run(requests(1, 17, 40, steps=24), chunk=24, gap=2, overlap=True)
+    assert session.split is not None and session.runner.graphs
+    session.split.close()
+    for sample in samples:
+        check_sample(checkpoint, sample, name)
+
+
+def test_drafts_and_a_killed_rank(checkpoints: CheckpointStore) -> None:
+    """Verify steps as graphs; then the GPU that waits for a rank that is gone is freed."""
+    checkpoint = checkpoints["falcon-split"]
+    llm = LLM(
+        str(checkpoint.path), device="cuda", dtype="float32", tp_size=2, max_model_len=160, max_running_requests=2,
+        speculative=SpeculativeConfig("ngram", num_draft_tokens=3),
+    )  # fmt: skip
+    prompts = [[5, 6, 7, 5, 6], [9] * 20]
+    for output in llm.generate(prompts, greedy(24)):
+        check_greedy(output.token_ids, checkpoint.logits(output.prompt_token_ids, output.token_ids), "ngram")
+    executor = llm.engine.executor
+    assert isinstance(executor, TensorParallelExecutor) and llm.engine.counters().proposed > 0
+    stream = llm.stream(prompts[0], greedy(120))
+    next(stream)
+    executor._ranks._processes[0].kill()
+    with pytest.raises(EngineError, match="tensor-parallel rank 1 was lost: its process was killed by SIGKILL"):
+        list(stream)
+    llm.close()
+    torch.cuda.synchronize()
