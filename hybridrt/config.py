@@ -35,6 +35,14 @@ class Mamba1Config:
 
 
 @dataclass(frozen=True)
+class PrefixSumConfig:
+    """A running sum of the hidden states, in place of a mixer: what a history branch's wiring is tested with."""
+
+    hidden_size: int
+    chunk_size: int = 32
+
+
+@dataclass(frozen=True)
 class Mamba2Config:
     """Mamba-2 mixer (Dao & Gu 2024), before sharding: H heads of dim P, G groups of B and C, N states a channel."""
 
@@ -69,7 +77,15 @@ class GDNConfig:
         _divides("GDN key heads", self.num_k_heads, "value heads", self.num_v_heads)
 
 
-LinearConfig = Mamba1Config | Mamba2Config | GDNConfig
+LinearConfig = Mamba1Config | PrefixSumConfig | Mamba2Config | GDNConfig
+# Modes of a history branch beside sliding-window attention, and the kind of state that a layer keeps for it
+# (hybridrt.layers.hybrid_attention.HybridSSMAdapter).
+HISTORY_MODES: Mapping[str, str | None] = {
+    "disabled": None,
+    "prefix_sum": "prefix_sum",
+    "enabled": "mamba1",
+    "benchmark": "mamba1",
+}
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,7 @@ class LayerSpec:
     """What one decoder layer holds: softmax attention and/or a recurrent mixer, then a feed-forward part or none."""
 
     attention: bool
-    linear: str | None  # "mamba1" | "mamba2" | "gdn" | None
+    linear: str | None  # "mamba1" | "mamba2" | "gdn" | "prefix_sum" | None
     ffn: str | None  # "mlp" | "moe" | None
 
 

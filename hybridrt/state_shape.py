@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from hybridrt.config import GDNConfig, LinearConfig, Mamba1Config, Mamba2Config
+from hybridrt.config import GDNConfig, LinearConfig, Mamba1Config, Mamba2Config, PrefixSumConfig
 from hybridrt.errors import ConfigError
 
 
@@ -12,7 +12,7 @@ class StateShape:
     """State of one recurrent layer and one request on one tensor-parallel rank.
 
     Attributes:
-        kind: "mamba1", "mamba2" or "gdn".
+        kind: "mamba1", "mamba2", "gdn" or "prefix_sum" (a sum of hidden states, in float32 always).
         segments: the sub-projections that the causal conv runs over, in order, with their widths: x (Mamba-1), x, B, C
             (Mamba-2) or q, k, v (GDN). A slice of the conv state must respect them.
         conv_kernel: K, taps of the conv.
@@ -49,6 +49,8 @@ def state_shape(config: LinearConfig, tp_size: int = 1) -> StateShape:
     Raises:
         ConfigError: the heads, channels or groups cannot be split over `tp_size` ranks.
     """
+    if isinstance(config, PrefixSumConfig):
+        return StateShape("prefix_sum", (), 1, (config.hidden_size,), 1)  # hidden states are whole on every rank
     if isinstance(config, Mamba1Config):
         channels = _split("Mamba-1 channels", config.intermediate_size, tp_size)
         return StateShape("mamba1", (("x", channels),), config.conv_kernel, (channels, config.state_size), 1)

@@ -10,9 +10,10 @@ from hybridrt.kernels.causal_conv1d import conv_window
 from hybridrt.state_shape import StateShape
 
 STATE_MODES = ("classic", "replay", "intermediate")
-NO_MAMBA1_REPLAY = (
-    'state mode "replay" does not exist for Mamba-1, where each state decays at a rate of its own; use "auto" '
-    '("classic" without speculation, "intermediate" with it)'
+REPLAY_KINDS = frozenset({"mamba2", "gdn"})
+NO_REPLAY = (
+    'state mode "replay" exists for Mamba-2 and Gated Delta Net alone (in Mamba-1 each state decays at a rate of its '
+    'own); use "auto": "classic" without speculation, "intermediate" with it'
 )
 
 
@@ -72,20 +73,20 @@ class MambaPoolSpec:
             raise ConfigError(f"state mode is {self.mode!r}; it must be one of {', '.join(STATE_MODES)}")
         if self.tree and self.mode == "replay":
             raise ConfigError('draft trees need state mode "intermediate"; "replay" verifies chains')
-        if self.mode == "replay" and any(shape.kind == "mamba1" for shape in self.groups):
-            raise ConfigError(NO_MAMBA1_REPLAY)
+        if self.mode == "replay" and not REPLAY_KINDS.issuperset(shape.kind for shape in self.groups):
+            raise ConfigError(NO_REPLAY)
 
     def slot_shapes(self, shape: StateShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Tensors that a layer keeps per state slot."""
         conv = (shape.conv_dim, shape.conv_width(self.tokens_per_step))
-        return {"conv": (conv, self.conv_dtype), "temporal": (shape.temporal, self.state_dtype)}
+        return {"conv": (conv, self.conv_dtype), "temporal": (shape.temporal, self._dtype(shape))}
 
     def row_shapes(self, shape: StateShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Tensors that a layer keeps per running request: they exist only while it decodes."""
         tokens = self.tokens_per_step
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if self.mode == "intermediate":
-            shapes["intermediate_ssm"] = ((tokens, *shape.temporal), self.state_dtype)
+            shapes["intermediate_ssm"] = ((tokens, *shape.temporal), self._dtype(shape))
         if self.tree:
             window = (tokens, shape.conv_dim, shape.conv_kernel - 1)
             shapes["intermediate_conv_window"] = (window, self.conv_dtype)
@@ -95,6 +96,10 @@ class MambaPoolSpec:
             shapes["ring_keys"] = ((shape.groups, width, keys), self.conv_dtype)
             shapes["ring_gates"] = ((heads, width), torch.float32)
         return shapes
+
+    def _dtype(self, shape: StateShape) -> torch.dtype:
+        """A plain sum has nothing that decays: what rounding loses of it is lost for good."""
+        return torch.float32 if shape.kind == "prefix_sum" else self.state_dtype
 
     def layer_bytes(self, shape: StateShape) -> int:
         """Bytes that one layer keeps for one running request."""

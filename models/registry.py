@@ -11,6 +11,7 @@ MODELS = {
     "JambaForCausalLM": "hybridrt.models.jamba",
     "NemotronHForCausalLM": "hybridrt.models.nemotron_h",
     "Qwen3NextForCausalLM": "hybridrt.models.qwen3_next",
+    "SwaSsmForCausalLM": "hybridrt.models.swa_ssm",
 }
 
 

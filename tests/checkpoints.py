@@ -10,6 +10,8 @@ import torch
 import transformers as tf
 from torch import Tensor
 
+from tests import swa_ssm as swa
+
 VOCAB = 131
 LENGTH = 256
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -77,6 +79,17 @@ def jamba(**changes: Any) -> Make:
         "max_position_embeddings": LENGTH, **TOKENS,
     }  # fmt: skip
     return lambda: (tf.JambaConfig(**(fields | changes)), tf.JambaForCausalLM)
+
+
+def swa_ssm(**changes: Any) -> Make:
+    """Windows much shorter than the prompts, and a history branch in every mode that a layer may have."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 9, "ssm_intermediate_size": 40,
+        "ssm_state_size": 6, "history_mode": ["enabled", "prefix_sum", "disabled", "enabled"],
+        "max_position_embeddings": LENGTH, **TOKENS,
+    }  # fmt: skip
+    return lambda: (swa.Config(**(fields | changes)), swa.SwaSsmForCausalLM)
 
 
 def rope(kind: str, **numbers: Any) -> dict[str, Any]:
@@ -171,18 +184,31 @@ JAMBA: dict[str, Make] = {
     "mamba_alone": jamba(attn_layer_period=9, attn_layer_offset=8, num_hidden_layers=2),
 }  # fmt: skip
 
+SWA_SSM: dict[str, Make] = {
+    "plain": swa_ssm(),
+    "benchmark_tied": swa_ssm(
+        history_mode=["benchmark", "enabled"], num_hidden_layers=2, sliding_window=6, tie_word_embeddings=True,
+    ),
+    "window_alone": swa_ssm(history_mode="disabled", num_hidden_layers=2, sliding_window=16),
+    "odd_sizes": swa_ssm(
+        hidden_size=28, num_attention_heads=7, num_key_value_heads=1, sliding_window=5, ssm_intermediate_size=27,
+        ssm_state_size=5, ssm_conv_kernel=3, ssm_time_step_rank=3, num_hidden_layers=2, history_mode="enabled",
+    ),
+}  # fmt: skip
+
 CASES: dict[str, Make] = {
     f"{family}-{name}": make
     for family, cases in (
         ("falcon", FALCON), ("falcon_mamba", FALCON_MAMBA), ("jamba", JAMBA), ("nemotron", NEMOTRON), ("qwen", QWEN),
+        ("swa_ssm", SWA_SSM),
     )
     for name, make in cases.items()
 }  # fmt: skip
 
 
 def has_replay(name: str) -> bool:
-    """Whether a case's recurrent layers have state mode "replay": all but Mamba-1 do."""
-    return not name.startswith(("falcon_mamba", "jamba"))
+    """Whether a case's recurrent layers have state mode "replay": all but Mamba-1 and sums do."""
+    return not name.startswith(("falcon_mamba", "jamba", "swa_ssm"))
 
 
 # What 2 and 4 ranks can share; the models whose tests split them. KV heads are fewer than 4 ranks.

@@ -1,5 +1,6 @@
 """Engines that speculate over tiny models, drafters to try them with, and what the output must equal."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine, EngineLimits, derive_seed
 from hybridrt.engine.request import RequestOutput
+from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
@@ -48,7 +50,9 @@ class Rig:
             speculative=speculative, state_mode="auto" if drafts else mode,
         )  # fmt: skip
         # The longest request fits alone.
-        pages = rows * LENGTH // PAGE if pages is None else max(pages, -(-(LENGTH + drafts) // PAGE))
+        window = json.loads((path / "config.json").read_text()).get("sliding_window")
+        least = PageDemand(PAGE, window).least(LENGTH + drafts)
+        pages = rows * LENGTH // PAGE if pages is None else max(pages, least)
         same = ("max_model_len", "page_size", "speculative", "state_mode")
         common = {name: getattr(self.config, name) for name in same}
         self.runner = ModelRunner(self.config, budget_bytes=budget(path, rows=rows, pages=pages, **common))

@@ -10,7 +10,10 @@ from hybridrt.errors import BackendError
 from tests.by_hand import ByHand, Row, assert_close
 from tests.checkpoints import VOCAB, Checkpoint, CheckpointStore, has_replay
 
-MODELS = ("falcon-norm_after_gate", "nemotron-one_group_biases", "qwen-unequal_head_dims", "jamba-dense")
+MODELS = (
+    "falcon-norm_after_gate", "nemotron-one_group_biases", "qwen-unequal_head_dims", "jamba-dense",
+    "swa_ssm-plain",
+)  # fmt: skip
 VERIFYING = [(name, mode) for name in MODELS for mode in ("intermediate", "replay")[: 1 + has_replay(name)]]
 
 

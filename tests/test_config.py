@@ -226,7 +226,7 @@ def test_mamba1_has_no_replay() -> None:
     assert resolve_state_mode(EngineConfig("x"), ("mamba1", "mamba2"), cuda) == "classic"
     assert resolve_state_mode(EngineConfig("x", speculative=SpeculativeConfig()), ("mamba1",), cuda) == "intermediate"
     for asked in ({"state_mode": "replay"}, {"speculative": SpeculativeConfig(state_mode="replay")}):
-        with pytest.raises(ConfigError, match=r'does not exist for Mamba-1.*use "auto"'):
+        with pytest.raises(ConfigError, match=r'for Mamba-2 and Gated Delta Net alone.*use "auto"'):
             resolve_state_mode(EngineConfig("x", **asked), ("mamba1",), cpu)
 
 

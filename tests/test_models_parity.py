@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
+from hybridrt.mem_cache.page_demand import PageDemand
 from tests.checkpoints import CASES, VOCAB, Checkpoint, CheckpointStore, has_replay
 from tests.session import Session, budget, check_sample
 
 STEPS = 64
 LENGTHS = (1, 2, 17, 40)
-BASES = ("falcon-norm_after_gate", "nemotron-experts", "qwen-plain", "falcon_mamba-plain", "jamba-plain")
+BASES = (
+    "falcon-norm_after_gate", "nemotron-experts", "qwen-plain", "falcon_mamba-plain", "jamba-plain", "swa_ssm-plain",
+)  # fmt: skip
 # Rounding does not change which experts run where there are none.
-DENSE = ("falcon-norm_after_gate", "nemotron-plain", "qwen-dense", "falcon_mamba-plain", "jamba-dense")
+DENSE = ("falcon-norm_after_gate", "nemotron-plain", "qwen-dense", "falcon_mamba-plain", "jamba-dense", "swa_ssm-plain")
 
 
 def state_modes(name: str) -> tuple[str, ...]:
@@ -54,11 +57,13 @@ def test_ragged_batch(name: str, checkpoints: CheckpointStore) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_chunks_mixed_batches_and_retraction(name: str, checkpoints: CheckpointStore) -> None:
-    """Arrivals one after the other, chunks of 7 tokens, and KV for a little more than one request out of three."""
+    """Arrivals one after the other, chunks of 7 tokens, and KV for one or two requests out of three."""
     checkpoint = checkpoints[name]
     config: dict[str, Any] = {"page_size": 4, "max_model_len": 112, "max_running_requests": 3}
     config["state_mode"] = state_modes(name)[-1]
-    session = Session(checkpoint.path, budget_bytes=budget(checkpoint.path, rows=3, pages=30, **config), **config)
+    window = json.loads((checkpoint.path / "config.json").read_text()).get("sliding_window")
+    pages = PageDemand(4, window).least(112) + 1 if window else 30
+    session = Session(checkpoint.path, budget_bytes=budget(checkpoint.path, rows=3, pages=pages, **config), **config)
     samples = session.run(requests(*LENGTHS), chunk=7, gap=3)
     assert session.num_mixed() > 0
     if session.runner.model_config.full_attention_layer_ids:

@@ -82,7 +82,7 @@ def test_three_kinds_of_state_in_one_pool() -> None:
     for layer_id in pool.layer_ids:
         found = [t.unique().tolist() for t in pool.layer_cache(layer_id).temporal]
         assert found == [[0], [layer_id], [0], *[[layer_id]] * 3]
-    with pytest.raises(ConfigError, match="does not exist for Mamba-1"):
+    with pytest.raises(ConfigError, match="Mamba-2 and Gated Delta Net alone"):
         replace(spec, mode="replay")
 
 

@@ -15,7 +15,7 @@ from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.draft_model import DraftModelDrafter
 from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter, DraftRequest
 from hybridrt.speculative.ngram import NgramDrafter
-from tests.checkpoints import CASES, VOCAB, falcon, falcon_mamba, jamba, write
+from tests.checkpoints import CASES, VOCAB, falcon, falcon_mamba, jamba, swa_ssm, write
 from tests.speculation import Ask, Rig, Script, Scripted, assert_same, sample_seed, shifted
 
 # How the state rolls back, and most drafts at one place: 1 makes chains, more makes trees.
@@ -26,11 +26,13 @@ MAKERS = {
     "attention": CASES["nemotron-attention_alone"],
     "mamba1": jamba(num_hidden_layers=2, attn_layer_period=2, num_experts=1),
     "attention-free": falcon_mamba(num_hidden_layers=1),
+    "history": swa_ssm(num_hidden_layers=2, history_mode=["prefix_sum", "enabled"]),
 }
 # What drafts for a model, beside itself: its own kind with other weights, a model without recurrent layers or one
 # without attention.
 OTHERS = {
     "mamba2": ("mamba2", 1), "gdn": ("attention", 0), "mamba1": ("attention-free", 0), "attention-free": ("mamba1", 0),
+    "history": ("history", 1),
 }  # fmt: skip
 WAYS = [(name, *mode) for name in OTHERS for mode in MODES if mode[0] != "replay" or name in ("mamba2", "gdn")]
 METHODS = ("ngram", "same", "other", "scripted")
@@ -165,7 +167,7 @@ def test_any_history(
 
 @pytest.mark.parametrize(
     ("name", "mode", "topk"),
-    [way for way in WAYS if way[0] in ("mamba2", "gdn") or way == ("mamba1", "intermediate", 1)],
+    [way for way in WAYS if way[0] in ("mamba2", "gdn", "history") or way == ("mamba1", "intermediate", 1)],
 )
 def test_retraction(name: str, mode: str, topk: int, rigs: Rigs) -> None:
     """KV for one long request and a little: requests are thrown out and come back with their output."""
@@ -176,7 +178,7 @@ def test_retraction(name: str, mode: str, topk: int, rigs: Rigs) -> None:
     def play(requests: list[Ask], chunk: int, method: str) -> None:
         nonlocal retractions
         long = [replace(a, params=replace(a.params, max_tokens=60, stop_token_ids=(), n=1)) for a in requests]
-        rig = rigs.rig(name, mode, 4, False, 0, method, topk)
+        rig = rigs.rig(name, mode, 4, False, 5, method, topk)
         check(rigs, name, rig, method, long, chunk)
         retractions += rig.counters.retractions
 

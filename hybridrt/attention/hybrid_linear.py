@@ -17,7 +17,7 @@ class HybridLinearAttnBackend(AttentionBackend):
     Args:
         full_attn_backend: serves `full_attn_layers`.
         linear_attn_backend: serves the other layers of `routes`, and is what a block that runs both in parallel
-            (Falcon-H1) asks for its recurrent half.
+            (Falcon-H1) asks for its recurrent half. None where no layer keeps a state.
         full_attn_layers: ids of the softmax-attention layers.
         extra_routes: further backends by layer id, for a third and fourth kind of layer.
     """
@@ -25,22 +25,25 @@ class HybridLinearAttnBackend(AttentionBackend):
     def __init__(
         self,
         full_attn_backend: AttentionBackend,
-        linear_attn_backend: MambaAttnBackendBase,
+        linear_attn_backend: MambaAttnBackendBase | None,
         full_attn_layers: Collection[int],
         extra_routes: Mapping[int, AttentionBackend] | None = None,
     ) -> None:
         self.full_attn_backend = full_attn_backend
         self._linear_attn_backend = linear_attn_backend
         self.needs_host_lens = bool(full_attn_layers) and full_attn_backend.needs_host_lens
-        self.routes: dict[int, AttentionBackend] = {i: linear_attn_backend for i in linear_attn_backend.layers}
+        recurrent = [linear_attn_backend] if linear_attn_backend else []
+        self.routes: dict[int, AttentionBackend] = {i: backend for backend in recurrent for i in backend.layers}
         self.routes |= {i: full_attn_backend for i in full_attn_layers}
         self.routes |= extra_routes or {}
         # A full-attention backend without layers (Falcon-Mamba) has nothing to plan.
-        serving = (*[full_attn_backend] * bool(full_attn_layers), linear_attn_backend, *self.routes.values())
+        serving = (*[full_attn_backend] * bool(full_attn_layers), *recurrent, *self.routes.values())
         self.backends = list({id(b): b for b in serving}.values())
 
     @property
     def linear_attn_backend(self) -> MambaAttnBackendBase:
+        if self._linear_attn_backend is None:
+            raise BackendError("no layer of this model keeps a recurrent state")
         return self._linear_attn_backend
 
     def forward(

@@ -56,6 +56,11 @@ class ForwardMetadata:
     decode: DecodeSegment | None
     extend: ExtendSegment | None
 
+    @property
+    def num_tokens(self) -> int:
+        decode = self.decode.num_tokens if self.decode else 0
+        return decode + (self.extend.plan.num_tokens if self.extend else 0)
+
 
 class MambaAttnBackendBase(AttentionBackend):
     """A recurrent backend over MambaPool.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hybridrt.attention.base import AttentionBackend, SegmentedAttnBackend
+from hybridrt.attention.hybrid_attention import HybridAttentionBackend
 from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
 from hybridrt.attention.paged import kernel_facts
 from hybridrt.attention.prefill_decode import HybridAttnBackend
@@ -98,11 +99,17 @@ def create_backend(
     """The backend that a model's batches carry: full attention, split by phase if asked, in the hybrid composite.
 
     Args:
-        layers: the model's recurrent mixers by layer id.
+        layers: the model's recurrent mixers (or history branches) by layer id.
     """
     full = _full_attention(config, kv_pool, req_to_token_pool, device)
     if not layers:
         return full
+    if {mixer.kind for mixer in layers.values()} == {"history"}:
+        if config.linear_attn_backend != "auto":
+            raise BackendError(
+                f'linear_attn_backend is {config.linear_attn_backend!r}, but the model has history branches; use "auto"'
+            )
+        return HybridAttentionBackend(full, list(layers.values()), req_to_token_pool)
     linear_kind = _linear_kind(config, model_config)
     chunk_size = model_config.linear[linear_kind].chunk_size
     linear = _load(LINEAR[linear_kind])(layers=dict(layers), req_to_token_pool=req_to_token_pool, chunk_size=chunk_size)

@@ -170,7 +170,9 @@ def _mixer(layer: "LayerSpec", target: "Target", shapes: "dict[str, StateShape]"
     attention = target.model_config.attention
     parts = []
     if layer.attention:
-        parts.append(f"attention {attention.num_heads}x{attention.head_dim}, {attention.num_kv_heads} KV heads")
+        window = f", window {attention.sliding_window}" if attention.sliding_window else ""
+        heads = f"{attention.num_heads}x{attention.head_dim}, {attention.num_kv_heads} KV heads"
+        parts.append(f"attention {heads}{window}")
     if layer.linear:
         parts.append(f"{layer.linear} {'x'.join(map(str, shapes[layer.linear].temporal))}")
     return " + ".join(parts) or "-"

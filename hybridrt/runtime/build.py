@@ -13,7 +13,7 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.hf_config import read_model_config
 from hybridrt.mem_cache.kv_pool import KVPool
-from hybridrt.mem_cache.mamba_pool import NO_MAMBA1_REPLAY, MambaPool, MambaPoolSpec
+from hybridrt.mem_cache.mamba_pool import NO_REPLAY, REPLAY_KINDS, MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts, plan_memory
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -69,10 +69,10 @@ def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: tor
         mode, automatic = config.speculative.state_mode, "intermediate"
     else:
         # Replay saves state writes; beside the overhead of plain torch they cost nothing, so kernels decide.
-        automatic = "replay" if device.type == "cuda" and "mamba1" not in kinds else "classic"
+        automatic = "replay" if device.type == "cuda" and REPLAY_KINDS.issuperset(kinds) else "classic"
         mode = config.state_mode
-    if mode == "replay" and "mamba1" in kinds:
-        raise ConfigError(NO_MAMBA1_REPLAY)
+    if mode == "replay" and not REPLAY_KINDS.issuperset(kinds):
+        raise ConfigError(NO_REPLAY)
     return automatic if mode == "auto" else mode
 
 

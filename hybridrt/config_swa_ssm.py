@@ -1,0 +1,98 @@
+"""config.json of swa_ssm, a family of our own: sliding-window attention with a history branch in every layer."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hybridrt.config import HISTORY_MODES
+from hybridrt.errors import ConfigError
+
+ARCHITECTURE = "SwaSsmForCausalLM"
+# What a config.json holds beside the fields below; read elsewhere or of no concern here.
+_COMMON = frozenset(
+    {
+        "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "eos_token_id", "bos_token_id",
+        "pad_token_id",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwaSsmConfig:
+    """A swa_ssm model, before sharding.
+
+    Attributes:
+        sliding_window: keys that a token sees, its own included.
+        history_mode: of all layers' history branches, or a list of one for each layer
+            (hybridrt.layers.hybrid_attention.HybridSSMAdapter).
+        head_dim, ssm_intermediate_size, ssm_time_step_rank: None for hidden_size / num_attention_heads,
+            2 x hidden_size and hidden_size / 16.
+        intermediate_size: of the MLP.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    sliding_window: int
+    head_dim: int = None  # type: ignore[assignment]  # filled in below
+    rope_theta: float = 10000.0
+    ssm_intermediate_size: int = None  # type: ignore[assignment]
+    ssm_state_size: int = 16
+    ssm_conv_kernel: int = 4
+    ssm_time_step_rank: int = None  # type: ignore[assignment]
+    history_mode: str | Sequence[str] = "enabled"
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 4096
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        defaults = {
+            "head_dim": self.hidden_size // self.num_attention_heads,
+            "ssm_intermediate_size": 2 * self.hidden_size,
+            "ssm_time_step_rank": -(-self.hidden_size // 16),
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if self.sliding_window < 1:
+            raise ConfigError(f"sliding_window is {self.sliding_window}; it must be at least 1, the token itself")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}"
+            )
+        unknown = sorted(set(self.history_modes) - set(HISTORY_MODES))
+        if unknown or len(self.history_modes) != self.num_hidden_layers:
+            raise ConfigError(
+                f"history_mode is {self.history_mode!r}; it must be one of {', '.join(HISTORY_MODES)}, or a list of "
+                f"{self.num_hidden_layers} of them"
+            )
+
+    @property
+    def history_modes(self) -> tuple[str, ...]:
+        """The mode of each layer."""
+        mode = self.history_mode
+        return (mode,) * self.num_hidden_layers if isinstance(mode, str) else tuple(mode)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "SwaSsmConfig":
+        """From the object of a config.json. ConfigError if fields are missing or unknown."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(raw) - known - _COMMON)
+        if unknown:
+            raise ConfigError(f"config.json of {ARCHITECTURE} holds {unknown}; known are {sorted(known)}")
+        try:
+            return cls(**{name: value for name, value in raw.items() if name in known})
+        except TypeError as e:
+            raise ConfigError(f"config.json of {ARCHITECTURE}: {e}") from e
+
+    def save(self, path: Path, **more: Any) -> None:
+        """Writes `path`/config.json; `more` are fields beside these, such as dtype or eos_token_id."""
+        path.mkdir(parents=True, exist_ok=True)
+        found = {"architectures": [ARCHITECTURE], "model_type": "swa_ssm", **asdict(self), **more}
+        (path / "config.json").write_text(json.dumps(found, indent=2) + "\n")

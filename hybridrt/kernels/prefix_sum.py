@@ -1,0 +1,125 @@
+"""Running sums within each request: y_t = S + x_1 + ... + x_t, and S becomes the last y.
+
+The simplest recurrence there is, for the history branch's mode "prefix_sum": what it should give is plain to see, so a
+wrong slot, a lost state or a sum that runs into the next row of a batch is, too. Sums are float32 throughout.
+"""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from hybridrt.errors import ConfigError
+from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
+
+_HERE = "hybridrt.kernels.prefix_sum"
+for _op in ("prefix_sum_varlen", "prefix_sum_update"):
+    register(_op, "torch", f"{_HERE}:{_op}_reference")
+    register(_op, "triton", f"{_HERE}_triton:{_op}_triton", priority=10)
+
+
+def prefix_sum_varlen(
+    x: Tensor, states: Tensor, read_slots: Tensor, write_slots: Tensor, query_start_loc: Tensor
+) -> Tensor:
+    """Running sums of ragged rows, packed along one axis.
+
+    Args:
+        x: [T, *dims] of any number of dims; row b holds x[query_start_loc[b]:query_start_loc[b+1]].
+        states: [S+1, *state] float32 sums, as many numbers a slot as dims has.
+        read_slots, write_slots: [B] int32, where the sum before and after the row stands; -1 for padding rows, which
+            get zeros and touch no state.
+        query_start_loc: [B+1] int32. Tokens past its last entry get zeros.
+
+    Returns:
+        [T, *dims] in x's dtype.
+
+    Raises:
+        ConfigError: states and x do not hold as many numbers, or states are not float32.
+    """
+    flat, sums = _flat(x, 1, states)
+    out: Tensor = select("prefix_sum_varlen", x.device.type)(flat, sums, read_slots, write_slots, query_start_loc)
+    return out.view(x.shape)
+
+
+def prefix_sum_update(
+    x: Tensor,
+    states: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    *,
+    intermediate_states: Tensor | None = None,
+    rows: Tensor | None = None,
+    parents: Tensor | None = None,
+) -> Tensor:
+    """Running sums of T new tokens of each row: decode (T = 1), verify of a chain or of a tree (T > 1).
+
+    Args:
+        x: [B, T, *dims]; states, read_slots, write_slots: as in `prefix_sum_varlen`.
+        intermediate_states: [R+1, T or more, *state] float32. When given, `states` is left alone and the sum after
+            token t of row b is stored at [rows[b], t].
+        rows: [B] int32, rows of `intermediate_states`.
+        parents: [B, T] int32, a draft tree: parent node (< t) of each node, -1 for the sum in the pool. Needs
+            `intermediate_states`.
+
+    Returns:
+        [B, T, *dims] in x's dtype.
+    """
+    flat, sums = _flat(x, 2, states)
+    stored = None if intermediate_states is None else intermediate_states.flatten(2)[:, : x.shape[1]]
+    # A tree is rare and small: its few loops over nodes need no kernel.
+    update = prefix_sum_update_reference if parents is not None else select("prefix_sum_update", x.device.type)
+    out: Tensor = update(flat, sums, read_slots, write_slots, stored, rows, parents)
+    return out.view(x.shape)
+
+
+def _flat(x: Tensor, leading: int, states: Tensor) -> tuple[Tensor, Tensor]:
+    """x and states with one last dimension."""
+    numbers = prod(x.shape[leading:])
+    if states.dtype != torch.float32 or prod(states.shape[1:]) != numbers:
+        raise ConfigError(
+            f"running sums of {numbers} numbers a token need as many float32 numbers a slot; states are "
+            f"{states.dtype} of shape {tuple(states.shape[1:])}"
+        )
+    return x.reshape(*x.shape[:leading], numbers), states.view(len(states), numbers)
+
+
+def prefix_sum_varlen_reference(
+    x: Tensor, states: Tensor, read_slots: Tensor, write_slots: Tensor, query_start_loc: Tensor
+) -> Tensor:
+    out = torch.zeros_like(x)
+    lens = query_start_loc.diff().tolist()
+    first = 0
+    for row, (count, slot) in enumerate(zip(lens, read_slots.tolist(), strict=True)):
+        if count and slot >= 0:
+            sums = states[slot] + x[first : first + count].float().cumsum(0)
+            states[write_slots[row]] = sums[-1]
+            out[first : first + count] = sums
+        first += count
+    return out
+
+
+def prefix_sum_update_reference(
+    x: Tensor,
+    states: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    intermediate_states: Tensor | None,
+    rows: Tensor | None,
+    parents: Tensor | None,
+) -> Tensor:
+    initial = state = read_rows(states, read_slots)
+    out = torch.empty(x.shape, device=x.device)
+    for t in range(x.shape[1]):
+        if parents is not None:
+            parent = parents[:, t, None, None].long()
+            of_parent = out.gather(1, parent.clamp(min=0).expand(-1, 1, x.shape[2])).squeeze(1)
+            state = torch.where(parent[:, 0] < 0, initial, of_parent)
+        state = state + x[:, t].float()
+        out[:, t] = state
+    if intermediate_states is None:
+        write_rows(states, write_slots, state)
+    else:
+        assert rows is not None
+        write_rows(intermediate_states, torch.where(read_slots < 0, -1, rows), out)
+    return out.masked_fill_(pad_mask(read_slots, 3), 0.0).to(x.dtype)

@@ -1,0 +1,139 @@
+"""Sliding-window attention over recent tokens plus a history branch over all of them."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from hybridrt.attention.base import Rope
+from hybridrt.config import HISTORY_MODES, LinearConfig, Mamba1Config, ModelConfig, PrefixSumConfig
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.errors import BackendError, ConfigError
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.layers.attention import PlainAttention
+from hybridrt.layers.mamba1 import Mamba1Mixer
+from hybridrt.layers.weights import Build, Target
+
+
+class HybridSSMAdapter(nn.Module):
+    """The history branch: a whole Mamba-1 block over the hidden states that attention reads, too.
+
+    Its state has a slot of its own in MambaPool, under `layer_id`; attention's page table knows nothing of it. What it
+    returns is this rank's summand of [T, hidden], to be added to the attention's before the sum over ranks.
+
+    Args:
+        time_step_rank: of dt's projection; ceil(hidden_size / 16) if None.
+        mode: "enabled"; "disabled": zeros, no state is kept; "prefix_sum": running sums of the hidden states within
+            each request, for tests of the wiring; "benchmark": everything is computed and every state written, and the
+            output is zeros.
+        name: unique among the layers of a model.
+
+    Raises:
+        ConfigError: the mode is unknown.
+
+    Attributes:
+        config: what sizes the state, None for "disabled"; mixer: the Mamba-1 block, None where the mode needs none.
+    """
+
+    kind = "history"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ssm_state_size: int,
+        conv_kernel_size: int,
+        intermediate_size: int,
+        *,
+        time_step_rank: int | None = None,
+        mode: str = "enabled",
+        layer_id: int = 0,
+        name: str = "history",
+        build: Build | None = None,
+    ) -> None:
+        super().__init__()
+        if mode not in HISTORY_MODES:
+            raise ConfigError(f"the history branch's mode is {mode!r}; it must be one of {', '.join(HISTORY_MODES)}")
+        build = build or Build(TPGroup(), torch.get_default_dtype(), torch.device("cpu"))
+        self.name, self.mode, self.layer_id, self.tp = name, mode, layer_id, build.tp
+        self.config: LinearConfig | None = None
+        self.mixer: Mamba1Mixer | None = None
+        if HISTORY_MODES[mode] == "prefix_sum":
+            self.config = PrefixSumConfig(hidden_size)
+        elif HISTORY_MODES[mode] == "mamba1":
+            rank = time_step_rank or -(-hidden_size // 16)
+            self.config = config = Mamba1Config(intermediate_size, ssm_state_size, conv_kernel_size, rank)
+            self.mixer = Mamba1Mixer(name, config, layer_id, hidden_size, build=build)
+
+    def forward_history_branch(self, hidden_states: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        """All rows of a step, decode rows first: [T, hidden] to [T, hidden]. Mode "prefix_sum" takes any [T, *dims].
+
+        Args:
+            batch: the step, as its backend (a HybridAttentionBackend) has planned it. None, or a backend that has
+                planned nothing, is a run for shapes alone: zeros.
+
+        Raises:
+            BackendError: hidden_states has not the step's number of tokens.
+        """
+        return self._forward(hidden_states, batch)
+
+    def forward_history_branch_decode(
+        self, hidden_states: torch.Tensor, batch: ForwardBatch | None = None
+    ) -> torch.Tensor:
+        """The decode (or verify) rows of a step alone; the rest as in `forward_history_branch`."""
+        return self._forward(hidden_states, batch, decode=True)
+
+    def forward_history_branch_prefill(
+        self, hidden_states: torch.Tensor, batch: ForwardBatch | None = None
+    ) -> torch.Tensor:
+        """The extend rows of a step alone; the rest as in `forward_history_branch`."""
+        return self._forward(hidden_states, batch, decode=False)
+
+    def _forward(self, x: torch.Tensor, batch: ForwardBatch | None, decode: bool | None = None) -> torch.Tensor:
+        if self.mode == "disabled" or batch is None:
+            return torch.zeros_like(x)
+        backend = batch.attn_backend.linear_attn_backend
+        if backend.metadata is None:
+            return torch.zeros_like(x)
+        if decode is not None:
+            backend = backend.segment(decode=decode)
+            batch = replace(batch, attn_backend=backend)
+        if len(x) != backend.metadata.num_tokens:
+            raise BackendError(
+                f"history branch {self.name!r} was given {len(x)} tokens of a step of {backend.metadata.num_tokens}"
+            )
+        out = self._prefix_sum(x, batch) if self.mixer is None else self._mamba(x, batch)
+        return torch.zeros_like(out) if self.mode == "benchmark" else out
+
+    def _prefix_sum(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        sums: torch.Tensor = batch.attn_backend.linear_attn_backend.prefix_sum(hidden_states, self)
+        # Hidden states are whole on every rank: one of them speaks for all.
+        return sums if self.tp.rank == 0 else torch.zeros_like(sums)
+
+    def _mamba(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        assert self.mixer is not None
+        return self.mixer.out_proj(self.mixer.mix(self.mixer.in_proj(hidden_states), batch), reduce=False)
+
+    def targets(self, key: str) -> dict[str, Target]:
+        """Targets of the Mamba-1 block under `key`; none where the mode has no block."""
+        return {} if self.mixer is None else self.mixer.targets(key)
+
+
+class HybridAttentionLayer(PlainAttention):
+    """Attention with rotary over a sliding window, plus `ssm_adapter`; one sum over tensor-parallel ranks for both."""
+
+    def __init__(
+        self, config: ModelConfig, layer_id: int, name: str, ssm_adapter: HybridSSMAdapter, build: Build
+    ) -> None:
+        super().__init__(config, layer_id, name, build)
+        self.ssm_adapter, self.tp = ssm_adapter, build.tp
+
+    def forward(self, hidden_states: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:  # type: ignore[override]
+        """[T, hidden], normed, to [T, hidden]."""
+        attn = self.attn
+        q, k, v = self.qkv(hidden_states).split((attn.q_size, attn.kv_size, attn.kv_size), dim=-1)
+        out = batch.attn_backend.forward(q, k, v, self, batch, hidden_states=hidden_states, rope=rope)
+        return self.tp.all_reduce(out)
+
+    def project(self, attended: torch.Tensor) -> torch.Tensor:
+        """This rank's summand of the attention's output: [T, heads * head_dim] to [T, hidden]."""
+        return self.o_proj(attended, reduce=False)
