@@ -2,6 +2,7 @@
 
 import json
 import random
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -104,6 +105,19 @@ def test_channels_carry_messages_in_order_until_one_end_leaves(make: Any) -> Non
     here.close()
 
 
+def test_another_protocol_is_hung_up_on() -> None:
+    listener = Listener("127.0.0.1")
+    with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        while not (accepted := listener.accept()):
+            pass
+        with pytest.raises(PeerGoneError, match="another protocol"):
+            while True:
+                accepted[0].receive()
+    accepted[0].close()
+    listener.close()
+
+
 def test_nobody_listens() -> None:
     listener = Listener("127.0.0.1")
     listener.close()
@@ -132,7 +146,7 @@ def test_handshake_says_what_a_worker_runs(model: Path) -> None:
     assert (ours.chunk_size, ours.page_size, ours.draft_length, ours.tp_size) == (16, 16, 0, 1)
     drafts = handshake(model, speculative=SpeculativeConfig(num_draft_tokens=5))
     assert (ours.ring_width, drafts.ring_width) == ("conv 4, state 16", "conv 16, state 32")
-    assert Handshake.from_json(json.loads(json.dumps(ours.to_json()))) == ours
+    assert Handshake.of_message(json.loads(json.dumps(ours.to_message()))) == ours
 
 
 @pytest.mark.parametrize("field", [f.name for f in fields(Handshake)])
@@ -149,10 +163,12 @@ def test_every_field_is_compared_but_those_that_may_differ(field: str, model: Pa
 
 
 def test_another_version_is_refused(model: Path) -> None:
-    ours = handshake(model).to_json()
+    ours = handshake(model).to_message()["handshake"]
     for theirs in ({**ours, "more": 1}, {k: v for k, v in ours.items() if k != "page_size"}):
         with pytest.raises(HandshakeError, match="version"):
-            Handshake.from_json(theirs)
+            Handshake.of_message({"type": "hello", "handshake": theirs})
+    with pytest.raises(HandshakeError, match="nothing"):
+        Handshake.of_message({"type": "prefill"})
 
 
 def test_model_digest_sees_weights_behind_the_same_name(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ Message = dict[str, Any]
 
 _LENGTH = struct.Struct("!I")
 _SEND_SECONDS = 30.0
+_MOST_BYTES = 1 << 27
 # A machine that vanishes without a word is noticed after idle + count * interval seconds.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
@@ -93,6 +94,8 @@ class SocketChannel:
         messages = []
         while len(self._received) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+            if end > _MOST_BYTES:
+                raise PeerGoneError("whoever is at the other end speaks another protocol")
             if len(self._received) < end:
                 break
             messages.append(json.loads(self._received[_LENGTH.size : end]))

@@ -110,14 +110,18 @@ class DecodeWorker:
             HandshakeError: the two sides differ. No byte has moved.
             TransferError: their numbers of ranks do not fit, or the worker does not answer (PeerGoneError).
         """
-        hello = _first_message(channel)
-        theirs = Handshake.from_json(hello["handshake"])
-        self._handshake.check(theirs)
-        tp_ratio(self._handshake.tp_size, theirs.tp_size)
-        name = f"worker-{next(self._numbers)}"
-        for reader in self._readers:
-            reader.connect(name, hello["ranks"])
-        channel.send({"type": "hello", "handshake": self._handshake.to_json()})
+        try:
+            hello = _first_message(channel)
+            theirs = Handshake.of_message(hello)
+            self._handshake.check(theirs)
+            tp_ratio(self._handshake.tp_size, theirs.tp_size)
+            name = f"worker-{next(self._numbers)}"
+            for reader in self._readers:
+                reader.connect(name, hello["ranks"])
+            channel.send(self._handshake.to_message())
+        except TransferError:
+            channel.close()
+            raise
         self._workers[name] = channel
         return name
 

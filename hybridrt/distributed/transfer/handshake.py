@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.config import EngineConfig
+from hybridrt.distributed.transfer.channel import Message
 from hybridrt.errors import HandshakeError
 from hybridrt.mem_cache.mamba_pool import ring_width
 from hybridrt.runtime.build import Target
@@ -77,15 +78,16 @@ class Handshake:
             if here != there and "carried" not in f.metadata:
                 raise HandshakeError(f.name, here, there)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def to_message(self) -> Message:
+        return {"type": "hello", "handshake": asdict(self)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Handshake":
-        """Raises HandshakeError if the other side's handshake has other fields: another version of this code."""
+    def of_message(cls, message: Message) -> "Handshake":
+        """Raises HandshakeError if that is none, or one of other fields: from another version of this code."""
+        data = message.get("handshake", {})
         ours, theirs = sorted(f.name for f in fields(cls)), sorted(data)
         if ours != theirs:
-            raise HandshakeError("version", f"1 with {', '.join(ours)}", f"one with {', '.join(theirs)}")
+            raise HandshakeError("version", f"1 with {', '.join(ours)}", f"one with {', '.join(theirs) or 'nothing'}")
         return cls(**data)
 
 

@@ -77,7 +77,7 @@ class PrefillWorker:
 
     def attach(self, channel: Channel) -> None:
         """Takes a decode worker, and says who we are. Raises PeerGoneError."""
-        channel.send({"type": "hello", "handshake": self._handshake.to_json(), "ranks": self._descriptions})
+        channel.send(self._handshake.to_message() | {"ranks": self._descriptions})
         self._channels[channel] = False
 
     def serve(self) -> None:
@@ -122,11 +122,9 @@ class PrefillWorker:
 
     def _obey(self, channel: Channel, message: Message) -> None:
         kind = message["type"]
-        if kind == "hello":
-            self._handshake.check(Handshake.from_json(message["handshake"]))
+        if not self._channels[channel]:
+            self._handshake.check(Handshake.of_message(message))
             self._channels[channel] = True
-        elif not self._channels[channel]:
-            raise HandshakeError("handshake", "expected first", kind)
         elif kind == "prefill":
             job = self._jobs[channel, message["key"]] = _Job(channel, message["key"], message["tokens"])
             self._waiting.append(job)
@@ -180,8 +178,8 @@ class PrefillWorker:
 
     def _drop(self, job: _Job) -> None:
         """A job that is fetched, or that nobody wants."""
-        if job.request_id in self._computing:
-            self._engine.abort(self._computing.pop(job.request_id).request_id or "")
+        if job.request_id is not None and self._computing.pop(job.request_id, None):
+            self._engine.abort(job.request_id)
         self._forget(job)
 
     def _forget(self, job: _Job) -> None:
