@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from hybridrt.distributed.transfer.channel import SocketChannel
 from hybridrt.distributed.transfer.nixl_transport import NixlTransport
 from hybridrt.distributed.transfer.workers import decode_worker
 from hybridrt.errors import HandshakeError, ProviderNotInstalledError
-from tests.checkpoints import falcon
+from tests.checkpoints import CheckpointStore, falcon
+from tests.ties import check_greedy
 from tests.tiny import write_tiny
 from tests.transfer_pair import SMALL, alone, assert_no_leak, build, greedy
 
@@ -45,8 +47,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Nursery:
     """Starts prefill workers, each in a process that is forked off one which has the model already."""
 
-    def __init__(self, model: Path) -> None:
-        command = [sys.executable, "-m", "tests.transfer_process", str(model), json.dumps(BIG)]
+    def __init__(self, model: Path, **options: Any) -> None:
+        command = [sys.executable, "-m", "tests.transfer_process", str(model), json.dumps({**BIG, **options})]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True, bufsize=1
         )
@@ -85,6 +87,25 @@ def test_same_tokens_as_one_process(model: Path, nursery: Nursery, expected: lis
         assert worker.counters().bytes_used == 0
         assert_no_leak(worker._side)
     os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name, prefill, decode", [("falcon-split", 2, 1), ("qwen-split", 1, 2)])
+def test_other_numbers_of_ranks(name: str, prefill: int, decode: int, checkpoints: CheckpointStore) -> None:
+    path, options = checkpoints[name].path, {**BIG, "load_format": "auto"}
+    there = Nursery(path, **options, tp_size=prefill)
+    try:
+        with build(path, **options, tp_size=decode) as llm:
+            _, port = there.start("here")
+            worker = decode_worker(llm, [("127.0.0.1", port)], compute_here=False)
+            outputs = llm.generate(PROMPTS, greedy())
+            assert worker.counters().fetched == 3
+            worker.close()
+            assert worker.counters().bytes_used == 0
+            assert_no_leak(worker._side)
+    finally:
+        there.close()
+    for prompt, output in zip(PROMPTS, outputs):
+        check_greedy(output.token_ids, checkpoints[name].logits(prompt, output.token_ids), name)
 
 
 def test_another_model_is_refused_before_any_byte_moves(model: Path, nursery: Nursery) -> None:

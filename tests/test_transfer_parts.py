@@ -3,6 +3,7 @@
 import json
 import random
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -15,11 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrt import EngineConfig, SpeculativeConfig
-from hybridrt.distributed.conv_transfer import PageRead
+from hybridrt.distributed.conv_transfer import PageRead, Section
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.distributed.transfer.channel import Channel, Listener, QueueChannel, SocketChannel
 from hybridrt.distributed.transfer.handshake import Handshake, model_digest
 from hybridrt.distributed.transfer.nixl_transport import NixlTransport
+from hybridrt.distributed.transfer.ranks import RemoteReader, serve_reads
+from hybridrt.distributed.transfer.reader import ImageReader, Order, Reader
 from hybridrt.distributed.transfer.reads import image_reads
 from hybridrt.distributed.transfer.regions import RegionAllocator
 from hybridrt.distributed.transfer.transport import InProcessTransport, Transport
@@ -29,9 +32,11 @@ from hybridrt.errors import (
     PeerGoneError,
     PoolError,
     ProviderNotInstalledError,
+    RankError,
     TransferError,
 )
 from hybridrt.runtime.build import load_target
+from hybridrt.runtime.state_arena import ImageLayout
 from tests.tiny import write_tiny
 
 
@@ -254,3 +259,61 @@ def test_transports_notice_that_the_other_side_has_gone(transports: Any) -> None
 
 def test_reads_of_nothing() -> None:
     assert image_reads([], 0, 1, 2) == []
+
+
+class Images(ImageLayout):
+    """One section of as many bytes as tokens."""
+
+    def sections(self, length: int) -> list[Section]:
+        return [Section(length)]
+
+
+LAYOUT = Images((), (), 0, 0, 0, None, torch.uint8, torch.uint8, 1)
+
+
+@pytest.fixture(params=["here", "another rank"])
+def reading(request: pytest.FixtureRequest) -> Iterator[tuple[Reader, Transport, torch.Tensor, torch.Tensor]]:
+    """A reader, its arena, and a peer with its own."""
+    theirs, ours = torch.arange(200, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    hub: dict[str, torch.Tensor] = {}
+    peer = InProcessTransport(hub, "theirs", theirs)
+    reader: Reader = ImageReader(InProcessTransport(hub, "ours", ours, piece=7), LAYOUT)
+    if request.param == "here":
+        yield reader, peer, ours, theirs
+        return
+    channel, far_end = channels()
+    far_end.send({"rank": 3, "description": reader.description})
+    thread = threading.Thread(target=serve_reads, args=(far_end, reader))
+    thread.start()
+    remote = RemoteReader(channel)
+    assert (remote.rank, remote.description) == (3, "ours")
+    yield remote, peer, ours, theirs
+    remote.close()
+    thread.join()
+    assert "ours" not in hub, "the rank closes its transport when rank 0 leaves"
+    with pytest.raises(RankError):
+        remote.poll()
+
+
+def ending(reader: Reader, count: int) -> dict[str, TransferError | None]:
+    ended: dict[str, TransferError | None] = {}
+    while len(ended) < count:
+        ended |= reader.poll()
+    return ended
+
+
+def test_readers_fetch_and_say_how_it_ended(reading: Any) -> None:
+    reader, peer, ours, theirs = reading
+    with pytest.raises(TransferError, match="no arena"):
+        reader.connect("nobody", ["nobody"])
+    reader.connect("w", [peer.describe()])
+    reader.fetch(Order("a", "w", 40, 100, 5))
+    reader.fetch(Order("b", "w", 30, 10, 60))
+    assert ending(reader, 2) == {"a": None, "b": None}
+    assert torch.equal(ours[5:45], theirs[100:140]) and torch.equal(ours[60:90], theirs[10:40])
+    assert not ours[:5].any() and not ours[45:60].any() and not ours[90:].any()
+    reader.fetch(Order("c", "w", 90, 0, 0))
+    peer.close()
+    reader.disconnect("w")
+    (error,) = ending(reader, 1).values()
+    assert isinstance(error, TransferError) and "gone" in str(error)

@@ -31,7 +31,7 @@ class Prefiller:
     def __init__(self, llm: LLM, hub: dict[str, torch.Tensor], name: str = "prefill") -> None:
         self.side = WorkerSide.of(llm)
         self.transport = InProcessTransport(hub, name, self.side.arena)
-        self.worker = PrefillWorker(self.side, [self.transport.describe()])
+        self.worker = PrefillWorker(self.side, [ImageReader(self.transport, self.side.layout)])
         self.alive = True
 
     def connect(self, decode: "Decoder") -> str:

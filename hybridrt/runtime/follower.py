@@ -13,6 +13,7 @@ from hybridrt.distributed.groups import CONNECTING, Communicator, TPGroup
 from hybridrt.errors import HybridrtError, RankError
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.ranks import LOST, failure_key, presence_key, rank_device
+from hybridrt.runtime.step import StepPlan
 
 
 def follow(comm: Communicator) -> int:
@@ -34,11 +35,11 @@ def follow(comm: Communicator) -> int:
 
 
 def _serve(comm: Communicator) -> None:
-    """A model's configuration, then its steps, then None; one model after the other; then None."""
+    """A model's configuration, then its steps and tasks, then None; one model after the other; then None."""
     while (config := comm.receive()) is not None:
         runner = ModelRunner(replace(config, device=str(comm.device)), tp=TPGroup(comm.rank, comm.size, comm))
-        while (plan := comm.receive()) is not None:
-            runner.launch(plan)
+        while (message := comm.receive()) is not None:
+            runner.launch(message) if isinstance(message, StepPlan) else message(runner)
         runner.graphs.clear()
         del runner
         comm.barrier()

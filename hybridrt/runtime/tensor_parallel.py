@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -64,6 +64,15 @@ class TensorParallelExecutor:
         with _uninterrupted(), self._ranks.together():
             self._ranks.comm.send(plan)
             return _WatchedStep(self.runner.launch(plan), self._ranks)
+
+    def call(self, task: Callable[[ModelRunner], None]) -> None:
+        """Has each of the other ranks call `task`, which is pickled, with its runner, between two steps."""
+        with self._ranks.together():
+            self._ranks.comm.send(task)
+
+    def check(self) -> None:
+        """Raises RankError if a rank was lost."""
+        self._ranks.check()
 
     def close(self) -> None:
         """Lets the other ranks go. Closing again does nothing."""

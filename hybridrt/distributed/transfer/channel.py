@@ -1,6 +1,7 @@
 """Messages between workers: small dictionaries, in order, over a pair of queues or a TCP connection."""
 
 import json
+import select
 import socket
 import struct
 from collections import deque
@@ -103,6 +104,11 @@ class SocketChannel:
         if not messages and self._gone is not None:
             raise self._gone
         return messages
+
+    def wait(self, seconds: float) -> None:
+        """Until something comes, so many seconds at most."""
+        if self._gone is None:
+            select.select([self._socket], [], [], seconds)
 
     def close(self) -> None:
         self._socket.close()

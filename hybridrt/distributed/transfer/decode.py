@@ -5,11 +5,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Protocol
 
 from hybridrt.distributed.transfer.channel import Channel, Message
 from hybridrt.distributed.transfer.handshake import Handshake
-from hybridrt.distributed.transfer.reader import Order
+from hybridrt.distributed.transfer.reader import Order, Reader
 from hybridrt.distributed.transfer.reads import tp_ratio
 from hybridrt.distributed.transfer.regions import RegionAllocator
 from hybridrt.distributed.transfer.side import WorkerSide
@@ -19,16 +18,6 @@ from hybridrt.mem_cache.prefix_cache import PrefixMatch
 MAX_ATTEMPTS = 3
 _HELLO_SECONDS = 30.0
 _IDLE_SECONDS = 0.0005
-
-
-class Reader(Protocol):
-    """What fetches images for one rank: an ImageReader here, or one in another process."""
-
-    def connect(self, worker: str, descriptions: Sequence[str]) -> None: ...
-    def disconnect(self, worker: str) -> None: ...
-    def fetch(self, order: Order) -> None: ...
-    def poll(self) -> dict[str, TransferError | None]: ...
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from hybridrt.distributed.transfer.channel import Channel, Listener, Message
 from hybridrt.distributed.transfer.handshake import Handshake
+from hybridrt.distributed.transfer.reader import Reader
 from hybridrt.distributed.transfer.regions import RegionAllocator
 from hybridrt.distributed.transfer.side import WorkerSide
 from hybridrt.engine.request import RequestOutput
@@ -49,9 +50,8 @@ class PrefillWorker:
 
     Args:
         side: engine, handshake and arena of this side.
-        descriptions: of the arenas of all ranks, as their transports gave them.
+        ranks: one reader for each rank, whose description lets others read its arena.
         listener: where decode workers connect; None takes them from `attach` alone.
-        keep: what must live as long as the worker does: the transports that made the descriptions.
 
     Attributes:
         port: where it listens, 0 without a listener.
@@ -60,15 +60,13 @@ class PrefillWorker:
     def __init__(
         self,
         side: WorkerSide,
-        descriptions: Sequence[str],
+        ranks: Sequence[Reader],
         listener: Listener | None = None,
-        keep: object = None,
     ) -> None:
         self.port = listener.port if listener else 0
-        self._keep = keep
         self.regions = RegionAllocator(side.arena.numel())
         self._engine, self._layout, self._listener = side.engine, side.layout, listener
-        self._handshake, self._descriptions = side.handshake, list(descriptions)
+        self._handshake, self._ranks = side.handshake, list(ranks)
         self._channels: dict[Channel, bool] = {}  # and whether its handshake has come
         self._jobs: dict[tuple[Channel, str], _Job] = {}
         self._waiting: deque[_Job] = deque()
@@ -77,7 +75,7 @@ class PrefillWorker:
 
     def attach(self, channel: Channel) -> None:
         """Takes a decode worker, and says who we are. Raises PeerGoneError."""
-        channel.send(self._handshake.to_message() | {"ranks": self._descriptions})
+        channel.send(self._handshake.to_message() | {"ranks": [rank.description for rank in self._ranks]})
         self._channels[channel] = False
 
     def serve(self) -> None:
@@ -108,6 +106,8 @@ class PrefillWorker:
             self._drop_channel(channel)
         if self._listener is not None:
             self._listener.close()
+        for rank in self._ranks:
+            rank.close()
 
     def _hear(self, channel: Channel) -> bool:
         try:
@@ -178,7 +178,8 @@ class PrefillWorker:
 
     def _drop(self, job: _Job) -> None:
         """A job that is fetched, or that nobody wants."""
-        if job.request_id is not None and self._computing.pop(job.request_id, None):
+        if job.request_id is not None and job.request_id in self._computing:
+            del self._computing[job.request_id]
             self._engine.abort(job.request_id)
         self._forget(job)
 

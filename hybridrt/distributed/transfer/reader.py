@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from hybridrt.distributed.conv_transfer import PageRead
 from hybridrt.distributed.transfer.reads import image_reads
@@ -29,25 +30,51 @@ class _Fetch:
     error: TransferError | None = None
 
 
+class Reader(Protocol):
+    """What fetches images for one rank of a worker: an ImageReader, or one in another process.
+
+    Attributes:
+        description: what others need to read this rank's arena.
+    """
+
+    description: str
+
+    def connect(self, worker: str, descriptions: Sequence[str]) -> None:
+        """Makes the arenas of all ranks of a prefill worker readable. Raises TransferError."""
+        ...
+
+    def disconnect(self, worker: str) -> None:
+        """Forgets a worker, once the last read of its images has ended."""
+        ...
+
+    def fetch(self, order: Order) -> None:
+        """Starts the reads of an image; `poll` says when they are over."""
+        ...
+
+    def poll(self) -> dict[str, TransferError | None]:
+        """Fetches that have ended since the last call, with what went wrong. Their memory is no longer written to."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class ImageReader:
-    """Fetches one rank's images. Nothing here waits."""
+    """Reads of this process. Nothing here waits."""
 
     def __init__(self, transport: Transport, layout: ImageLayout, rank: int = 0) -> None:
+        self.description = transport.describe()
         self._transport, self._layout, self._rank = transport, layout, rank
         self._peers: dict[str, list[str]] = {}
         self._leaving: set[str] = set()
         self._fetches: dict[str, _Fetch] = {}
 
     def connect(self, worker: str, descriptions: Sequence[str]) -> None:
-        """Makes the arenas of all ranks of a prefill worker readable. Raises TransferError."""
         self._peers[worker] = [self._transport.connect(description) for description in descriptions]
 
     def disconnect(self, worker: str) -> None:
-        """Forgets a worker, once the last read of its images has ended."""
         self._leaving.add(worker)
 
     def fetch(self, order: Order) -> None:
-        """Starts the reads of an image; `poll` says when they are over."""
         fetch = self._fetches[order.key] = _Fetch(order.worker)
         peers, layout = self._peers[order.worker], self._layout
         try:
@@ -59,7 +86,6 @@ class ImageReader:
             fetch.error = e
 
     def poll(self) -> dict[str, TransferError | None]:
-        """Fetches that have ended since the last call, with what went wrong. Their memory is no longer written to."""
         ended = {key: fetch.error for key, fetch in self._fetches.items() if self._over(fetch)}
         for key in ended:
             del self._fetches[key]

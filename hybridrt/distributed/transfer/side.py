@@ -10,6 +10,7 @@ from hybridrt.engine.llm import LLM
 from hybridrt.errors import ConfigError
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.state_arena import ImageLayout
+from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,15 @@ class WorkerSide:
         engine: what runs the requests.
         handshake: what the other side must agree with.
         layout: of the images on each rank.
-        arena: this rank's memory for them, [transfer_bytes] uint8.
+        arena: rank 0's memory for them, [transfer_bytes] uint8.
+        split: what leads the other ranks; None if there are none.
     """
 
     engine: Engine
     handshake: Handshake
     layout: ImageLayout
     arena: torch.Tensor
+    split: TensorParallelExecutor | None = None
 
     @classmethod
     def of(cls, llm: LLM) -> "WorkerSide":
@@ -35,11 +38,13 @@ class WorkerSide:
         Raises:
             ConfigError: it was built without.
         """
-        runner = llm.engine.executor
+        executor = llm.engine.executor
+        split = executor if isinstance(executor, TensorParallelExecutor) else None
+        runner = split.runner if split else executor
         assert isinstance(runner, ModelRunner)
         if runner.arena is None:
             raise ConfigError(
                 "this LLM has no arena for states that come or go; build it with transfer_bytes, for example 2**28"
             )
         handshake = Handshake.of(runner.config, runner.target, runner.model_path)
-        return cls(llm.engine, handshake, runner.arena.layout, runner.arena.buffer)
+        return cls(llm.engine, handshake, runner.arena.layout, runner.arena.buffer, split)

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from hybridrt.distributed.transfer.channel import Listener, SocketChannel
 from hybridrt.distributed.transfer.decode import DecodeWorker
-from hybridrt.distributed.transfer.nixl_transport import NixlTransport
 from hybridrt.distributed.transfer.prefill import PrefillWorker
-from hybridrt.distributed.transfer.reader import ImageReader
+from hybridrt.distributed.transfer.ranks import open_ranks
 from hybridrt.distributed.transfer.side import WorkerSide
 from hybridrt.engine.llm import LLM
 
@@ -19,8 +18,7 @@ def prefill_worker(llm: LLM, host: str = "127.0.0.1", port: int = 0) -> PrefillW
         ProviderNotInstalledError: NIXL is not installed or cannot be loaded; says why.
     """
     side = WorkerSide.of(llm)
-    transport = NixlTransport(side.arena, serve=True)
-    return PrefillWorker(side, [transport.describe()], Listener(host, port), keep=transport)
+    return PrefillWorker(side, open_ranks(side, serve=True), Listener(host, port))
 
 
 def decode_worker(llm: LLM, prefill: Sequence[tuple[str, int]], *, compute_here: bool = True) -> DecodeWorker:
@@ -35,8 +33,7 @@ def decode_worker(llm: LLM, prefill: Sequence[tuple[str, int]], *, compute_here:
         ConfigError, ProviderNotInstalledError: as for `prefill_worker`.
     """
     side = WorkerSide.of(llm)
-    reader = ImageReader(NixlTransport(side.arena, serve=False), side.layout)
-    worker = DecodeWorker(side, [reader], compute_here=compute_here)
+    worker = DecodeWorker(side, open_ranks(side, serve=False), compute_here=compute_here)
     for host, port in prefill:
         worker.connect(SocketChannel.connect(host, port))
     return worker
