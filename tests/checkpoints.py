@@ -229,6 +229,7 @@ SPLIT: dict[str, Make] = {
     ),
     "falcon_mamba-split": CASES["falcon_mamba-projection_bias_tied"],
     "jamba-split": CASES["jamba-every_layer_sparse_tied"],
+    "swa_ssm-split": CASES["swa_ssm-plain"],
 }  # fmt: skip
 
 

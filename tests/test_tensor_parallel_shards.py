@@ -24,6 +24,7 @@ from hybridrt.runtime import build, tensor_parallel
 from hybridrt.runtime.build import empty_model, load_target
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import DecodeRow, StateCopy, StepPlan
+from hybridrt.state_shape import state_shape
 from tests.checkpoints import SPLIT, CheckpointStore, Make, falcon, falcon_mamba, jamba, nemotron, qwen
 from tests.session import Session, spoil
 from tests.test_models_parity import requests
@@ -46,8 +47,11 @@ def all_pieces(model: CausalLM) -> list[Piece]:
 
 def segments(model: CausalLM, piece: Piece) -> list[Tensor]:
     """What of a piece is cut by itself: the sub-projections of a conv, else all of it."""
-    widths = [width for _, width in next(iter(model.mixers().values())).shape.segments]
-    return list(piece.dest.split(widths)) if ".conv." in piece.name else [piece.dest]
+    if ".conv." not in piece.name:
+        return [piece.dest]
+    shapes = [state_shape(linear, model.tp.size) for linear in model.config.linear.values()]
+    (shape,) = (shape for shape in shapes if shape.segments)
+    return list(piece.dest.split([width for _, width in shape.segments]))
 
 
 def is_made_of(whole: Tensor, parts: list[Tensor]) -> bool:
