@@ -198,7 +198,7 @@ class EngineConfig:
         chunked_prefill_size: prompt tokens that one step computes at most.
         mamba_ssm_dtype: dtype of the recurrent state.
         state_mode: "classic" writes the recurrent state every step; "replay" keeps a ring of inputs and writes it
-            once in about 16 steps; "auto" picks replay where a fused kernel exists.
+            once in about 16 steps (not for Mamba-1); "auto" picks replay where a fused kernel exists.
         attention_backend, prefill_attention_backend: names from `hybridrt.attention.registry`; the second, if given,
             serves prefill alone.
         linear_attn_backend: "auto" or the backend's name for the model's kind of recurrent layer.

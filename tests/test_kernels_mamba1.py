@@ -186,7 +186,7 @@ def test_norms_of_what_is_written_and_read(dtype: torch.dtype, state: int) -> No
     for row, slot in enumerate([2, 1]):
         expected, after = selective_loop(normed[row], before[slot])
         close(out[row], expected, TOLERANCE[dtype])
-        close(states[slot], after[-1], TOLERANCE[dtype])
+        close(states[slot], after[-1], 2e-6)  # float32: a norm rounds its result as if it stood alone
 
 
 def test_tree_follows_ancestors() -> None:
