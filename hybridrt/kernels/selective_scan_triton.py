@@ -5,9 +5,10 @@
    and the state after the last goes to the pool.
 3. `_outputs_kernel`: runs each chunk again from its head and leaves the outputs.
 
-Chunks run side by side at the price of computing each decay twice. A thread holds all states of a channel, so that no
-sum over states needs another thread: tiles are [N, channels], and `max_contiguous(..., 1)` keeps the compiler from
-spreading a channel over threads for the sake of wider loads.
+Chunks run side by side at the price of computing each decay twice. A thread holds all states of two channels, so that
+no sum over states needs another thread and the loops over tokens no shared memory: tiles are [N, channels], everything
+that a loop needs lies in that order (A is turned around first), and the hint in `_channels` keeps the compiler from
+giving a thread four channels and a quarter of their states for the sake of wider loads.
 """
 
 import math
@@ -21,19 +22,11 @@ from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.mamba2_common_triton import silu, softplus
 from hybridrt.kernels.pdl_triton import begin, pdl
 
-_LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
-
-
-@triton.jit
-def _tile(i, N: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Offsets of a tile [N, channels i] in a tensor [channels, N]."""
-    return i[None, :] * N + tl.max_contiguous(tl.arange(0, BLOCK_N), 1)[:, None]
-
 
 @triton.jit
 def _channels(CHANNELS: tl.constexpr, BLOCK_I: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's channels, and which of them exist."""
-    i = tl.max_contiguous(tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I), 1)
+    """This program's channels, two a thread, and which of them exist."""
+    i = tl.max_contiguous(tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I), 2)
     return i, i < CHANNELS
 
 
@@ -50,7 +43,7 @@ def _advance(state, rates, dt_bias, x, dt, key, i_mask, n_mask):  # type: ignore
 
 @triton.jit
 def _chunks_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, dt_ptr, A_ptr, B_ptr, dt_bias_ptr, heads_ptr, times_ptr, cu_chunks_ptr,
+    x_ptr, dt_ptr, rates_ptr, B_ptr, dt_bias_ptr, heads_ptr, times_ptr, cu_chunks_ptr,
     x_st: tl.constexpr, dt_st: tl.constexpr, B_st: tl.constexpr,
     CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -59,9 +52,9 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
     n = tl.arange(0, BLOCK_N)
     n_mask = n < N
     mask = n_mask[:, None] & i_mask[None, :]
-    rates = tl.load(A_ptr + _tile(i, N, BLOCK_N), mask=mask, other=0.0) * _LOG2_E
+    begin(PDL)  # the launcher has just made `rates`
+    rates = tl.load(rates_ptr + n[:, None] * CHANNELS + i[None, :], mask=mask, other=0.0)
     dt_bias = tl.load(dt_bias_ptr + i, mask=i_mask, other=0.0).to(tl.float32)
-    begin(PDL)
     state = tl.zeros([BLOCK_N, BLOCK_I], tl.float32)
     time = tl.zeros([BLOCK_I], tl.float32)
     first, end = tl.load(cu_chunks_ptr + chunk), tl.load(cu_chunks_ptr + chunk + 1)
@@ -80,7 +73,7 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _heads_kernel(  # type: ignore[no-untyped-def]
-    A_ptr, heads_ptr, times_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
+    rates_ptr, heads_ptr, times_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     first_chunk_ptr, last_chunk_ptr, states_ss: tl.constexpr,
     CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -88,15 +81,17 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     i, i_mask = _channels(CHANNELS, BLOCK_I)
     n = tl.arange(0, BLOCK_N)
     mask = (n < N)[:, None] & i_mask[None, :]
-    tile = _tile(i, N, BLOCK_N)
-    rates = tl.load(A_ptr + tile, mask=mask, other=0.0) * _LOG2_E
-    begin(PDL)
+    begin(PDL)  # the launcher has just made `rates`
+    rates = tl.load(rates_ptr + n[:, None] * CHANNELS + i[None, :], mask=mask, other=0.0)
     read = tl.load(read_slots_ptr + b).to(tl.int64)
     if read < 0:
         return
     write = tl.load(write_slots_ptr + b).to(tl.int64)
-    has_initial = tl.zeros(mask.shape, tl.int32) + tl.load(has_initial_ptr + b).to(tl.int32) > 0
-    state = tl.load(states_ptr + read * states_ss + tile, mask=mask & has_initial, other=0.0).to(tl.float32)
+    tile = i[:, None] * N + n[None, :]
+    of_pool = i_mask[:, None] & (n < N)[None, :]
+    has_initial = tl.zeros(of_pool.shape, tl.int32) + tl.load(has_initial_ptr + b).to(tl.int32) > 0
+    initial = tl.load(states_ptr + read * states_ss + tile, mask=of_pool & has_initial, other=0.0)
+    state = tl.trans(initial).to(tl.float32)
     first = tl.load(first_chunk_ptr + b)
     head = heads_ptr + (first.to(tl.int64) * N + n[:, None]) * CHANNELS + i[None, :]
     time = times_ptr + first.to(tl.int64) * CHANNELS + i
@@ -107,12 +102,12 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
         state = state * decay + local
         head += N * CHANNELS
         time += CHANNELS
-    tl.store(states_ptr + write * states_ss + tile, state.to(states_ptr.dtype.element_ty), mask=mask)
+    tl.store(states_ptr + write * states_ss + tile, tl.trans(state).to(states_ptr.dtype.element_ty), mask=of_pool)
 
 
 @triton.jit
 def _outputs_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, z_ptr, D_ptr, dt_bias_ptr, heads_ptr, out_ptr,
+    x_ptr, dt_ptr, rates_ptr, B_ptr, C_ptr, z_ptr, D_ptr, dt_bias_ptr, heads_ptr, out_ptr,
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr,
     x_st: tl.constexpr, dt_st: tl.constexpr, B_st: tl.constexpr, C_st: tl.constexpr, z_st: tl.constexpr,
     CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
@@ -122,10 +117,10 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
     n = tl.arange(0, BLOCK_N)
     n_mask = n < N
     mask = n_mask[:, None] & i_mask[None, :]
-    rates = tl.load(A_ptr + _tile(i, N, BLOCK_N), mask=mask, other=0.0) * _LOG2_E
+    begin(PDL)  # the launcher has just made `rates`
+    rates = tl.load(rates_ptr + n[:, None] * CHANNELS + i[None, :], mask=mask, other=0.0)
     dt_bias = tl.load(dt_bias_ptr + i, mask=i_mask, other=0.0).to(tl.float32)
     D = tl.load(D_ptr + i, mask=i_mask, other=0.0).to(tl.float32)
-    begin(PDL)
     first, end = tl.load(cu_chunks_ptr + chunk), tl.load(cu_chunks_ptr + chunk + 1)
     token = first.to(tl.int64)
     out = out_ptr + token * CHANNELS + i
@@ -174,22 +169,32 @@ def selective_scan_triton(
     out[plan.num_tokens :].zero_()
     heads = torch.empty((chunks, state_dim, channels), dtype=torch.float32, device=x.device)
     times = torch.empty((chunks, channels), dtype=torch.float32, device=x.device)
-    # One channel a thread: two warps of them where a chunk is walked, one where requests are, which are fewer.
-    wide = {"CHANNELS": channels, "N": state_dim, "BLOCK_N": triton.next_power_of_2(state_dim), **pdl(x.device)}
-    narrow = {**wide, "BLOCK_I": 32, "num_warps": 1}
-    wide |= {"BLOCK_I": 64, "num_warps": 2}
+    rates = torch.mul(A.t(), math.log2(math.e), out=torch.empty((state_dim, channels), device=x.device))
+    sizes = {"CHANNELS": channels, "N": state_dim, "BLOCK_N": triton.next_power_of_2(state_dim), "BLOCK_I": 64}
+    launch = {**sizes, "num_warps": 1, **pdl(x.device)}
     grid = (triton.cdiv(channels, 64), chunks)
     if chunks:
         _chunks_kernel[grid](
-            x, dt, A, B, dt_bias, heads, times, plan.cu_chunk_seqlens, x.stride(0), dt.stride(0), B.stride(0), **wide
+            x,
+            dt,
+            rates,
+            B,
+            dt_bias,
+            heads,
+            times,
+            plan.cu_chunk_seqlens,
+            x.stride(0),
+            dt.stride(0),
+            B.stride(0),
+            **launch,
         )
-    _heads_kernel[triton.cdiv(channels, 32), len(read_slots)](
-        A, heads, times, states, read_slots, write_slots, has_initial_state, plan.first_chunk, plan.last_chunk,
-        states.stride(0), **narrow,
+    _heads_kernel[triton.cdiv(channels, 64), len(read_slots)](
+        rates, heads, times, states, read_slots, write_slots, has_initial_state, plan.first_chunk, plan.last_chunk,
+        states.stride(0), **launch,
     )  # fmt: skip
     if chunks:
         _outputs_kernel[grid](
-            x, dt, A, B, C, z, D, dt_bias, heads, out, read_slots, plan.cu_chunk_seqlens, plan.seq_idx,
-            x.stride(0), dt.stride(0), B.stride(0), C.stride(0), z.stride(0), **wide,
+            x, dt, rates, B, C, z, D, dt_bias, heads, out, read_slots, plan.cu_chunk_seqlens, plan.seq_idx,
+            x.stride(0), dt.stride(0), B.stride(0), C.stride(0), z.stride(0), **launch,
         )  # fmt: skip
     return out
