@@ -1,10 +1,11 @@
-"""Triton kernels of `mamba2_chunk_scan`: four launches over the chunks of a plan (Dao & Gu 2024, section 6).
+"""Triton kernels of `mamba2_chunk_scan`: five launches over the chunks of a plan (Dao & Gu 2024, section 6).
 
 1. `_time_step_kernel`: dt after softplus, and the running sum of A dt within each chunk, as [H, T].
-2. `_states_kernel`: walks each request's chunks with a tile of the state in registers; leaves the state at the head of
-   each chunk in `heads` and the last one in the pool.
-3. `_scores_kernel`: C B^T of each chunk and group, on and below the diagonal.
-4. `_outputs_kernel`: what the state at the chunk's head and the chunk's own tokens give each token.
+2. `_scores_kernel`: C B^T of each chunk and group, on and below the diagonal.
+3. `_gains_kernel`: what each chunk by itself adds to the state, float32.
+4. `_pass_kernel`: walks each request's chunks; leaves the state at the head of each chunk in `heads` and the last one
+   in the pool.
+5. `_outputs_kernel`: what the state at the chunk's head and the chunk's own tokens give each token.
 """
 
 import torch
@@ -39,57 +40,68 @@ def _time_step_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _states_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, B_ptr, step_ptr, cum_ptr, states_ptr, heads_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
-    snapshot_slots_ptr, cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr,
-    x_strides: tl.constexpr, B_strides: tl.constexpr, states_ss: tl.constexpr, num_tokens,
+def _gains_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, B_ptr, step_ptr, cum_ptr, gains_ptr, cu_chunks_ptr,
+    x_strides: tl.constexpr, B_strides: tl.constexpr, num_tokens,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
-    block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, h, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    p = block // tl.cdiv(N, BLOCK_N) * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = block % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+    p_mask, n_mask = p < P, n < N
+    k = tl.arange(0, BLOCK_K)
+    first, end = tl.load(cu_chunks_ptr + chunk), tl.load(cu_chunks_ptr + chunk + 1)
+    step_row, cum_row = step_ptr + h.to(tl.int64) * num_tokens, cum_ptr + h.to(tl.int64) * num_tokens
+    x_source = x_ptr + h * x_strides[1] + p[None, :]
+    B_source = B_ptr + (h // HEADS_PER_GROUP) * B_strides[1] + n[None, :]
+    total = tl.load(cum_row + end - 1)
+    gain = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    for start in range(first, end, BLOCK_K):
+        token = (start + k).to(tl.int64)
+        inside = token < end
+        weight = tl.load(step_row + token, mask=inside, other=0.0)
+        weight *= tl.exp(total - tl.load(cum_row + token, mask=inside, other=0.0))
+        x = tl.load(x_source + token[:, None] * x_strides[0], mask=inside[:, None] & p_mask[None, :], other=0.0)
+        key = tl.load(B_source + token[:, None] * B_strides[0], mask=inside[:, None] & n_mask[None, :], other=0.0)
+        weighted = (x.to(tl.float32) * weight[:, None]).to(key.dtype)
+        gain = tl.dot(tl.trans(weighted), key, gain, input_precision="ieee")
+    cells = gains_ptr + (chunk.to(tl.int64) * H + h) * (P * N) + p[:, None] * N + n[None, :]
+    tl.store(cells, gain, mask=p_mask[:, None] & n_mask[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _pass_kernel(  # type: ignore[no-untyped-def]
+    gains_ptr, cum_ptr, states_ptr, heads_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr, snapshot_slots_ptr,
+    cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr, states_ss: tl.constexpr, num_tokens,
+    H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """SIZE = P N numbers of a head's state, BLOCK of them a program."""
+    begin(PDL)
+    h, b = tl.program_id(1), tl.program_id(2)
     read = tl.load(read_slots_ptr + b).to(tl.int64)
     if read < 0:
         return
     write = tl.load(write_slots_ptr + b).to(tl.int64)
-    p = block // tl.cdiv(N, BLOCK_N) * BLOCK_P + tl.arange(0, BLOCK_P)
-    n = block % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
-    p_mask, n_mask = p < P, n < N
-    mask = p_mask[:, None] & n_mask[None, :]
-    tile = h * (P * N) + p[:, None] * N + n[None, :]
-    has_initial = tl.zeros(mask.shape, tl.int32) + tl.load(has_initial_ptr + b).to(tl.int32) > 0
-    state = tl.load(states_ptr + read * states_ss + tile, mask=mask & has_initial, other=0.0).to(tl.float32)
-    k = tl.arange(0, BLOCK_K)
-    x_source = x_ptr + h * x_strides[1] + p
-    B_source = B_ptr + (h // HEADS_PER_GROUP) * B_strides[1] + n
-    step_row, cum_row = step_ptr + h.to(tl.int64) * num_tokens, cum_ptr + h.to(tl.int64) * num_tokens
-
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < SIZE
+    cells = states_ptr + h * SIZE + i
+    has_initial = tl.zeros([BLOCK], tl.int32) + tl.load(has_initial_ptr + b).to(tl.int32) > 0
+    state = tl.load(cells + read * states_ss, mask=mask & has_initial, other=0.0).to(tl.float32)
+    cum_row = cum_ptr + h.to(tl.int64) * num_tokens
     first_chunk = tl.load(first_chunk_ptr + b)
-    head = heads_ptr + first_chunk.to(tl.int64) * (H * P * N) + tile
+    place = (first_chunk.to(tl.int64) * H + h) * SIZE + i
     for chunk in range(first_chunk, tl.load(last_chunk_ptr + b) + 1):
-        tl.store(head, state.to(heads_ptr.dtype.element_ty), mask=mask)
-        head += H * P * N
-        end = tl.load(cu_chunks_ptr + chunk + 1)
-        total = tl.load(cum_row + end - 1)
-        state *= tl.exp(total)
-        for first in range(tl.load(cu_chunks_ptr + chunk), end, BLOCK_K):
-            token = (first + k).to(tl.int64)
-            inside = token < end
-            weight = tl.load(step_row + token, mask=inside, other=0.0)
-            weight *= tl.exp(total - tl.load(cum_row + token, mask=inside, other=0.0))
-            x = tl.load(
-                x_source[None, :] + token[:, None] * x_strides[0], mask=inside[:, None] & p_mask[None, :], other=0.0
-            )
-            key = tl.load(
-                B_source[None, :] + token[:, None] * B_strides[0], mask=inside[:, None] & n_mask[None, :], other=0.0
-            )
-            weighted = (x.to(tl.float32) * weight[:, None]).to(key.dtype)
-            state += tl.dot(tl.trans(weighted), key, input_precision="ieee")
+        tl.store(heads_ptr + place, state.to(heads_ptr.dtype.element_ty), mask=mask)
+        total = tl.load(cum_row + tl.load(cu_chunks_ptr + chunk + 1) - 1)
+        state = state * tl.exp(total) + tl.load(gains_ptr + place, mask=mask, other=0.0)
+        place += H * SIZE
         if snapshot_slots_ptr is not None:
             snapshot = tl.load(snapshot_slots_ptr + chunk).to(tl.int64)
             if snapshot >= 0:
-                tl.store(states_ptr + snapshot * states_ss + tile, state.to(states_ptr.dtype.element_ty), mask=mask)
-    tl.store(states_ptr + write * states_ss + tile, state.to(states_ptr.dtype.element_ty), mask=mask)
+                tl.store(cells + snapshot * states_ss, state.to(states_ptr.dtype.element_ty), mask=mask)
+    tl.store(cells + write * states_ss, state.to(states_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -114,7 +126,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
         inside = n + offset < N
         query = tl.load(C_source + offset, mask=(m < size)[:, None] & inside[None, :], other=0.0)
         key = tl.load(B_source + offset, mask=(s < size)[None, :] & inside[:, None], other=0.0)
-        scores += tl.dot(query, key, input_precision="ieee")
+        scores = tl.dot(query, key, scores, input_precision="ieee")
     place = (chunk * G + g).to(tl.int64) * (Q * Q) + m[:, None] * Q + s[None, :]
     tl.store(scores_ptr + place, scores.to(scores_ptr.dtype.element_ty), mask=(m < size)[:, None] & (s < size)[None, :])
 
@@ -140,48 +152,46 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
         return
     m_mask, p_mask = m < size, p < P
     mask = m_mask[:, None] & p_mask[None, :]
-    token = (first + m).to(tl.int64)
-    out = out_ptr + token[:, None] * (H * P) + h * P + p[None, :]
+    # 64 bits for where the chunk begins, 32 for the way from there: half the registers of addresses.
+    start = first.to(tl.int64)
+    outputs = out_ptr + start * (H * P) + h * P + m[:, None] * (H * P) + p[None, :]
     if tl.load(read_slots_ptr + tl.load(seq_idx_ptr + chunk)) < 0:
-        tl.store(out, tl.zeros((BLOCK_M, BLOCK_P), out_ptr.dtype.element_ty), mask=mask)
+        tl.store(outputs, tl.zeros((BLOCK_M, BLOCK_P), out_ptr.dtype.element_ty), mask=mask)
         return
 
-    step_row, cum_row = step_ptr + h.to(tl.int64) * num_tokens, cum_ptr + h.to(tl.int64) * num_tokens
-    cum = tl.load(cum_row + token, mask=m_mask, other=0.0)
+    step_row = step_ptr + h.to(tl.int64) * num_tokens + start
+    cum_row = cum_ptr + h.to(tl.int64) * num_tokens + start
+    cum = tl.load(cum_row + m, mask=m_mask, other=0.0)
     head = heads_ptr + (chunk.to(tl.int64) * H + h) * (P * N) + p[None, :] * N + k[:, None]
-    query = C_ptr + g * C_strides[1] + token[:, None] * C_strides[0] + k[None, :]
+    query = C_ptr + start * C_strides[0] + g * C_strides[1] + m[:, None] * C_strides[0] + k[None, :]
     y = tl.zeros((BLOCK_M, BLOCK_P), tl.float32)
     for offset in range(0, N, BLOCK_K):
         inside = k + offset < N
         c = tl.load(query + offset, mask=m_mask[:, None] & inside[None, :], other=0.0)
-        y += tl.dot(
-            c, tl.load(head + offset, mask=inside[:, None] & p_mask[None, :], other=0.0), input_precision="ieee"
-        )
+        state = tl.load(head + offset, mask=inside[:, None] & p_mask[None, :], other=0.0)
+        y = tl.dot(c, state, y, input_precision="ieee")
     y *= tl.exp(cum)[:, None]
 
     scores_row = scores_ptr + (chunk * (H // HEADS_PER_GROUP) + g).to(tl.int64) * (Q * Q) + m[:, None] * Q
-    x_source = x_ptr + h * x_strides[1] + p[None, :]
+    x_source = x_ptr + start * x_strides[0] + h * x_strides[1] + p[None, :]
     for offset in range(0, tl.minimum(m_first + BLOCK_M, size), BLOCK_K):
         s = offset + k
-        source = (first + s).to(tl.int64)
-        earlier = (s[None, :] <= m[:, None]) & m_mask[:, None]
-        weight = tl.load(scores_row + s[None, :], mask=earlier, other=0.0).to(tl.float32)
-        # Future entries have a positive exponent; their score is masked to zero, the minimum keeps them finite.
-        weight *= tl.exp(tl.minimum(cum[:, None] - tl.load(cum_row + source, mask=s < size, other=0.0)[None, :], 0.0))
-        weight *= tl.load(step_row + source, mask=s < size, other=0.0)[None, :]
-        x = tl.load(x_source + source[:, None] * x_strides[0], mask=(s < size)[:, None] & p_mask[None, :], other=0.0)
-        y += tl.dot(weight.to(x.dtype), x, input_precision="ieee")
+        # Whole rows are loaded, so that threads load 16 bytes at a time; what is not earlier was never written.
+        weight = tl.load(scores_row + s[None, :], mask=m_mask[:, None], other=0.0).to(tl.float32)
+        weight = tl.where((s[None, :] <= m[:, None]) & m_mask[:, None], weight, 0.0)
+        # Future entries have a positive exponent; their score is zero, the minimum keeps them finite.
+        weight *= tl.exp(tl.minimum(cum[:, None] - tl.load(cum_row + s, mask=s < size, other=0.0)[None, :], 0.0))
+        weight *= tl.load(step_row + s, mask=s < size, other=0.0)[None, :]
+        x = tl.load(x_source + s[:, None] * x_strides[0], mask=(s < size)[:, None] & p_mask[None, :], other=0.0)
+        y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
 
     if D_ptr is not None:
-        x = tl.load(x_source + token[:, None] * x_strides[0], mask=mask, other=0.0)
+        x = tl.load(x_source + m[:, None] * x_strides[0], mask=mask, other=0.0)
         y += x.to(tl.float32) * tl.load(D_ptr + h).to(tl.float32)
     if z_ptr is not None:
-        y *= silu(
-            tl.load(z_ptr + token[:, None] * z_strides[0] + h * z_strides[1] + p[None, :], mask=mask, other=0.0).to(
-                tl.float32
-            )
-        )
-    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
+        gates = z_ptr + start * z_strides[0] + h * z_strides[1] + m[:, None] * z_strides[0] + p[None, :]
+        y *= silu(tl.load(gates, mask=mask, other=0.0).to(tl.float32))
+    tl.store(outputs, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def mamba2_chunk_scan_triton(
@@ -216,6 +226,7 @@ def mamba2_chunk_scan_triton(
     common = {"H": heads, "P": dim, "N": state_dim, "HEADS_PER_GROUP": heads // groups}
     cu_chunks = plan.cu_chunk_seqlens
 
+    gains = torch.empty(chunk_heads.shape, dtype=torch.float32, device=x.device)
     if chunks:
         _time_step_kernel[chunks, triton.cdiv(heads, 16)](
             dt, A, dt_bias, step, cum, cu_chunks, dt.stride(0), num_tokens, *dt_limit,
@@ -225,20 +236,34 @@ def mamba2_chunk_scan_triton(
             B, C, scores, cu_chunks, strides(B), strides(C),
             G=groups, N=state_dim, Q=size, BLOCK_M=64, BLOCK_K=64, **launch,
         )  # fmt: skip
-    block_p, block_n = block(dim, 64), block(state_dim, 64)
-    _states_kernel[triton.cdiv(dim, block_p) * triton.cdiv(state_dim, block_n), heads, len(read_slots)](
-        x, B, step, cum, states, chunk_heads, read_slots, write_slots, has_initial_state, snapshot_slots,
-        cu_chunks, plan.first_chunk, plan.last_chunk, strides(x), strides(B), states.stride(0), num_tokens,
-        **common, BLOCK_P=block_p, BLOCK_N=block_n, BLOCK_K=64, **launch,
+        tile = gains_tile(dim, state_dim)
+        _gains_kernel[triton.cdiv(dim, tile["BLOCK_P"]) * triton.cdiv(state_dim, tile["BLOCK_N"]), heads, chunks](
+            x, B, step, cum, gains, cu_chunks, strides(x), strides(B), num_tokens, **common, **tile, **launch,
+        )  # fmt: skip
+    _pass_kernel[triton.cdiv(dim * state_dim, 1024), heads, len(read_slots)](
+        gains, cum, states, chunk_heads, read_slots, write_slots, has_initial_state, snapshot_slots,
+        cu_chunks, plan.first_chunk, plan.last_chunk, states.stride(0), num_tokens,
+        H=heads, SIZE=dim * state_dim, BLOCK=1024, **launch,
     )  # fmt: skip
     if chunks:
-        block_m = block(size, 64)
-        _outputs_kernel[triton.cdiv(size, block_m) * triton.cdiv(dim, block_p), heads, chunks](
+        tile = outputs_tile(size, dim)
+        _outputs_kernel[triton.cdiv(size, tile["BLOCK_M"]) * triton.cdiv(dim, tile["BLOCK_P"]), heads, chunks](
             x, C, z, out, D, step, cum, chunk_heads, scores, read_slots, cu_chunks, plan.seq_idx,
-            strides(x), strides(C), strides(z), num_tokens,
-            **common, Q=size, BLOCK_M=block_m, BLOCK_P=block_p, BLOCK_K=64, **launch,
+            strides(x), strides(C), strides(z), num_tokens, **common, Q=size, **tile, **launch,
         )  # fmt: skip
     return out
+
+
+def gains_tile(dim: int, state_dim: int) -> dict[str, int]:
+    """Tile of a chunk's gain [P, N], and how many tokens are multiplied at a time; as measured on an H200."""
+    return {"BLOCK_P": block(dim, 64), "BLOCK_N": block(state_dim, 128), "BLOCK_K": 32, "num_warps": 4, "num_stages": 4}
+
+
+def outputs_tile(size: int, dim: int) -> dict[str, int]:
+    """Tile of a chunk's outputs [Q, P]. All of P: the weights of earlier tokens are computed once for it. A wide one
+    leaves registers for no more than two stages."""
+    stages = 2 if dim > 64 else 4
+    return {"BLOCK_M": block(size, 64), "BLOCK_P": block(dim, 128), "BLOCK_K": 32, "num_warps": 4, "num_stages": stages}
 
 
 def block(size: int, limit: int) -> int:

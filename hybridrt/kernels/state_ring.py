@@ -104,8 +104,8 @@ def advance_ring_reference(
     start[row] = torch.where(full, (oldest + entries) % width, oldest)
     length[row] = torch.where(full, 0, entries)
     order = torch.argsort(full, descending=True, stable=True)
-    named = (part[order] for part in (slots, rows, oldest, entries))
-    return RingFolds(*named, full.sum(dtype=torch.int32).view(1))
+    count = full.sum(dtype=torch.int32).view(1)
+    return RingFolds(slots[order], rows[order], oldest[order], entries[order], count)
 
 
 def fold_ring_reference(

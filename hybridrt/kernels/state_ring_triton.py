@@ -111,7 +111,8 @@ def advance_ring_triton(
 ) -> RingFolds:
     """Triton `advance_ring`: one launch of one program."""
     batch = len(rows)
-    folds = RingFolds(*torch.empty((4, batch), dtype=torch.int32, device=rows.device), count=start.new_empty(1))
+    named = torch.empty((4, batch), dtype=torch.int32, device=rows.device)
+    folds = RingFolds(named[0], named[1], named[2], named[3], start.new_empty(1))
     _advance_kernel[(1,)](
         start, length, rows, accepted, slots, folds.slots, folds.rows, folds.start, folds.length, folds.count, batch,
         W=width, WIDEST=widest, BLOCK=128, **pdl(start.device),
