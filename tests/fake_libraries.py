@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -71,7 +72,7 @@ def flash_attn_with_kvcache(
     flat = q.flatten(0, 1) if cu_seqlens_q is None else q
     starts = torch.arange(len(q) + 1) * q.shape[1] if cu_seqlens_q is None else cu_seqlens_q
     result = torch.empty_like(q) if out is None else out
-    for i, (first, end) in enumerate(zip(starts.tolist()[:-1], starts.tolist()[1:])):
+    for i, (first, end) in enumerate(pairwise(starts.tolist())):
         assert max_seqlen_q is None or end - first <= max_seqlen_q
         length = int(cache_seqlens[i])
         pages = page_table[i, : -(-length // k_cache.shape[1])]
@@ -80,13 +81,28 @@ def flash_attn_with_kvcache(
     return result
 
 
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool, window_size: tuple[int, int], out: Tensor,
+) -> Tensor:  # fmt: skip
+    """sgl_kernel.flash_attn: rows of queries and of keys packed, of the latter the first `seqused_k`."""
+    assert causal and k.is_contiguous() and v.is_contiguous() and cu_seqlens_k.dtype == torch.int32
+    starts, keys, used = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), seqused_k.tolist()
+    assert max(used) <= max_seqlen_k and keys[-1] == len(k)
+    for i, (first, end) in enumerate(pairwise(starts)):
+        assert end - first <= max_seqlen_q and keys[i] + used[i] <= keys[i + 1]
+        row = slice(keys[i], keys[i] + used[i])
+        out[first:end] = attend(q[first:end], k[row], v[row], softmax_scale, window_size[0])
+    return out
+
+
 def causal_conv1d_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor, starts: Tensor, indices: None, started: Tensor,
     silu: bool, padding: int,
 ) -> None:  # fmt: skip
     """sgl_kernel: x [C, T], overwritten; windows [B, C, K-1], which get the last inputs."""
     assert x.is_contiguous() and started.all() and indices is None
-    for i, (first, end) in enumerate(zip(starts.tolist()[:-1], starts.tolist()[1:])):
+    for i, (first, end) in enumerate(pairwise(starts.tolist())):
         history = torch.cat((windows[i], x[:, first:end]), 1)
         x[:, first:end] = convolved(history, weight, bias, silu)
         windows[i] = history[:, history.shape[1] - windows.shape[2] :]
@@ -126,7 +142,8 @@ def absent(*args: Any, **kwargs: Any) -> None:
 def modules() -> dict[str, ModuleType]:
     """By the names that hybridrt.kernels.libraries imports."""
     norms = dict.fromkeys(("rmsnorm", "fused_add_rmsnorm", "silu_and_mul"), absent)
-    attention = library("sgl_kernel.flash_attn", flash_attn_with_kvcache=flash_attn_with_kvcache)
+    flash = {"flash_attn_with_kvcache": flash_attn_with_kvcache, "flash_attn_varlen_func": flash_attn_varlen_func}
+    attention = library("sgl_kernel.flash_attn", **flash)
     convs = {"causal_conv1d_fwd": causal_conv1d_fwd, "causal_conv1d_update": causal_conv1d_update}
     state = library("flashinfer.mamba", selective_state_update=absent)
     filters = library("flashinfer.sampling", top_k_mask_logits=absent, top_p_renorm_probs=absent)
@@ -141,10 +158,11 @@ def modules() -> dict[str, ModuleType]:
 def installed() -> Iterator[None]:
     """The stand-ins, on a CPU and in float32."""
     ours = [f"hybridrt.kernels.libraries.{name}" for name in ("flashinfer", "sgl_kernel")]
+    backends = [f"hybridrt.attention.{name}" for name in ("flashinfer", "fa3")]
     with pytest.MonkeyPatch.context() as patch:
         for name, module in modules().items():
             patch.setitem(sys.modules, name, module)
-        for name in (*ours, "hybridrt.attention.flashinfer"):
+        for name in (*ours, *backends):
             patch.delitem(sys.modules, name, raising=False)
         patch.setattr(providers, "_objection", lambda implementation, device, facts: None)
         patch.setattr(providers, "_missing", lambda provider: None)
@@ -154,5 +172,5 @@ def installed() -> Iterator[None]:
             yield
         finally:
             providers.select.cache_clear()
-            for name in (*ours, "hybridrt.attention.flashinfer"):
+            for name in (*ours, *backends):
                 sys.modules.pop(name, None)

@@ -1,5 +1,6 @@
 """What we hand to flashinfer and sglang-kernel, held against stand-ins in plain torch: pages, plans, windows."""
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,9 +137,14 @@ def paged(lengths: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("window", [None, 1, 5])
-@pytest.mark.parametrize("provider", ["sgl_kernel", "flashinfer"])
-def test_extend_with_windows_and_surplus_tokens(provider: str, window: int | None) -> None:
+@pytest.mark.parametrize("provider", ["sgl_kernel", "sgl_kernel gathered", "flashinfer"])
+def test_extend_with_windows_and_surplus_tokens(
+    provider: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
+    provider, _, gathered = provider.partition(" ")
+    if gathered:
+        monkeypatch.setattr(importlib.import_module("hybridrt.kernels.libraries.sgl_kernel"), "GATHER_FROM", 0)
     new, lengths = [7, 1, 12], [7, 30, 40]
     args = paged(lengths) | {
         "q": torch.randn(23, 6, 8), "query_start_loc": torch.tensor([0, 7, 8, 20], dtype=torch.int32),

@@ -1,9 +1,35 @@
 """Softmax attention by FlashAttention 3 (Shah et al. 2024), as sglang-kernel brings it."""
 
+from typing import Any
+
+import torch
+
 from hybridrt.attention.paged import PagedAttnBackend
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.libraries.sgl_kernel import ExtendPlan, plan_extend, run_extend
 
 
 class Fa3AttnBackend(PagedAttnBackend):
-    """Hopper's own matrix instructions over pages; nothing is planned on the host. 16-bit KV, chains alone."""
+    """Hopper's own matrix instructions; nothing is planned on the host but prefill's pages. 16-bit KV, chains alone."""
 
     provider = "sgl_kernel"
+    _plan: ExtendPlan | None = None
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
+        self._plan = None  # the first layer makes it: the page table is complete by then
+
+    def forward_extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
+        meta, split = self._metadata(), batch.num_decode_rows
+        if not any(meta.query_lens):
+            return torch.zeros_like(q)
+        if self._plan is None:
+            assert meta.query_start_loc is not None
+            self._plan = plan_extend(
+                self.req_to_token_pool.req_to_token, meta.rows[split:],
+                meta.query_start_loc[split:] - batch.num_decode_tokens, meta.seq_lens[split:], meta.query_lens,
+                meta.seq_lens_host, self.kv_pool.page_size,
+            )  # fmt: skip
+        heads = q.view(-1, layer.num_heads, layer.head_dim)
+        out = run_extend(self._plan, heads, *self.kv_pool.layer(layer.layer_id), layer.scale, layer.sliding_window)
+        return out.view(q.shape[0], -1)

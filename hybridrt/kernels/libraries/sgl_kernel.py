@@ -1,20 +1,24 @@
 """Operations of sglang-kernel: FlashAttention 3 over pages, norms, SwiGLU and the depthwise convolution."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from sgl_kernel import causal_conv1d_fwd, fused_add_rmsnorm
 from sgl_kernel import causal_conv1d_update as sgl_conv_update
 from sgl_kernel import rmsnorm as sgl_rmsnorm
 from sgl_kernel import silu_and_mul as sgl_silu_and_mul
-from sgl_kernel.flash_attn import flash_attn_with_kvcache
+from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
 from hybridrt.kernels.causal_conv1d import Activation, conv_window
-from hybridrt.kernels.libraries.common import page_table, refuse
+from hybridrt.kernels.libraries.common import page_numbers, page_table, refuse
 from hybridrt.kernels.slots import live_tokens, pad_mask, write_columns
 
 LIBRARY, WIDEST_CONV, PADDING = "sglang-kernel", 4, -1
+GATHER_FROM = 512  # queries of a row, in the mean, from which on prefill copies its keys and values together first
 
 
 def attention_decode(
@@ -42,6 +46,65 @@ def attention_decode(
     return out
 
 
+@dataclass(frozen=True)
+class ExtendPlan:
+    """Where the keys of a prefill step stand, for all layers.
+
+    Attributes:
+        query_starts: [B + 1] int32; seq_lens: [B] int32; longest_query, longest: most new tokens and keys of a row.
+        real: tokens of all rows.
+        pages: page numbers. If `key_starts` [B + 1] is given, keys and values are copied together first, and those of
+            row b begin at key_starts[b]: pages is [n] then, else [B, n].
+    """
+
+    query_starts: Tensor
+    seq_lens: Tensor
+    longest_query: int
+    longest: int
+    real: int
+    pages: Tensor
+    key_starts: Tensor | None
+
+
+def plan_extend(
+    req_to_token: Tensor,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    query_lens: Sequence[int],
+    seq_lens_host: Sequence[int],
+    page_size: int,
+) -> ExtendPlan:
+    """Arguments as in `attention_extend`, with at least one new token."""
+    real, longest = sum(query_lens), max(seq_lens_host)
+    known = (query_start_loc, seq_lens, max(query_lens), longest, real)
+    if real < GATHER_FROM * len(query_lens):
+        return ExtendPlan(*known, page_table(req_to_token, rows, page_size, longest), None)
+    starts = F.pad(((seq_lens + page_size - 1) // page_size).cumsum(0, dtype=torch.int32), (1, 0))
+    count = sum(-(-length // page_size) for length in seq_lens_host)
+    return ExtendPlan(*known, page_numbers(req_to_token, rows, starts, count, page_size), starts * page_size)
+
+
+def run_extend(
+    plan: ExtendPlan, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, sliding_window: int | None
+) -> Tensor:
+    """One layer: q [T, Hq, D] to [T, Hq, D], zeros past the last row. Many queries read contiguous keys faster than
+    pages, which pays for copying them together."""
+    allocate = torch.empty if plan.real == q.shape[0] else torch.zeros
+    out = allocate(q.shape, dtype=q.dtype, device=q.device)
+    common: dict[str, Any] = {
+        "cu_seqlens_q": plan.query_starts, "max_seqlen_q": plan.longest_query, "softmax_scale": scale, "causal": True,
+        "window_size": _window(sliding_window), "out": out,
+    }  # fmt: skip
+    if plan.key_starts is None:
+        flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=plan.seq_lens, page_table=plan.pages, **common)
+        return out
+    k, v = (cache.index_select(0, plan.pages).flatten(0, 1) for cache in (k_cache, v_cache))
+    keys = {"cu_seqlens_k": plan.key_starts, "seqused_k": plan.seq_lens, "max_seqlen_k": plan.longest}
+    flash_attn_varlen_func(q, k, v, **keys, **common)
+    return out
+
+
 def attention_extend(
     q: Tensor,
     k_cache: Tensor,
@@ -56,18 +119,12 @@ def attention_extend(
     query_lens: Sequence[int],
     seq_lens_host: Sequence[int],
 ) -> Tensor:
-    """`attention_extend`."""
-    longest = max(query_lens, default=0)
-    allocate = torch.empty if sum(query_lens) == q.shape[0] else torch.zeros
-    out = allocate(q.shape, dtype=q.dtype, device=q.device)
-    if longest:
-        flash_attn_with_kvcache(
-            q, k_cache, v_cache, cache_seqlens=seq_lens,
-            page_table=page_table(req_to_token, rows, k_cache.shape[1], max(seq_lens_host)),
-            cu_seqlens_q=query_start_loc, max_seqlen_q=longest, softmax_scale=scale, causal=True,
-            window_size=_window(sliding_window), out=out,
-        )  # fmt: skip
-    return out
+    """`attention_extend`, planned for this call alone (hybridrt.attention.fa3 plans once for all layers)."""
+    if not any(query_lens):
+        return torch.zeros_like(q)
+    page_size = k_cache.shape[1]
+    plan = plan_extend(req_to_token, rows, query_start_loc, seq_lens, query_lens, seq_lens_host, page_size)
+    return run_extend(plan, q, k_cache, v_cache, scale, sliding_window)
 
 
 def _window(sliding_window: int | None) -> tuple[int, int]:
