@@ -1,6 +1,6 @@
 """One decode step as a table: which kernels run, how often, for how long; and how long the host takes.
 
-python -m benchmarks.profile_step benchmarks/configs/falcon-h1-7b --batch 32 --trace step.json
+python -m benchmarks.profile_step benchmarks/configs/falcon-h1-7b --batch 32 --trace step.json --picture step.svg
 """
 
 import argparse
@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.bench_offline import prompts, run_until
+from benchmarks.timeline import Span, draw
 from hybridrt import LLM, SamplingParams
 from hybridrt.config import DTYPES
 
@@ -25,6 +26,19 @@ def kernel_table(prof: profile, steps: int) -> list[tuple[str, float, float]]:
             entry[1] += event.device_time
     table = [(name, n / steps, us / steps) for name, (n, us) in total.items()]
     return sorted(table, key=lambda row: -row[2])
+
+
+def step_spans(prof: profile) -> list[Span]:
+    """The kernels of the last whole step: what ran between the last two starts of the step's first kernel."""
+    events = [
+        e for e in prof.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA and "Memcpy" not in e.name
+    ]
+    spans = sorted(
+        (Span(e.name, e.device_resource_id, e.time_range.start, e.time_range.end) for e in events),
+        key=lambda span: span.start,
+    )
+    starts = [i for i, span in enumerate(spans) if span.name == "_fill_decode_metadata_kernel"]
+    return spans[starts[-2] : starts[-1]] if len(starts) > 1 else spans
 
 
 def host_ms(llm: LLM, steps: int) -> float:
@@ -48,6 +62,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prefill", type=int, default=0, help="profile one prefill of this many tokens instead")
     parser.add_argument("--trace", help="write a chrome trace")
+    parser.add_argument("--picture", help="write a timeline of one step (an SVG)")
     args = parser.parse_args()
     llm = LLM(
         args.model, load_format="dummy", max_model_len=max(args.ctx, args.prefill) + 512, state_mode=args.state_mode,
@@ -81,6 +96,8 @@ def main() -> None:
         print(f"host: {host_ms(llm, 32):.3f} ms of process time a step")
     if args.trace:
         prof.export_chrome_trace(args.trace)
+    if args.picture:
+        draw(step_spans(prof), args.picture)
 
 
 if __name__ == "__main__":

@@ -42,3 +42,11 @@ def test_linears_of_a_model_with_their_norms_and_activations(tmp_path):
     kinds = {name: key[2:] for key, name in found.items()}
     assert kinds["in_proj"] == kinds["qkv"] == (True, None) and kinds["up"] == (True, "relu2")
     assert kinds["out_proj"] == kinds["head"] == (False, None)
+
+
+def test_a_timeline_names_its_kernels(tmp_path: Path) -> None:
+    spans = [Span("stream", 7, 0.0, 30.0), Span("attention <decode>", 13, 5.0, 20.0), Span("stream", 7, 31.0, 60.0)]
+    draw(spans, tmp_path / "step.svg")
+    text = (tmp_path / "step.svg").read_text(encoding="utf-8")
+    ElementTree.fromstring(text)
+    assert "stream: 59 µs" in text and "attention &lt;decode&gt;: 15 µs" in text and "3 launches in 0.06 ms" in text
