@@ -30,13 +30,9 @@ def kernel_table(prof: profile, steps: int) -> list[tuple[str, float, float]]:
 
 def step_spans(prof: profile) -> list[Span]:
     """The kernels of the last whole step: what ran between the last two starts of the step's first kernel."""
-    events = [
-        e for e in prof.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA and "Memcpy" not in e.name
-    ]
-    spans = sorted(
-        (Span(e.name, e.device_resource_id, e.time_range.start, e.time_range.end) for e in events),
-        key=lambda span: span.start,
-    )
+    on_device = [e for e in prof.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = [Span(e.name, e.device_resource_id, e.time_range.start, e.time_range.end) for e in on_device]
+    spans = sorted((span for span in spans if "Memcpy" not in span.name), key=lambda span: span.start)
     starts = [i for i, span in enumerate(spans) if span.name == "_fill_decode_metadata_kernel"]
     return spans[starts[-2] : starts[-1]] if len(starts) > 1 else spans
 

@@ -44,10 +44,8 @@ def draw(spans: Sequence[Span], path: str | Path) -> None:
         )
     parts.append(f'<text x="{MARGIN}" y="16">{len(spans)} launches in {(end - begin) / 1e3:.2f} ms</text>')
     for i in range(11):
-        x = MARGIN + (WIDTH - 2 * MARGIN) * i / 10
-        parts.append(
-            f'<text x="{x:.0f}" y="{legend_top - 14}" text-anchor="middle">{(end - begin) * i / 1e4:.2f}</text>'
-        )
+        x, ms = MARGIN + (WIDTH - 2 * MARGIN) * i / 10, (end - begin) * i / 1e4
+        parts.append(f'<text x="{x:.0f}" y="{legend_top - 14}" text-anchor="middle">{ms:.2f}</text>')
     rest = sum(total.values()) - sum(total[name] for name in heaviest)
     for i, (name, share) in enumerate([*((n, total[n]) for n in heaviest), ("all others", rest)]):
         y = legend_top + LEGEND_LINE * i

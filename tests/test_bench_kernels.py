@@ -1,9 +1,13 @@
+from pathlib import Path
+from xml.etree import ElementTree
+
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.bench_kernels import callables
 from benchmarks.kernel_cases import DECODE, PREFILL, Args, Case, Load, linears
+from benchmarks.timeline import Span, draw
 from hybridrt.hf_config import read_model_config
 from tests.checkpoints import falcon, jamba, nemotron, qwen
 from tests.tiny import write_tiny
