@@ -100,7 +100,8 @@ class LayerSpec:
 @dataclass(frozen=True)
 class ModelConfig:
     """A model as the runtime sees it, family spellings normalised (`hybridrt.hf_config.read_model_config` makes it).
-    `hf` keeps the transformers config for the numbers that only one model file reads (multipliers, biases)."""
+    `hf` keeps the transformers config for the numbers that only one model file reads (multipliers, biases);
+    `mtp_layers` are those of its multi-token-prediction head, none without one."""
 
     architecture: str
     vocab_size: int
@@ -113,6 +114,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     hf: Any = field(repr=False, compare=False)
+    mtp_layers: tuple[LayerSpec, ...] = ()
 
     @property
     def full_attention_layer_ids(self) -> tuple[int, ...]:
@@ -124,6 +126,11 @@ class ModelConfig:
         config = self.linear["mamba1"]
         assert isinstance(config, Mamba1Config)
         return config
+
+    @property
+    def mtp_attention_layer_ids(self) -> tuple[int, ...]:
+        """Attention layers of the prediction head, which counts on after the model's last layer."""
+        return tuple(i for i, spec in enumerate(self.mtp_layers, len(self.layers)) if spec.attention)
 
     @property
     def mamba2(self) -> Mamba2Config:
@@ -153,7 +160,7 @@ class SpeculativeConfig:
         num_draft_tokens: drafts a step, 1 to 15; a verify step runs num_draft_tokens + 1 tokens a request.
         draft_model: checkpoint of the drafter; required by method "draft" alone.
         state_mode: how recurrent state rolls back: "intermediate" keeps the state after every token, "replay"
-            keeps recent inputs and recomputes, "auto" picks.
+            keeps recent inputs and recomputes; "auto" picks replay for chains where kernels exist.
         speculative_attention_mode: which full-attention backend verifies, the "prefill" or the "decode" one.
         topk: drafts per tree level; 1 is a chain.
     """
@@ -171,7 +178,9 @@ class SpeculativeConfig:
         _one_of("speculative_attention_mode", self.speculative_attention_mode, ("prefill", "decode"))
         _in_range("num_draft_tokens", self.num_draft_tokens, 1, 15)
         _in_range("topk", self.topk, 1, 8)
-        if (self.method == "draft") != (self.draft_model is not None):
+        if self.method == "draft" and self.draft_model is None:
+            raise ConfigError('method "draft" needs draft_model: a checkpoint that shares the target\'s tokenizer')
+        if self.method != "draft" and self.draft_model is not None:
             raise ConfigError(f'draft_model goes with method="draft" and with no other; method is {self.method!r}')
         if self.topk > 1 and self.state_mode == "replay":
             raise ConfigError('topk > 1 makes a tree, and state_mode="replay" verifies chains: use "intermediate"')

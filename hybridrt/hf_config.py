@@ -119,8 +119,10 @@ def _nemotron_h(hf: Any) -> FamilyFields:
         dt_limit=tuple(hf.time_step_limit),
     )
     layers = tuple(kinds[k] for k in hf.layers_block_type)
+    head = tuple(kinds[k] for k in hf.mtp_layers_block_type) if hf.num_nextn_predict_layers == 1 else ()
     # Nemotron-H rotates nothing: its attention layers take positions from the recurrent layers around them.
-    return {"layers": layers, "linear": {"mamba2": mamba}, "attention": _attention(hf, rotary=False)}
+    attention = _attention(hf, rotary=False)
+    return {"layers": layers, "linear": {"mamba2": mamba}, "attention": attention, "mtp_layers": head}
 
 
 def _qwen3_next(hf: Any) -> FamilyFields:
@@ -138,7 +140,10 @@ def _qwen3_next(hf: Any) -> FamilyFields:
         return LayerSpec(full, None if full else "gdn", "moe" if sparse else "mlp")
 
     layers = tuple(layer(i, kind) for i, kind in enumerate(hf.layer_types))
-    return {"layers": layers, "linear": {"gdn": gdn}, "attention": _attention(hf)}
+    # Published configs leave the number out, and one head is in their checkpoints.
+    one_head = getattr(hf, "num_nextn_predict_layers", 1) == 1
+    head = (LayerSpec(True, None, "moe" if hf.num_experts > 0 else "mlp"),) if one_head else ()
+    return {"layers": layers, "linear": {"gdn": gdn}, "attention": _attention(hf), "mtp_layers": head}
 
 
 def _swa_ssm(hf: SwaSsmConfig) -> FamilyFields:

@@ -13,7 +13,7 @@ from torch import nn
 from tqdm import tqdm
 
 from hybridrt.errors import CheckpointError
-from hybridrt.models.base import CausalLM
+from hybridrt.models.base import MTP_KEYS, CausalLM
 
 
 @dataclass
@@ -32,6 +32,8 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> LoadRep
             fills or that two keys fill, a shape that does not fit. It lists the offenders.
     """
     report, targets = LoadReport(), model.checkpoint_map()
+    if model.mtp is not None:
+        targets |= model.mtp.checkpoint_map()
     shards = _shards(path)
     _check_keys(model, path, set(targets), {key for keys in shards.values() for key in keys})
     filled: Counter[str] = Counter()
@@ -67,6 +69,11 @@ def _skipped(model: CausalLM, key: str, targets: object) -> bool:
 
 def _check_keys(model: CausalLM, path: Path, wanted: set[str], present: set[str]) -> None:
     named = {model.rename_key(key) for key in present}
+    if model.mtp is not None and not any(re.fullmatch(MTP_KEYS, key) for key in named):
+        raise CheckpointError(
+            f'{path} holds no mtp.* weights, which method "mtp" needs: use a checkpoint that kept its prediction '
+            'head, or method "ngram" or "draft"'
+        )
     missing = sorted(wanted - named)
     left_over = sorted(key for key in named - wanted if not _skipped(model, key, wanted))
     if model.config.tie_word_embeddings and "lm_head.weight" in left_over:

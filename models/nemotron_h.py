@@ -126,7 +126,8 @@ class MoEPart(nn.Module):
 Part = MambaPart | AttentionPart | MLPPart | MoEPart
 
 
-def _part(config: ModelConfig, layer_id: int, name: str, build: Build) -> Part:
+def make_part(config: ModelConfig, layer_id: int, name: str, build: Build) -> Part:
+    """The part that config.layers[layer_id] describes."""
     spec = config.layers[layer_id]
     kinds: dict[str | None, Any] = {
         "mlp": MLPPart,
@@ -151,7 +152,7 @@ class NemotronHForCausalLM(CausalLM):
             self.head = VocabParallelEmbedding("head", config.vocab_size, hidden, build=build)
         ids = range(len(config.layers))
         norms = nn.ModuleList(RMSNorm(f"layers.{i}.norm", hidden, eps, device=device) for i in ids)
-        parts = nn.ModuleList(_part(config, i, f"layers.{i}.mixer", build) for i in ids)
+        parts = nn.ModuleList(make_part(config, i, f"layers.{i}.mixer", build) for i in ids)
         self.norms, self.parts = cast(list[RMSNorm], norms), cast(list[Part], parts)
         self.norm = RMSNorm("norm", hidden, eps, device=device)
 

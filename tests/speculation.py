@@ -56,21 +56,23 @@ class Rig:
         same = ("max_model_len", "page_size", "speculative", "state_mode")
         common = {name: getattr(self.config, name) for name in same}
         self.runner = ModelRunner(self.config, budget_bytes=budget(path, rows=rows, pages=pages, **common))
-        assert self.runner.plan.num_pages == (pages if self.runner.model_config.full_attention_layer_ids else 0)
+        assert self.runner.plan.num_pages == (pages if self.runner.plan.costs.page else 0)
         if graphs:
-            self.runner.graphs = {t: self.runner._capture(t, False) for t in self.runner._step_widths()}
+            self.runner.capture()
 
-    def engine(self, drafter: Drafter | None = None, chunk: int = 8192) -> Engine:
+    def engine(self, drafter: Drafter | None = None, chunk: int = 8192, overlap: bool = False) -> Engine:
         plan = self.runner.plan
         demand = plan.demand and replace(plan.demand, step_tokens=chunk)
         pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
         self.coordinator = CacheCoordinator(*pools, demand=demand)
         limits = EngineLimits(self.runner.model_config.vocab_size, LENGTH, chunk)
-        return Engine(self.runner, self.coordinator, limits, overlap=False, drafter=drafter)
+        return Engine(self.runner, self.coordinator, limits, overlap=overlap, drafter=drafter)
 
-    def run(self, asks: Sequence[Ask], drafter: Drafter | None = None, chunk: int = 8192) -> dict[Key, RequestOutput]:
+    def run(
+        self, asks: Sequence[Ask], drafter: Drafter | None = None, chunk: int = 8192, overlap: bool = False
+    ) -> dict[Key, RequestOutput]:
         """The last output of every sample; the ledgers hold after every step and the counters add up at the end."""
-        engine = self.engine(drafter, chunk)
+        engine = self.engine(drafter, chunk, overlap)
         found: dict[Key, RequestOutput] = {}
         steps = 0
         while engine.has_unfinished() or steps <= max(a.arrival for a in asks):
@@ -101,6 +103,10 @@ class Rig:
         assert counters.output_tokens == sum(m.output_tokens for m in metrics)
         assert counters.proposed == sum(m.proposed for m in metrics)
         assert counters.accepted == sum(m.accepted for m in metrics) <= counters.proposed
+        assert counters.target_steps == sum(m.target_steps for m in metrics)
+        assert counters.verify_steps == sum(m.verify_steps for m in metrics)
+        # A stop inside the accepted run drops the rest.
+        assert all(m.output_tokens <= m.target_steps + m.accepted for m in metrics)
         assert counters.retractions == sum(m.retractions for m in metrics)
 
 

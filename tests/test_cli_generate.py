@@ -1,6 +1,7 @@
 """`hybridrt generate` on a tiny model with random weights, against what LLM itself gives."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -125,14 +126,34 @@ def test_speculation_changes_the_speed_alone(tiny: Path) -> None:
     plain = run(tiny, "abcabcabc", "--max-tokens", "40")
     guessed = run(tiny, "abcabcabc", "--max-tokens", "40", "--speculative", "ngram", "--num-draft-tokens", "3", "-v")
     assert guessed.stdout == plain.stdout
-    assert "drafts accepted" in guessed.stderr
+    assert re.search(
+        r"\d+ of \d+ drafts accepted, mean accepted length [1-4]\.\d\d, \d\.\d\d tokens per target step", guessed.stderr
+    )
+
+
+def test_the_default_model_brings_a_drafter() -> None:
+    """Its drafts are often right; any other model needs one named."""
+    common = ["for i in range(", "--device", "cpu", "--max-tokens", "32"]
+    plain = CliRunner().invoke(app, ["generate", *common])
+    drafted = CliRunner().invoke(app, ["generate", *common, "--speculative", "draft", "--json"])
+    assert drafted.exit_code == 0, drafted.output
+    line = json.loads(drafted.stdout)
+    assert line["text"] + "\n" == plain.stdout
+    metrics = line["metrics"]
+    assert metrics["accepted"] > metrics["proposed"] / 3 and metrics["tokens_per_target_step"] > 1.5
+    assert metrics["mean_accepted_length"] == 1 + metrics["accepted"] / metrics["verify_steps"]
+
+
+def test_another_model_needs_its_drafter_named(tiny: Path) -> None:
+    result = run(tiny, "x", "--speculative", "draft")
+    assert result.exit_code == 2 and "needs draft_model" in result.stderr
 
 
 def test_drafts_need_a_method(tiny: Path) -> None:
     result = run(tiny, "x", "--num-draft-tokens", "3")
     assert (result.exit_code, result.stderr) == (
         2,
-        "error: --num-draft-tokens goes with --speculative ngram or draft\n",
+        "error: --num-draft-tokens goes with --speculative ngram, draft or mtp\n",
     )
 
 

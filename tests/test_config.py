@@ -222,12 +222,21 @@ def test_state_modes() -> None:
 
 def test_mamba1_has_no_replay() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert resolve_state_mode(EngineConfig("x"), ("mamba2",), cuda) == "replay"
     assert resolve_state_mode(EngineConfig("x"), ("mamba1", "mamba2"), cuda) == "classic"
-    assert resolve_state_mode(EngineConfig("x", speculative=SpeculativeConfig()), ("mamba1",), cuda) == "intermediate"
     for asked in ({"state_mode": "replay"}, {"speculative": SpeculativeConfig(state_mode="replay")}):
         with pytest.raises(ConfigError, match=r'for Mamba-2 and Gated Delta Net alone.*use "auto"'):
             resolve_state_mode(EngineConfig("x", **asked), ("mamba1",), cpu)
+
+
+@pytest.mark.parametrize(("device", "kind", "plain", "chains"), [
+    ("cpu", "mamba2", "classic", "intermediate"), ("cuda", "mamba2", "replay", "replay"),
+    ("cuda", "mamba1", "classic", "intermediate"),
+])  # fmt: skip
+def test_automatic_state_modes_follow_the_kernels(device: str, kind: str, plain: str, chains: str) -> None:
+    """Which exist on CUDA; a tree has no ring."""
+    wanted = ((None, plain), (SpeculativeConfig(), chains), (SpeculativeConfig(topk=2), "intermediate"))
+    for speculative, mode in wanted:
+        assert resolve_state_mode(EngineConfig("x", speculative=speculative), (kind,), torch.device(device)) == mode
 
 
 def test_devices() -> None:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hybridrt.errors import MemoryBudgetError
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts, plan_memory
 from hybridrt.mem_cache.page_demand import PageDemand
 from tests.checkpoints import CheckpointStore
+from tests.mtp_oracle import HEADS, write_with_head
 from tests.session import Session, budget
 
 demands = st.builds(
@@ -112,6 +114,8 @@ def allocated(session: Session) -> int:
     table = runner.pools.req_to_token
     tensors = [runner.pools.kv.k, runner.pools.kv.v, table.req_to_token, table.req_to_mamba_slot, runner.last_tokens]
     tensors += vars(runner.sampling_table).values()
+    if runner.mtp is not None:
+        tensors += [runner.mtp.hidden, runner.mtp.ahead.hidden, runner.mtp.tokens]
     if (mamba := table.mamba_pool) is not None:
         tensors += [mamba.ring_start, mamba.ring_length]
         for layer_id in mamba.layer_ids:
@@ -136,6 +140,18 @@ def test_what_is_planned_is_what_is_allocated(name: str, changes: dict[str, Any]
     """To the byte: states, rings, intermediate caches, page tables, sampling tables, cursors, KV."""
     session = Session(checkpoints[name].path, budget_bytes=3_000_000, **changes)
     assert allocated(session) == session.plan.pool_bytes <= 3_000_000
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+@pytest.mark.parametrize("name", ["qwen", "nemotron"])
+def test_a_prediction_head_is_charged(name: str, drafts: int, tmp_path: Path) -> None:
+    """Its layer of KV in every page, hidden states, and pages for drafts ahead of what is lent; its weights too."""
+    write_with_head(HEADS[name], tmp_path)
+    speculative = [SpeculativeConfig(method, num_draft_tokens=drafts) for method in ("mtp", "ngram")]
+    with_head, without = (Session(tmp_path, budget_bytes=3_000_000, speculative=s, page_size=4) for s in speculative)
+    assert allocated(with_head) == with_head.plan.pool_bytes <= 3_000_000
+    assert with_head.plan.costs.page == 2 * without.plan.costs.page
+    assert with_head.plan.weight_bytes > without.plan.weight_bytes
 
 
 def test_a_short_plan_is_charged_for_short_tables(checkpoints: CheckpointStore) -> None:

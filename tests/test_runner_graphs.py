@@ -6,6 +6,7 @@ import pytest
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.forward_batch import ForwardMode, SpecInfo
+from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepPlan
 from hybridrt.sampling_params import SamplingParams
@@ -28,7 +29,7 @@ def runner(path: str, mode: str, graphs: bool) -> ModelRunner:
     )  # fmt: skip
     made = ModelRunner(config)
     if graphs:
-        made.graphs = {tokens: made._capture(tokens, False) for tokens in made._step_widths()}
+        made.capture()
     rows = list(enumerate(PROMPTS, 1))
     plan = StepPlan(
         [Admission(row, row, prompt, len(prompt), GREEDY, row) for row, prompt in rows],
@@ -49,6 +50,12 @@ def test_verify_and_plain_steps_in_turn(path: str, mode: str) -> None:
         tokens = with_graphs.launch(StepPlan(decode=decode)).result().tokens
         assert tokens == eager.launch(StepPlan(decode=decode)).result().tokens
         computed = [done + len(gained) for done, gained in zip(computed, tokens, strict=True)]
+
+
+def test_a_step_without_decode_rows_replays_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = runner(path, "replay", True)
+    monkeypatch.setattr(GraphRunner, "replay", lambda *_: pytest.fail("a graph of padding rows"))
+    made.launch(StepPlan(extend=[ExtendRow(1, 3, [4, 5], 0, True)])).result()
 
 
 def test_each_width_of_a_step_has_its_own_buffers(path: str) -> None:

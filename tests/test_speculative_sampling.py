@@ -1,6 +1,7 @@
 """What verification draws: the distribution of plain sampling, whoever proposes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from hybridrt.runtime.step import Admission
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.draft_model import DraftModelDrafter
 from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
+from hybridrt.speculative.make import make_drafter
 from hybridrt.speculative.ngram import NgramDrafter
-from tests.checkpoints import falcon, write
+from tests.checkpoints import falcon, nemotron, write
+from tests.mtp_oracle import write_with_head
 from tests.speculation import Ask, AtRandom, Rig
 
 VOCAB = 5
@@ -31,7 +34,10 @@ FILTERS: list[dict[str, Any]] = [
     {"temperature": 1.2, "top_p": 0.85},
     {"temperature": 1.0, "repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.5, "top_p": 0.95},
 ]
-CASES = [("ngram", "intermediate", 0), ("same", "replay", 1), ("other", "intermediate", 2), ("random", "replay", 3)]
+CASES = [
+    ("ngram", "intermediate", 0), ("same", "replay", 1), ("other", "intermediate", 2), ("random", "replay", 3),
+    ("mtp", "replay", 3),
+]  # fmt: skip
 
 
 def probabilities(logits: Tensor, seen: Sequence[int], output: Sequence[int], params: SamplingParams) -> list[float]:
@@ -86,18 +92,32 @@ def chi_square(counts: dict[tuple[int, ...], int], wanted: dict[tuple[int, ...],
     return statistic, k * (1 - 2 / (9 * k) + 3.72 * (2 / (9 * k)) ** 0.5) ** 3
 
 
+@dataclass(frozen=True)
+class Models:
+    """A tiny model as transformers has it, its checkpoint, one with other weights, and one with a prediction head."""
+
+    oracle: Any
+    path: Path
+    other: Path
+    oracle_with_head: Any
+    with_head: Path
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
-    """A tiny model as transformers has it, its checkpoint, and one with other weights."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     root, make = tmp_path_factory.mktemp("models"), falcon(vocab_size=VOCAB, num_hidden_layers=1)
     write(make, root / "b", seed=1)
-    return write(make, root / "a"), root / "a", root / "b"
+    head = nemotron("M", num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*", vocab_size=VOCAB)
+    return Models(write(make, root / "a"), root / "a", root / "b", write_with_head(head, root / "c"), root / "c")
 
 
-def rig_and_drafter(path: Path, other: Path, method: str, mode: str) -> tuple[Rig, Drafter]:
-    draft = {"same": path, "other": other}.get(method)
+def rig_and_drafter(models: Models, method: str, mode: str) -> tuple[Rig, Drafter]:
+    draft = {"same": models.path, "other": models.other}.get(method)
     spec: dict[str, Any] = {"method": "draft", "draft_model": str(draft)} if draft else {}
-    rig = Rig(path, mode=mode, drafts=3, rows=500, **spec)
+    if method == "mtp":
+        rig = Rig(models.with_head, mode=mode, drafts=3, rows=500, method="mtp")
+        return rig, make_drafter(rig.runner)
+    rig = Rig(models.path, mode=mode, drafts=3, rows=500, **spec)
     inner: Drafter = DraftModelDrafter(rig.config, rig.runner.plan, VOCAB) if draft else (
         NgramDrafter(shortest=1) if method == "ngram" else AtRandom(VOCAB)
     )  # fmt: skip
@@ -105,27 +125,33 @@ def rig_and_drafter(path: Path, other: Path, method: str, mode: str) -> tuple[Ri
 
 
 @pytest.mark.parametrize(("method", "mode", "filters"), CASES)
-def test_joint_distribution_of_three_tokens(
-    method: str, mode: str, filters: int, models: tuple[Any, Path, Path]
-) -> None:
-    oracle, path, other = models
+def test_joint_distribution_of_three_tokens(method: str, mode: str, filters: int, models: Models) -> None:
     common: dict[str, Any] = {"max_tokens": 5, "ignore_eos": True, "n": 500, **FILTERS[filters]}
     params = [SamplingParams(seed=i, **common) for i in range(DRAWS // 500)]
-    rig, drafter = rig_and_drafter(path, other, method, mode)
+    rig, drafter = rig_and_drafter(models, method, mode)
     outputs = rig.run([Ask(PROMPT, p) for p in params], drafter)
     counts: dict[tuple[int, ...], int] = {}
     for output in outputs.values():
         tokens = tuple(output.token_ids[1:4])
         counts[tokens] = counts.get(tokens, 0) + 1
+    oracle = models.oracle_with_head if method == "mtp" else models.oracle
     statistic, limit = chi_square(counts, joint(oracle, params[0]))
     assert statistic < limit
     assert rig.counters.accepted > DRAWS / 10, "drafts were kept often enough to show"
 
 
-def test_chi_square_notices_a_small_bias(models: tuple[Any, Path, Path]) -> None:
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_the_target_itself_drafts_what_it_will_draw(filters: dict[str, Any], models: Models) -> None:
+    """With the target's weights, filters, penalties and random numbers every draft stays."""
+    rig, drafter = rig_and_drafter(models, "same", "replay")
+    rig.run([Ask(PROMPT, SamplingParams(seed=i, max_tokens=40, ignore_eos=True, **filters)) for i in range(8)], drafter)
+    assert rig.counters.accepted == rig.counters.proposed > 200
+
+
+def test_chi_square_notices_a_small_bias(models: Models) -> None:
     """The limit is no formality: one token in ten taken for its neighbour is beyond it."""
     params = SamplingParams(temperature=1.0)
-    wanted = joint(models[0], params)
+    wanted = joint(models.oracle, params)
     generator = torch.Generator().manual_seed(0)
     outcomes = list(wanted)
     for share, beyond in ((0.0, False), (0.1, True)):
@@ -176,13 +202,36 @@ def test_verify_draws_what_sampling_step_by_step_draws(data: st.DataObject) -> N
     counts = torch.full((rows,), width - 1).int()
     positions = (start + 7 + torch.arange(width)).repeat(rows, 1).int()
     step = Verification(index, torch.full((rows,), start).int(), positions, drafts, counts)
-    tokens, accepted, _ = Sampler(tables[1]).verify(logits.flatten(0, 1), step, Filters.of(params))
+    kept = Sampler(tables[1]).verify(logits.flatten(0, 1), step, Filters.of(params))
+    tokens, accepted = kept.tokens, kept.counts
     assert accepted.tolist() == [1 + g for g in good]
     for row, (got, want, kept) in enumerate(zip(tokens, plain, accepted.tolist())):
         assert got[:kept].tolist() == want[:kept].tolist()
         if params[row].uses_penalties:
             wanted = want[:kept].bincount(minlength=vocab)
             assert torch.equal(tables[1].output_counts[row + 1].long(), wanted)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_drafts_are_drawn_as_sampling_step_by_step_draws(data: st.DataObject) -> None:
+    """From the target's logits a drafter that runs ahead draws what the target would, penalties for its own drafts
+    included, and leaves no count."""
+    rows, width, vocab = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5)), 9
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    logits = torch.randn(rows, width, vocab, generator=generator) * 2
+    kinds = [*FILTERS, {"temperature": 0.0, "presence_penalty": 2.0}, {"temperature": 0.0}]
+    params = [SamplingParams(seed=i, **data.draw(st.sampled_from(kinds))) for i in range(rows)]
+    index, filters = torch.arange(1, rows + 1, dtype=torch.int32), Filters.of(params)
+    tables = [_table(params, [[1, 2]] * rows, vocab) for _ in range(2)]
+    drafts = torch.empty(rows, 0, dtype=torch.int64)
+    for t in range(width):
+        places = torch.full((rows,), t).int()
+        plain = Sampler(tables[0])(logits[:, t], index, places, filters)
+        drawn = Sampler(tables[1]).draft(logits[:, t], index, places, filters, drafts)
+        assert torch.equal(drawn, plain)
+        drafts = torch.cat((drafts, drawn[:, None]), 1)
+    assert not tables[1].output_counts.any()
 
 
 def _table(params: Sequence[SamplingParams], prompts: Sequence[list[int]], vocab: int) -> SamplingTable:

@@ -1,7 +1,7 @@
 """Text with speculation equals text without it, token for token, whatever arrives, ends, is retracted or proposed."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from hybridrt.engine.engine import derive_seed
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.draft_model import DraftModelDrafter
-from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter, DraftRequest
+from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest
+from hybridrt.speculative.mtp import MTPDrafter
 from hybridrt.speculative.ngram import NgramDrafter
-from tests.checkpoints import CASES, VOCAB, falcon, falcon_mamba, jamba, swa_ssm, write
+from tests.checkpoints import CASES, VOCAB, falcon, falcon_mamba, jamba, nemotron, swa_ssm, write
+from tests.mtp_oracle import write_with_head
 from tests.speculation import Ask, Rig, Script, Scripted, assert_same, sample_seed, shifted
 
 # How the state rolls back, and most drafts at one place: 1 makes chains, more makes trees.
@@ -27,7 +29,9 @@ MAKERS = {
     "mamba1": jamba(num_hidden_layers=2, attn_layer_period=2, num_experts=1),
     "attention-free": falcon_mamba(num_hidden_layers=1),
     "history": swa_ssm(num_hidden_layers=2, history_mode=["prefix_sum", "enabled"]),
+    "mamba2 with a head": nemotron("M*", num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*-"),
 }
+WITH_HEADS = {"mamba2": "mamba2 with a head", "gdn": "gdn"}
 # What drafts for a model, beside itself: its own kind with other weights, a model without recurrent layers or one
 # without attention.
 OTHERS = {
@@ -35,11 +39,11 @@ OTHERS = {
     "history": ("history", 1),
 }  # fmt: skip
 WAYS = [(name, *mode) for name in OTHERS for mode in MODES if mode[0] != "replay" or name in ("mamba2", "gdn")]
-METHODS = ("ngram", "same", "other", "scripted")
+METHODS = ("ngram", "same", "other", "mtp", "scripted")
 # Drafters matter least to the models of one mode: a script may propose whatever they do.
 HISTORIES = [
     (*way, method) for way in WAYS for method in METHODS
-    if way[0] in ("mamba2", "gdn") or method == "scripted" or (way[2] == 1 and method != "same")
+    if way[0] in ("mamba2", "gdn") or method == "scripted" or (way[2] == 1 and method in ("ngram", "other"))
 ]  # fmt: skip
 
 
@@ -54,7 +58,8 @@ class Rigs:
 
     def _path(self, name: str, seed: int = 0) -> Path:
         path = self.root / f"{name}-{seed}"
-        write(MAKERS[name], path, seed=seed)
+        writer = write_with_head if name in WITH_HEADS.values() else write
+        writer(MAKERS[name], path, seed=seed)
         return path
 
     def _rig(
@@ -62,6 +67,8 @@ class Rigs:
     ) -> Rig:
         draft_model = self.path(name) if method == "same" else self.path(*OTHERS[name]) if method == "other" else None
         spec: dict[str, Any] = {"method": "draft", "draft_model": str(draft_model)} if draft_model else {}
+        if method == "mtp":
+            spec = {"method": "mtp"}
         return Rig(self.path(name), mode=mode, drafts=drafts, graphs=graphs, pages=pages, topk=topk, **spec)
 
 
@@ -75,6 +82,13 @@ def draft_model(rig: Rig) -> DraftModelDrafter:
     return DraftModelDrafter(rig.config, rig.runner.plan, VOCAB)
 
 
+def make_mtp(rig: Rig) -> MTPDrafter:
+    assert rig.config.speculative is not None
+    return MTPDrafter(
+        lambda task: task(rig.runner), rig.config.speculative.num_draft_tokens, rig.config.speculative.topk
+    )
+
+
 def make_drafter(rig: Rig, method: str, futures: dict[int, list[int]]) -> Drafter:
     assert rig.config.speculative is not None
     drafts, topk = rig.config.speculative.num_draft_tokens, rig.config.speculative.topk
@@ -83,6 +97,8 @@ def make_drafter(rig: Rig, method: str, futures: dict[int, list[int]]) -> Drafte
     )
     if method in ("same", "other"):
         inner = draft_model(rig)
+    if rig.runner.mtp is not None:
+        inner = make_mtp(rig)
     return AdaptiveDrafter(inner, drafts, patience=5)
 
 
@@ -138,10 +154,12 @@ schedules = settings(
 chunks = st.sampled_from([2, 5, 11, 8192])
 
 
-def check(rigs: Rigs, name: str, rig: Rig, method: str, requests: Sequence[Ask], chunk: int) -> None:
+def check(
+    rigs: Rigs, name: str, rig: Rig, method: str, requests: Sequence[Ask], chunk: int, overlap: bool = False
+) -> None:
     futures = rigs.plain(name).futures(requests)
     by_seed = {sample_seed(requests[int(i)], k): output.token_ids for (i, k), output in futures.items()}
-    found = rig.run(requests, make_drafter(rig, method, by_seed), chunk)
+    found = rig.run(requests, make_drafter(rig, method, by_seed), chunk, overlap)
     assert_same(requests, found, futures)
 
 
@@ -159,10 +177,41 @@ def test_any_history(
     chunk: int,
     data: st.DataObject,
 ) -> None:
-    graphs = data.draw(st.booleans(), "graphs")
+    """Closures for graphs, pages for all or for little more than one, steps launched ahead: everything at once."""
+    graphs, overlap = data.draw(st.booleans(), "graphs"), data.draw(st.booleans(), "overlap")
+    pages = data.draw(st.sampled_from([None, None, 0]), "pages")
+    name = WITH_HEADS[name] if method == "mtp" else name
+    rig = rigs.rig(name, mode, drafts, graphs, pages, method, topk)
     if method == "scripted":
         method = data.draw(st.sampled_from(sorted(SCRIPTS)), "script")
-    check(rigs, name, rigs.rig(name, mode, drafts, graphs, None, method, topk), method, requests, chunk)
+    check(rigs, name, rig, method, requests, chunk, overlap)
+
+
+@dataclass
+class Repeated:
+    """Asks twice."""
+
+    inner: Drafter
+    asked: int = 0
+
+    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
+        first = self.inner.propose(requests, most)
+        assert first == self.inner.propose(requests, most)
+        self.asked += len(first)
+        return first
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("method", ["ngram", "same", "mtp"])
+def test_asked_again_a_drafter_says_the_same(method: str, graphs: bool, rigs: Rigs) -> None:
+    """A request whose drafts are thrown away, because no page is left for them say, asks again with no token more."""
+    rig = rigs.rig("gdn", "replay", 4, graphs, None, method)
+    inner: Drafter = NgramDrafter() if method == "ngram" else draft_model(rig) if method == "same" else make_mtp(rig)
+    drafter = Repeated(inner)
+    prompts = ([5, 6, 7, 5, 6, 7], [40], [9, 9, 9])
+    asks = [Ask(list(p), SamplingParams(max_tokens=24, temperature=0.0, seed=i)) for i, p in enumerate(prompts)]
+    assert_same(asks, rig.run(asks, AdaptiveDrafter(drafter, 4)), rigs.plain("gdn").futures(asks))
+    assert drafter.asked > 10
 
 
 @pytest.mark.parametrize(
@@ -173,13 +222,16 @@ def test_retraction(name: str, mode: str, topk: int, rigs: Rigs) -> None:
     """KV for one long request and a little: requests are thrown out and come back with their output."""
     retractions = 0
 
+    methods = st.sampled_from(["ngram", "same", "random", "in bursts", *["mtp"] * (name in WITH_HEADS)])
+
     @schedules
-    @given(requests=asks(longest=60), chunk=chunks, method=st.sampled_from(["ngram", "same", "random", "in bursts"]))
-    def play(requests: list[Ask], chunk: int, method: str) -> None:
+    @given(requests=asks(longest=60), chunk=chunks, method=methods, overlap=st.booleans())
+    def play(requests: list[Ask], chunk: int, method: str, overlap: bool) -> None:
         nonlocal retractions
+        kind = WITH_HEADS[name] if method == "mtp" else name
         long = [replace(a, params=replace(a.params, max_tokens=60, stop_token_ids=(), n=1)) for a in requests]
-        rig = rigs.rig(name, mode, 4, False, 5, method, topk)
-        check(rigs, name, rig, method, long, chunk)
+        rig = rigs.rig(kind, mode, 4, False, 5, method, topk)
+        check(rigs, kind, rig, method, long, chunk, overlap)
         retractions += rig.counters.retractions
 
     play()

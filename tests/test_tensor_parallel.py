@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
 from hybridrt.speculative.make import make_drafter
-from tests.checkpoints import SPLIT, VOCAB, Checkpoint, CheckpointStore
+from tests.checkpoints import SPLIT, Checkpoint, CheckpointStore
+from tests.mtp_oracle import HEADS, write_with_head
 from tests.session import Session, check_sample, greedy
 from tests.speculation import Scripted, shifted
 from tests.test_models_parity import prompts, requests
@@ -127,10 +130,26 @@ def test_a_draft_model_is_whole_on_rank_0(groups: Groups, checkpoints: Checkpoin
     speculative = SpeculativeConfig("draft", num_draft_tokens=3, draft_model=str(checkpoint.path))
     drafted = config(checkpoint, tp_size=2, speculative=speculative)
     executor = TensorParallelExecutor(drafted, ranks=groups[2])
-    (output,) = outputs(executor, [greedy(16)], make_drafter(drafted, executor.runner.plan, VOCAB))
+    (output,) = outputs(executor, [greedy(16)], make_drafter(executor.runner))
     executor.close()
     assert output.metrics.accepted == output.metrics.proposed > 0
     check_greedy(output.token_ids, checkpoint.logits(output.prompt_token_ids, output.token_ids), "draft model")
+
+
+@pytest.mark.parametrize("name", ["qwen", "nemotron-latent_groups"])
+def test_a_prediction_head_is_split_too(name: str, groups: Groups, tmp_path: Path) -> None:
+    """Its drafts are those of one process: as many stay, of as many."""
+    model = write_with_head(HEADS[name], tmp_path)
+    checkpoint, params = Checkpoint(tmp_path, model), [greedy(16, seed=0), SamplingParams(max_tokens=16, seed=1)]
+    drafted = config(checkpoint, speculative=SpeculativeConfig("mtp", num_draft_tokens=3))
+    runner = ModelRunner(drafted)
+    alone = outputs(runner, params, make_drafter(runner))
+    executor = TensorParallelExecutor(replace(drafted, tp_size=2), ranks=groups[2])
+    together = outputs(executor, params, make_drafter(executor.runner, executor.everywhere))
+    executor.close()
+    for ours, theirs in zip(together, alone, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert (ours.metrics.proposed, ours.metrics.accepted) == (theirs.metrics.proposed, theirs.metrics.accepted)
 
 
 def test_every_kind_of_sampling_draws_alike_on_all_ranks(groups: Groups, checkpoints: CheckpointStore) -> None:

@@ -70,7 +70,7 @@ def generate(
     path = resolve_model_path(model)
     params = sampling_params(path, sampling.given())
     start = time.monotonic()
-    with LLM(str(path), **{"tp_size": world_size() or 1, **engine.given(), **speculation.given()}) as llm:
+    with LLM(str(path), **{"tp_size": world_size() or 1, **engine.given(), **speculation.given(model)}) as llm:
         loaded = time.monotonic() - start
         jobs = [Job(text, _prompt(llm, text, chat, token_ids)) for text in typed]
         if verbose:
@@ -218,19 +218,26 @@ def _as_json(job: Job, output: "RequestOutput") -> dict[str, Any]:
 
 
 def timings(metrics: "RequestMetrics") -> dict[str, Any]:
-    """Counts, seconds to the first token, seconds in all, and tokens a second after the first token (None of one)."""
+    """Counts, what drafts brought, seconds to the first token and in all, and tokens a second after the first token
+    (None of one)."""
     first, end, start = metrics.first_token_time, metrics.finish_time, metrics.arrival_time
     assert first is not None and end is not None, "the sample has finished"
     decoded = metrics.output_tokens - 1
     rate = decoded / (end - first) if decoded and end > first else None
     counts = {k: v for k, v in asdict(metrics).items() if not k.endswith("_time")}
-    return {**counts, "time_to_first_token": first - start, "seconds": end - start, "tokens_per_second": rate}
+    drafts = {name: getattr(metrics, name) for name in ("mean_accepted_length", "tokens_per_target_step")}
+    return {**counts, **drafts, "time_to_first_token": first - start, "seconds": end - start, "tokens_per_second": rate}
 
 
 def _timing(metrics: "RequestMetrics") -> str:
     t = timings(metrics)
     rate = f", then {t['tokens_per_second']:.1f} tokens/s" if t["tokens_per_second"] is not None else ""
-    drafts = f"; {t['accepted']} of {t['proposed']} drafts accepted" if t["proposed"] else ""
+    drafts = ""
+    if t["verify_steps"]:
+        drafts = (
+            f"; {t['accepted']} of {t['proposed']} drafts accepted, mean accepted length "
+            f"{t['mean_accepted_length']:.2f}, {t['tokens_per_target_step']:.2f} tokens per target step"
+        )
     return (
         f"{t['prompt_tokens']} prompt tokens, {t['output_tokens']} output tokens in {t['seconds']:.2f} s: first after "
         f"{t['time_to_first_token'] * 1000:.0f} ms{rate}{drafts}"

@@ -77,7 +77,7 @@ def inspect(
     """
     from hybridrt.config import EngineConfig
 
-    report = describe_model(EngineConfig(model, **engine.given(), **speculation.given()))
+    report = describe_model(EngineConfig(model, **engine.given(), **speculation.given(model)))
     if as_json:
         typer.echo(json.dumps(_as_json(report), indent=2))
     else:

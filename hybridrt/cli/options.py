@@ -9,7 +9,7 @@ import typer
 
 from hybridrt.errors import ConfigError
 
-EMBEDDED = "embedded"
+EMBEDDED, EMBEDDED_DRAFT = "embedded", "embedded_draft"
 ModelOption = Annotated[
     str,
     typer.Option("--model", "-m", metavar="NAME", help="Checkpoint directory, hub name, or the built-in model."),
@@ -70,12 +70,12 @@ class EngineOptions(_Overrides):
 class SpeculativeOptions:
     """Fields of SpeculativeConfig that a line can say, under names that say what they belong to."""
 
-    speculative: Annotated[str | None, option("Draft tokens and verify them at once.", "off", "ngram|draft")] = None
+    speculative: Annotated[str | None, option("Draft tokens and verify them at once.", "off", "ngram|draft|mtp")] = None
     num_draft_tokens: Annotated[int | None, option("Drafts a step.", "4", "N")] = None
-    draft_model: Annotated[str | None, option("Drafter of --speculative draft.", "none", "NAME")] = None
+    draft_model: Annotated[str | None, option("Drafter of --speculative draft.", "the built-in model's", "NAME")] = None
 
-    def given(self) -> dict[str, Any]:
-        """{"speculative": SpeculativeConfig}, or nothing where speculation is off.
+    def given(self, model: str) -> dict[str, Any]:
+        """{"speculative": SpeculativeConfig}, or nothing where speculation is off. The built-in model brings a drafter.
 
         Raises:
             ConfigError: drafts were asked for without a method, or fields that do not go together.
@@ -84,8 +84,11 @@ class SpeculativeOptions:
         fields = {name: value for name, value in fields.items() if value is not None}
         if self.speculative is None:
             if fields:
-                raise ConfigError(f"--{next(iter(fields)).replace('_', '-')} goes with --speculative ngram or draft")
+                option_name = next(iter(fields)).replace("_", "-")
+                raise ConfigError(f"--{option_name} goes with --speculative ngram, draft or mtp")
             return {}
+        if self.speculative == "draft" and model == EMBEDDED:
+            fields.setdefault("draft_model", EMBEDDED_DRAFT)
         from hybridrt.config import SpeculativeConfig
 
         return {"speculative": SpeculativeConfig(method=self.speculative, **fields)}  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.detokenizer import Detokenizer
-from hybridrt.engine.request import FinishReason, Request, RequestMetrics, RequestOutput
+from hybridrt.engine.request import DraftRates, FinishReason, Request, RequestMetrics, RequestOutput
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.errors import EngineError, RequestError
@@ -39,8 +39,9 @@ class EngineLimits:
 
 
 @dataclass(slots=True)
-class EngineCounters:
-    """Since the engine was built: steps, tokens and how samples ended. Now: who runs, who waits, what is free."""
+class EngineCounters(DraftRates):
+    """Since the engine was built: steps, tokens, drafts (as RequestMetrics counts them) and how samples ended. Now: who
+    runs, who waits, what is free."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -50,6 +51,8 @@ class EngineCounters:
     failed: int = 0
     proposed: int = 0
     accepted: int = 0
+    target_steps: int = 0
+    verify_steps: int = 0
     retractions: int = 0
     running: int = 0
     waiting: int = 0
@@ -329,6 +332,12 @@ class Engine:
         self._totals.prompt_tokens += sum(len(row.tokens) for row in scheduled.plan.extend)
         self._totals.proposed += sum(len(row.drafts) for row in scheduled.plan.decode)
 
+    def _count_gain(self, request: Request, tokens: int, verified: bool) -> None:
+        for counters in (request.metrics, self._totals):
+            counters.accepted += tokens - 1
+            counters.target_steps += 1
+            counters.verify_steps += verified
+
     def _consume(self) -> None:
         """Reads the oldest launched step. An interrupt while waiting for it leaves it launched."""
         step, handle = self._launched[0]
@@ -346,6 +355,7 @@ class Engine:
             tokens, logprobs = next(gains) if most else ([], None)
             gained.append(len(tokens))
             if tokens and request.finish_reason is None:
+                self._count_gain(request, len(tokens), verified=most > 1)
                 self._accept(request, tokens, logprobs)
         self._scheduler.complete(step, gained)
 
@@ -353,8 +363,6 @@ class Engine:
         """Appends what a step gained, up to the token that ends the request; the surplus is dropped."""
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = time.monotonic()
-        request.metrics.accepted += len(tokens) - 1
-        self._totals.accepted += len(tokens) - 1
         try:
             for i, token in enumerate(tokens):
                 self._totals.output_tokens += 1

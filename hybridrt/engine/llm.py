@@ -202,7 +202,8 @@ class LLM:
         coordinator = CacheCoordinator(*pools, demand=plan.demand)
         # On a CPU a launched step has already run: launching ahead of its tokens would only compute surplus ones.
         overlap = self.config.overlap and runner.device.type == "cuda"
-        drafter = make_drafter(self.config, plan, model.vocab_size) if self.config.speculative else None
+        everywhere = self._split.everywhere if self._split else None
+        drafter = make_drafter(runner, everywhere) if self.config.speculative else None
         return Engine(
             self._split or runner, coordinator, limits, self.tokenizer, overlap=overlap, seed=self.config.seed,
             drafter=drafter,

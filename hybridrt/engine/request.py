@@ -14,9 +14,30 @@ from hybridrt.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class DraftRates:
+    """What drafts bring, from the counters of a request or of an engine."""
+
+    __slots__ = ()
+    accepted: int
+    output_tokens: int
+    target_steps: int
+    verify_steps: int
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Inputs that a verify step keeps, the last known token included: 1 if every draft fails. None without one."""
+        return 1 + self.accepted / self.verify_steps if self.verify_steps else None
+
+    @property
+    def tokens_per_target_step(self) -> float | None:
+        """Output tokens over steps of the target that gave some; 1 without speculation. None before the first."""
+        return self.output_tokens / self.target_steps if self.target_steps else None
+
+
 @dataclass(slots=True)
-class RequestMetrics:
-    """Times are seconds of `time.monotonic()`. `proposed` and `accepted` count drafts of speculative decoding."""
+class RequestMetrics(DraftRates):
+    """Times are seconds of `time.monotonic()`. `proposed` and `accepted` count drafts of speculative decoding,
+    `target_steps` the steps that gave the request tokens, `verify_steps` those of them with drafts."""
 
     prompt_tokens: int
     arrival_time: float
@@ -26,6 +47,8 @@ class RequestMetrics:
     retractions: int = 0
     proposed: int = 0
     accepted: int = 0
+    target_steps: int = 0
+    verify_steps: int = 0
 
 
 @dataclass(slots=True)

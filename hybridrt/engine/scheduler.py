@@ -149,7 +149,8 @@ class Scheduler:
             return 0
         request.computed += len(chunk)
         last = request.prefilled
-        step.plan.extend.append(ExtendRow(request.row.index, start, chunk, len(request.output), last))
+        following = 0 if last else request.prefill_tokens[request.computed]
+        step.plan.extend.append(ExtendRow(request.row.index, start, chunk, len(request.output), last, following))
         step.rows.append((request, int(last)))
         request.pending += int(last)
         if last and request.export_to is not None:

@@ -85,7 +85,7 @@ def router_sigmoid_grouped_reference(
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
     scores = torch.sigmoid(logits.float())
-    grouped = (scores + correction_bias).view(scores.shape[0], n_group, -1)
+    grouped = (scores + correction_bias).unflatten(1, (n_group, scores.shape[1] // n_group))
     best_groups = grouped.topk(2, -1).values.sum(-1).topk(topk_group, -1).indices
     excluded = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best_groups, False)
     ids = grouped.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(1).topk(top_k, -1).indices

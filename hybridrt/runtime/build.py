@@ -19,7 +19,7 @@ from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loader import fill_dummy, has_own_head, load_weights
-from hybridrt.models.registry import model_class
+from hybridrt.models.registry import make_mtp_head, model_class
 from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.state_shape import state_shape
 
@@ -65,15 +65,17 @@ def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: tor
     Raises:
         ConfigError: "replay" was asked for, and a layer has none.
     """
-    if config.speculative is not None:
-        mode, automatic = config.speculative.state_mode, "intermediate"
-    else:
-        # Replay saves state writes; beside the overhead of plain torch they cost nothing, so kernels decide.
-        automatic = "replay" if device.type == "cuda" and REPLAY_KINDS.issuperset(kinds) else "classic"
-        mode = config.state_mode
-    if mode == "replay" and not REPLAY_KINDS.issuperset(kinds):
+    spec = config.speculative
+    asked = config.state_mode if spec is None else spec.state_mode
+    if asked == "replay" and not REPLAY_KINDS.issuperset(kinds):
         raise ConfigError(NO_REPLAY)
-    return automatic if mode == "auto" else mode
+    if asked != "auto":
+        return asked
+    # Replay saves state writes; beside the overhead of plain torch they cost nothing, so kernels decide. Trees need
+    # every state.
+    if device.type == "cuda" and REPLAY_KINDS.issuperset(kinds) and (spec is None or spec.topk == 1):
+        return "replay"
+    return "classic" if spec is None else "intermediate"
 
 
 def resolve_model_path(name: str) -> Path:
@@ -104,7 +106,15 @@ def empty_model(config: EngineConfig, target: Target, device: torch.device) -> C
     # Padding drafts stand past the last position that a request may have.
     max_len = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
     max_len += config.num_verify_tokens - 1
-    return model_class(mc.architecture)(mc, tp=target.tp, dtype=target.dtype, device=device, max_len=max_len)
+    model = model_class(mc.architecture)(mc, tp=target.tp, dtype=target.dtype, device=device, max_len=max_len)
+    if uses_mtp(config):
+        model.attach_mtp(make_mtp_head(model))
+    return model
+
+
+def uses_mtp(config: EngineConfig) -> bool:
+    """The model's own prediction head drafts for it."""
+    return config.speculative is not None and config.speculative.method == "mtp"
 
 
 def build_model(config: EngineConfig, target: Target, path: Path, progress: bool) -> CausalLM:
@@ -142,13 +152,25 @@ def page_demand(config: EngineConfig, model_config: ModelConfig) -> PageDemand:
     return PageDemand(config.page_size, window, config.chunked_prefill_size, config.num_verify_tokens)
 
 
+def kv_layer_ids(config: EngineConfig, target: Target) -> tuple[int, ...]:
+    """Layers with keys and values: the model's attention layers, then those of its prediction head if that drafts."""
+    mc = target.model_config
+    return mc.full_attention_layer_ids + (mc.mtp_attention_layer_ids if uses_mtp(config) else ())
+
+
+def draft_pages(config: EngineConfig) -> int:
+    """KV pages of every row beside those that requests are lent: a prediction head writes its drafts' keys and values
+    before the scheduler has lent pages for them. The first of them stands in a lent page, or begins a page."""
+    return -(-(config.num_verify_tokens - 2) // config.page_size) if uses_mtp(config) else 0
+
+
 def make_plan(
     config: EngineConfig, target: Target, *, budget_bytes: int | None = None, weights: int = 0, activations: int = 0
 ) -> MemoryPlan:
     """The memory plan of a run; `budget_bytes` None is the CPU's rule, `host_budget`."""
     mc, spec = target.model_config, pool_spec(config, target)
     limit = mc.max_position_embeddings
-    layers = len(mc.full_attention_layer_ids)
+    layers = len(kv_layer_ids(config, target))
     costs = UnitCosts(
         slot=spec.slot_bytes(),
         row=_row_bytes(config, target, config.max_model_len or limit),
@@ -176,32 +198,49 @@ def _row_bytes(config: EngineConfig, target: Target, max_len: int) -> int:
     """Bytes of a running request beside its slot and its pages: rings, page table, sampling constants, last token."""
     table = HybridReqToTokenPool.row_bytes(_table_length(config, target, max_len), config.page_size)
     sampling = SamplingTable.row_bytes(target.model_config.vocab_size)
-    return pool_spec(config, target).row_bytes() + table + sampling + 4
+    return pool_spec(config, target).row_bytes() + table + sampling + 4 + _draft_row_bytes(config, target)
+
+
+def _draft_row_bytes(config: EngineConfig, target: Target) -> int:
+    """Bytes of a running request for the prediction head: two hidden states, a token and pages for its drafts."""
+    if not uses_mtp(config):
+        return 0
+    layers = len(kv_layer_ids(config, target))
+    page = KVPool.page_bytes(layers, config.page_size, *kv_shape(target), target.dtype)
+    return 2 * target.model_config.hidden_size * target.dtype.itemsize + 4 + draft_pages(config) * page
 
 
 def _table_length(config: EngineConfig, target: Target, max_len: int) -> int:
     """Positions of a page table: the drafts of a last verify step may reach beyond the longest request. Without
     attention layers there is no KV to point at."""
-    return max_len + config.num_verify_tokens - 1 if target.model_config.full_attention_layer_ids else 0
+    return max_len + config.num_verify_tokens - 1 if kv_layer_ids(config, target) else 0
 
 
 def _graph_bytes(config: EngineConfig, target: Target) -> int:
-    """The graphs' logits, their largest static buffer."""
+    """The graphs' logits, their largest static buffers, and what a prediction head reads and writes."""
     if target.device.type != "cuda" or not config.cuda_graph:
         return 0
     rows = config.cuda_graph_max_bs or config.max_running_requests or DEFAULT_ROWS["cuda"]
-    return rows * config.num_verify_tokens * target.model_config.vocab_size * target.dtype.itemsize
+    vocab, hidden = target.model_config.vocab_size, target.model_config.hidden_size
+    tokens = sum(step_widths(config))
+    numbers = tokens * (vocab + hidden) + vocab if uses_mtp(config) else tokens * vocab
+    return rows * numbers * target.dtype.itemsize
+
+
+def step_widths(config: EngineConfig) -> list[int]:
+    """T of every kind of step, the widest first: those with drafts, and those in which no row has one."""
+    widest = config.num_verify_tokens
+    return [1] if widest == 1 else [widest, 1]
 
 
 def build_pools(config: EngineConfig, target: Target, plan: MemoryPlan) -> Pools:
     """Allocates everything that the plan counts."""
-    mc, device = target.model_config, target.device
-    spec = pool_spec(config, target)
+    device, spec = target.device, pool_spec(config, target)
     mamba = MambaPool(spec, num_slots=plan.num_slots, num_rows=plan.num_rows, device=device) if spec.groups else None
     heads, head_dim = kv_shape(target)
     kv = KVPool(
-        layer_ids=mc.full_attention_layer_ids, num_pages=plan.num_pages, page_size=plan.page_size,
-        num_kv_heads=heads, head_dim=head_dim, dtype=target.dtype, device=device,
+        layer_ids=kv_layer_ids(config, target), num_pages=plan.num_pages + (plan.num_rows + 1) * draft_pages(config),
+        page_size=plan.page_size, num_kv_heads=heads, head_dim=head_dim, dtype=target.dtype, device=device,
     )  # fmt: skip
     table = HybridReqToTokenPool(
         num_rows=plan.num_rows, max_context=_table_length(config, target, plan.max_model_len), page_size=plan.page_size,

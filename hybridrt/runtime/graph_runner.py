@@ -14,12 +14,12 @@ import torch
 from tqdm import tqdm
 
 from hybridrt.attention.base import AttentionBackend
+from hybridrt.config import ModelConfig
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.decode_inputs import decode_inputs
 from hybridrt.kernels.draft_tree import tree_mask, tree_positions
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.models.base import CausalLM
 from hybridrt.runtime.step import DecodeRow
 from hybridrt.runtime.step_inputs import StagingRing, tree_nodes
 
@@ -50,12 +50,33 @@ class DecodeInputs:
     ancestors: Sequence[int] = ()
 
 
+class StepModel(Protocol):
+    """What a graph records of a model: a CausalLM, or its prediction head."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, hidden]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] to [T, vocab]."""
+        ...
+
+
 class StaticBuffers:
-    """What a replay fills and a graph reads, for max_bs rows of T tokens. `packed` arrives in one copy."""
+    """What a replay fills and a graph reads, for max_bs rows of T tokens. `packed` arrives in one copy.
+
+    Args:
+        keep_hidden: also the final hidden states, `hidden` [max_bs * T, hidden] (else empty).
+    """
 
     def __init__(
-        self, max_bs: int, tokens: int, vocab: int, dtype: torch.dtype, device: torch.device, tree: bool = False
+        self, model: StepModel, max_bs: int, tokens: int, *, tree: bool = False, keep_hidden: bool = False
     ) -> None:
+        device, dtype = model.device, model.dtype
         self.max_bs, self.tokens, self.tree = max_bs, tokens, tree
         count, nodes = len(FIELDS), tokens if tree else 0
         sizes = [count, tokens - 1, nodes, nodes]
@@ -68,7 +89,9 @@ class StaticBuffers:
         self.input_ids, self.positions, self.out_cache_loc = torch.zeros(
             (3, max_bs * tokens), dtype=torch.int32, device=device
         )
-        self.logits = torch.zeros(max_bs * tokens, vocab, dtype=dtype, device=device)
+        self.logits = torch.zeros(max_bs * tokens, model.config.vocab_size, dtype=dtype, device=device)
+        kept = max_bs * tokens if keep_hidden else 0
+        self.hidden = torch.zeros(kept, model.config.hidden_size, dtype=dtype, device=device)
 
     def pack(self, inputs: DecodeInputs, seq_len_fill: int) -> np.ndarray:
         """The host image of `packed`: real rows first, then padding up to max_bs."""
@@ -92,6 +115,7 @@ class StaticBuffers:
             tensor.fill_(POISON)
         self.tree_mask.fill_(True)
         self.logits.fill_(float("nan"))
+        self.hidden.fill_(float("nan"))
 
 
 class Recorder(Protocol):
@@ -139,19 +163,21 @@ class GraphRunner:
         max_bs: largest batch captured; capped by the request rows, because more cannot exist.
         spec_info: None for plain decode; for verify steps it says T.
         tree: verify steps are of draft trees, whose parents and masks arrive with the inputs.
+        keep_hidden: `buffers.hidden` gets the final hidden states.
         recorder: how a step is recorded; by the device's kind if None.
     """
 
     def __init__(
         self,
         *,
-        model: CausalLM,
+        model: StepModel,
         backend: AttentionBackend,
         req_to_token_pool: HybridReqToTokenPool,
         last_tokens: torch.Tensor,
         max_bs: int,
         spec_info: SpecInfo | None = None,
         tree: bool = False,
+        keep_hidden: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
         if max_bs < 1:
@@ -163,7 +189,7 @@ class GraphRunner:
         device = model.device
         self.poisoned = device.type != "cuda"
         self.recorder: Recorder = recorder or (ClosureRecorder() if self.poisoned else CudaGraphRecorder())
-        self.buffers = StaticBuffers(self.max_bs, self.tokens, model.config.vocab_size, model.dtype, device, tree)
+        self.buffers = StaticBuffers(model, self.max_bs, self.tokens, tree=tree, keep_hidden=keep_hidden)
         self.spec_info = SpecInfo(self.tokens, self.buffers.parents, self.buffers.tree_mask) if tree else spec_info
         self._staging = StagingRing(device)
         self._fill = backend.get_cuda_graph_seq_len_fill_value() + self.tokens - 1
@@ -172,9 +198,9 @@ class GraphRunner:
         self._replays: dict[int, Callable[[], None]] = {}
 
     @torch.inference_mode()
-    def capture(self, progress: bool = False) -> None:
-        """Records every bucket, the largest first: smaller ones reuse its memory."""
-        for bs in tqdm(buckets(self.max_bs)[::-1], desc="capturing graphs", disable=not progress):
+    def capture(self, progress: bool = False, sizes: Sequence[int] = ()) -> None:
+        """Records every bucket, or those of `sizes`; the largest first: smaller ones reuse its memory."""
+        for bs in tqdm(sorted(sizes or buckets(self.max_bs))[::-1], desc="capturing graphs", disable=not progress):
             self._upload(DecodeInputs([], [], [], [], []))
             hook = self.backend.init_forward_metadata_capture_cuda_graph
             hook(bs, bs * self.tokens, self.buffers.rows, self.buffers.seq_lens, self.mode, self.spec_info)
@@ -206,6 +232,15 @@ class GraphRunner:
     def _upload(self, inputs: DecodeInputs) -> None:
         self._staging.copy_into(self.buffers.packed, self.buffers.pack(inputs, self._fill))
 
+    def batch(self, rows: int) -> ForwardBatch:
+        """The first `rows` rows of the step, over views of the static buffers."""
+        buffers, total = self.buffers, rows * self.tokens
+        return ForwardBatch(
+            self.mode, buffers.input_ids[:total], buffers.positions[:total], buffers.rows[:rows],
+            buffers.seq_lens[:rows], self._starts[: rows + 1], buffers.out_cache_loc[:total], rows, rows, self.backend,
+            spec_info=self.spec_info,
+        )  # fmt: skip
+
     def _bind(self, bs: int) -> Callable[[], None]:
         """The step of one bucket, over views of the static buffers."""
         buffers, total = self.buffers, bs * self.tokens
@@ -214,7 +249,6 @@ class GraphRunner:
         if buffers.drafts is not None:
             drafts, num_drafts = buffers.drafts[:bs], buffers.num_drafts[:bs]
         inputs = (buffers.input_ids[:total], buffers.positions[:total], buffers.out_cache_loc[:total])
-        ids, positions, out_cache_loc = inputs
 
         def step() -> None:
             table = self.pool.req_to_token
@@ -224,12 +258,11 @@ class GraphRunner:
             if self.spec_info is not None and self.spec_info.tree_mask is not None:
                 mask = self.spec_info.tree_mask[:bs]
                 mask.copy_(tree_mask(buffers.ancestors[:bs]))
-                positions.copy_(tree_positions(positions, mask))
-            batch = ForwardBatch(
-                self.mode, ids, positions, rows, seq_lens, self._starts[: bs + 1], out_cache_loc, bs, bs, self.backend,
-                spec_info=self.spec_info,
-            )  # fmt: skip
-            buffers.logits[:total].copy_(self.model.logits(self.model(batch)))
+                inputs[1].copy_(tree_positions(inputs[1], mask))
+            hidden = self.model(self.batch(bs))
+            if buffers.hidden.numel():
+                buffers.hidden[:total].copy_(hidden)
+            buffers.logits[:total].copy_(self.model.logits(hidden))
             if self.spec_info is None:
                 self.backend.commit_decode()
 

@@ -16,14 +16,18 @@ from hybridrt.runtime.build import (
     build_model,
     build_pools,
     device_budget,
+    draft_pages,
     host_budget,
+    kv_layer_ids,
     load_target,
     make_plan,
+    step_widths,
     weight_bytes,
 )
 from hybridrt.runtime.graph_runner import DecodeInputs, GraphRunner
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
-from hybridrt.runtime.sampler import Filters, Sampler, SamplingTable, Verification
+from hybridrt.runtime.mtp import MTPRunner
+from hybridrt.runtime.sampler import Accepted, Filters, Sampler, SamplingTable, Verification
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import Admission, ExtendRow, PageWrite, StepHandle, StepPlan
 from hybridrt.runtime.step_inputs import Sections, StagingRing, pack_step, padded, tree_nodes
@@ -48,6 +52,7 @@ class ModelRunner:
         plan: rows, slots and pages that a scheduler may hand out.
         backend, pools: for those who drive the model themselves.
         arena: images of states that come from or go to other workers; None without EngineConfig.transfer_bytes.
+        mtp: the model's prediction head if that drafts.
     """
 
     def __init__(
@@ -76,7 +81,7 @@ class ModelRunner:
                 self.arena = StateArena(self.target, self.pools, self.backend, config.transfer_bytes)
         if self.device.type == "cuda" and config.cuda_graph:
             with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
-                self.graphs = {tokens: self._capture(tokens, progress) for tokens in self._step_widths()}
+                self.capture(progress)
 
     def _make_plan(self, budget_bytes: int | None) -> MemoryPlan:
         peak, tp = 0, self.target.tp
@@ -106,22 +111,39 @@ class ModelRunner:
         self.last_tokens = torch.zeros(plan.num_rows + 1, dtype=torch.int32, device=self.device)
         self._staging = StagingRing(self.device)
         self._params: dict[int, SamplingParams] = {}
+        self.mtp: MTPRunner | None = None
+        if self.model.mtp is not None:
+            self.mtp = self._make_mtp(plan)
+
+    def _make_mtp(self, plan: MemoryPlan) -> MTPRunner:
+        table = self.pools.req_to_token
+        backend = create_backend(
+            self.config, self.model_config, layers={}, kv_pool=self.pools.kv, req_to_token_pool=table,
+            device=self.device,
+        )  # fmt: skip
+        return MTPRunner(self.model, backend, table, self.sampler, plan, draft_pages(self.config), self.graphs)
 
     def _measure_activations(self) -> int:
         """Bytes that the largest prefill step takes beside weights and pools: one is run over small pools."""
         config, limit = self.config, self.model_config.max_position_embeddings
         length = min(config.chunked_prefill_size, config.max_model_len or limit, limit)
         rows = -(-config.chunked_prefill_size // length)
-        pages = -(-length // config.page_size) if self.model_config.full_attention_layer_ids else 0
+        pages = -(-length // config.page_size) if kv_layer_ids(config, self.target) else 0
         costs = UnitCosts(slot=0, row=0, page=0)
         self._allocate(MemoryPlan(rows, rows, rows * pages, config.page_size, length, costs, 0))
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self.launch(_probe_step(rows, length, pages)).result()
         peak = torch.cuda.max_memory_allocated(self.device) - before
-        del self.pools, self.backend, self.sampling_table, self.sampler
+        del self.pools, self.backend, self.sampling_table, self.sampler, self.mtp
         torch.cuda.empty_cache()
         return peak
+
+    def capture(self, progress: bool = False) -> None:
+        """Records steps as graphs, of every width that occurs."""
+        self.graphs.update({tokens: self._capture(tokens, progress) for tokens in step_widths(self.config)})
+        if self.mtp is not None:
+            self.mtp.capture(self.config.cuda_graph_max_bs or self.plan.num_rows, progress)
 
     def _capture(self, tokens: int, progress: bool) -> GraphRunner:
         """Graphs of decode steps (tokens 1) or verify steps."""
@@ -133,6 +155,7 @@ class ModelRunner:
             max_bs=self.config.cuda_graph_max_bs or self.plan.num_rows,
             spec_info=SpecInfo(tokens) if tokens > 1 else None,
             tree=self._trees and tokens > 1,
+            keep_hidden=self.mtp is not None,
         )
         graphs.capture(progress)
         return graphs
@@ -146,7 +169,8 @@ class ModelRunner:
         self._params.update((a.row, a.params) for a in plan.admissions)
         tokens = self._tokens_per_row(plan)
         graphs = self.graphs.get(tokens)
-        inputs = self._graph_inputs(plan, tokens) if graphs and graphs.bucket(len(plan.decode)) else None
+        fits = plan.decode and graphs and graphs.bucket(len(plan.decode))
+        inputs = self._graph_inputs(plan, tokens) if fits else None
         if inputs is None or graphs is None:
             return self._launch_eager(plan, tokens)
         decoded = self._launch_graph(graphs, inputs)
@@ -160,12 +184,17 @@ class ModelRunner:
     def _launch_graph(self, graphs: GraphRunner, inputs: DecodeInputs) -> LaunchedStep:
         logits, n, buffers = graphs.replay(inputs), len(inputs.rows), graphs.buffers
         rows, indices = buffers.rows[:n], buffers.output_indices[:n]
+        accepted = None
         if buffers.drafts is None:
-            return self._sample(inputs.rows, rows, indices, logits)
-        positions = buffers.positions.view(-1, graphs.tokens)[:n]
-        tree = (buffers.parents[:n], buffers.tree_mask[:n]) if buffers.tree else ()
-        verification = Verification(rows, indices, positions, buffers.drafts[:n], buffers.num_drafts[:n], *tree)
-        return self._verify(inputs.rows, verification, logits)
+            launched = self._sample(inputs.rows, rows, indices, logits)
+        else:
+            positions = buffers.positions.view(-1, graphs.tokens)[:n]
+            tree = (buffers.parents[:n], buffers.tree_mask[:n]) if buffers.tree else ()
+            verification = Verification(rows, indices, positions, buffers.drafts[:n], buffers.num_drafts[:n], *tree)
+            launched, accepted = self._verify(inputs.rows, verification, logits)
+        if self.mtp is not None:
+            self.mtp.follow(graphs.batch(n), buffers.hidden[: len(logits)], self.last_tokens, accepted, None)
+        return launched
 
     def _graph_inputs(self, plan: StepPlan, tokens: int) -> DecodeInputs | None:
         """The decode rows of a plan as a graph takes them, or None where the step must run eagerly."""
@@ -188,7 +217,7 @@ class ModelRunner:
         )
 
     def _launch_eager(self, plan: StepPlan, tokens: int) -> StepHandle:
-        sections = self._staging.upload(pack_step(plan, tokens, self._trees and tokens > 1))
+        sections = self._staging.upload(pack_step(plan, tokens, self._trees and tokens > 1, self.mtp is not None))
         self._bookkeep(sections)
         for arrival in plan.imports:
             self.arena.import_state(arrival)  # type: ignore[union-attr]  # launch has checked
@@ -199,21 +228,30 @@ class ModelRunner:
             self.backend.commit_decode()
         for departure in plan.exports:
             self.arena.export_state(departure)  # type: ignore[union-attr]
+        launched, accepted = self._draw(plan, sections, batch, hidden)
+        if self.mtp is not None:
+            self.mtp.follow(batch, hidden, self.last_tokens, accepted, sections)
+        return launched
+
+    def _draw(
+        self, plan: StepPlan, sections: Sections, batch: ForwardBatch, hidden: torch.Tensor
+    ) -> tuple[StepHandle, Accepted | None]:
+        """Tokens of the rows that gain some, and what a verify step keeps."""
         if not plan.sampled:
-            return LaunchedStep(None)
+            return LaunchedStep(None), None
         logits = self.model.logits(hidden.index_select(0, sections["sample_at"]))
         rows, indices = sections["sample_rows"], sections["output_indices"]
-        if tokens == 1:
-            return self._sample([r.row for r in plan.sampled], rows, indices, logits)
+        if batch.tokens_per_row == 1:
+            return self._sample([r.row for r in plan.sampled], rows, indices, logits), None
         n, split, spec = len(plan.decode), batch.num_decode_tokens, batch.spec_info
         assert spec is not None
         verification = Verification(
             rows[:n], indices[:n], batch.positions[:split].view(n, -1), sections["drafts"].view(n, -1),
             sections["num_drafts"], spec.parents, spec.tree_mask,
         )  # fmt: skip
-        verified = self._verify([r.row for r in plan.decode], verification, logits[:split])
+        verified, accepted = self._verify([r.row for r in plan.decode], verification, logits[:split])
         last = [r.row for r in plan.extend if r.sample]
-        return JoinedSteps(verified, self._sample(last, rows[n:], indices[n:], logits[split:]))
+        return JoinedSteps(verified, self._sample(last, rows[n:], indices[n:], logits[split:])), accepted
 
     def _check_drafts(self, plan: StepPlan) -> None:
         most, width = max((len(r.drafts) for r in plan.decode), default=0), self.config.num_verify_tokens
@@ -222,13 +260,8 @@ class ModelRunner:
         if not self._trees and any(r.parents is not None for r in plan.decode):
             raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
 
-    def _step_widths(self) -> list[int]:
-        """Every T that `_tokens_per_row` may say, the widest first."""
-        widest = self.config.num_verify_tokens
-        return [1] if widest == 1 else [widest, 1]
-
     def _tokens_per_row(self, plan: StepPlan) -> int:
-        """T of the step's decode rows; where none has drafts, a plain step serves."""
+        """T of the step's decode rows (`step_widths` has them all); where none has drafts, a plain step serves."""
         return self.config.num_verify_tokens if any(r.drafts for r in plan.decode) else 1
 
     def _bookkeep(self, sections: Sections) -> None:
@@ -288,13 +321,16 @@ class ModelRunner:
         self.last_tokens[rows] = tokens.int()
         return LaunchedStep(tokens[:, None], None, *requested_logprobs(logits, tokens, [p.logprobs for p in params]))
 
-    def _verify(self, request_rows: Sequence[int], step: Verification, logits: torch.Tensor) -> LaunchedStep:
+    def _verify(
+        self, request_rows: Sequence[int], step: Verification, logits: torch.Tensor
+    ) -> tuple[LaunchedStep, Accepted]:
         """Acceptance, then the commit of what it keeps: state, and the next root."""
         params = [self._params[row] for row in request_rows]
-        tokens, accepted, path = self.sampler.verify(logits, step, Filters.of(params))
-        self.backend.commit_decode(accepted, path)
-        self.last_tokens[step.rows] = tokens.gather(1, accepted[:, None].long() - 1)[:, 0].int()
-        return LaunchedStep(tokens, accepted, *requested_logprobs(logits, tokens, [p.logprobs for p in params], path))
+        kept = self.sampler.verify(logits, step, Filters.of(params))
+        self.backend.commit_decode(kept.counts, kept.path)
+        self.last_tokens[step.rows] = kept.tokens.flatten()[kept.ends()].int()
+        logprobs = requested_logprobs(logits, kept.tokens, [p.logprobs for p in params], kept.path)
+        return LaunchedStep(kept.tokens, kept.counts, *logprobs), kept
 
 
 @contextmanager

@@ -65,6 +65,26 @@ class Verification:
         return drafts.reshape(n * width, -1).long(), sees[:, :, 1:].reshape(n * width, -1).int()
 
 
+@dataclass(frozen=True)
+class Accepted:
+    """What n rows of a verify step keep.
+
+    Attributes:
+        tokens: [n, T] int64 drawn behind the inputs that stay, in order; the first `counts` of a row are its output.
+        counts: [n] int32 inputs that stay, the root included.
+        path: [n, T] int64 nodes of a tree that stay, the root first; None for chains, which keep their first inputs.
+    """
+
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    path: torch.Tensor | None = None
+
+    def ends(self) -> torch.Tensor:
+        """[n] int64: each row's last input that stays, counted over all rows of the step."""
+        n, width = self.tokens.shape
+        return torch.arange(n, device=self.tokens.device) * width + self.counts - 1
+
+
 class SamplingTable:
     """Sampling constants and token counts by request row, on the device, written at admission.
 
@@ -136,16 +156,11 @@ class Sampler:
             self.table.count(rows, tokens)
         return tokens
 
-    def verify(
-        self, logits: torch.Tensor, step: Verification, filters: Filters
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def verify(self, logits: torch.Tensor, step: Verification, filters: Filters) -> Accepted:
         """Draws after each of the T inputs of n rows, and which inputs stay (hybridrt.kernels.acceptance).
 
         Args:
             logits: [n * T, vocab].
-        Returns:
-            tokens [n, T] int64, of which the first `accepted` [n] int32 are the row's output, and the accepted nodes
-            [n, T] int64 of a tree, None for chains.
         """
         n, width = step.positions.shape
         rows = step.rows.repeat_interleave(width, output_size=n * width)
@@ -165,7 +180,21 @@ class Sampler:
             kept = torch.arange(width, device=tokens.device) < accepted[:, None]
             # Row 0 counts what was not kept: nobody reads it.
             self.table.count(rows.view(n, width).masked_fill(~kept, 0).view(-1), tokens.view(-1))
-        return tokens, accepted, path
+        return Accepted(tokens, accepted, path)
+
+    def draft(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        output_indices: torch.Tensor,
+        filters: Filters,
+        drafted: torch.Tensor,
+    ) -> torch.Tensor:
+        """Draws as `__call__` does, for rows that `drafted` [n, k] int64 has run ahead of: none of it is counted."""
+        if filters.greedy and not filters.penalties:
+            return greedy(logits)
+        earlier = drafted, torch.ones_like(drafted, dtype=torch.int32)
+        return self._draw(logits, rows, output_indices, filters, earlier)
 
     def _draw(
         self,

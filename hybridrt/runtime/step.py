@@ -69,13 +69,15 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class ExtendRow:
-    """A chunk of a prompt. `sample` is set on the last chunk, whose last position gives the next token."""
+    """A chunk of a prompt. `sample` is set on the last chunk, whose last position gives the next token; on the others
+    `following` is the prompt's next token."""
 
     row: int
     computed: int
     tokens: Sequence[int]
     output_index: int
     sample: bool
+    following: int = 0
 
 
 @dataclass(slots=True)

@@ -12,14 +12,17 @@ from hybridrt.runtime.step import DecodeRow, StepPlan
 Sections = dict[str, torch.Tensor]
 
 
-def pack_step(plan: StepPlan, tokens_per_row: int = 1, tree: bool = False) -> dict[str, np.ndarray]:
+def pack_step(
+    plan: StepPlan, tokens_per_row: int = 1, tree: bool = False, following: bool = False
+) -> dict[str, np.ndarray]:
     """All integers of a step as int32 sections (floats and int64 as their bits).
 
     rows, seq_lens, query_start_loc describe the batch; token_rows, positions its tokens (of a tree: the places of its
-    nodes in the KV cache); extend_ids the prompt tokens; drafts and num_drafts the proposed ones, [n, T - 1] padded;
-    with `tree`, parents and ancestors of all nodes (`tree_nodes`); sample_at the tokens to sample from, sample_rows and
-    output_indices the rows that do and the index of their first draw. The rest is bookkeeping: admissions (admit_rows,
-    admit_slots and sampling constants) and page-table entries.
+    nodes in the KV cache); extend_ids the prompt tokens; with `following`, following_ids those behind each of them
+    (0 where it is sampled); drafts and num_drafts the proposed ones, [n, T - 1] padded; with `tree`, parents and
+    ancestors of all nodes (`tree_nodes`); sample_at the tokens to sample from, sample_rows and output_indices the rows
+    that do and the index of their first draw. The rest is bookkeeping: admissions (admit_rows, admit_slots and sampling
+    constants) and page-table entries.
     """
     lens = [tokens_per_row] * len(plan.decode) + [len(r.tokens) for r in plan.extend]
     computed = np.array([r.computed for r in plan.rows], np.int32)
@@ -36,6 +39,7 @@ def pack_step(plan: StepPlan, tokens_per_row: int = 1, tree: bool = False) -> di
         "token_rows": _token_rows(plan, rows, lens, offsets),
         "positions": _flat([range(r.computed, r.computed + n) for r, n in zip(plan.rows, lens)]),
         "extend_ids": _flat([r.tokens for r in plan.extend]),
+        **({"following_ids": _flat([[*r.tokens[1:], r.following] for r in plan.extend])} if following else {}),
         "drafts": _flat([padded(r.drafts, tokens_per_row - 1) for r in plan.decode]),
         "num_drafts": np.array([len(r.drafts) for r in plan.decode], np.int32),
         **(tree_nodes(plan.decode, tokens_per_row) if tree else {}),

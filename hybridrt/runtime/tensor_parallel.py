@@ -65,6 +65,12 @@ class TensorParallelExecutor:
             self._ranks.comm.send(plan)
             return _WatchedStep(self.runner.launch(plan), self._ranks)
 
+    def everywhere(self, task: Callable[[ModelRunner], StepHandle]) -> StepHandle:
+        """Has every rank call `task`, which is pickled, with its runner, between two steps; rank 0 returns its own."""
+        with _uninterrupted(), self._ranks.together():
+            self._ranks.comm.send(task)
+            return _WatchedStep(task(self.runner), self._ranks)
+
     def call(self, task: Callable[[ModelRunner], None]) -> None:
         """Has each of the other ranks call `task`, which is pickled, with its runner, between two steps."""
         with self._ranks.together():

@@ -14,9 +14,10 @@ from hybridrt.config import EngineConfig
 from hybridrt.errors import ConfigError
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepPlan
 from hybridrt.speculative.drafter import Draft, DraftRequest
-from hybridrt.speculative.tree import merge
+from hybridrt.speculative.tree import with_siblings
 
 
 @dataclass
@@ -30,9 +31,7 @@ class _Tenant:
     siblings: list[list[int]] = field(default_factory=list)
 
     def draft(self, most: int) -> Draft:
-        """The chain with its siblings, the chain's own token first at each place."""
-        others = [[*self.chain[:i], token] for i, tokens in enumerate(self.siblings) for token in tokens]
-        return merge([self.chain, *others], most)
+        return with_siblings(self.chain, self.siblings, most)
 
 
 class DraftModelDrafter:
@@ -51,7 +50,7 @@ class DraftModelDrafter:
         draft_config = replace(
             config, model=config.speculative.draft_model, speculative=None, max_running_requests=plan.num_rows,
             max_model_len=None, state_mode="classic", attention_backend="auto", prefill_attention_backend=None,
-            linear_attn_backend="auto", cuda_graph=False, transfer_bytes=0, tp_size=1,
+            linear_attn_backend="auto", transfer_bytes=0, tp_size=1,
         )  # fmt: skip
         self._page_size = plan.page_size
         self.runner = ModelRunner(draft_config, plan=draft_plan(plan, self._slack))
@@ -73,14 +72,20 @@ class DraftModelDrafter:
             return []
         self._evict(requests)
         tenants = [self._tenants.get(id(r)) or self._admit(r) for r in requests]
+        # Who has no new token (its last drafts found no page, say) gets the same drafts again.
+        behind = [(t, -(-n // self._topk)) for t, n in zip(tenants, most) if t.computed < len(t.request.tokens)]
+        self._start([tenant for tenant, _ in behind])
+        for step in range(1, max((steps for _, steps in behind), default=0)):
+            going = [tenant for tenant, steps in behind if steps > step]
+            self._run(StepPlan(decode=[self._decode_row(tenant) for tenant in going]), going)
+        return [tenant.draft(n) for tenant, n in zip(tenants, most)]
+
+    def _start(self, tenants: Sequence[_Tenant]) -> None:
+        """From the state behind the tokens known last time to the first draft behind those known now."""
+        self._recount([t for t in tenants if t.computed and t.request.params.uses_penalties])
         self._copy_state(tenants, to_backup=False)
         self._catch_up(tenants)
         self._copy_state(tenants, to_backup=True)
-        steps = [-(-n // self._topk) for n in most]
-        for step in range(1, max(steps)):
-            going = [tenant for tenant, n in zip(tenants, steps) if n > step]
-            self._run(StepPlan(decode=[self._decode_row(tenant) for tenant in going]), going)
-        return [tenant.draft(n) for tenant, n in zip(tenants, most)]
 
     def _evict(self, requests: Sequence[DraftRequest]) -> None:
         """Gives back the rows of requests that ended, and, if rows run short, of any that does not ask now."""
@@ -94,10 +99,23 @@ class DraftModelDrafter:
     def _admit(self, request: DraftRequest) -> _Tenant:
         tenant = self._tenants[id(request)] = _Tenant(request, self._free.pop())
         row, pages = tenant.row, self._pages
-        params = replace(request.params, logprobs=self._topk if self._topk > 1 else None)
-        self._pending.admissions.append(Admission(row, row, request.tokens, len(request.prompt), params, request.seed))
+        self._pending.admissions.append(self._admission(tenant))
         self._pending.page_writes.append(PageWrite(row, 0, range(1 + (row - 1) * pages, 1 + row * pages)))
         return tenant
+
+    def _admission(self, tenant: _Tenant) -> Admission:
+        request, row = tenant.request, tenant.row
+        params = replace(request.params, logprobs=self._topk if self._topk > 1 else None)
+        return Admission(row, row, request.tokens, len(request.prompt), params, request.seed)
+
+    def _recount(self, tenants: Sequence[_Tenant]) -> None:
+        """Penalties count what has become output, and no draft that failed."""
+        if not tenants:
+            return
+        packed = SamplingTable.pack([self._admission(tenant) for tenant in tenants])
+        sections = {name: torch.from_numpy(part).to(self.runner.device) for name, part in packed.items()}
+        rows = torch.tensor([tenant.row for tenant in tenants], device=self.runner.device)
+        self.runner.sampling_table.admit(rows, sections)
 
     def _catch_up(self, tenants: Sequence[_Tenant]) -> None:
         """Computes the tokens that the state lacks, in chunks; the last chunk of each gives its first draft."""

@@ -5,16 +5,29 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hybridrt.errors import EngineError
+from hybridrt.mem_cache.allocator import Slot
 from hybridrt.sampling_params import SamplingParams
 
 
 class DraftRequest(Protocol):
-    """What a drafter sees of a request; its identity is the object's."""
+    """What a drafter sees of a request; its identity is the object's.
+
+    Attributes:
+        row: of the target's pools; None while the request does not run.
+        computed: tokens with KV and state in the target.
+    """
 
     prompt: list[int]
     output: list[int]
     params: SamplingParams
     seed: int
+    row: Slot | None
+    computed: int
+
+    @property
+    def end_page(self) -> int:
+        """Pages of the target's KV are lent up to this one."""
+        ...
 
     @property
     def finish_reason(self) -> str | None:

@@ -27,5 +27,11 @@ def merge(chains: Sequence[Sequence[int]], most: int) -> Draft:
     return _draft(tokens, parents)
 
 
+def with_siblings(chain: Sequence[int], siblings: Sequence[Sequence[int]], most: int) -> Draft:
+    """A chain and what else was likely at each of its places, the chain's own token first; `most` tokens."""
+    others = [[*chain[:i], token] for i, tokens in enumerate(siblings) for token in tokens]
+    return merge([chain, *others], most)
+
+
 def _draft(tokens: list[int], parents: list[int]) -> Draft:
     return Draft(tokens, None if parents == list(range(len(parents))) else parents)

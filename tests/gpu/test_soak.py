@@ -56,7 +56,7 @@ class Soak:
         pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
         self.coordinator = CacheCoordinator(*pools, demand=plan.demand)
         limits = EngineLimits(model.vocab_size, plan.max_model_len, CHUNK, model.eos_token_ids)
-        drafter = make_drafter(config, plan, model.vocab_size) if config.speculative else None
+        drafter = make_drafter(self.runner) if config.speculative else None
         self.engine = Engine(self.runner, self.coordinator, limits, overlap=config.overlap, drafter=drafter)
         self.random = random.Random(seed)
         self.running: dict[str, tuple[SamplingParams, int]] = {}  # and how many samples still run

@@ -1,0 +1,193 @@
+"""A model's prediction head at work: it follows every step of the model, and drafts ahead of it.
+
+Position p of the head takes the hidden state of token p and the embedding of token p + 1, and predicts token p + 2. So
+it follows a step once the tokens behind the step's inputs are drawn (DRAFT_EXTEND; nothing waits for the host), and
+drafts by going on from its own hidden state and the token drawn from it. Its keys and values are further layers of the
+model's KV pool, in the same requests' pages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from hybridrt.attention.base import AttentionBackend
+from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.mem_cache.memory_plan import MemoryPlan
+from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.models.base import CausalLM
+from hybridrt.runtime.graph_runner import DecodeInputs, GraphRunner
+from hybridrt.runtime.launched_step import LaunchedStep
+from hybridrt.runtime.sampler import Accepted, Filters, Sampler
+from hybridrt.runtime.step import StepHandle
+from hybridrt.runtime.step_inputs import Sections, StagingRing
+from hybridrt.sampling_params import SamplingParams
+
+AHEAD = 0  # no step has rows of so many tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """A row to draft for: `computed` tokens have KV, pages are lent up to `end_page`, and the first token to draft is
+    number `output_index` of the request's output."""
+
+    row: int
+    computed: int
+    end_page: int
+    output_index: int
+    params: SamplingParams
+
+
+class HeadStep:
+    """One token a row from `hidden` [R + 1, hidden], which gets what comes out: the head as a graph records it."""
+
+    def __init__(self, model: CausalLM, num_rows: int) -> None:
+        self.model, self.config, self.dtype, self.device = model, model.config, model.dtype, model.device
+        self.hidden = torch.zeros(num_rows + 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        rows = batch.req_pool_indices
+        hidden = self.model.predict(self.hidden[rows], batch)
+        self.hidden[rows] = hidden
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.logits(hidden)
+
+
+class MTPRunner:
+    """Runs the prediction head of `model`.
+
+    Args:
+        backend: softmax attention over the model's KV pool, the head's layers among it.
+        plan: what the pool lends; behind its pages come `draft_pages` of each row, for drafts ahead of what is lent.
+        sampler: the model's own; drafts are drawn as the model draws, with the same random numbers.
+        graphs: the model's, by tokens of a row; the head's own steps get the number AHEAD among them.
+
+    Attributes:
+        hidden: [R + 1, hidden], the head's last hidden state of each row, from which its first draft is drawn.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        table: HybridReqToTokenPool,
+        sampler: Sampler,
+        plan: MemoryPlan,
+        draft_pages: int,
+        graphs: dict[int, GraphRunner],
+    ) -> None:
+        self.model, self.backend, self.table, self.sampler = model, backend, table, sampler
+        self.ahead = HeadStep(model, plan.num_rows)
+        self.hidden = torch.zeros_like(self.ahead.hidden)
+        self.tokens = torch.zeros(plan.num_rows + 1, dtype=torch.int32, device=model.device)
+        self._first_page, self._pages = plan.num_pages + 1, draft_pages
+        self._staging = StagingRing(model.device)
+        self._graphs = graphs
+
+    def capture(self, max_bs: int, progress: bool = False) -> None:
+        """Records the steps that draft ahead as graphs."""
+        self._graphs[AHEAD] = GraphRunner(
+            model=self.ahead, backend=self.backend, req_to_token_pool=self.table, last_tokens=self.tokens,
+            max_bs=max_bs,
+        )  # fmt: skip
+        self._graphs[AHEAD].capture(progress)
+
+    @torch.inference_mode()
+    def follow(
+        self,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        last_tokens: torch.Tensor,
+        accepted: Accepted | None,
+        sections: Sections | None,
+    ) -> None:
+        """Behind a step that the model has run and whose tokens are drawn.
+
+        Args:
+            batch, hidden: the step and the model's hidden states [T, hidden].
+            last_tokens: [R + 1] int32, last token drawn for each row.
+            accepted: of a verify step.
+            sections: of a step with extend rows, packed with `following`.
+        """
+        n, split = batch.num_decode_rows, batch.num_decode_tokens
+        rows, ids = batch.req_pool_indices[:n], last_tokens[batch.req_pool_indices[:n]]
+        ends = torch.arange(n, device=rows.device)
+        if accepted is not None:
+            ids, ends = accepted.tokens.flatten().int(), accepted.ends()
+            if accepted.path is not None:
+                batch, hidden = _along_path(batch, hidden, accepted.path)
+        if sections is not None:
+            behind, at = sections["following_ids"], sections["sample_at"][split:]
+            behind[at - split] = last_tokens[sections["sample_rows"][n:]]
+            ids, ends, rows = torch.cat((ids, behind)), torch.cat((ends, at)), sections["sample_rows"]
+        step = replace(batch, forward_mode=ForwardMode.DRAFT_EXTEND, input_ids=ids, attn_backend=self.backend)
+        self.backend.init_forward_metadata(step)
+        self.hidden[rows] = self.model.predict(hidden, step).index_select(0, ends)
+
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
+        """Launches `steps` drafts for each of n rows.
+
+        Returns:
+            Of each row, as its tokens: for every place its draft, then the `topk` likeliest tokens there.
+        """
+        sections = self._staging.upload(_pack(rows, steps, self.table.page_size, self._first_page, self._pages))
+        if sections["page_rows"].numel():
+            names = ("page_rows", "page_indices", "pages")
+            self.table.write_pages(*(sections[name].long() for name in names))
+        index, filters = sections["rows"], Filters.of([r.params for r in rows])
+        self.ahead.hidden[index] = self.hidden[index]
+        logits = self.model.logits(self.hidden[index])
+        drafts = torch.empty(len(rows), 0, dtype=torch.int64, device=logits.device)
+        places = []
+        for step in range(steps):
+            if step:
+                logits = self._advance(rows, sections, step)
+            drawn = self.sampler.draft(logits, index, sections["output_indices"] + step, filters, drafts)
+            self.tokens[index] = drawn.int()
+            drafts = torch.cat((drafts, drawn[:, None]), 1)
+            places += [drawn[:, None], logits.topk(topk).indices]
+        return LaunchedStep(torch.cat(places, 1))
+
+    def _advance(self, rows: Sequence[DraftRow], sections: Sections, step: int) -> torch.Tensor:
+        """The head's own step number `step`, 1 being the first: [n, vocab] logits behind the last drafts."""
+        n, lens = len(rows), [r.computed + step for r in rows]
+        graphs, zeros = self._graphs.get(AHEAD), [0] * n
+        if graphs is not None and graphs.bucket(n):
+            return graphs.replay(DecodeInputs([r.row for r in rows], lens, zeros, [-1] * n, zeros))
+        index, positions = sections["rows"], sections["computed"] + (step - 1)
+        batch = ForwardBatch(
+            ForwardMode.DECODE, self.tokens[index], positions, index, positions + 1,
+            torch.arange(n + 1, dtype=torch.int32, device=index.device), self.table.token_slots(index, positions), n, n,
+            self.backend, seq_lens_cpu=lens, query_lens_cpu=[1] * n,
+        )  # fmt: skip
+        self.backend.init_forward_metadata(batch)
+        return self.ahead.logits(self.ahead(batch))
+
+
+def _along_path(batch: ForwardBatch, hidden: torch.Tensor, path: torch.Tensor) -> tuple[ForwardBatch, torch.Tensor]:
+    """Verified trees as the chains that stay of them: a node's KV place is its depth's from here on."""
+    (n, width), split = path.shape, batch.num_decode_tokens
+    depths = torch.arange(width, dtype=torch.int32, device=path.device)
+    places = (batch.seq_lens[:n, None] - width + depths).flatten().to(batch.positions.dtype)
+    kept = hidden[:split].view(n, width, -1).take_along_dim(path[:, :, None], 1).flatten(0, 1)
+    chain = replace(
+        batch, positions=torch.cat((places, batch.positions[split:])), spec_info=SpecInfo(width),
+    )  # fmt: skip
+    return chain, torch.cat((kept, hidden[split:]))
+
+
+def _pack(rows: Sequence[DraftRow], steps: int, page_size: int, first_page: int, own: int) -> dict[str, np.ndarray]:
+    """Integers of a proposal, int32. Where a row's drafts reach beyond its lent pages, the row's `own` pages follow."""
+    beyond = [
+        (r.row, r.end_page + i, first_page + r.row * own + i)
+        for r in rows
+        for i in range(max((r.computed + steps - 2) // page_size + 1 - r.end_page, 0) if steps > 1 else 0)
+    ]
+    columns = np.array([(r.row, r.computed, r.output_index) for r in rows], np.int32).T
+    pages = np.array(beyond, np.int32).reshape(-1, 3).T
+    names = ("rows", "computed", "output_indices", "page_rows", "page_indices", "pages")
+    return dict(zip(names, (*columns, *pages)))
