@@ -13,7 +13,7 @@ from hybridrt.kernels.gated_norm_triton import gated_rms_norm_triton
 from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.mamba2_replay_decode_triton import replay_decode_triton
 from hybridrt.kernels.mamba2_scan_triton import mamba2_chunk_scan_triton
-from hybridrt.kernels.selective_state_update_triton import launch_update
+from hybridrt.kernels.selective_state_update_triton import selective_state_update_triton
 from hybridrt.kernels.state_ring import RingFolds
 from hybridrt.kernels.state_ring_triton import advance_ring_triton, fold_ring_triton
 from tests.sm90 import compiled_only
@@ -54,10 +54,11 @@ class Layer:
     def step(self) -> None:
         """Classic decode for one token, verify with intermediate states for more, the conv included."""
         stored = meta(129, self.tokens, *self.states.shape[1:], dtype=self.states.dtype) if self.tokens > 1 else None
-        launch_update(
-            self.states, **self.inputs, **self.terms, read_slots=int32(self.batch), write_slots=int32(self.batch),
-            stored=stored, rows=int32(self.batch), conv=self.conv, weight=self.weight, bias=self.bias,
-            start_positions=int32(self.batch),
+        rows = int32(self.batch)
+        causal_conv1d_update_triton(self.xBC, self.weight, self.bias, self.conv, rows, rows, rows)
+        selective_state_update_triton(
+            self.states, **self.inputs, **self.terms, read_slots=rows, write_slots=rows,
+            intermediate_states=stored, rows=rows,
         )  # fmt: skip
 
     def replay(self, width: int) -> None:

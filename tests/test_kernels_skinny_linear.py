@@ -141,6 +141,8 @@ def test_a_row_does_not_see_the_rows_beside_it():
 
 def test_programs_that_share_rows_count_from_zero_again(monkeypatch):
     """Twice the same launch; in the second the counters are what the first left."""
+    from hybridrt.kernels import skinny_linear_triton
+
     monkeypatch.setattr(
         "hybridrt.kernels.skinny_linear_triton.matmul_tile", lambda rows, columns: Tile(16, 32, 4, 2, 4)
     )
@@ -148,6 +150,7 @@ def test_programs_that_share_rows_count_from_zero_again(monkeypatch):
     first, again = skinny_linear(x, weight)[0], skinny_linear(x, weight)[0]
     check(first, by_formula(x, weight)[0], torch.float32)
     assert torch.equal(first, again)
+    assert not any(counters.any() for counters in skinny_linear_triton._arrivals.values())
 
 
 def test_sum_keeps_the_residuals_dtype():

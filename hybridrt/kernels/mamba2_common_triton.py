@@ -1,36 +1,12 @@
 """Device functions that the Mamba-2 step kernels share.
 
-A program works on BLOCK_P channels of one head of one row. Its inputs come either from tensors that went through the
-conv already (TAPS == 0) or from the raw projection and the conv ring (TAPS == K taps).
+Inputs of a step come either from tensors that went through the conv already (TAPS == 0) or from the raw projection and
+the conv ring (TAPS == K taps).
 """
-
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class StepTile:
-    """How much of a head's state [P, N] one program of a step kernel holds: block_p of P rows, all of N."""
-
-    block_p: int
-    block_n: int
-    num_warps: int
-
-
-def step_tile(batch: int, tokens: int, states: Tensor) -> StepTile:
-    """Tile for `batch` rows of `tokens` tokens and states [S+1, H, P, N].
-
-    Small batches are cut finer, so that every multiprocessor gets work; large ones coarser, since the programs of a
-    head each repeat its conv and its look at the ring, as far as the registers reach.
-    """
-    _, heads, dim, state_dim = states.shape
-    block_n = max(16, triton.next_power_of_2(state_dim))
-    coarse = tokens == 1 and states.element_size() == 2 and batch * heads * dim * block_n > 1 << 22
-    block_p = min(triton.next_power_of_2(dim), max(1, (8192 if coarse else 4096) // block_n))
-    return StepTile(block_p, block_n, 8 if tokens > 1 and block_n > 128 else 4)
 
 
 def strides(tensor: Tensor | None) -> tuple[int, ...]:
@@ -91,6 +67,30 @@ def step_input(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def conv_one_token(  # type: ignore[no-untyped-def]
+    source, conv_row, weight_ptr, bias_ptr, channel, mask, position, TAPS: tl.constexpr, WC: tl.constexpr
+):  # fmt: skip
+    """`step_input` and `push_inputs` of a single token. The conv ring is read a whole channel [WC] at a time: column by
+    column the loads would be two bytes each. Terms are added in the same order."""
+    new = tl.load(source, mask=mask, other=0.0)
+    w = tl.arange(0, WC)
+    ring = tl.load(conv_row + channel[:, None] * WC + w[None, :], mask=mask[:, None], other=0.0)
+    age = (position - w) & (WC - 1)
+    out = tl.zeros(channel.shape, tl.float32)
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+    for k in tl.static_range(TAPS):
+        tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
+        value = new.to(tl.float32)
+        if k < TAPS - 1:
+            meant = (age == TAPS - 1 - k) & (position >= TAPS - 1 - k)
+            value = tl.sum(tl.where(meant[None, :], ring.to(tl.float32), 0.0), axis=1)
+        out += tap * value
+    tl.store(conv_row + channel * WC + (position & (WC - 1)), new, mask=mask)
+    return silu(out).to(source.dtype.element_ty)
+
+
+@triton.jit
 def push_inputs(  # type: ignore[no-untyped-def]
     source, stride_t: tl.constexpr, read_row, write_row, channel, mask, position, copy_history,
     T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
@@ -108,15 +108,3 @@ def push_inputs(  # type: ignore[no-untyped-def]
             p = position - k + tl.zeros(channel.shape, tl.int32)
             value = tl.load(read_row + channel * WC + (p & (WC - 1)), mask=mask & (p >= 0), other=0.0)
             tl.store(ring + (p & (WC - 1)), value, mask=mask)
-
-
-@triton.jit
-def store_output(  # type: ignore[no-untyped-def]
-    y, x, D_ptr, z_ptr, out_ptr, h, mask
-):  # fmt: skip
-    """out = (y + D x) * silu(z) for one token's channels; D_ptr and z_ptr may be None."""
-    if D_ptr is not None:
-        y += tl.load(D_ptr + h).to(tl.float32) * x
-    if z_ptr is not None:
-        y *= silu(tl.load(z_ptr, mask=mask, other=0.0).to(tl.float32))
-    tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=mask)

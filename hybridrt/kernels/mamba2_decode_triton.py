@@ -1,10 +1,11 @@
-"""Triton `mamba2_decode`: one launch of the state update kernel, or the two of replay; all run the conv themselves."""
+"""Triton `mamba2_decode`: conv and state update, or the two launches of replay."""
 
 from torch import Tensor
 
+from hybridrt.kernels.causal_conv1d_triton import causal_conv1d_update_triton
 from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.mamba2_replay_decode_triton import replay_decode_triton
-from hybridrt.kernels.selective_state_update_triton import launch_update
+from hybridrt.kernels.selective_state_update_triton import selective_state_update_triton
 
 
 def mamba2_decode_triton(
@@ -32,27 +33,14 @@ def mamba2_decode_triton(
     rows: Tensor | None = None,
 ) -> Tensor:
     """Triton `mamba2_decode`."""
-    x, B, C = split_conv_channels(xBC, states.shape)
-    raw = conv, weight, bias, start_positions
     if values is None:
-        return launch_update(
-            states,
-            x,
-            dt,
-            A,
-            B,
-            C,
-            D,
-            dt_bias,
-            dt_limit,
-            z,
-            read_slots,
-            write_slots,
-            intermediate_states,
-            rows,
-            None,
-            *raw,
-        )
+        # Two launches: conved once more for every tile of the state, the inputs cost more than the second launch.
+        conved = causal_conv1d_update_triton(xBC, weight, bias, conv, read_slots, write_slots, start_positions)
+        x, B, C = split_conv_channels(conved, states.shape)
+        return selective_state_update_triton(
+            states, x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_limit=dt_limit, z=z, read_slots=read_slots,
+            write_slots=write_slots, intermediate_states=intermediate_states, rows=rows,
+        )  # fmt: skip
     assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
     return replay_decode_triton(
         xBC, dt, z, weight=weight, bias=bias, A=A, D=D, dt_bias=dt_bias, dt_limit=dt_limit, conv=conv, states=states,

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.launch import dot_precision
-from hybridrt.kernels.mamba2_common_triton import push_inputs, silu, softplus, step_input, strides
+from hybridrt.kernels.mamba2_common_triton import conv_one_token, push_inputs, silu, softplus, step_input, strides
 from hybridrt.kernels.pdl_triton import pdl
 from hybridrt.kernels.state_ring_triton import exact_dot
 
@@ -49,11 +49,15 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     if part >= G:
         c = (part - G) * BLOCK_X + tl.arange(0, BLOCK_X)
         mask = c < H * P
-        push_inputs(source + c, st, conv_row, conv_row, c, mask, position, False, T, TAPS, WC)
-        for t in range(T):
-            x = step_input(source + c, st, conv_row, weight_ptr, bias_ptr, c, mask, position, t, TAPS, WC)
-            cell = values_ptr + row * values_sr + (c // P) * (W * P) + ((start + length + t) % W) * P + c % P
-            tl.store(cell, x.to(values_ptr.dtype.element_ty), mask=mask)
+        values_row = values_ptr + row * values_sr + (c // P) * (W * P) + c % P
+        if T == 1:
+            x = conv_one_token(source + c, conv_row, weight_ptr, bias_ptr, c, mask, position, TAPS, WC)
+            tl.store(values_row + ((start + length) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
+        else:
+            push_inputs(source + c, st, conv_row, conv_row, c, mask, position, False, T, TAPS, WC)
+            for t in range(T):
+                x = step_input(source + c, st, conv_row, weight_ptr, bias_ptr, c, mask, position, t, TAPS, WC)
+                tl.store(values_row + ((start + length + t) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
         return
 
     g = part
@@ -61,9 +65,6 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     n_mask = n < N
     B_channel = H * P + g * N + n
     C_channel = B_channel + G * N
-    push_inputs(source + B_channel, st, conv_row, conv_row, B_channel, n_mask, position, False, T, TAPS, WC)
-    push_inputs(source + C_channel, st, conv_row, conv_row, C_channel, n_mask, position, False, T, TAPS, WC)
-
     # History: how much of each ring entry is left at its end, for every head of the group.
     heads_per_group: tl.constexpr = H // G
     i = tl.arange(0, BLOCK_H)
@@ -125,22 +126,29 @@ def _conv_tokens(  # type: ignore[no-untyped-def]
     source, stride_t: tl.constexpr, conv_row, weight_ptr, bias_ptr, channel, mask, position, t,
     T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
 ):  # fmt: skip
-    """Conv and SiLU of the tokens `t` [BLOCK_T] at once: [BLOCK_T, channels] in the input's dtype, zero past T."""
-    out = tl.zeros([t.shape[0], channel.shape[0]], tl.float32)
-    if bias_ptr is not None:
-        out += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)[None, :]
-    for k in tl.static_range(TAPS):
-        tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
-        token = t + (k - (TAPS - 1))
-        p = position + token
-        live = mask[None, :] & (t < T)[:, None]
-        raw = source + token[:, None] * stride_t + channel[None, :]
-        new = tl.load(raw, mask=live & (token >= 0)[:, None], other=0.0)
-        before = live & ((token < 0) & (p >= 0))[:, None]
-        old = tl.load(conv_row + channel[None, :] * WC + (p & (WC - 1))[:, None], mask=before, other=0.0)
-        out += tap[None, :] * (new.to(tl.float32) + old.to(tl.float32))
-    out = tl.where((t < T)[:, None], out * tl.sigmoid(out), 0.0)
-    return out.to(source.dtype.element_ty)
+    """Conv and SiLU of the tokens `t` [BLOCK_T] at once: [BLOCK_T, channels] in the input's dtype, zero past T. Their
+    raw inputs enter the conv ring."""
+    if T == 1:
+        out = conv_one_token(source + channel, conv_row, weight_ptr, bias_ptr, channel, mask, position, TAPS, WC)[
+            None, :
+        ]
+    else:
+        push_inputs(source + channel, stride_t, conv_row, conv_row, channel, mask, position, False, T, TAPS, WC)
+        total = tl.zeros([t.shape[0], channel.shape[0]], tl.float32)
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)[None, :]
+        for k in tl.static_range(TAPS):
+            tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
+            token = t + (k - (TAPS - 1))
+            p = position + token
+            live = mask[None, :] & (t < T)[:, None]
+            raw = source + token[:, None] * stride_t + channel[None, :]
+            new = tl.load(raw, mask=live & (token >= 0)[:, None], other=0.0)
+            before = live & ((token < 0) & (p >= 0))[:, None]
+            old = tl.load(conv_row + channel[None, :] * WC + (p & (WC - 1))[:, None], mask=before, other=0.0)
+            total += tap[None, :] * (new.to(tl.float32) + old.to(tl.float32))
+        out = tl.where((t < T)[:, None], silu(total), 0.0).to(source.dtype.element_ty)
+    return out
 
 
 @triton.jit
