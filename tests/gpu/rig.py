@@ -24,8 +24,8 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 PRODUCTION = [*GPU, pytest.mark.usefixtures("production")]
 FAMILIES = ("falcon-norm_after_gate", "nemotron-experts", "qwen-plain")
 STATE_MODES = ("classic", "replay")
-# Falcon-Mamba has no attention layer, and neither of the two a state ring.
-MAMBA1 = ("falcon_mamba-plain", "jamba-plain")
+# Falcon-Mamba has no attention layer, swa_ssm sliding windows, and none of the three a state ring.
+MAMBA1 = ("falcon_mamba-plain", "jamba-plain", "swa_ssm-plain")
 DECODING = [*((name, mode) for name in FAMILIES for mode in STATE_MODES), *((name, "classic") for name in MAMBA1)]
 VERIFYING = [
     *((name, mode) for name in FAMILIES for mode in ("intermediate", "replay")),
