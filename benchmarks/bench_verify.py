@@ -8,6 +8,7 @@ between steps. The plain step is one of a runner without speculation, in the sta
 """
 
 import argparse
+import gc
 import random
 import statistics
 import time
@@ -33,7 +34,7 @@ from hybridrt.models.base import CausalLM
 from hybridrt.runtime.build import Target, build_model, build_pools, load_target, make_plan, pool_spec
 from hybridrt.runtime.graph_runner import DecodeInputs, GraphRunner
 
-WARM, STEPS = 6, 45  # a ring of 16 folds about every fifteenth step
+WARM, STEPS = 4, 30  # a ring of 16 folds about every fifteenth step
 
 
 class Rig:
@@ -165,6 +166,7 @@ class Bench:
         if args.profile:
             print_profile(rig, max(args.batches), args.ctx)
         del rig
+        gc.collect()
         if target.device.type == "cuda":
             torch.cuda.empty_cache()
         return found

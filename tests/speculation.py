@@ -37,23 +37,23 @@ class Rig:
     Args:
         pages: KV pages; None for enough.
         drafts: num_draft_tokens; 0 for plain decoding.
-        graphs: run decode and verify steps through closures over poisoned buffers.
+        graphs: on a CPU, run decode and verify steps through closures over poisoned buffers.
     """
 
     def __init__(
         self, path: Path, *, mode: str = "auto", drafts: int = 0, rows: int = 3, pages: int | None = None,
-        graphs: bool = False, **spec: Any,
+        graphs: bool = False, device: str = "cpu", **spec: Any,
     ) -> None:  # fmt: skip
         speculative = SpeculativeConfig(num_draft_tokens=drafts, state_mode=mode, **spec) if drafts else None
         self.config = EngineConfig(
-            str(path), device="cpu", dtype="float32", max_model_len=LENGTH, max_running_requests=rows, page_size=PAGE,
+            str(path), device=device, dtype="float32", max_model_len=LENGTH, max_running_requests=rows, page_size=PAGE,
             speculative=speculative, state_mode="auto" if drafts else mode,
         )  # fmt: skip
         # The longest request fits alone.
         window = json.loads((path / "config.json").read_text()).get("sliding_window")
         least = PageDemand(PAGE, window).least(LENGTH + drafts)
         pages = rows * LENGTH // PAGE if pages is None else max(pages, least)
-        same = ("max_model_len", "page_size", "speculative", "state_mode")
+        same = ("device", "max_model_len", "page_size", "speculative", "state_mode")
         common = {name: getattr(self.config, name) for name in same}
         self.runner = ModelRunner(self.config, budget_bytes=budget(path, rows=rows, pages=pages, **common))
         assert self.runner.plan.num_pages == (pages if self.runner.plan.costs.page else 0)

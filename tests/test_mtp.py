@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.engine.engine import derive_seed
+from hybridrt.engine.request import RequestOutput
 from hybridrt.errors import CheckpointError, ConfigError
 from hybridrt.models.loader import LoadReport, load_weights
 from hybridrt.runtime.build import empty_model, load_target
@@ -25,6 +26,7 @@ from tests.speculation import Ask, Rig, assert_same, bushy
 
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [3, 99, 3, 99, 3], [77, 21, 60])
 Chain = tuple[tuple[int, ...], tuple[int, ...]]
+Outputs = dict[tuple[str, int], RequestOutput]
 
 
 class Store:
@@ -129,11 +131,15 @@ def first_children(draft: Draft) -> tuple[int, ...]:
     return tuple(chain)
 
 
+def watch(rig: Rig, futures: Outputs, drafts: int, topk: int = 1) -> Watched:
+    by_seed = {int(i): output.token_ids for (i, _), output in futures.items()}
+    return Watched(MTPDrafter(lambda task: task(rig.runner), drafts, topk), by_seed)
+
+
 def watched_run(rig: Rig, asks: list[Ask], drafts: int, topk: int = 1, chunk: int = 8192) -> list[Chain]:
     """Each proposal's tokens and chain; the output is what it is without speculation."""
     futures = Rig(Path(rig.config.model), rows=4).futures(asks)
-    by_seed = {i: futures[str(i), 0].token_ids for i in range(len(asks))}
-    watched = Watched(MTPDrafter(lambda task: task(rig.runner), drafts, topk), by_seed)
+    watched = watch(rig, futures, drafts, topk)
     assert_same(asks, rig.run(asks, watched, chunk), futures)
     return watched.seen
 
