@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrt import EngineConfig, SpeculativeConfig
-from hybridrt.distributed.conv_transfer import PageRead, Section
+from hybridrt.distributed.conv_transfer import PageRead
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.distributed.transfer.channel import Channel, Listener, QueueChannel, SocketChannel
 from hybridrt.distributed.transfer.handshake import Handshake, model_digest
 from hybridrt.distributed.transfer.nixl_transport import NixlTransport
 from hybridrt.distributed.transfer.ranks import RemoteReader, serve_reads
 from hybridrt.distributed.transfer.reader import ImageReader, Order, Reader
-from hybridrt.distributed.transfer.reads import image_reads
+from hybridrt.distributed.transfer.reads import _joined, image_reads
 from hybridrt.distributed.transfer.regions import RegionAllocator
 from hybridrt.distributed.transfer.transport import InProcessTransport, Transport
 from hybridrt.errors import (
@@ -36,8 +36,8 @@ from hybridrt.errors import (
     TransferError,
 )
 from hybridrt.runtime.build import load_target
-from hybridrt.runtime.state_arena import ImageLayout
 from tests.tiny import write_tiny
+from tests.transfer_pair import Images
 
 
 @given(data=st.data())
@@ -261,13 +261,6 @@ def test_reads_of_nothing() -> None:
     assert image_reads([], 0, 1, 2) == []
 
 
-class Images(ImageLayout):
-    """One section of as many bytes as tokens."""
-
-    def sections(self, length: int) -> list[Section]:
-        return [Section(length)]
-
-
 LAYOUT = Images((), (), 0, 0, 0, None, torch.uint8, torch.uint8, 1)
 
 
@@ -300,6 +293,23 @@ def ending(reader: Reader, count: int) -> dict[str, TransferError | None]:
     while len(ended) < count:
         ended |= reader.poll()
     return ended
+
+
+def test_a_worker_is_not_forgotten_while_it_is_read() -> None:
+    hub = {"theirs": torch.ones(100, dtype=torch.uint8)}
+    transport = InProcessTransport(hub, "ours", torch.zeros(100, dtype=torch.uint8), piece=7)
+    reader = ImageReader(transport, LAYOUT)
+    reader.connect("w", ["theirs"])
+    reader.fetch(Order("a", "w", 100, 0, 0))
+    reader.disconnect("w")
+    while not reader.poll():
+        assert transport._peers == {"theirs"}
+    assert not reader.poll() and not transport._peers
+
+
+def test_only_neighbours_become_one_read() -> None:
+    reads = [PageRead(0, 5, 3), PageRead(3, 8, 4), PageRead(8, 13, 2), PageRead(10, 16, 1)]
+    assert _joined(reads) == [PageRead(0, 5, 7), PageRead(8, 13, 2), PageRead(10, 16, 1)]
 
 
 def test_readers_fetch_and_say_how_it_ended(reading: Any) -> None:

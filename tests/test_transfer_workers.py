@@ -1,6 +1,7 @@
 """Prefill on one worker, decode on another: same tokens, whatever happens to the prefill side."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt import LLM
+from hybridrt import LLM, SpeculativeConfig
 from hybridrt.distributed.transfer.channel import QueueChannel
-from hybridrt.errors import ConfigError, HandshakeError, TransferError
+from hybridrt.distributed.transfer.decode import DecodeWorker
+from hybridrt.distributed.transfer.handshake import Handshake
+from hybridrt.distributed.transfer.prefill import PrefillWorker
+from hybridrt.distributed.transfer.reader import Order
+from hybridrt.distributed.transfer.side import WorkerSide
+from hybridrt.errors import ConfigError, HandshakeError, PeerGoneError, TransferError
+from hybridrt.runtime.step import StateCopy, StepPlan
 from tests.checkpoints import Make, falcon, falcon_mamba, jamba, nemotron, qwen
+from tests.engine_harness import Rig
+from tests.mock_executor import mix
 from tests.tiny import write_tiny
-from tests.transfer_pair import Decoder, Prefiller, alone, build, greedy, run
+from tests.transfer_pair import Decoder, Images, Prefiller, alone, build, greedy, run
 
 MODELS: dict[str, Make] = {
     "falcon": falcon(), "nemotron": nemotron("M*-ME"), "qwen": qwen(), "attention": nemotron("*-*-"),
@@ -268,6 +277,8 @@ def test_workers_that_differ_refuse_each_other(field: str, change: dict[str, Any
     with pytest.raises(HandshakeError, match=f"{field} is .* here and .* there") as caught:
         prefill.connect(decode)
     assert caught.value.field == field
+    prefill.step()
+    assert not prefill.worker._channels, "the decode side has hung up"
     request_id = decode.engine.add_request(PROMPTS[2], greedy())
     run(decode, prefill)
     assert prefill.worker.counters().computed == 0 and len(decode.tokens(request_id)) == 6
@@ -306,3 +317,161 @@ def test_generate_goes_through_the_worker(pair: tuple[Prefiller, Decoder], model
     assert [o.token_ids for o in llm.generate(PROMPTS, greedy())] == expected
     assert decode.worker.counters().fetched == len(PROMPTS) - 1
     assert isinstance(llm, LLM)
+
+
+def test_what_a_worker_leaves_behind_is_not_trusted(pair: tuple[Prefiller, Decoder], expected: list[list[int]]) -> None:
+    """A worker that has hung up may write over an image while it is being read."""
+    prefill, decode = pair
+    prefill.connect(decode)
+    request_id = decode.engine.add_request(PROMPTS[5], greedy())
+    while not any(pull.reading for pull in decode.worker._pulls.values()):
+        decode.step()
+        prefill.step()
+    prefill.channel.close()
+    prefill.side.arena.fill_(255)
+    run(decode)
+    assert decode.tokens(request_id) == expected[5] and decode.worker.counters().computed_here == 1
+
+
+def test_only_the_worker_that_was_asked_is_listened_to(model: Path, expected: list[list[int]]) -> None:
+    hub: dict[str, torch.Tensor] = {}
+    first, second = (Prefiller(build(model), hub, name) for name in ("first", "second"))
+    decode = Decoder(build(model), hub)
+    for worker in (first, second):
+        worker.connect(decode)
+    request_id = decode.engine.add_request(PROMPTS[4], greedy())
+    decode.step()
+    (pull,) = decode.worker._pulls.values()
+    assert pull.worker == "worker-0"
+    second.channel.send({"type": "ready", "key": pull.key, "offset": 0})
+    decode.step()
+    assert not pull.reading
+    run(decode, first, second)
+    assert decode.tokens(request_id) == expected[4] and second.worker.counters().computed == 0
+
+
+def test_a_cancelled_prompt_is_not_computed_any_further(pair: tuple[Prefiller, Decoder]) -> None:
+    prefill, decode = pair
+    prefill.connect(decode)
+    request_id = decode.engine.add_request(PROMPTS[5], greedy())
+    decode.step()
+    prefill.step()
+    assert prefill.side.engine.counters().running == 1
+    decode.engine.abort(request_id)
+    decode.step()
+    prefill.step()
+    assert (prefill.side.engine.counters().running, prefill.side.engine.counters().prompt_tokens) == (0, 16)
+    prefill.assert_empty()
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+def test_the_decode_side_may_speculate(method: str, model: Path) -> None:
+    drafts = SpeculativeConfig(method=method, num_draft_tokens=3, draft_model=str(model) if method == "draft" else None)
+    hub: dict[str, torch.Tensor] = {}
+    prefill, decode = Prefiller(build(model, speculative=drafts), hub), Decoder(build(model, speculative=drafts), hub)
+    prefill.connect(decode)
+    ids = [decode.engine.add_request(prompt, greedy(20)) for prompt in PROMPTS]
+    run(decode, prefill)
+    assert [decode.tokens(i) for i in ids] == alone(model, PROMPTS, greedy(20))
+    if method == "draft":
+        assert decode.engine.counters().accepted > 20
+        drafter: Any = decode.engine._scheduler._drafter
+        assert drafter.inner.runner.arena is None, "drafts do not travel"
+
+
+def test_states_arrive_beside_a_graph_of_the_decode_rows(model: Path, expected: list[list[int]]) -> None:
+    hub: dict[str, torch.Tensor] = {}
+    prefill, decode = Prefiller(build(model), hub), Decoder(build(model), hub)
+    runner: Any = decode.engine.executor
+    runner.graphs = {1: runner._capture(1, False)}
+    prefill.connect(decode)
+    running = decode.engine.add_request([7], greedy(40))
+    ids = [decode.engine.add_request(prompt, greedy()) for prompt in PROMPTS]
+    run(decode, prefill)
+    assert [decode.tokens(i) for i in ids] == expected
+    assert decode.tokens(running) == alone(model, [[7]], greedy(40))[0]
+
+
+def test_a_runner_without_an_arena_takes_no_states(model: Path) -> None:
+    executor = build(model).engine.executor
+    assert executor.launch(StepPlan()).result().tokens == []
+    bare = build(model, transfer_bytes=0).engine.executor
+    for plan in (StepPlan(imports=[StateCopy(1, 2, 0)]), StepPlan(exports=[StateCopy(1, 2, 0)])):
+        with pytest.raises(ConfigError, match="transfer_bytes"):
+            bare.launch(plan)
+
+
+def test_numbers_of_ranks_that_do_not_fit_are_refused() -> None:
+    lagging = Lagging()
+    worker = DecodeWorker(replace(lagging.side, handshake=replace(lagging.side.handshake, tp_size=2)), [Immediate()])
+    here, there = QueueChannel.pair()
+    there.send(replace(lagging.side.handshake, tp_size=3).to_message() | {"ranks": [""] * 3})
+    with pytest.raises(TransferError, match="3 prefill ranks cannot feed 2"):
+        worker.connect(here)
+    with pytest.raises(PeerGoneError):
+        there.receive()
+
+
+class Lagging:
+    """A worker of either side over a mock engine whose steps are always launched ahead."""
+
+    def __init__(self) -> None:
+        self.rig = Rig(late=2, overlap=True, chunk=4)
+        layout = Images((), (), 0, 0, 0, None, torch.uint8, torch.uint8, 1)
+        ours = Handshake(1, "", "", "", "", "", 0, 0, "", 0, 1)
+        self.side = WorkerSide(self.rig.engine, ours, layout, torch.zeros(100, dtype=torch.uint8))
+        self.here, self.there = QueueChannel.pair()
+        self.there.send(ours.to_message() | {"ranks": []})
+
+    def launch(self) -> None:
+        while not self.rig.executor.unread:
+            self.rig.step()
+
+
+def test_an_image_is_not_given_away_while_a_step_may_still_read_it() -> None:
+    decode = Lagging()
+    worker = DecodeWorker(decode.side, [Immediate()])
+    worker.connect(decode.here)
+    decode.rig.executor.arena[0] = [1, 2], mix(mix(0, 1), 2)
+    request_id = decode.rig.add([1, 2, 3], max_tokens=9)
+    decode.rig.step()
+    decode.there.send({"type": "ready", "key": f"{request_id}-1", "offset": 0})
+    decode.launch()
+    decode.rig.engine.abort(request_id)
+    assert decode.rig.executor.unread and worker.regions.num_used
+    worker.advance()
+    assert not decode.rig.executor.unread and not worker.regions.num_used
+    decode.rig.run()
+
+
+def test_an_image_is_not_given_away_while_a_step_may_still_write_it() -> None:
+    prefill = Lagging()
+    worker = PrefillWorker(prefill.side, [])
+    worker.attach(prefill.here)
+    prefill.there.send({"type": "prefill", "key": "x", "tokens": [1, 2, 3, 4, 5, 6]})
+    worker.step()
+    assert prefill.rig.executor.unread and worker.regions.num_used
+    prefill.there.send({"type": "done", "key": "x"})
+    worker._hear(prefill.here)
+    assert not prefill.rig.executor.unread and not worker.regions.num_used
+    prefill.rig.run()
+
+
+class Immediate:
+    """A reader that has read everything at once."""
+
+    description = ""
+
+    def __init__(self) -> None:
+        self.orders: list[str] = []
+
+    def connect(self, worker: str, descriptions: Sequence[str]) -> None: ...
+    def disconnect(self, worker: str) -> None: ...
+    def close(self) -> None: ...
+
+    def fetch(self, order: Order) -> None:
+        self.orders.append(order.key)
+
+    def poll(self) -> dict[str, TransferError | None]:
+        ended, self.orders = dict.fromkeys(self.orders), []
+        return ended

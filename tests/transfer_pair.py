@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hybridrt import LLM, SamplingParams
+from hybridrt.distributed.conv_transfer import Section
 from hybridrt.distributed.transfer.channel import QueueChannel
 from hybridrt.distributed.transfer.decode import DecodeWorker
 from hybridrt.distributed.transfer.prefill import PrefillWorker
@@ -14,11 +15,19 @@ from hybridrt.distributed.transfer.reader import ImageReader
 from hybridrt.distributed.transfer.side import WorkerSide
 from hybridrt.distributed.transfer.transport import InProcessTransport
 from hybridrt.engine.request import RequestOutput
+from hybridrt.runtime.state_arena import ImageLayout
 
 SMALL: dict[str, Any] = dict(
     load_format="dummy", device="cpu", max_model_len=96, max_running_requests=3, page_size=4, transfer_bytes=1 << 17,
     chunked_prefill_size=16,
 )  # fmt: skip
+
+
+class Images(ImageLayout):
+    """One section of as many bytes as tokens."""
+
+    def sections(self, length: int) -> list[Section]:
+        return [Section(length)]
 
 
 def greedy(count: int = 6, **params: Any) -> SamplingParams:
