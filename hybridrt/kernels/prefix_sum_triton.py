@@ -1,17 +1,17 @@
-"""Triton kernel of the running sums: a program walks the tokens of one row for a block of its columns."""
+"""Triton kernel of the running sums: a program walks the tokens of one row, a tile at a time, for a block of columns."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 128  # columns of a program
+COLUMNS, TOKENS = 32, 64  # of a program; tokens of one of its tiles at most
 
 
 @triton.jit
 def _prefix_sum_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, states_ptr, read_ptr, write_ptr, starts_ptr, stored_ptr, rows_ptr, x_st, stored_sr,
-    T: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    T: tl.constexpr, C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Rows of T tokens each, or between starts[b] and starts[b + 1] where T is 0."""
     b = tl.program_id(0)
@@ -21,22 +21,23 @@ def _prefix_sum_kernel(  # type: ignore[no-untyped-def]
         first, end = tl.load(starts_ptr + b), tl.load(starts_ptr + b + 1)
     if (read < 0) | (first == end):
         return
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = c < C
-    total = tl.load(states_ptr + read * C + c, mask=mask, other=0.0)
-    x, out = x_ptr + first.to(tl.int64) * x_st + c, out_ptr + first.to(tl.int64) * C + c
-    if stored_ptr is not None:
-        stored = stored_ptr + tl.load(rows_ptr + b).to(tl.int64) * stored_sr + c
-    for _ in range(end - first):
-        total += tl.load(x, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mask)
-        x += x_st
-        out += C
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    column = c < C
+    total = tl.load(states_ptr + read * C + c, mask=column, other=0.0)
+    for start in range(first, end, BLOCK_T):
+        token = start + tl.arange(0, BLOCK_T)
+        at, mask = token.to(tl.int64)[:, None], (token < end)[:, None] & column[None, :]
+        x = tl.load(x_ptr + at * x_st + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        sums = total[None, :] + tl.cumsum(x, 0)
+        tl.store(out_ptr + at * C + c[None, :], sums.to(out_ptr.dtype.element_ty), mask=mask)
         if stored_ptr is not None:
-            tl.store(stored, total, mask=mask)
-            stored += C
+            stored = tl.load(rows_ptr + b).to(tl.int64) * stored_sr + (token - first)[:, None] * C + c[None, :]
+            tl.store(stored_ptr + stored, sums, mask=mask)
+        # What goes on is the last sum itself, not the same numbers added in another order.
+        last = token == tl.minimum(start + BLOCK_T, end) - 1
+        total = tl.sum(tl.where(last[:, None], sums, 0.0), 0)
     if stored_ptr is None:
-        tl.store(states_ptr + write * C + c, total, mask=mask)
+        tl.store(states_ptr + write * C + c, total, mask=column)
 
 
 def prefix_sum_varlen_triton(
@@ -72,9 +73,9 @@ def _launch(
     columns = x.shape[1]
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     if len(read_slots) and x.numel():
-        _prefix_sum_kernel[(len(read_slots), triton.cdiv(columns, BLOCK))](
+        _prefix_sum_kernel[(len(read_slots), triton.cdiv(columns, COLUMNS))](
             x, out, states, read_slots, write_slots, starts, stored, rows, x.stride(0),
             0 if stored is None else stored.stride(0),
-            T=tokens, C=columns, BLOCK=BLOCK, num_warps=4,
+            T=tokens, C=columns, BLOCK_T=triton.next_power_of_2(tokens or TOKENS), BLOCK_C=COLUMNS, num_warps=4,
         )  # fmt: skip
     return out
