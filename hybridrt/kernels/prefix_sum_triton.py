@@ -1,4 +1,4 @@
-"""Triton kernel of the running sums: a program walks the tokens of one row, a tile at a time, for a block of columns."""
+"""Triton kernel of the running sums: a program walks the tokens of one row in tiles, for a block of columns."""
 
 import torch
 import triton
