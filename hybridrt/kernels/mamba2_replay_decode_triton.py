@@ -29,10 +29,13 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
     TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, SECTION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, G + x blocks]: programs of a group do its B, C and heads; the others a block of x channels each."""
+    """Grid [rows, G + x blocks]: programs of a group do its B, C and heads; the others a block of x channels each.
+    SECTION "groups" or "values": only these."""
     b, part = tl.program_id(0), tl.program_id(1)
+    if SECTION == "values":
+        part += G
     if PDL:
         # The other way round than in `begin`: what starts after this kernel may read all that came before it at once.
         tl.extra.cuda.gdc_wait()
@@ -45,22 +48,49 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
     conv_row = conv_ptr + slot * conv_ss
     source = xBC_ptr + b.to(tl.int64) * xBC_strides[0]
-    st: tl.constexpr = xBC_strides[1]
-    if part >= G:
-        c = (part - G) * BLOCK_X + tl.arange(0, BLOCK_X)
-        mask = c < H * P
-        values_row = values_ptr + row * values_sr + (c // P) * (W * P) + c % P
-        if T == 1:
-            x = conv_one_token(source + c, conv_row, weight_ptr, bias_ptr, c, mask, position, TAPS, WC)
-            tl.store(values_row + ((start + length) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
-        else:
-            push_inputs(source + c, st, conv_row, conv_row, c, mask, position, False, T, TAPS, WC)
-            for t in range(T):
-                x = step_input(source + c, st, conv_row, weight_ptr, bias_ptr, c, mask, position, t, TAPS, WC)
-                tl.store(values_row + ((start + length + t) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
-        return
+    if SECTION != "groups" and part >= G:
+        _enter_values(
+            source, xBC_strides[1], conv_row, weight_ptr, bias_ptr, values_ptr + row * values_sr, part - G, position,
+            start + length, T, H, P, TAPS, WC, W, BLOCK_X,
+        )  # fmt: skip
+    if SECTION != "values" and part < G:
+        _enter_group(
+            source, xBC_strides[1], dt_ptr + b.to(tl.int64) * dt_strides[0], dt_strides[1], conv_row, weight_ptr, bias_ptr,
+            A_ptr, dt_bias_ptr, keys_ptr + row * keys_sr, gates_ptr + row * gates_sr, queries_ptr, scores_ptr, decays_ptr,
+            b, part, position, start, length, dt_min, dt_max,
+            T, H, P, N, G, TAPS, WC, W, BLOCK_N, BLOCK_W, BLOCK_H, PRECISION,
+        )  # fmt: skip
 
-    g = part
+
+@triton.jit
+def _enter_values(  # type: ignore[no-untyped-def]
+    source, stride_t: tl.constexpr, conv_row, weight_ptr, bias_ptr, values_row, block, position, first,
+    T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    """The T new x of a block of channels: to the conv ring as they are, to the state ring behind the conv."""
+    c = block * BLOCK_X + tl.arange(0, BLOCK_X)
+    mask = c < H * P
+    cells = values_row + (c // P) * (W * P) + c % P
+    if T == 1:
+        x = conv_one_token(source + c, conv_row, weight_ptr, bias_ptr, c, mask, position, TAPS, WC)
+        tl.store(cells + (first % W) * P, x.to(values_row.dtype.element_ty), mask=mask)
+    else:
+        push_inputs(source + c, stride_t, conv_row, conv_row, c, mask, position, False, T, TAPS, WC)
+        for t in tl.static_range(T):
+            x = step_input(source + c, stride_t, conv_row, weight_ptr, bias_ptr, c, mask, position, t, TAPS, WC)
+            tl.store(cells + ((first + t) % W) * P, x.to(values_row.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _enter_group(  # type: ignore[no-untyped-def]
+    source, stride_t: tl.constexpr, dt_row, dt_stride: tl.constexpr, conv_row, weight_ptr, bias_ptr, A_ptr, dt_bias_ptr,
+    keys_of_row, gates_of_row, queries_ptr, scores_ptr, decays_ptr, b, g, position, start, length, dt_min, dt_max,
+    T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
+    TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The T new B and C of a group, the time steps of its heads, and the scores of everything in the ring."""
     n = tl.arange(0, BLOCK_N)
     n_mask = n < N
     B_channel = H * P + g * N + n
@@ -73,20 +103,24 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     w = tl.arange(0, BLOCK_W)
     seen = w < length
     column = (start + w) % W
-    gates_row = gates_ptr + row * gates_sr + h * W
+    gates_row = gates_of_row + h * W
     cells = gates_row[:, None] + column[None, :]
     gate = tl.load(cells, mask=h_mask[:, None] & seen[None, :], other=0.0)
     log_decay = gate * A[:, None]
     total = tl.sum(log_decay, axis=1)
     history = gate * tl.exp(total[:, None] - tl.cumsum(log_decay, axis=1))
-    keys_row = keys_ptr + row * keys_sr + g * (W * N)
+    keys_row = keys_of_row + g * (W * N)
     keys = tl.load(keys_row + column[:, None] * N + n[None, :], mask=seen[:, None] & n_mask[None, :], other=0.0)
 
     # New tokens, one after the other: what they leave of the history, and of each other.
     BLOCK_T: tl.constexpr = 16 if T > 1 else 1
     t_all = tl.arange(0, BLOCK_T)
-    new_keys = _conv_tokens(source, st, conv_row, weight_ptr, bias_ptr, B_channel, n_mask, position, t_all, T, TAPS, WC)
-    queries = _conv_tokens(source, st, conv_row, weight_ptr, bias_ptr, C_channel, n_mask, position, t_all, T, TAPS, WC)
+    new_keys = _conv_tokens(
+        source, stride_t, conv_row, weight_ptr, bias_ptr, B_channel, n_mask, position, t_all, T, TAPS, WC
+    )
+    queries = _conv_tokens(
+        source, stride_t, conv_row, weight_ptr, bias_ptr, C_channel, n_mask, position, t_all, T, TAPS, WC
+    )
     token_mask = (t_all < T)[:, None] & n_mask[None, :]
     new_column = (start + length + t_all) % W
     tl.store(keys_row + new_column[:, None] * N + n[None, :], new_keys, mask=token_mask)
@@ -102,7 +136,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     since = tl.zeros([BLOCK_H], tl.float32)
     fresh = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
     for t in range(T):
-        dt = tl.load(dt_ptr + b.to(tl.int64) * dt_strides[0] + t * dt_strides[1] + h, mask=h_mask, other=0.0)
+        dt = tl.load(dt_row + t * dt_stride + h, mask=h_mask, other=0.0)
         dt = dt.to(tl.float32)
         if dt_bias_ptr is not None:
             dt += tl.load(dt_bias_ptr + h, mask=h_mask, other=0.0).to(tl.float32)
@@ -272,14 +306,18 @@ def replay_decode_triton(
     block_n, block_w = max(16, triton.next_power_of_2(state_dim)), max(16, triton.next_power_of_2(width))
     block_x = 256 if batch >= 16 else 128
     common = {"T": tokens, "H": heads, "P": dim, "N": state_dim, "G": groups, "W": width, "BLOCK_W": block_w}
-    _prepare_kernel[batch, groups + triton.cdiv(heads * dim, block_x)](
-        xBC, dt, weight, bias, A, dt_bias, conv, values, keys, gates, queries, scores, decays,
-        slots, start_positions, rows, start, length,
-        strides(xBC), strides(dt), conv.stride(0), values.stride(0), keys.stride(0), gates.stride(0), *dt_limit,
-        TAPS=weight.shape[1], WC=conv.shape[2], BLOCK_X=block_x, BLOCK_N=block_n,
-        BLOCK_H=triton.next_power_of_2(heads // groups), PRECISION=dot_precision(xBC.dtype),
-        num_warps=8 if tokens > 1 and state_dim > 128 else 4, **common, **pdl(xBC.device),
-    )  # fmt: skip
+    x_blocks = triton.cdiv(heads * dim, block_x)
+    # With several tokens a group's programs need so many registers that those of x wait for room beside them.
+    sections = {"all": groups + x_blocks} if tokens == 1 else {"values": x_blocks, "groups": groups}
+    for section, programs in sections.items():
+        _prepare_kernel[batch, programs](
+            xBC, dt, weight, bias, A, dt_bias, conv, values, keys, gates, queries, scores, decays,
+            slots, start_positions, rows, start, length,
+            strides(xBC), strides(dt), conv.stride(0), values.stride(0), keys.stride(0), gates.stride(0), *dt_limit,
+            TAPS=weight.shape[1], WC=conv.shape[2], BLOCK_X=block_x, BLOCK_N=block_n, SECTION=section,
+            BLOCK_H=triton.next_power_of_2(heads // groups), PRECISION=dot_precision(xBC.dtype),
+            num_warps=8 if section == "groups" and state_dim > 128 else 4, **common, **pdl(xBC.device),
+        )  # fmt: skip
     tile = stream_tile(batch, tokens, states)
     _stream_kernel[batch, heads, triton.cdiv(dim, tile["BLOCK_P"])](
         z, D, out, states, values, queries, scores, decays, slots, rows, start, length,
