@@ -55,9 +55,9 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     if SECTION != "values" and part < G:
         _enter_group(
-            source, xBC_strides[1], dt_ptr + b.to(tl.int64) * dt_strides[0], dt_strides[1], conv_row, weight_ptr, bias_ptr,
-            A_ptr, dt_bias_ptr, keys_ptr + row * keys_sr, gates_ptr + row * gates_sr, queries_ptr, scores_ptr, decays_ptr,
-            b, part, position, start, length, dt_min, dt_max,
+            source, xBC_strides[1], dt_ptr + b.to(tl.int64) * dt_strides[0], dt_strides[1], conv_row, weight_ptr,
+            bias_ptr, A_ptr, dt_bias_ptr, keys_ptr + row * keys_sr, gates_ptr + row * gates_sr, queries_ptr, scores_ptr,
+            decays_ptr, b, part, position, start, length, dt_min, dt_max,
             T, H, P, N, G, TAPS, WC, W, BLOCK_N, BLOCK_W, BLOCK_H, PRECISION,
         )  # fmt: skip
 

@@ -222,10 +222,10 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> _
     that its address needs decides, and short tiles, four of them under way, beat long ones. Tiles of many query rows
     and of wide heads are bound by registers instead."""
     device = multiprocessors(q.device)
-    bound, filled = tile["BLOCK_M"] > 16 or tile["BLOCK_D"] > 128, programs >= device
+    bound, filled = tile["BLOCK_M"] > 32 or tile["BLOCK_D"] > 128, programs >= device
     pipeline = {"num_stages": 2}
     if not bound and filled:
-        pipeline = {"num_warps": 2, "num_stages": 3}
+        pipeline = {"num_warps": 2 if tile["BLOCK_M"] == 16 else 4, "num_stages": 3}
     elif not bound:
         pipeline = {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 4}
     blocks = triton.cdiv(max_context, pipeline.get("BLOCK_N", tile["BLOCK_N"]))
