@@ -14,7 +14,8 @@ from benchmarks.common import RESULTS
 
 DOCS = Path(__file__).parents[1] / "docs"
 OURS, FLOOR = "hybridrt", "bytes floor"
-COLOURS = {OURS: "#2563eb", "hybridrt, classic": "#93c5fd", "vLLM 0.24.0": "#9ca3af", "SGLang 0.5.15": "#d1d5db"}
+CLASSIC, FA3 = "hybridrt, classic", "with FA3"
+COLOURS = {OURS: "#2563eb", CLASSIC: "#93c5fd", FA3: "#1e3a8a", "vLLM 0.24.0": "#9ca3af", "SGLang 0.5.15": "#d1d5db"}
 # Milliseconds of a decode step, by batch, and prompt tokens a second: the same GPU, weights and shapes.
 PEER_DECODE = {
     "falcon-h1-7b": {
@@ -68,7 +69,7 @@ def decode_panels(results: Path) -> Iterator[Panel]:
             if not what.startswith("decode batch "):
                 continue
             batch = int(what.split()[-1])
-            values = {OURS: row["ms"]} | ({"hybridrt, classic": classic[what]["ms"]} if what in classic else {})
+            values = {OURS: row["ms"]} | ({CLASSIC: classic[what]["ms"]} if what in classic else {})
             values |= {peer: ms[batch] for peer, ms in PEER_DECODE.get(model, {}).items() if batch in ms}
             groups.append(Group(f"batch {batch}", values, row["floor_ms"]))
         if groups:
@@ -77,12 +78,15 @@ def decode_panels(results: Path) -> Iterator[Panel]:
 
 def prefill_panels(results: Path) -> Iterator[Panel]:
     for model, title in TITLES.items():
-        found = {what.split()[-1]: row["tok/s"] for what, row in rows_of(results, model).items() if "prefill" in what}
-        peers = PEER_PREFILL.get(model, {})
-        groups = [
-            Group(shape.replace("x", " x "), {OURS: rate} | {p: rates[shape] for p, rates in peers.items()})
-            for shape, rate in found.items()
-        ]
+        rates = {series: rows_of(results, f"{model}{end}") for series, end in ((OURS, ""), (FA3, "-fa3"))}
+        shapes = [what.split()[-1] for what in rates[OURS] if what.startswith("prefill ")]
+        groups = []
+        for shape in shapes:
+            values = {
+                name: rows[f"prefill {shape}"]["tok/s"] for name, rows in rates.items() if f"prefill {shape}" in rows
+            }
+            values |= {peer: found[shape] for peer, found in PEER_PREFILL.get(model, {}).items() if shape in found}
+            groups.append(Group(shape.replace("x", " x "), values))
         if groups:
             yield Panel(title.split(",")[0], groups)
 

@@ -290,10 +290,19 @@ def resolve_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> 
         DeviceError: bfloat16, asked for or the model's own, on a GPU that has none.
     """
     automatic = torch.float32 if device.type == "cpu" else model_dtype
-    dtype = automatic if name == "auto" else DTYPES[name]
+    return _on_device("dtype", automatic if name == "auto" else DTYPES[name], device)
+
+
+def resolve_state_dtype(name: str, device: torch.device) -> torch.dtype:
+    """dtype of the recurrent state, EngineConfig.mamba_ssm_dtype. Raises DeviceError as `resolve_dtype` does."""
+    return _on_device("mamba_ssm_dtype", DTYPES[name], device)
+
+
+def _on_device(option: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     on_gpu = device.type == "cuda"
     if on_gpu and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise DeviceError(f'{torch.cuda.get_device_name(device)} has no bfloat16; pass dtype="float16" or "float32"')
+        gpu = torch.cuda.get_device_name(device)
+        raise DeviceError(f'{gpu} has no bfloat16; pass {option}="float16" or "float32"')
     return dtype
 
 

@@ -42,14 +42,28 @@ def compiled_only() -> Iterator[list[Usage]]:
     Call the launchers with tensors on the "meta" device.
     """
     used: list[Usage] = []
+    with _instead_of_launches(lambda fn, compiled: used.append(_usage(fn.__name__, compiled))):
+        yield used
+
+
+@contextmanager
+def compiled_names() -> Iterator[set[str]]:
+    """Like `compiled_only`, for module and name of each kernel alone."""
+    names: set[str] = set()
+    with _instead_of_launches(lambda fn, _: names.add(f"{fn.fn.__module__.rpartition('.')[2]} {fn.fn.__name__}")):
+        yield names
+
+
+@contextmanager
+def _instead_of_launches(note: Callable[[JITFunction, Any], object]) -> Iterator[None]:
     run = JITFunction.run
 
     def compile_instead(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        used.append(_compile(self, args, kwargs))
+        note(self, _compile(self, args, kwargs))
 
     JITFunction.run = compile_instead
     try:
-        yield used
+        yield
     finally:
         JITFunction.run = run
 
@@ -60,7 +74,7 @@ def usage(launch: Callable[[], Any]) -> list[Usage]:
     return used
 
 
-def _compile(fn: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Usage:
+def _compile(fn: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     bound = fn.signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -76,8 +90,7 @@ def _compile(fn: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return _usage(fn.__name__, compiled.asm["cubin"], compiled.metadata.shared)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def _type(value: Any) -> str:
@@ -86,14 +99,14 @@ def _type(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def _usage(name: str, cubin: bytes, shared: int) -> Usage:
+def _usage(name: str, compiled: Any) -> Usage:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(compiled.asm["cubin"])
         file.flush()
         text = subprocess.run(
             [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
-    return Usage(name, int(found[1]), int(found[2]), shared)
+    return Usage(name, int(found[1]), int(found[2]), compiled.metadata.shared)

@@ -19,6 +19,7 @@ from hybridrt.config import (
     SpeculativeConfig,
     resolve_device,
     resolve_dtype,
+    resolve_state_dtype,
 )
 from hybridrt.errors import ConfigError, DeviceError, HybridrtError, UnsupportedModelError
 from hybridrt.hf_config import read_model_config
@@ -257,6 +258,9 @@ def test_bfloat16_on_a_gpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(DeviceError, match='Old GPU has no bfloat16; pass dtype="float16"'):
             resolve_dtype(name, model_dtype, gpu)
     assert resolve_dtype("float16", torch.bfloat16, gpu) == torch.float16
+    with pytest.raises(DeviceError, match='Old GPU has no bfloat16; pass mamba_ssm_dtype="float16"'):
+        resolve_state_dtype("bfloat16", gpu)
+    assert resolve_state_dtype("float32", gpu) == torch.float32
 
 
 def test_errors_can_be_caught_as_one(tmp_path: Path) -> None:

@@ -37,15 +37,18 @@ def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
     if num_drafts is not None:
         drafted = tl.load(num_drafts + b)
     last_index = (length - TOKENS + drafted) // PAGE
-    offset = tl.arange(0, PAGE)
-    tl.store(table + last_index * PAGE + offset, page * PAGE + offset, mask=(offset < PAGE) & (page >= 0))
+    if page >= 0:
+        offset = tl.arange(0, PAGE)
+        tl.store(table + last_index * PAGE + offset, page * PAGE + offset)
     t = tl.arange(0, BLOCK_TOKENS)
     live = t < TOKENS
     position = length - TOKENS + t
     # A slot of the page entered above comes from the page itself: this program's own store is not awaited.
-    fresh = (page >= 0) & (position // PAGE == last_index)
+    fresh = position // PAGE == tl.where(page >= 0, last_index, -1)
     real = live & (t <= drafted)
-    known = tl.load(table + position, mask=real & (fresh == 0) & HAS_KV, other=0)
+    known = tl.zeros([BLOCK_TOKENS], tl.int32)
+    if HAS_KV:
+        known = tl.load(table + position, mask=real & (fresh == 0), other=0)
     slot = tl.where(fresh, page * PAGE + position % PAGE, known)
     tl.store(out_cache_loc + b * TOKENS + t, tl.where(real, slot, 0), mask=live)
     tl.store(positions + b * TOKENS + t, position, mask=live)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hybridrt.config import DTYPES, EngineConfig, ModelConfig, resolve_device, resolve_dtype
+from hybridrt.config import EngineConfig, ModelConfig, resolve_device, resolve_dtype, resolve_state_dtype
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.hf_config import read_model_config
@@ -53,7 +53,7 @@ class Target:
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, model_config.dtype, device)
         mode = resolve_state_mode(config, model_config.linear, device)
-        return cls(model_config, device, dtype, DTYPES[config.mamba_ssm_dtype], mode, tp)
+        return cls(model_config, device, dtype, resolve_state_dtype(config.mamba_ssm_dtype, device), mode, tp)
 
 
 def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: torch.device) -> str:

@@ -88,6 +88,8 @@ def test_a_gpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
         with pytest.raises(DeviceError, match='has no bfloat16; pass dtype="float16"'):
             LLM(MODEL, **SMALL)
+        with pytest.raises(DeviceError, match='pass mamba_ssm_dtype="float16"'):
+            LLM(MODEL, **SMALL, dtype="float16", mamba_ssm_dtype="bfloat16")
         with LLM(MODEL, **SMALL, dtype="float16") as llm:
             out = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))[0]
     assert len(out.token_ids) == 4
