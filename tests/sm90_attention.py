@@ -38,8 +38,8 @@ def float32(*shape: int) -> Tensor:
 
 def attention(query_heads: int, kv_heads: int, dim: int, rot: int) -> None:
     cache, table = meta(5000, 16, kv_heads, dim), int32(300, 4096)
-    for batch, tokens in ((128, 1), (32, 5)):
-        tree = meta(batch, tokens, tokens, dtype=torch.bool) if tokens > 1 else None
+    for batch, tokens, nodes in ((128, 1, 0), (32, 5, 5), (32, 5, 0), (128, 5, 0)):
+        tree = meta(batch, nodes, nodes, dtype=torch.bool) if nodes else None
         attention_decode_triton(
             meta(batch, tokens, query_heads, dim),
             cache,

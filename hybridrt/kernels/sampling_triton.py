@@ -12,6 +12,7 @@ from hybridrt.kernels.launch import multiprocessors
 from hybridrt.kernels.sampling import GOLDEN_GAMMA, MIX_1, MIX_2, STREAM_TOKEN, Penalties
 
 BLOCK = 4096
+PROGRAMS_PER_MULTIPROCESSOR = 8
 _GAMMA, _MIX_1, _MIX_2 = (tl.constexpr(value % 2**64) for value in (GOLDEN_GAMMA, MIX_1, MIX_2))
 
 
@@ -295,7 +296,9 @@ def _argmax(
     if batch == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     blocks = triton.cdiv(vocabulary, BLOCK)
-    per_split = triton.cdiv(blocks, min(blocks, triton.cdiv(2 * multiprocessors(logits.device), batch))) * BLOCK
+    # A program reads one block after the other: only many of them keep enough bytes under way.
+    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(logits.device), batch)
+    per_split = triton.cdiv(blocks, min(blocks, wanted)) * BLOCK
     splits = triton.cdiv(vocabulary, per_split)
     best = torch.empty(batch, splits, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(batch, splits, dtype=torch.int64, device=logits.device)
