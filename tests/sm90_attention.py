@@ -7,6 +7,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+from hybridrt.kernels.acceptance_triton import accept_chain_triton
 from hybridrt.kernels.activation_triton import relu2_triton, sigmoid_mul_triton, silu_and_mul_triton
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.gated_delta_rule_triton import chunk_gated_delta_rule_triton, gdn_gates_triton
@@ -74,6 +75,7 @@ def sampling() -> None:
     counts, prompt = int32(batch, vocabulary), meta(batch, vocabulary, dtype=torch.bool)
     filters = {"temperature": rows, "top_k": int32(batch), "top_p": rows, "min_p": rows}
     greedy_triton(logits, words)
+    accept_chain_triton(meta(batch, 5, dtype=torch.int64), int32(batch, 4), int32(batch), int32(batch), int32(300))
     filtered_logits_triton(logits, **filters)
     penalties = Penalties(rows, rows, rows, counts, prompt)
     sample_triton(logits, **filters, seeds=keys, indices=keys, penalties=penalties, bitmask=words)

@@ -15,18 +15,21 @@ from hybridrt.kernels.draft_tree import node_depths
 from hybridrt.kernels.providers import register, select
 
 register("accept_chain", "torch", "hybridrt.kernels.acceptance:accept_chain_reference")
+register("accept_chain", "triton", "hybridrt.kernels.acceptance_triton:accept_chain_triton", priority=10)
 register("accept_tree", "torch", "hybridrt.kernels.acceptance:accept_tree_reference")
 
 
-def accept_chain(drawn: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
+def accept_chain(drawn: Tensor, drafts: Tensor, num_drafts: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
     """Inputs of each row that stay, the root included: 1 + leading drafts that equal their draws. [B] int32, >= 1.
 
     Args:
         drawn: [B, T] int64, the target's draw after each of the T inputs.
         drafts: [B, T - 1] int32, the inputs after the root.
         num_drafts: [B] int32, how many of them are drafts; the rest is padding.
+        rows: [B] int32 request rows.
+        last_tokens: [R + 1] int32; each row gets the draw behind the last input that stays, its next root.
     """
-    accepted: Tensor = select("accept_chain", drawn.device.type)(drawn, drafts, num_drafts)
+    accepted: Tensor = select("accept_chain", drawn.device.type)(drawn, drafts, num_drafts, rows, last_tokens)
     return accepted
 
 
@@ -47,10 +50,14 @@ def accept_tree(
     return chosen
 
 
-def accept_chain_reference(drawn: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
+def accept_chain_reference(
+    drawn: Tensor, drafts: Tensor, num_drafts: Tensor, rows: Tensor, last_tokens: Tensor
+) -> Tensor:
     index = torch.arange(drafts.shape[1], device=drafts.device)
     same = (drawn[:, :-1] == drafts) & (index < num_drafts[:, None])
-    return 1 + same.int().cumprod(1).sum(1, dtype=torch.int32)
+    kept = same.int().cumprod(1).sum(1)
+    last_tokens[rows] = drawn.gather(1, kept[:, None])[:, 0].int()
+    return (1 + kept).int()
 
 
 def accept_tree_reference(

@@ -190,7 +190,8 @@ class ModelRunner:
         else:
             positions = buffers.positions.view(-1, graphs.tokens)[:n]
             tree = (buffers.parents[:n], buffers.tree_mask[:n]) if buffers.tree else ()
-            verification = Verification(rows, indices, positions, buffers.drafts[:n], buffers.num_drafts[:n], *tree)
+            drafts = (buffers.drafts[:n], buffers.num_drafts[:n])
+            verification = Verification(rows, indices, positions, *drafts, self.last_tokens, *tree)
             launched, accepted = self._verify(inputs.rows, verification, logits)
         if self.mtp is not None:
             self.mtp.follow(graphs.batch(n), buffers.hidden[: len(logits)], self.last_tokens, accepted, None)
@@ -247,7 +248,7 @@ class ModelRunner:
         assert spec is not None
         verification = Verification(
             rows[:n], indices[:n], batch.positions[:split].view(n, -1), sections["drafts"].view(n, -1),
-            sections["num_drafts"], spec.parents, spec.tree_mask,
+            sections["num_drafts"], self.last_tokens, spec.parents, spec.tree_mask,
         )  # fmt: skip
         verified, accepted = self._verify([r.row for r in plan.decode], verification, logits[:split])
         last = [r.row for r in plan.extend if r.sample]
@@ -324,11 +325,10 @@ class ModelRunner:
     def _verify(
         self, request_rows: Sequence[int], step: Verification, logits: torch.Tensor
     ) -> tuple[LaunchedStep, Accepted]:
-        """Acceptance, then the commit of what it keeps: state, and the next root."""
+        """Acceptance, then the commit of the state that it keeps."""
         params = [self._params[row] for row in request_rows]
         kept = self.sampler.verify(logits, step, Filters.of(params))
         self.backend.commit_decode(kept.counts, kept.path)
-        self.last_tokens[step.rows] = kept.tokens.flatten()[kept.ends()].int()
         logprobs = requested_logprobs(logits, kept.tokens, [p.logprobs for p in params], kept.path)
         return LaunchedStep(kept.tokens, kept.counts, *logprobs), kept
 

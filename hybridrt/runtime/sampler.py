@@ -43,6 +43,7 @@ class Verification:
         rows, output_indices: [n] int32 request rows, and the index of the token drawn after the root.
         positions: [n, T] int32 of all inputs: a draw's output index grows with its position.
         drafts: [n, T - 1] int32, of which the first num_drafts [n] int32 are drafts; the rest is padding.
+        last_tokens: [R + 1] int32, which gets each row's next root.
         parents, tree_mask: of a tree, as in SpecInfo; None for chains.
     """
 
@@ -51,6 +52,7 @@ class Verification:
     positions: torch.Tensor
     drafts: torch.Tensor
     num_drafts: torch.Tensor
+    last_tokens: torch.Tensor
     parents: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None
 
@@ -163,24 +165,29 @@ class Sampler:
             logits: [n * T, vocab].
         """
         n, width = step.positions.shape
-        rows = step.rows.repeat_interleave(width, output_size=n * width)
-        indices = step.output_indices[:, None] + step.positions - step.positions[:, :1]
         if filters.greedy and not filters.penalties:
             tokens = greedy(logits).view(n, width)
         else:
+            rows = step.rows.repeat_interleave(width, output_size=n * width)
+            indices = step.output_indices[:, None] + step.positions - step.positions[:, :1]
             earlier = step.earlier() if filters.penalties else None
             tokens = self._draw(logits, rows, indices.view(-1), filters, earlier).view(n, width)
-        path = None
-        if step.parents is None or step.tree_mask is None:
-            accepted = accept_chain(tokens, step.drafts, step.num_drafts)
-        else:
-            accepted, path = accept_tree(tokens, step.drafts, step.num_drafts, step.parents, step.tree_mask)
-            tokens = tokens.gather(1, path)
+        kept = self._accept(tokens, step)
         if filters.penalties:
-            kept = torch.arange(width, device=tokens.device) < accepted[:, None]
+            stays = torch.arange(width, device=tokens.device) < kept.counts[:, None]
             # Row 0 counts what was not kept: nobody reads it.
-            self.table.count(rows.view(n, width).masked_fill(~kept, 0).view(-1), tokens.view(-1))
-        return Accepted(tokens, accepted, path)
+            self.table.count(step.rows[:, None].masked_fill(~stays, 0).view(-1), kept.tokens.view(-1))
+        return kept
+
+    @staticmethod
+    def _accept(tokens: torch.Tensor, step: Verification) -> Accepted:
+        if step.parents is None or step.tree_mask is None:
+            counts = accept_chain(tokens, step.drafts, step.num_drafts, step.rows, step.last_tokens)
+            return Accepted(tokens, counts)
+        counts, path = accept_tree(tokens, step.drafts, step.num_drafts, step.parents, step.tree_mask)
+        kept = Accepted(tokens.gather(1, path), counts, path)
+        step.last_tokens[step.rows] = kept.tokens.flatten()[kept.ends()].int()
+        return kept
 
     def draft(
         self,
