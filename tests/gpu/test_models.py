@@ -46,7 +46,7 @@ def test_chunks_mixed_batches_and_retraction(name: str, graphs: bool, checkpoint
     session = GpuSession(checkpoint.path, budget_bytes=memory, cuda_graph=graphs, **config)
     samples = session.run(requests(*LENGTHS), chunk=7, gap=3)
     assert session.num_mixed() > 0
-    if session.plan.num_pages:
+    if session.plan.num_pages and not name.startswith("swa_ssm"):  # its pages go back before they run out
         assert sum(sample.retractions for sample in samples) > 0
     for sample in samples:
         check_sample(checkpoint, sample, name)
