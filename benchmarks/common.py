@@ -70,7 +70,7 @@ def step_bytes(
     """
     weights, ranks = 0.0, model.tp.size
     for name, p in model.named_parameters():
-        share = _touched_experts(config, batch) if ".experts." in name else 0.0 if name == "embed.weight" else 1.0
+        share = _touched_share(config, len(p), batch) if ".experts." in name else 0.0 if name == "embed.weight" else 1.0
         weights += p.numel() * p.element_size() * share
     if config.tie_word_embeddings:
         weights += config.vocab_size * config.hidden_size * dtype.itemsize / ranks
@@ -85,7 +85,9 @@ def step_bytes(
     return StepBytes(weights, state, float(kv))
 
 
-def _touched_experts(config: ModelConfig, batch: int) -> float:
-    """Expected share of experts that at least one of `batch` tokens picks, if picks are uniform."""
-    experts = getattr(config.hf, "num_experts", None) or getattr(config.hf, "n_routed_experts", 1)
-    return 1.0 - (1.0 - config.hf.num_experts_per_tok / experts) ** batch
+def _touched_share(config: ModelConfig, stacked: int, batch: int) -> float:
+    """Expected share of `stacked` experts that at least one of `batch` tokens picks, if picks are uniform among the
+    routed ones; the others are shared by all tokens."""
+    routed: int = getattr(config.hf, "num_experts", None) or getattr(config.hf, "n_routed_experts", 1)
+    untouched = routed * (1.0 - config.hf.num_experts_per_tok / routed) ** batch
+    return 1.0 - untouched / stacked

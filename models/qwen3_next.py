@@ -6,7 +6,6 @@ Norms are zero-centred (1 + w), rotary turns a quarter of each head, attention's
 (Qwen team 2025).
 """
 
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -75,39 +74,34 @@ class GatedAttention(nn.Module):
 
 
 class SparseMoE(nn.Module):
-    """Routed SwiGLU experts plus a shared one behind a sigmoid gate."""
+    """Routed SwiGLU experts plus a shared one behind a sigmoid gate: one more expert, which every token passes."""
 
     def __init__(self, config: ModelConfig, name: str, build: Build) -> None:
         super().__init__()
         hf, hidden = config.hf, config.hidden_size
         self.tp = build.tp
-        self.router = SoftmaxRouter(
-            f"{name}.router", hidden, hf.num_experts, top_k=hf.num_experts_per_tok, renormalize=hf.norm_topk_prob,
-            build=build,
-        )  # fmt: skip
         self.experts = Experts(
             f"{name}.experts", hf.num_experts, hidden, hf.moe_intermediate_size, activation="silu", gated=True,
-            build=build,
+            shared_size=hf.shared_expert_intermediate_size, build=build,
         )  # fmt: skip
-        self.shared = GatedMLP(f"{name}.shared", hidden, hf.shared_expert_intermediate_size, build=build)
-        self.shared_gate = ColumnLinear(
-            f"{name}.shared_gate", hidden, [Segment("gate", 1)], build=replace(build, tp=TPGroup())
-        )
+        self.router = SoftmaxRouter(
+            f"{name}.router", hidden, hf.num_experts, top_k=hf.num_experts_per_tok, renormalize=hf.norm_topk_prob,
+            shared_experts=self.experts.num_shared, build=build,
+        )  # fmt: skip
 
     def after_norm(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(experts of norm(x + residual), x + residual), all [T, hidden]."""
         h, residual = norm(x, residual)
-        routed, shared = self.experts(h, *self.router(h)), self.shared(h, reduce=False)
-        return self.tp.all_reduce(routed.addcmul_(torch.sigmoid(self.shared_gate(h)), shared)), residual
+        return self.tp.all_reduce(self.experts(h, *self.router(h))), residual
 
     def targets(self, key: str) -> CheckpointMap:
         return {
             **self.router.targets(f"{key}.gate"),
+            **self.router.shared_gate_targets(f"{key}.shared_expert_gate"),
             **self.experts.targets(f"{key}.experts"),
-            **self.shared.targets(f"{key}.shared_expert"),
-            **self.shared_gate.targets(f"{key}.shared_expert_gate", ["gate"]),
+            **self.experts.shared_targets(f"{key}.shared_expert"),
         }
 
 

@@ -12,7 +12,8 @@ from hybridrt.kernels.activation_triton import relu2_triton, sigmoid_mul_triton,
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.gated_delta_rule_triton import chunk_gated_delta_rule_triton, gdn_gates_triton
 from hybridrt.kernels.gdn_decode_triton import gdn_decode_triton
-from hybridrt.kernels.moe_triton import fused_experts_triton, router_sigmoid_grouped_triton, router_softmax_triton
+from hybridrt.kernels.moe_router_triton import router_sigmoid_grouped_triton, router_softmax_triton
+from hybridrt.kernels.moe_triton import fused_experts_triton
 from hybridrt.kernels.paged_attention_triton import attention_decode_triton, attention_extend_triton, write_kv_triton
 from hybridrt.kernels.rms_norm_triton import add_rms_norm_triton
 from hybridrt.kernels.rotary_triton import rotary_write_kv_triton
@@ -123,9 +124,10 @@ def delta_net_prefill(tokens: int) -> None:
 
 def experts() -> None:
     count, width, inner, top_k = 512, 2048, 512, 10
-    for tokens in (1, 128, 4096):
-        weights, ids = router_softmax_triton(meta(tokens, count), top_k, True)
-        up, down = meta(count, 2 * inner, width), meta(count, width, inner)
+    up, down = meta(count + 1, 2 * inner, width), meta(count + 1, width, inner)
+    for tokens in (1, 128, 1024):
+        logits = meta(tokens, count + 8)
+        weights, ids = router_softmax_triton(logits[:, :count], top_k, True, logits[:, count], 1)
         fused_experts_triton(meta(tokens, width), up, down, weights, ids, activation="silu", gated=True)
     router_sigmoid_grouped_triton(float32(128, 128), float32(128), 6, 8, 4, True, 2.5)
 

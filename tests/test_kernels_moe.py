@@ -21,6 +21,24 @@ def test_router_softmax(renormalize):
         torch.testing.assert_close(weights[t], torch.tensor([probabilities[e] / total for e in best]))
 
 
+@pytest.mark.parametrize("shared", [1, 2])
+def test_shared_experts_follow_the_chosen_ones(shared):
+    torch.manual_seed(0)
+    merged = torch.randn(5, 16)
+    weights, ids = router_softmax(merged[:, :7], 3, True, merged[:, 7], shared)
+    routed = router_softmax(merged[:, :7], 3, True)
+    assert torch.equal(weights[:, :3], routed[0]) and torch.equal(ids[:, :3], routed[1])
+    torch.testing.assert_close(weights[:, 3:], torch.sigmoid(merged[:, 7:8]).expand(-1, shared))
+    assert ids[:, 3:].tolist() == [list(range(7, 7 + shared))] * 5 and ids.dtype == torch.int32
+
+
+def test_of_equal_scores_the_first_are_chosen(provider):
+    if provider == "torch":
+        pytest.skip("torch.topk names no order")
+    weights, ids = router_softmax(torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0]]).half(), 3, False)
+    assert ids.tolist() == [[1, 3, 0]] and weights[0, 0] == weights[0, 1] > weights[0, 2] > 0
+
+
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(("n_group", "topk_group"), [(1, 1), (4, 2)])
 def test_router_sigmoid_grouped(renormalize, n_group, topk_group):
@@ -82,6 +100,31 @@ def test_a_token_s_result_does_not_depend_on_its_neighbours():
         row = slice(t, t + 1)
         alone = fused_experts(x[row], w_up, w_down, weights[row], ids[row], activation="silu", gated=True)
         torch.testing.assert_close(alone, together[row])
+
+
+@pytest.mark.parametrize("compared", [True, False])
+@pytest.mark.parametrize(("tokens", "experts"), [(40, 6), (9, 40), (70, 2), (300, 5)])
+def test_pairs_are_laid_out_by_expert_in_blocks(provider, monkeypatch, compared, tokens, experts):
+    """By comparing all with all, or by a sort: block after block of one expert, in the order of the pairs."""
+    if provider == "torch" or (provider == "triton-shuffled" and not compared):
+        pytest.skip("one path, no programs")
+    from hybridrt.kernels import moe_triton
+
+    monkeypatch.setattr(moe_triton, "COMPARED_PAIRS", tokens * 3 if compared else 0)
+    torch.manual_seed(tokens)
+    ids = torch.randint(0, experts - 1, (tokens, 3), dtype=torch.int32)  # nobody chose the last
+    ids[torch.rand(tokens, 3) < 0.1] = -1
+    blocks = moe_triton._lay_out(ids, experts)
+    wanted = []
+    for expert in range(experts):
+        own = [p for p, e in enumerate(ids.flatten().tolist()) if e == expert]
+        for first in range(0, len(own), blocks.size):
+            held = own[first : first + blocks.size]
+            wanted.append((expert, held + [tokens * 3] * (blocks.size - len(held))))
+    found = blocks.experts.tolist()
+    assert found == [expert for expert, _ in wanted] + [experts] * (len(found) - len(wanted))
+    for i, (_, held) in enumerate(wanted):
+        assert blocks.pairs[i * blocks.size : (i + 1) * blocks.size].tolist() == held
 
 
 def test_no_tokens():

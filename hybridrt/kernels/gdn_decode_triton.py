@@ -1,5 +1,5 @@
-"""Triton kernels of the recurrent gated delta rule: `recurrent_gated_delta_rule`, and `gdn_decode` with the conv and
-the gates before it.
+"""Triton kernel of the recurrent gated delta rule: `recurrent_gated_delta_rule`, and `gdn_decode` of several tokens
+without a state ring, with the conv and the gates before it.
 
 A program keeps BLOCK_V rows of one value head's state, [BLOCK_V, K], in registers over the T tokens. The programs of a
 key head each compute its q and k; one of them writes what these leave in the rings, to columns that none of them reads.
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
 from hybridrt.kernels.gdn_decode import split_qkv
+from hybridrt.kernels.gdn_stream_triton import Ring, gdn_stream_triton
 from hybridrt.kernels.mamba2_common_triton import push_inputs, softplus, step_input
+from hybridrt.kernels.pdl_triton import begin, pdl
 
 BLOCK_V = 32
 _EPS = tl.constexpr(L2_NORM_EPS)
@@ -53,8 +55,9 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
     q_s: tl.constexpr, k_s: tl.constexpr, v_s: tl.constexpr, a_s: tl.constexpr, b_s: tl.constexpr,
     conv_ss, states_ss, stored_sr, stored_st, parents_sb,
     T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     row, h, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     key_head = h // (HV // HK)
     i, j = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -110,92 +113,6 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
         tl.store(states_ptr + write * states_ss + tile, state.to(states_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _replay_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, out_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr,
-    conv_ptr, states_ptr, values_ptr, keys_ptr, gates_ptr,
-    slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
-    q_s: tl.constexpr, k_s: tl.constexpr, v_s: tl.constexpr, a_s: tl.constexpr, b_s: tl.constexpr,
-    conv_ss, states_ss, values_sr, keys_sr, gates_sr,
-    T: tl.constexpr, W: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
-    row, h, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    key_head = h // (HV // HK)
-    i, j = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
-    i_mask, j_mask = i < K, j < V
-    out = out_ptr + row * (T * HV * V) + h * V + j
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    if slot < 0:
-        for t in tl.static_range(T):
-            tl.store(out + t * (HV * V), tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=j_mask)
-        return
-    q, k = q_ptr + row * q_s[0] + key_head * q_s[2] + i, k_ptr + row * k_s[0] + key_head * k_s[2] + i
-    v = v_ptr + row * v_s[0] + h * v_s[2] + j
-    q_channel, k_channel, v_channel = key_head * K + i, (HK + key_head) * K + i, 2 * HK * K + h * V + j
-    writes_key = (h % (HV // HK) == 0) & (block == 0)
-    position, conv_row = tl.load(positions_ptr + row), conv_ptr + slot * conv_ss
-    _push_qkv(q, k, v, q_s[1], k_s[1], v_s[1], conv_row, conv_row, q_channel, k_channel, v_channel, i_mask, j_mask,
-              position, False, writes_key, T, TAPS, WC)  # fmt: skip
-    ring_row = tl.load(rows_ptr + row).to(tl.int64)
-    values_row = values_ptr + ring_row * values_sr + h * (W * V)
-    keys_row = keys_ptr + ring_row * keys_sr + key_head * (W * K)
-    gates_row = gates_ptr + ring_row * gates_sr + h * W
-    start, length = tl.load(start_ptr + row), tl.load(length_ptr + row)
-    tile = states_ptr + slot * states_ss + h * (V * K) + j[:, None] * K + i[None, :]
-    mask = j_mask[:, None] & i_mask[None, :]
-    state = tl.load(tile, mask=mask, other=0.0).to(tl.float32)
-    # The history in order of time, one entry a row; the step's own entries join these tiles below.
-    w = tl.arange(0, BLOCK_W)
-    column, seen = (start + w) % W, w < length
-    entry_values = tl.load(
-        values_row + column[:, None] * V + j[None, :], mask=seen[:, None] & j_mask[None, :], other=0.0
-    )
-    entry_keys = tl.load(keys_row + column[:, None] * K + i[None, :], mask=seen[:, None] & i_mask[None, :], other=0.0)
-    entry_values, entry_keys = entry_values.to(tl.float32), entry_keys.to(tl.float32)
-    gates = tl.load(gates_row + column, mask=seen, other=0.0)
-    # log of an entry's decay until this step, and of the checkpoint's
-    later = w[None, :] > w[:, None]
-    entry_decay = tl.sum(tl.where(later, gates[None, :], 0.0), 1)
-    decay = tl.sum(gates, 0)
-    elapsed = 0.0
-    for t in range(T):
-        g, beta = _gates(
-            a_ptr + row * a_s[0] + t * a_s[1] + h, b_ptr + row * b_s[0] + t * b_s[1] + h, A_log_ptr, dt_bias_ptr, h
-        )
-        query = _normalized(
-            step_input(q, q_s[1], conv_row, weight_ptr, bias_ptr, q_channel, i_mask, position, t, TAPS, WC)
-        )
-        key = _normalized(
-            step_input(k, k_s[1], conv_row, weight_ptr, bias_ptr, k_channel, i_mask, position, t, TAPS, WC)
-        )
-        value = step_input(v, v_s[1], conv_row, weight_ptr, bias_ptr, v_channel, j_mask, position, t, TAPS, WC)
-        stored_key = key.to(keys_ptr.dtype.element_ty)
-        key = stored_key.to(tl.float32)
-        elapsed += g
-        from_checkpoint = tl.exp(decay + elapsed)
-        from_entry = tl.exp(entry_decay + elapsed)  # of entries not there yet too, whose keys are zero
-        weight = from_entry * tl.sum(entry_keys * key[None, :], 1)
-        read = from_checkpoint * tl.sum(state * key[None, :], 1) + tl.sum(entry_values * weight[:, None], 0)
-        stored_value = (beta * (value - read)).to(values_ptr.dtype.element_ty)
-        corrected = stored_value.to(tl.float32)
-        weight = from_entry * tl.sum(entry_keys * query[None, :], 1)
-        result = from_checkpoint * tl.sum(state * query[None, :], 1) + tl.sum(entry_values * weight[:, None], 0)
-        result = (result + corrected * tl.sum(key * query, 0)) * (K**-0.5)
-        tl.store(out + t * (HV * V), result.to(out_ptr.dtype.element_ty), mask=j_mask)
-        if T > 1:
-            own = w == length + t
-            entry_keys = tl.where(own[:, None], key[None, :], entry_keys)
-            entry_values = tl.where(own[:, None], corrected[None, :], entry_values)
-            entry_decay = tl.where(own, -elapsed, entry_decay)
-        new_column = (start + length + t) % W
-        tl.store(values_row + new_column * V + j, stored_value, mask=j_mask)
-        if block == 0:
-            tl.store(gates_row + new_column, g)
-        if writes_key:
-            tl.store(keys_row + new_column * K + i, stored_key, mask=i_mask)
-
-
 def gdn_decode_triton(
     qkv: Tensor,
     a: Tensor,
@@ -218,13 +135,19 @@ def gdn_decode_triton(
     intermediate_states: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """`gdn_decode` in one launch."""
-    inputs = (*split_qkv(qkv, states), a, b)
-    raw = (weight, bias, A_log, dt_bias, conv, start_positions)
-    if values is None:
+    """`gdn_decode`: one launch for several tokens without a ring, else the two of `gdn_stream_triton`."""
+    ring = None
+    if values is not None:
+        assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
+        ring = Ring(values, keys, gates, rows, start, length)
+    elif intermediate_states is not None or qkv.shape[1] > 1:
+        inputs = (*split_qkv(qkv, states), a, b)
+        raw = (weight, bias, A_log, dt_bias, conv, start_positions)
         return _recurrent(states, inputs, raw, read_slots, write_slots, intermediate_states, rows, None)
-    assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
-    return _replay(states, values, keys, gates, inputs, raw, read_slots, rows, start, length)
+    return gdn_stream_triton(
+        qkv, a, b, weight=weight, bias=bias, A_log=A_log, dt_bias=dt_bias, conv=conv, states=states,
+        read_slots=read_slots, write_slots=write_slots, start_positions=start_positions, ring=ring,
+    )  # fmt: skip
 
 
 def recurrent_gated_delta_rule_triton(
@@ -268,32 +191,7 @@ def _recurrent(
             *inputs, out, *weights, conv, states, stored, read_slots, write_slots, positions, rows, parents,
             *_strides(inputs), 0 if conv is None else conv.stride(0), states.stride(0),
             *((0, 0) if stored is None else stored.stride()[:2]), 0 if parents is None else parents.stride(0),
-            T=v.shape[1], **_taps(raw), **shape,
-        )  # fmt: skip
-    return out
-
-
-def _replay(
-    states: Tensor,
-    values: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    inputs: _Inputs,
-    raw: _Raw,
-    slots: Tensor,
-    rows: Tensor,
-    start: Tensor,
-    length: Tensor,
-) -> Tensor:
-    v = inputs[2]
-    *weights, conv, positions = raw
-    out, shape = torch.empty(v.shape, dtype=v.dtype, device=v.device), _shape(states, keys.shape[1])
-    if out.numel():
-        _replay_kernel[_grid(v.shape[0], shape)](
-            *inputs, out, *weights, conv, states, values, keys, gates, slots, positions, rows, start, length,
-            *_strides(inputs), 0 if conv is None else conv.stride(0), states.stride(0), values.stride(0),
-            keys.stride(0), gates.stride(0), T=v.shape[1], W=values.shape[2],
-            BLOCK_W=triton.next_power_of_2(values.shape[2]), **_taps(raw), **shape,
+            T=v.shape[1], **_taps(raw), **shape, **pdl(v.device),
         )  # fmt: skip
     return out
 

@@ -17,6 +17,7 @@ Shapes: B rows, T new tokens, W ring columns, Hk key heads of dim K, Hv value he
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.gated_delta_rule import l2_normalize
@@ -26,14 +27,16 @@ from hybridrt.kernels.state_ring import write_entries
 
 @dataclass(frozen=True)
 class _History:
-    """A row's first W ring entries in order of time, float32, zero where not visible; `log_decay` is cumulative.
+    """A row's first W ring entries in order of time, float32, zero where not visible.
 
-    values `[B, Hv, W, V]`, keys `[B, Hk, W, K]`, log_decay `[B, Hv, W]`.
+    values `[B, Hv, W, V]`, keys `[B, Hk, W, K]`; logs of what is left at the end of each entry, entry_decay `[B, Hv,
+    W]`, and of the checkpoint, decay `[B, Hv]`.
     """
 
     values: Tensor
     keys: Tensor
-    log_decay: Tensor
+    entry_decay: Tensor
+    decay: Tensor
 
 
 def gdn_replay(
@@ -68,7 +71,7 @@ def gdn_replay(
     history = _read_history(values, keys, gates, rows, start, length)
     new_keys = l2_normalize(k).to(keys.dtype).float().transpose(1, 2)
     queries = (l2_normalize(q) * q.shape[-1] ** -0.5).transpose(1, 2)
-    log_decay = g.float().cumsum(1).transpose(1, 2) + history.log_decay[..., -1:]
+    log_decay = g.float().cumsum(1).transpose(1, 2)
     checkpoint = read_rows(states, slots).float()
     base = _read_past(checkpoint, history, torch.cat((new_keys, queries), 2), torch.cat((log_decay, log_decay), 2))
     out, corrected = _new_tokens(base, new_keys, queries, v, log_decay, beta.float(), values.dtype)
@@ -87,17 +90,21 @@ def _read_history(values: Tensor, keys: Tensor, gates: Tensor, rows: Tensor, sta
         torch.where(visible.unsqueeze(-1), ring[row, :, column].transpose(1, 2), 0).float() for ring in (values, keys)
     )
     entry_gates = torch.where(visible, gates[row, :, column].transpose(1, 2), 0)
-    return _History(entry_values, entry_keys, entry_gates.cumsum(-1))
+    # From the end, not as a difference of sums from the start: strong decays long ago would round it away.
+    since = entry_gates.flip(-1).cumsum(-1).flip(-1)
+    return _History(entry_values, entry_keys, F.pad(since[..., 1:], (0, 1)), since[..., 0])
 
 
 def _read_past(checkpoint: Tensor, history: _History, vectors: Tensor, log_decay: Tensor) -> Tensor:
-    """S x for vectors x `[B, Hk, n, K]`, S the state before this step decayed to log_decay `[B, Hv, n]`: `[B, Hv, n,
-    V]`."""
+    """S x for vectors x `[B, Hk, n, K]`, S the state before this step, decayed by log_decay `[B, Hv, n]` since:
+    `[B, Hv, n, V]`."""
     heads_per_key = checkpoint.shape[1] // vectors.shape[1]
     products = (vectors @ history.keys.transpose(-1, -2)).repeat_interleave(heads_per_key, 1)
-    weights = products * (log_decay.unsqueeze(-1) - history.log_decay.unsqueeze(-2)).exp()
+    weights = products * (log_decay.unsqueeze(-1) + history.entry_decay.unsqueeze(-2)).exp()
     vectors = vectors.repeat_interleave(heads_per_key, 1)
-    from_checkpoint = (vectors @ checkpoint.transpose(-1, -2)) * log_decay.exp().unsqueeze(-1)
+    from_checkpoint = (vectors @ checkpoint.transpose(-1, -2)) * (
+        log_decay + history.decay.unsqueeze(-1)
+    ).exp().unsqueeze(-1)
     return from_checkpoint + weights @ history.values
 
 

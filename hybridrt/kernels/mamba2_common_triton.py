@@ -68,7 +68,8 @@ def step_input(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def conv_one_token(  # type: ignore[no-untyped-def]
-    source, conv_row, weight_ptr, bias_ptr, channel, mask, position, TAPS: tl.constexpr, WC: tl.constexpr
+    source, conv_row, write_row, weight_ptr, bias_ptr, channel, mask, position, moved,
+    TAPS: tl.constexpr, WC: tl.constexpr,
 ):  # fmt: skip
     """`step_input` and `push_inputs` of a single token. The conv ring is read a whole channel [WC] at a time: column by
     column the loads would be two bytes each. Terms are added in the same order."""
@@ -86,8 +87,41 @@ def conv_one_token(  # type: ignore[no-untyped-def]
             meant = (age == TAPS - 1 - k) & (position >= TAPS - 1 - k)
             value = tl.sum(tl.where(meant[None, :], ring.to(tl.float32), 0.0), axis=1)
         out += tap * value
-    tl.store(conv_row + channel * WC + (position & (WC - 1)), new, mask=mask)
+    if moved:
+        past = (age > 0) & (age < TAPS) & (position >= age)
+        tl.store(write_row + channel[:, None] * WC + w[None, :], ring, mask=mask[:, None] & past[None, :])
+    tl.store(write_row + channel * WC + (position & (WC - 1)), new, mask=mask)
     return silu(out).to(source.dtype.element_ty)
+
+
+@triton.jit
+def conv_tokens(  # type: ignore[no-untyped-def]
+    source, stride_t: tl.constexpr, conv_row, write_row, weight_ptr, bias_ptr, channel, mask, position, moved, t,
+    T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
+):  # fmt: skip
+    """Conv and SiLU of the tokens `t` [BLOCK_T] at once: [BLOCK_T, channels] in the input's dtype, zero past T. Their
+    raw inputs enter the conv ring `write_row`, as in `push_inputs`."""
+    if T == 1:
+        out = conv_one_token(
+            source + channel, conv_row, write_row, weight_ptr, bias_ptr, channel, mask, position, moved, TAPS, WC
+        )[None, :]
+    else:
+        push_inputs(source + channel, stride_t, conv_row, write_row, channel, mask, position, moved, T, TAPS, WC)
+        total = tl.zeros([t.shape[0], channel.shape[0]], tl.float32)
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)[None, :]
+        for k in tl.static_range(TAPS):
+            tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
+            token = t + (k - (TAPS - 1))
+            p = position + token
+            live = mask[None, :] & (t < T)[:, None]
+            raw = source + token[:, None] * stride_t + channel[None, :]
+            new = tl.load(raw, mask=live & (token >= 0)[:, None], other=0.0)
+            before = live & ((token < 0) & (p >= 0))[:, None]
+            old = tl.load(conv_row + channel[None, :] * WC + (p & (WC - 1))[:, None], mask=before, other=0.0)
+            total += tap[None, :] * (new.to(tl.float32) + old.to(tl.float32))
+        out = tl.where((t < T)[:, None], silu(total), 0.0).to(source.dtype.element_ty)
+    return out
 
 
 @triton.jit

@@ -15,8 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.launch import dot_precision
-from hybridrt.kernels.mamba2_common_triton import conv_one_token, push_inputs, silu, softplus, step_input, strides
-from hybridrt.kernels.pdl_triton import pdl
+from hybridrt.kernels.mamba2_common_triton import (
+    conv_one_token,
+    conv_tokens,
+    push_inputs,
+    silu,
+    softplus,
+    step_input,
+    strides,
+)
+from hybridrt.kernels.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.state_ring_triton import exact_dot
 
 
@@ -36,10 +44,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     b, part = tl.program_id(0), tl.program_id(1)
     if SECTION == "values":
         part += G
-    if PDL:
-        # The other way round than in `begin`: what starts after this kernel may read all that came before it at once.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_in_turn(PDL)
     slot = tl.load(slots_ptr + b).to(tl.int64)
     if slot < 0:
         return
@@ -73,7 +78,7 @@ def _enter_values(  # type: ignore[no-untyped-def]
     mask = c < H * P
     cells = values_row + (c // P) * (W * P) + c % P
     if T == 1:
-        x = conv_one_token(source + c, conv_row, weight_ptr, bias_ptr, c, mask, position, TAPS, WC)
+        x = conv_one_token(source + c, conv_row, conv_row, weight_ptr, bias_ptr, c, mask, position, False, TAPS, WC)
         tl.store(cells + (first % W) * P, x.to(values_row.dtype.element_ty), mask=mask)
     else:
         push_inputs(source + c, stride_t, conv_row, conv_row, c, mask, position, False, T, TAPS, WC)
@@ -115,12 +120,14 @@ def _enter_group(  # type: ignore[no-untyped-def]
     # New tokens, one after the other: what they leave of the history, and of each other.
     BLOCK_T: tl.constexpr = 16 if T > 1 else 1
     t_all = tl.arange(0, BLOCK_T)
-    new_keys = _conv_tokens(
-        source, stride_t, conv_row, weight_ptr, bias_ptr, B_channel, n_mask, position, t_all, T, TAPS, WC
-    )
-    queries = _conv_tokens(
-        source, stride_t, conv_row, weight_ptr, bias_ptr, C_channel, n_mask, position, t_all, T, TAPS, WC
-    )
+    new_keys = conv_tokens(
+        source, stride_t, conv_row, conv_row, weight_ptr, bias_ptr, B_channel, n_mask, position, False, t_all,
+        T, TAPS, WC,
+    )  # fmt: skip
+    queries = conv_tokens(
+        source, stride_t, conv_row, conv_row, weight_ptr, bias_ptr, C_channel, n_mask, position, False, t_all,
+        T, TAPS, WC,
+    )  # fmt: skip
     token_mask = (t_all < T)[:, None] & n_mask[None, :]
     new_column = (start + length + t_all) % W
     tl.store(keys_row + new_column[:, None] * N + n[None, :], new_keys, mask=token_mask)
@@ -156,36 +163,6 @@ def _enter_group(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _conv_tokens(  # type: ignore[no-untyped-def]
-    source, stride_t: tl.constexpr, conv_row, weight_ptr, bias_ptr, channel, mask, position, t,
-    T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
-):  # fmt: skip
-    """Conv and SiLU of the tokens `t` [BLOCK_T] at once: [BLOCK_T, channels] in the input's dtype, zero past T. Their
-    raw inputs enter the conv ring."""
-    if T == 1:
-        out = conv_one_token(source + channel, conv_row, weight_ptr, bias_ptr, channel, mask, position, TAPS, WC)[
-            None, :
-        ]
-    else:
-        push_inputs(source + channel, stride_t, conv_row, conv_row, channel, mask, position, False, T, TAPS, WC)
-        total = tl.zeros([t.shape[0], channel.shape[0]], tl.float32)
-        if bias_ptr is not None:
-            total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)[None, :]
-        for k in tl.static_range(TAPS):
-            tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
-            token = t + (k - (TAPS - 1))
-            p = position + token
-            live = mask[None, :] & (t < T)[:, None]
-            raw = source + token[:, None] * stride_t + channel[None, :]
-            new = tl.load(raw, mask=live & (token >= 0)[:, None], other=0.0)
-            before = live & ((token < 0) & (p >= 0))[:, None]
-            old = tl.load(conv_row + channel[None, :] * WC + (p & (WC - 1))[:, None], mask=before, other=0.0)
-            total += tap[None, :] * (new.to(tl.float32) + old.to(tl.float32))
-        out = tl.where((t < T)[:, None], silu(total), 0.0).to(source.dtype.element_ty)
-    return out
-
-
-@triton.jit
 def _stream_kernel(  # type: ignore[no-untyped-def]
     z_ptr, D_ptr, out_ptr, states_ptr, values_ptr, queries_ptr, scores_ptr, decays_ptr,
     slots_ptr, rows_ptr, start_ptr, length_ptr,
@@ -208,9 +185,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     if WHOLE:
         # The kernel before this one writes no state, and it let this one start when all before it had finished.
         state = tl.load(cells, mask=p_mask[:, None] & (n < N)[None, :], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
     out = out_ptr + (b.to(tl.int64) * T + t[:, None]) * (H * P) + h * P + p[None, :]
     live = (t < T)[:, None] & p_mask[None, :]
     if slot < 0:

@@ -12,17 +12,28 @@ from torch import Tensor
 from hybridrt.kernels.activation import relu2_reference, silu_and_mul_reference
 from hybridrt.kernels.providers import register, select
 
-for _op in ("router_softmax", "router_sigmoid_grouped", "fused_experts"):
+for _op, _file in (
+    ("router_softmax", "moe_router"), ("router_sigmoid_grouped", "moe_router"), ("fused_experts", "moe")
+):  # fmt: skip
     register(_op, "torch", f"hybridrt.kernels.moe:{_op}_reference")
-    register(_op, "triton", f"hybridrt.kernels.moe_triton:{_op}_triton", priority=10)
+    register(_op, "triton", f"hybridrt.kernels.{_file}_triton:{_op}_triton", priority=10)
 
 
-def router_softmax(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The top_k experts by softmax probability (Qwen3-Next).
+def router_softmax(
+    logits: Tensor, top_k: int, renormalize: bool, shared_gate: Tensor | None = None, shared: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The top_k experts by softmax probability (Qwen3-Next, Jamba), and behind them those that every token passes.
 
-    logits `[T, E]`. Returns weights `[T, k]` float32 (divided by their sum if `renormalize`) and ids `[T, k]` int32.
+    Args:
+        logits: `[T, E]`, rows of any stride; the chosen probabilities are divided by their sum if `renormalize`.
+        shared_gate: `[T]`, whose sigmoid is the weight of the `shared` experts E, E + 1, ...
+
+    Returns:
+        weights `[T, k + shared]` float32 and ids `[T, k + shared]` int32.
     """
-    routing: tuple[Tensor, Tensor] = select("router_softmax", logits.device.type)(logits, top_k, renormalize)
+    routing: tuple[Tensor, Tensor] = select("router_softmax", logits.device.type)(
+        logits, top_k, renormalize, shared_gate, shared
+    )
     return routing
 
 
@@ -68,10 +79,16 @@ def fused_experts(
     return out
 
 
-def router_softmax_reference(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def router_softmax_reference(
+    logits: Tensor, top_k: int, renormalize: bool, shared_gate: Tensor | None = None, shared: int = 0
+) -> tuple[Tensor, Tensor]:
+    (tokens, experts), ids_of_shared = logits.shape, torch.arange(shared, device=logits.device)
     weights, ids = torch.softmax(logits, -1, dtype=torch.float32).topk(top_k, -1)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
+    if shared_gate is not None:
+        weights = torch.cat((weights, torch.sigmoid(shared_gate.float()).unsqueeze(1).expand(-1, shared)), 1)
+        ids = torch.cat((ids, (experts + ids_of_shared).expand(tokens, -1)), 1)
     return weights, ids.int()
 
 

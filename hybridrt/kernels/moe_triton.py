@@ -1,11 +1,11 @@
-"""Triton kernels of the mixture of experts.
+"""Triton kernels of the routed experts.
 
 Few token-expert pairs: bandwidth decides, and each pair gathers its own rows of the weights. Many: pairs are laid out
 in blocks of one expert each, and blocks are matrix products.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -13,68 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.launch import dot_precision
+from hybridrt.kernels.pdl_triton import begin, begin_in_turn, pdl
 
-
-@triton.jit
-def _take_best(scores, ids):  # type: ignore[no-untyped-def]
-    """The highest score, the lowest id that has it, and the scores without that one."""
-    best = tl.max(scores, 0)
-    chosen = tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), 0)
-    return best, chosen, tl.where(ids == chosen, float("-inf"), scores)
-
-
-@triton.jit
-def _router_softmax_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, weights_ptr, ids_ptr, logits_sr, E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64)
-    e, j = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
-    logits = tl.load(logits_ptr + t * logits_sr + e, mask=e < E, other=float("-inf")).to(tl.float32)
-    scores = tl.exp(logits - tl.max(logits, 0))
-    scores = tl.where(e < E, scores / tl.sum(scores, 0), float("-inf"))
-    weights, chosen_ids = tl.zeros([BLOCK_K], tl.float32), tl.zeros([BLOCK_K], tl.int32)
-    for k in tl.static_range(TOP_K):
-        best, chosen, scores = _take_best(scores, e)
-        weights, chosen_ids = tl.where(j == k, best, weights), tl.where(j == k, chosen, chosen_ids)
-    if RENORMALIZE:
-        weights /= tl.sum(weights, 0)
-    tl.store(weights_ptr + t * TOP_K + j, weights, mask=j < TOP_K)
-    tl.store(ids_ptr + t * TOP_K + j, chosen_ids, mask=j < TOP_K)
-
-
-@triton.jit
-def _router_sigmoid_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, bias_ptr, weights_ptr, ids_ptr, logits_sr, scaling,
-    E: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64)
-    size: tl.constexpr = E // GROUPS
-    g, e, j = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
-    scores = tl.sigmoid(tl.load(logits_ptr + t * logits_sr + e, mask=e < E, other=0.0).to(tl.float32))
-    biased = tl.where(e < E, scores + tl.load(bias_ptr + e, mask=e < E, other=0.0), float("-inf"))
-    # A group's strength is the sum of its two best; [BLOCK_G, BLOCK_E], -inf outside the group.
-    own = tl.where((e // size)[None, :] == g[:, None], biased[None, :], float("-inf"))
-    first = tl.max(own, 1)
-    first_id = tl.min(tl.where(own == first[:, None], e[None, :], 0x7FFFFFFF), 1)
-    second = tl.max(tl.where(e[None, :] == first_id[:, None], float("-inf"), own), 1)
-    strength = tl.where(g < GROUPS, first + second, float("-inf"))
-    open_groups = tl.zeros([BLOCK_G], tl.int32)
-    for _ in tl.static_range(TOP_GROUPS):
-        _, group, strength = _take_best(strength, g)
-        open_groups = tl.where(g == group, 1, open_groups)
-    open_experts = tl.sum(tl.where((e // size)[None, :] == g[:, None], open_groups[:, None], 0), 0)
-    biased = tl.where(open_experts > 0, biased, float("-inf"))
-    weights, chosen_ids = tl.zeros([BLOCK_K], tl.float32), tl.zeros([BLOCK_K], tl.int32)
-    for k in tl.static_range(TOP_K):
-        _, chosen, biased = _take_best(biased, e)
-        weights = tl.where(j == k, tl.sum(tl.where(e == chosen, scores, 0.0), 0), weights)
-        chosen_ids = tl.where(j == k, chosen, chosen_ids)
-    if RENORMALIZE:
-        weights /= tl.sum(weights, 0) + 1e-20
-    tl.store(weights_ptr + t * TOP_K + j, weights * scaling, mask=j < TOP_K)
-    tl.store(ids_ptr + t * TOP_K + j, chosen_ids, mask=j < TOP_K)
+# Up to here two small launches lay pairs out, each comparing all of them with all; from here on a sort is less work.
+COMPARED_PAIRS = 12288
 
 
 @triton.jit
@@ -92,45 +34,86 @@ def _activate(hidden, up, RELU2: tl.constexpr, GATED: tl.constexpr):  # type: ig
 @triton.jit
 def _gathered_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, ids_ptr, hidden_ptr, x_sr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr, INNER: tl.constexpr,
-    RELU2: tl.constexpr, GATED: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr,
+    RELU2: tl.constexpr, GATED: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid [pairs, inner blocks]. A thread owns 8 neighbouring columns of each row, one 16-byte load."""
+    begin_in_turn(PDL)
     pair = tl.program_id(0)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     if expert < 0:
         return
-    i, d0 = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_D)
-    x_row, w_rows = x_ptr + (pair // TOP_K).to(tl.int64) * x_sr, w_ptr + expert * w_se + i[:, None] * w_sr
-    hidden, up = tl.zeros([BLOCK_I, BLOCK_D], tl.float32), tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
+    i, d = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_D)
+    x_row = x_ptr + (pair // TOP_K).to(tl.int64) * x_sr + d
+    # Past the last row the last one is read again: cheaper than a mask, and never written.
+    w_rows = w_ptr + expert * w_se + tl.minimum(i, INNER - 1)[:, None] * w_sr + d[None, :]
+    tile = tl.load(w_rows, mask=(d < D)[None, :], other=0.0)
+    up_tile = tile
+    if GATED:
+        up_tile = tl.load(w_rows + INNER * w_sr, mask=(d < D)[None, :], other=0.0)
+    hidden, up = tl.zeros([BLOCK_I, BLOCK_D // 8], tl.float32), tl.zeros([BLOCK_I, BLOCK_D // 8], tl.float32)
     for start in range(0, D, BLOCK_D):
-        d = start + d0
-        x = tl.load(x_row + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        mask = (i < INNER)[:, None] & (d < D)[None, :]
-        hidden += tl.load(w_rows + d[None, :], mask=mask, other=0.0).to(tl.float32) * x
+        x = tl.load(x_row + start, mask=start + d < D, other=0.0).to(tl.float32)[None, :]
+        hidden += _sum_by_8(tile.to(tl.float32) * x)
         if GATED:
-            up += tl.load(w_rows + INNER * w_sr + d[None, :], mask=mask, other=0.0).to(tl.float32) * x
+            up += _sum_by_8(up_tile.to(tl.float32) * x)
+        if BLOCK_D < D:
+            # Last, so that a row's next piece takes the registers of the piece just multiplied.
+            following = start + BLOCK_D
+            mask = (following + d < D)[None, :]
+            tile = tl.load(w_rows + following, mask=mask, other=0.0)
+            if GATED:
+                up_tile = tl.load(w_rows + following + INNER * w_sr, mask=mask, other=0.0)
     out = _activate(tl.sum(hidden, 1), tl.sum(up, 1), RELU2, GATED)
     tl.store(hidden_ptr + pair.to(tl.int64) * INNER + i, out.to(hidden_ptr.dtype.element_ty), mask=i < INNER)
 
 
 @triton.jit
+def _sum_by_8(x):  # type: ignore[no-untyped-def]
+    """[rows, columns] to [rows, columns / 8]: what one thread holds of a row."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 2)
+
+
+@triton.jit
 def _gathered_down_kernel(  # type: ignore[no-untyped-def]
     hidden_ptr, w_ptr, weights_ptr, ids_ptr, out_ptr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr,
-    INNER: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr,
+    INNER: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid [tokens, output blocks]: BLOCK_P experts of a token and BLOCK_I of their inner columns at a time. A tile
+    has a row for each expert and output, a thread 8 neighbouring columns of it."""
+    PARTS: tl.constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
+    STEPS: tl.constexpr = (TOP_K + BLOCK_P - 1) // BLOCK_P * PARTS
     t = tl.program_id(0).to(tl.int64)
-    d, i0 = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_I)
-    total = tl.zeros([BLOCK_D, BLOCK_I], tl.float32)
-    for k in range(TOP_K):
-        expert = tl.load(ids_ptr + t * TOP_K + k).to(tl.int64)
-        if expert >= 0:
-            weight = tl.load(weights_ptr + t * TOP_K + k)
-            for start in range(0, INNER, BLOCK_I):
-                i = start + i0
-                hidden = tl.load(hidden_ptr + (t * TOP_K + k) * INNER + i, mask=i < INNER, other=0.0).to(tl.float32)
-                mask = (d < D)[:, None] & (i < INNER)[None, :]
-                w = tl.load(w_ptr + expert * w_se + d[:, None] * w_sr + i[None, :], mask=mask, other=0.0)
-                total += w.to(tl.float32) * (weight * hidden)[None, :]
-    tl.store(out_ptr + t * D + d, tl.sum(total, 1).to(out_ptr.dtype.element_ty), mask=d < D)
+    r, i = tl.arange(0, BLOCK_P * BLOCK_D), tl.arange(0, BLOCK_I)
+    p = r // BLOCK_D
+    w_rows = w_ptr + tl.minimum(tl.program_id(1) * BLOCK_D + r % BLOCK_D, D - 1) * w_sr
+    ids_row, weights_row = ids_ptr + t * TOP_K, weights_ptr + t * TOP_K
+    # Who goes where was known before the kernel in front began.
+    tile = _down_tile(w_rows, ids_row, w_se, p, i, TOP_K, INNER)
+    begin(PDL)
+    total = tl.zeros([BLOCK_P * BLOCK_D, BLOCK_I // 8], tl.float32)
+    for step in range(STEPS):
+        k, column = step // PARTS * BLOCK_P + p, step % PARTS * BLOCK_I + i
+        weight = tl.load(weights_row + k, mask=k < TOP_K, other=0.0)
+        live = (k < TOP_K) & (tl.load(ids_row + k, mask=k < TOP_K, other=-1) >= 0)
+        hidden_rows = hidden_ptr + (t * TOP_K + k) * INNER
+        mask = live[:, None] & (column < INNER)[None, :]
+        hidden = tl.load(hidden_rows[:, None] + column[None, :], mask=mask, other=0.0)
+        total += _sum_by_8(tile.to(tl.float32) * hidden.to(tl.float32)) * weight[:, None]
+        if STEPS > 1:
+            # Last, so that the next tile takes the registers of the one just multiplied.
+            k, column = (step + 1) // PARTS * BLOCK_P + p, (step + 1) % PARTS * BLOCK_I + i
+            tile = _down_tile(w_rows, ids_row, w_se, k, column, TOP_K, INNER)
+    out = tl.sum(tl.reshape(tl.sum(total, 1), [BLOCK_P, BLOCK_D]), 0)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    tl.store(out_ptr + t * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _down_tile(w_rows, ids_row, w_se, k, column, TOP_K: tl.constexpr, INNER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, columns] of the weights; row r of a token's expert number k[r], zeros if that is none."""
+    expert = tl.load(ids_row + k, mask=k < TOP_K, other=-1).to(tl.int64)
+    mask = (expert >= 0)[:, None] & (column < INNER)[None, :]
+    return tl.load((w_rows + expert * w_se)[:, None] + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -138,8 +121,10 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     a_ptr, w_ptr, pairs_ptr, block_expert_ptr, out_ptr, a_sr, w_se, w_sr, num_pairs, num_experts,
     PAIRS_PER_ROW: tl.constexpr, INNER: tl.constexpr, OUT: tl.constexpr, ACTIVATE: tl.constexpr, RELU2: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = act(a[pair // PAIRS_PER_ROW] w[expert]^T) for a block of pairs of one expert and BLOCK_N columns."""
+    begin(PDL)
     block = tl.program_id(1)
     expert = tl.load(block_expert_ptr + block).to(tl.int64)
     if expert >= num_experts:
@@ -166,55 +151,65 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weighted_sum_kernel(  # type: ignore[no-untyped-def]
-    y_ptr, weights_ptr, ids_ptr, out_ptr, TOP_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
+    y_ptr, weights_ptr, ids_ptr, out_ptr, TOP_K: tl.constexpr, D: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
     t = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total = tl.zeros([BLOCK_D], tl.float32)
-    for k in range(TOP_K):
-        pair = t * TOP_K + k
-        if tl.load(ids_ptr + pair) >= 0:
-            y = tl.load(y_ptr + pair * D + d, mask=d < D, other=0.0).to(tl.float32)
-            total += y * tl.load(weights_ptr + pair)
+    p, d = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    pair = t * TOP_K + p
+    live = (p < TOP_K) & (tl.load(ids_ptr + pair, mask=p < TOP_K, other=-1) >= 0)
+    weight = tl.load(weights_ptr + pair, mask=live, other=0.0)
+    y = tl.load(y_ptr + pair[:, None] * D + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+    total = tl.sum(y.to(tl.float32) * weight[:, None], 0)
     tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-def router_softmax_triton(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    weights, ids = _empty_routing(logits, top_k)
-    experts = logits.shape[1]
-    if logits.shape[0]:
-        _router_softmax_kernel[(logits.shape[0],)](
-            logits, weights, ids, logits.stride(0), E=experts, TOP_K=top_k, RENORMALIZE=renormalize,
-            BLOCK_E=triton.next_power_of_2(experts), BLOCK_K=triton.next_power_of_2(top_k), num_warps=2,
-        )  # fmt: skip
-    return weights, ids
+@triton.jit(do_not_specialize=["pairs"])
+def _rank_kernel(  # type: ignore[no-untyped-def]
+    ids_ptr, ranks_ptr, pairs, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr
+):
+    """ranks[p]: how many pairs before p have the same expert."""
+    begin(PDL)
+    first = tl.program_id(0) * BLOCK_P
+    p = first + tl.arange(0, BLOCK_P)
+    expert = tl.load(ids_ptr + p, mask=p < pairs, other=-1)
+    before = tl.zeros([BLOCK_P, BLOCK_Q], tl.int32)
+    for start in range(0, first + BLOCK_P, BLOCK_Q):
+        q = start + tl.arange(0, BLOCK_Q)
+        other = tl.load(ids_ptr + q, mask=q < pairs, other=-1)
+        before += ((other[None, :] == expert[:, None]) & (q[None, :] < p[:, None])).to(tl.int32)
+    tl.store(ranks_ptr + p, tl.sum(before, 1), mask=p < pairs)
 
 
-def router_sigmoid_grouped_triton(
-    logits: Tensor,
-    correction_bias: Tensor,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    renormalize: bool,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
-    weights, ids = _empty_routing(logits, top_k)
-    experts = logits.shape[1]
-    if logits.shape[0]:
-        _router_sigmoid_kernel[(logits.shape[0],)](
-            logits, correction_bias, weights, ids, logits.stride(0), scaling,
-            E=experts, TOP_K=top_k, GROUPS=n_group, TOP_GROUPS=topk_group, RENORMALIZE=renormalize,
-            BLOCK_G=triton.next_power_of_2(n_group), BLOCK_E=triton.next_power_of_2(experts),
-            BLOCK_K=triton.next_power_of_2(top_k), num_warps=4,
-        )  # fmt: skip
-    return weights, ids
-
-
-def _empty_routing(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    shape = (logits.shape[0], top_k)
-    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    return weights, torch.empty(shape, dtype=torch.int32, device=logits.device)
+@triton.jit(do_not_specialize=["pairs", "blocks", "experts"])
+def _place_kernel(  # type: ignore[no-untyped-def]
+    ids_ptr, ranks_ptr, layout_ptr, block_expert_ptr, pairs, blocks, experts,
+    SIZE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Each pair to its place in the layout. A pair whose rank is a multiple of SIZE opens a block."""
+    begin(PDL)
+    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    expert = tl.load(ids_ptr + p, mask=p < pairs, other=-1)
+    rank = tl.load(ranks_ptr + p, mask=p < pairs, other=0)
+    blocks_before, alike = tl.zeros([BLOCK_P, BLOCK_Q], tl.int32), tl.zeros([BLOCK_P, BLOCK_Q], tl.int32)
+    all_blocks = tl.zeros([BLOCK_Q], tl.int32)
+    for start in range(0, pairs, BLOCK_Q):
+        q = start + tl.arange(0, BLOCK_Q)
+        other = tl.load(ids_ptr + q, mask=q < pairs, other=-1)
+        opens = ((other >= 0) & (tl.load(ranks_ptr + q, mask=q < pairs, other=0) % SIZE == 0)).to(tl.int32)
+        blocks_before += tl.where(other[None, :] < expert[:, None], opens[None, :], 0)
+        alike += (other[None, :] == expert[:, None]).to(tl.int32)
+        all_blocks += opens
+    block, count, opened = tl.sum(blocks_before, 1) + rank // SIZE, tl.sum(alike, 1), tl.sum(all_blocks, 0)
+    place = block * SIZE + rank % SIZE
+    tl.store(layout_ptr + place, p, mask=expert >= 0)
+    tl.store(block_expert_ptr + block, expert, mask=(expert >= 0) & (rank % SIZE == 0))
+    # Behind the last pair of an expert its block is empty, and behind the last block there are blocks of nobody.
+    gap = 1 + tl.arange(0, SIZE)
+    empty = ((expert >= 0) & (rank == count - 1))[:, None] & ((rank % SIZE)[:, None] + gap[None, :] < SIZE)
+    tl.store(layout_ptr + place[:, None] + gap[None, :], tl.full([BLOCK_P, SIZE], 0, tl.int32) + pairs, mask=empty)
+    tl.store(block_expert_ptr + p, tl.zeros([BLOCK_P], tl.int32) + experts, mask=(p >= opened) & (p < blocks))
 
 
 def fused_experts_triton(
@@ -244,22 +239,22 @@ def _gathered(
     x: Tensor, w_up: Tensor, w_down: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor, meta: dict
 ) -> None:
     (tokens, width), (pairs, inner), top_k = x.shape, hidden.shape, ids.shape[1]
-    block_i, block_d = min(16, triton.next_power_of_2(inner)), min(256, triton.next_power_of_2(width))
+    block_i, block_d = 2 if meta["GATED"] else 4, max(8, min(1024, triton.next_power_of_2(width)))
     _gathered_up_kernel[(pairs, triton.cdiv(inner, block_i))](
         x, w_up, ids, hidden, x.stride(0), w_up.stride(0), w_up.stride(1),
-        TOP_K=top_k, D=width, INNER=inner, BLOCK_I=block_i, BLOCK_D=block_d, **meta,
+        TOP_K=top_k, D=width, INNER=inner, BLOCK_I=block_i, BLOCK_D=block_d, num_warps=4, **meta, **pdl(x.device),
     )  # fmt: skip
-    block_i, block_d = min(256, triton.next_power_of_2(inner)), min(16, triton.next_power_of_2(width))
+    block_i, block_d = max(8, min(512, triton.next_power_of_2(inner))), 2
     _gathered_down_kernel[(tokens, triton.cdiv(width, block_d))](
-        hidden, w_down, weights, ids, out, w_down.stride(0), w_down.stride(1),
-        TOP_K=top_k, D=width, INNER=inner, BLOCK_I=block_i, BLOCK_D=block_d,
+        hidden, w_down, weights, ids, out, w_down.stride(0), w_down.stride(1), TOP_K=top_k, D=width, INNER=inner,
+        BLOCK_P=min(4, triton.next_power_of_2(top_k)), BLOCK_I=block_i, BLOCK_D=block_d, num_warps=4, **pdl(x.device),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """n blocks of `size` pairs of one expert: `pairs` [n * size + 1], the number of pairs where there is none, and
-    `experts` [n], E for a block of none."""
+    """n blocks of `size` pairs of one expert: `pairs` [n * size], the number of pairs where there is none, and
+    `experts` [n], E for a block of none. Integers; what a block of none holds of pairs means nothing."""
 
     pairs: Tensor
     experts: Tensor
@@ -267,12 +262,25 @@ class _Blocks:
 
 
 def _lay_out(ids: Tensor, experts: int) -> _Blocks:
-    """Blocks of pairs of one expert each. The shapes depend on those of the arguments alone."""
-    flat = ids.flatten().long()
-    flat = torch.where(flat < 0, experts, flat)
-    pairs = flat.shape[0]
+    """Blocks of pairs of one expert each, ordered by expert, then by pair; pairs of none (-1) are in no block. The
+    shapes depend on those of the arguments alone."""
+    pairs = ids.numel()
     size = 16 if pairs <= 16 * experts else 64
-    blocks = triton.cdiv(pairs, size) + min(experts, pairs)
+    blocks = min(pairs, pairs // size + experts)
+    if pairs > COMPARED_PAIRS:
+        return _sorted_blocks(ids.flatten(), experts, size, blocks)
+    ranks, layout, block_expert = (
+        torch.empty(n, dtype=torch.int32, device=ids.device) for n in (pairs, blocks * size, blocks)
+    )
+    grid, tile = (triton.cdiv(pairs, 8),), {"BLOCK_P": 8, "BLOCK_Q": 256, "num_warps": 4}
+    _rank_kernel[grid](ids, ranks, pairs, **tile, **pdl(ids.device))
+    _place_kernel[grid](ids, ranks, layout, block_expert, pairs, blocks, experts, SIZE=size, **tile, **pdl(ids.device))
+    return _Blocks(layout, block_expert, size)
+
+
+def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> _Blocks:
+    flat = torch.where(ids < 0, experts, ids).long()
+    pairs = flat.shape[0]
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
     padded = (counts + size - 1) // size * size
@@ -290,23 +298,24 @@ def _lay_out(ids: Tensor, experts: int) -> _Blocks:
 def _grouped(
     x: Tensor, w_up: Tensor, w_down: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor, meta: dict
 ) -> None:
-    blocks, (tokens, width) = _lay_out(ids, w_up.shape[0]), x.shape
+    blocks, (tokens, width), top_k = _lay_out(ids, w_up.shape[0]), x.shape, ids.shape[1]
     y = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
-    _launch_grouped(x, w_up, blocks, hidden, ids, {**meta, "PAIRS_PER_ROW": ids.shape[1], "ACTIVATE": True})
+    _launch_grouped(x, w_up, blocks, hidden, ids, {**meta, "PAIRS_PER_ROW": top_k, "ACTIVATE": True})
     _launch_grouped(
         hidden, w_down, blocks, y, ids, {"PAIRS_PER_ROW": 1, "ACTIVATE": False, "RELU2": False, "GATED": False}
     )
-    block_d = min(1024, triton.next_power_of_2(width))
+    block_d = min(512, triton.next_power_of_2(width))
     _weighted_sum_kernel[(tokens, triton.cdiv(width, block_d))](
-        y, weights, ids, out, TOP_K=ids.shape[1], D=width, BLOCK_D=block_d
-    )
+        y, weights, ids, out, TOP_K=top_k, D=width, BLOCK_P=triton.next_power_of_2(top_k), BLOCK_D=block_d,
+        num_warps=4, **pdl(x.device),
+    )  # fmt: skip
 
 
-def _launch_grouped(a: Tensor, w: Tensor, blocks: _Blocks, out: Tensor, ids: Tensor, meta: dict) -> None:
+def _launch_grouped(a: Tensor, w: Tensor, blocks: _Blocks, out: Tensor, ids: Tensor, meta: dict[str, Any]) -> None:
     block_n, block_k = (64, 128) if blocks.size == 16 else (128, 64)
     _grouped_kernel[(triton.cdiv(out.shape[1], block_n), blocks.experts.shape[0])](
         a, w, blocks.pairs, blocks.experts, out, a.stride(0), w.stride(0), w.stride(1), ids.numel(), w.shape[0],
         INNER=a.shape[1], OUT=out.shape[1], PRECISION=dot_precision(a.dtype),
         BLOCK_M=blocks.size, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4 if blocks.size == 16 else 8, num_stages=3,
-        **meta,
+        **meta, **pdl(a.device),
     )  # fmt: skip

@@ -3,7 +3,8 @@
 Kernels of a step are short, and half of a short kernel is its start. A kernel launched with `pdl(device)` starts while
 its predecessor still runs, does what does not depend on it (addresses, weights), and waits in `begin` until everything
 before it has finished and is visible. Two rules: every program of such a kernel calls `begin`, also one that exits
-early; and before it no program touches anything that a kernel of the same step writes, not even to overwrite it.
+early; and before it no program touches anything that a kernel of the same step writes, not even to overwrite it. Behind
+a kernel that calls `begin_in_turn` instead, what came before that kernel may be read early too.
 """
 
 from functools import cache
@@ -35,3 +36,11 @@ def begin(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def begin_in_turn(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Waits for all kernels before this one, then lets the next kernel start its programs."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()

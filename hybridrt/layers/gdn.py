@@ -40,9 +40,11 @@ class GDNMixer(nn.Module):
         self.conv_weight = parameter(self.shape.conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
         self.A_log = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="zeros")
         self.dt_bias = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="dt_bias")
+        # One weight of a head for all of them, written out for each: so the norm reads z where the projection left it.
         self.norm = GatedRMSNorm(
-            f"{name}.norm", self.head_v_dim, norm_eps, group_size=self.head_v_dim, norm_before_gate=True, build=build
-        )
+            f"{name}.norm", self.num_v_heads * self.head_v_dim, norm_eps, group_size=self.head_v_dim,
+            norm_before_gate=True, build=build,
+        )  # fmt: skip
 
     def forward(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
@@ -52,9 +54,7 @@ class GDNMixer(nn.Module):
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
         mixed_qkv, z, b, a = projected.split((self.shape.conv_dim, v_size, self.num_v_heads, self.num_v_heads), dim=-1)
         y = batch.attn_backend.forward(None, None, None, self, batch, mixed_qkv=mixed_qkv, a=a, b=b)
-        # The norm is per head: heads become rows of it.
-        gated = self.norm(y.view(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
-        return self.out_proj(gated.view(-1, v_size)), residual
+        return self.out_proj(self.norm(y.flatten(1), z)), residual
 
     def split_heads(self, conved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k [..., Hk, K] and v [..., Hv, V] of the conv's output."""
@@ -83,7 +83,9 @@ class GDNMixer(nn.Module):
             f"{key}.conv1d.weight": whole(f"{self.name}.conv.weight", self.conv_weight.data, self._conv_shard),
             f"{key}.A_log": heads("A_log", self.A_log.data),
             f"{key}.dt_bias": heads("dt_bias", self.dt_bias.data),
-            f"{key}.norm.weight": whole(f"{self.name}.norm.weight", self.norm.weight.data),
+            f"{key}.norm.weight": whole(
+                f"{self.name}.norm.weight", self.norm.weight.data, lambda t: t.repeat(self.num_v_heads)
+            ),
         }
 
     def _conv_shard(self, t: torch.Tensor) -> torch.Tensor:

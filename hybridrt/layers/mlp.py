@@ -28,10 +28,6 @@ class GatedMLP(nn.Module):
         )
         self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, build=build)
 
-    def forward(self, x: torch.Tensor, reduce: bool = True) -> torch.Tensor:
-        """[T, hidden] to [T, hidden]; `reduce` as in RowLinear."""
-        return self.down(self.gate_up(x, "silu_and_mul"), reduce=reduce)
-
     def after_norm(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:

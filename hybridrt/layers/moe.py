@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, routed experts as stacked matrices, a shared expert."""
+"""Mixture of experts: routers, and experts as stacked matrices, those that every token passes among them."""
 
 from typing import Literal
 
@@ -7,25 +7,42 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.kernels.moe import fused_experts, router_sigmoid_grouped, router_softmax
-from hybridrt.layers.weights import Build, Piece, Target, parameter, whole
+from hybridrt.layers.linear import DenseMethod
+from hybridrt.layers.weights import Build, Target, parameter, whole
 
 
 class SoftmaxRouter(nn.Module):
-    """The top k of a softmax over experts (Qwen)."""
+    """The top k of a softmax over experts (Qwen, Jamba).
+
+    Args:
+        shared_experts: how many experts after the routed ones every token passes; the sigmoid of one more row of the
+            product weighs them.
+    """
 
     def __init__(
         self, name: str, hidden_size: int, num_experts: int, *, top_k: int, renormalize: bool, build: Build,
+        shared_experts: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.top_k, self.renormalize = name, top_k, renormalize
-        self.weight = parameter(num_experts, hidden_size, dtype=build.dtype, device=build.device)
+        self.num_experts, self.shared_experts, self.method = num_experts, shared_experts, DenseMethod()
+        # Eight rows for one gate: logits of a token then begin where a 16-byte access may.
+        self.weight = self.method.create(num_experts + (8 if shared_experts else 0), hidden_size, build)
+        self.weight.data[num_experts:].zero_()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, hidden] to weights [T, k] float32 and expert ids [T, k] int32."""
-        return router_softmax(F.linear(x, self.weight), self.top_k, self.renormalize)
+        """[T, hidden] to weights [T, k + shared experts] float32 and expert ids, int32."""
+        logits = self.method.apply(x, self.weight, None)
+        gate = logits[:, self.num_experts] if self.shared_experts else None
+        return router_softmax(logits[:, : self.num_experts], self.top_k, self.renormalize, gate, self.shared_experts)
 
     def targets(self, key: str) -> dict[str, Target]:
-        return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data)}
+        rows = self.method.slot(self.weight, 0, 0, self.num_experts)
+        return {f"{key}.weight": whole(f"{self.name}.weight", rows)}
+
+    def shared_gate_targets(self, key: str) -> dict[str, Target]:
+        row = self.method.slot(self.weight, 0, self.num_experts, 1)
+        return {f"{key}.weight": whole(f"{self.name}.shared_gate.weight", row)}
 
 
 class SigmoidGroupRouter(nn.Module):
@@ -53,33 +70,64 @@ class SigmoidGroupRouter(nn.Module):
 
 
 class Experts(nn.Module):
-    """E experts of intermediate size I, stacked: up [E, I or 2 I, in], down [E, in, I]; I is cut over ranks."""
+    """E experts of intermediate size I, stacked: up [E, I or 2 I, in], down [E, in, I]; I is cut over ranks.
+
+    Args:
+        shared_size: intermediate size of an MLP that every token passes. It is the sum of `num_shared` MLPs of size I,
+            the last filled up with zeros, and they follow the others as experts E, E + 1, ...
+    """
 
     def __init__(
         self, name: str, num_experts: int, size: int, intermediate_size: int, *,
-        activation: Literal["silu", "relu2"], gated: bool, build: Build,
+        activation: Literal["silu", "relu2"], gated: bool, build: Build, shared_size: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.num_experts, self.tp = name, num_experts, build.tp
         self.activation: Literal["silu", "relu2"] = activation
         self.gated = gated
         self.local = self.tp.divide("channels of an expert", intermediate_size)
-        self.up = parameter(num_experts, self.local * (2 if gated else 1), size, dtype=build.dtype, device=build.device)
-        self.down = parameter(num_experts, size, self.local, dtype=build.dtype, device=build.device)
+        self.shared_size, self.num_shared = shared_size, -(-shared_size // intermediate_size)
+        count, inner = num_experts + self.num_shared, self.local * (2 if gated else 1)
+        self.up = parameter(count, inner, size, dtype=build.dtype, device=build.device)
+        self.down = parameter(count, size, self.local, dtype=build.dtype, device=build.device)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """[T, in] to this rank's part of [T, in]; the caller sums over ranks."""
         return fused_experts(x, self.up, self.down, weights, ids, activation=self.activation, gated=self.gated)
 
+    def _up_parts(self) -> list[tuple[str, torch.Tensor]]:
+        names = ("gate", "up") if self.gated else ("up",)
+        return list(zip(names, self.up.data.split(self.local, dim=1), strict=True))
+
     def targets(self, key: str) -> dict[str, Target]:
         """Targets of `key`.{expert}.{gate,up,down}_proj.weight."""
-        names = ("gate", "up") if self.gated else ("up",)
         found: dict[str, Target] = {}
         for e in range(self.num_experts):
-            for i, name in enumerate(names):
-                dest = self.up.data[e, i * self.local : (i + 1) * self.local]
-                piece = Piece(f"{self.name}.{e}.{name}", dest, lambda t: self.tp.shard(t, 0))
-                found[f"{key}.{e}.{name}_proj.weight"] = (piece,)
-            down = Piece(f"{self.name}.{e}.down", self.down.data[e], lambda t: self.tp.shard(t, 1))
-            found[f"{key}.{e}.down_proj.weight"] = (down,)
+            for name, dest in self._up_parts():
+                found[f"{key}.{e}.{name}_proj.weight"] = whole(f"{self.name}.{e}.{name}", dest[e], self._rows)
+            down = whole(f"{self.name}.{e}.down", self.down.data[e], lambda t: self.tp.shard(t, 1))
+            found[f"{key}.{e}.down_proj.weight"] = down
         return found
+
+    def shared_targets(self, key: str) -> dict[str, Target]:
+        """Targets of `key`.{gate,up,down}_proj.weight."""
+
+        size = self.local * self.tp.size
+
+        def by_expert(t: torch.Tensor) -> torch.Tensor:
+            """[shared_size, in] to [num_shared, this rank's part of I, in]."""
+            whole_rows = t.split([self.shared_size])[0]  # split: it raises if there are more or fewer
+            padded = F.pad(whole_rows, (0, 0, 0, self.num_shared * size - self.shared_size))
+            return self.tp.shard(padded.unflatten(0, (self.num_shared, size)), 1)
+
+        found = {
+            f"{key}.{name}_proj.weight": whole(f"{self.name}.shared.{name}", dest[self.num_experts :], by_expert)
+            for name, dest in self._up_parts()
+        }
+        down = whole(
+            f"{self.name}.shared.down", self.down.data[self.num_experts :], lambda t: by_expert(t.t()).transpose(1, 2)
+        )
+        return {**found, f"{key}.down_proj.weight": down}
+
+    def _rows(self, t: torch.Tensor) -> torch.Tensor:
+        return self.tp.shard(t, 0)
