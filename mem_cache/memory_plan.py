@@ -13,8 +13,8 @@ STATE_SHARE = 0.5
 @dataclass(frozen=True)
 class UnitCosts:
     """Bytes of one of each: a state slot (conv ring and recurrent state of all layers), a running row (rings or
-    intermediate states, page table, sampling tables), a KV page, and what is paid once: graph buffers (`fixed`) and the
-    arena of state transfer."""
+    intermediate states, page table, sampling tables, what its drafter keeps), a KV page, and what is paid once: graph
+    buffers and a draft model's weights (`fixed`), and the arena of state transfer."""
 
     slot: int
     row: int
@@ -64,7 +64,7 @@ class MemoryPlan:
             ("recurrent state", f"{self.num_slots} slots", slots * self.costs.slot),
             ("running requests", f"{self.num_rows} rows", (self.num_rows + 1) * self.costs.row),
             ("KV cache", f"{self.num_pages} pages of {self.page_size} tokens", (self.num_pages + 1) * self.costs.page),
-            ("graph buffers", "", self.costs.fixed),
+            ("graph buffers, draft model", "", self.costs.fixed),
             *arena,
         ]
 

@@ -13,7 +13,9 @@ from hybridrt.config import SpeculativeConfig
 from hybridrt.errors import MemoryBudgetError
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts, plan_memory
 from hybridrt.mem_cache.page_demand import PageDemand
-from tests.checkpoints import CheckpointStore
+from hybridrt.runtime.build import weight_bytes
+from hybridrt.speculative.draft_model import DraftModelDrafter
+from tests.checkpoints import VOCAB, CheckpointStore
 from tests.mtp_oracle import HEADS, write_with_head
 from tests.session import Session, budget
 
@@ -108,7 +110,7 @@ def test_no_request_can_be_longer_than_the_model_was_made_for() -> None:
         plan_memory(**arguments)  # type: ignore[arg-type]
 
 
-def allocated(session: Session) -> int:
+def allocated(session: Session | DraftModelDrafter) -> int:
     """Bytes of everything that the runner allocated for requests."""
     runner = session.runner
     table = runner.pools.req_to_token
@@ -152,6 +154,24 @@ def test_a_prediction_head_is_charged(name: str, drafts: int, tmp_path: Path) ->
     assert allocated(with_head) == with_head.plan.pool_bytes <= 3_000_000
     assert with_head.plan.costs.page == 2 * without.plan.costs.page
     assert with_head.plan.weight_bytes > without.plan.weight_bytes
+
+
+def test_a_draft_model_is_charged(checkpoints: CheckpointStore) -> None:
+    """Its weights, and for each row two states, a page table and KV of the longest request."""
+    target, draft = checkpoints["falcon-plain"].path, str(checkpoints["nemotron-plain"].path)
+    found = []
+    for spec in (SpeculativeConfig("draft", draft_model=draft), SpeculativeConfig("ngram")):
+        found.append(Session(target, budget_bytes=10**7, speculative=spec, max_model_len=100))
+    with_draft, without = (session.plan for session in found)
+    assert (with_draft.num_rows, with_draft.num_pages) == (without.num_rows, without.num_pages)
+    drafter = DraftModelDrafter(found[0].config, with_draft, VOCAB)
+    pools = drafter.runner.pools
+    assert pools.req_to_token.mamba_pool is not None
+    slot = pools.req_to_token.mamba_pool.spec.slot_bytes()
+    page, pages = (pools.kv.k[:, 0].numel() + pools.kv.v[:, 0].numel()) * 4, -(-(100 + 4) // 16)
+    unused = slot + (pages - 1) * page  # row 0 needs one slot and one page alone
+    held = allocated(drafter) + weight_bytes(drafter.runner.model)
+    assert with_draft.pool_bytes - without.pool_bytes == held + unused
 
 
 def test_a_short_plan_is_charged_for_short_tables(checkpoints: CheckpointStore) -> None:

@@ -164,18 +164,27 @@ def draft_pages(config: EngineConfig) -> int:
     return -(-(config.num_verify_tokens - 2) // config.page_size) if uses_mtp(config) else 0
 
 
+def draft_config(config: EngineConfig) -> EngineConfig:
+    """How the draft model of a configuration runs: on the same device, uncut, its state written every step."""
+    assert config.speculative is not None and config.speculative.draft_model is not None
+    return replace(
+        config, model=config.speculative.draft_model, speculative=None, max_model_len=None, state_mode="classic",
+        attention_backend="auto", prefill_attention_backend=None, linear_attn_backend="auto", transfer_bytes=0,
+        tp_size=1,
+    )  # fmt: skip
+
+
 def make_plan(
     config: EngineConfig, target: Target, *, budget_bytes: int | None = None, weights: int = 0, activations: int = 0
 ) -> MemoryPlan:
     """The memory plan of a run; `budget_bytes` None is the CPU's rule, `host_budget`."""
     mc, spec = target.model_config, pool_spec(config, target)
     limit = mc.max_position_embeddings
-    layers = len(kv_layer_ids(config, target))
     costs = UnitCosts(
         slot=spec.slot_bytes(),
         row=_row_bytes(config, target, config.max_model_len or limit),
-        page=KVPool.page_bytes(layers, config.page_size, *kv_shape(target), target.dtype),
-        fixed=_graph_bytes(config, target),
+        page=_page_bytes(config, target),
+        fixed=_graph_bytes(config, target) + _draft_model_bytes(config),
         transfer=config.transfer_bytes,
     )
     plan = plan_memory(
@@ -195,19 +204,46 @@ def make_plan(
 
 
 def _row_bytes(config: EngineConfig, target: Target, max_len: int) -> int:
-    """Bytes of a running request beside its slot and its pages: rings, page table, sampling constants, last token."""
+    """Bytes of a running request beside its slot and its pages: rings, page table, sampling constants, last token, and
+    what its drafter keeps of it."""
     table = HybridReqToTokenPool.row_bytes(_table_length(config, target, max_len), config.page_size)
     sampling = SamplingTable.row_bytes(target.model_config.vocab_size)
-    return pool_spec(config, target).row_bytes() + table + sampling + 4 + _draft_row_bytes(config, target)
+    drafter = _draft_model_row_bytes(config, max_len) + _head_row_bytes(config, target)
+    return pool_spec(config, target).row_bytes() + table + sampling + 4 + drafter
 
 
-def _draft_row_bytes(config: EngineConfig, target: Target) -> int:
-    """Bytes of a running request for the prediction head: two hidden states, a token and pages for its drafts."""
+def _head_row_bytes(config: EngineConfig, target: Target) -> int:
+    """Of the prediction head: two hidden states, a token and pages for drafts."""
     if not uses_mtp(config):
         return 0
-    layers = len(kv_layer_ids(config, target))
-    page = KVPool.page_bytes(layers, config.page_size, *kv_shape(target), target.dtype)
+    page = _page_bytes(config, target)
     return 2 * target.model_config.hidden_size * target.dtype.itemsize + 4 + draft_pages(config) * page
+
+
+def _draft_model_row_bytes(config: EngineConfig, max_len: int) -> int:
+    """Of a draft model: two state slots, and KV of the longest request with all of its drafts."""
+    if config.speculative is None or config.speculative.draft_model is None:
+        return 0
+    draft = draft_config(config)
+    _, target = load_target(draft, TPGroup())
+    longest = max_len + config.speculative.num_draft_tokens
+    pages = -(-longest // config.page_size) * _page_bytes(draft, target)
+    return 2 * pool_spec(draft, target).slot_bytes() + _row_bytes(draft, target, longest) + pages
+
+
+def _draft_model_bytes(config: EngineConfig) -> int:
+    """Weights and graphs of a draft model."""
+    if config.speculative is None or config.speculative.draft_model is None:
+        return 0
+    draft = draft_config(config)
+    _, target = load_target(draft, TPGroup())
+    return weight_bytes(empty_model(draft, target, torch.device("meta"))) + _graph_bytes(draft, target)
+
+
+def _page_bytes(config: EngineConfig, target: Target) -> int:
+    """Bytes of a KV page over all layers that attend."""
+    layers = len(kv_layer_ids(config, target))
+    return KVPool.page_bytes(layers, config.page_size, *kv_shape(target), target.dtype)
 
 
 def _table_length(config: EngineConfig, target: Target, max_len: int) -> int:

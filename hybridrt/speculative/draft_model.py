@@ -13,9 +13,10 @@ import torch
 from hybridrt.config import EngineConfig
 from hybridrt.errors import ConfigError
 from hybridrt.mem_cache.memory_plan import MemoryPlan
+from hybridrt.runtime.build import draft_config
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.sampler import SamplingTable
-from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepPlan
+from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepHandle, StepPlan
 from hybridrt.speculative.drafter import Draft, DraftRequest
 from hybridrt.speculative.tree import with_siblings
 
@@ -34,9 +35,26 @@ class _Tenant:
         return with_siblings(self.chain, self.siblings, most)
 
 
+@dataclass(frozen=True)
+class _Launched:
+    """A step of the draft model on its way, and whose tokens it draws, in order."""
+
+    handle: StepHandle
+    tenants: list[_Tenant]
+
+    def read(self, siblings: int) -> None:
+        """Waits for the step. Each of its tenants' chains grows by a token, with so many likely others beside it."""
+        result = self.handle.result()
+        for tenant, (token,), logprobs in zip(self.tenants, result.tokens, result.logprobs, strict=True):
+            likely = [t for t in logprobs[0].top if t != token] if logprobs else []
+            tenant.chain.append(token)
+            tenant.siblings.append(likely[:siblings])
+
+
 class DraftModelDrafter:
     """Runs the draft model for a proposal: a step a token or, with topk > 1, a step for every topk tokens, of which the
-    model's own choice goes on. It is whole on rank 0, however many ranks the target is split over.
+    model's own choice goes on; all are launched before the first is read. It is whole on rank 0, however many ranks the
+    target is split over.
 
     Args:
         config: the target's configuration; device, lengths and page size are taken from it.
@@ -45,15 +63,11 @@ class DraftModelDrafter:
     """
 
     def __init__(self, config: EngineConfig, plan: MemoryPlan, vocab_size: int) -> None:
-        assert config.speculative is not None and config.speculative.draft_model is not None
+        assert config.speculative is not None
         self._slack, self._topk = config.speculative.num_draft_tokens, config.speculative.topk
-        draft_config = replace(
-            config, model=config.speculative.draft_model, speculative=None, max_running_requests=plan.num_rows,
-            max_model_len=None, state_mode="classic", attention_backend="auto", prefill_attention_backend=None,
-            linear_attn_backend="auto", transfer_bytes=0, tp_size=1,
-        )  # fmt: skip
+        draft = replace(draft_config(config), max_running_requests=plan.num_rows)
         self._page_size = plan.page_size
-        self.runner = ModelRunner(draft_config, plan=draft_plan(plan, self._slack))
+        self.runner = ModelRunner(draft, plan=draft_plan(plan, self._slack))
         attends = bool(self.runner.model_config.full_attention_layer_ids)
         self._pages = -(-(plan.max_model_len + self._slack) // plan.page_size) if attends else 0
         if self.runner.model_config.vocab_size != vocab_size:
@@ -74,18 +88,21 @@ class DraftModelDrafter:
         tenants = [self._tenants.get(id(r)) or self._admit(r) for r in requests]
         # Who has no new token (its last drafts found no page, say) gets the same drafts again.
         behind = [(t, -(-n // self._topk)) for t, n in zip(tenants, most) if t.computed < len(t.request.tokens)]
-        self._start([tenant for tenant, _ in behind])
+        launched = self._start([tenant for tenant, _ in behind])
         for step in range(1, max((steps for _, steps in behind), default=0)):
             going = [tenant for tenant, steps in behind if steps > step]
-            self._run(StepPlan(decode=[self._decode_row(tenant) for tenant in going]), going)
+            launched.append(self._launch(StepPlan(decode=[_decode_row(tenant, step) for tenant in going]), going))
+        for part in launched:
+            part.read(self._topk - 1)
         return [tenant.draft(n) for tenant, n in zip(tenants, most)]
 
-    def _start(self, tenants: Sequence[_Tenant]) -> None:
+    def _start(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
         """From the state behind the tokens known last time to the first draft behind those known now."""
         self._recount([t for t in tenants if t.computed and t.request.params.uses_penalties])
         self._copy_state(tenants, to_backup=False)
-        self._catch_up(tenants)
+        launched = self._catch_up(tenants)
         self._copy_state(tenants, to_backup=True)
+        return launched
 
     def _evict(self, requests: Sequence[DraftRequest]) -> None:
         """Gives back the rows of requests that ended, and, if rows run short, of any that does not ask now."""
@@ -117,11 +134,12 @@ class DraftModelDrafter:
         rows = torch.tensor([tenant.row for tenant in tenants], device=self.runner.device)
         self.runner.sampling_table.admit(rows, sections)
 
-    def _catch_up(self, tenants: Sequence[_Tenant]) -> None:
+    def _catch_up(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
         """Computes the tokens that the state lacks, in chunks; the last chunk of each gives its first draft."""
+        launched = []
         for tenant in tenants:
             tenant.chain, tenant.siblings = [], []
-        while waiting := [t for t in tenants if not t.chain]:
+        while waiting := [t for t in tenants if t.computed < len(t.request.tokens)]:
             plan, self._pending, budget = self._pending, StepPlan(), self._chunk
             sampling = []
             for tenant in waiting:
@@ -134,19 +152,12 @@ class DraftModelDrafter:
                 sampling += [tenant] * last
                 tenant.computed += len(chunk)
                 budget -= len(chunk)
-            self._run(plan, sampling)
+            launched.append(self._launch(plan, sampling))
+        return launched
 
-    def _run(self, plan: StepPlan, sampling: Sequence[_Tenant]) -> None:
+    def _launch(self, plan: StepPlan, sampling: list[_Tenant]) -> _Launched:
         """One step of the draft model; the rows that it samples from belong to `sampling`, in order."""
-        result = self.runner.launch(plan).result()
-        for tenant, (token,), logprobs in zip(sampling, result.tokens, result.logprobs, strict=True):
-            likely = [t for t in logprobs[0].top if t != token] if logprobs else []
-            tenant.chain.append(token)
-            tenant.siblings.append(likely[: self._topk - 1])
-
-    def _decode_row(self, tenant: _Tenant) -> DecodeRow:
-        drafted = len(tenant.chain)
-        return DecodeRow(tenant.row, tenant.computed + drafted - 1, len(tenant.request.output) + drafted)
+        return _Launched(self.runner.launch(plan), sampling)
 
     def _copy_state(self, tenants: Sequence[_Tenant], to_backup: bool) -> None:
         pool = self.runner.pools.req_to_token.mamba_pool
@@ -156,6 +167,11 @@ class DraftModelDrafter:
         working = torch.tensor([t.row for t in tenants], device=self.runner.device)
         backup = working + self._backup_offset
         pool.copy(*((working, backup) if to_backup else (backup, working)))
+
+
+def _decode_row(tenant: _Tenant, step: int) -> DecodeRow:
+    """Draws draft number `step`, 0 being the first, from the one before."""
+    return DecodeRow(tenant.row, tenant.computed + step - 1, len(tenant.request.output) + step)
 
 
 def draft_plan(plan: MemoryPlan, slack: int) -> MemoryPlan:
