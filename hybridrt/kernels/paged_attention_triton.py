@@ -226,7 +226,7 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> _
     pipeline = {"num_stages": 2}
     if not bound and filled:
         pipeline = {"num_warps": 2 if tile["BLOCK_M"] == 16 else 4, "num_stages": 3}
-    elif not bound and tile["BLOCK_M"] == 16:
+    elif not bound:
         pipeline = {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 4}
     blocks = triton.cdiv(max_context, pipeline.get("BLOCK_N", tile["BLOCK_N"]))
     if filled and not bound:
