@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridrt.engine.engine import derive_seed
 from hybridrt.kernels.acceptance import accept_chain
+from hybridrt.kernels.sampling import sample
 from hybridrt.runtime.sampler import Filters, Sampler, SamplingTable, Verification
 from hybridrt.runtime.step import Admission
 from hybridrt.sampling_params import SamplingParams
@@ -146,6 +147,32 @@ def test_the_target_itself_drafts_what_it_will_draw(filters: dict[str, Any], mod
     rig, drafter = rig_and_drafter(models, "same", "replay")
     rig.run([Ask(PROMPT, SamplingParams(seed=i, max_tokens=40, ignore_eos=True, **filters)) for i in range(8)], drafter)
     assert rig.counters.accepted == rig.counters.proposed > 200
+
+
+@pytest.mark.parametrize("filters", FILTERS[:3], ids=str)
+@pytest.mark.parametrize("apart", [0.0, 0.3, 1.0, 3.0])
+def test_two_models_draw_alike_as_often_as_the_coupling_promises(apart: float, filters: dict[str, Any]) -> None:
+    """With the same random numbers draws from p and q agree with a probability from (1 - d) / (1 + d), d being their
+    total variation (Daliri et al. 2025), up to 1 - d, which nothing exceeds."""
+    generator, n = torch.Generator().manual_seed(int(10 * apart)), DRAWS
+    target = torch.randn(12, generator=generator) * 1.5
+    draft = target + apart * torch.randn(12, generator=generator)
+    params = SamplingParams(**filters)
+    drawn, laws = [], []
+    for logits in (target, draft):
+        one = torch.ones(n)
+        drawn.append(sample(
+            logits.expand(n, -1), temperature=one * params.temperature, seeds=torch.arange(n),
+            indices=torch.zeros(n).long(), top_k=(one * params.top_k).int() if params.top_k > 0 else None, top_p=one * params.top_p,
+            min_p=one * params.min_p,
+        ))  # fmt: skip
+        laws.append(torch.tensor(probabilities(logits, (), (), params)))
+    d = (laws[0] - laws[1]).abs().sum().item() / 2
+    alike = (drawn[0] == drawn[1]).float().mean().item()
+    noise = 4 * 0.5 / n**0.5
+    assert (1 - d) / (1 + d) - noise <= alike <= 1 - d + noise
+    if not apart:
+        assert alike == 1.0
 
 
 def test_chi_square_notices_a_small_bias(models: Models) -> None:

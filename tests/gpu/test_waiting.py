@@ -1,15 +1,19 @@
 """Launching a step never waits for the device."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from hybridrt import SamplingParams, SpeculativeConfig
+from hybridrt.runtime.mtp import DraftRow
 from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepPlan
 from tests.checkpoints import CheckpointStore
 from tests.gpu.rig import FAMILIES, PRODUCTION, Rows, no_waiting, sleep
+from tests.mtp_oracle import HEADS, write_with_head
 
 pytestmark = PRODUCTION
 ALL_FILTERS = SamplingParams(
@@ -74,6 +78,26 @@ def test_no_synchronisation_in_a_verify_step(
             handle = rows.runner.launch(step)
         for row, tokens in zip(step.decode, handle.result().tokens, strict=True):
             assert 1 <= len(tokens) <= 1 + len(row.drafts)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_no_synchronisation_behind_a_prediction_head(graphs: bool, tmp_path: Path) -> None:
+    """Neither where it follows a step nor where it drafts, until its drafts are read."""
+    write_with_head(HEADS["qwen"], tmp_path)
+    speculative = SpeculativeConfig("mtp", num_draft_tokens=DRAFTS)
+    rows = Rows(tmp_path, [5, 9, 1, 30, 17, 3, 8], speculative=speculative, cuda_graph=graphs)
+    rows.admit(2, 9, ALL_FILTERS)
+    head = rows.runner.mtp
+    assert head is not None
+    asking = [DraftRow(r, rows.computed[r], rows.computed[r] // 4 + 1, 9, ALL_FILTERS) for r in (1, 2, 5)]
+    for i in range(8):
+        plans = [verify(rows), mixed(rows)]
+        with no_waiting() if i > 2 else nullcontext():
+            handles = [rows.runner.launch(plan) for plan in plans]
+            drafts = head.draft(asking, DRAFTS)
+        assert [len(tokens) for tokens in drafts.result().tokens] == [2 * DRAFTS] * 3
+        for handle in handles:
+            handle.result()
 
 
 @pytest.mark.parametrize("graphs", [True, False])
