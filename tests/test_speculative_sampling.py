@@ -163,8 +163,8 @@ def test_two_models_draw_alike_as_often_as_the_coupling_promises(apart: float, f
         one = torch.ones(n)
         drawn.append(sample(
             logits.expand(n, -1), temperature=one * params.temperature, seeds=torch.arange(n),
-            indices=torch.zeros(n).long(), top_k=(one * params.top_k).int() if params.top_k > 0 else None, top_p=one * params.top_p,
-            min_p=one * params.min_p,
+            indices=torch.zeros(n).long(), top_k=(one * params.top_k).int() if params.top_k > 0 else None,
+            top_p=one * params.top_p, min_p=one * params.min_p,
         ))  # fmt: skip
         laws.append(torch.tensor(probabilities(logits, (), (), params)))
     d = (laws[0] - laws[1]).abs().sum().item() / 2
