@@ -152,6 +152,8 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     logits = {"logits": meta(B, vocabulary), "temperature": f32(B)}
     yield "filtered_logits", logits, filters | {"penalties": counted}
     yield "sample", logits | {"seeds": keys, "indices": keys}, filters | {"penalties": counted}
+    chain = {"drawn": meta(B, T, dtype=torch.int64), "drafts": int32(B, T - 1), "num_drafts": ROWS, "rows": ROWS}
+    yield "accept_chain", chain | {"last_tokens": int32(SLOTS)}, {}
     yield "greedy", {"logits": logits["logits"]}, {"bitmask": filters["bitmask"]}
     yield "uniform", {"seed": keys, "index": keys, "stream": 0, "ids": int32(vocabulary)}, {}
     outputs = {name: int32(B) for name in ("input_ids", "positions", "out_cache_loc")}

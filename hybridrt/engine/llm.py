@@ -202,8 +202,9 @@ class LLM:
         coordinator = CacheCoordinator(*pools, demand=plan.demand)
         # On a CPU a launched step has already run: launching ahead of its tokens would only compute surplus ones.
         overlap = self.config.overlap and runner.device.type == "cuda"
-        everywhere = self._split.everywhere if self._split else None
-        drafter = make_drafter(runner, everywhere) if self.config.speculative else None
+        drafter = None
+        if self.config.speculative:
+            drafter = make_drafter(runner, self._split.everywhere if self._split else None)
         return Engine(
             self._split or runner, coordinator, limits, self.tokenizer, overlap=overlap, seed=self.config.seed,
             drafter=drafter,
