@@ -103,7 +103,7 @@ def test_a_draft_tree_names_parents_first() -> None:
     ([5, 1, 2, 8, 4, 1, 2, 7, 1, 2], 2, [7, 1]),  # the latest of equals
     ([8, 1, 2, 6, 1, 2, 7, 8, 1, 2], 1, [6]),  # a longer one before a later one
     ([3, 3, 3], 5, [3, 3, 3, 3, 3]),  # a match that runs into the end goes on with what it predicted
-    ([1, 2, 1, 2], 5, [1, 2, 1, 2, 1]),
+    ([9, 1, 2, 1, 2], 5, [1, 2, 1, 2, 1]),
     ([1, 2, 3, 4], 5, []), ([4], 3, []), ([2, 1, 3, 1], 3, []),  # one token is no match
 ])  # fmt: skip
 def test_prompt_lookup(text: list[int], most: int, wanted: list[int]) -> None:
@@ -114,6 +114,12 @@ def test_prompt_lookup(text: list[int], most: int, wanted: list[int]) -> None:
 def test_prompt_lookup_of_several_matches() -> None:
     (draft,) = NgramDrafter(topk=3).propose([Asker([5, 1, 2, 8, 4, 1, 2, 7, 1, 2])], [4])
     assert (list(draft.tokens), draft.parents) == ([7, 8, 1, 4], [0, 0, 1, 2])
+
+
+def test_a_place_that_matches_twice_is_one_match() -> None:
+    """Here by its three tokens before, and by two of them; the other place by two."""
+    (draft,) = NgramDrafter(topk=2).propose([Asker([1, 2, 8, 7, 1, 2, 9, 7, 1, 2])], [2])
+    assert (list(draft.tokens), draft.parents) == ([9, 8], [0, 0])
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.lists(st.integers(1, 4), max_size=8), st.integers(1, 3))
