@@ -279,7 +279,9 @@ def replay_decode_triton(
     scores = torch.empty((batch, tokens, heads, width), dtype=torch.float32, device=xBC.device)
     decays = torch.empty((batch, tokens, heads), dtype=torch.float32, device=xBC.device)
     block_n, block_w = max(16, triton.next_power_of_2(state_dim)), max(16, triton.next_power_of_2(width))
-    block_x = 256 if batch >= 16 else 128
+    # Wide states on four warps would take 214 registers a thread, and attention would find no room beside them.
+    warps = 8 if state_dim > 128 else 4
+    block_x = 256 if batch >= 16 or warps == 8 else 128
     common = {"T": tokens, "H": heads, "P": dim, "N": state_dim, "G": groups, "W": width, "BLOCK_W": block_w}
     x_blocks = triton.cdiv(heads * dim, block_x)
     # With several tokens a group's programs need so many registers that those of x wait for room beside them.
@@ -291,7 +293,7 @@ def replay_decode_triton(
             strides(xBC), strides(dt), conv.stride(0), values.stride(0), keys.stride(0), gates.stride(0), *dt_limit,
             TAPS=weight.shape[1], WC=conv.shape[2], BLOCK_X=block_x, BLOCK_N=block_n, SECTION=section,
             BLOCK_H=triton.next_power_of_2(heads // groups), PRECISION=dot_precision(xBC.dtype),
-            num_warps=8 if section == "groups" and state_dim > 128 else 4, **common, **pdl(xBC.device),
+            num_warps=4 if section == "values" else warps, **common, **pdl(xBC.device),
         )  # fmt: skip
     tile = stream_tile(batch, tokens, states)
     _stream_kernel[batch, heads, triton.cdiv(dim, tile["BLOCK_P"])](
