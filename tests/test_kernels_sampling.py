@@ -164,6 +164,58 @@ def test_ties_at_a_threshold_are_kept():
         assert kept.tolist() == [False, True, True, True, True, False]
 
 
+def kept_by_definition(row, top_k, top_p):
+    """Which entries stay, in float64, and by how much the last mass that counted missed or passed its share."""
+    order = row.sort(descending=True).values
+    if top_k:
+        order = order[order >= order[top_k - 1]]
+    mass = (order - order[0]).exp().cumsum(0)
+    share = top_p * mass[-1]
+    reached = int((mass < share).sum()) if top_p < 1 else len(order) - 1
+    threshold = order[min(reached, len(order) - 1)]
+    return row >= threshold, float(((mass - share) / mass[-1]).abs().min()) if top_p < 1 else 1.0
+
+
+def spread_logits(shape, n):
+    """Rows that are flat, peaked, far apart, equal, mostly forbidden, and further apart than any histogram reaches."""
+    logits = torch.randn(n)
+    rows = {
+        "flat": logits, "sharp": logits * 12, "huge": logits * 1e4, "tiny": logits * 1e-4,
+        "peak": logits + 40 * (torch.arange(n) == n // 3), "equal": torch.zeros(n), "steps": (logits * 2).round(),
+        "forbidden": logits.masked_fill(logits < 1.5, -torch.inf),
+        "two groups": logits - 20 * (torch.arange(n) % 7 > 0),
+        "far below": torch.where(torch.arange(n) == n // 2, 14.0, logits / 10),
+    }  # fmt: skip
+    return rows[shape]
+
+
+SHAPES = ["flat", "sharp", "peak", "equal", "steps", "forbidden", "two groups", "far below", "huge", "tiny"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_filters_by_definition_on_rows_of_every_shape(shape, monkeypatch):
+    from hybridrt.kernels import sampling_filters_triton, sampling_triton
+
+    monkeypatch.setattr(sampling_triton, "BLOCK", 512)
+    monkeypatch.setattr(sampling_filters_triton, "LIST_BLOCK", 128)
+    torch.manual_seed(SHAPES.index(shape))
+    pairs = [(k, p) for k in (0, 20, 700) for p in (1.0, 0.3003, 0.9002, 0.9999)] + [(1, 0.9), (0, 0.0)]
+    logits = torch.stack([spread_logits(shape, 1500) for _ in pairs])
+    filtered = filtered_logits(
+        logits,
+        temperature=torch.ones(len(pairs)),
+        top_k=torch.tensor([k for k, _ in pairs], dtype=torch.int32),
+        top_p=torch.tensor([p for _, p in pairs]),
+    )
+    compared = 0
+    for row, got, (top_k, top_p) in zip(logits, filtered, pairs, strict=True):
+        kept, margin = kept_by_definition(row.double(), top_k, top_p)
+        if margin > 1e-5 or top_p == 0:
+            compared += 1
+            assert torch.equal(got, torch.where(kept, row, -torch.inf)), (top_k, top_p)
+    assert compared > len(pairs) / 2
+
+
 def test_top_p_of_one_keeps_tokens_too_unlikely_to_move_the_sum():
     logits = torch.tensor([[0.0, -20.0], [0.0, -20.0]])
     kept = filtered_logits(logits, temperature=torch.ones(2), top_p=torch.tensor([1.0, 0.99])).isfinite()

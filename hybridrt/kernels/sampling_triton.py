@@ -1,6 +1,6 @@
-"""Triton kernels of sampling. Nothing is sorted: a filter is a threshold on the logits, found by bisection.
+"""Triton kernels of sampling: penalties and temperature, then the best entry of a row, with noise where it is a draw.
 
-A row's vocabulary is split among programs for what streams over it once, and one program a row bisects.
+A row's vocabulary is split among programs. Filters are a threshold on the logits (`sampling_filters_triton.py`).
 """
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridrt.kernels.launch import multiprocessors
 from hybridrt.kernels.sampling import GOLDEN_GAMMA, MIX_1, MIX_2, STREAM_TOKEN, Penalties
+from hybridrt.kernels.sampling_filters_triton import thresholds
 
 BLOCK = 4096
 PROGRAMS_PER_MULTIPROCESSOR = 8
@@ -62,11 +63,11 @@ def _penalized(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _prepare_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, out_ptr, temperature_ptr, bitmask_ptr,
+    logits_ptr, out_ptr, maxima_ptr, temperature_ptr, bitmask_ptr,
     repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr,
     logits_sr, counts_sr, prompt_sr, words, V, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Bitmask, penalties and temperature: [B, V] float32."""
+    """Grid [rows, blocks]: bitmask, penalties and temperature, [B, V] float32, and the largest of each block."""
     b = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = ids < V
@@ -77,80 +78,9 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         x = _penalized(x, b, ids, mask, V, repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr,
                        counts_sr, prompt_sr)  # fmt: skip
     temperature = tl.load(temperature_ptr + b)
-    tl.store(out_ptr + b * V + ids, x / tl.where(temperature == 0, 1.0, temperature), mask=mask)
-
-
-@triton.jit
-def _key(x):  # type: ignore[no-untyped-def]
-    """int32 in the order of the floats; its own inverse on the bits."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _bisect(row_ptr, V, low, high, wanted, largest, MASS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The highest key of the row with at least `wanted` at or above it: entries, or with MASS their exp(x - largest).
-
-    `low` is known to satisfy that and `high` not to. Each pass halves the interval and shrinks it to keys that occur.
-    """
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        total = tl.zeros([BLOCK], tl.float32)
-        above = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
-        below = tl.full([BLOCK], -0x7FFFFFFF, tl.int32)
-        for start in range(0, V, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            x = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf"))
-            key = _key(x)
-            inside = (key >= middle) & (ids < V)
-            weight = 1.0
-            if MASS:
-                weight = tl.exp(x - largest)
-            total += tl.where(inside, weight, 0.0)
-            above = tl.where(inside, tl.minimum(above, key), above)
-            below = tl.where((key < middle) & (ids < V), tl.maximum(below, key), below)
-        if tl.sum(total, 0) >= wanted:
-            low = tl.min(above, 0).to(tl.int64)
-        else:
-            high = tl.max(below, 0).to(tl.int64) + 1
-    return low
-
-
-@triton.jit
-def _threshold_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, threshold_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V, BLOCK: tl.constexpr
-):
-    """The lowest logit that each row keeps."""
-    b = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + b * V
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, V, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        best = tl.maximum(best, tl.load(row_ptr + ids, mask=ids < V, other=float("-inf")))
-    largest = tl.max(best, 0)
-    low = tl.full([], -0x7FFFFFFF, tl.int64)
-    high = _key(largest).to(tl.int64) + 1
-    if top_k_ptr is not None:
-        top_k = tl.load(top_k_ptr + b)
-        if (top_k > 0) & (top_k < V):
-            low = _bisect(row_ptr, V, low, high, top_k.to(tl.float32), largest, False, BLOCK)
-    if top_p_ptr is not None:
-        top_p = tl.load(top_p_ptr + b)
-        if top_p < 1:
-            total = tl.zeros([BLOCK], tl.float32)
-            for start in range(0, V, BLOCK):
-                ids = start + tl.arange(0, BLOCK)
-                x = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf"))
-                total += tl.where(_key(x) >= low, tl.exp(x - largest), 0.0)
-            low = _bisect(row_ptr, V, low, high, top_p * tl.sum(total, 0), largest, True, BLOCK)
-    low = low.to(tl.int32)
-    threshold = (low ^ ((low >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    threshold = tl.where(low == -0x7FFFFFFF, float("-inf"), threshold)
-    if min_p_ptr is not None:
-        min_p = tl.load(min_p_ptr + b)
-        if min_p > 0:
-            threshold = tl.maximum(threshold, largest + tl.log(min_p))
-    tl.store(threshold_ptr + b, threshold)
+    x /= tl.where(temperature == 0, 1.0, temperature)
+    tl.store(out_ptr + b * V + ids, x, mask=mask)
+    tl.store(maxima_ptr + b * tl.num_programs(1) + tl.program_id(1), tl.max(x, 0))
 
 
 @triton.jit
@@ -235,9 +165,8 @@ def sample_triton(
     penalties: Penalties | None = None,
     bitmask: Tensor | None = None,
 ) -> Tensor:
-    """Prepare, threshold (where a filter is on), draw: three to four launches, one pass each but for the bisection."""
-    prepared = _prepare(logits, temperature, penalties, bitmask)
-    threshold = _thresholds(prepared, top_k, top_p, min_p)
+    """Prepare, threshold (where a filter is on), draw."""
+    prepared, threshold = _filtered(logits, temperature, top_k, top_p, min_p, penalties, bitmask)
     return _argmax(prepared, threshold=threshold, temperature=temperature, seeds=seeds, indices=indices)
 
 
@@ -251,36 +180,38 @@ def filtered_logits_triton(
     penalties: Penalties | None = None,
     bitmask: Tensor | None = None,
 ) -> Tensor:
-    prepared = _prepare(logits, temperature, penalties, bitmask)
-    threshold = _thresholds(prepared, top_k, top_p, min_p)
+    prepared, threshold = _filtered(logits, temperature, top_k, top_p, min_p, penalties, bitmask)
     if threshold is not None and prepared.numel():
         batch, vocabulary = prepared.shape
         _filter_kernel[(batch, triton.cdiv(vocabulary, BLOCK))](prepared, threshold, vocabulary, BLOCK=BLOCK)
     return prepared
 
 
-def _prepare(logits: Tensor, temperature: Tensor, penalties: Penalties | None, bitmask: Tensor | None) -> Tensor:
+def _filtered(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    penalties: Penalties | None,
+    bitmask: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The logits `[B, V]` float32 before the filters, and the lowest that each row keeps; None where none is on."""
     batch, vocabulary = logits.shape
+    blocks = triton.cdiv(vocabulary, BLOCK)
     out = torch.empty(batch, vocabulary, dtype=torch.float32, device=logits.device)
+    maxima = torch.empty(batch, blocks, dtype=torch.float32, device=logits.device)
     p = penalties
     if batch:
-        _prepare_kernel[(batch, triton.cdiv(vocabulary, BLOCK))](
-            logits, out, temperature, bitmask,
+        _prepare_kernel[(batch, blocks)](
+            logits, out, maxima, temperature, bitmask,
             *((None,) * 5 if p is None else (p.repetition, p.presence, p.frequency, p.output_counts, p.prompt_mask)),
             logits.stride(0), *((0, 0) if p is None else (p.output_counts.stride(0), p.prompt_mask.stride(0))),
             0 if bitmask is None else bitmask.stride(0), vocabulary, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
-    return out
-
-
-def _thresholds(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor | None:
-    if top_k is None and top_p is None and min_p is None:
-        return None
-    batch, vocabulary = logits.shape
-    threshold = torch.empty(batch, dtype=torch.float32, device=logits.device)
-    if batch:
-        _threshold_kernel[(batch,)](logits, threshold, top_k, top_p, min_p, vocabulary, BLOCK=BLOCK, num_warps=16)
-    return threshold
+    if batch == 0 or (top_k is None and top_p is None and min_p is None):
+        return out, None
+    return out, thresholds(out, maxima, BLOCK, top_k, top_p, min_p)
 
 
 def _argmax(
