@@ -265,7 +265,8 @@ def gdn_tokens(shape: StateShape, device: str, *lead: int) -> Args:
 
 @decode_op("mixer_decode")
 def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
-    """Conv, gates and state of a recurrent layer in one operation, in both state modes."""
+    """Conv, gates and state of a recurrent layer in one operation, in both state modes. "in place" is a plain pass over
+    the same states, which reads and writes what the classic mode must."""
     tokens_of = {"mamba2": mamba2_decode_tokens, "gdn": gdn_decode_tokens}
     for kind in (kind for kind in config.linear if kind in tokens_of):
         shape = state_shape(config.linear[kind])
@@ -280,7 +281,8 @@ def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]
 
             state = shape.temporal_numel * dtype.itemsize
             moved = load.rows * (2 * state if mode == "classic" else state + ring * RING / 2)
-            yield Case(f"{kind}_decode", f"{mode} {_sizes(shape)} {str(dtype)[6:]}", make, moved)
+            name, plain = f"{mode} {_sizes(shape)} {str(dtype)[6:]}", {"in place": lambda args: args["states"].neg_()}
+            yield Case(f"{kind}_decode", name, make, moved, baselines=plain if mode == "classic" else {})
 
 
 def mamba2_decode_tokens(config: ModelConfig, load: Load, device: str) -> Args:

@@ -99,6 +99,12 @@ class ForwardBatch:
         return self.num_decode_rows * self.tokens_per_row
 
     @property
+    def padded_rows(self) -> torch.Tensor | None:
+        """req_pool_indices where there may be padding (row 0) and all rows have `tokens_per_row` tokens, else None:
+        a graph's batch is padded, one with extend rows is not."""
+        return None if self.num_extend_rows else self.req_pool_indices
+
+    @property
     def num_extend_rows(self) -> int:
         return self.batch_size - self.num_decode_rows
 

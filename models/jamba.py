@@ -38,11 +38,11 @@ class JambaMoE(nn.Module):
         )
 
     def after_norm(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(experts of norm(x + residual), x + residual), all [T, hidden]."""
         h, residual = norm(x, residual)
-        return self.tp.all_reduce(self.experts(h, *self.router(h))), residual
+        return self.tp.all_reduce(self.experts(h, *self.router(h, batch))), residual
 
     def targets(self, key: str) -> CheckpointMap:
         return {**self.router.targets(f"{key}.router"), **self.experts.targets(f"{key}.experts")}
@@ -74,6 +74,8 @@ class JambaBlock(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mixed, residual = self.mixer(self.input_norm, x, residual, batch)
+        if isinstance(self.ffn, JambaMoE):
+            return self.ffn.after_norm(self.ffn_norm, mixed, residual, batch)
         return self.ffn.after_norm(self.ffn_norm, mixed, residual)
 
     def checkpoint_map(self, key: str) -> CheckpointMap:

@@ -108,7 +108,7 @@ class MoEPart(nn.Module):
 
     def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         x, residual = norm(x, residual)
-        weights, ids = self.router(x)
+        weights, ids = self.router(x, batch)
         if self.to_latent is None or self.from_latent is None:
             return self.tp.all_reduce(self.experts(x, weights, ids) + self.shared(x, reduce=False)), residual
         routed = self.from_latent(self.tp.all_reduce(self.experts(self.to_latent(x), weights, ids)))

@@ -90,11 +90,11 @@ class SparseMoE(nn.Module):
         )  # fmt: skip
 
     def after_norm(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(experts of norm(x + residual), x + residual), all [T, hidden]."""
         h, residual = norm(x, residual)
-        return self.tp.all_reduce(self.experts(h, *self.router(h))), residual
+        return self.tp.all_reduce(self.experts(h, *self.router(h, batch))), residual
 
     def targets(self, key: str) -> CheckpointMap:
         return {
@@ -134,6 +134,8 @@ class Qwen3NextBlock(nn.Module):
         else:
             assert self.attn is not None
             mixed, residual = self.attn(self.input_norm, x, residual, cos_sin, batch)
+        if isinstance(self.ffn, SparseMoE):
+            return self.ffn.after_norm(self.ffn_norm, mixed, residual, batch)
         return self.ffn.after_norm(self.ffn_norm, mixed, residual)
 
     def checkpoint_map(self, key: str) -> CheckpointMap:

@@ -82,13 +82,13 @@ def sampling() -> None:
     sample_triton(logits, **filters, seeds=keys, indices=keys, penalties=penalties, bitmask=words)
 
 
-def delta_net_step(batch: int, tokens: int, mode: str) -> None:
+def delta_net_step(batch: int, tokens: int, mode: str, state_dtype: torch.dtype = torch.float32) -> None:
     channels = 2 * KEY_HEADS * DIM + VALUE_HEADS * DIM
     qkv, _, b, a = meta(batch, tokens, channels + VALUE_HEADS * (DIM + 2)).split(
         [channels, VALUE_HEADS * DIM, VALUE_HEADS, VALUE_HEADS], -1
     )
     rows = int32(batch)
-    states = float32(300, VALUE_HEADS, DIM, DIM)
+    states = meta(300, VALUE_HEADS, DIM, DIM, dtype=state_dtype)
     width = 16 if tokens == 1 else 32
     ring = {
         "values": meta(129, VALUE_HEADS, width, DIM),
@@ -145,6 +145,8 @@ def main() -> None:
             (32, 5, "replay"),
         ):
             delta_net_step(batch, tokens, mode)
+        for batch in (1, 128):
+            delta_net_step(batch, 1, "classic", torch.bfloat16)
         delta_net_prefill(8192)
         experts()
     for usage in used:

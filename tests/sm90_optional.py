@@ -98,6 +98,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     yield "gdn_gates", gates, {}
     qkv = {"qkv": meta(B, T, 2 * G * N + H * P), "states": f32(SLOTS, H, P, N)} | conv(2 * G * N + H * P) | step | gates
     yield "gdn_decode", qkv, {"bias": meta(2 * G * N + H * P)} | stored
+    yield "gdn_decode", qkv | {"qkv": qkv["qkv"][:, :1]}, {"bias": meta(2 * G * N + H * P)}
     yield "gdn_decode", qkv | RING | CURSORS, {"bias": meta(2 * G * N + H * P)}
     yield "recurrent_gated_delta_rule", delta(B, T) | SLOT_ARGS, stored | parents
     yield "chunk_gated_delta_rule", delta(TOKENS) | PROMPTS, {}
@@ -140,9 +141,10 @@ def others() -> Iterator[tuple[str, Args, Args]]:
         normed = {"norm_weight": f32(64), "residual": meta(tokens, 64), "activation": "silu_and_mul"}
         yield "skinny_linear", linear, {"bias": meta(32)} | normed
         yield "skinny_linear", linear | {"tail": meta(tokens, 16), "x": meta(tokens, 48)}, {"activation": "relu2"}
-    yield "router_softmax", {"logits": meta(B, 8), "top_k": 2, "renormalize": True}, {}
+    shared = {"shared_gate": meta(B), "shared": 1, "rows": ROWS}
+    yield "router_softmax", {"logits": meta(B, 8), "top_k": 2, "renormalize": True}, shared
     scores = {"logits": f32(B, 8), "correction_bias": f32(8), "top_k": 2, "n_group": 2, "topk_group": 1}
-    yield "router_sigmoid_grouped", scores | {"renormalize": True, "scaling": 2.5}, {}
+    yield "router_sigmoid_grouped", scores | {"renormalize": True, "scaling": 2.5}, {"rows": ROWS}
     for tokens in (2, 400):
         picks = {"ids": int32(tokens, 2), "weights": f32(tokens, 2), "x": meta(tokens, 64)}
         gated = {"w_up": meta(8, 64, 64), "w_down": meta(8, 64, 32), "activation": "silu", "gated": True}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import SpecInfo
+from hybridrt.kernels.moe import fused_experts
 from hybridrt.runtime.graph_runner import ClosureRecorder, DecodeInputs, GraphRunner, buckets
 from tests.by_hand import ByHand, Row, assert_close
 from tests.checkpoints import CheckpointStore, has_replay
@@ -106,6 +107,32 @@ def test_replay_equals_eager_padded_alike(name: str, mode: str, tokens: int, che
                 assert entries <= set(chosen), what
         for row, kept in zip(chosen, accepted):
             lengths[row] += kept
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    "name", ["qwen-equal_heads", "nemotron-latent_experts_in_groups", "jamba-every_layer_sparse_tied"]
+)
+def test_padding_goes_to_no_expert(
+    name: str, tokens: int, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a bucket's rows only the real ones choose experts, in every layer that has any."""
+    hand, _, lengths = twins(checkpoints[name].path, "intermediate" if tokens > 1 else "classic", tokens)
+    graphs = runner_of(hand)
+    routed: list[Tensor] = []
+
+    def noted(x: Tensor, up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, **how: Any) -> Tensor:
+        routed.append(ids)
+        return fused_experts(x, up, down, weights, ids, **how)
+
+    monkeypatch.setattr("hybridrt.layers.moe.fused_experts", noted)
+    rows = [Row(row, lengths[row], [10 + row] * tokens) for row in (5, 2, 4)]
+    logits = graphs.replay(inputs_of(rows, tokens))
+    assert graphs.bucket(3) == 4 and routed
+    for ids in routed:
+        assert ids.shape[0] == 4 * tokens
+        assert (ids[: 3 * tokens] >= 0).all() and (ids[3 * tokens :] == -1).all()
+    assert graphs.buffers.logits[: 4 * tokens].isfinite().all() and logits.isfinite().all()
 
 
 @pytest.mark.parametrize(("mode", "tokens"), SHAPES)

@@ -17,10 +17,11 @@ KEY_HEADS, VALUE_HEADS, TAPS = 2, 4, 4
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """A head's state is split among programs."""
-    from hybridrt.kernels import gdn_decode_triton
+    """A head's state is split among programs, and in each of them into tiles."""
+    from hybridrt.kernels import gdn_classic_triton, gdn_decode_triton
 
     monkeypatch.setattr(gdn_decode_triton, "BLOCK_V", 4)
+    monkeypatch.setattr(gdn_classic_triton, "TILE_BYTES", 64)
 
 
 class Layer:

@@ -57,6 +57,37 @@ def test_router_sigmoid_grouped(renormalize, n_group, topk_group):
         torch.testing.assert_close(weights[t], torch.tensor([2.5 * scores[e] / total for e in best]))
 
 
+@pytest.mark.parametrize("tokens_per_row", [1, 3])
+def test_padding_rows_go_to_no_expert(tokens_per_row):
+    torch.manual_seed(0)
+    rows = torch.tensor([7, 0, 2, 0], dtype=torch.int32)
+    padding = (rows == 0).repeat_interleave(tokens_per_row)
+    logits, bias, gate = torch.randn(4 * tokens_per_row, 12), torch.randn(12), torch.randn(4 * tokens_per_row)
+    for route in (
+        lambda rows: router_softmax(logits, 3, True, gate, 1, rows),
+        lambda rows: router_sigmoid_grouped(logits, bias, 3, 4, 2, True, 2.5, rows),
+    ):
+        (weights, ids), plain = route(rows), route(None)
+        assert (ids[padding] == -1).all() and (weights[padding] == 0).all()
+        assert torch.equal(ids[~padding], plain[1][~padding]) and torch.equal(weights[~padding], plain[0][~padding])
+
+
+@pytest.mark.parametrize("experts", [40, 10])
+def test_experts_of_padding_are_not_read(provider, experts):
+    """Gathered by pair, or grouped by expert: what padding alone would have chosen may be NaN, and real rows get the
+    same bits with padding among them as with rows that go somewhere."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(6, 16), torch.rand(6, 3)
+    ids = torch.stack([torch.randperm(experts - 3)[:3] for _ in range(6)]).int()
+    ids[4:] = torch.arange(experts - 3, experts, dtype=torch.int32)
+    w_up, w_down = torch.randn(experts, 24, 16) * 0.3, torch.randn(experts, 16, 12) * 0.3
+    everywhere = fused_experts(x, w_up, w_down, weights, ids, activation="silu", gated=True)
+    w_up[experts - 3 :] = w_down[experts - 3 :] = float("nan")
+    ids[4:] = -1
+    out = fused_experts(x, w_up, w_down, weights, ids, activation="silu", gated=True)
+    assert torch.equal(out[:4], everywhere[:4]) and (out[4:] == 0).all()
+
+
 def slow_experts(x, w_up, w_down, weights, ids, activation, gated):
     act = {"silu": torch.nn.functional.silu, "relu2": lambda h: h.clamp(min=0) ** 2}[activation]
     out = torch.zeros(x.shape, dtype=torch.float64)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
+from hybridrt.kernels.gdn_classic_triton import gdn_classic_triton
 from hybridrt.kernels.gdn_decode import split_qkv
 from hybridrt.kernels.gdn_stream_triton import Ring, gdn_stream_triton
 from hybridrt.kernels.mamba2_common_triton import push_inputs, softplus, step_input
@@ -135,19 +136,21 @@ def gdn_decode_triton(
     intermediate_states: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """`gdn_decode`: one launch for several tokens without a ring, else the two of `gdn_stream_triton`."""
-    ring = None
+    """`gdn_decode`: with a state ring, of one token without, or of several."""
     if values is not None:
         assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
-        ring = Ring(values, keys, gates, rows, start, length)
-    elif intermediate_states is not None or qkv.shape[1] > 1:
-        inputs = (*split_qkv(qkv, states), a, b)
-        raw = (weight, bias, A_log, dt_bias, conv, start_positions)
-        return _recurrent(states, inputs, raw, read_slots, write_slots, intermediate_states, rows, None)
-    return gdn_stream_triton(
-        qkv, a, b, weight=weight, bias=bias, A_log=A_log, dt_bias=dt_bias, conv=conv, states=states,
-        read_slots=read_slots, write_slots=write_slots, start_positions=start_positions, ring=ring,
-    )  # fmt: skip
+        return gdn_stream_triton(
+            qkv, a, b, weight=weight, bias=bias, A_log=A_log, dt_bias=dt_bias, conv=conv, states=states,
+            slots=read_slots, start_positions=start_positions, ring=Ring(values, keys, gates, rows, start, length),
+        )  # fmt: skip
+    if intermediate_states is None and qkv.shape[1] == 1:
+        return gdn_classic_triton(
+            qkv, a, b, weight=weight, bias=bias, A_log=A_log, dt_bias=dt_bias, conv=conv, states=states,
+            read_slots=read_slots, write_slots=write_slots, start_positions=start_positions,
+        )  # fmt: skip
+    inputs = (*split_qkv(qkv, states), a, b)
+    raw = (weight, bias, A_log, dt_bias, conv, start_positions)
+    return _recurrent(states, inputs, raw, read_slots, write_slots, intermediate_states, rows, None)
 
 
 def recurrent_gated_delta_rule_triton(

@@ -1,4 +1,4 @@
-"""Triton `gdn_decode` in two launches: with a state ring, and of one token without.
+"""Triton `gdn_decode` with a state ring, in two launches.
 
 A step multiplies the state with 2 T vectors x_n, the keys of its T tokens and then their queries. Everything that it
 computes per row or per key head is small; only the state is large. So the first kernel runs the conv of keys and
@@ -9,8 +9,7 @@ queries, enters gates and keys into the ring and reduces the ring's keys to scor
 with C the state in the pool, S that state decayed to the vector's token, and i over the ring's entries, those of the
 step's own tokens included. The second kernel runs the conv of v, streams C through one product with all vectors, and
 then finds the corrected values u = beta (v - S k) of the tokens one after the other, each from the scores of those
-before it. Queries stay as the conv left them: their norm and scale stand in decay_n and scores. Without a ring there
-are no other entries than the token's own, and the second kernel writes the state as well.
+before it. Queries stay as the conv left them: their norm and scale stand in decay_n and scores.
 """
 
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ _EPS = tl.constexpr(L2_NORM_EPS)
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, a_ptr, b_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, conv_ptr, keys_ptr, gates_ptr,
     vectors_ptr, scores_ptr, decays_ptr, betas_ptr,
-    read_slots_ptr, write_slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
+    slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
     qkv_strides: tl.constexpr, a_strides: tl.constexpr, b_strides: tl.constexpr,
     conv_ss: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr,
     T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -50,11 +49,11 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     """Grid [rows, key heads], each with its value heads."""
     b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin_in_turn(PDL)
-    read, write = tl.load(read_slots_ptr + b).to(tl.int64), tl.load(write_slots_ptr + b).to(tl.int64)
-    if read < 0:
+    slot = tl.load(slots_ptr + b).to(tl.int64)
+    if slot < 0:
         return
     position = tl.load(positions_ptr + b)
-    conv_row, write_row, moved = conv_ptr + read * conv_ss, conv_ptr + write * conv_ss, read != write
+    conv_row = conv_ptr + slot * conv_ss
     source = qkv_ptr + b * qkv_strides[0]
     st: tl.constexpr = qkv_strides[1]
     k, w = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
@@ -62,21 +61,19 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     t_all = tl.arange(0, BLOCK_T)
     k_mask, token_mask = k < K, t_all < T
     q_channel, k_channel = part * K + k, (HK + part) * K + k
-    start, length = 0, 0
-    if keys_ptr is not None:
-        row = tl.load(rows_ptr + b).to(tl.int64)
-        start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
-        keys_row = keys_ptr + row * keys_sr + part * (W * K)
-        old_cells = keys_row + ((start + w) % W)[:, None] * K + k[None, :]
-        old_keys = tl.load(old_cells, mask=(w < length)[:, None] & k_mask[None, :], other=0.0)
+    row = tl.load(rows_ptr + b).to(tl.int64)
+    start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
+    keys_row = keys_ptr + row * keys_sr + part * (W * K)
+    old_cells = keys_row + ((start + w) % W)[:, None] * K + k[None, :]
+    old_keys = tl.load(old_cells, mask=(w < length)[:, None] & k_mask[None, :], other=0.0)
 
     # The step's vectors: keys as the ring will hold them, queries as they are and their scale apart.
     raw = conv_tokens(
-        source, st, conv_row, write_row, weight_ptr, bias_ptr, k_channel, k_mask, position, moved, t_all, T, TAPS, WC
+        source, st, conv_row, conv_row, weight_ptr, bias_ptr, k_channel, k_mask, position, False, t_all, T, TAPS, WC
     ).to(tl.float32)
     new_keys = (raw * tl.rsqrt(tl.sum(raw * raw, axis=1) + _EPS)[:, None]).to(vectors_ptr.dtype.element_ty)
     queries = conv_tokens(
-        source, st, conv_row, write_row, weight_ptr, bias_ptr, q_channel, k_mask, position, moved, t_all, T, TAPS, WC
+        source, st, conv_row, conv_row, weight_ptr, bias_ptr, q_channel, k_mask, position, False, t_all, T, TAPS, WC
     )
     squares = queries.to(tl.float32) * queries.to(tl.float32)
     scale = tl.rsqrt(tl.sum(squares, axis=1) + _EPS) * (K**-0.5)
@@ -91,17 +88,15 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     h, h_mask = part * (HV // HK) + i, i < HV // HK
     A = -tl.exp(tl.load(A_log_ptr + h, mask=h_mask, other=0.0).to(tl.float32))
     dt_bias = tl.load(dt_bias_ptr + h, mask=h_mask, other=0.0).to(tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    if keys_ptr is not None:
-        new_cells = keys_row + ((start + length + t_all) % W)[:, None] * K + k[None, :]
-        tl.store(new_cells, new_keys.to(keys_ptr.dtype.element_ty), mask=vector_mask)
-        old_by_key, old_by_query = _products(old_keys, new_keys, PRECISION), _products(old_keys, queries, PRECISION)
-        # History: the log of what is left at its end of the state in the pool, and of each entry, for every head.
-        gates_row = gates_ptr + row * gates_sr + h * W
-        seen, later = h_mask[:, None] & (w < length)[None, :], h_mask[:, None] & (w + 1 < length)[None, :]
-        total = tl.sum(tl.load(gates_row[:, None] + ((start + w) % W)[None, :], mask=seen, other=0.0), axis=1)
-        later_gates = tl.load(gates_row[:, None] + ((start + w + 1) % W)[None, :], mask=later, other=0.0)
-        entry_decay = tl.cumsum(later_gates, axis=1, reverse=True)
+    new_cells = keys_row + ((start + length + t_all) % W)[:, None] * K + k[None, :]
+    tl.store(new_cells, new_keys.to(keys_ptr.dtype.element_ty), mask=vector_mask)
+    old_by_key, old_by_query = _products(old_keys, new_keys, PRECISION), _products(old_keys, queries, PRECISION)
+    # History: the log of what is left at its end of the state in the pool, and of each entry, for every head.
+    gates_row = gates_ptr + row * gates_sr + h * W
+    seen, later = h_mask[:, None] & (w < length)[None, :], h_mask[:, None] & (w + 1 < length)[None, :]
+    total = tl.sum(tl.load(gates_row[:, None] + ((start + w) % W)[None, :], mask=seen, other=0.0), axis=1)
+    later_gates = tl.load(gates_row[:, None] + ((start + w + 1) % W)[None, :], mask=later, other=0.0)
+    entry_decay = tl.cumsum(later_gates, axis=1, reverse=True)
 
     # New tokens, one after the other: what they leave of the history, and of each other.
     since = tl.zeros([BLOCK_H], tl.float32)
@@ -115,24 +110,19 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         is_t = t_all == t
         fresh = fresh * tl.exp(gate)[:, None] + tl.where(is_t, 1.0, 0.0)[None, :]
         left = tl.exp(total + since)
-        if keys_ptr is not None:
-            tl.store(gates_row + (start + length + t) % W, gate, mask=h_mask)
-            history = tl.exp(entry_decay + since[:, None])
+        tl.store(gates_row + (start + length + t) % W, gate, mask=h_mask)
+        history = tl.exp(entry_decay + since[:, None])
         for query in tl.static_range(2):
             n = (b * HV + h) * (2 * T) + t + query * T
-            factor, new = 1.0, new_by_key
+            factor, new, old = 1.0, new_by_key, old_by_key
             if query == 1:
-                factor, new = tl.sum(tl.where(is_t, scale, 0.0), axis=0), new_by_query
+                factor, new, old = tl.sum(tl.where(is_t, scale, 0.0), axis=0), new_by_query, old_by_query
             new = tl.sum(tl.where(is_t[None, :], new, 0.0), axis=1) * factor
             tl.store(decays_ptr + n, left * factor, mask=h_mask)
             cells = scores_ptr + n[:, None] * W
             tl.store(cells + length + t_all[None, :], fresh * new[None, :], mask=h_mask[:, None] & token_mask[None, :])
-            if keys_ptr is not None:
-                old = old_by_key
-                if query == 1:
-                    old = old_by_query
-                old = tl.sum(tl.where(is_t[None, :], old, 0.0), axis=1) * factor
-                tl.store(cells + w[None, :], history * old[None, :], mask=seen)
+            old = tl.sum(tl.where(is_t[None, :], old, 0.0), axis=1) * factor
+            tl.store(cells + w[None, :], history * old[None, :], mask=seen)
 
 
 @triton.jit
@@ -149,7 +139,7 @@ def _products(a, b, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
 def _stream_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, weight_ptr, bias_ptr, out_ptr, conv_ptr, states_ptr, values_ptr,
     vectors_ptr, scores_ptr, decays_ptr, betas_ptr,
-    read_slots_ptr, write_slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
+    slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
     qkv_strides: tl.constexpr, conv_ss: tl.constexpr, states_ss: tl.constexpr, values_sr: tl.constexpr,
     T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
@@ -162,25 +152,22 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     n, k, w = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
     v = part * BLOCK_V + tl.arange(0, BLOCK_V)
     v_mask, n_mask = v < V, n < 2 * T
-    slot, write = tl.load(read_slots_ptr + b).to(tl.int64), tl.load(write_slots_ptr + b).to(tl.int64)
-    position, safe_slot = tl.load(positions_ptr + b), tl.maximum(slot, 0)
-    cells = states_ptr + h * (V * K) + v[:, None] * K + k[None, :]
-    read_cells = cells + safe_slot * states_ss
+    slot, position = tl.load(slots_ptr + b).to(tl.int64), tl.load(positions_ptr + b)
+    safe_slot = tl.maximum(slot, 0)
+    cells = states_ptr + safe_slot * states_ss + h * (V * K) + v[:, None] * K + k[None, :]
     # The kernel before this one touches neither states nor v, and let this one start when all before it had finished.
     WHOLE: tl.constexpr = BLOCK_K >= K
     if WHOLE:
-        state_mask = v_mask[:, None] & (k < K)[None, :]
-        state = tl.load(read_cells, mask=state_mask, other=0.0, eviction_policy="evict_first")
+        state = tl.load(cells, mask=v_mask[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
     st: tl.constexpr = qkv_strides[1]
-    channel, moved = 2 * HK * K + h * V + v, slot != write
+    channel, live = 2 * HK * K + h * V + v, v < tl.where(slot < 0, 0, V)
     source, conv_row = qkv_ptr + b * qkv_strides[0] + channel, conv_ptr + safe_slot * conv_ss
-    write_row, live = conv_ptr + write * conv_ss, v < tl.where(slot < 0, 0, V)
     if T == 1:
         raw = conv_one_token(
-            source, conv_row, write_row, weight_ptr, bias_ptr, channel, live, position, moved, TAPS, WC
+            source, conv_row, conv_row, weight_ptr, bias_ptr, channel, live, position, False, TAPS, WC
         ).to(tl.float32)
     else:
-        push_inputs(source, st, conv_row, write_row, channel, live, position, moved, T, TAPS, WC)
+        push_inputs(source, st, conv_row, conv_row, channel, live, position, False, T, TAPS, WC)
         raw = step_input(source, st, conv_row, weight_ptr, bias_ptr, channel, live, position, 0, TAPS, WC)
     begin(PDL)
     out = out_ptr + b * (T * HV * V) + h * V + v
@@ -190,16 +177,14 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         return
 
     # What does not stream is asked for first: it arrives behind the first columns of the state.
-    start, length = 0, 0
+    start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
     head = (b * HV + h) * (2 * T)
     vectors_row = vectors_ptr + (b * HK + h // (HV // HK)) * (2 * T * K)
     decays = tl.load(decays_ptr + head + n, mask=n_mask, other=0.0)
-    if values_ptr is not None:
-        start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
-        past = w < length
-        values_row = values_ptr + tl.load(rows_ptr + b).to(tl.int64) * values_sr + h * (W * V)
-        values_cells = values_row + ((start + w) % W)[:, None] * V + v[None, :]
-        values = tl.load(values_cells, mask=past[:, None] & v_mask[None, :], other=0.0)
+    past = w < length
+    values_row = values_ptr + tl.load(rows_ptr + b).to(tl.int64) * values_sr + h * (W * V)
+    values_cells = values_row + ((start + w) % W)[:, None] * V + v[None, :]
+    values = tl.load(values_cells, mask=past[:, None] & v_mask[None, :], other=0.0)
 
     if BLOCK_N == 2:
         by_key, by_query = tl.zeros([BLOCK_V, BLOCK_K], tl.float32), tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
@@ -207,7 +192,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
             mask = k < K - first
             if not WHOLE:
                 state = tl.load(
-                    read_cells + first, mask=v_mask[:, None] & mask[None, :], other=0.0, eviction_policy="evict_first"
+                    cells + first, mask=v_mask[:, None] & mask[None, :], other=0.0, eviction_policy="evict_first"
                 )
             key = tl.load(vectors_row + first + k, mask=mask, other=0.0).to(tl.float32)
             query = tl.load(vectors_row + K + first + k, mask=mask, other=0.0).to(tl.float32)
@@ -215,15 +200,11 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
             by_query += state.to(tl.float32) * query[None, :]
         is_key = (n == 0)[:, None]
         read = tl.where(is_key, tl.sum(by_key, axis=1)[None, :], tl.sum(by_query, axis=1)[None, :]) * decays[:, None]
-        if values_ptr is not None:
-            key_scores = tl.load(scores_ptr + head * W + w, mask=past, other=0.0)
-            query_scores = tl.load(scores_ptr + (head + 1) * W + w, mask=past, other=0.0)
-            values = values.to(tl.float32)
-            of_key, of_query = (
-                tl.sum(values * key_scores[:, None], axis=0),
-                tl.sum(values * query_scores[:, None], axis=0),
-            )
-            read += tl.where(is_key, of_key[None, :], of_query[None, :])
+        key_scores = tl.load(scores_ptr + head * W + w, mask=past, other=0.0)
+        query_scores = tl.load(scores_ptr + (head + 1) * W + w, mask=past, other=0.0)
+        values = values.to(tl.float32)
+        of_key, of_query = tl.sum(values * key_scores[:, None], axis=0), tl.sum(values * query_scores[:, None], axis=0)
+        read += tl.where(is_key, of_key[None, :], of_query[None, :])
     else:
         acc = tl.zeros([BLOCK_V, BLOCK_N], tl.float32)
         vectors = vectors_row + n[:, None] * K + k[None, :]
@@ -231,7 +212,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
             mask = k < K - first
             if not WHOLE:
                 state = tl.load(
-                    read_cells + first, mask=v_mask[:, None] & mask[None, :], other=0.0, eviction_policy="evict_first"
+                    cells + first, mask=v_mask[:, None] & mask[None, :], other=0.0, eviction_policy="evict_first"
                 )
             tile = tl.load(vectors + first, mask=n_mask[:, None] & mask[None, :], other=0.0)
             acc = _multiply(state, tile, acc)
@@ -240,14 +221,12 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         read = tl.trans(acc) * decays[:, None] + exact_dot(scores, values)
 
     # read [BLOCK_N, BLOCK_V]: S x of each vector but for the step's own tokens, whose values come one by one.
-    corrected = tl.zeros([BLOCK_V], tl.float32)
     for t in range(T):
         beta = tl.load(betas_ptr + (b * T + t) * HV + h)
         corrected = beta * (raw - tl.sum(tl.where((n == t)[:, None], read, 0.0), axis=0))
-        if values_ptr is not None:
-            stored = corrected.to(values_ptr.dtype.element_ty)
-            tl.store(values_row + ((start + length + t) % W) * V + v, stored, mask=v_mask)
-            corrected = stored.to(tl.float32)
+        stored = corrected.to(values_ptr.dtype.element_ty)
+        tl.store(values_row + ((start + length + t) % W) * V + v, stored, mask=v_mask)
+        corrected = stored.to(tl.float32)
         own = tl.load(scores_ptr + (head + n) * W + length + t, mask=n_mask, other=0.0)
         read += own[:, None] * corrected[None, :]
         if T > 1:
@@ -256,12 +235,6 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     for t in range(T):
         result = tl.sum(tl.where((n == T + t)[:, None], read, 0.0), axis=0)
         tl.store(out + t * (HV * V), result.to(out_ptr.dtype.element_ty), mask=v_mask)
-    if values_ptr is None:
-        # One token, and all of K at once.
-        key = tl.load(vectors_row + k, mask=k < K, other=0.0)
-        left = tl.sum(tl.where(n == 0, decays, 0.0), axis=0)
-        new_state = state.to(tl.float32) * left + corrected[:, None] * key[None, :]
-        tl.store(cells + write * states_ss, new_state.to(states_ptr.dtype.element_ty), mask=state_mask)
 
 
 @triton.jit
@@ -285,10 +258,6 @@ class Ring:
     start: Tensor
     length: Tensor
 
-    @property
-    def cursors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.rows, self.start, self.length
-
 
 def gdn_stream_triton(
     qkv: Tensor,
@@ -301,48 +270,43 @@ def gdn_stream_triton(
     dt_bias: Tensor,
     conv: Tensor,
     states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
+    slots: Tensor,
     start_positions: Tensor,
-    ring: Ring | None,
+    ring: Ring,
 ) -> Tensor:
-    """`gdn_decode` with a state ring, or of one token without; arguments as there."""
+    """`gdn_decode` with a state ring; `slots` are read and written, other arguments as there."""
     batch, tokens, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
     key_heads, device = (channels - value_heads * value_dim) // (2 * key_dim), qkv.device
     out = torch.empty((batch, tokens, value_heads, value_dim), dtype=qkv.dtype, device=device)
     if batch == 0:
         return out
-    width = 1 if ring is None else ring.gates.shape[2]
-    vectors_dtype = torch.float32 if ring is None else ring.keys.dtype  # a ring rounds its keys, a state need not
-    vectors = torch.empty((batch, key_heads, 2 * tokens, key_dim), dtype=vectors_dtype, device=device)
+    width = ring.gates.shape[2]
+    vectors = torch.empty((batch, key_heads, 2 * tokens, key_dim), dtype=ring.keys.dtype, device=device)
     scores = torch.empty((batch, value_heads, 2 * tokens, width), dtype=torch.float32, device=device)
     decays = torch.empty((batch, value_heads, 2 * tokens), dtype=torch.float32, device=device)
     betas = torch.empty((batch, tokens, value_heads), dtype=torch.float32, device=device)
     sizes = {"T": tokens, "HK": key_heads, "HV": value_heads, "K": key_dim, "V": value_dim, "W": width}
     sizes["BLOCK_W"] = max(16, triton.next_power_of_2(width))
     sizes |= {"TAPS": weight.shape[1], "WC": conv.shape[2]}
-    rows = read_slots, write_slots, start_positions, *((None,) * 3 if ring is None else ring.cursors)
+    rows = slots, start_positions, ring.rows, ring.start, ring.length
     _prepare_kernel[batch, key_heads](
-        qkv, a, b, weight, bias, A_log, dt_bias, conv, *((None, None) if ring is None else (ring.keys, ring.gates)),
-        vectors, scores, decays, betas, *rows, strides(qkv), strides(a), strides(b), conv.stride(0),
-        *((0, 0) if ring is None else (ring.keys.stride(0), ring.gates.stride(0))),
+        qkv, a, b, weight, bias, A_log, dt_bias, conv, ring.keys, ring.gates, vectors, scores, decays, betas,
+        *rows, strides(qkv), strides(a), strides(b), conv.stride(0), ring.keys.stride(0), ring.gates.stride(0),
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BLOCK_H=triton.next_power_of_2(value_heads // key_heads),
         # One token's few sums stay within a warp; several tokens are products of tiles.
-        PRECISION=dot_precision(vectors_dtype), num_warps=1 if tokens == 1 else 4, **sizes, **pdl(device),
+        PRECISION=dot_precision(ring.keys.dtype), num_warps=1 if tokens == 1 else 4, **sizes, **pdl(device),
     )  # fmt: skip
-    tile = stream_tile(batch, tokens, states, ring is None)
+    tile = stream_tile(batch, tokens, states)
     _stream_kernel[batch, value_heads, triton.cdiv(value_dim, tile["BLOCK_V"])](
-        qkv, weight, bias, out, conv, states, None if ring is None else ring.values, vectors, scores, decays, betas,
-        *rows, strides(qkv), conv.stride(0), states.stride(0), 0 if ring is None else ring.values.stride(0),
-        **tile, **sizes, **pdl(device),
+        qkv, weight, bias, out, conv, states, ring.values, vectors, scores, decays, betas, *rows,
+        strides(qkv), conv.stride(0), states.stride(0), ring.values.stride(0), **tile, **sizes, **pdl(device),
     )  # fmt: skip
     return out
 
 
-def stream_tile(batch: int, tokens: int, states: Tensor, writes: bool) -> dict[str, int]:
-    """How a program of the stream cuts the states [S+1, Hv, V, K], as measured on an H200; `writes`: it holds all of K,
-    to write it too.
+def stream_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:
+    """How a program of the stream cuts the states [S+1, Hv, V, K], as measured on an H200.
 
     One token against a float32 state is multiplied element by element: three tensor-core products would cost more than
     the bytes. Tiles that are whole in K are on their way before the wait for the kernel in front.
@@ -350,7 +314,7 @@ def stream_tile(batch: int, tokens: int, states: Tensor, writes: bool) -> dict[s
     _, heads, value_dim, key_dim = states.shape
     wide = states.element_size() == 4
     rows, columns = (max(16, triton.next_power_of_2(size)) for size in (value_dim, key_dim))
-    by_elements = tokens == 1 and (wide or writes)
+    by_elements = tokens == 1 and wide
     tile = {"BLOCK_N": 2 if by_elements else max(16, triton.next_power_of_2(2 * tokens)), "BLOCK_K": columns}
     if by_elements or batch * heads * value_dim <= 1 << 16:
         return tile | {"BLOCK_V": 16, "STAGES": 1, "num_warps": 2}

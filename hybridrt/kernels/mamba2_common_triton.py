@@ -67,31 +67,72 @@ def step_input(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def conv_one_token(  # type: ignore[no-untyped-def]
-    source, conv_row, write_row, weight_ptr, bias_ptr, channel, mask, position, moved,
-    TAPS: tl.constexpr, WC: tl.constexpr,
-):  # fmt: skip
-    """`step_input` and `push_inputs` of a single token. The conv ring is read a whole channel [WC] at a time: column by
-    column the loads would be two bytes each. Terms are added in the same order."""
+def conv_operands(  # type: ignore[no-untyped-def]
+    source, conv_row, channel, mask, WC: tl.constexpr
+):
+    """What a single token adds to, and finds in, the conv ring: its raw inputs at `source` [C], and the ring [C, WC], a
+    whole channel at a time: column by column the loads would be two bytes each."""
     new = tl.load(source, mask=mask, other=0.0)
+    ring = tl.load(conv_row + channel[:, None] * WC + tl.arange(0, WC)[None, :], mask=mask[:, None], other=0.0)
+    return new, ring
+
+
+@triton.jit
+def conv_taps(weight_ptr, channel, mask, TAPS: tl.constexpr, WC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The weights [C, WC], zero from tap number TAPS on."""
+    k = tl.arange(0, WC)
+    return tl.load(
+        weight_ptr + channel[:, None] * TAPS + k[None, :], mask=mask[:, None] & (k < TAPS)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def conv_of_operands(  # type: ignore[no-untyped-def]
+    new, ring, taps, weight_ptr, bias_ptr, channel, mask, position, TAPS: tl.constexpr, WC: tl.constexpr
+):
+    """Conv and SiLU in the input's dtype; terms are added in the order of `step_input`. Weights are `taps`, loaded
+    before, or those at `weight_ptr`; the other is None."""
     w = tl.arange(0, WC)
-    ring = tl.load(conv_row + channel[:, None] * WC + w[None, :], mask=mask[:, None], other=0.0)
     age = (position - w) & (WC - 1)
     out = tl.zeros(channel.shape, tl.float32)
     if bias_ptr is not None:
         out += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
     for k in tl.static_range(TAPS):
-        tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
+        if taps is None:
+            tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
+        else:
+            tap = tl.sum(tl.where((w == k)[None, :], taps.to(tl.float32), 0.0), axis=1)
         value = new.to(tl.float32)
         if k < TAPS - 1:
             meant = (age == TAPS - 1 - k) & (position >= TAPS - 1 - k)
             value = tl.sum(tl.where(meant[None, :], ring.to(tl.float32), 0.0), axis=1)
         out += tap * value
+    return silu(out).to(new.dtype)
+
+
+@triton.jit
+def push_operands(  # type: ignore[no-untyped-def]
+    new, ring, write_row, channel, mask, position, moved, TAPS: tl.constexpr, WC: tl.constexpr
+):
+    """`push_inputs` of a single token."""
     if moved:
+        w = tl.arange(0, WC)
+        age = (position - w) & (WC - 1)
         past = (age > 0) & (age < TAPS) & (position >= age)
         tl.store(write_row + channel[:, None] * WC + w[None, :], ring, mask=mask[:, None] & past[None, :])
     tl.store(write_row + channel * WC + (position & (WC - 1)), new, mask=mask)
-    return silu(out).to(source.dtype.element_ty)
+
+
+@triton.jit
+def conv_one_token(  # type: ignore[no-untyped-def]
+    source, conv_row, write_row, weight_ptr, bias_ptr, channel, mask, position, moved,
+    TAPS: tl.constexpr, WC: tl.constexpr,
+):  # fmt: skip
+    """`step_input` and `push_inputs` of a single token."""
+    new, ring = conv_operands(source, conv_row, channel, mask, WC)
+    out = conv_of_operands(new, ring, None, weight_ptr, bias_ptr, channel, mask, position, TAPS, WC)
+    push_operands(new, ring, write_row, channel, mask, position, moved, TAPS, WC)
+    return out
 
 
 @triton.jit

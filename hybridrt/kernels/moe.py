@@ -20,19 +20,25 @@ for _op, _file in (
 
 
 def router_softmax(
-    logits: Tensor, top_k: int, renormalize: bool, shared_gate: Tensor | None = None, shared: int = 0
+    logits: Tensor,
+    top_k: int,
+    renormalize: bool,
+    shared_gate: Tensor | None = None,
+    shared: int = 0,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The top_k experts by softmax probability (Qwen3-Next, Jamba), and behind them those that every token passes.
 
     Args:
         logits: `[T, E]`, rows of any stride; the chosen probabilities are divided by their sum if `renormalize`.
         shared_gate: `[T]`, whose sigmoid is the weight of the `shared` experts E, E + 1, ...
+        rows: `[B]` int32, each with T / B tokens; those of row 0, which is padding, go to no expert: weight 0, id -1.
 
     Returns:
         weights `[T, k + shared]` float32 and ids `[T, k + shared]` int32.
     """
     routing: tuple[Tensor, Tensor] = select("router_softmax", logits.device.type)(
-        logits, top_k, renormalize, shared_gate, shared
+        logits, top_k, renormalize, shared_gate, shared, rows
     )
     return routing
 
@@ -45,15 +51,16 @@ def router_sigmoid_grouped(
     topk_group: int,
     renormalize: bool,
     scaling: float,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The top_k experts within the topk_group best groups (DeepSeek-V3, section 2.1.2; Nemotron-H).
 
     logits `[T, E]`; correction_bias `[E]` float32 is added to the sigmoid scores for choosing only; a group's score is
     the sum of its two best. Returns weights `[T, k]` float32 (the plain scores, over their sum if `renormalize`, times
-    `scaling`) and ids `[T, k]` int32.
+    `scaling`) and ids `[T, k]` int32. rows as in `router_softmax`.
     """
     routing: tuple[Tensor, Tensor] = select("router_sigmoid_grouped", logits.device.type)(
-        logits, correction_bias, top_k, n_group, topk_group, renormalize, scaling
+        logits, correction_bias, top_k, n_group, topk_group, renormalize, scaling, rows
     )
     return routing
 
@@ -80,7 +87,12 @@ def fused_experts(
 
 
 def router_softmax_reference(
-    logits: Tensor, top_k: int, renormalize: bool, shared_gate: Tensor | None = None, shared: int = 0
+    logits: Tensor,
+    top_k: int,
+    renormalize: bool,
+    shared_gate: Tensor | None = None,
+    shared: int = 0,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     (tokens, experts), ids_of_shared = logits.shape, torch.arange(shared, device=logits.device)
     weights, ids = torch.softmax(logits, -1, dtype=torch.float32).topk(top_k, -1)
@@ -89,7 +101,7 @@ def router_softmax_reference(
     if shared_gate is not None:
         weights = torch.cat((weights, torch.sigmoid(shared_gate.float()).unsqueeze(1).expand(-1, shared)), 1)
         ids = torch.cat((ids, (experts + ids_of_shared).expand(tokens, -1)), 1)
-    return weights, ids.int()
+    return _without_padding(weights, ids.int(), rows)
 
 
 def router_sigmoid_grouped_reference(
@@ -100,6 +112,7 @@ def router_sigmoid_grouped_reference(
     topk_group: int,
     renormalize: bool,
     scaling: float,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     scores = torch.sigmoid(logits.float())
     grouped = (scores + correction_bias).unflatten(1, (n_group, scores.shape[1] // n_group))
@@ -109,7 +122,15 @@ def router_sigmoid_grouped_reference(
     weights = scores.gather(1, ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * scaling, ids.int()
+    return _without_padding(weights * scaling, ids.int(), rows)
+
+
+def _without_padding(weights: Tensor, ids: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights and ids `[T, k]` with those of row 0's tokens replaced by 0 and -1."""
+    if rows is None or not rows.shape[0]:
+        return weights, ids
+    padding = (rows == 0).repeat_interleave(ids.shape[0] // rows.shape[0]).unsqueeze(1)
+    return weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
 
 
 def fused_experts_reference(

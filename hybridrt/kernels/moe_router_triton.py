@@ -21,8 +21,20 @@ def _take_best(scores, ids):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _store_routing(  # type: ignore[no-untyped-def]
+    weights_ptr, ids_ptr, rows_ptr, weights, ids, t, j, COUNT: tl.constexpr, TOKENS: tl.constexpr
+):
+    """Token t's weights and ids; where its row is 0, padding, those of no expert."""
+    if rows_ptr is not None:
+        real = tl.load(rows_ptr + t // TOKENS) != 0
+        weights, ids = tl.where(real, weights, 0.0), tl.where(real, ids, -1)
+    tl.store(weights_ptr + t * COUNT + j, weights, mask=j < COUNT)
+    tl.store(ids_ptr + t * COUNT + j, ids, mask=j < COUNT)
+
+
+@triton.jit
 def _router_softmax_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, shared_gate_ptr, weights_ptr, ids_ptr, logits_sr, shared_gate_sr,
+    logits_ptr, shared_gate_ptr, weights_ptr, ids_ptr, rows_ptr, logits_sr, shared_gate_sr, TOKENS: tl.constexpr,
     E: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, RENORMALIZE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -44,14 +56,12 @@ def _router_softmax_kernel(  # type: ignore[no-untyped-def]
     if SHARED > 0:
         gate = tl.load(shared_gate_ptr + t * shared_gate_sr).to(tl.float32)
         weights = tl.where(j < TOP_K, weights, tl.sigmoid(gate))
-    chosen = t * (TOP_K + SHARED) + j
-    tl.store(weights_ptr + chosen, weights, mask=j < TOP_K + SHARED)
-    tl.store(ids_ptr + chosen, ids, mask=j < TOP_K + SHARED)
+    _store_routing(weights_ptr, ids_ptr, rows_ptr, weights, ids, t, j, TOP_K + SHARED, TOKENS)
 
 
 @triton.jit
 def _router_sigmoid_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, bias_ptr, weights_ptr, ids_ptr, logits_sr, scaling,
+    logits_ptr, bias_ptr, weights_ptr, ids_ptr, rows_ptr, logits_sr, scaling, TOKENS: tl.constexpr,
     E: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -80,19 +90,24 @@ def _router_sigmoid_kernel(  # type: ignore[no-untyped-def]
         chosen_ids = tl.where(j == k, chosen, chosen_ids)
     if RENORMALIZE:
         weights /= tl.sum(weights, 0) + 1e-20
-    tl.store(weights_ptr + t * TOP_K + j, weights * scaling, mask=j < TOP_K)
-    tl.store(ids_ptr + t * TOP_K + j, chosen_ids, mask=j < TOP_K)
+    _store_routing(weights_ptr, ids_ptr, rows_ptr, weights * scaling, chosen_ids, t, j, TOP_K, TOKENS)
 
 
 def router_softmax_triton(
-    logits: Tensor, top_k: int, renormalize: bool, shared_gate: Tensor | None = None, shared: int = 0
+    logits: Tensor,
+    top_k: int,
+    renormalize: bool,
+    shared_gate: Tensor | None = None,
+    shared: int = 0,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     weights, ids = _empty_routing(logits, top_k + shared)
     tokens, experts = logits.shape
     if tokens:
         _router_softmax_kernel[(tokens,)](
-            logits, shared_gate, weights, ids, logits.stride(0), 0 if shared_gate is None else shared_gate.stride(0),
-            E=experts, TOP_K=top_k, SHARED=shared, RENORMALIZE=renormalize,
+            logits, shared_gate, weights, ids, rows, logits.stride(0),
+            0 if shared_gate is None else shared_gate.stride(0),
+            TOKENS=_tokens_per_row(tokens, rows), E=experts, TOP_K=top_k, SHARED=shared, RENORMALIZE=renormalize,
             BLOCK_E=triton.next_power_of_2(experts), BLOCK_K=triton.next_power_of_2(top_k + shared),
             num_warps=1, **pdl(logits.device),
         )  # fmt: skip
@@ -107,14 +122,15 @@ def router_sigmoid_grouped_triton(
     topk_group: int,
     renormalize: bool,
     scaling: float,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     weights, ids = _empty_routing(logits, top_k)
-    experts = logits.shape[1]
-    if logits.shape[0]:
-        _router_sigmoid_kernel[(logits.shape[0],)](
-            logits, correction_bias, weights, ids, logits.stride(0), scaling,
-            E=experts, TOP_K=top_k, GROUPS=n_group, TOP_GROUPS=topk_group, RENORMALIZE=renormalize,
-            BLOCK_G=triton.next_power_of_2(n_group), BLOCK_E=triton.next_power_of_2(experts),
+    tokens, experts = logits.shape
+    if tokens:
+        _router_sigmoid_kernel[(tokens,)](
+            logits, correction_bias, weights, ids, rows, logits.stride(0), scaling,
+            TOKENS=_tokens_per_row(tokens, rows), E=experts, TOP_K=top_k, GROUPS=n_group, TOP_GROUPS=topk_group,
+            RENORMALIZE=renormalize, BLOCK_G=triton.next_power_of_2(n_group), BLOCK_E=triton.next_power_of_2(experts),
             BLOCK_K=triton.next_power_of_2(top_k), num_warps=4, **pdl(logits.device),
         )  # fmt: skip
     return weights, ids
@@ -124,3 +140,7 @@ def _empty_routing(logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], chosen)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     return weights, torch.empty(shape, dtype=torch.int32, device=logits.device)
+
+
+def _tokens_per_row(tokens: int, rows: Tensor | None) -> int:
+    return 1 if rows is None else tokens // rows.shape[0]

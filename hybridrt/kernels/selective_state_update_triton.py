@@ -23,7 +23,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
-    b, h, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     g = h // HEADS_PER_GROUP
     p = block * BLOCK_P + tl.arange(0, BLOCK_P)
     n = tl.arange(0, BLOCK_N)
@@ -99,7 +99,7 @@ def selective_state_update_triton(
     if batch == 0:
         return out
     tile = update_tile(tokens, states)
-    _update_kernel[batch, heads, triton.cdiv(dim, tile["BLOCK_P"])](
+    _update_kernel[triton.cdiv(dim, tile["BLOCK_P"]), heads, batch](
         x, B, C, dt, z, out, A, D, dt_bias, states, intermediate_states, read_slots, write_slots, rows, parents,
         strides(x), strides(B), strides(C), strides(dt), strides(z),
         states.stride(0), strides(intermediate_states), strides(parents)[0], *dt_limit,

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.moe import fused_experts, router_sigmoid_grouped, router_softmax
 from hybridrt.layers.linear import DenseMethod
 from hybridrt.layers.weights import Build, Target, parameter, whole
@@ -30,11 +31,12 @@ class SoftmaxRouter(nn.Module):
         self.weight = self.method.create(num_experts + (8 if shared_experts else 0), hidden_size, build)
         self.weight.data[num_experts:].zero_()
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, hidden] to weights [T, k + shared experts] float32 and expert ids, int32."""
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, hidden] to weights [T, k + shared experts] float32 and expert ids, int32; no expert for padding."""
         logits = self.method.apply(x, self.weight, None)
         gate = logits[:, self.num_experts] if self.shared_experts else None
-        return router_softmax(logits[:, : self.num_experts], self.top_k, self.renormalize, gate, self.shared_experts)
+        choice = self.top_k, self.renormalize, gate, self.shared_experts
+        return router_softmax(logits[:, : self.num_experts], *choice, batch.padded_rows)
 
     def targets(self, key: str) -> dict[str, Target]:
         rows = self.method.slot(self.weight, 0, 0, self.num_experts)
@@ -58,9 +60,10 @@ class SigmoidGroupRouter(nn.Module):
         self.weight = parameter(num_experts, hidden_size, dtype=torch.float32, device=build.device)
         self.correction = parameter(num_experts, dtype=torch.float32, device=build.device, dummy="zeros")
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, hidden] to weights [T, k] float32 and expert ids [T, k] int32."""
-        return router_sigmoid_grouped(F.linear(x.float(), self.weight), self.correction, *self.choice)
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, hidden] to weights [T, k] float32 and expert ids [T, k] int32; no expert for padding."""
+        logits = F.linear(x.float(), self.weight)
+        return router_sigmoid_grouped(logits, self.correction, *self.choice, batch.padded_rows)
 
     def targets(self, key: str) -> dict[str, Target]:
         return {

@@ -1,0 +1,151 @@
+"""Triton `gdn_decode` of one token without a state ring, in one launch.
+
+A program advances a few tiles, [BLOCK_V, K] each, of one value head's state S. With S the state that is read,
+
+    u = beta (v - decay S k),    S' = decay S + u k^T,    S' q = decay S q + (k . q) u,
+
+so that a tile is read once and written once. Before its tiles a program computes the conv, the norms and the gates that
+they need; q and k it computes as the other programs of the key head do, and one of them writes what these leave in the
+conv ring. Time goes by while that runs, and other programs' tiles fill it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
+from hybridrt.kernels.mamba2_common_triton import (
+    conv_of_operands,
+    conv_operands,
+    conv_taps,
+    push_operands,
+    softplus,
+    strides,
+)
+from hybridrt.kernels.pdl_triton import begin, pdl
+
+TILE_BYTES = 4096
+_EPS = tl.constexpr(L2_NORM_EPS)
+
+
+@triton.jit
+def _add(a0, a1, a2, b0, b1, b2):  # type: ignore[no-untyped-def]
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@triton.jit
+def _decay(a_ptr, A_log_ptr, dt_bias_ptr, h):  # type: ignore[no-untyped-def]
+    """What head h leaves of its state."""
+    a, A_log, dt_bias = tl.load(a_ptr), tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h)
+    return tl.exp(-tl.exp(A_log.to(tl.float32)) * softplus(a.to(tl.float32) + dt_bias.to(tl.float32)))
+
+
+@triton.jit
+def _classic_kernel(  # type: ignore[no-untyped-def]
+    qkv_ptr, a_ptr, b_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, out_ptr, conv_ptr, states_ptr,
+    read_slots_ptr, write_slots_ptr, positions_ptr,
+    qkv_strides: tl.constexpr, a_strides: tl.constexpr, b_strides: tl.constexpr,
+    conv_ss: tl.constexpr, states_ss: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [parts of V, value heads, rows]: programs that run together stream through neighbouring memory."""
+    part, h, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    ROWS: tl.constexpr = TILES * BLOCK_V
+    v, k = part * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
+    v_mask, k_mask = v < V, k < K
+    out = out_ptr + row * (HV * V) + h * V
+    begin(PDL)
+    read, write = tl.load(read_slots_ptr + row).to(tl.int64), tl.load(write_slots_ptr + row).to(tl.int64)
+    position = tl.load(positions_ptr + row)
+    if read < 0:
+        tl.store(out + v, tl.zeros([ROWS], out_ptr.dtype.element_ty), mask=v_mask)
+        return
+
+    # All loads before the first use of one.
+    head, per_key_head = h // (HV // HK), HV // HK
+    source, conv_row, write_row = qkv_ptr + row * qkv_strides[0], conv_ptr + read * conv_ss, conv_ptr + write * conv_ss
+    q_channel, k_channel, v_channel = head * K + k, (HK + head) * K + k, 2 * HK * K + h * V + v
+    k_new, k_ring = conv_operands(source + k_channel, conv_row, k_channel, k_mask, WC)
+    q_new, q_ring = conv_operands(source + q_channel, conv_row, q_channel, k_mask, WC)
+    v_new, v_ring = conv_operands(source + v_channel, conv_row, v_channel, v_mask, WC)
+    k_taps = conv_taps(weight_ptr, k_channel, k_mask, TAPS, WC)
+    q_taps = conv_taps(weight_ptr, q_channel, k_mask, TAPS, WC)
+    v_taps = conv_taps(weight_ptr, v_channel, v_mask, TAPS, WC)
+    beta = tl.sigmoid(tl.load(b_ptr + row * b_strides[0] + h).to(tl.float32))
+    decay = _decay(a_ptr + row * a_strides[0] + h, A_log_ptr, dt_bias_ptr, h)
+
+    key = conv_of_operands(k_new, k_ring, k_taps, None, bias_ptr, k_channel, k_mask, position, TAPS, WC).to(tl.float32)
+    query = conv_of_operands(q_new, q_ring, q_taps, None, bias_ptr, q_channel, k_mask, position, TAPS, WC).to(
+        tl.float32
+    )
+    values = conv_of_operands(v_new, v_ring, v_taps, None, bias_ptr, v_channel, v_mask, position, TAPS, WC).to(
+        tl.float32
+    )
+    k_norm, q_norm, product = tl.reduce((key * key, query * query, key * query), 0, _add)
+    k_scale, q_scale = tl.rsqrt(k_norm + _EPS), tl.rsqrt(q_norm + _EPS) * (K**-0.5)
+    key, query, product = key * k_scale, query * q_scale, product * (k_scale * q_scale)
+    moved = read != write
+    if (part == 0) & (h % per_key_head == 0):
+        push_operands(k_new, k_ring, write_row, k_channel, k_mask, position, moved, TAPS, WC)
+        push_operands(q_new, q_ring, write_row, q_channel, k_mask, position, moved, TAPS, WC)
+    push_operands(v_new, v_ring, write_row, v_channel, v_mask, position, moved, TAPS, WC)
+
+    i = tl.arange(0, BLOCK_V)
+    tile = states_ptr + h * (V * K) + (part * ROWS + i)[:, None] * K + k[None, :]
+    read_tile, write_tile = tile + read * states_ss, tile + write * states_ss
+    for first in tl.range(0, ROWS, BLOCK_V, num_stages=STAGES):
+        live = part * ROWS + first + i < V
+        mask = live[:, None] & k_mask[None, :]
+        state = tl.load(read_tile + first * K, mask=mask, other=0.0).to(tl.float32)
+        value = tl.gather(values, first + i, 0)
+        by_key, by_query = tl.sum(state * key[None, :], axis=1), tl.sum(state * query[None, :], axis=1)
+        corrected = beta * (value - decay * by_key)
+        result = decay * by_query + product * corrected
+        state = state * decay + corrected[:, None] * key[None, :]
+        tl.store(out + part * ROWS + first + i, result.to(out_ptr.dtype.element_ty), mask=live)
+        tl.store(write_tile + first * K, state.to(states_ptr.dtype.element_ty), mask=mask)
+
+
+def gdn_classic_triton(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    weight: Tensor,
+    bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    conv: Tensor,
+    states: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    start_positions: Tensor,
+) -> Tensor:
+    """`gdn_decode` of one token without a ring; arguments as there."""
+    batch, _, channels = qkv.shape
+    _, value_heads, value_dim, key_dim = states.shape
+    out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
+    if batch == 0:
+        return out
+    tile = classic_tile(batch, states)
+    _classic_kernel[triton.cdiv(value_dim, tile["BLOCK_V"] * tile["TILES"]), value_heads, batch](
+        qkv, a, b, weight, bias, A_log, dt_bias, out, conv, states, read_slots, write_slots, start_positions,
+        strides(qkv), strides(a), strides(b), conv.stride(0), states.stride(0),
+        HK=(channels - value_heads * value_dim) // (2 * key_dim), HV=value_heads, K=key_dim, V=value_dim,
+        TAPS=weight.shape[1], WC=conv.shape[2], num_warps=4, maxnreg=64, **tile, **pdl(qkv.device),
+    )  # fmt: skip
+    return out
+
+
+def classic_tile(batch: int, states: Tensor) -> dict[str, int]:
+    """How a program cuts the states [S+1, Hv, V, K], as measured on an H200.
+
+    Three tiles are under way while one is computed; they wait in shared memory, so that registers leave room for eight
+    programs on a multiprocessor. A small batch is over before a pipeline is full and wants more programs.
+    """
+    _, heads, _, key_dim = states.shape
+    columns = triton.next_power_of_2(key_dim)
+    tile = {"BLOCK_V": max(1, TILE_BYTES // (columns * states.element_size())), "BLOCK_K": columns}
+    return tile | ({"TILES": 2, "STAGES": 1} if batch * heads <= 128 else {"TILES": 4, "STAGES": 4})
