@@ -86,6 +86,8 @@ def callables(case: Case, device: str) -> Iterator[tuple[str, Callable[[Args], o
             function = providers.select(case.op, device, name)
             yield name, lambda args, function=function: function(**args)
     yield from case.baselines.items()
+    if case.plain is not None:
+        yield "plain pass", case.plain
 
 
 def measure(case: Case, peaks: tuple[float, float], eager: bool) -> Iterator[dict[str, Any]]:

@@ -50,6 +50,7 @@ class Case:
         make: makes the arguments of one call, on other memory each time.
         bytes: read and written at least, where bandwidth is the limit; flops: of the products, where they are.
         baselines: what else computes it, by name, from the same arguments.
+        plain: what moves the same bytes of the same arguments and computes next to nothing.
     """
 
     op: str
@@ -58,6 +59,7 @@ class Case:
     bytes: float = 0.0
     flops: float = 0.0
     baselines: dict[str, Callable[[Args], object]] = field(default_factory=dict)
+    plain: Callable[[Args], object] | None = None
 
     @property
     def copies(self) -> int:
@@ -265,8 +267,7 @@ def gdn_tokens(shape: StateShape, device: str, *lead: int) -> Args:
 
 @decode_op("mixer_decode")
 def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
-    """Conv, gates and state of a recurrent layer in one operation, in both state modes. "in place" is a plain pass over
-    the same states, which reads and writes what the classic mode must."""
+    """Conv, gates and state of a recurrent layer in one operation, in both state modes."""
     tokens_of = {"mamba2": mamba2_decode_tokens, "gdn": gdn_decode_tokens}
     for kind in (kind for kind in config.linear if kind in tokens_of):
         shape = state_shape(config.linear[kind])
@@ -281,8 +282,8 @@ def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]
 
             state = shape.temporal_numel * dtype.itemsize
             moved = load.rows * (2 * state if mode == "classic" else state + ring * RING / 2)
-            name, plain = f"{mode} {_sizes(shape)} {str(dtype)[6:]}", {"in place": lambda args: args["states"].neg_()}
-            yield Case(f"{kind}_decode", name, make, moved, baselines=plain if mode == "classic" else {})
+            name, plain = f"{mode} {_sizes(shape)} {str(dtype)[6:]}", lambda args: args["states"].neg_()
+            yield Case(f"{kind}_decode", name, make, moved, plain=plain if mode == "classic" else None)
 
 
 def mamba2_decode_tokens(config: ModelConfig, load: Load, device: str) -> Args:
