@@ -78,10 +78,12 @@ def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
     return rows
 
 
-def parse() -> argparse.Namespace:
-    def shapes(text: str) -> list[tuple[int, int]]:
-        return [(int(a), int(b)) for a, b in (item.split("x") for item in text.split(",") if item)]
+def shapes(text: str) -> list[tuple[int, int]]:
+    """`1x8192,16x2048` as (prompts, tokens of each)."""
+    return [(int(a), int(b)) for a, b in (item.split("x") for item in text.split(",") if item)]
 
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory with a config.json; weights are random")
     parser.add_argument("--batches", type=lambda t: [int(x) for x in t.split(",") if x], default=[1, 32, 128, 256])

@@ -1,16 +1,18 @@
-"""One decode step as a table: which kernels run, how often, for how long; and how long the host takes.
+"""A step as a table: which kernels run, how often, for how long, and how long none runs. Of decode, or of a prefill.
 
 python -m benchmarks.profile_step benchmarks/configs/falcon-h1-7b --batch 32 --trace step.json --picture step.svg
+python -m benchmarks.profile_step benchmarks/configs/falcon-h1-7b --prefill 1x8192,16x2048
 """
 
 import argparse
 import time
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.bench_offline import prompts, run_until
+from benchmarks.bench_offline import prompts, run_until, shapes
 from benchmarks.timeline import Span, draw
 from hybridrt import LLM, SamplingParams
 from hybridrt.config import DTYPES
@@ -28,13 +30,28 @@ def kernel_table(prof: profile, steps: int) -> list[tuple[str, float, float]]:
     return sorted(table, key=lambda row: -row[2])
 
 
-def step_spans(prof: profile) -> list[Span]:
-    """The kernels of the last whole step: what ran between the last two starts of the step's first kernel."""
+def device_spans(prof: profile) -> list[Span]:
+    """What ran on the device, by start."""
     on_device = [e for e in prof.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
     spans = [Span(e.name, e.device_resource_id, e.time_range.start, e.time_range.end) for e in on_device]
-    spans = sorted((span for span in spans if "Memcpy" not in span.name), key=lambda span: span.start)
-    starts = [i for i, span in enumerate(spans) if span.name == "_fill_decode_metadata_kernel"]
-    return spans[starts[-2] : starts[-1]] if len(starts) > 1 else spans
+    return sorted(spans, key=lambda span: span.start)
+
+
+def step_spans(spans: list[Span]) -> list[Span]:
+    """The kernels of the last whole step: what ran between the last two starts of the step's first kernel."""
+    kernels = [span for span in spans if "Memcpy" not in span.name]
+    starts = [i for i, span in enumerate(kernels) if span.name == "_fill_decode_metadata_kernel"]
+    return kernels[starts[-2] : starts[-1]] if len(starts) > 1 else kernels
+
+
+def idle_us(spans: list[Span]) -> float:
+    """Microseconds between the first start and the last end in which nothing runs. An early launch counts as running
+    from its start, which may lie before its predecessor's end."""
+    idle, end = 0.0, spans[0].start
+    for span in spans:
+        idle += max(span.start - end, 0.0)
+        end = max(end, span.end)
+    return idle
 
 
 def host_ms(llm: LLM, steps: int) -> float:
@@ -46,7 +63,46 @@ def host_ms(llm: LLM, steps: int) -> float:
     return (time.process_time() - start) / steps * 1e3
 
 
-def main() -> None:
+def record(work: Callable[[], object]) -> profile:
+    """A profile of `work` and of what it launched."""
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
+        work()
+        torch.cuda.synchronize()
+    return prof
+
+
+def profile_prefill(llm: LLM, count: int, length: int) -> profile:
+    """`count` prompts of `length` tokens, to their first token each."""
+    batch = prompts(count, length, llm.model_config.vocab_size)
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    llm.generate(batch, params)
+    return record(lambda: llm.generate(batch, params))
+
+
+def profile_decode(llm: LLM, args: argparse.Namespace) -> profile:
+    """`args.steps` decode steps of `args.batch` requests."""
+    params = SamplingParams(max_tokens=400, temperature=args.temperature, ignore_eos=True)
+    batch = prompts(args.batch, args.ctx, llm.model_config.vocab_size)
+    run_until(llm, [llm.engine.add_request(p, params) for p in batch], 8)
+    return record(lambda: [llm.engine.step() for _ in range(args.steps)])
+
+
+def report(prof: profile, steps: int, args: argparse.Namespace) -> None:
+    """Prints the table, and writes what else was asked for."""
+    table, spans = kernel_table(prof, steps), device_spans(prof)
+    busy = sum(us for *_, us in table)
+    print(f"{'µs/step':>10} {'share':>7} {'launches':>9}  kernel")
+    for name, launches, us in table[: args.rows]:
+        print(f"{us:10.1f} {us / busy:7.1%} {launches:9.1f}  {name[:110]}")
+    print(f"{busy:10.1f} {'':7} {sum(n for _, n, _ in table):9.1f}  all kernels")
+    print(f"{idle_us(spans) / steps:10.1f} {'':7} {'':9}  nothing runs")
+    if args.trace:
+        prof.export_chrome_trace(args.trace)
+    if args.picture:
+        draw(step_spans(spans), args.picture)
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--batch", type=int, default=32)
@@ -56,44 +112,25 @@ def main() -> None:
     parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--prefill", type=int, default=0, help="profile one prefill of this many tokens instead")
+    parser.add_argument("--prefill", type=shapes, default=[], help="profile prefills instead, e.g. 1x8192,16x2048")
     parser.add_argument("--trace", help="write a chrome trace")
     parser.add_argument("--picture", help="write a timeline of one step (an SVG)")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    longest = max([args.ctx, *(length for _, length in args.prefill)])
     llm = LLM(
-        args.model, load_format="dummy", max_model_len=max(args.ctx, args.prefill) + 512, state_mode=args.state_mode,
+        args.model, load_format="dummy", max_model_len=longest + 512, state_mode=args.state_mode,
         mamba_ssm_dtype=args.state_dtype, max_running_requests=args.batch, cuda_graph_max_bs=args.batch,
     )  # fmt: skip
-    params = SamplingParams(max_tokens=400, temperature=args.temperature, ignore_eos=True)
-    if args.prefill:
-        one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        batch = prompts(1, args.prefill, llm.model_config.vocab_size)
-        llm.generate(batch, one)
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
-            llm.generate(batch, one)
-            torch.cuda.synchronize()
-        steps = 1
-    else:
-        batch = prompts(args.batch, args.ctx, llm.model_config.vocab_size)
-        ids = [llm.engine.add_request(p, params) for p in batch]
-        run_until(llm, ids, 8)
-        steps = args.steps
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
-            for _ in range(steps):
-                llm.engine.step()
-            torch.cuda.synchronize()
-    table = kernel_table(prof, steps)
-    busy = sum(us for *_, us in table)
-    print(f"{'µs/step':>10} {'share':>7} {'launches':>9}  kernel")
-    for name, launches, us in table[: args.rows]:
-        print(f"{us:10.1f} {us / busy:7.1%} {launches:9.1f}  {name[:110]}")
-    print(f"{busy:10.1f} {'':7} {sum(n for _, n, _ in table):9.1f}  all kernels")
+    for count, length in args.prefill:
+        print(f"prefill {count}x{length}")
+        report(profile_prefill(llm, count, length), 1, args)
     if not args.prefill:
+        report(profile_decode(llm, args), args.steps, args)
         print(f"host: {host_ms(llm, 32):.3f} ms of process time a step")
-    if args.trace:
-        prof.export_chrome_trace(args.trace)
-    if args.picture:
-        draw(step_spans(prof), args.picture)
 
 
 if __name__ == "__main__":

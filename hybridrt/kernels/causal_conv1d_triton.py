@@ -18,55 +18,67 @@ def _varlen_kernel(  # type: ignore[no-untyped-def]
     BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
-    # Blocks of tokens, numbered through the rows; what lies past the last row counts as one more, a padding row.
+    # The blocks of row b are numbered from query_start_loc[b] // BLOCK_T + b on, which leaves room for all of them, one
+    # at least: a row without tokens has its ring to carry from one slot to the other. Some numbers mean no block. What
+    # lies past the last row counts as one more, a padding row.
     rows = tl.arange(0, BLOCK_B)
-    firsts = tl.load(query_start_loc_ptr + rows, mask=rows <= batch, other=num_tokens)
-    ends = tl.load(query_start_loc_ptr + rows + 1, mask=rows < batch, other=num_tokens)
-    # A row without tokens has a block too, which carries its ring from one slot to the other.
-    blocks = tl.maximum((ends - firsts + BLOCK_T - 1) // BLOCK_T, (rows < batch).to(tl.int32))
-    blocks_before = tl.cumsum(blocks, axis=0)
-    b = tl.sum((blocks_before <= tl.program_id(1)).to(tl.int32), axis=0)
-    if b > batch:
-        return
-    block = tl.program_id(1) - tl.max(tl.where(rows < b, blocks_before, 0), axis=0)
-    first = tl.sum(tl.where(rows == b, firsts, 0), axis=0)
-    length = tl.sum(tl.where(rows == b, ends, 0), axis=0) - first
+    numbers = tl.load(query_start_loc_ptr + rows, mask=rows <= batch, other=0) // BLOCK_T + rows
+    b = tl.sum(((numbers <= tl.program_id(1)) & (rows <= batch)).to(tl.int32), axis=0) - 1
+    first = tl.load(query_start_loc_ptr + b)
+    length = tl.load(query_start_loc_ptr + b + 1, mask=b < batch, other=num_tokens) - first
     read = tl.load(read_slots_ptr + b, mask=b < batch, other=-1).to(tl.int64)
+    position = tl.load(positions_ptr + b, mask=b < batch, other=0)
+    block = tl.program_id(1) - first // BLOCK_T - b
+    if (block > 0) & (block * BLOCK_T >= length):
+        return
 
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    c_mask = channel < C
-    i = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    mask = (i < length)[:, None] & c_mask[None, :]
-    token = (first + i).to(tl.int64)[:, None]
-    out = out_ptr + token * C + channel[None, :]
+    j = tl.arange(0, BLOCK_T)
+    i = block * BLOCK_T + j
+    # 64 bits for where the block begins, 32 for the way from there.
+    start = first.to(tl.int64) + block * BLOCK_T
+    live = (i < length)[:, None] & (channel < C)[None, :]
+    out = out_ptr + start * C + j[:, None] * C + channel[None, :]
     if read < 0:
-        tl.store(out, tl.zeros((BLOCK_T, BLOCK_C), out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out, tl.zeros((BLOCK_T, BLOCK_C), out_ptr.dtype.element_ty), mask=live)
         return
 
-    position = tl.load(positions_ptr + b)
+    c_mask = channel < C
+    x = x_ptr + start * x_st + channel
     ring = conv_ptr + read * conv_ss + channel * WC
-    y = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+    bias = tl.zeros([BLOCK_C], tl.float32)
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + channel, mask=c_mask, other=0.0).to(tl.float32)[None, :]
+        bias += tl.load(bias_ptr + channel, mask=c_mask, other=0.0).to(tl.float32)
+    y = tl.zeros((BLOCK_T, BLOCK_C), tl.float32) + bias[None, :]
+    if block == 0:
+        y = _add_history(y, bias, ring, weight_ptr, channel, c_mask, j, position, TAPS, WC)
     for k in tl.static_range(TAPS):
-        source = i + (k - (TAPS - 1))
-        p = position + source
-        new = tl.load(
-            x_ptr + (token + (k - (TAPS - 1))) * x_st + channel[None, :], mask=mask & (source >= 0)[:, None], other=0.0
-        )
-        before = mask & ((source < 0) & (p >= 0))[:, None]
-        old = tl.load(ring[None, :] + (p & (WC - 1))[:, None], mask=before, other=0.0)
-        tap = tl.load(weight_ptr + channel * TAPS + k, mask=c_mask, other=0.0).to(tl.float32)
-        y += tap[None, :] * (new.to(tl.float32) + old.to(tl.float32))
+        own = live & (i + (k - (TAPS - 1)) >= 0)[:, None]
+        new = tl.load(x[None, :] + (j + (k - (TAPS - 1)))[:, None] * x_st, mask=own, other=0.0)
+        y += tl.load(weight_ptr + channel * TAPS + k, mask=c_mask, other=0.0).to(tl.float32) * new.to(tl.float32)
     if SILU:
         y = silu(y)
-    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=live)
     if block == 0:
         write = tl.load(write_slots_ptr + b).to(tl.int64)
-        _close_row(
-            x_ptr + first.to(tl.int64) * x_st + channel, ring, conv_ptr + write * conv_ss + channel * WC, position,
-            length, c_mask, x_st, TAPS, WC,
-        )  # fmt: skip
+        write_ring = conv_ptr + write * conv_ss + channel * WC
+        _close_row(x, ring, write_ring, position, length, c_mask, x_st, TAPS, WC)
+
+
+@triton.jit
+def _add_history(  # type: ignore[no-untyped-def]
+    y, bias, ring, weight_ptr, channel, mask, j, position, TAPS: tl.constexpr, WC: tl.constexpr
+):
+    """Gives a row's first tokens, `y` [tokens, channels], the terms of inputs that stand in the ring. They are a sum's
+    first terms, so sums are the same bits however a prompt was cut."""
+    for t in tl.static_range(TAPS - 1):
+        head = bias
+        for k in tl.static_range(TAPS - 1 - t):
+            p = position + (t + k - (TAPS - 1)) + tl.zeros(channel.shape, tl.int32)
+            old = tl.load(ring + (p & (WC - 1)), mask=mask & (p >= 0), other=0.0)
+            head += tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32) * old.to(tl.float32)
+        y = tl.where((j == t)[:, None], head[None, :], y)
+    return y
 
 
 @triton.jit
@@ -165,7 +177,7 @@ def causal_conv1d_varlen_triton(
     out = torch.empty((num_tokens, channels), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
-    block_t, block_c = 16, 128
+    block_t, block_c = 16, min(256, triton.next_power_of_2(channels))
     blocks = triton.cdiv(num_tokens, block_t) + batch + 1
     # At least 64 rows: a block size for every count of prompts would be a compilation each in the middle of serving.
     _varlen_kernel[triton.cdiv(channels, block_c), blocks](

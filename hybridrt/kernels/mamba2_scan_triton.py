@@ -18,6 +18,23 @@ from hybridrt.kernels.mamba2_common_triton import silu, softplus, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
 
 
+@triton.jit
+def _load(pointers, mask, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile. Where it is known to be whole the mask is left out: masks and zeros for what they hide take registers."""
+    if WHOLE:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def _chunk(cu_chunks_ptr, chunk):  # type: ignore[no-untyped-def]
+    """First token of a chunk, in 64 bits, and how many it has."""
+    first = tl.load(cu_chunks_ptr + chunk)
+    return first.to(tl.int64), tl.load(cu_chunks_ptr + chunk + 1) - first
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _time_step_kernel(  # type: ignore[no-untyped-def]
     dt_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, cu_chunks_ptr, dt_st: tl.constexpr, num_tokens, dt_min, dt_max,
@@ -50,25 +67,24 @@ def _gains_kernel(  # type: ignore[no-untyped-def]
     block, h, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     p = block // tl.cdiv(N, BLOCK_N) * BLOCK_P + tl.arange(0, BLOCK_P)
     n = block % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
-    p_mask, n_mask = p < P, n < N
     k = tl.arange(0, BLOCK_K)
-    first, end = tl.load(cu_chunks_ptr + chunk), tl.load(cu_chunks_ptr + chunk + 1)
-    step_row, cum_row = step_ptr + h.to(tl.int64) * num_tokens, cum_ptr + h.to(tl.int64) * num_tokens
-    x_source = x_ptr + h * x_strides[1] + p[None, :]
-    B_source = B_ptr + (h // HEADS_PER_GROUP) * B_strides[1] + n[None, :]
-    total = tl.load(cum_row + end - 1)
+    # 64 bits for where the chunk begins, 32 for the way from there: half the registers of addresses.
+    start, size = _chunk(cu_chunks_ptr, chunk)
+    step_row, cum_row = step_ptr + h.to(tl.int64) * num_tokens + start, cum_ptr + h.to(tl.int64) * num_tokens + start
+    x_source = x_ptr + start * x_strides[0] + h * x_strides[1] + p[None, :]
+    B_source = B_ptr + start * B_strides[0] + (h // HEADS_PER_GROUP) * B_strides[1] + n[None, :]
+    total = tl.load(cum_row + size - 1)
     gain = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
-    for start in range(first, end, BLOCK_K):
-        token = (start + k).to(tl.int64)
-        inside = token < end
-        weight = tl.load(step_row + token, mask=inside, other=0.0)
-        weight *= tl.exp(total - tl.load(cum_row + token, mask=inside, other=0.0))
-        x = tl.load(x_source + token[:, None] * x_strides[0], mask=inside[:, None] & p_mask[None, :], other=0.0)
-        key = tl.load(B_source + token[:, None] * B_strides[0], mask=inside[:, None] & n_mask[None, :], other=0.0)
+    for offset in range(0, size, BLOCK_K):
+        token = tl.minimum(offset + k, size - 1)  # past the end the last one again, with weight 0
+        weight = tl.load(step_row + token) * tl.exp(total - tl.load(cum_row + token))
+        weight = tl.where(offset + k < size, weight, 0.0)
+        x = _load(x_source + token[:, None] * x_strides[0], (p < P)[None, :], P % BLOCK_P == 0)
+        key = _load(B_source + token[:, None] * B_strides[0], (n < N)[None, :], N % BLOCK_N == 0)
         weighted = (x.to(tl.float32) * weight[:, None]).to(key.dtype)
         gain = tl.dot(tl.trans(weighted), key, gain, input_precision="ieee")
     cells = gains_ptr + (chunk.to(tl.int64) * H + h) * (P * N) + p[:, None] * N + n[None, :]
-    tl.store(cells, gain, mask=p_mask[:, None] & n_mask[None, :])
+    tl.store(cells, gain, mask=(p < P)[:, None] & (n < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -137,61 +153,57 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr,
     x_strides: tl.constexpr, C_strides: tl.constexpr, z_strides: tl.constexpr, num_tokens,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, Q: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """BLOCK_M tokens and BLOCK_P channels of a head: BLOCK_N state columns at a time, then BLOCK_K earlier tokens."""
     begin(PDL)
     block, h, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = h // HEADS_PER_GROUP
     m_first = block // tl.cdiv(P, BLOCK_P) * BLOCK_M
-    m = m_first + tl.arange(0, BLOCK_M)
-    p = block % tl.cdiv(P, BLOCK_P) * BLOCK_P + tl.arange(0, BLOCK_P)
-    k = tl.arange(0, BLOCK_K)
-    first = tl.load(cu_chunks_ptr + chunk)
-    size = tl.load(cu_chunks_ptr + chunk + 1) - first
+    start, size = _chunk(cu_chunks_ptr, chunk)
     if m_first >= size:
         return
-    m_mask, p_mask = m < size, p < P
-    mask = m_mask[:, None] & p_mask[None, :]
-    # 64 bits for where the chunk begins, 32 for the way from there: half the registers of addresses.
-    start = first.to(tl.int64)
-    outputs = out_ptr + start * (H * P) + h * P + m[:, None] * (H * P) + p[None, :]
-    if tl.load(read_slots_ptr + tl.load(seq_idx_ptr + chunk)) < 0:
-        tl.store(outputs, tl.zeros((BLOCK_M, BLOCK_P), out_ptr.dtype.element_ty), mask=mask)
-        return
-
-    step_row = step_ptr + h.to(tl.int64) * num_tokens + start
-    cum_row = cum_ptr + h.to(tl.int64) * num_tokens + start
-    cum = tl.load(cum_row + m, mask=m_mask, other=0.0)
-    head = heads_ptr + (chunk.to(tl.int64) * H + h) * (P * N) + p[None, :] * N + k[:, None]
-    query = C_ptr + start * C_strides[0] + g * C_strides[1] + m[:, None] * C_strides[0] + k[None, :]
+    dead = tl.load(read_slots_ptr + tl.load(seq_idx_ptr + chunk)) < 0
+    m = m_first + tl.arange(0, BLOCK_M)
+    token = tl.minimum(m, size - 1)  # past the end the last one again: read without a mask, not written
+    p = block % tl.cdiv(P, BLOCK_P) * BLOCK_P + tl.arange(0, BLOCK_P)
+    p_mask = (p < P)[None, :]
+    step_row, cum_row = step_ptr + h.to(tl.int64) * num_tokens + start, cum_ptr + h.to(tl.int64) * num_tokens + start
+    cum = tl.load(cum_row + token)
+    n = tl.arange(0, BLOCK_N)
+    head = heads_ptr + (chunk.to(tl.int64) * H + h) * (P * N) + p[None, :] * N + n[:, None]
+    query = C_ptr + start * C_strides[0] + g * C_strides[1] + token[:, None] * C_strides[0] + n[None, :]
     y = tl.zeros((BLOCK_M, BLOCK_P), tl.float32)
-    for offset in range(0, N, BLOCK_K):
-        inside = k + offset < N
-        c = tl.load(query + offset, mask=m_mask[:, None] & inside[None, :], other=0.0)
-        state = tl.load(head + offset, mask=inside[:, None] & p_mask[None, :], other=0.0)
+    for offset in range(0, N, BLOCK_N):
+        inside = n + offset < N
+        c = _load(query + offset, inside[None, :], N % BLOCK_N == 0)
+        state = _load(head + offset, inside[:, None] & p_mask, (N % BLOCK_N == 0) & (P % BLOCK_P == 0))
         y = tl.dot(c, state, y, input_precision="ieee")
     y *= tl.exp(cum)[:, None]
 
-    scores_row = scores_ptr + (chunk * (H // HEADS_PER_GROUP) + g).to(tl.int64) * (Q * Q) + m[:, None] * Q
+    k = tl.arange(0, BLOCK_K)
+    scores_row = scores_ptr + (chunk * (H // HEADS_PER_GROUP) + g).to(tl.int64) * (Q * Q) + token[:, None] * Q
     x_source = x_ptr + start * x_strides[0] + h * x_strides[1] + p[None, :]
     for offset in range(0, tl.minimum(m_first + BLOCK_M, size), BLOCK_K):
         s = offset + k
-        # Whole rows are loaded, so that threads load 16 bytes at a time; what is not earlier was never written.
-        weight = tl.load(scores_row + s[None, :], mask=m_mask[:, None], other=0.0).to(tl.float32)
-        weight = tl.where((s[None, :] <= m[:, None]) & m_mask[:, None], weight, 0.0)
-        # Future entries have a positive exponent; their score is zero, the minimum keeps them finite.
-        weight *= tl.exp(tl.minimum(cum[:, None] - tl.load(cum_row + s, mask=s < size, other=0.0)[None, :], 0.0))
-        weight *= tl.load(step_row + s, mask=s < size, other=0.0)[None, :]
-        x = tl.load(x_source + s[:, None] * x_strides[0], mask=(s < size)[:, None] & p_mask[None, :], other=0.0)
+        earlier = tl.minimum(s, size - 1)
+        # The minimum keeps the exponents of later tokens finite; their scores were never computed.
+        weight = tl.exp(tl.minimum(cum[:, None] - tl.load(cum_row + earlier)[None, :], 0.0))
+        weight *= tl.load(scores_row + s[None, :]).to(tl.float32) * tl.load(step_row + earlier)[None, :]
+        weight = tl.where(s[None, :] <= m[:, None], weight, 0.0)
+        x = _load(x_source + earlier[:, None] * x_strides[0], p_mask, P % BLOCK_P == 0)
         y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
 
     if D_ptr is not None:
-        x = tl.load(x_source + m[:, None] * x_strides[0], mask=mask, other=0.0)
+        x = _load(x_source + token[:, None] * x_strides[0], p_mask, P % BLOCK_P == 0)
         y += x.to(tl.float32) * tl.load(D_ptr + h).to(tl.float32)
     if z_ptr is not None:
-        gates = z_ptr + start * z_strides[0] + h * z_strides[1] + m[:, None] * z_strides[0] + p[None, :]
-        y *= silu(tl.load(gates, mask=mask, other=0.0).to(tl.float32))
-    tl.store(outputs, y.to(out_ptr.dtype.element_ty), mask=mask)
+        gates = z_ptr + start * z_strides[0] + h * z_strides[1] + token[:, None] * z_strides[0] + p[None, :]
+        y *= silu(_load(gates, p_mask, P % BLOCK_P == 0).to(tl.float32))
+    # The head of a dead row's chunk was never written: whatever came of it gives way to zeros.
+    y = tl.where(dead, 0.0, y).to(out_ptr.dtype.element_ty)
+    outputs = out_ptr + start * (H * P) + h * P + m[:, None] * (H * P) + p[None, :]
+    tl.store(outputs, y, mask=(m < size)[:, None] & p_mask)
 
 
 def mamba2_chunk_scan_triton(
@@ -221,20 +233,21 @@ def mamba2_chunk_scan_triton(
     step = torch.empty((2, heads, num_tokens), dtype=torch.float32, device=x.device)
     step, cum = step.unbind()
     chunk_heads = torch.empty((chunks, heads, dim, state_dim), dtype=x.dtype, device=x.device)
-    scores = torch.empty((chunks, groups, size, size), dtype=x.dtype, device=x.device)
+    width = triton.cdiv(size, 64) * 64  # whole blocks: the outputs' kernel reads scores without a mask
+    scores = torch.empty((chunks, groups, width, width), dtype=x.dtype, device=x.device)
     launch = pdl(x.device)
     common = {"H": heads, "P": dim, "N": state_dim, "HEADS_PER_GROUP": heads // groups}
     cu_chunks = plan.cu_chunk_seqlens
 
     gains = torch.empty(chunk_heads.shape, dtype=torch.float32, device=x.device)
     if chunks:
-        _time_step_kernel[chunks, triton.cdiv(heads, 16)](
+        _time_step_kernel[chunks, triton.cdiv(heads, 4)](
             dt, A, dt_bias, step, cum, cu_chunks, dt.stride(0), num_tokens, *dt_limit,
-            H=heads, BLOCK_Q=triton.next_power_of_2(size), BLOCK_H=16, **launch,
+            H=heads, BLOCK_Q=triton.next_power_of_2(size), BLOCK_H=4, **launch,
         )  # fmt: skip
-        _scores_kernel[triton.cdiv(size, 64) ** 2, groups, chunks](
+        _scores_kernel[(width // 64) ** 2, groups, chunks](
             B, C, scores, cu_chunks, strides(B), strides(C),
-            G=groups, N=state_dim, Q=size, BLOCK_M=64, BLOCK_K=64, **launch,
+            G=groups, N=state_dim, Q=width, BLOCK_M=64, BLOCK_K=64, **launch,
         )  # fmt: skip
         tile = gains_tile(dim, state_dim)
         _gains_kernel[triton.cdiv(dim, tile["BLOCK_P"]) * triton.cdiv(state_dim, tile["BLOCK_N"]), heads, chunks](
@@ -246,24 +259,26 @@ def mamba2_chunk_scan_triton(
         H=heads, SIZE=dim * state_dim, BLOCK=1024, **launch,
     )  # fmt: skip
     if chunks:
-        tile = outputs_tile(size, dim)
+        tile = outputs_tile(size, dim, state_dim)
         _outputs_kernel[triton.cdiv(size, tile["BLOCK_M"]) * triton.cdiv(dim, tile["BLOCK_P"]), heads, chunks](
             x, C, z, out, D, step, cum, chunk_heads, scores, read_slots, cu_chunks, plan.seq_idx,
-            strides(x), strides(C), strides(z), num_tokens, **common, Q=size, **tile, **launch,
+            strides(x), strides(C), strides(z), num_tokens, **common, Q=width, **tile, **launch,
         )  # fmt: skip
     return out
 
 
 def gains_tile(dim: int, state_dim: int) -> dict[str, int]:
     """Tile of a chunk's gain [P, N], and how many tokens are multiplied at a time; as measured on an H200."""
-    return {"BLOCK_P": block(dim, 64), "BLOCK_N": block(state_dim, 128), "BLOCK_K": 32, "num_warps": 4, "num_stages": 4}
+    return {"BLOCK_P": block(dim, 64), "BLOCK_N": block(state_dim, 256), "BLOCK_K": 32, "num_warps": 4, "num_stages": 3}
 
 
-def outputs_tile(size: int, dim: int) -> dict[str, int]:
-    """Tile of a chunk's outputs [Q, P]. All of P: the weights of earlier tokens are computed once for it. A wide one
-    leaves registers for no more than two stages."""
-    stages = 2 if dim > 64 else 4
-    return {"BLOCK_M": block(size, 64), "BLOCK_P": block(dim, 128), "BLOCK_K": 32, "num_warps": 4, "num_stages": stages}
+def outputs_tile(size: int, dim: int, state_dim: int) -> dict[str, int]:
+    """Tile of a chunk's outputs [Q, P]. All of P: the weights of earlier tokens are computed once for it. With these
+    sizes three programs fit on a multiprocessor."""
+    return {
+        "BLOCK_M": block(size, 64), "BLOCK_P": block(dim, 128), "BLOCK_N": block(state_dim, 64), "BLOCK_K": 32,
+        "num_warps": 4, "num_stages": 3,
+    }  # fmt: skip
 
 
 def block(size: int, limit: int) -> int:

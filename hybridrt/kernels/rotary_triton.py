@@ -4,69 +4,86 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.mamba2_common_triton import strides
 from hybridrt.kernels.pdl_triton import begin, pdl
 
 
 @triton.jit
-def _rotate_heads(  # type: ignore[no-untyped-def]
-    x_ptr, x_sh, out_ptr, out_sh, weight_ptr, cos, sin, eps,
-    HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+def _rotate(  # type: ignore[no-untyped-def]
+    x_ptr, x_strides: tl.constexpr, out_ptr, out_strides: tl.constexpr, slots_ptr, positions_ptr, cos_sin_ptr,
+    weight_ptr, eps, first, tokens, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate one token's heads. A thread holds both halves of a pair, so that out may be x."""
-    h, i = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
-    mask = (h < HEADS) & (i < HALF)
-    first = tl.load(x_ptr + h * x_sh + i, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + h * x_sh + HALF + i, mask=mask, other=0.0).to(tl.float32)
+    """Norm and rotate BLOCK_R heads, counted through all tokens from `first`. A thread holds both halves of a pair, so
+    that out may be x. With slots, a token's heads go to its slot of out."""
+    row = first + tl.arange(0, BLOCK_R)
+    t, h = row // HEADS, row % HEADS
+    live = t < tokens
+    place = t if slots_ptr is None else tl.load(slots_ptr + t, mask=live, other=0)
+    x = x_ptr + (t.to(tl.int64) * x_strides[0] + h * x_strides[1])[:, None]
+    out = out_ptr + (place.to(tl.int64) * out_strides[0] + h * out_strides[1])[:, None]
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = live[:, None] & (i < HALF)
+    angles = cos_sin_ptr + (tl.load(positions_ptr + t, mask=live, other=0).to(tl.int64) * (2 * HALF))[:, None] + i
+    cos, sin = tl.load(angles, mask=mask, other=0.0), tl.load(angles + HALF, mask=mask, other=0.0)
+    first_half = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
+    second_half = tl.load(x + HALF + i, mask=mask, other=0.0).to(tl.float32)
     j = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-    rest_mask = (h < HEADS) & (j < D)
-    rest = tl.load(x_ptr + h * x_sh + j, mask=rest_mask, other=0.0).to(tl.float32)
+    rest_mask = live[:, None] & (j < D)
+    rest = tl.load(x + j, mask=rest_mask, other=0.0).to(tl.float32)
     if weight_ptr is not None:
-        total = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(rest * rest, 1)
+        total = tl.sum(first_half * first_half, 1) + tl.sum(second_half * second_half, 1) + tl.sum(rest * rest, 1)
         scale = (1.0 / tl.sqrt(total / D + eps))[:, None]
-        first *= scale * tl.load(weight_ptr + i, mask=i < HALF, other=0.0)
-        second *= scale * tl.load(weight_ptr + HALF + i, mask=i < HALF, other=0.0)
+        first_half *= scale * tl.load(weight_ptr + i, mask=i < HALF, other=0.0)
+        second_half *= scale * tl.load(weight_ptr + HALF + i, mask=i < HALF, other=0.0)
         rest *= scale * tl.load(weight_ptr + j, mask=j < D, other=0.0)
     dtype = out_ptr.dtype.element_ty
-    tl.store(out_ptr + h * out_sh + i, (first * cos - second * sin).to(dtype), mask=mask)
-    tl.store(out_ptr + h * out_sh + HALF + i, (second * cos + first * sin).to(dtype), mask=mask)
-    tl.store(out_ptr + h * out_sh + j, rest.to(dtype), mask=rest_mask)
+    tl.store(out + i, (first_half * cos - second_half * sin).to(dtype), mask=mask)
+    tl.store(out + HALF + i, (second_half * cos + first_half * sin).to(dtype), mask=mask)
+    tl.store(out + j, rest.to(dtype), mask=rest_mask)
 
 
 @triton.jit
+def _copy(  # type: ignore[no-untyped-def]
+    x_ptr, x_strides: tl.constexpr, out_ptr, slots_ptr, first, tokens,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = first + tl.arange(0, BLOCK_R)
+    t, h = row // HEADS, row % HEADS
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = (t < tokens)[:, None] & (d < D)
+    slot = tl.load(slots_ptr + t, mask=t < tokens, other=0).to(tl.int64)
+    x = tl.load(x_ptr + (t.to(tl.int64) * x_strides[0] + h * x_strides[1])[:, None] + d, mask=mask)
+    tl.store(out_ptr + ((slot * HEADS + h) * D)[:, None] + d, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def _rotary_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, positions_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr,
-    k_cache_ptr, v_cache_ptr, slots_ptr, q_st, q_sh, k_st, k_sh, v_st, v_sh, eps,
-    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HQ: tl.constexpr,
-    BLOCK_HKV: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    k_cache_ptr, v_cache_ptr, slots_ptr, tokens, eps,
+    q_strides: tl.constexpr, k_strides: tl.constexpr, v_strides: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, 0) does the query heads, (token, 1) the key heads, (token, 2) copies the value heads."""
-    t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Blocks of BLOCK_R heads: those of the queries, then of the keys, then of the values, which are copied."""
     begin(PDL)
-    if slots_ptr is not None:  # noqa: SIM102  # alone it is known when compiling, and without caches nothing is
-        if part == 2:
-            h, d = tl.arange(0, BLOCK_HKV)[:, None], tl.arange(0, BLOCK_D)[None, :]
-            mask = (h < HKV) & (d < D)
-            target = v_cache_ptr + tl.load(slots_ptr + t).to(tl.int64) * (HKV * D) + h * D + d
-            v = tl.load(v_ptr + t * v_st + h * v_sh + d, mask=mask)
-            tl.store(target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
-            return
-    i = tl.arange(0, BLOCK_HALF)[None, :]
-    angles = cos_sin_ptr + tl.load(positions_ptr + t).to(tl.int64) * (2 * HALF) + i
-    cos = tl.load(angles, mask=i < HALF, other=0.0)
-    sin = tl.load(angles + HALF, mask=i < HALF, other=0.0)
-    if part == 0:
-        q = q_ptr + t * q_st
-        _rotate_heads(q, q_sh, q, q_sh, q_weight_ptr, cos, sin, eps, HQ, D, HALF, BLOCK_HQ, BLOCK_HALF, BLOCK_REST)
+    block = tl.program_id(0)
+    q_blocks, kv_blocks = tl.cdiv(tokens * HQ, BLOCK_R), tl.cdiv(tokens * HKV, BLOCK_R)
+    if block < q_blocks:
+        _rotate(q_ptr, q_strides, q_ptr, q_strides, None, positions_ptr, cos_sin_ptr, q_weight_ptr, eps,
+                block * BLOCK_R, tokens, HQ, D, HALF, BLOCK_R, BLOCK_HALF, BLOCK_REST)  # fmt: skip
+        return
+    first = (block - q_blocks) * BLOCK_R
+    if slots_ptr is None:
+        _rotate(k_ptr, k_strides, k_ptr, k_strides, None, positions_ptr, cos_sin_ptr, k_weight_ptr, eps,
+                first, tokens, HKV, D, HALF, BLOCK_R, BLOCK_HALF, BLOCK_REST)  # fmt: skip
     else:
-        k = k_ptr + t * k_st
-        if slots_ptr is None:
-            target, stride = k, k_sh
+        if block < q_blocks + kv_blocks:
+            _rotate(k_ptr, k_strides, k_cache_ptr, (HKV * D, D), slots_ptr, positions_ptr, cos_sin_ptr, k_weight_ptr,
+                    eps, first, tokens, HKV, D, HALF, BLOCK_R, BLOCK_HALF, BLOCK_REST)  # fmt: skip
         else:
-            target, stride = k_cache_ptr + tl.load(slots_ptr + t).to(tl.int64) * (HKV * D), D
-        _rotate_heads(k, k_sh, target, stride, k_weight_ptr, cos, sin, eps, HKV, D, HALF, BLOCK_HKV, BLOCK_HALF,
-                      BLOCK_REST)  # fmt: skip
+            _copy(v_ptr, v_strides, v_cache_ptr, slots_ptr, first - kv_blocks * BLOCK_R, tokens,
+                  HKV, D, BLOCK_R, BLOCK_D)  # fmt: skip
 
 
 def qk_norm_rotary_triton(
@@ -117,12 +134,12 @@ def _launch(
     (tokens, query_heads, head_dim), half = q.shape, cos_sin.shape[1] // 2
     if tokens == 0:
         return
-    v_st, v_sh = (0, 0) if v is None else v.stride()[:2]
-    _rotary_kernel[(tokens, 2 if v is None else 3)](
+    rows, kv_heads = 16, k.shape[1]
+    kv_blocks = triton.cdiv(tokens * kv_heads, rows)
+    _rotary_kernel[(triton.cdiv(tokens * query_heads, rows) + (1 if v is None else 2) * kv_blocks,)](
         q, k, v, positions, cos_sin, q_weight, k_weight, k_cache, v_cache, out_cache_loc,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v_st, v_sh, eps,
-        HQ=query_heads, HKV=k.shape[1], D=head_dim, HALF=half, BLOCK_HQ=triton.next_power_of_2(query_heads),
-        BLOCK_HKV=triton.next_power_of_2(k.shape[1]), BLOCK_HALF=triton.next_power_of_2(half),
+        tokens, eps, strides(q), strides(k), strides(v),
+        HQ=query_heads, HKV=kv_heads, D=head_dim, HALF=half, BLOCK_R=rows, BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)), BLOCK_D=triton.next_power_of_2(head_dim),
         **pdl(q.device),
     )  # fmt: skip
