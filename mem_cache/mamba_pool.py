@@ -115,6 +115,13 @@ class MambaPoolSpec:
         return layers + 8 if self.groups else 0
 
 
+def _as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """[L, S+1, ...] as [L, S+1, n], of int64 where that fits: torch fills numbers one by one, wide ones as fast as
+    narrow ones."""
+    flat = tensor.flatten(2)
+    return flat.view(torch.int64) if flat.numel() and flat.shape[2] * flat.element_size() % 8 == 0 else flat
+
+
 def _nbytes(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
 
@@ -164,7 +171,7 @@ class MambaPool:
     def clear(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Zeroes the state of `slots` and empties the rings of `rows` ([n] int64 each): what a new tenant gets."""
         for tensor in self._slot_tensors:
-            tensor.index_fill_(1, slots, 0)
+            _as_words(tensor).index_fill_(1, slots, 0)
         self.ring_start.index_fill_(0, rows, 0)
         self.ring_length.index_fill_(0, rows, 0)
 

@@ -19,7 +19,7 @@ from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.attention import RadixAttention, qkv_segments
 from hybridrt.layers.branch import Branch
 from hybridrt.layers.embedding import VocabParallelEmbedding
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
 from hybridrt.layers.mlp import GatedMLP
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
@@ -62,24 +62,23 @@ class FalconH1Block(nn.Module):
             norm_before_gate=hf.mamba_norm_before_gate, build=build,
         )  # fmt: skip
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: ForwardBatch) -> Summands:
         projected, residual = norm_linear(self.input_norm, self.in_proj, x, residual)
+        for_attn, for_ssm = self.out_proj.places(projected)
         with self.branch.beside():
-            ssm = self._mamba(projected[:, : self.ssm_width], batch)
-        attn = self._attention(projected[:, self.ssm_width :], rope, batch)
+            ssm = self._mamba(projected[:, : self.ssm_width], batch, for_ssm)
+        attn = self._attention(projected[:, self.ssm_width :], rope, batch, for_attn)
         self.branch.join()
-        return self.mlp.after_norm(self.mlp_norm, self.out_proj(attn, ssm), residual)
+        return self.mlp.after_norm(self.mlp_norm, *self.out_proj.onto(residual, attn, ssm))
 
-    def _mamba(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def _mamba(self, projected: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> torch.Tensor:
         backend = batch.attn_backend.linear_attn_backend
-        return backend.forward(None, None, None, self.mamba, batch, projected=projected)
+        return backend.forward(None, None, None, self.mamba, batch, projected=projected, out=out)
 
-    def _attention(self, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
+    def _attention(self, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch, out: torch.Tensor) -> torch.Tensor:
         attn = self.attn
         q, k, v = qkv.split((attn.q_size, attn.kv_size, attn.kv_size), dim=-1)
-        return batch.attn_backend.forward(q, k, v, attn, batch, rope=rope)
+        return batch.attn_backend.forward(q, k, v, attn, batch, rope=rope, out=out)
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         hf, ssm_names = self.hf, ["z", "x", "B", "C", "dt"]

@@ -15,6 +15,7 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.attention import PlainAttention
 from hybridrt.layers.embedding import VocabParallelEmbedding
+from hybridrt.layers.linear import Summands
 from hybridrt.layers.mamba1 import Mamba1Mixer
 from hybridrt.layers.mlp import GatedMLP
 from hybridrt.layers.moe import Experts, SoftmaxRouter
@@ -39,7 +40,7 @@ class JambaMoE(nn.Module):
 
     def after_norm(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Summands:
         """(experts of norm(x + residual), x + residual), all [T, hidden]."""
         h, residual = norm(x, residual)
         return self.tp.all_reduce(self.experts(h, *self.router(h, batch))), residual
@@ -70,9 +71,7 @@ class JambaBlock(nn.Module):
         self.input_norm = RMSNorm(f"{name}.input_norm", hidden, hf.rms_norm_eps, device=build.device)
         self.ffn_norm = RMSNorm(f"{name}.ffn_norm", hidden, hf.rms_norm_eps, device=build.device)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         mixed, residual = self.mixer(self.input_norm, x, residual, batch)
         if isinstance(self.ffn, JambaMoE):
             return self.ffn.after_norm(self.ffn_norm, mixed, residual, batch)

@@ -16,7 +16,7 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.attention import PlainAttention
 from hybridrt.layers.embedding import VocabParallelEmbedding
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
 from hybridrt.layers.mlp import Relu2MLP
 from hybridrt.layers.moe import Experts, SigmoidGroupRouter
@@ -43,10 +43,10 @@ class MambaPart(nn.Module):
         output = [Segment("x", mamba.intermediate_size)]
         self.out_proj = RowLinear(f"{name}.out_proj", output, config.hidden_size, bias=hf.use_bias, build=build)
 
-    def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
         mixed = batch.attn_backend.forward(None, None, None, self.mixer, batch, projected=projected)
-        return self.out_proj(mixed), residual
+        return self.out_proj.onto(residual, mixed)
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         return {
@@ -71,7 +71,7 @@ class MLPPart(Relu2MLP):
 
     def forward(  # type: ignore[override]  # as the other parts
         self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Summands:
         return self.after_norm(norm, x, residual)
 
     checkpoint_map = Relu2MLP.targets
@@ -106,7 +106,7 @@ class MoEPart(nn.Module):
                 f"{name}.from_latent", latent, [Segment("latent", hidden)], bias=names, build=uncut
             )
 
-    def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> Summands:
         x, residual = norm(x, residual)
         weights, ids = self.router(x, batch)
         if self.to_latent is None or self.from_latent is None:

@@ -19,7 +19,7 @@ from hybridrt.kernels.activation import sigmoid_mul
 from hybridrt.layers.attention import RadixAttention, qkv_segments
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.gdn import GDNMixer
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.mlp import GatedMLP
 from hybridrt.layers.moe import Experts, SoftmaxRouter
 from hybridrt.layers.norm import RMSNorm
@@ -47,13 +47,13 @@ class GatedAttention(nn.Module):
 
     def forward(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Summands:
         attn = self.attn
         projected, residual = norm_linear(norm, self.qkvg, x, residual)
         q, k, v, gate = projected.split((attn.q_size, attn.kv_size, attn.kv_size, attn.q_size), dim=-1)
         rope = Rope(cos_sin, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         out = batch.attn_backend.forward(q, k, v, attn, batch, rope=rope)
-        return self.o_proj(sigmoid_mul(out, gate)), residual
+        return self.o_proj.onto(residual, sigmoid_mul(out, gate))
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         heads, dim = self.config.num_heads, self.config.head_dim
@@ -91,7 +91,7 @@ class SparseMoE(nn.Module):
 
     def after_norm(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Summands:
         """(experts of norm(x + residual), x + residual), all [T, hidden]."""
         h, residual = norm(x, residual)
         return self.tp.all_reduce(self.experts(h, *self.router(h, batch))), residual
@@ -128,7 +128,7 @@ class Qwen3NextBlock(nn.Module):
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Summands:
         if self.gdn is not None:
             mixed, residual = self.gdn(self.input_norm, x, residual, batch)
         else:

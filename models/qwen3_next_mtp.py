@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.layers.linear import Summands
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import MTPHead
 from hybridrt.models.qwen3_next import Qwen3NextBlock, Qwen3NextForCausalLM
@@ -21,7 +22,7 @@ class Qwen3NextMTP(MTPHead):
         self.cos_sin = model.cos_sin
 
     def layers_of(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        mixed: tuple[torch.Tensor, torch.Tensor] = self.block(x, None, self.cos_sin, batch)
+        mixed: Summands = self.block(x, None, self.cos_sin, batch)
         return mixed
 
     def checkpoint_map(self) -> CheckpointMap:

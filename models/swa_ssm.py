@@ -19,6 +19,7 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.hybrid_attention import HybridAttentionLayer, HybridSSMAdapter
+from hybridrt.layers.linear import Summands
 from hybridrt.layers.mlp import GatedMLP
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.rotary import rotary_table
@@ -42,9 +43,7 @@ class SwaSsmBlock(nn.Module):
         self.input_norm = RMSNorm(f"{name}.input_norm", hidden, hf.rms_norm_eps, device=build.device)
         self.mlp_norm = RMSNorm(f"{name}.mlp_norm", hidden, hf.rms_norm_eps, device=build.device)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: ForwardBatch) -> Summands:
         h, residual = self.input_norm(x, residual)
         return self.mlp.after_norm(self.mlp_norm, self.mixer(h, rope, batch), residual)
 

@@ -120,6 +120,7 @@ class SegmentedAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         *,
         rope: Rope | None = None,
+        out: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attention of one layer over all rows of the batch.
@@ -129,6 +130,7 @@ class SegmentedAttnBackend(AttentionBackend):
             rope: how to rotate q and k first; None if they are rotated, or the model rotates nothing.
             layer: who asks: layer_id, scale and head counts.
             save_kv_cache: write k and v into the pool first.
+            out: [T, heads * head_dim], where a prompt's result may be left; what is returned counts.
         Returns:
             [T, heads * head_dim] in q's dtype.
         """
@@ -146,7 +148,7 @@ class SegmentedAttnBackend(AttentionBackend):
         if split == total:
             return self.forward_decode(q, layer, batch, **kwargs)
         if split == 0:
-            return self.forward_extend(q, layer, batch, **kwargs)
+            return self.forward_extend(q, layer, batch, out=out, **kwargs)
         decoded = self.forward_decode(q[:split], layer, batch, **kwargs)
         return torch.cat((decoded, self.forward_extend(q[split:], layer, batch, **kwargs)))
 

@@ -19,7 +19,9 @@ class Fa3AttnBackend(PagedAttnBackend):
         super().init_forward_metadata(batch)
         self._plan = None  # the first layer makes it: the page table is complete by then
 
-    def forward_extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
+    def forward_extend(
+        self, q: torch.Tensor, layer: Any, batch: ForwardBatch, *, out: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
         meta, split = self._metadata(), batch.num_decode_rows
         if not any(meta.query_lens):
             return torch.zeros_like(q)
@@ -31,5 +33,7 @@ class Fa3AttnBackend(PagedAttnBackend):
                 meta.seq_lens_host, self.kv_pool.page_size,
             )  # fmt: skip
         heads = q.view(-1, layer.num_heads, layer.head_dim)
-        out = run_extend(self._plan, heads, *self.kv_pool.layer(layer.layer_id), layer.scale, layer.sliding_window)
-        return out.view(q.shape[0], -1)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        window = (layer.scale, layer.sliding_window)
+        run_extend(self._plan, heads, *self.kv_pool.layer(layer.layer_id), *window, out.view(heads.shape))
+        return out

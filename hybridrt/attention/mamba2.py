@@ -58,6 +58,7 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
         save_kv_cache: bool = True,
         *,
         projected: torch.Tensor,
+        out: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Conv, scan and gate of one mixer.
@@ -65,13 +66,15 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
         Args:
             layer: the Mamba2Mixer.
             projected: [T, z | x | B | C | dt] of the input projection; a strided view will do.
+            out: [T, heads * head_dim], where a prompt's result may be left; what is returned counts.
         Returns:
             [T, heads * head_dim]: what the output projection reads.
         """
         metadata = self._metadata()
         replay = self.mamba_pool.spec.mode == "replay"
         prepare = Mamba2Metadata.prepare_mixed if metadata.extend else Mamba2Metadata.prepare_decode
-        mixed: torch.Tensor = layer.forward(projected, self.layer_cache(layer.layer_id), prepare(metadata, replay))
+        cache = self.layer_cache(layer.layer_id)
+        mixed: torch.Tensor = layer.forward(projected, cache, prepare(metadata, replay), out)
         return mixed
 
     def _ring_decay(self, layer_ids: Sequence[int]) -> torch.Tensor:

@@ -41,6 +41,7 @@ def mamba2_chunk_scan(
     query_start_loc: Tensor,
     plan: ChunkPlan,
     snapshot_slots: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Scans the new tokens of each request from its state and leaves the state after them in the pool.
 
@@ -52,16 +53,17 @@ def mamba2_chunk_scan(
         query_start_loc: [B+1] int32. Tokens past its last entry get zeros.
         plan: chunks of the same rows.
         snapshot_slots: [n] int32, the slot that gets a copy of the state after each chunk of the plan, -1 for none.
+        out: [T, H, P] in x's dtype, of any token stride, where the result goes; None for a new tensor.
 
     Returns:
-        [T, H, P] in x's dtype.
+        [T, H, P] in x's dtype: `out`, if that is given.
     """
-    out: Tensor = select("mamba2_chunk_scan", x.device.type)(
+    result: Tensor = select("mamba2_chunk_scan", x.device.type)(
         x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_limit=dt_limit, z=z, states=states, read_slots=read_slots,
         write_slots=write_slots, has_initial_state=has_initial_state, query_start_loc=query_start_loc, plan=plan,
-        snapshot_slots=snapshot_slots,
+        snapshot_slots=snapshot_slots, out=out,
     )  # fmt: skip
-    return out
+    return result
 
 
 def mamba2_chunk_scan_reference(
@@ -82,6 +84,7 @@ def mamba2_chunk_scan_reference(
     query_start_loc: Tensor,
     plan: ChunkPlan,
     snapshot_slots: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Plain-torch `mamba2_chunk_scan`: the i-th chunks of all requests at once, for each i.
 
@@ -92,19 +95,20 @@ def mamba2_chunk_scan_reference(
     fresh = ~has_initial_state.view(-1, 1, 1, 1)
     state = read_rows(states, read_slots).float().masked_fill_(fresh, 0.0)
     # One spare token at the end takes the output of positions that pad a chunk.
-    out = torch.empty(num_tokens + 1, *x.shape[1:], device=x.device)
+    y = torch.empty(num_tokens + 1, *x.shape[1:], device=x.device)
     for i in range(plan.max_chunks_per_seq):
         rows, chunk = ith_chunks(plan, i)
         token, inside = chunk_tokens(plan, chunk)
         step = torch.where(inside[:, :, None], dt[token], 0.0)
-        y, state[rows] = _chunk_step(x[token].float(), step, A, B[token].float(), C[token].float(), state[rows])
-        out[torch.where(inside, token, num_tokens)] = y
+        part, state[rows] = _chunk_step(x[token].float(), step, A, B[token].float(), C[token].float(), state[rows])
+        y[torch.where(inside, token, num_tokens)] = part
         if snapshot_slots is not None:
             write_rows(states, snapshot_slots[chunk], state[rows])
     write_rows(states, write_slots, state)
-    out = skip_and_gate(out[:-1], x, D, z)
+    y = skip_and_gate(y[:-1], x, D, z)
     dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
-    return out.masked_fill_(dead[:, None, None], 0.0).to(x.dtype)
+    y = y.masked_fill_(dead[:, None, None], 0.0).to(x.dtype)
+    return y if out is None else out.copy_(y)
 
 
 def _chunk_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -151,7 +151,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
 def _outputs_kernel(  # type: ignore[no-untyped-def]
     x_ptr, C_ptr, z_ptr, out_ptr, D_ptr, step_ptr, cum_ptr, heads_ptr, scores_ptr,
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr,
-    x_strides: tl.constexpr, C_strides: tl.constexpr, z_strides: tl.constexpr, num_tokens,
+    x_strides: tl.constexpr, C_strides: tl.constexpr, z_strides: tl.constexpr, out_strides: tl.constexpr, num_tokens,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, Q: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +202,7 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
         y *= silu(_load(gates, p_mask, P % BLOCK_P == 0).to(tl.float32))
     # The head of a dead row's chunk was never written: whatever came of it gives way to zeros.
     y = tl.where(dead, 0.0, y).to(out_ptr.dtype.element_ty)
-    outputs = out_ptr + start * (H * P) + h * P + m[:, None] * (H * P) + p[None, :]
+    outputs = out_ptr + start * out_strides[0] + h * out_strides[1] + m[:, None] * out_strides[0] + p[None, :]
     tl.store(outputs, y, mask=(m < size)[:, None] & p_mask)
 
 
@@ -224,11 +224,12 @@ def mamba2_chunk_scan_triton(
     query_start_loc: Tensor,
     plan: ChunkPlan,
     snapshot_slots: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Triton `mamba2_chunk_scan`."""
     num_tokens, heads, dim = x.shape
     chunks, groups, state_dim, size = len(plan.seq_idx), B.shape[1], states.shape[3], plan.chunk_size
-    out = torch.empty((num_tokens, heads, dim), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_tokens, heads, dim), dtype=x.dtype, device=x.device) if out is None else out
     out[plan.num_tokens :].zero_()
     step = torch.empty((2, heads, num_tokens), dtype=torch.float32, device=x.device)
     step, cum = step.unbind()
@@ -262,14 +263,14 @@ def mamba2_chunk_scan_triton(
         tile = outputs_tile(size, dim, state_dim)
         _outputs_kernel[triton.cdiv(size, tile["BLOCK_M"]) * triton.cdiv(dim, tile["BLOCK_P"]), heads, chunks](
             x, C, z, out, D, step, cum, chunk_heads, scores, read_slots, cu_chunks, plan.seq_idx,
-            strides(x), strides(C), strides(z), num_tokens, **common, Q=width, **tile, **launch,
+            strides(x), strides(C), strides(z), strides(out), num_tokens, **common, Q=width, **tile, **launch,
         )  # fmt: skip
     return out
 
 
 def gains_tile(dim: int, state_dim: int) -> dict[str, int]:
     """Tile of a chunk's gain [P, N], and how many tokens are multiplied at a time; as measured on an H200."""
-    return {"BLOCK_P": block(dim, 64), "BLOCK_N": block(state_dim, 256), "BLOCK_K": 32, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_P": block(dim, 64), "BLOCK_N": block(state_dim, 256), "BLOCK_K": 16, "num_warps": 4, "num_stages": 4}
 
 
 def outputs_tile(size: int, dim: int, state_dim: int) -> dict[str, int]:

@@ -6,7 +6,7 @@ from torch import nn
 from hybridrt.config import AttentionConfig, ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, Target
 
@@ -49,13 +49,11 @@ class PlainAttention(nn.Module):
         width = attention.num_heads * attention.head_dim
         self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width)], hidden, build=build)
 
-    def forward(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(attention over norm(x + residual), x + residual), all [T, hidden]."""
+    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        """Attention over norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.qkv, x, residual)
         q, k, v = projected.split((self.attn.q_size, self.attn.kv_size, self.attn.kv_size), dim=-1)
-        return self.o_proj(batch.attn_backend.forward(q, k, v, self.attn, batch)), residual
+        return self.o_proj.onto(residual, batch.attn_backend.forward(q, k, v, self.attn, batch))
 
     def targets(self, key: str) -> dict[str, Target]:
         """Targets of the four projections under `key`."""

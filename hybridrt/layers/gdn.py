@@ -5,7 +5,7 @@ from torch import nn
 
 from hybridrt.config import GDNConfig
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, Target, Transform, parameter, whole
 from hybridrt.state_shape import state_shape
@@ -46,15 +46,13 @@ class GDNMixer(nn.Module):
             norm_before_gate=True, build=build,
         )  # fmt: skip
 
-    def forward(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(mixer of norm(x + residual), x + residual), all [T, hidden]."""
+    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        """Mixer of norm(x + residual), and x + residual."""
         v_size = self.num_v_heads * self.head_v_dim
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
         mixed_qkv, z, b, a = projected.split((self.shape.conv_dim, v_size, self.num_v_heads, self.num_v_heads), dim=-1)
         y = batch.attn_backend.forward(None, None, None, self, batch, mixed_qkv=mixed_qkv, a=a, b=b)
-        return self.out_proj(self.norm(y.flatten(1), z)), residual
+        return self.out_proj.onto(residual, self.norm(y.flatten(1), z))
 
     def split_heads(self, conved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k [..., Hk, K] and v [..., Hv, V] of the conv's output."""

@@ -17,6 +17,9 @@ from hybridrt.kernels.skinny_linear import Activation, is_skinny, skinny_linear
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, Piece, Target, Transform, parameter
 
+# What a block adds and what it is to be added to, [T, hidden] each; None where the first has been added already.
+Summands = tuple[torch.Tensor, torch.Tensor | None]
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -60,10 +63,21 @@ class DenseMethod:
         """act(x W^T + b) for x [T, in], whose last columns may come in `tail`."""
         if is_skinny(x, weight):
             return skinny_linear(x, weight, bias, tail=tail, activation=activation)[0]
-        y = F.linear(x if tail is None else torch.cat((x, tail), dim=-1), weight, bias)
+        y = F.linear(x if tail is None else side_by_side(x, tail), weight, bias)
         if activation is None:
             return y
         return silu_and_mul(y) if activation == "silu_and_mul" else relu2(y)
+
+    def adds(self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether the product should end with the addition of a residual, so that the norm behind it moves half the
+        bytes. Few tokens leave it to the next product, as they do the norm."""
+        return not is_skinny(x, weight) and residual.dtype == x.dtype
+
+    def apply_onto(
+        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x W^T + residual, in the place of `residual`; where `adds` says so."""
+        return residual.addmm_(x if tail is None else side_by_side(x, tail), weight.t())
 
     def apply_normed(
         self,
@@ -195,6 +209,22 @@ class RowLinear(_SegmentedLinear):
         y = self.method.apply(x, self.weight, bias, tail=tail)
         return self.tp.all_reduce(y) if reduce else y
 
+    def onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> Summands:
+        """`forward` and the residual that it is to be added to: how a block ends. May overwrite `residual`."""
+        if self.bias is not None or not self.method.adds(residual, x, self.weight):
+            return self(x, tail), residual
+        # One rank adds the residual, as it would a bias: the sum over ranks must hold it once.
+        if self.tp.rank == 0:
+            total = self.method.apply_onto(residual, x, self.weight, tail)
+        else:
+            total = self.method.apply(x, self.weight, None, tail=tail)
+        return self.tp.all_reduce(total), None
+
+    def places(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """[T, size] for each segment, T and dtype as `like`: neighbouring columns of one tensor. What branches leave
+        there need not be copied together."""
+        return list(like.new_empty(like.shape[0], sum(self.sizes)).split(self.sizes, dim=-1))
+
     def targets(self, key: str, name: str, *, bias: bool = False, fold: float = 1.0) -> dict[str, Target]:
         """Targets of `key`.weight (and .bias), the matrix that reads segment `name`. `fold` scales its output."""
         start, size = self.spans[name]
@@ -218,6 +248,14 @@ def norm_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(act(linear(norm(x + residual))), x + residual) for x, residual [T, in]: how a block begins."""
     return linear.method.apply_normed(norm, x, residual, linear.weight, linear.bias, activation)
+
+
+def side_by_side(x: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+    """x [T, a] and tail [T, b] as [T, a + b]: a view if they are neighbouring columns of one tensor, else a copy."""
+    neighbours = tail.data_ptr() == x.data_ptr() + x.shape[1] * x.element_size() and x.stride() == tail.stride()
+    if neighbours and x.untyped_storage().data_ptr() == tail.untyped_storage().data_ptr():
+        return x.as_strided((x.shape[0], x.shape[1] + tail.shape[1]), x.stride())
+    return torch.cat((x, tail), dim=-1)
 
 
 def _compose(first: Transform, second: Transform) -> Transform:

@@ -8,7 +8,7 @@ from torch import nn
 from hybridrt.config import Mamba1Config
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.mamba1_update import BCNorms
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, Target, Transform, parameter, whole
 from hybridrt.state_shape import state_shape
@@ -68,12 +68,10 @@ class Mamba1Mixer(nn.Module):
             )
         self.norms = cast(list[RMSNorm], norms)
 
-    def forward(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(mixer of norm(x + residual), x + residual), all [T, hidden]."""
+    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        """Mixer of norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
-        return self.out_proj(self.mix(projected, batch)), residual
+        return self.out_proj.onto(residual, self.mix(projected, batch))
 
     def mix(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """What lies between the two projections: [T, x | z] of `in_proj` to [T, I], which `out_proj` reads."""

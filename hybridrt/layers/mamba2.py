@@ -67,15 +67,19 @@ class Mamba2Mixer(nn.Module):
         self.D = parameter(self.heads, dtype=torch.float32, device=device, dummy="ones")
         self.dt_bias = parameter(self.heads, dtype=torch.float32, device=device, dummy="dt_bias")
 
-    def forward(self, projected: torch.Tensor, cache: LayerCache, metadata: Mamba2Metadata) -> torch.Tensor:
-        """[T, z | x | B | C | dt], which may be a strided view, to [T, intermediate], decode rows first."""
+    def forward(
+        self, projected: torch.Tensor, cache: LayerCache, metadata: Mamba2Metadata, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, z | x | B | C | dt], which may be a strided view, to [T, intermediate], decode rows first; in `out`
+        where a step is all prompts and no norm follows."""
         z, conv_in, dt = projected.split((self.intermediate_size, self.shape.conv_dim, self.heads), dim=-1)
         split, parts = metadata.decode.num_tokens if metadata.decode else 0, []
         if metadata.decode:
             y = self._decode(z[:split], conv_in[:split], dt[:split], cache, metadata.decode, metadata.replay)
             parts.append(y if self.norm is None else self.norm(y, z[:split]))
         if metadata.extend:
-            y = self._extend(z[split:], conv_in[split:], dt[split:], cache, metadata.extend)
+            place = None if metadata.decode or self.norm is not None else out
+            y = self._extend(z[split:], conv_in[split:], dt[split:], cache, metadata.extend, place)
             parts.append(y if self.norm is None else self.norm(y, z[split:]))
         return parts[0] if len(parts) == 1 else torch.cat([z[:0], *parts])
 
@@ -121,7 +125,13 @@ class Mamba2Mixer(nn.Module):
         return y.flatten(0, 1).flatten(1)
 
     def _extend(
-        self, z: torch.Tensor, conv_in: torch.Tensor, dt: torch.Tensor, cache: LayerCache, seg: ExtendSegment
+        self,
+        z: torch.Tensor,
+        conv_in: torch.Tensor,
+        dt: torch.Tensor,
+        cache: LayerCache,
+        seg: ExtendSegment,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
         starts = (seg.query_start_loc, seg.start_positions)
         conved = causal_conv1d_varlen(
@@ -133,8 +143,9 @@ class Mamba2Mixer(nn.Module):
             z=z.view(-1, self.heads, self.head_dim) if self.norm is None else None, states=cache.temporal,
             read_slots=seg.slots, write_slots=seg.slots, has_initial_state=seg.has_initial_states,
             query_start_loc=seg.query_start_loc, plan=seg.plan,
+            out=None if out is None else out.view(x.shape),
         )  # fmt: skip
-        return y.view(y.shape[0], -1)
+        return y.flatten(1)
 
     def _heads(self, conved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [..., H, P], B and C [..., G, N] of the conv's output."""

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, Target
 
@@ -28,12 +28,10 @@ class GatedMLP(nn.Module):
         )
         self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, build=build)
 
-    def after_norm(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(MLP of norm(x + residual), x + residual)."""
+    def after_norm(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> Summands:
+        """MLP of norm(x + residual), and x + residual."""
         h, residual = norm_linear(norm, self.gate_up, x, residual, "silu_and_mul")
-        return self.down(h), residual
+        return self.down.onto(residual, h)
 
     def targets(self, key: str, gate_fold: float = 1.0, down_fold: float = 1.0) -> dict[str, Target]:
         fold, bias = {"gate": gate_fold}, self.has_bias
@@ -67,12 +65,10 @@ class Relu2MLP(nn.Module):
         """[T, hidden] to [T, hidden]; `reduce` as in RowLinear."""
         return self.down(self.up(x, "relu2"), reduce=reduce)
 
-    def after_norm(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(MLP of norm(x + residual), x + residual)."""
+    def after_norm(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> Summands:
+        """MLP of norm(x + residual), and x + residual."""
         h, residual = norm_linear(norm, self.up, x, residual, "relu2")
-        return self.down(h), residual
+        return self.down.onto(residual, h)
 
     def targets(self, key: str) -> dict[str, Target]:
         return {

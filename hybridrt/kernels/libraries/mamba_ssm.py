@@ -33,10 +33,11 @@ def mamba2_chunk_scan(
     query_start_loc: Tensor,
     plan: ChunkPlan,
     snapshot_slots: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`mamba2_chunk_scan`: neighbours of equal length in one call; its own ragged form takes no states."""
     refuse(LIBRARY, "scan", "it keeps no states within a row" if snapshot_slots is not None else None)
-    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if out is None else out.zero_()
     before = initial_states(states, read_slots, has_initial_state)
     row = start = 0
     for length, group in groupby(plan.lengths):

@@ -86,12 +86,11 @@ def plan_extend(
 
 
 def run_extend(
-    plan: ExtendPlan, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, sliding_window: int | None
+    plan: ExtendPlan, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, sliding_window: int | None, out: Tensor
 ) -> Tensor:
-    """One layer: q [T, Hq, D] to [T, Hq, D], zeros past the last row. Many queries read contiguous keys faster than
-    pages, which pays for copying them together."""
-    allocate = torch.empty if plan.real == q.shape[0] else torch.zeros
-    out = allocate(q.shape, dtype=q.dtype, device=q.device)
+    """One layer: q [T, Hq, D] to `out` [T, Hq, D], of any token stride, zeros past the last row.
+    Many queries read contiguous keys faster than pages, which pays for copying them together."""
+    out[plan.real :].zero_()
     common: dict[str, Any] = {
         "cu_seqlens_q": plan.query_starts, "max_seqlen_q": plan.longest_query, "softmax_scale": scale, "causal": True,
         "window_size": _window(sliding_window), "out": out,
@@ -124,7 +123,7 @@ def attention_extend(
         return torch.zeros_like(q)
     page_size = k_cache.shape[1]
     plan = plan_extend(req_to_token, rows, query_start_loc, seq_lens, query_lens, seq_lens_host, page_size)
-    return run_extend(plan, q, k_cache, v_cache, scale, sliding_window)
+    return run_extend(plan, q, k_cache, v_cache, scale, sliding_window, torch.empty_like(q))
 
 
 def _window(sliding_window: int | None) -> tuple[int, int]:
