@@ -178,6 +178,16 @@ def test_padding_rows_and_spare_tokens_leave_no_trace() -> None:
     assert changed_rows(before, states) == {2, 5}
 
 
+def test_the_result_goes_where_it_is_wanted() -> None:
+    torch.manual_seed(6)
+    inputs, states = scan_inputs(25), poisoned(6, 4, 3, 5)
+    wide = torch.full((25, 2 + 4 * 3 + 1), math.nan)
+    place = wide[:, 2:14].unflatten(1, (4, 3))
+    out = scan(inputs, states, [0, 0], [15, 10], [5, 2], out=place)
+    assert out.data_ptr() == place.data_ptr() and int(wide.isnan().sum()) == 25 * 3
+    close(place[:15], scan_loop(inputs[:15], torch.zeros(4, 3, 5))[0], 1e-5)
+
+
 def test_without_tokens() -> None:
     states = poisoned(3, 4, 3, 5)
     before = states.clone()

@@ -1,0 +1,59 @@
+"""How a block ends: inputs side by side without a copy, and products that end with the residual."""
+
+import pytest
+import torch
+
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.layers.linear import RowLinear, Segment, side_by_side
+from hybridrt.layers.weights import Build
+
+
+def make(bias: bool = False, tp: TPGroup | None = None) -> RowLinear:
+    build = Build(tp or TPGroup(), torch.float32, torch.device("cpu"))
+    linear = RowLinear("out", [Segment("attn", 4), Segment("ssm", 6)], 5, bias=bias, build=build)
+    linear.weight.data.copy_(torch.randn(5, linear.weight.shape[1]))
+    if linear.bias is not None:
+        linear.bias.data.copy_(torch.randn(5))
+    return linear
+
+
+def test_neighbouring_columns_are_joined_without_a_copy() -> None:
+    attn, ssm = make().places(torch.empty(3, 1, dtype=torch.float16))
+    assert attn.shape == (3, 4) and ssm.shape == (3, 6) and ssm.dtype == torch.float16
+    joined = side_by_side(attn.fill_(1), ssm.fill_(2))
+    assert joined.data_ptr() == attn.data_ptr() and joined[:, :4].eq(1).all() and joined[:, 4:].eq(2).all()
+
+
+def test_other_columns_are_copied() -> None:
+    whole, other = torch.randn(3, 10), torch.randn(3, 10)
+    apart = [
+        (whole[:, :4], whole[:, 5:]), (whole[:, 4:], whole[:, :4]), (whole[:, :4], other[:, 4:]),
+        (whole.t()[:, :1], whole.t()[:, 1:]), (whole[:, :4], whole[:, 4:].contiguous()),
+    ]  # fmt: skip
+    for x, tail in apart:
+        joined = side_by_side(x, tail)
+        assert torch.equal(joined, torch.cat((x, tail), 1)) and joined.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_product_ends_with_the_residual(bias: bool, dtype: torch.dtype) -> None:
+    """Not with a bias, nor onto a residual of another dtype: the next norm adds it then."""
+    torch.manual_seed(0)
+    linear, residual, (attn, ssm) = make(bias), torch.randn(3, 5, dtype=dtype), (torch.randn(3, 4), torch.randn(3, 6))
+    want = linear(attn, ssm) + residual
+    added, rest = linear.onto(residual, attn, ssm)
+    assert (rest is None) == (not bias and dtype == torch.float32)
+    torch.testing.assert_close(added if rest is None else added + rest, want)
+
+
+def test_one_rank_alone_adds_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summands of two ranks hold it once."""
+    torch.manual_seed(0)
+    residual, x, parts = torch.randn(3, 5), torch.randn(3, 10), []
+    linears = [make(tp=TPGroup(rank, 2)) for rank in range(2)]
+    monkeypatch.setattr(TPGroup, "all_reduce", lambda group, y: parts.append(y) or y)
+    for linear, shard in zip(linears, x.split(5, 1), strict=True):
+        assert linear.onto(residual.clone(), shard)[1] is None
+    weight = torch.cat([linear.weight for linear in linears], 1)
+    torch.testing.assert_close(parts[0] + parts[1], x @ weight.t() + residual)
