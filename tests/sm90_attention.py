@@ -110,15 +110,16 @@ def delta_net_step(batch: int, tokens: int, mode: str, state_dtype: torch.dtype 
         fold_ring_triton(*pool, None, RingFolds(rows, rows, rows, rows, int32(1)), rows)
 
 
-def delta_net_prefill(tokens: int) -> None:
-    chunks = tokens // 64
-    plan = ChunkPlan(int32(chunks + 1), int32(chunks), int32(1), int32(1), chunks, 64, tokens, (tokens,))
+def delta_net_prefill(rows: int, length: int) -> None:
+    tokens, chunks = rows * length, rows * length // 64
+    lengths = (length,) * rows
+    plan = ChunkPlan(int32(chunks + 1), int32(chunks), int32(rows), int32(rows), length // 64, 64, tokens, lengths)
     gates = meta(tokens, VALUE_HEADS)
     g, beta = gdn_gates_triton(gates, gates, float32(VALUE_HEADS), float32(VALUE_HEADS))
     chunk_gated_delta_rule_triton(
         meta(tokens, KEY_HEADS, DIM), meta(tokens, KEY_HEADS, DIM), meta(tokens, VALUE_HEADS, DIM), g, beta,
-        states=float32(300, VALUE_HEADS, DIM, DIM), read_slots=int32(1), write_slots=int32(1),
-        has_initial_state=meta(1, dtype=torch.bool), query_start_loc=int32(2), plan=plan,
+        states=float32(300, VALUE_HEADS, DIM, DIM), read_slots=int32(rows), write_slots=int32(rows),
+        has_initial_state=meta(rows, dtype=torch.bool), query_start_loc=int32(rows + 1), plan=plan,
     )  # fmt: skip
 
 
@@ -147,7 +148,8 @@ def main() -> None:
             delta_net_step(batch, tokens, mode)
         for batch in (1, 128):
             delta_net_step(batch, 1, "classic", torch.bfloat16)
-        delta_net_prefill(8192)
+        delta_net_prefill(1, 8192)
+        delta_net_prefill(16, 2048)
         experts()
     for usage in used:
         print(json.dumps(asdict(usage)), flush=True)

@@ -79,16 +79,45 @@ def test_chunks_of_ragged_rows(state_dtype, chunk_size, key_heads):
     assert torch.equal(states[untouched].view(torch.uint8), before[untouched].view(torch.uint8))
 
 
-def test_keys_that_repeat_without_decay():
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 4e-3)])
+def test_keys_that_repeat_without_decay(dtype, error):
     """The chunk's triangular system is as badly conditioned as it gets: powers of its matrix grow like binomials."""
     torch.manual_seed(0)
-    tokens, states, slot = random_tokens(50), make_states(), int32(4)
+    tokens, states, slot = random_tokens(50, dtype=dtype), make_states(), int32(4)
     tokens.k[:] = tokens.k[:1] + 1e-3 * tokens.k
     tokens.g[:], tokens.beta[:] = -1e-4, 0.99
     out = run_chunks(states, tokens, [50], [0], slot, slot, 64)
     expected, expected_states = slow_delta_rule(torch.zeros(4, 5, 6), tokens)
-    assert relative_error(out, expected) < 1e-5
-    assert relative_error(states[4], expected_states[-1]) < 1e-5
+    assert relative_error(out, expected) < error
+    assert relative_error(states[4], expected_states[-1]) < error
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 2e-6), (torch.float16, 2e-3)])
+def test_tiles_that_fill_their_blocks(dtype, error):
+    """Heads as wide as blocks are, which need no mask along a row, and a state cut into several blocks."""
+    torch.manual_seed(0)
+    lengths, computed, slots = [37, 20], [5, 0], int32(4, 2)
+    tokens = random_tokens(sum(lengths), value_heads=2, key_dim=16, value_dim=128, dtype=dtype)
+    states = make_states(value_heads=2, value_dim=128, key_dim=16)
+    before = states.clone()
+    out = run_chunks(states, tokens, lengths, computed, slots, slots, 32)
+    for b, span in enumerate((slice(37), slice(37, 57))):
+        expected, expected_states = slow_delta_rule(before[slots[b]] * (computed[b] > 0), tokens[span])
+        assert relative_error(out[span], expected) < error
+        assert relative_error(states[slots[b]], expected_states[-1]) < error
+
+
+def test_decays_far_below_the_smallest_number():
+    """exp of the gates' sum over a chunk underflows: only ratios within the chunk may be formed. Float32 keeps sums
+    around -240 to 1.5e-5, and so their differences."""
+    torch.manual_seed(0)
+    tokens, states, slot = random_tokens(40), make_states(), int32(4)
+    tokens.g[:] = -30 * torch.rand_like(tokens.g)
+    states[4] = 0
+    out = run_chunks(states, tokens, [40], [7], slot, slot, 16)
+    expected, expected_states = slow_delta_rule(torch.zeros(4, 5, 6), tokens)
+    assert relative_error(out, expected) < 3e-5
+    assert relative_error(states[4], expected_states[-1]) < 3e-5
 
 
 @pytest.mark.parametrize("cuts", [[63], [20, 43], [1, 61, 1], [16, 16, 31]])

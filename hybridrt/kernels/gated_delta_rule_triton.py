@@ -1,5 +1,15 @@
-"""Triton kernels of the chunked gated delta rule (Yang et al. 2024; the split into kernels follows the same group's
-flash-linear-attention): per chunk and head the triangular system, then states from chunk to chunk, then outputs.
+"""Triton kernels of the gates, and of the chunked gated delta rule (Yang et al. 2024, section 3.3) in two launches.
+
+1. `_prepare_kernel`: what the tokens of a chunk owe to each other: the solved triangular system, scores and decays.
+2. `_pass_kernel`: walks each row's chunks with a block of the state's columns on the chip; outputs come on the way.
+
+With G the running sum of g in a chunk, kappa_j = 1 / |k_j|, rho_i = K^-0.5 / |q_i|, and S the state before the chunk:
+
+    u = (I + A)^-1 beta (v - exp(G) kappa k S^T),    A_ij = beta_i kappa_i kappa_j exp(G_i - G_j) k_i k_j for i > j
+    out = exp(G) rho q S^T + P u,                    P_ij = rho_i kappa_j exp(G_i - G_j) q_i k_j for i >= j
+    S <- exp(G_end) S + u^T exp(G_end - G) kappa k
+
+k, q and v stay as they came, all factors act on products: asynchronous copies take tiles from memory to tensor cores.
 """
 
 import torch
@@ -10,13 +20,12 @@ from torch import Tensor
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
-from hybridrt.kernels.launch import dot_precision
-from hybridrt.kernels.mamba2_common_triton import softplus
+from hybridrt.kernels.launch import dot_precision, multiprocessors
+from hybridrt.kernels.mamba2_common_triton import softplus, strides
 
 MAX_CHUNK = 64
-STATE_BLOCK_V, OUTPUT_BLOCK_V = 32, 64
+MAX_PREFETCH = 180_000  # bytes of chunks on the way to a program; the rest of its 227 KB holds operands
 _EPS = tl.constexpr(L2_NORM_EPS)
-_TILE = tl.constexpr(16)  # of the triangular solve
 
 
 @triton.jit
@@ -34,157 +43,141 @@ def _gates_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _unit_rows(ptr, stride, token, live, K: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """l2-normalised rows [Q, K] of q or k, float32."""
-    i = tl.arange(0, BLOCK_K)
-    mask = live[:, None] & (i < K)[None, :]
-    x = tl.load(ptr + token[:, None] * stride + i[None, :], mask=mask, other=0.0).to(tl.float32)
-    return x * (1.0 / tl.sqrt(tl.sum(x * x, 1) + _EPS))[:, None]
+def _inside(live, column, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Mask of a tile: live rows, columns below SIZE. Where it says whole rows, threads load 16 bytes at a time."""
+    if SIZE % BLOCK == 0:
+        return live[:, None]
+    else:
+        return live[:, None] & (column < SIZE)[None, :]
 
 
 @triton.jit
-def _invert_diagonal(A_ptr, T_ptr, Q: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Inverses of the unit lower triangular diagonal tiles of I + A, by forward substitution, all tiles at once."""
-    tiles: tl.constexpr = Q // _TILE
-    b, r, c = tl.arange(0, tiles)[:, None, None], tl.arange(0, _TILE)[None, :, None], tl.arange(0, _TILE)[None, None, :]
-    place = (b * _TILE + r) * Q + b * _TILE + c
-    A = tl.load(A_ptr + place)
-    inverse = tl.where(r == c, 1.0, 0.0) + tl.zeros([tiles, _TILE, _TILE], tl.float32)
-    for row in range(1, _TILE):
-        factors = tl.sum(tl.where(r == row, A, 0.0), 1)  # [tiles, columns]
-        correction = tl.sum(factors[:, :, None] * inverse, 1)
-        inverse = tl.where(r == row, inverse - correction[:, None, :], inverse)
-    tl.store(T_ptr + place, inverse)
+def _widen(inverse, A, FROM: tl.constexpr, TO: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(I + A)^-1 for A [..., n, n] cut down to blocks of 2^TO along the diagonal, given it for blocks of 2^FROM.
+
+    With B what A has between the two halves of the blocks, (T^-1 + B)^-1 = T - T B T.
+    """
+    n: tl.constexpr = A.shape[-1]
+    apart = tl.arange(0, n)[:, None] ^ tl.arange(0, n)[None, :]
+    for level in tl.static_range(FROM, TO):
+        between = tl.where(apart >> level == 1, A, 0.0)
+        narrow = inverse.to(A.dtype)
+        product = tl.dot(narrow, between, input_precision=PRECISION).to(A.dtype)
+        inverse -= tl.dot(product, narrow, input_precision=PRECISION)
+    return inverse
 
 
 @triton.jit
-def _invert(A_ptr, T_ptr, Q: tl.constexpr):  # type: ignore[no-untyped-def]
-    """T = (I + A)^-1 for strictly lower triangular A, both [Q, Q] in memory: diagonal tiles, then band by band."""
-    tiles: tl.constexpr = Q // _TILE
-    place = tl.arange(0, _TILE)[:, None] * Q + tl.arange(0, _TILE)[None, :]
-    _invert_diagonal(A_ptr, T_ptr, Q)
-    tl.debug_barrier()
-    for band in tl.static_range(1, tiles):
-        for row in tl.static_range(band, tiles):
-            total = tl.zeros([_TILE, _TILE], tl.float32)
-            for middle in tl.static_range(row - band, row):
-                left = tl.load(A_ptr + (row * Q + middle) * _TILE + place)
-                right = tl.load(T_ptr + (middle * Q + row - band) * _TILE + place)
-                total = tl.dot(left, right, total, input_precision="ieee")
-            diagonal = tl.load(T_ptr + (row * Q + row) * _TILE + place)
-            result = -tl.dot(diagonal, total, input_precision="ieee")
-            tl.store(T_ptr + (row * Q + row - band) * _TILE + place, result)
-        tl.debug_barrier()
+def _unit_inverse(A, Q: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(I + A)^-1, float32, of strictly lower triangular A [Q, Q], Q = 2^LEVELS: first in blocks of 16 that small tensor
+    core products take side by side, then whole."""
+    blocks: tl.constexpr = Q // 16
+    same = tl.arange(0, blocks)[:, None, None, None] == tl.arange(0, blocks)[None, None, :, None]
+    tiles = tl.sum(tl.where(same, tl.reshape(A, [blocks, 16, blocks, 16]), 0.0), 2).to(A.dtype)
+    apart = tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :]
+    pairs = tl.where(apart == 0, 1.0, tl.where(apart == 1, -tiles, 0.0).to(tl.float32))
+    inverse = _widen(pairs, tiles, 1, 4, PRECISION)
+    inverse = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [Q, Q])
+    return _widen(inverse, A, 4, LEVELS, PRECISION)
 
 
 @triton.jit
 def _prepare_kernel(  # type: ignore[no-untyped-def]
-    k_ptr, v_ptr, g_ptr, beta_ptr, ends_ptr, seq_idx_ptr, slots_ptr, log_decay_ptr, u_ptr, w_ptr, scratch_ptr,
-    k_st, k_sh, v_st, v_sh, g_st, beta_st,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
-    Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, ends_ptr, solved_ptr, scores_ptr, factors_ptr, decay_ptr,
+    q_strides: tl.constexpr, k_strides: tl.constexpr, g_st: tl.constexpr, beta_st: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, LEVELS: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """u = T (beta v) and w = T (beta exp(G) k), T = (I + A)^-1, A_ij = beta_i exp(G_i - G_j) k_i k_j for i > j."""
-    chunk, h = tl.program_id(0), tl.program_id(1)
-    if tl.load(slots_ptr + tl.load(seq_idx_ptr + chunk)) < 0:
-        return
-    r, c = tl.arange(0, Q)[:, None], tl.arange(0, Q)[None, :]
-    first = tl.load(ends_ptr + chunk).to(tl.int64)
-    token = first + tl.arange(0, Q)
-    live = token < tl.load(ends_ptr + chunk + 1)
-    log_decay = tl.cumsum(tl.load(g_ptr + token * g_st + h, mask=live, other=0.0), 0)
-    tl.store(log_decay_ptr + token * HV + h, log_decay, mask=live)
-    beta = tl.load(beta_ptr + token * beta_st + h, mask=live, other=0.0)
-    dtype = u_ptr.dtype.element_ty
-    k = _unit_rows(k_ptr + h // (HV // HK) * k_sh, k_st, token, live, K, BLOCK_K)
-    products = tl.dot(k.to(dtype), tl.trans(k.to(dtype)), input_precision=PRECISION)
-    decay = tl.exp(log_decay[:, None] - log_decay[None, :])
-    A_ptr = scratch_ptr + (chunk.to(tl.int64) * HV + h) * (2 * Q * Q)
-    tl.store(A_ptr + r * Q + c, tl.where(r > c, products * decay * beta[:, None], 0.0))
-    tl.store(A_ptr + Q * Q + r * Q + c, tl.zeros([Q, Q], tl.float32))
-    tl.debug_barrier()
-    _invert(A_ptr, A_ptr + Q * Q, Q)
-    T = tl.load(A_ptr + Q * Q + r * Q + c).to(dtype)
-    i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    k_mask, v_mask = live[:, None] & (i < K)[None, :], live[:, None] & (j < V)[None, :]
-    v = tl.load(v_ptr + (token * v_st + h * v_sh)[:, None] + j[None, :], mask=v_mask, other=0.0).to(tl.float32)
-    u = tl.dot(T, (v * beta[:, None]).to(dtype), input_precision=PRECISION)
-    tl.store(u_ptr + ((token * HV + h) * V)[:, None] + j[None, :], u.to(dtype), mask=v_mask)
-    w = tl.dot(T, (k * (beta * tl.exp(log_decay))[:, None]).to(dtype), input_precision=PRECISION)
-    tl.store(w_ptr + ((token * HV + h) * K)[:, None] + i[None, :], w.to(dtype), mask=k_mask)
-
-
-@triton.jit
-def _state_kernel(  # type: ignore[no-untyped-def]
-    k_ptr, u_ptr, w_ptr, log_decay_ptr, ends_ptr, first_chunk_ptr, last_chunk_ptr, states_ptr, read_slots_ptr,
-    write_slots_ptr, has_initial_ptr, incoming_ptr, k_st, k_sh, states_ss,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
-    Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """A row's chunks in order: keep the state before each, turn u into the corrected values u - w S^T, in place."""
-    j, h, row = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V), tl.program_id(1), tl.program_id(2)
-    read, write = tl.load(read_slots_ptr + row).to(tl.int64), tl.load(write_slots_ptr + row).to(tl.int64)
-    if write < 0:
-        return
-    i = tl.arange(0, BLOCK_K)
-    tile = h * (V * K) + j[:, None] * K + i[None, :]
-    mask = (j < V)[:, None] & (i < K)[None, :]
-    state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
-    if tl.load(has_initial_ptr + row) != 0:
-        state += tl.load(states_ptr + read * states_ss + tile, mask=mask, other=0.0).to(tl.float32)
-    dtype = u_ptr.dtype.element_ty
-    first = tl.load(first_chunk_ptr + row)
-    incoming = incoming_ptr + first.to(tl.int64) * (HV * V * K) + tile
-    for chunk in range(first, tl.load(last_chunk_ptr + row) + 1):
-        tl.store(incoming, state.to(dtype), mask=mask)
-        incoming += HV * V * K
-        end = tl.load(ends_ptr + chunk + 1).to(tl.int64)
-        token = tl.load(ends_ptr + chunk).to(tl.int64) + tl.arange(0, Q)
-        live = token < end
-        head_row = token * HV + h
-        w_mask = live[:, None] & (i < K)[None, :]
-        w = tl.load(w_ptr + (head_row * K)[:, None] + i[None, :], mask=w_mask, other=0.0)
-        u_mask = live[:, None] & (j < V)[None, :]
-        u = tl.load(u_ptr + (head_row * V)[:, None] + j[None, :], mask=u_mask, other=0.0).to(tl.float32)
-        u -= tl.dot(w, tl.trans(state.to(dtype)), input_precision=PRECISION)
-        tl.store(u_ptr + (head_row * V)[:, None] + j[None, :], u.to(dtype), mask=u_mask)
-        total = tl.load(log_decay_ptr + (end - 1) * HV + h)
-        to_end = tl.exp(total - tl.load(log_decay_ptr + head_row, mask=live, other=0.0))
-        k = _unit_rows(k_ptr + h // (HV // HK) * k_sh, k_st, token, live, K, BLOCK_K) * to_end[:, None]
-        state = state * tl.exp(total) + tl.dot(tl.trans(u.to(dtype)), k.to(dtype), input_precision=PRECISION)
-    tl.store(states_ptr + write * states_ss + tile, state.to(states_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _output_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, u_ptr, log_decay_ptr, ends_ptr, seq_idx_ptr, slots_ptr, incoming_ptr, out_ptr,
-    q_st, q_sh, k_st, k_sh,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
-    Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """out = exp(G) q S^T + (causal, decayed q k^T) u, S the state before the chunk and u the corrected values."""
-    chunk, h, j = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    if tl.load(slots_ptr + tl.load(seq_idx_ptr + chunk)) < 0:
-        return
-    r, c, i = tl.arange(0, Q)[:, None], tl.arange(0, Q)[None, :], tl.arange(0, BLOCK_K)
-    token = tl.load(ends_ptr + chunk).to(tl.int64) + tl.arange(0, Q)
-    live = token < tl.load(ends_ptr + chunk + 1)
+    h, chunk = tl.program_id(0), tl.program_id(1)
     key_head = h // (HV // HK)
-    dtype = u_ptr.dtype.element_ty
-    q = (_unit_rows(q_ptr + key_head * q_sh, q_st, token, live, K, BLOCK_K) * (K**-0.5)).to(dtype)
-    k = _unit_rows(k_ptr + key_head * k_sh, k_st, token, live, K, BLOCK_K).to(dtype)
-    log_decay = tl.load(log_decay_ptr + token * HV + h, mask=live, other=0.0)
-    state_mask = (j < V)[:, None] & (i < K)[None, :]
-    state = incoming_ptr + (chunk.to(tl.int64) * HV + h) * (V * K) + j[:, None] * K + i[None, :]
-    state = tl.load(state, mask=state_mask, other=0.0)
-    out = tl.dot(q, tl.trans(state), input_precision=PRECISION) * tl.exp(log_decay)[:, None]
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * tl.exp(log_decay[:, None] - log_decay[None, :])
-    scores = tl.where((r >= c) & live[:, None], scores, 0.0)
-    place = ((token * HV + h) * V)[:, None] + j[None, :]
-    mask = live[:, None] & (j < V)[None, :]
-    u = tl.load(u_ptr + place, mask=mask, other=0.0)
-    out += tl.dot(scores.to(dtype), u, input_precision=PRECISION)
-    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=mask)
+    t, i = tl.arange(0, Q), tl.arange(0, BLOCK_K)
+    first, end = tl.load(ends_ptr + chunk).to(tl.int64), tl.load(ends_ptr + chunk + 1)
+    live = first + t < end
+    mask = _inside(live, i, K, BLOCK_K)
+    k = k_ptr + first * k_strides[0] + key_head * k_strides[1] + t[:, None] * k_strides[0] + i[None, :]
+    q = q_ptr + first * q_strides[0] + key_head * q_strides[1] + t[:, None] * q_strides[0] + i[None, :]
+    k, q = tl.load(k, mask=mask, other=0.0), tl.load(q, mask=mask, other=0.0)
+    g = tl.load(g_ptr + first * g_st + t * g_st + h, mask=live, other=0.0)
+    beta = tl.load(beta_ptr + first * beta_st + t * beta_st + h, mask=live, other=0.0)
+    log_decay, total = tl.cumsum(g, 0), tl.sum(g, 0)
+    k_factor = 1.0 / tl.sqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + _EPS)
+    q_factor = K**-0.5 / tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + _EPS)
+    pair = tl.exp(log_decay[:, None] - log_decay[None, :]) * k_factor[None, :]
+    r, c = t[:, None], t[None, :]
+    place = (chunk.to(tl.int64) * HV + h) * (Q * Q) + r * Q + c
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * pair * q_factor[:, None]
+    tl.store(scores_ptr + place, tl.where(r >= c, scores, 0.0).to(scores_ptr.dtype.element_ty))
+    A = tl.dot(k, tl.trans(k), input_precision=PRECISION) * pair * (beta * k_factor)[:, None]
+    # No entry of A or the inverse is above 1, where float16 is as fine as TF32 and its products twice as fast.
+    dtype: tl.constexpr = tl.float32 if k.dtype == tl.float32 else tl.float16
+    inverse = _unit_inverse(tl.where(r > c, A, 0.0).to(dtype), Q, LEVELS, PRECISION)
+    tl.store(solved_ptr + place, (inverse * beta[None, :]).to(solved_ptr.dtype.element_ty))
+    factors = factors_ptr + (chunk.to(tl.int64) * HV + h) * (3 * Q) + t
+    tl.store(factors, k_factor * tl.exp(log_decay))
+    tl.store(factors + Q, q_factor * tl.exp(log_decay))
+    tl.store(factors + 2 * Q, k_factor * tl.exp(total - log_decay))
+    tl.store(decay_ptr + chunk * HV + h, tl.exp(total))
+
+
+@triton.jit
+def _pass_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, solved_ptr, scores_ptr, factors_ptr, decay_ptr, out_ptr, ends_ptr, first_chunk_ptr,
+    last_chunk_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
+    q_strides: tl.constexpr, k_strides: tl.constexpr, v_strides: tl.constexpr, states_ss: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    h, row = tl.program_id(1), tl.program_id(2)
+    t, i, j = tl.arange(0, Q), tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    read, write = tl.load(read_slots_ptr + row).to(tl.int64), tl.load(write_slots_ptr + row).to(tl.int64)
+    first, last = tl.load(first_chunk_ptr + row), tl.load(last_chunk_ptr + row)
+    row_start, row_end = tl.load(ends_ptr + first).to(tl.int64), tl.load(ends_ptr + last + 1).to(tl.int64)
+    out_ptr += h * V
+    out_tile = t[:, None] * (HV * V) + j[None, :]
+    if write < 0:
+        for token in range(row_start, row_end, Q):
+            zeros = tl.zeros([Q, BLOCK_V], out_ptr.dtype.element_ty)
+            tl.store(out_ptr + token * (HV * V) + out_tile, zeros, mask=_inside(token + t < row_end, j, V, BLOCK_V))
+        return
+
+    # 64 bits for where a chunk begins, 32 for the way from there: fewer registers and instructions for addresses.
+    q_ptr += h // (HV // HK) * q_strides[1]
+    k_ptr += h // (HV // HK) * k_strides[1]
+    v_ptr += h * v_strides[1]
+    q_tile, k_tile = t[:, None] * q_strides[0] + i[None, :], t[:, None] * k_strides[0] + i[None, :]
+    v_tile, pairs = t[:, None] * v_strides[0] + j[None, :], t[:, None] * Q + t[None, :]
+    cells = states_ptr + h * (V * K) + j[None, :] * K + i[:, None]
+    inside = (i < K)[:, None] & (j < V)[None, :]
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if tl.load(has_initial_ptr + row) != 0:
+        state += tl.load(cells + read * states_ss, mask=inside, other=0.0).to(tl.float32)
+    # Where chunks begin is computed, not loaded, and carried in one number: addresses that wait for a load, or a value
+    # that is carried over two rounds, would keep Triton from fetching the next chunks ahead.
+    boundary = tl.load(ends_ptr + tl.minimum(first, last) + 1).to(tl.int64)
+    place = first.to(tl.int64) * HV + h
+    for _ in range(first, last + 1):
+        start = tl.maximum(boundary - CHUNK, row_start)
+        live = start + t < tl.minimum(boundary, row_end)
+        decay = tl.load(decay_ptr + place)
+        k = tl.load(k_ptr + start * k_strides[0] + k_tile, mask=_inside(live, i, K, BLOCK_K), other=0.0)
+        q = tl.load(q_ptr + start * q_strides[0] + q_tile, mask=_inside(live, i, K, BLOCK_K), other=0.0)
+        v = tl.load(v_ptr + start * v_strides[0] + v_tile, mask=_inside(live, j, V, BLOCK_V), other=0.0)
+        solved = tl.load(solved_ptr + place * (Q * Q) + pairs)
+        scores = tl.load(scores_ptr + place * (Q * Q) + pairs)
+        k_from_start = tl.load(factors_ptr + place * (3 * Q) + t)
+        q_from_start = tl.load(factors_ptr + place * (3 * Q) + Q + t)
+        k_to_end = tl.load(factors_ptr + place * (3 * Q) + 2 * Q + t)
+        held = state.to(k.dtype)
+        wrong = v.to(tl.float32) - tl.dot(k, held, input_precision=PRECISION) * k_from_start[:, None]
+        u = tl.dot(solved, wrong.to(k.dtype), input_precision=PRECISION)
+        out = tl.dot(q, held, input_precision=PRECISION) * q_from_start[:, None]
+        out = tl.dot(scores, u.to(k.dtype), out, input_precision=PRECISION)
+        out_rows = out_ptr + start * (HV * V) + out_tile
+        tl.store(out_rows, out.to(out_ptr.dtype.element_ty), mask=_inside(live, j, V, BLOCK_V))
+        state = tl.dot(tl.trans(k), (u * k_to_end[:, None]).to(k.dtype), state * decay, input_precision=PRECISION)
+        place += HV
+        boundary += CHUNK
+    tl.store(cells + write * states_ss, state.to(states_ptr.dtype.element_ty), mask=inside)
 
 
 def gdn_gates_triton(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,38 +206,43 @@ def chunk_gated_delta_rule_triton(
     query_start_loc: Tensor,
     plan: ChunkPlan,
 ) -> Tensor:
-    """`chunk_gated_delta_rule` in three launches. Raises ConfigError for chunks of more than 64 tokens."""
+    """`chunk_gated_delta_rule` in two launches. Raises ConfigError for chunks of more than 64 tokens."""
     if plan.chunk_size > MAX_CHUNK:
         raise ConfigError(
             f"chunks of {plan.chunk_size} tokens; the gated delta rule's kernels take {MAX_CHUNK} at most"
         )
-    (tokens, value_heads, value_dim), (key_heads, key_dim) = v.shape, k.shape[1:]
-    chunks, device = plan.seq_idx.shape[0], v.device
+    (value_heads, value_dim), (key_heads, key_dim) = v.shape[1:], k.shape[1:]
+    chunks, rows, device = len(plan.seq_idx), len(read_slots), v.device
     size = max(16, triton.next_power_of_2(plan.chunk_size))
-    shape = {"HK": key_heads, "HV": value_heads, "K": key_dim, "V": value_dim, "Q": size,
-             "BLOCK_K": max(16, triton.next_power_of_2(key_dim)), "PRECISION": dot_precision(v.dtype)}  # fmt: skip
-    out = torch.zeros(v.shape, dtype=v.dtype, device=device)
-    u, w = torch.empty_like(out), torch.empty(tokens, value_heads, key_dim, dtype=v.dtype, device=device)
-    log_decay = torch.empty(tokens, value_heads, dtype=torch.float32, device=device)
-    scratch = torch.empty(chunks, value_heads, 2, size, size, dtype=torch.float32, device=device)
-    incoming = torch.empty(chunks, value_heads, value_dim, key_dim, dtype=v.dtype, device=device)
+    out = torch.empty(v.shape, dtype=v.dtype, device=device)
+    out[plan.num_tokens :].zero_()
+    solved = torch.empty(chunks, value_heads, size, size, dtype=v.dtype, device=device)
+    scores = torch.empty_like(solved)
+    factors = torch.empty(chunks, value_heads, 3, size, dtype=torch.float32, device=device)
+    decay = torch.empty(chunks, value_heads, dtype=torch.float32, device=device)
+    block_k = max(16, triton.next_power_of_2(key_dim))
+    shape = {"HK": key_heads, "HV": value_heads, "K": key_dim, "Q": size, "BLOCK_K": block_k,
+             "PRECISION": dot_precision(v.dtype)}  # fmt: skip
     if chunks:
-        _prepare_kernel[(chunks, value_heads)](
-            k, v, g, beta, plan.cu_chunk_seqlens, plan.seq_idx, write_slots, log_decay, u, w, scratch,
-            *k.stride()[:2], *v.stride()[:2], g.stride(0), beta.stride(0),
-            BLOCK_V=max(16, triton.next_power_of_2(value_dim)), **shape, num_warps=8,
+        _prepare_kernel[value_heads, chunks](
+            q, k, g, beta, plan.cu_chunk_seqlens, solved, scores, factors, decay,
+            strides(q), strides(k), g.stride(0), beta.stride(0), LEVELS=size.bit_length() - 1, **shape, num_warps=4,
         )  # fmt: skip
-    block_v = min(STATE_BLOCK_V, max(16, triton.next_power_of_2(value_dim)))
-    if read_slots.shape[0]:
-        _state_kernel[(triton.cdiv(value_dim, block_v), value_heads, read_slots.shape[0])](
-            k, u, w, log_decay, plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk, states, read_slots,
-            write_slots, has_initial_state, incoming, *k.stride()[:2], states.stride(0),
-            BLOCK_V=block_v, **shape, num_warps=4, num_stages=2,
-        )  # fmt: skip
-    block_v = min(OUTPUT_BLOCK_V, max(16, triton.next_power_of_2(value_dim)))
-    if chunks:
-        _output_kernel[(chunks, value_heads, triton.cdiv(value_dim, block_v))](
-            q, k, u, log_decay, plan.cu_chunk_seqlens, plan.seq_idx, write_slots, incoming, out,
-            *q.stride()[:2], *k.stride()[:2], BLOCK_V=block_v, **shape, num_warps=4,
+    tile = pass_tile(rows * value_heads, value_dim, size, block_k, v)
+    if rows:
+        _pass_kernel[triton.cdiv(value_dim, tile["BLOCK_V"]), value_heads, rows](
+            q, k, v, solved, scores, factors, decay, out, plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk,
+            states, read_slots, write_slots, has_initial_state,
+            strides(q), strides(k), strides(v), states.stride(0),
+            V=value_dim, CHUNK=plan.chunk_size, **shape, **tile,
         )  # fmt: skip
     return out
+
+
+def pass_tile(states: int, value_dim: int, size: int, block_k: int, v: Tensor) -> dict[str, int]:
+    """Columns of the state to a program, and how many chunks it has on the way. On an H200 a chunk takes 1.5 us with 32
+    columns and 2.0 us with 64: the latter where 32 would make programs wait for others to end."""
+    narrow = v.itemsize > 2 or states * value_dim <= 32 * multiprocessors(v.device)
+    block_v = min(32 if narrow else 64, max(16, triton.next_power_of_2(value_dim)))
+    chunk_bytes = size * (2 * block_k + 2 * size + block_v) * v.itemsize
+    return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": 3 if 3 * chunk_bytes <= MAX_PREFETCH else 2}
