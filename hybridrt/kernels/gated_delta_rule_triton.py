@@ -24,7 +24,7 @@ from hybridrt.kernels.launch import dot_precision, multiprocessors
 from hybridrt.kernels.mamba2_common_triton import softplus, strides
 
 MAX_CHUNK = 64
-MAX_PREFETCH = 180_000  # bytes of chunks on the way to a program; the rest of its 227 KB holds operands
+PREFETCH_BYTES = 213_000  # of chunks on the way to a program; the rest of its 227 KB holds operands
 _EPS = tl.constexpr(L2_NORM_EPS)
 
 
@@ -129,13 +129,13 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     h, row = tl.program_id(1), tl.program_id(2)
     t, i, j = tl.arange(0, Q), tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    read, write = tl.load(read_slots_ptr + row).to(tl.int64), tl.load(write_slots_ptr + row).to(tl.int64)
+    read, write = tl.load(read_slots_ptr + row), tl.load(write_slots_ptr + row)
     first, last = tl.load(first_chunk_ptr + row), tl.load(last_chunk_ptr + row)
-    row_start, row_end = tl.load(ends_ptr + first).to(tl.int64), tl.load(ends_ptr + last + 1).to(tl.int64)
+    row_start, row_end = tl.load(ends_ptr + first), tl.load(ends_ptr + last + 1)
     out_ptr += h * V
     out_tile = t[:, None] * (HV * V) + j[None, :]
     if write < 0:
-        for token in range(row_start, row_end, Q):
+        for token in range(row_start.to(tl.int64), row_end, Q):
             zeros = tl.zeros([Q, BLOCK_V], out_ptr.dtype.element_ty)
             tl.store(out_ptr + token * (HV * V) + out_tile, zeros, mask=_inside(token + t < row_end, j, V, BLOCK_V))
         return
@@ -150,14 +150,14 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     inside = (i < K)[:, None] & (j < V)[None, :]
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if tl.load(has_initial_ptr + row) != 0:
-        state += tl.load(cells + read * states_ss, mask=inside, other=0.0).to(tl.float32)
+        state += tl.load(cells + read.to(tl.int64) * states_ss, mask=inside, other=0.0).to(tl.float32)
     # Where chunks begin is computed, not loaded, and carried in one number: addresses that wait for a load, or a value
     # that is carried over two rounds, would keep Triton from fetching the next chunks ahead.
-    boundary = tl.load(ends_ptr + tl.minimum(first, last) + 1).to(tl.int64)
-    place = first.to(tl.int64) * HV + h
-    for _ in range(first, last + 1):
+    boundary = tl.load(ends_ptr + tl.minimum(first, last) + 1)
+    for chunk in range(first, last + 1):
         start = tl.maximum(boundary - CHUNK, row_start)
-        live = start + t < tl.minimum(boundary, row_end)
+        live = t < tl.minimum(boundary, row_end) - start
+        start, place = start.to(tl.int64), (chunk * HV + h).to(tl.int64)
         decay = tl.load(decay_ptr + place)
         k = tl.load(k_ptr + start * k_strides[0] + k_tile, mask=_inside(live, i, K, BLOCK_K), other=0.0)
         q = tl.load(q_ptr + start * q_strides[0] + q_tile, mask=_inside(live, i, K, BLOCK_K), other=0.0)
@@ -168,16 +168,15 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
         q_from_start = tl.load(factors_ptr + place * (3 * Q) + Q + t)
         k_to_end = tl.load(factors_ptr + place * (3 * Q) + 2 * Q + t)
         held = state.to(k.dtype)
+        out = tl.dot(q, held, input_precision=PRECISION) * q_from_start[:, None]
         wrong = v.to(tl.float32) - tl.dot(k, held, input_precision=PRECISION) * k_from_start[:, None]
         u = tl.dot(solved, wrong.to(k.dtype), input_precision=PRECISION)
-        out = tl.dot(q, held, input_precision=PRECISION) * q_from_start[:, None]
         out = tl.dot(scores, u.to(k.dtype), out, input_precision=PRECISION)
         out_rows = out_ptr + start * (HV * V) + out_tile
         tl.store(out_rows, out.to(out_ptr.dtype.element_ty), mask=_inside(live, j, V, BLOCK_V))
         state = tl.dot(tl.trans(k), (u * k_to_end[:, None]).to(k.dtype), state * decay, input_precision=PRECISION)
-        place += HV
         boundary += CHUNK
-    tl.store(cells + write * states_ss, state.to(states_ptr.dtype.element_ty), mask=inside)
+    tl.store(cells + write.to(tl.int64) * states_ss, state.to(states_ptr.dtype.element_ty), mask=inside)
 
 
 def gdn_gates_triton(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,4 +244,4 @@ def pass_tile(states: int, value_dim: int, size: int, block_k: int, v: Tensor) -
     narrow = v.itemsize > 2 or states * value_dim <= 32 * multiprocessors(v.device)
     block_v = min(32 if narrow else 64, max(16, triton.next_power_of_2(value_dim)))
     chunk_bytes = size * (2 * block_k + 2 * size + block_v) * v.itemsize
-    return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": 3 if 3 * chunk_bytes <= MAX_PREFETCH else 2}
+    return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": min(4, max(2, PREFETCH_BYTES // chunk_bytes))}
