@@ -122,15 +122,21 @@ def skinny_linear(config: ModelConfig, tokens: int, activation: str | None, resi
     return Case("skinny_linear", args | {"residual": normal(tokens, hidden)}, consumed=("residual",))
 
 
+def padded_rows() -> Tensor:
+    """25 rows of two tokens each; the last three are padding."""
+    return int32([*range(1, 23), 0, 0, 0])
+
+
 def router_softmax(config: ModelConfig) -> Case:
     args = {"logits": normal(50, config.hf.num_experts, dtype=torch.float32), "top_k": config.hf.num_experts_per_tok}
-    return Case("router_softmax", args | {"renormalize": True})
+    return Case("router_softmax", args | {"renormalize": True, "rows": padded_rows()})
 
 
 def router_sigmoid_grouped() -> Case:
     bias = normal(128, scale=0.1, dtype=torch.float32)
     args = {"logits": normal(50, 128, dtype=torch.float32), "correction_bias": bias, "top_k": 6, "n_group": 4}
-    return Case("router_sigmoid_grouped", args | {"topk_group": 2, "renormalize": True, "scaling": 2.5})
+    rest = {"topk_group": 2, "renormalize": True, "scaling": 2.5, "rows": padded_rows()}
+    return Case("router_sigmoid_grouped", args | rest)
 
 
 def fused_experts(config: ModelConfig, tokens: int) -> Case:
