@@ -17,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
@@ -94,6 +95,8 @@ def _compile(fn: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _type(value: Any) -> str:
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
     if isinstance(value, torch.Tensor):
         return _TYPES[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"

@@ -14,7 +14,8 @@ from hybridrt.kernels.gated_delta_rule_triton import chunk_gated_delta_rule_trit
 from hybridrt.kernels.gdn_decode_triton import gdn_decode_triton
 from hybridrt.kernels.moe_router_triton import router_sigmoid_grouped_triton, router_softmax_triton
 from hybridrt.kernels.moe_triton import fused_experts_triton
-from hybridrt.kernels.paged_attention_triton import attention_decode_triton, attention_extend_triton, write_kv_triton
+from hybridrt.kernels.paged_attention_triton import attention_decode_triton, write_kv_triton
+from hybridrt.kernels.prefill_attention_triton import attention_extend_triton
 from hybridrt.kernels.rms_norm_triton import add_rms_norm_triton
 from hybridrt.kernels.rotary_triton import rotary_write_kv_triton
 from hybridrt.kernels.sampling import Penalties
@@ -53,9 +54,13 @@ def attention(query_heads: int, kv_heads: int, dim: int, rot: int) -> None:
             tree_mask=tree,
         )
     q, k = meta(8192, query_heads, dim), meta(8192, kv_heads, dim)
-    attention_extend_triton(
-        q, cache, cache, table, int32(1), int32(2), int32(1), scale=0.1, query_lens=[8192], seq_lens_host=[8192]
-    )
+    # Long chunks, whose keys are gathered, short ones, and one so short that tiles are halved.
+    for rows, tokens, window in ((1, 8192, None), (1, 8192, 4096), (64, 128, None), (64, 128, 4096), (1, 128, None)):
+        lens = [tokens] * rows
+        attention_extend_triton(
+            q[: rows * tokens], cache, cache, table, int32(rows), int32(rows + 1), int32(rows), scale=0.1,
+            sliding_window=window, query_lens=lens, seq_lens_host=lens,
+        )  # fmt: skip
     weight, slots = float32(dim), int32(8192)
     rotary_write_kv_triton(q, k, k, slots, float32(4096, rot), weight, weight, 1e-6, cache, cache, slots)
     write_kv_triton(k, k, cache, cache, slots)

@@ -128,10 +128,11 @@ def test_a_chain_is_the_tree_whose_mask_is_triangular():
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles so small that short contexts take many of them, and a group of query heads more than one."""
-    from hybridrt.kernels import paged_attention_triton
+    from hybridrt.kernels import paged_attention_triton, prefill_attention_triton
 
-    for name in ("BLOCK_N", "DECODE_BLOCK_M", "EXTEND_BLOCK_M"):
-        monkeypatch.setattr(paged_attention_triton, name, 16)
+    for module in (paged_attention_triton, prefill_attention_triton):
+        for name in ("BLOCK_N", "BLOCK_M"):
+            monkeypatch.setattr(module, name, 16)
 
 
 @pytest.mark.parametrize("sliding_window", [None, 20])
@@ -160,30 +161,63 @@ def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, slidi
             close(out[b, t], slow_attention(q[b, t], cache.keys[b], cache.values[b], visible))
 
 
-@pytest.mark.parametrize("sliding_window", [None, 20])
-def test_extend_over_many_tiles(small_tiles, sliding_window):
-    torch.manual_seed(0)
-    seq_lens, query_lens = [70, 37, 20], [9, 37, 2]
-    cache = Cache(seq_lens, max_context=96)
-    q = torch.randn(sum(query_lens), 6, HEAD_DIM)
-    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    out = attention_extend(
-        q,
-        cache.k,
-        cache.v,
-        cache.table,
-        cache.rows,
-        starts,
-        torch.tensor(seq_lens, dtype=torch.int32),
-        scale=SCALE,
-        sliding_window=sliding_window,
-        query_lens=query_lens,
+@pytest.fixture
+def gathering(monkeypatch):
+    """Chunks of any length copy their keys and values together first, where the dtype allows it."""
+    from hybridrt.kernels import prefill_attention_triton
+
+    monkeypatch.setattr(prefill_attention_triton, "GATHER_FROM", 0)
+
+
+def extend(q, cache, query_lens, seq_lens, sliding_window=None):
+    return attention_extend(
+        q, cache.k, cache.v, cache.table, cache.rows, torch.tensor([0, *query_lens]).cumsum(0).int(),
+        torch.tensor(seq_lens, dtype=torch.int32), scale=SCALE, sliding_window=sliding_window, query_lens=query_lens,
         seq_lens_host=seq_lens,
-    )
+    )  # fmt: skip
+
+
+def check_extended(out, q, cache, query_lens, seq_lens, sliding_window=None):
+    token = 0
     for b, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
         for i in range(query_len):
-            token, visible = int(starts[b]) + i, window(seq_len - query_len + i, sliding_window)
-            close(out[token], slow_attention(q[token], cache.keys[b], cache.values[b], visible))
+            visible = window(seq_len - query_len + i, sliding_window)
+            close(out[token], slow_attention(q[token], cache.keys[b], cache.values[b], visible), q.dtype)
+            token += 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("sliding_window", [None, 20])
+def test_extend_over_many_tiles(small_tiles, gathering, sliding_window, dtype):
+    torch.manual_seed(0)
+    seq_lens, query_lens = [71, 37, 20], [9, 37, 2]  # a tile whose first query is the last but one of a block of keys
+    cache, q = Cache(seq_lens, dtype=dtype, max_context=96), torch.randn(sum(query_lens), 6, HEAD_DIM).to(dtype)
+    out = extend(q, cache, query_lens, seq_lens, sliding_window)
+    check_extended(out, q, cache, query_lens, seq_lens, sliding_window)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 3])
+def test_gathered_keys_of_many_rows(gathering, sliding_window):
+    """More rows than are added up at a time, some without a new token."""
+    torch.manual_seed(0)
+    query_lens = [1 + i % 2 for i in range(66)] + [0, 2]
+    seq_lens = [n + i % 7 for i, n in enumerate(query_lens)]
+    cache, q = Cache(seq_lens, 1, torch.float16), torch.randn(sum(query_lens), 2, HEAD_DIM).half()
+    out = extend(q, cache, query_lens, seq_lens, sliding_window)
+    check_extended(out, q, cache, query_lens, seq_lens, sliding_window)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 20])
+def test_gathered_keys_give_the_bits_of_pages(small_tiles, monkeypatch, sliding_window):
+    """Who else is in the batch decides which way a chunk goes, and may not change its tokens."""
+    from hybridrt.kernels import prefill_attention_triton
+
+    torch.manual_seed(0)
+    seq_lens, query_lens = [70, 37], [30, 37]
+    cache, q = Cache(seq_lens, dtype=torch.float16, max_context=96), torch.randn(67, 6, HEAD_DIM).half()
+    pages = extend(q, cache, query_lens, seq_lens, sliding_window)
+    monkeypatch.setattr(prefill_attention_triton, "GATHER_FROM", 0)
+    assert torch.equal(extend(q, cache, query_lens, seq_lens, sliding_window), pages)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -192,28 +226,11 @@ def test_extend_over_many_tiles(small_tiles, sliding_window):
 def test_extend_of_ragged_chunks_with_and_without_prefix(dtype, sliding_window, kv_heads):
     torch.manual_seed(0)
     seq_lens, query_lens = [9, 17, 5, 8, 4], [9, 6, 1, 0, 4]
-    cache = Cache(seq_lens, kv_heads, dtype)
-    total = sum(query_lens)
+    cache, total = Cache(seq_lens, kv_heads, dtype), sum(query_lens)
     q = torch.randn(total + 2, 4, HEAD_DIM + 3).to(dtype)[..., :HEAD_DIM]
-    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    out = attention_extend(
-        q,
-        cache.k,
-        cache.v,
-        cache.table,
-        cache.rows,
-        starts,
-        torch.tensor(seq_lens, dtype=torch.int32),
-        scale=SCALE,
-        sliding_window=sliding_window,
-        query_lens=query_lens,
-        seq_lens_host=seq_lens,
-    )
+    out = extend(q, cache, query_lens, seq_lens, sliding_window)
     assert out.dtype == dtype and torch.equal(out[total:], torch.zeros_like(out[total:]))
-    for b, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
-        for i in range(query_len):
-            token, visible = int(starts[b]) + i, window(seq_len - query_len + i, sliding_window)
-            close(out[token], slow_attention(q[token], cache.keys[b], cache.values[b], visible), dtype)
+    check_extended(out, q, cache, query_lens, seq_lens, sliding_window)
 
 
 def forget(cache, kept):
@@ -241,21 +258,14 @@ def test_decode_reads_nothing_before_the_window(small_tiles, tree):
     assert torch.equal(decode(), whole)
 
 
-def test_extend_reads_nothing_before_the_window(small_tiles):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_extend_reads_nothing_before_the_window(small_tiles, gathering, dtype):
     torch.manual_seed(0)
     seq_lens, query_lens, sliding_window = [60, 33, 7], [40, 1, 7], 11
-    q, cache = torch.randn(sum(query_lens), 4, HEAD_DIM), Cache(seq_lens, max_context=96)
-
-    def extend():
-        return attention_extend(
-            q, cache.k, cache.v, cache.table, cache.rows, torch.tensor([0, *query_lens]).cumsum(0).int(),
-            torch.tensor(seq_lens, dtype=torch.int32), scale=SCALE, sliding_window=sliding_window,
-            query_lens=query_lens, seq_lens_host=seq_lens,
-        )  # fmt: skip
-
-    whole = extend()
+    q, cache = torch.randn(sum(query_lens), 4, HEAD_DIM).to(dtype), Cache(seq_lens, dtype=dtype, max_context=96)
+    whole = extend(q, cache, query_lens, seq_lens, sliding_window)
     forget(cache, [max(n - new - sliding_window + 1, 0) for n, new in zip(seq_lens, query_lens, strict=True)])
-    assert torch.equal(extend(), whole)
+    assert torch.equal(extend(q, cache, query_lens, seq_lens, sliding_window), whole)
 
 
 def test_chunks_equal_the_whole():
@@ -263,22 +273,9 @@ def test_chunks_equal_the_whole():
     cache = Cache([19])
     q = torch.randn(19, 4, HEAD_DIM)
 
-    def extend(start, end):
-        return attention_extend(
-            q[start:end],
-            cache.k,
-            cache.v,
-            cache.table,
-            cache.rows,
-            torch.tensor([0, end - start]),
-            torch.tensor([end]),
-            scale=SCALE,
-            query_lens=[end - start],
-            seq_lens_host=[end],
-        )
-
-    whole = extend(0, 19)
-    torch.testing.assert_close(torch.cat([extend(0, 1), extend(1, 12), extend(12, 19)]), whole)
+    whole = extend(q, cache, [19], [19])
+    chunks = [extend(q[a:b], cache, [b - a], [b]) for a, b in ((0, 1), (1, 12), (12, 19))]
+    torch.testing.assert_close(torch.cat(chunks), whole)
     last = attention_decode(
         q[None, -1:], cache.k, cache.v, cache.table, cache.rows, torch.tensor([19]), scale=SCALE, max_len=19
     )

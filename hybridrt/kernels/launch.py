@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-H200_MULTIPROCESSORS = 132
+H200_MULTIPROCESSORS, H200_SHARED_MEMORY = 132, 227 << 10
 
 
 @cache
@@ -13,6 +13,15 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return H200_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have; off CUDA an H200's."""
+    if device.type != "cuda":
+        return H200_SHARED_MEMORY
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # the stub lacks it
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -14,9 +14,10 @@ from torch import Tensor
 from hybridrt.kernels.libraries.common import attention_limits
 from hybridrt.kernels.providers import decline, register, select
 
-for _op in ("write_kv", "attention_decode", "attention_extend"):
+_TRITON = {"write_kv": "paged", "attention_decode": "paged", "attention_extend": "prefill"}
+for _op, _file in _TRITON.items():
     register(_op, "torch", f"hybridrt.kernels.paged_attention:{_op}_reference")
-    register(_op, "triton", f"hybridrt.kernels.paged_attention_triton:{_op}_triton", priority=10)
+    register(_op, "triton", f"hybridrt.kernels.{_file}_attention_triton:{_op}_triton", priority=10)
 _LIBRARIES = "hybridrt.kernels.libraries"
 _FA3 = attention_limits(head_dims=(64, 96, 128, 192, 256), architectures=(8, 9))
 for _op in ("attention_decode", "attention_extend"):

@@ -1,11 +1,10 @@
-"""Triton kernels of paged attention (flash attention, Dao et al. 2022; split over the context, Dao et al. 2023).
+"""Triton kernels of paged decode attention (flash attention, Dao et al. 2022; split over the context, Dao et al. 2023).
 
 All query heads that share a key/value head are rows of one tile, so a key is loaded once for the group: row m of a tile
 is token m // GROUPS and head m % GROUPS of the group. Scores are in units of log 2.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from hybridrt.kernels.launch import dot_precision, multiprocessors
 from hybridrt.kernels.pdl_triton import begin, pdl
 
 BLOCK_N = 64  # context positions per tile; half of it in float32
-DECODE_BLOCK_M, EXTEND_BLOCK_M = 64, 128  # query rows per tile at most; half of it in float32 and for wide heads
+BLOCK_M = 64  # query rows per tile at most; half of it in float32
 PROGRAMS_PER_MULTIPROCESSOR = 4
 LONG_CONTEXT = 4096  # positions that one program may have to walk where the device is full anyway
 MAX_SPLITS = 64
@@ -172,7 +171,7 @@ def attention_decode_triton(
     batch, tokens, query_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     rows_per_head = tokens * query_heads // kv_heads
-    tile = _tile(rows_per_head, DECODE_BLOCK_M, q)
+    tile = _tile(rows_per_head, q)
     head_blocks = kv_heads * triton.cdiv(rows_per_head, tile["BLOCK_M"])
     walk = _walk(batch * head_blocks, req_to_token.shape[1], tile, q)
     tile |= walk.tile
@@ -237,102 +236,16 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> _
     return _Walk(max(1, min(wanted, blocks, MAX_SPLITS)), least, pipeline)
 
 
-def _tile(rows: int, largest: int, q: Tensor) -> dict[str, int]:
+def _tile(rows: int, q: Tensor) -> dict[str, int]:
     """Tile sizes and warps for `rows` query rows per key/value head."""
-    block_d = max(16, triton.next_power_of_2(q.shape[-1]))
-    halved = (q.dtype == torch.float32) + (block_d > 128 and largest > 64)
-    block_m = min(max(16, triton.next_power_of_2(rows)), max(16, largest >> halved))
-    block_n = max(16, BLOCK_N >> (q.dtype == torch.float32))
+    block_d, halved = max(16, triton.next_power_of_2(q.shape[-1])), q.dtype == torch.float32
+    block_m = min(max(16, triton.next_power_of_2(rows)), max(16, BLOCK_M >> halved))
     return {
         "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
+        "BLOCK_N": max(16, BLOCK_N >> halved),
         "BLOCK_D": block_d,
         "num_warps": 8 if block_m * block_d > 8192 else 4,
     }
-
-
-@triton.jit
-def _extend_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, out_ptr,
-    q_st, q_sh, table_sr, scale_log2,
-    HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    # The last blocks of a row see the longest context: start them first.
-    block_m, kv_head, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(starts_ptr + b)
-    query_len = tl.load(starts_ptr + b + 1) - start
-    if block_m * BLOCK_M >= query_len * GROUPS:
-        return
-    seq_len = tl.load(seq_lens_ptr + b)
-    m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    live, token, head = m < query_len * GROUPS, m // GROUPS, kv_head * GROUPS + m % GROUPS
-    d = tl.arange(0, BLOCK_D)
-    mask = live[:, None] & (d < D)[None, :]
-    row = (start + token).to(tl.int64)
-    q = tl.load(q_ptr + (row * q_st + head * q_sh)[:, None] + d[None, :], mask=mask, other=0.0)
-    table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr
-    prefix = seq_len - query_len
-    position = prefix + token
-    first_token = block_m * BLOCK_M // GROUPS
-    last_token = tl.minimum((block_m * BLOCK_M + BLOCK_M - 1) // GROUPS, query_len - 1)
-    begin, full, end = 0, (prefix + first_token + 1) // BLOCK_N * BLOCK_N, prefix + last_token + 1
-    oldest = 0
-    if WINDOW > 0:
-        oldest = tl.maximum(prefix + first_token - WINDOW + 1, 0)
-        begin = oldest // BLOCK_N * BLOCK_N
-        full = begin
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    everything = tl.full([BLOCK_N], 1, tl.int1)
-    for offset in range(begin, full, BLOCK_N):  # keys that the whole block sees
-        pos = offset + tl.arange(0, BLOCK_N)
-        acc, row_max, row_sum = _attend(q, k_ptr, v_ptr, table, pos, everything, everything[None, :], kv_head, d, acc,
-                                        row_max, row_sum, scale_log2, HKV, D, PRECISION)  # fmt: skip
-    for offset in range(full, end, BLOCK_N):
-        pos = offset + tl.arange(0, BLOCK_N)
-        visible = pos[None, :] <= position[:, None]
-        in_context = pos < seq_len
-        if WINDOW > 0:
-            visible &= position[:, None] - pos[None, :] < WINDOW
-            in_context &= pos >= oldest
-        acc, row_max, row_sum = _attend(q, k_ptr, v_ptr, table, pos, in_context, visible, kv_head, d, acc,
-                                        row_max, row_sum, scale_log2, HKV, D, PRECISION)  # fmt: skip
-    out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + ((row * HKV * GROUPS + head) * D)[:, None] + d[None, :], out, mask=mask)
-
-
-def attention_extend_triton(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    req_to_token: Tensor,
-    rows: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    query_lens: Sequence[int],
-    seq_lens_host: Sequence[int],
-) -> Tensor:
-    """`attention_extend` in one launch."""
-    query_heads, head_dim = q.shape[1:]
-    kv_heads = k_cache.shape[2]
-    groups = query_heads // kv_heads
-    allocate = torch.empty if sum(query_lens) == q.shape[0] else torch.zeros
-    out = allocate(q.shape, dtype=q.dtype, device=q.device)
-    longest = max(query_lens, default=0) * groups
-    if longest:
-        tile = _tile(longest, EXTEND_BLOCK_M, q)
-        _extend_kernel[(triton.cdiv(longest, tile["BLOCK_M"]), kv_heads, len(query_lens))](
-            q, k_cache, v_cache, req_to_token, rows, query_start_loc, seq_lens, out,
-            q.stride(0), q.stride(1), req_to_token.stride(0), scale * math.log2(math.e),
-            HKV=kv_heads, GROUPS=groups, D=head_dim, WINDOW=sliding_window or 0, PRECISION=dot_precision(q.dtype),
-            **tile, num_stages=2,
-        )  # fmt: skip
-    return out
 
 
 @triton.jit

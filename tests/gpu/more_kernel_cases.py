@@ -46,14 +46,14 @@ def attention_decode(config: AttentionConfig, tokens: int) -> Case:
     return Case("attention_decode", args)
 
 
-def attention_extend(config: AttentionConfig) -> Case:
-    new, computed = [700, 1, 130, 333], [0, 900, 77, 64]
+def attention_extend(config: AttentionConfig, new: list[int], sliding_window: int | None = None) -> Case:
+    computed = [0, 900, 77, 64]
     lengths = [a + b for a, b in zip(new, computed)]
     args, _ = paged(config, lengths)
     args |= {
         "q": normal(sum(new), config.num_heads, config.head_dim), "rows": int32(range(1, len(new) + 1)),
         "query_start_loc": int32([sum(new[:i]) for i in range(len(new) + 1)]), "seq_lens": int32(lengths),
-        "scale": config.head_dim**-0.5, "query_lens": new, "seq_lens_host": lengths,
+        "scale": config.head_dim**-0.5, "query_lens": new, "seq_lens_host": lengths, "sliding_window": sliding_window,
     }  # fmt: skip
     return Case("attention_extend", args, decode=False)
 
@@ -183,7 +183,10 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
     attention, hidden = config.attention, config.hidden_size
     for tokens in (1, 4):
         yield f"attention_decode {tokens}", partial(attention_decode, attention, tokens)
-    yield "attention_extend", partial(attention_extend, attention)
+    for window in (None, 500):
+        details = "" if window is None else f" window {window}"
+        yield f"attention_extend{details}", partial(attention_extend, attention, [300, 1, 130, 133], window)
+        yield f"attention_extend long{details}", partial(attention_extend, attention, [3000, 1, 700, 1500], window)
     yield "write_kv", partial(write_kv, attention)
     if attention.rope is not None:
         yield "qk_norm_rotary", partial(rotary, "qk_norm_rotary", config)

@@ -197,7 +197,7 @@ def test_rows_of_intermediate_states_past_two_to_the_31() -> None:
     assert got.shape == wanted.shape and same_bits(got, wanted)
 
 
-@pytest.mark.parametrize("op", ["attention_decode 4", "attention_extend", "rotary_write_kv"])
+@pytest.mark.parametrize("op", ["attention_decode 4", "attention_extend", "attention_extend long", "rotary_write_kv"])
 def test_pages_past_two_to_the_31(op: str) -> None:
     """Caches of more than 2^31 numbers."""
     torch.manual_seed(4)
