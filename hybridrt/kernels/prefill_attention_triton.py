@@ -127,6 +127,7 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     # Finite, so that a query that has seen nothing yet has the weights exp2(-inf - row_max) = 0 and not NaN.
     row_max = tl.full([BLOCK_M], -1e30, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    # What is the same in all turns stays where it is (disable_licm): kept from before the loop, it would cost registers.
     for offset in tl.range(begin, furthest + 1, BLOCK_N, disable_licm=True):
         pos = offset + tl.arange(0, BLOCK_N)
         slot = 0
@@ -137,7 +138,7 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
         masked = offset >= masked_from
         if WINDOW > 0:
             masked |= offset <= furthest - WINDOW
-        if masked:
+        if masked:  # a loop of its own for these blocks makes ptxas serialize the matrix instructions of both
             visible = pos[None, :] <= position[:, None]
             if WINDOW > 0:
                 visible &= position[:, None] - pos[None, :] < WINDOW
