@@ -127,7 +127,7 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     # Finite, so that a query that has seen nothing yet has the weights exp2(-inf - row_max) = 0 and not NaN.
     row_max = tl.full([BLOCK_M], -1e30, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # What is the same in all turns stays where it is (disable_licm): kept from before the loop, it would cost registers.
+    # disable_licm: what is the same in all turns would cost registers if it were computed before the loop.
     for offset in tl.range(begin, furthest + 1, BLOCK_N, disable_licm=True):
         pos = offset + tl.arange(0, BLOCK_N)
         slot = 0
