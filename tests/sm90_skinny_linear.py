@@ -27,6 +27,7 @@ def main() -> None:
         block(1)
         block(8)
         block(32)
+        block(64)
     for usage in used:
         print(json.dumps(asdict(usage)), flush=True)
 

@@ -91,11 +91,11 @@ def test_plain_products_of_many_columns_and_odd_rows(tokens, shape):
 @pytest.mark.parametrize("activation", [None, "silu_and_mul"])
 @pytest.mark.parametrize(
     ("tokens", "tile"),
-    [(1, (2, 32, 4)), (1, (16, 64, 4)), (3, (32, 32, 4, 3)), (20, (16, 32, 4, 2, 3))],
+    [(1, (2, 32, 4)), (1, (16, 64, 4)), (3, (32, 32, 4, 3)), (20, (16, 32, 4, 2, 3)), (20, (16, 32, 4, 2, 3, 2))],
 )
 def test_any_tile_of_the_weight(tokens, tile, activation, monkeypatch):
     for name in ("matvec_tile", "matmul_tile"):
-        monkeypatch.setattr(f"hybridrt.kernels.skinny_linear_triton.{name}", lambda rows, columns: Tile(*tile))
+        monkeypatch.setattr(f"hybridrt.kernels.skinny_linear_triton.{name}", lambda *_: Tile(*tile))
     x, weight, generator = case(tokens, 42, 104, torch.float32)
     norm_weight, residual = torch.randn(104, generator=generator), torch.randn(tokens, 104, generator=generator)
     expected, total = by_formula(x, weight, None, norm_weight, residual, activation)
@@ -143,9 +143,7 @@ def test_programs_that_share_rows_count_from_zero_again(monkeypatch):
     """Twice the same launch; in the second the counters are what the first left."""
     from hybridrt.kernels import skinny_linear_triton
 
-    monkeypatch.setattr(
-        "hybridrt.kernels.skinny_linear_triton.matmul_tile", lambda rows, columns: Tile(16, 32, 4, 2, 4)
-    )
+    monkeypatch.setattr("hybridrt.kernels.skinny_linear_triton.matmul_tile", lambda *_: Tile(16, 32, 4, 2, 4))
     x, weight, _ = case(3, 40, 300, torch.float32)
     first, again = skinny_linear(x, weight)[0], skinny_linear(x, weight)[0]
     check(first, by_formula(x, weight)[0], torch.float32)
@@ -174,7 +172,7 @@ def test_too_many_tokens_a_residual_without_norm_and_a_tail_with_one():
 
 def test_the_cpu_keeps_the_separate_operations():
     for tokens, dtype in itertools.product((1, 16), (torch.float32, torch.bfloat16)):
-        assert not is_skinny(torch.zeros(tokens, 8, dtype=dtype), torch.zeros(8, 8, dtype=dtype))
+        assert not is_skinny(torch.zeros(tokens, 8, dtype=dtype), torch.zeros(8, 8, dtype=dtype), "relu2")
 
 
 def test_the_reference_is_the_product_itself():
@@ -195,7 +193,7 @@ def test_layers_compute_the_same_with_it_and_without(mlp_class, tokens, monkeypa
     for before in (None, residual):
         separate = mlp.after_norm(norm, x, None if before is None else before.clone())
         with monkeypatch.context() as patch:
-            patch.setattr("hybridrt.layers.linear.is_skinny", lambda x, weight: True)
+            patch.setattr("hybridrt.layers.linear.is_skinny", lambda *_: True)
             fused = mlp.after_norm(norm, x, None if before is None else before.clone())
         torch.testing.assert_close(fused, separate, rtol=1e-2, atol=1e-2)
         assert torch.equal(fused[1], x if before is None else x + before)

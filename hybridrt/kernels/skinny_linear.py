@@ -15,17 +15,19 @@ from hybridrt.kernels.activation import relu2_reference, silu_and_mul_reference
 from hybridrt.kernels.providers import register, select
 from hybridrt.kernels.rms_norm import rms_norm_reference
 
-MAX_TOKENS = 32  # with more, cuBLAS is as fast on an H200
-
 register("skinny_linear", "torch", "hybridrt.kernels.skinny_linear:skinny_linear_reference")
 register("skinny_linear", "triton", "hybridrt.kernels.skinny_linear_triton:skinny_linear_triton", priority=10)
 
 Activation = Literal["silu_and_mul", "relu2"]
 
+MAX_TOKENS = 128
+# With more, cuBLAS and a launch for the activation are as fast on an H200.
+BEST_UP_TO: dict[Activation | None, int] = {None: 32, "relu2": 64, "silu_and_mul": 128}
 
-def is_skinny(x: Tensor, weight: Tensor) -> bool:
+
+def is_skinny(x: Tensor, weight: Tensor, activation: Activation | None) -> bool:
     """Whether skinny_linear beats the separate operations for x `[T, K]`: few rows and 16-bit weights, on a GPU."""
-    return x.is_cuda and 0 < x.shape[0] <= MAX_TOKENS and weight.dtype in (torch.bfloat16, torch.float16)
+    return x.is_cuda and 0 < x.shape[0] <= BEST_UP_TO[activation] and weight.dtype in (torch.bfloat16, torch.float16)
 
 
 def skinny_linear(

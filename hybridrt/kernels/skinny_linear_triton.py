@@ -5,7 +5,8 @@ a tile of weights in registers while the next is on its way, and has its first t
 front (`pdl_triton`); the norm's scale is applied to the finished products, so that the sum of squares needs no pass of
 its own. With more tokens the tiles go through shared memory, and the norm is a launch of its own: every program would
 have to read all tokens twice. Where a weight has too few rows to occupy the device, programs share a row block and take
-a part of its columns each; the last to finish sums the parts, always in the same order.
+a part of its columns each; the last to finish sums the parts, always in the same order. Likewise where a few blocks are
+left over after whole waves of them: shared, they are done before the others.
 """
 
 from collections.abc import MutableMapping
@@ -22,13 +23,13 @@ from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
 from hybridrt.kernels.skinny_linear import Activation
 
-MULTIPROCESSORS = 128  # of the devices that the tiles are for, about; tiles do not change with the device
+MULTIPROCESSORS = 132  # of the devices that the tiles are for; tiles do not change with the device
 
 
 @triton.jit
-def _weight_rows(N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of the weight that this program multiplies; with silu_and_mul gate and up rows take turns."""
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+def _weight_rows(block, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of the weight in this block; with silu_and_mul gate and up rows take turns."""
+    row = block * BLOCK_N + tl.arange(0, BLOCK_N)
     if ACTIVATION == "silu_and_mul":
         row = row // 2 + (row % 2) * (N // 2)
     return row
@@ -48,17 +49,17 @@ def _activate(y, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_output(  # type: ignore[no-untyped-def]
-    y, bias_ptr, out_ptr, tokens, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr
+    y, bias_ptr, out_ptr, block, tokens, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Adds the bias to the products y [T, BLOCK_N] of this program, activates and writes them."""
+    """Adds the bias to the products y [T, BLOCK_N] of a block of rows, activates and writes them."""
     if bias_ptr is not None:
-        row = _weight_rows(N, ACTIVATION, BLOCK_N)
+        row = _weight_rows(block, N, ACTIVATION, BLOCK_N)
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
     y = _activate(y, ACTIVATION)
     width = N
     if ACTIVATION == "silu_and_mul":
         width = N // 2
-    t, column = tl.arange(0, y.shape[0]), tl.program_id(0) * y.shape[1] + tl.arange(0, y.shape[1])
+    t, column = tl.arange(0, y.shape[0]), block * y.shape[1] + tl.arange(0, y.shape[1])
     out = out_ptr + t.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=(t < tokens)[:, None] & (column < width)[None, :])
 
@@ -80,7 +81,7 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
     """One token. A thread owns 8 neighbouring columns of each row, one 16-byte load."""
     k = tl.arange(0, BLOCK_K)
     # Past the last row the last one is read again: cheaper than a mask, and never written.
-    row = tl.minimum(_weight_rows(N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
+    row = tl.minimum(_weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
     weights = weight_ptr + row[:, None] * K + k[None, :]
     tile = tl.load(weights, mask=(k < K)[None, :], other=0.0)
     sum_end = tl.where(tl.program_id(0) == 0, K, 0)  # the first program alone writes x + residual
@@ -107,28 +108,35 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
     y = tl.sum(acc, axis=1)
     if norm_ptr is not None:
         y *= 1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + eps)
-    _store_output(y[None, :], bias_ptr, out_ptr, 1, N, ACTIVATION, BLOCK_N)
+    _store_output(y[None, :], bias_ptr, out_ptr, tl.program_id(0), 1, N, ACTIVATION, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "whole"])
 def _matmul_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, tail_ptr, weight_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, x_st, tail_st, tokens, N,
+    x_ptr, tail_ptr, weight_ptr, bias_ptr, out_ptr, parts_ptr, arrivals_ptr, x_st, tail_st, tokens, N, whole,
     K: tl.constexpr, HEAD: tl.constexpr, T: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [row blocks, SPLIT]: weight [BLOCK_N, K / SPLIT] x tokens [K / SPLIT, T], the weights on the left, where a
-    tensor core takes 64 rows, and STAGES tiles ahead in shared memory. HEAD: columns of the input before the tail."""
+    """`whole` programs with a block of rows each, then SPLIT for each block that is left: weight [BLOCK_N, K or its
+    part] x tokens [K, T], the weights on the left, where a tensor core takes 64 rows, and STAGES tiles ahead in shared
+    memory. HEAD: columns of the input before the tail."""
+    PART: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
+    block, part, first, end = tl.program_id(0), 0, 0, K
+    if SPLIT > 1:
+        shared = block - whole
+        if shared >= 0:
+            block, part = whole + shared // SPLIT, shared % SPLIT
+            first = part * PART
+            end = tl.minimum(first + PART, K)
     k, t = tl.arange(0, BLOCK_K), tl.arange(0, T)
-    row = tl.minimum(_weight_rows(N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
+    row = tl.minimum(_weight_rows(block, N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
     weights = weight_ptr + row[:, None] * K + k[None, :]
     live = (t < tokens)[None, :]
-    PART: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
-    first = tl.program_id(1) * PART
     begin(PDL)
     acc = tl.zeros([BLOCK_N, T], tl.float32)
-    for start in tl.range(first, first + PART, BLOCK_K, num_stages=STAGES):
-        if K % (SPLIT * BLOCK_K) == 0:
+    for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K == 0:
             tile = tl.load(weights + start)
         else:
             tile = tl.load(weights + start, mask=(start + k < K)[None, :], other=0.0)
@@ -143,29 +151,32 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
         else:
             inputs = tl.where(column < HEAD, x_ptr + t[None, :] * x_st, tail_ptr - HEAD + t[None, :] * tail_st) + column
         acc = tl.dot(tile, tl.load(inputs, mask=mask, other=0.0), acc, input_precision=PRECISION)
-    if SPLIT > 1:
-        width = tl.num_programs(0) * BLOCK_N
-        cells = parts_ptr + t[None, :] * width + (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-        tl.store(cells + tl.program_id(1) * (T * width), acc)
+    if SPLIT == 1 or block < whole:
+        _store_output(tl.trans(acc), bias_ptr, out_ptr, block, tokens, N, ACTIVATION, BLOCK_N)
+    else:
+        cells = parts_ptr + (block - whole).to(tl.int64) * (SPLIT * BLOCK_N * T)
+        cells += tl.arange(0, BLOCK_N)[:, None] * T + t[None, :]
+        tl.store(cells + part * (BLOCK_N * T), acc)
         tl.debug_barrier()  # the arrival below publishes what all threads stored
-        if tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") < SPLIT - 1:
-            return
-        tl.store(arrivals_ptr + tl.program_id(0), 0)
-        acc = tl.zeros([BLOCK_N, T], tl.float32)
-        for part in tl.static_range(SPLIT):
-            acc += tl.load(cells + part * (T * width), cache_modifier=".cg")
-    _store_output(tl.trans(acc), bias_ptr, out_ptr, tokens, N, ACTIVATION, BLOCK_N)
+        if tl.atomic_add(arrivals_ptr + block - whole, 1, sem="acq_rel") == SPLIT - 1:
+            tl.store(arrivals_ptr + block - whole, 0)
+            total = tl.zeros([BLOCK_N, T], tl.float32)
+            for other in range(SPLIT):
+                total += tl.load(cells + other * (BLOCK_N * T), cache_modifier=".cg")
+            _store_output(tl.trans(total), bias_ptr, out_ptr, block, tokens, N, ACTIVATION, BLOCK_N)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of the weight that a program works on at a time, how, and how many programs share its rows."""
+    """Rows and columns of the weight that a program works on at a time, and how. With `split` above 1 that many programs
+    share each of the last `shared` blocks of rows (None: of all blocks)."""
 
     block_n: int
     block_k: int
     num_warps: int
     stages: int = 1
     split: int = 1
+    shared: int | None = None
 
 
 def skinny_linear_triton(
@@ -225,18 +236,20 @@ def _matmul(
     x: Tensor, tail: Tensor | None, weight: Tensor, bias: Tensor | None, activation: Activation | None, out: Tensor
 ) -> None:
     rows, columns = weight.shape
-    tile = matmul_tile(rows, columns)
+    tile = matmul_tile(rows, columns, x.shape[0])
     tokens, most = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
     blocks = triton.cdiv(rows, tile.block_n)
-    parts = arrivals = None
+    whole, parts, arrivals = blocks, None, None
     if tile.split > 1:
-        parts = torch.empty((tile.split, most, blocks * tile.block_n), dtype=torch.float32, device=x.device)
+        shared = blocks if tile.shared is None else tile.shared
+        whole = blocks - shared
+        parts = torch.empty((shared, tile.split, tile.block_n, most), dtype=torch.float32, device=x.device)
         arrivals = _arrivals.get(weight)
-        if arrivals is None or len(arrivals) < blocks:
-            arrivals = _arrivals[weight] = torch.zeros(blocks, dtype=torch.int32, device=x.device)
-    _matmul_kernel[(blocks, tile.split)](
+        if arrivals is None or len(arrivals) < shared:
+            arrivals = _arrivals[weight] = torch.zeros(shared, dtype=torch.int32, device=x.device)
+    _matmul_kernel[(whole + (blocks - whole) * tile.split,)](
         x, tail, weight, bias, out, parts, arrivals, x.stride(0), 0 if tail is None else tail.stride(0), tokens, rows,
-        K=columns, HEAD=x.shape[1], T=most, ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        whole, K=columns, HEAD=x.shape[1], T=most, ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STAGES=tile.stages, SPLIT=tile.split, PRECISION=dot_precision(x.dtype), num_warps=tile.num_warps,
         **pdl(x.device),
     )  # fmt: skip
@@ -251,16 +264,22 @@ def matvec_tile(rows: int, columns: int) -> Tile:
     return _narrowed(tile, columns)
 
 
-def matmul_tile(rows: int, columns: int) -> Tile:
-    """Tile of the kernel for several tokens: 64 rows, all of them in one wave of programs where there are just enough,
-    and shared by up to 8 programs where there are too few."""
-    blocks = triton.cdiv(rows, 64)
-    if blocks >= MULTIPROCESSORS:
-        return _narrowed(Tile(64, 64, 4, 6) if blocks < 2 * MULTIPROCESSORS else Tile(64, 128, 4, 4), columns)
-    split = 1
-    while blocks * split < MULTIPROCESSORS and split < 8 and columns >= 2 * split * 256:
-        split *= 2
-    return _narrowed(Tile(64, 128, 4, 4, split), columns)
+def matmul_tile(rows: int, columns: int, tokens: int) -> Tile:
+    """Tile of the kernel for several tokens: 64 rows, stages for two or three programs a multiprocessor. Blocks of rows
+    too few for two a multiprocessor are shared, all of them; where a few are left over after whole waves, these few, so
+    that nobody waits for them."""
+    blocks, wide = triton.cdiv(rows, 64), tokens > 32
+    left = blocks % MULTIPROCESSORS
+    if blocks <= MULTIPROCESSORS:
+        split = max(1, min(2 * MULTIPROCESSORS // blocks, 8, columns // 512))
+        tile = Tile(64, 128, 4, 3 if wide else 4, split)
+    elif 0 < left <= MULTIPROCESSORS // 4:
+        split = max(2, min(round(MULTIPROCESSORS / 2 / left), columns // 128))
+        deep = Tile(64, 64, 4, 6) if wide else Tile(64, 128, 4, 4)
+        tile = replace(deep if blocks < 2 * MULTIPROCESSORS else Tile(64, 64, 4, 4), split=split, shared=left)
+    else:
+        tile = Tile(64, 64, 4, 4 if tokens <= 64 else 3) if wide else Tile(64, 128, 4, 3)
+    return _narrowed(tile, columns)
 
 
 def _narrowed(tile: Tile, columns: int) -> Tile:

@@ -61,7 +61,7 @@ class DenseMethod:
         tail: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """act(x W^T + b) for x [T, in], whose last columns may come in `tail`."""
-        if is_skinny(x, weight):
+        if is_skinny(x, weight, activation):
             return skinny_linear(x, weight, bias, tail=tail, activation=activation)[0]
         y = F.linear(x if tail is None else side_by_side(x, tail), weight, bias)
         if activation is None:
@@ -89,7 +89,7 @@ class DenseMethod:
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(act(norm(x + residual) W^T + b), x + residual), as `norm` counts a missing residual."""
-        if not is_skinny(x, weight):
+        if not is_skinny(x, weight, activation):
             h, residual = norm(x, residual)
             return self.apply(h, weight, bias, activation), residual
         y, total = skinny_linear(

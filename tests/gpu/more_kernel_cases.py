@@ -110,9 +110,12 @@ def elementwise(op: str, width: int, tokens: int) -> Case:
     return Case(op, args | {"gate": normal(tokens, width)} if op == "sigmoid_mul" else args)
 
 
-def skinny_linear(config: ModelConfig, tokens: int, activation: str | None, residual: bool) -> Case:
+def skinny_linear(
+    config: ModelConfig, tokens: int, activation: str | None, residual: bool, columns: int | None = None
+) -> Case:
     hidden = config.hidden_size
-    columns = 2 * hidden if activation is None else config.hf.intermediate_size * (1 + (activation == "silu_and_mul"))
+    gates = 1 + (activation == "silu_and_mul")
+    columns = columns or (2 * hidden if activation is None else config.hf.intermediate_size * gates)
     args = {
         "x": normal(tokens, hidden), "weight": normal(columns, hidden, scale=hidden**-0.5), "activation": activation,
         "norm_weight": 1 + normal(hidden, scale=0.2, dtype=torch.float32), "eps": 1e-5,
@@ -201,6 +204,9 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "silu_and_mul", partial(elementwise, "silu_and_mul", 2 * config.hf.intermediate_size, 40)
         yield "skinny_linear silu", partial(skinny_linear, config, 1, "silu_and_mul", True)
         yield "skinny_linear 8", partial(skinny_linear, config, 8, None, False)
+        yield "skinny_linear 32, some rows shared", partial(skinny_linear, config, 32, None, False, 8728)
+        for tokens in (50, 100):
+            yield f"skinny_linear {tokens}", partial(skinny_linear, config, tokens, "silu_and_mul", False)
     if config.architecture.startswith("Nemotron"):
         yield "relu2", partial(elementwise, "relu2", config.hf.intermediate_size, 40)
         yield "gated_rms_norm", partial(gated_rms_norm, 8192, 1024, False)
