@@ -168,7 +168,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of the weight that a program works on at a time, and how. With `split` above 1 that many programs
+    """Rows and columns of the weight that a program works on at a time, and how. With `split` above 1 so many programs
     share each of the last `shared` blocks of rows (None: of all blocks)."""
 
     block_n: int
