@@ -16,7 +16,7 @@ from hybridrt.kernels.gated_delta_rule import gdn_gates_reference
 from hybridrt.kernels.gdn_decode import split_qkv
 from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.rms_norm import add_rms_norm
-from hybridrt.kernels.skinny_linear import BEST_UP_TO, Activation
+from hybridrt.kernels.skinny_linear import MAX_TOKENS, Activation
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import ColumnLinear, RowLinear
 from hybridrt.models.registry import model_class
@@ -107,6 +107,8 @@ def int32(device: str, values: Any) -> Tensor:
 @decode_op("skinny_linear")
 def skinny_linear(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
     activate = {"silu_and_mul": silu_and_mul, "relu2": relu2, None: lambda y: y}
+    if load.rows > MAX_TOKENS:
+        return
 
     def cublas(args: Args) -> Tensor:
         h, norm = args["x"], args["norm_weight"]
@@ -115,8 +117,6 @@ def skinny_linear(config: ModelConfig, load: Load, device: str) -> Iterator[Case
         return activate[args["activation"]](F.linear(h, args["weight"]))
 
     for (rows, columns, normed, activation), name in linears(config).items():
-        if load.rows > BEST_UP_TO[activation]:
-            continue
 
         def make(rows: int = rows, columns: int = columns, normed: bool = normed, act: Any = activation) -> Args:
             x, residual = normal(device, 2, load.rows, columns)

@@ -21,13 +21,14 @@ register("skinny_linear", "triton", "hybridrt.kernels.skinny_linear_triton:skinn
 Activation = Literal["silu_and_mul", "relu2"]
 
 MAX_TOKENS = 128
-# With more, cuBLAS and a launch for the activation are as fast on an H200.
-BEST_UP_TO: dict[Activation | None, int] = {None: 32, "relu2": 64, "silu_and_mul": 128}
+# Where cuBLAS becomes as fast on an H200; with an activation, and rows to fill the device, later than MAX_TOKENS.
+ALONE_UP_TO, FILLING_ROWS = 32, 16384
 
 
 def is_skinny(x: Tensor, weight: Tensor, activation: Activation | None) -> bool:
     """Whether skinny_linear beats the separate operations for x `[T, K]`: few rows and 16-bit weights, on a GPU."""
-    return x.is_cuda and 0 < x.shape[0] <= BEST_UP_TO[activation] and weight.dtype in (torch.bfloat16, torch.float16)
+    most = ALONE_UP_TO if activation is None or len(weight) < FILLING_ROWS else MAX_TOKENS
+    return x.is_cuda and 0 < x.shape[0] <= most and weight.dtype in (torch.bfloat16, torch.float16)
 
 
 def skinny_linear(

@@ -268,18 +268,19 @@ def matmul_tile(rows: int, columns: int, tokens: int) -> Tile:
     """Tile of the kernel for several tokens: 64 rows, stages for two or three programs a multiprocessor. Blocks of rows
     too few for two a multiprocessor are shared, all of them; where a few are left over after whole waves, these few, so
     that nobody waits for them."""
-    blocks, wide = triton.cdiv(rows, 64), tokens > 32
+    blocks = triton.cdiv(rows, 64)
     left = blocks % MULTIPROCESSORS
     if blocks <= MULTIPROCESSORS:
-        split = max(1, min(2 * MULTIPROCESSORS // blocks, 8, columns // 512))
-        tile = Tile(64, 128, 4, 3 if wide else 4, split)
-    elif 0 < left <= MULTIPROCESSORS // 4:
+        split = max(1, min(2 * MULTIPROCESSORS // blocks, 4 if tokens <= 16 else 8, columns // 512))
+        return _narrowed(Tile(64, 128, 4, 4 if tokens <= 32 else 3, split), columns)
+    if tokens > 32:
+        return _narrowed(Tile(64, 64, 4, 4 if tokens <= 64 else 3), columns)
+    one_wave = blocks < 2 * MULTIPROCESSORS
+    if 0 < left <= MULTIPROCESSORS // 4 and not (one_wave and tokens <= 16):
         split = max(2, min(round(MULTIPROCESSORS / 2 / left), columns // 128))
-        deep = Tile(64, 64, 4, 6) if wide else Tile(64, 128, 4, 4)
-        tile = replace(deep if blocks < 2 * MULTIPROCESSORS else Tile(64, 64, 4, 4), split=split, shared=left)
-    else:
-        tile = Tile(64, 64, 4, 4 if tokens <= 64 else 3) if wide else Tile(64, 128, 4, 3)
-    return _narrowed(tile, columns)
+        tile = Tile(64, 128, 4, 4) if one_wave else Tile(64, 64, 4, 5)
+        return _narrowed(replace(tile, split=split, shared=left), columns)
+    return _narrowed(Tile(64, 64, 4, 6) if one_wave else Tile(64, 128, 4, 4), columns)
 
 
 def _narrowed(tile: Tile, columns: int) -> Tile:
