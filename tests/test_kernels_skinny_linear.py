@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.skinny_linear import MAX_TOKENS, is_skinny, skinny_linear
-from hybridrt.kernels.skinny_linear_triton import Tile
+from hybridrt.kernels.skinny_linear_triton import Tile, matmul_tile
 from hybridrt.layers.mlp import GatedMLP, Relu2MLP
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build
@@ -149,6 +149,20 @@ def test_programs_that_share_rows_count_from_zero_again(monkeypatch):
     check(first, by_formula(x, weight)[0], torch.float32)
     assert torch.equal(first, again)
     assert not any(counters.any() for counters in skinny_linear_triton._arrivals.values())
+
+
+@pytest.mark.parametrize("tokens", [2, 16, 17, 32, 64, 128])
+def test_few_blocks_are_shared_and_few_that_are_left_over(tokens):
+    device = 132  # multiprocessors
+    for rows, columns in itertools.product((64, 1000, 64 * device, 8728, 18560, 24576), (256, 3072, 12288)):
+        tile, blocks = matmul_tile(rows, columns, tokens), -(-rows // 64)
+        shared = 0 if tile.split == 1 else blocks if tile.shared is None else tile.shared
+        assert shared in (0, blocks, blocks % device) and shared * tile.split <= 2 * device
+        assert tile.split <= -(-columns // tile.block_k), "each program has columns to multiply"
+        assert tile.stages * (64 + max(16, tokens)) * tile.block_k * 2 <= 227 * 1024, "fits shared memory"
+    assert matmul_tile(3072, 12288, 32).split == 5 and matmul_tile(18560, 4096, tokens).shared == (
+        26 if tokens <= 32 else None
+    )
 
 
 def test_sum_keeps_the_residuals_dtype():

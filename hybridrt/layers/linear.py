@@ -71,7 +71,7 @@ class DenseMethod:
     def adds(self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether the product should end with the addition of a residual, so that the norm behind it moves half the
         bytes. Few tokens leave it to the next product, as they do the norm."""
-        return not is_skinny(x, weight) and residual.dtype == x.dtype
+        return not is_skinny(x, weight, None) and residual.dtype == x.dtype
 
     def apply_onto(
         self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor | None
