@@ -37,7 +37,7 @@ def pack_step(
         "seq_lens": computed + np.array(lens, np.int32),
         "query_start_loc": np.array(ends, np.int32),
         "token_rows": _token_rows(plan, rows, lens, offsets),
-        "positions": _flat([range(r.computed, r.computed + n) for r, n in zip(plan.rows, lens)]),
+        "positions": np.arange(ends[-1], dtype=np.int32) + np.repeat(computed - np.array(ends[:-1], np.int32), lens),
         "extend_ids": _flat([r.tokens for r in plan.extend]),
         **({"following_ids": _flat([[*r.tokens[1:], r.following] for r in plan.extend])} if following else {}),
         "drafts": _flat([padded(r.drafts, tokens_per_row - 1) for r in plan.decode]),
@@ -77,7 +77,7 @@ def _bookkeeping(plan: StepPlan) -> dict[str, np.ndarray]:
         "admit_rows": np.array([a.row for a in plan.admissions], np.int32),
         "admit_slots": np.array([a.slot for a in plan.admissions], np.int32),
         "page_rows": _flat([[w.row] * len(w.pages) for w in plan.page_writes]),
-        "page_indices": _flat([range(w.first_page, w.first_page + len(w.pages)) for w in plan.page_writes]),
+        "page_indices": _flat([np.arange(w.first_page, w.first_page + len(w.pages)) for w in plan.page_writes]),
         "pages": _flat([w.pages for w in plan.page_writes]),
     }
 
@@ -87,7 +87,7 @@ def padded(drafts: Sequence[int], width: int) -> list[int]:
     return [*drafts, *[0] * (width - len(drafts))]
 
 
-def _flat(parts: Sequence[Sequence[int]]) -> np.ndarray:
+def _flat(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
     return np.concatenate([np.asarray(p, np.int32) for p in parts]) if parts else np.empty(0, np.int32)
 
 
