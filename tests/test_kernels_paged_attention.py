@@ -169,11 +169,11 @@ def gathering(monkeypatch):
     monkeypatch.setattr(prefill_attention_triton, "GATHER_FROM", 0)
 
 
-def extend(q, cache, query_lens, seq_lens, sliding_window=None):
+def extend(q, cache, query_lens, seq_lens, sliding_window=None, out=None):
     return attention_extend(
         q, cache.k, cache.v, cache.table, cache.rows, torch.tensor([0, *query_lens]).cumsum(0).int(),
         torch.tensor(seq_lens, dtype=torch.int32), scale=SCALE, sliding_window=sliding_window, query_lens=query_lens,
-        seq_lens_host=seq_lens,
+        seq_lens_host=seq_lens, out=out,
     )  # fmt: skip
 
 
@@ -231,6 +231,10 @@ def test_extend_of_ragged_chunks_with_and_without_prefix(dtype, sliding_window, 
     out = extend(q, cache, query_lens, seq_lens, sliding_window)
     assert out.dtype == dtype and torch.equal(out[total:], torch.zeros_like(out[total:]))
     check_extended(out, q, cache, query_lens, seq_lens, sliding_window)
+    wide = torch.full((total + 2, 3 + 4 * HEAD_DIM + 1), torch.nan, dtype=dtype)
+    place = wide[:, 3:-1].unflatten(1, (4, HEAD_DIM))
+    assert extend(q, cache, query_lens, seq_lens, sliding_window, place).data_ptr() == place.data_ptr()
+    assert torch.equal(place, out) and int(wide.isnan().sum()) == 4 * (total + 2)
 
 
 def forget(cache, kept):

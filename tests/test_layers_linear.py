@@ -1,5 +1,6 @@
 """How a block ends: inputs side by side without a copy, and products that end with the residual."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +30,7 @@ def test_other_columns_are_copied() -> None:
     apart = [
         (whole[:, :4], whole[:, 5:]), (whole[:, 4:], whole[:, :4]), (whole[:, :4], other[:, 4:]),
         (whole.t()[:, :1], whole.t()[:, 1:]), (whole[:, :4], whole[:, 4:].contiguous()),
+        (whole[:, :4], whole.flatten()[4:22].view(3, 6)), tuple(map(torch.from_numpy, np.split(whole.numpy(), [4], 1))),
     ]  # fmt: skip
     for x, tail in apart:
         joined = side_by_side(x, tail)

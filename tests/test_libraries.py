@@ -150,8 +150,11 @@ def test_extend_with_windows_and_surplus_tokens(
         "q": torch.randn(23, 6, 8), "query_start_loc": torch.tensor([0, 7, 8, 20], dtype=torch.int32),
         "query_lens": new, "seq_lens_host": lengths, "sliding_window": window,
     }  # fmt: skip
-    got = select("attention_extend", "cpu", provider)(**args)
-    torch.testing.assert_close(got, attention_extend_reference(**args), rtol=0, atol=1e-5)
+    op, want = select("attention_extend", "cpu", provider), attention_extend_reference(**args)
+    torch.testing.assert_close(op(**args), want, rtol=0, atol=1e-5)
+    place = torch.full((23, 50), torch.nan)[:, :48].unflatten(1, (6, 8))
+    assert op(**args, out=place) is place
+    torch.testing.assert_close(place, want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -166,11 +166,14 @@ class PagedAttnBackend(PagedKVBackend):
         )
         return out.reshape(q.shape[0], -1)
 
-    def forward_extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
+    def forward_extend(
+        self, q: torch.Tensor, layer: Any, batch: ForwardBatch, *, out: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
         meta, split = self._metadata(), batch.num_decode_rows
         assert meta.query_start_loc is not None
-        out: torch.Tensor = self._extend(
-            q.view(-1, layer.num_heads, layer.head_dim),
+        heads = q.view(-1, layer.num_heads, layer.head_dim)
+        result: torch.Tensor = self._extend(
+            heads,
             *self.kv_pool.layer(layer.layer_id),
             self.req_to_token_pool.req_to_token,
             meta.rows[split:],
@@ -180,5 +183,6 @@ class PagedAttnBackend(PagedKVBackend):
             sliding_window=layer.sliding_window,
             query_lens=meta.query_lens,
             seq_lens_host=meta.seq_lens_host,
+            out=None if out is None else out.view(heads.shape),
         )
-        return out.reshape(q.shape[0], -1)
+        return result.reshape(q.shape[0], -1)

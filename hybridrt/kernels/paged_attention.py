@@ -85,14 +85,16 @@ def attention_extend(
     sliding_window: int | None = None,
     query_lens: Sequence[int],
     seq_lens_host: Sequence[int],
+    out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of ragged chunks of new tokens, already in the cache, over prefix and chunk.
 
     q `[T, Hq, D]`: row b's tokens are q[query_start_loc[b] : query_start_loc[b + 1]] and end at position seq_lens[b] -
     1. query_lens and seq_lens_host are the host's copies of the lengths. The rest as in `attention_decode`. Returns
-    `[T, Hq, D]` in q's dtype; tokens past the last row are zeros.
+    `[T, Hq, D]` in q's dtype; tokens past the last row are zeros. If `out`, of any token stride, is given, they
+    are left there.
     """
-    out: Tensor = select("attention_extend", q.device.type)(
+    result: Tensor = select("attention_extend", q.device.type)(
         q,
         k_cache,
         v_cache,
@@ -104,8 +106,9 @@ def attention_extend(
         sliding_window=sliding_window,
         query_lens=query_lens,
         seq_lens_host=seq_lens_host,
+        out=out,
     )
-    return out
+    return result
 
 
 def write_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
@@ -209,8 +212,9 @@ def attention_extend_reference(
     sliding_window: int | None = None,
     query_lens: Sequence[int],
     seq_lens_host: Sequence[int],
+    out: Tensor | None = None,
 ) -> Tensor:
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format) if out is None else out.zero_()
     start = 0
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens_host, strict=True)):
         end = start + query_len

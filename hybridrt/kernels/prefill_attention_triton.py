@@ -101,7 +101,7 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     q_ptr, keys, values, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, out_ptr, q_st, q_sh, table_sr, total,
     scale_log2,
     HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, PAGED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, OUT_ST: tl.constexpr,
 ):  # fmt: skip
     # The last blocks of a row see the longest context: start them first.
     kv_head, block_m, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
@@ -152,7 +152,7 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     query_len = tl.load(starts_ptr + b + 1, volatile=True) - again
     block_m += tl.load(starts_ptr + b, volatile=True) - again
     first, token, head, live = _query_rows(block_m, query_len, kv_head, GROUPS, BLOCK_M)
-    at = (again + first).to(tl.int64) * (HKV * GROUPS * D) + ((token * HKV * GROUPS + head) * D)[:, None] + d[None, :]
+    at = (again + first).to(tl.int64) * OUT_ST + (token * OUT_ST + head * D)[:, None] + d[None, :]
     out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, out, mask=live[:, None] & (d < D)[None, :])
 
@@ -170,13 +170,14 @@ def attention_extend_triton(
     sliding_window: int | None = None,
     query_lens: Sequence[int],
     seq_lens_host: Sequence[int],
+    out: Tensor | None = None,
 ) -> Tensor:
     """`attention_extend` in one launch, or two where keys and values are copied together first."""
     query_heads, head_dim = q.shape[1:]
     kv_heads = k_cache.shape[2]
     groups = query_heads // kv_heads
-    allocate = torch.empty if sum(query_lens) == q.shape[0] else torch.zeros
-    out = allocate(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    out[sum(query_lens) :].zero_()
     longest = max(query_lens, default=0) * groups
     if not longest:
         return out
@@ -190,7 +191,8 @@ def attention_extend_triton(
         keys, values, total = _gather(k_cache, v_cache, batch, blocks, q.dtype, tile["BLOCK_D"], shape)
     _extend_kernel[(kv_heads, triton.cdiv(longest, tile["BLOCK_M"]), len(query_lens))](
         q, keys, values, *batch, out, q.stride(0), q.stride(1), req_to_token.stride(0), total,
-        scale * math.log2(math.e), GROUPS=groups, PAGED=not gathered, PRECISION=dot_precision(q.dtype), **shape, **tile,
+        scale * math.log2(math.e), GROUPS=groups, PAGED=not gathered, PRECISION=dot_precision(q.dtype),
+        OUT_ST=out.stride(0), **shape, **tile,
     )  # fmt: skip
     return out
 

@@ -117,18 +117,21 @@ def attention_extend(
     sliding_window: int | None = None,
     query_lens: Sequence[int],
     seq_lens_host: Sequence[int],
+    out: Tensor | None = None,
 ) -> Tensor:
     """`attention_extend`, planned for this call alone (hybridrt.attention.flashinfer plans once for all layers)."""
     real = sum(query_lens)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    out[real:].zero_()
     if real == 0:
-        return torch.zeros_like(q)
+        return out
     page_size = k_cache.shape[1]
     layout = HeadLayout(q.shape[1], k_cache.shape[2], q.shape[2], page_size, scale, sliding_window, q.dtype)
     attention = PagedAttention(torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device))
     attention.plan(query_lens, seq_lens_host, layout)
     attention.fill_pages(req_to_token, rows, page_size)
-    out = attention.run(q[:real], k_cache, v_cache)
-    return out if real == q.shape[0] else torch.cat((out, torch.zeros_like(q[real:])))
+    out[:real] = attention.run(q[:real], k_cache, v_cache)
+    return out
 
 
 def selective_state_update(

@@ -117,13 +117,15 @@ def attention_extend(
     sliding_window: int | None = None,
     query_lens: Sequence[int],
     seq_lens_host: Sequence[int],
+    out: Tensor | None = None,
 ) -> Tensor:
     """`attention_extend`, planned for this call alone (hybridrt.attention.fa3 plans once for all layers)."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if not any(query_lens):
-        return torch.zeros_like(q)
+        return out.zero_()
     page_size = k_cache.shape[1]
     plan = plan_extend(req_to_token, rows, query_start_loc, seq_lens, query_lens, seq_lens_host, page_size)
-    return run_extend(plan, q, k_cache, v_cache, scale, sliding_window, torch.empty_like(q))
+    return run_extend(plan, q, k_cache, v_cache, scale, sliding_window, out)
 
 
 def _window(sliding_window: int | None) -> tuple[int, int]:
