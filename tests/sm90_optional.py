@@ -122,6 +122,8 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     yield "attention_decode", paged(B, T), window | {"tree_mask": flags(B, T, T)}
     lens = {"query_start_loc": STARTS, "query_lens": [20, 10, 10], "seq_lens_host": [20, 30, 40]}
     yield "attention_extend", paged(TOKENS) | lens, window
+    long = {"query_lens": [8192] * B, "seq_lens_host": [9000] * B}  # keys and values are copied together first
+    yield "attention_extend", paged(8192 * B) | lens | long, window
     caches = {"k_cache": meta(20, 16, G, P), "v_cache": meta(20, 16, G, P), "out_cache_loc": int32(TOKENS)}
     heads = {"q": meta(TOKENS, H, P), "k": meta(TOKENS, G, P)}
     yield "write_kv", {"k": heads["k"], "v": heads["k"]} | caches, {}
