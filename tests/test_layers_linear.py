@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hybridrt.distributed.groups import TPGroup
+from hybridrt.layers import linear as linear_layers
 from hybridrt.layers.linear import RowLinear, Segment, side_by_side
 from hybridrt.layers.weights import Build
 
@@ -39,19 +40,24 @@ def test_other_columns_are_copied() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_product_ends_with_the_residual(bias: bool, dtype: torch.dtype) -> None:
-    """Not with a bias, nor onto a residual of another dtype: the next norm adds it then."""
+@pytest.mark.parametrize("adds_from", [3, 4])
+def test_a_product_ends_with_the_residual(
+    bias: bool, dtype: torch.dtype, adds_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with a bias, nor onto a residual of another dtype, nor of few tokens: the next norm adds it then."""
     torch.manual_seed(0)
+    monkeypatch.setattr(linear_layers, "ADDS_FROM", adds_from)
     linear, residual, (attn, ssm) = make(bias), torch.randn(3, 5, dtype=dtype), (torch.randn(3, 4), torch.randn(3, 6))
     want = linear(attn, ssm) + residual
     added, rest = linear.onto(residual, attn, ssm)
-    assert (rest is None) == (not bias and dtype == torch.float32)
+    assert (rest is None) == (not bias and dtype == torch.float32 and adds_from == 3)
     torch.testing.assert_close(added if rest is None else added + rest, want)
 
 
 def test_one_rank_alone_adds_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     """The summands of two ranks hold it once."""
     torch.manual_seed(0)
+    monkeypatch.setattr(linear_layers, "ADDS_FROM", 1)
     residual, x, parts = torch.randn(3, 5), torch.randn(3, 10), []
     linears = [make(tp=TPGroup(rank, 2)) for rank in range(2)]
     monkeypatch.setattr(TPGroup, "all_reduce", lambda group, y: parts.append(y) or y)

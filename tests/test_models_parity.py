@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
+from hybridrt.layers import linear
 from hybridrt.mem_cache.page_demand import PageDemand
 from tests.checkpoints import CASES, VOCAB, Checkpoint, CheckpointStore, has_replay
 from tests.session import Session, budget, check_sample
@@ -46,8 +47,10 @@ def requests(*lengths: int, steps: int = STEPS) -> list[tuple[list[int], int]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ragged_batch(name: str, checkpoints: CheckpointStore) -> None:
-    """Whole prompts of several lengths in one step, then decode steps."""
+def test_ragged_batch(name: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole prompts of several lengths in one step, whose products end with the residual, then decode steps, whose
+    products do not."""
+    monkeypatch.setattr(linear, "ADDS_FROM", sum(LENGTHS))
     checkpoint = checkpoints[name]
     session = Session(checkpoint.path, max_model_len=128)
     for sample in session.run(requests(*LENGTHS)):

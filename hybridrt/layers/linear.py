@@ -20,6 +20,8 @@ from hybridrt.layers.weights import Build, Piece, Target, Transform, parameter
 # What a block adds and what it is to be added to, [T, hidden] each; None where the first has been added already.
 Summands = tuple[torch.Tensor, torch.Tensor | None]
 
+ADDS_FROM = 1024  # tokens: a product of fewer loses more by ending with an addition than the norm behind it gains
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -68,10 +70,10 @@ class DenseMethod:
             return y
         return silu_and_mul(y) if activation == "silu_and_mul" else relu2(y)
 
-    def adds(self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    def adds(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
         """Whether the product should end with the addition of a residual, so that the norm behind it moves half the
-        bytes. Few tokens leave it to the next product, as they do the norm."""
-        return not is_skinny(x, weight, None) and residual.dtype == x.dtype
+        bytes."""
+        return x.shape[0] >= ADDS_FROM and residual.dtype == x.dtype
 
     def apply_onto(
         self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor | None
@@ -211,7 +213,7 @@ class RowLinear(_SegmentedLinear):
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> Summands:
         """`forward` and the residual that it is to be added to: how a block ends. May overwrite `residual`."""
-        if self.bias is not None or not self.method.adds(residual, x, self.weight):
+        if self.bias is not None or not self.method.adds(residual, x):
             return self(x, tail), residual
         # One rank adds the residual, as it would a bias: the sum over ranks must hold it once.
         if self.tp.rank == 0:
