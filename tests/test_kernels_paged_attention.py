@@ -220,6 +220,20 @@ def test_gathered_keys_give_the_bits_of_pages(small_tiles, monkeypatch, sliding_
     assert torch.equal(extend(q, cache, query_lens, seq_lens, sliding_window), pages)
 
 
+@pytest.mark.parametrize("spare", [0, -1])
+def test_a_copy_of_keys_that_is_too_large_is_not_made(provider, gathering, monkeypatch, spare):
+    """Keys and values of two heads, 130 tokens in tiles of 64, 16 numbers of 2 bytes each."""
+    from hybridrt.kernels import prefill_attention_triton
+
+    torch.manual_seed(0)
+    copies, gather = [], prefill_attention_triton._gather
+    monkeypatch.setattr(prefill_attention_triton, "GATHER_MOST", 2 * 2 * 192 * 16 * 2 + spare)
+    monkeypatch.setattr(prefill_attention_triton, "_gather", lambda *args: copies.append(args) or gather(*args))
+    cache, q = Cache([130], dtype=torch.float16, max_context=144), torch.randn(3, 4, HEAD_DIM).half()
+    check_extended(extend(q, cache, [3], [130]), q, cache, [3], [130])
+    assert len(copies) == (provider != "torch" and spare == 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("sliding_window", [None, 5, 100])
 @pytest.mark.parametrize("kv_heads", [1, 2])

@@ -20,6 +20,7 @@ from hybridrt.kernels.launch import H200_SHARED_MEMORY, dot_precision, multiproc
 
 BLOCK_M, BLOCK_N = 128, 64  # query rows and context positions per tile; half of them in float32
 GATHER_FROM = 8192  # query rows of a key/value head and request, in the mean, from which on copying keys together pays
+GATHER_MOST = 1 << 30  # bytes of such a copy: contexts so long that it would be larger are read from their pages
 
 
 @triton.jit
@@ -181,13 +182,15 @@ def attention_extend_triton(
     longest = max(query_lens, default=0) * groups
     if not longest:
         return out
-    gathered = _ample(q) and sum(query_lens) * groups >= GATHER_FROM * len(query_lens)
+    blocks = _blocks(query_lens, seq_lens_host, sliding_window)
+    many = sum(query_lens) * groups >= GATHER_FROM * len(query_lens)
+    copied = 2 * BLOCK_N * sum(blocks) * kv_heads * max(16, triton.next_power_of_2(head_dim)) * q.element_size()
+    gathered = _ample(q) and many and copied <= GATHER_MOST
     tile = _tile_of(q, kv_heads, query_lens, gathered)
     keys, values, total = k_cache, v_cache, 0
     batch = (req_to_token, rows, query_start_loc, seq_lens)
     shape = {"HKV": kv_heads, "D": head_dim, "WINDOW": sliding_window or 0}
     if gathered:
-        blocks = _blocks(query_lens, seq_lens_host, sliding_window)
         keys, values, total = _gather(k_cache, v_cache, batch, blocks, q.dtype, tile["BLOCK_D"], shape)
     _extend_kernel[(kv_heads, triton.cdiv(longest, tile["BLOCK_M"]), len(query_lens))](
         q, keys, values, *batch, out, q.stride(0), q.stride(1), req_to_token.stride(0), total,
