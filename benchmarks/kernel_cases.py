@@ -273,6 +273,8 @@ def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]
         shape = state_shape(config.linear[kind])
         heads, values, keys = shape.temporal
         ring = heads * values * 2 + shape.groups * keys * 2 + heads * 4
+        # The conv ring is read whole, one column of it written; inputs come, outputs go.
+        around = 2 * (shape.conv_dim * (shape.conv_width(1) + 2) + heads * values)
         for mode, dtype in ((mode, dtype) for mode in ("classic", "replay") for dtype in STATE_DTYPES):
 
             def make(kind: str = kind, shape: StateShape = shape, mode: str = mode, dtype: Any = dtype) -> Args:
@@ -281,7 +283,7 @@ def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]
                 return args | (ring_state(shape, load, device) if mode == "replay" else {})
 
             state = shape.temporal_numel * dtype.itemsize
-            moved = load.rows * (2 * state if mode == "classic" else state + ring * RING / 2)
+            moved = load.rows * (around + (2 * state if mode == "classic" else state + ring * RING / 2))
             name, plain = f"{mode} {_sizes(shape)} {str(dtype)[6:]}", lambda args: args["states"].neg_()
             yield Case(f"{kind}_decode", name, make, moved, plain=plain if mode == "classic" else None)
 

@@ -1,11 +1,13 @@
 """Decode and verify graphs side by side in one runner, as closures over the buffers that CUDA graphs would read."""
 
+import logging
 from pathlib import Path
 
 import pytest
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.forward_batch import ForwardMode, SpecInfo
+from hybridrt.runtime import graph_runner
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepPlan
@@ -56,6 +58,20 @@ def test_a_step_without_decode_rows_replays_nothing(path: str, monkeypatch: pyte
     made = runner(path, "replay", True)
     monkeypatch.setattr(GraphRunner, "replay", lambda *_: pytest.fail("a graph of padding rows"))
     made.launch(StepPlan(extend=[ExtendRow(1, 3, [4, 5], 0, True)])).result()
+
+
+def test_what_graphs_take_and_where_they_end_is_said(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = iter(range(10 << 30, 0, -(1 << 29)))
+    monkeypatch.setattr(graph_runner, "_free_bytes", lambda device: next(free))
+    config = EngineConfig(path, device="cpu", load_format="dummy", max_running_requests=2, cuda_graph_max_bs=9)
+    made = ModelRunner(config)
+    with caplog.at_level(logging.INFO):
+        made.capture()
+    assert made.graphs[1].captured_bytes == 1 << 30  # buckets of 2 and 1
+    ends, take = (record.getMessage() for record in caplog.records if record.name == "hybridrt.runtime.model_runner")
+    assert "graphs end at batch 2, not at cuda_graph_max_bs=9" in ends and "up to 2 rows take 1.00 GiB" in take
 
 
 def test_each_width_of_a_step_has_its_own_buffers(path: str) -> None:

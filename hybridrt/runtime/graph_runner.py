@@ -149,6 +149,11 @@ class CudaGraphRecorder:
         return graph.replay
 
 
+def _free_bytes(device: torch.device) -> int:
+    """Memory that the device has left; 0 where graphs take none of it."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
 def buckets(max_bs: int) -> list[int]:
     """Batch sizes that get a graph: 1, 2, 4, every 8 up to 64, every 16 up to 256, every 64 above, and max_bs."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_bs + 1, 64)]
@@ -196,15 +201,21 @@ class GraphRunner:
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * self.tokens
         backend.init_cuda_graph_state(self.max_bs, self.max_bs * self.tokens)
         self._replays: dict[int, Callable[[], None]] = {}
+        self.captured_bytes = 0
 
     @torch.inference_mode()
     def capture(self, progress: bool = False, sizes: Sequence[int] = ()) -> None:
-        """Records every bucket, or those of `sizes`; the largest first: smaller ones reuse its memory."""
-        for bs in tqdm(sorted(sizes or buckets(self.max_bs))[::-1], desc="capturing graphs", disable=not progress):
-            self._upload(DecodeInputs([], [], [], [], []))
-            hook = self.backend.init_forward_metadata_capture_cuda_graph
-            hook(bs, bs * self.tokens, self.buffers.rows, self.buffers.seq_lens, self.mode, self.spec_info)
-            self._replays[bs] = self.recorder(self._bind(bs))
+        """Records every bucket, or those of `sizes`; the largest first: smaller ones reuse its memory. How much memory
+        that takes stands at the end of the bar, and in `captured_bytes`."""
+        free = _free_bytes(self.model.device)
+        with tqdm(sorted(sizes or buckets(self.max_bs))[::-1], desc="capturing graphs", disable=not progress) as bar:
+            for bs in bar:
+                self._upload(DecodeInputs([], [], [], [], []))
+                hook = self.backend.init_forward_metadata_capture_cuda_graph
+                hook(bs, bs * self.tokens, self.buffers.rows, self.buffers.seq_lens, self.mode, self.spec_info)
+                self._replays[bs] = self.recorder(self._bind(bs))
+                self.captured_bytes = free - _free_bytes(self.model.device)
+                bar.set_postfix_str(f"{self.captured_bytes / 2**30:.2f} GiB")
 
     def bucket(self, rows: int) -> int | None:
         """The smallest captured batch size that holds `rows`, or None: then the step runs eagerly."""

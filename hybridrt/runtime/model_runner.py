@@ -1,5 +1,6 @@
 """Runs steps: owns the model, its pools and its backend, and turns a StepPlan into tokens."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -32,6 +33,8 @@ from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import Admission, ExtendRow, PageWrite, StepHandle, StepPlan
 from hybridrt.runtime.step_inputs import Sections, StagingRing, pack_step, padded, tree_nodes
 from hybridrt.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -141,9 +144,16 @@ class ModelRunner:
 
     def capture(self, progress: bool = False) -> None:
         """Records steps as graphs, of every width that occurs."""
+        asked, rows = self.config.cuda_graph_max_bs, self.plan.num_rows
+        if asked is not None and asked > rows:
+            logger.warning(
+                "graphs end at batch %d, not at cuda_graph_max_bs=%d: no more requests have state", rows, asked
+            )
         self.graphs.update({tokens: self._capture(tokens, progress) for tokens in step_widths(self.config)})
         if self.mtp is not None:
-            self.mtp.capture(self.config.cuda_graph_max_bs or self.plan.num_rows, progress)
+            self.mtp.capture(asked or rows, progress)
+        taken = sum(graphs.captured_bytes for graphs in self.graphs.values())
+        logger.info("graphs of up to %d rows take %.2f GiB", min(asked or rows, rows), taken / 2**30)
 
     def _capture(self, tokens: int, progress: bool) -> GraphRunner:
         """Graphs of decode steps (tokens 1) or verify steps."""
