@@ -120,6 +120,19 @@ def test_decays_far_below_the_smallest_number():
     assert relative_error(states[4], expected_states[-1]) < 3e-5
 
 
+def test_keys_next_to_nothing():
+    """What a head writes over the length of its key may be past float16's largest number; its state is not."""
+    torch.manual_seed(0)
+    tokens, states, slot = random_tokens(40, dtype=torch.float16), make_states(), int32(4)
+    tokens.k.mul_(1e-3)
+    tokens.v.mul_(150)
+    states[4] = 0
+    out = run_chunks(states, tokens, [40], [0], slot, slot, 32)
+    expected, expected_states = slow_delta_rule(torch.zeros(4, 5, 6), tokens)
+    assert relative_error(out, expected) < 2e-3
+    assert relative_error(states[4], expected_states[-1]) < 2e-3
+
+
 @pytest.mark.parametrize("cuts", [[63], [20, 43], [1, 61, 1], [16, 16, 31]])
 def test_chunked_prefill_equals_the_whole(cuts):
     torch.manual_seed(0)

@@ -174,7 +174,11 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
         out = tl.dot(scores, u.to(k.dtype), out, input_precision=PRECISION)
         out_rows = out_ptr + start * (HV * V) + out_tile
         tl.store(out_rows, out.to(out_ptr.dtype.element_ty), mask=_inside(live, j, V, BLOCK_V))
-        state = tl.dot(tl.trans(k), (u * k_to_end[:, None]).to(k.dtype), state * decay, input_precision=PRECISION)
+        if k.dtype == tl.float16:  # where u / |k| may be past the largest number, and k / |k| is not
+            k, u = (k.to(tl.float32) * k_to_end[:, None]).to(k.dtype), u.to(k.dtype)
+        else:
+            u = (u * k_to_end[:, None]).to(k.dtype)
+        state = tl.dot(tl.trans(k), u, state * decay, input_precision=PRECISION)
         boundary += CHUNK
     tl.store(cells + write.to(tl.int64) * states_ss, state.to(states_ptr.dtype.element_ty), mask=inside)
 

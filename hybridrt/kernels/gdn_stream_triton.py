@@ -42,7 +42,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
     qkv_strides: tl.constexpr, a_strides: tl.constexpr, b_strides: tl.constexpr,
     conv_ss: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr,
-    T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -286,7 +286,7 @@ def gdn_stream_triton(
     scores = torch.empty((batch, value_heads, 2 * tokens, width), dtype=torch.float32, device=device)
     decays = torch.empty((batch, value_heads, 2 * tokens), dtype=torch.float32, device=device)
     betas = torch.empty((batch, tokens, value_heads), dtype=torch.float32, device=device)
-    sizes = {"T": tokens, "HK": key_heads, "HV": value_heads, "K": key_dim, "V": value_dim, "W": width}
+    sizes = {"T": tokens, "HK": key_heads, "HV": value_heads, "K": key_dim, "W": width}
     sizes["BLOCK_W"] = max(16, triton.next_power_of_2(width))
     sizes |= {"TAPS": weight.shape[1], "WC": conv.shape[2]}
     rows = slots, start_positions, ring.rows, ring.start, ring.length
@@ -300,7 +300,8 @@ def gdn_stream_triton(
     tile = stream_tile(batch, tokens, states)
     _stream_kernel[batch, value_heads, triton.cdiv(value_dim, tile["BLOCK_V"])](
         qkv, weight, bias, out, conv, states, ring.values, vectors, scores, decays, betas, *rows,
-        strides(qkv), conv.stride(0), states.stride(0), ring.values.stride(0), **tile, **sizes, **pdl(device),
+        strides(qkv), conv.stride(0), states.stride(0), ring.values.stride(0), V=value_dim, **tile, **sizes,
+        **pdl(device),
     )  # fmt: skip
     return out
 

@@ -51,7 +51,7 @@ def _allowed(bitmask_ptr, b, ids, mask, words):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _penalized(  # type: ignore[no-untyped-def]
-    x, b, ids, mask, V, repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr, counts_sr, prompt_sr
+    x, b, ids, mask, repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr, counts_sr, prompt_sr
 ):
     factor = tl.load(repetition_ptr + b)
     count = tl.load(counts_ptr + b * counts_sr + ids, mask=mask, other=0)
@@ -75,7 +75,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     if bitmask_ptr is not None:
         x = tl.where(_allowed(bitmask_ptr, b, ids, mask, words), x, float("-inf"))
     if counts_ptr is not None:
-        x = _penalized(x, b, ids, mask, V, repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr,
+        x = _penalized(x, b, ids, mask, repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr,
                        counts_sr, prompt_sr)  # fmt: skip
     temperature = tl.load(temperature_ptr + b)
     x /= tl.where(temperature == 0, 1.0, temperature)
