@@ -178,3 +178,11 @@ def test_structure_document_lists_every_file() -> None:
     files |= {str(f.relative_to(ROOT)) for folder in ("benchmarks", "examples") for f in (ROOT / folder).glob("*.py")}
     files -= {"benchmarks/__init__.py"}
     assert (sorted(files - listed), sorted(listed - files)) == ([], [])
+
+
+def test_structure_document_says_what_files_say() -> None:
+    """Each line is how the file's docstring begins, but for links and escapes."""
+    text = (ROOT / "docs" / "structure.md").read_text()
+    for name, line in re.findall(r"^\| `([\w./]+\.py)` \| (.*) \|$", text, re.MULTILINE):
+        docstring = " ".join((ast.get_docstring(ast.parse((ROOT / name).read_text())) or "").split())
+        assert re.sub(r" \(https?://\S+\)", "", docstring).startswith(re.sub(r"\\(.)", r"\1", line)), name
