@@ -62,6 +62,7 @@ class CausalLM(nn.Module, ABC):
     # Checkpoint keys that a model leaves alone on purpose (regular expressions): the loader lists what they matched.
     skipped_keys: tuple[str, ...] = (MTP_KEYS,)
     embed: VocabParallelEmbedding
+    head: VocabParallelEmbedding
 
     def __init__(
         self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device, max_len: int
@@ -69,6 +70,13 @@ class CausalLM(nn.Module, ABC):
         super().__init__()
         self.config, self.tp, self.dtype, self.device, self.max_len = config, tp, dtype, device, max_len
         self.mtp: MTPHead | None = None
+
+    def make_tables(self, build: Build, multiplier: float = 1.0) -> None:
+        """`embed`, whose rows are scaled by `multiplier`, and `head`: one table if the model ties them."""
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        self.embed = VocabParallelEmbedding("embed", *shape, multiplier=multiplier, build=build)
+        tied = self.config.tie_word_embeddings
+        self.head = self.embed if tied else VocabParallelEmbedding("head", *shape, build=build)
 
     def attach_mtp(self, head: MTPHead) -> None:
         """Adds a prediction head, whose keys are then read as the model's own are."""
@@ -86,9 +94,9 @@ class CausalLM(nn.Module, ABC):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states after the final norm, [T, hidden]."""
 
-    @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, vocab] in the model's dtype."""
+        return self.head.logits(hidden)
 
     @abstractmethod
     def checkpoint_map(self) -> CheckpointMap:

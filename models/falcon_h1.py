@@ -18,7 +18,6 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.attention import RadixAttention, qkv_segments
 from hybridrt.layers.branch import Branch
-from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
 from hybridrt.layers.mlp import GatedMLP
@@ -70,7 +69,7 @@ class FalconH1Block(nn.Module):
             ssm = self._mamba(projected[:, : self.ssm_width], batch, for_ssm)
         attn = self._attention(projected[:, self.ssm_width :], rope, batch, for_attn)
         self.branch.join()
-        return self.mlp.after_norm(self.mlp_norm, *self.out_proj.onto(residual, attn, ssm))
+        return self.mlp.after_norm(self.mlp_norm, *self.out_proj.onto(residual, attn, ssm), batch)
 
     def _mamba(self, projected: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None) -> torch.Tensor:
         backend = batch.attn_backend.linear_attn_backend
@@ -117,9 +116,7 @@ class FalconH1ForCausalLM(CausalLM):
     ) -> None:
         super().__init__(config, tp=tp, dtype=dtype, device=device, max_len=max_len)
         hf, build = config.hf, Build(tp, dtype, device)
-        table = (config.vocab_size, config.hidden_size)
-        self.embed = VocabParallelEmbedding("embed", *table, multiplier=hf.embedding_multiplier, build=build)
-        self.head = self.embed if config.tie_word_embeddings else VocabParallelEmbedding("head", *table, build=build)
+        self.make_tables(build, hf.embedding_multiplier)
         branch = Branch(device)
         blocks = nn.ModuleList(FalconH1Block(config, i, branch, build) for i in range(len(config.layers)))
         self.layers = cast(list[FalconH1Block], blocks)
@@ -132,9 +129,6 @@ class FalconH1ForCausalLM(CausalLM):
         for layer in self.layers:
             x, residual = layer(x, residual, self.rope, batch)
         return self.norm(x, residual)[0]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head.logits(hidden)
 
     def mixers(self) -> dict[int, Any]:
         return {layer.mamba.layer_id: layer.mamba for layer in self.layers}

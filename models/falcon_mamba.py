@@ -13,7 +13,6 @@ from torch import nn
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.mamba1 import Mamba1Mixer
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap
@@ -28,10 +27,7 @@ class FalconMambaForCausalLM(CausalLM):
     ) -> None:
         super().__init__(config, tp=tp, dtype=dtype, device=device, max_len=max_len)
         hf, build, hidden = config.hf, Build(tp, dtype, device), config.hidden_size
-        self.embed = VocabParallelEmbedding("embed", config.vocab_size, hidden, build=build)
-        self.head = self.embed
-        if not config.tie_word_embeddings:
-            self.head = VocabParallelEmbedding("head", config.vocab_size, hidden, build=build)
+        self.make_tables(build)
         ids = range(len(config.layers))
         norms = nn.ModuleList(RMSNorm(f"layers.{i}.norm", hidden, hf.layer_norm_epsilon, device=device) for i in ids)
         mixers = nn.ModuleList(
@@ -51,9 +47,6 @@ class FalconMambaForCausalLM(CausalLM):
         for norm, mixer in zip(self.norms, self.mixer_layers):
             x, residual = mixer(norm, x, residual, batch)
         return self.norm(x, residual)[0]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head.logits(hidden)
 
     def mixers(self) -> dict[int, Any]:
         return dict(enumerate(self.mixer_layers))

@@ -14,36 +14,27 @@ from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.attention import PlainAttention
-from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import Summands
 from hybridrt.layers.mamba1 import Mamba1Mixer
 from hybridrt.layers.mlp import GatedMLP
-from hybridrt.layers.moe import Experts, SoftmaxRouter
+from hybridrt.layers.moe import Experts, SoftmaxMoE, SoftmaxRouter
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM
 
 
-class JambaMoE(nn.Module):
+class JambaMoE(SoftmaxMoE):
     """Routed SwiGLU experts; the weights of the chosen ones are their shares of the softmax over all."""
 
     def __init__(self, config: ModelConfig, name: str, build: Build) -> None:
-        super().__init__()
         hf, hidden = config.hf, config.hidden_size
-        self.tp = build.tp
-        self.router = SoftmaxRouter(
+        router = SoftmaxRouter(
             f"{name}.router", hidden, hf.num_experts, top_k=hf.num_experts_per_tok, renormalize=False, build=build
         )
-        self.experts = Experts(
+        experts = Experts(
             f"{name}.experts", hf.num_experts, hidden, hf.intermediate_size, activation="silu", gated=True, build=build
         )
-
-    def after_norm(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
-    ) -> Summands:
-        """(experts of norm(x + residual), x + residual), all [T, hidden]."""
-        h, residual = norm(x, residual)
-        return self.tp.all_reduce(self.experts(h, *self.router(h, batch))), residual
+        super().__init__(router, experts)
 
     def targets(self, key: str) -> CheckpointMap:
         return {**self.router.targets(f"{key}.router"), **self.experts.targets(f"{key}.experts")}
@@ -73,9 +64,7 @@ class JambaBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         mixed, residual = self.mixer(self.input_norm, x, residual, batch)
-        if isinstance(self.ffn, JambaMoE):
-            return self.ffn.after_norm(self.ffn_norm, mixed, residual, batch)
-        return self.ffn.after_norm(self.ffn_norm, mixed, residual)
+        return self.ffn.after_norm(self.ffn_norm, mixed, residual, batch)
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         part = "mamba" if isinstance(self.mixer, Mamba1Mixer) else "self_attn"
@@ -95,10 +84,7 @@ class JambaForCausalLM(CausalLM):
     ) -> None:
         super().__init__(config, tp=tp, dtype=dtype, device=device, max_len=max_len)
         build, hidden = Build(tp, dtype, device), config.hidden_size
-        self.embed = VocabParallelEmbedding("embed", config.vocab_size, hidden, build=build)
-        self.head = self.embed
-        if not config.tie_word_embeddings:
-            self.head = VocabParallelEmbedding("head", config.vocab_size, hidden, build=build)
+        self.make_tables(build)
         blocks = nn.ModuleList(JambaBlock(config, i, build) for i in range(len(config.layers)))
         self.layers = cast(list[JambaBlock], blocks)
         self.norm = RMSNorm("norm", hidden, config.hf.rms_norm_eps, device=device)
@@ -108,9 +94,6 @@ class JambaForCausalLM(CausalLM):
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
         return self.norm(x, residual)[0]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head.logits(hidden)
 
     def mixers(self) -> dict[int, Any]:
         return {layer.mixer.layer_id: layer.mixer for layer in self.layers if isinstance(layer.mixer, Mamba1Mixer)}

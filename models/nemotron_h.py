@@ -15,7 +15,6 @@ from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.attention import PlainAttention
-from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
 from hybridrt.layers.mlp import Relu2MLP
@@ -72,7 +71,7 @@ class MLPPart(Relu2MLP):
     def forward(  # type: ignore[override]  # as the other parts
         self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch
     ) -> Summands:
-        return self.after_norm(norm, x, residual)
+        return self.after_norm(norm, x, residual, batch)
 
     checkpoint_map = Relu2MLP.targets
 
@@ -146,10 +145,7 @@ class NemotronHForCausalLM(CausalLM):
     ) -> None:
         super().__init__(config, tp=tp, dtype=dtype, device=device, max_len=max_len)
         build, hidden, eps = Build(tp, dtype, device), config.hidden_size, config.hf.layer_norm_epsilon
-        self.embed = VocabParallelEmbedding("embed", config.vocab_size, hidden, build=build)
-        self.head = self.embed
-        if not config.tie_word_embeddings:
-            self.head = VocabParallelEmbedding("head", config.vocab_size, hidden, build=build)
+        self.make_tables(build)
         ids = range(len(config.layers))
         norms = nn.ModuleList(RMSNorm(f"layers.{i}.norm", hidden, eps, device=device) for i in ids)
         parts = nn.ModuleList(make_part(config, i, f"layers.{i}.mixer", build) for i in ids)
@@ -161,9 +157,6 @@ class NemotronHForCausalLM(CausalLM):
         for norm, part in zip(self.norms, self.parts):
             x, residual = part(norm, x, residual, batch)
         return self.norm(x, residual)[0]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head.logits(hidden)
 
     def mixers(self) -> dict[int, Any]:
         return {part.mixer.layer_id: part.mixer for part in self.parts if isinstance(part, MambaPart)}

@@ -17,11 +17,10 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.activation import sigmoid_mul
 from hybridrt.layers.attention import RadixAttention, qkv_segments
-from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.gdn import GDNMixer
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.mlp import GatedMLP
-from hybridrt.layers.moe import Experts, SoftmaxRouter
+from hybridrt.layers.moe import Experts, SoftmaxMoE, SoftmaxRouter
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.rotary import rotary_table
 from hybridrt.layers.weights import Build, CheckpointMap
@@ -73,28 +72,20 @@ class GatedAttention(nn.Module):
         return found
 
 
-class SparseMoE(nn.Module):
+class SparseMoE(SoftmaxMoE):
     """Routed SwiGLU experts plus a shared one behind a sigmoid gate: one more expert, which every token passes."""
 
     def __init__(self, config: ModelConfig, name: str, build: Build) -> None:
-        super().__init__()
         hf, hidden = config.hf, config.hidden_size
-        self.tp = build.tp
-        self.experts = Experts(
+        experts = Experts(
             f"{name}.experts", hf.num_experts, hidden, hf.moe_intermediate_size, activation="silu", gated=True,
             shared_size=hf.shared_expert_intermediate_size, build=build,
         )  # fmt: skip
-        self.router = SoftmaxRouter(
+        router = SoftmaxRouter(
             f"{name}.router", hidden, hf.num_experts, top_k=hf.num_experts_per_tok, renormalize=hf.norm_topk_prob,
-            shared_experts=self.experts.num_shared, build=build,
+            shared_experts=experts.num_shared, build=build,
         )  # fmt: skip
-
-    def after_norm(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
-    ) -> Summands:
-        """(experts of norm(x + residual), x + residual), all [T, hidden]."""
-        h, residual = norm(x, residual)
-        return self.tp.all_reduce(self.experts(h, *self.router(h, batch))), residual
+        super().__init__(router, experts)
 
     def targets(self, key: str) -> CheckpointMap:
         return {
@@ -134,9 +125,7 @@ class Qwen3NextBlock(nn.Module):
         else:
             assert self.attn is not None
             mixed, residual = self.attn(self.input_norm, x, residual, cos_sin, batch)
-        if isinstance(self.ffn, SparseMoE):
-            return self.ffn.after_norm(self.ffn_norm, mixed, residual, batch)
-        return self.ffn.after_norm(self.ffn_norm, mixed, residual)
+        return self.ffn.after_norm(self.ffn_norm, mixed, residual, batch)
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         if self.gdn is not None:
@@ -160,10 +149,7 @@ class Qwen3NextForCausalLM(CausalLM):
     ) -> None:
         super().__init__(config, tp=tp, dtype=dtype, device=device, max_len=max_len)
         build, hidden, eps = Build(tp, dtype, device), config.hidden_size, config.hf.rms_norm_eps
-        self.embed = VocabParallelEmbedding("embed", config.vocab_size, hidden, build=build)
-        self.head = self.embed
-        if not config.tie_word_embeddings:
-            self.head = VocabParallelEmbedding("head", config.vocab_size, hidden, build=build)
+        self.make_tables(build)
         blocks = nn.ModuleList(Qwen3NextBlock(config, i, build) for i in range(len(config.layers)))
         self.layers = cast(list[Qwen3NextBlock], blocks)
         self.norm = RMSNorm("norm", hidden, eps, device=device, zero_centered=True)
@@ -174,9 +160,6 @@ class Qwen3NextForCausalLM(CausalLM):
         for layer in self.layers:
             x, residual = layer(x, residual, self.cos_sin, batch)
         return self.norm(x, residual)[0]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head.logits(hidden)
 
     def mixers(self) -> dict[int, Any]:
         return {layer.gdn.layer_id: layer.gdn for layer in self.layers if layer.gdn is not None}

@@ -17,7 +17,6 @@ from hybridrt.attention.base import Rope
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.hybrid_attention import HybridAttentionLayer, HybridSSMAdapter
 from hybridrt.layers.linear import Summands
 from hybridrt.layers.mlp import GatedMLP
@@ -45,7 +44,7 @@ class SwaSsmBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: ForwardBatch) -> Summands:
         h, residual = self.input_norm(x, residual)
-        return self.mlp.after_norm(self.mlp_norm, self.mixer(h, rope, batch), residual)
+        return self.mlp.after_norm(self.mlp_norm, self.mixer(h, rope, batch), residual, batch)
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         return {
@@ -65,10 +64,7 @@ class SwaSsmForCausalLM(CausalLM):
     ) -> None:
         super().__init__(config, tp=tp, dtype=dtype, device=device, max_len=max_len)
         build, hidden = Build(tp, dtype, device), config.hidden_size
-        self.embed = VocabParallelEmbedding("embed", config.vocab_size, hidden, build=build)
-        self.head = self.embed
-        if not config.tie_word_embeddings:
-            self.head = VocabParallelEmbedding("head", config.vocab_size, hidden, build=build)
+        self.make_tables(build)
         blocks = nn.ModuleList(SwaSsmBlock(config, i, build) for i in range(len(config.layers)))
         self.layers = cast(list[SwaSsmBlock], blocks)
         self.norm = RMSNorm("norm", hidden, config.hf.rms_norm_eps, device=device)
@@ -81,9 +77,6 @@ class SwaSsmForCausalLM(CausalLM):
         for layer in self.layers:
             x, residual = layer(x, residual, self.rope, batch)
         return self.norm(x, residual)[0]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head.logits(hidden)
 
     def mixers(self) -> dict[int, Any]:
         return {i: layer.mixer.ssm_adapter for i, layer in enumerate(self.layers)}

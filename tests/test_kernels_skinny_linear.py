@@ -205,9 +205,9 @@ def test_layers_compute_the_same_with_it_and_without(mlp_class, tokens, monkeypa
         torch.nn.init.normal_(parameter, std=0.3)
     x, residual = torch.randn(2, tokens, 32).half()
     for before in (None, residual):
-        separate = mlp.after_norm(norm, x, None if before is None else before.clone())
+        separate = mlp.after_norm(norm, x, None if before is None else before.clone(), None)
         with monkeypatch.context() as patch:
             patch.setattr("hybridrt.layers.linear.is_skinny", lambda *_: True)
-            fused = mlp.after_norm(norm, x, None if before is None else before.clone())
+            fused = mlp.after_norm(norm, x, None if before is None else before.clone(), None)
         torch.testing.assert_close(fused, separate, rtol=1e-2, atol=1e-2)
         assert torch.equal(fused[1], x if before is None else x + before)

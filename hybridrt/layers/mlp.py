@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, Target
@@ -28,8 +29,10 @@ class GatedMLP(nn.Module):
         )
         self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, build=build)
 
-    def after_norm(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> Summands:
-        """MLP of norm(x + residual), and x + residual."""
+    def after_norm(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+    ) -> Summands:
+        """MLP of norm(x + residual), and x + residual. Of the batch only experts want to know more."""
         h, residual = norm_linear(norm, self.gate_up, x, residual, "silu_and_mul")
         return self.down.onto(residual, h)
 
@@ -65,8 +68,10 @@ class Relu2MLP(nn.Module):
         """[T, hidden] to [T, hidden]; `reduce` as in RowLinear."""
         return self.down(self.up(x, "relu2"), reduce=reduce)
 
-    def after_norm(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> Summands:
-        """MLP of norm(x + residual), and x + residual."""
+    def after_norm(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+    ) -> Summands:
+        """MLP of norm(x + residual), and x + residual. Of the batch only experts want to know more."""
         h, residual = norm_linear(norm, self.up, x, residual, "relu2")
         return self.down.onto(residual, h)
 

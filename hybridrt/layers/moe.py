@@ -8,7 +8,8 @@ from torch import nn
 
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.moe import fused_experts, router_sigmoid_grouped, router_softmax
-from hybridrt.layers.linear import DenseMethod
+from hybridrt.layers.linear import DenseMethod, Summands
+from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, Target, parameter, whole
 
 
@@ -134,3 +135,18 @@ class Experts(nn.Module):
 
     def _rows(self, t: torch.Tensor) -> torch.Tensor:
         return self.tp.shard(t, 0)
+
+
+class SoftmaxMoE(nn.Module):
+    """A softmax router and its experts in the place of an MLP (Qwen, Jamba)."""
+
+    def __init__(self, router: SoftmaxRouter, experts: Experts) -> None:
+        super().__init__()
+        self.router, self.experts = router, experts
+
+    def after_norm(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+    ) -> Summands:
+        """Experts of norm(x + residual), and x + residual."""
+        h, residual = norm(x, residual)
+        return self.experts.tp.all_reduce(self.experts(h, *self.router(h, batch))), residual
