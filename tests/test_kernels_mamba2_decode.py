@@ -185,6 +185,27 @@ def test_padding_rows_leave_no_trace(mode: str) -> None:
     }
 
 
+@pytest.mark.parametrize(("mode", "tokens"), [("classic", 1), ("intermediate", 3), ("replay", 1), ("replay", 3)])
+def test_results_are_left_where_they_are_asked_for(mode: str, tokens: int) -> None:
+    """Beside other columns, which stay; padding rows leave zeros."""
+
+    def step(out: Tensor | None) -> Tensor:
+        torch.manual_seed(3)
+        layer = Layer([7, -1, 39], tokens)
+        if mode == "replay":
+            return layer.step(
+                [0] * 3, tokens, rows=int32(6, 0, 2), start=int32(0, 0, 0), length=int32(0, 0, 0), out=out, **layer.ring
+            )
+        stored = {"intermediate_states": poisoned(8, tokens, H, P, N), "rows": int32(6, 0, 2)}
+        return layer.step([0] * 3, tokens, out=out, **(stored if mode == "intermediate" else {}))
+
+    wide = torch.full((3 * tokens, H * P + 5), torch.nan)
+    place = wide[:, 5:].view(3, tokens, H, P)
+    left = step(place)
+    assert left.data_ptr() == place.data_ptr() and wide[:, :5].isnan().all()
+    assert torch.equal(place, step(None)) and not place[1].any()
+
+
 def test_narrow_rings_are_refused() -> None:
     layer = Layer([7], 8, conv_width=4, ring_width=3)
     with pytest.raises(ConfigError, match="conv ring of 4"):

@@ -81,6 +81,20 @@ def test_decode_reads_the_table_s_width_without_a_bound():
     close(attention_decode(q, cache.k, cache.v, cache.table, cache.rows, seq_lens, scale=SCALE), bounded.double())
 
 
+@pytest.mark.parametrize(("tokens", "context"), [(1, MAX_CONTEXT), (3, MAX_CONTEXT), (2, 400)])
+def test_decode_leaves_its_result_where_it_is_told(tokens, context):
+    """Beside other columns, which stay; with contexts that programs share and with such as one walks alone."""
+    torch.manual_seed(0)
+    cache = Cache([9, min(300, context)], max_context=context)
+    q, seq_lens = torch.randn(2, tokens, 4, HEAD_DIM), torch.tensor([9, min(300, context)])
+    wide = torch.full((2 * tokens, 4 * HEAD_DIM + 5), torch.nan)
+    place = wide[:, 5:].view(2, tokens, 4, HEAD_DIM)
+    arguments = (q, cache.k, cache.v, cache.table, cache.rows, seq_lens)
+    left = attention_decode(*arguments, scale=SCALE, out=place)
+    assert left.data_ptr() == place.data_ptr() and wide[:, :5].isnan().all()
+    assert torch.equal(place, attention_decode(*arguments, scale=SCALE))
+
+
 @pytest.mark.parametrize("sliding_window", [None, 2])
 def test_a_tree_s_nodes_see_the_prefix_and_their_ancestors(sliding_window):
     torch.manual_seed(0)

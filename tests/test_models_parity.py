@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrt.config import SpeculativeConfig
 from hybridrt.errors import ConfigError
 from hybridrt.layers import linear
 from hybridrt.mem_cache.page_demand import PageDemand
@@ -81,6 +82,26 @@ def test_single_request(name: str, state_mode: str, checkpoints: CheckpointStore
     session = Session(checkpoint.path, max_running_requests=1, state_mode=state_mode)
     for request in requests(1, 33):
         check_sample(checkpoint, session.run([request])[0], name)
+
+
+@with_modes(("falcon-plain",))
+def test_parallel_branches_leave_their_results_side_by_side(
+    name: str, state_mode: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of prompts alone and in decode steps, verify steps among them, nothing is copied together."""
+    joined: list[bool] = []
+
+    def noting(x: Tensor, tail: Tensor) -> Tensor:
+        joined.append((whole := side_by_side(x, tail)).data_ptr() == x.data_ptr())
+        return whole
+
+    side_by_side = linear.side_by_side
+    monkeypatch.setattr(linear, "side_by_side", noting)
+    for speculative in (None, SpeculativeConfig("ngram", num_draft_tokens=2)):
+        session = Session(checkpoints[name].path, state_mode=state_mode, speculative=speculative)
+        session.run(requests(9, 5, steps=6))
+        assert session.num_mixed() == 0
+    assert joined and all(joined)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 15, 16, 17, 31, 50])

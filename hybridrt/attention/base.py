@@ -130,7 +130,7 @@ class SegmentedAttnBackend(AttentionBackend):
             rope: how to rotate q and k first; None if they are rotated, or the model rotates nothing.
             layer: who asks: layer_id, scale and head counts.
             save_kv_cache: write k and v into the pool first.
-            out: [T, heads * head_dim], where a prompt's result may be left; what is returned counts.
+            out: [T, heads * head_dim], where the result may be left; what is returned counts.
         Returns:
             [T, heads * head_dim] in q's dtype.
         """
@@ -146,7 +146,7 @@ class SegmentedAttnBackend(AttentionBackend):
         elif rope is not None:
             q, _ = self._rotate(q, q[:, :0] if k is None else k, layer, batch, rope)
         if split == total:
-            return self.forward_decode(q, layer, batch, **kwargs)
+            return self.forward_decode(q, layer, batch, out=out, **kwargs)
         if split == 0:
             return self.forward_extend(q, layer, batch, out=out, **kwargs)
         decoded = self.forward_decode(q[:split], layer, batch, **kwargs)

@@ -66,7 +66,7 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
         Args:
             layer: the Mamba2Mixer.
             projected: [T, z | x | B | C | dt] of the input projection; a strided view will do.
-            out: [T, heads * head_dim], where a prompt's result may be left; what is returned counts.
+            out: [T, heads * head_dim], where the result may be left; what is returned counts.
         Returns:
             [T, heads * head_dim]: what the output projection reads.
         """

@@ -151,10 +151,13 @@ class PagedAttnBackend(PagedKVBackend):
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
         self._decode, self._extend = self.select("attention_decode"), self.select("attention_extend")
 
-    def forward_decode(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
+    def forward_decode(
+        self, q: torch.Tensor, layer: Any, batch: ForwardBatch, *, out: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
         meta, split = self._metadata(), batch.num_decode_rows
-        out: torch.Tensor = self._decode(
-            q.view(split, -1, layer.num_heads, layer.head_dim),
+        heads = q.view(split, -1, layer.num_heads, layer.head_dim)
+        result: torch.Tensor = self._decode(
+            heads,
             *self.kv_pool.layer(layer.layer_id),
             self.req_to_token_pool.req_to_token,
             meta.rows[:split],
@@ -163,8 +166,9 @@ class PagedAttnBackend(PagedKVBackend):
             sliding_window=layer.sliding_window,
             tree_mask=meta.tree_mask,
             max_len=meta.decode_max_len,
+            out=None if out is None else out.view(heads.shape),
         )
-        return out.reshape(q.shape[0], -1)
+        return result.reshape(q.shape[0], -1)
 
     def forward_extend(
         self, q: torch.Tensor, layer: Any, batch: ForwardBatch, *, out: torch.Tensor | None = None, **kwargs: Any

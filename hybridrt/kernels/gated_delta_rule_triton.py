@@ -21,7 +21,7 @@ from hybridrt.errors import ConfigError
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
 from hybridrt.kernels.launch import dot_precision, multiprocessors
-from hybridrt.kernels.mamba2_common_triton import softplus, strides
+from hybridrt.kernels.mamba2_common_triton import log_decay, strides
 
 MAX_CHUNK = 64
 PREFETCH_BYTES = 213_000  # of chunks on the way to a program; the rest of its 227 KB holds operands
@@ -34,11 +34,10 @@ def _gates_kernel(  # type: ignore[no-untyped-def]
 ):
     row, h = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = h < HV
-    a = tl.load(a_ptr + row * a_sr + h, mask=mask, other=0.0).to(tl.float32)
+    a = tl.load(a_ptr + row * a_sr + h, mask=mask, other=0.0)
     b = tl.load(b_ptr + row * b_sr + h, mask=mask, other=0.0).to(tl.float32)
-    rate = tl.exp(tl.load(A_log_ptr + h, mask=mask, other=0.0).to(tl.float32))
-    bias = tl.load(dt_bias_ptr + h, mask=mask, other=0.0).to(tl.float32)
-    tl.store(g_ptr + row * HV + h, -rate * softplus(a + bias), mask=mask)
+    A_log, dt_bias = tl.load(A_log_ptr + h, mask=mask, other=0.0), tl.load(dt_bias_ptr + h, mask=mask, other=0.0)
+    tl.store(g_ptr + row * HV + h, log_decay(a, A_log, dt_bias), mask=mask)
     tl.store(beta_ptr + row * HV + h, tl.sigmoid(b), mask=mask)
 
 

@@ -19,8 +19,8 @@ from hybridrt.kernels.mamba2_common_triton import (
     conv_of_operands,
     conv_operands,
     conv_taps,
+    log_decay,
     push_operands,
-    softplus,
     strides,
 )
 from hybridrt.kernels.pdl_triton import begin, pdl
@@ -37,8 +37,7 @@ def _add(a0, a1, a2, b0, b1, b2):  # type: ignore[no-untyped-def]
 @triton.jit
 def _decay(a_ptr, A_log_ptr, dt_bias_ptr, h):  # type: ignore[no-untyped-def]
     """What head h leaves of its state."""
-    a, A_log, dt_bias = tl.load(a_ptr), tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h)
-    return tl.exp(-tl.exp(A_log.to(tl.float32)) * softplus(a.to(tl.float32) + dt_bias.to(tl.float32)))
+    return tl.exp(log_decay(tl.load(a_ptr), tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h)))
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
 from hybridrt.kernels.gdn_classic_triton import gdn_classic_triton
 from hybridrt.kernels.gdn_decode import split_qkv
 from hybridrt.kernels.gdn_stream_triton import Ring, gdn_stream_triton
-from hybridrt.kernels.mamba2_common_triton import push_inputs, softplus, step_input
+from hybridrt.kernels.mamba2_common_triton import log_decay, push_inputs, step_input
 from hybridrt.kernels.pdl_triton import begin, pdl
 
 BLOCK_V = 32
@@ -26,7 +26,7 @@ def _gates(a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, h):  # type: ignore[no-untyped-
     """(g, beta) of one token and head: computed from raw a and b, or loaded where there is no A_log."""
     a, b = tl.load(a_ptr).to(tl.float32), tl.load(b_ptr).to(tl.float32)
     if A_log_ptr is not None:
-        a = -tl.exp(tl.load(A_log_ptr + h).to(tl.float32)) * softplus(a + tl.load(dt_bias_ptr + h).to(tl.float32))
+        a = log_decay(a, tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h))
         b = tl.sigmoid(b)
     return a, b
 

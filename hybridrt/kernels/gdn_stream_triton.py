@@ -24,8 +24,8 @@ from hybridrt.kernels.launch import dot_precision
 from hybridrt.kernels.mamba2_common_triton import (
     conv_one_token,
     conv_tokens,
+    log_decay,
     push_inputs,
-    softplus,
     step_input,
     strides,
 )
@@ -86,8 +86,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
 
     i = tl.arange(0, BLOCK_H)
     h, h_mask = part * (HV // HK) + i, i < HV // HK
-    A = -tl.exp(tl.load(A_log_ptr + h, mask=h_mask, other=0.0).to(tl.float32))
-    dt_bias = tl.load(dt_bias_ptr + h, mask=h_mask, other=0.0).to(tl.float32)
+    A_log = tl.load(A_log_ptr + h, mask=h_mask, other=0.0)
+    dt_bias = tl.load(dt_bias_ptr + h, mask=h_mask, other=0.0)
     new_cells = keys_row + ((start + length + t_all) % W)[:, None] * K + k[None, :]
     tl.store(new_cells, new_keys.to(keys_ptr.dtype.element_ty), mask=vector_mask)
     old_by_key, old_by_query = _products(old_keys, new_keys, PRECISION), _products(old_keys, queries, PRECISION)
@@ -102,9 +102,9 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     since = tl.zeros([BLOCK_H], tl.float32)
     fresh = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
     for t in range(T):
-        raw_a = tl.load(a_ptr + b * a_strides[0] + t * a_strides[1] + h, mask=h_mask, other=0.0).to(tl.float32)
+        raw_a = tl.load(a_ptr + b * a_strides[0] + t * a_strides[1] + h, mask=h_mask, other=0.0)
         raw_b = tl.load(b_ptr + b * b_strides[0] + t * b_strides[1] + h, mask=h_mask, other=0.0).to(tl.float32)
-        gate = A * softplus(raw_a + dt_bias)
+        gate = log_decay(raw_a, A_log, dt_bias)
         tl.store(betas_ptr + (b * T + t) * HV + h, tl.sigmoid(raw_b), mask=h_mask)
         since += gate
         is_t = t_all == t

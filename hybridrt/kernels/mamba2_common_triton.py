@@ -32,6 +32,12 @@ def softplus(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def log_decay(a, A_log, dt_bias):  # type: ignore[no-untyped-def]
+    """How a Gated Delta Net forgets: -exp(A_log) softplus(a + dt_bias), float32, from loaded numbers of any dtype."""
+    return -tl.exp(A_log.to(tl.float32)) * softplus(a.to(tl.float32) + dt_bias.to(tl.float32))
+
+
+@triton.jit
 def time_step(dt_ptr, dt_bias_ptr, h, dt_min, dt_max):  # type: ignore[no-untyped-def]
     """clamp(softplus(dt + dt_bias)) of head h: dt_ptr points at the head's raw dt."""
     dt = tl.load(dt_ptr).to(tl.float32)

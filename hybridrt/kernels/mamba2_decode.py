@@ -10,6 +10,8 @@ one of three state modes:
 Tokens of a row form a chain; draft trees go through `causal_conv1d_update` and `selective_state_update`.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,6 +51,7 @@ def mamba2_decode(
     length: Tensor | None = None,
     intermediate_states: Tensor | None = None,
     rows: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Advances each of B rows by T tokens.
 
@@ -62,6 +65,7 @@ def mamba2_decode(
         values, keys, gates, start, length: the state ring and its cursors [B], as in `mamba2_replay`.
         intermediate_states: [R+1, T, H, P, N], as in `selective_state_update`.
         rows: [B] int32, rows of the ring or of `intermediate_states`.
+        out: [B, T, H, P] of any row and token stride, where the result is to be left.
 
     Returns:
         [B, T, H, P] in xBC's dtype.
@@ -72,12 +76,13 @@ def mamba2_decode(
     check_ring(conv, weight.shape[1], xBC.shape[1])
     if gates is not None:
         check_ring_width(gates.shape[2], xBC.shape[1])
-    out: Tensor = select("mamba2_decode", xBC.device.type)(
+    result: Tensor = select("mamba2_decode", xBC.device.type)(
         xBC, dt, z, weight=weight, bias=bias, A=A, D=D, dt_bias=dt_bias, dt_limit=dt_limit, conv=conv, states=states,
         read_slots=read_slots, write_slots=write_slots, start_positions=start_positions, values=values, keys=keys,
         gates=gates, start=start, length=length, intermediate_states=intermediate_states, rows=rows,
+        out=out,
     )  # fmt: skip
-    return out
+    return result
 
 
 def mamba2_decode_reference(
@@ -103,27 +108,30 @@ def mamba2_decode_reference(
     length: Tensor | None = None,
     intermediate_states: Tensor | None = None,
     rows: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Plain-torch `mamba2_decode`: the separate operations one after the other, but for the plain decode step."""
+    heads: dict[str, Any] = {"A": A, "D": D, "dt_bias": dt_bias, "dt_limit": dt_limit}
+    run = None
     if xBC.shape[1] == 1 and values is None and intermediate_states is None and read_slots is write_slots:
         run = _rows_in_place(weight.shape[1], read_slots, start_positions, xBC, conv, states)
-        if run is not None:
-            return _one_token(
-                xBC, dt, z, conv[run], states[run], start_positions,
-                weight=weight, bias=bias, A=A, D=D, dt_bias=dt_bias, dt_limit=dt_limit,
-            )  # fmt: skip
+    if run is not None:
+        y = _one_token(xBC, dt, z, conv[run], states[run], start_positions, weight=weight, bias=bias, **heads)
+        return y if out is None else out.copy_(y)
     conved = causal_conv1d_update_reference(xBC, weight, bias, conv, read_slots, write_slots, start_positions)
     x, B, C = split_conv_channels(conved, states.shape)
     if values is None:
-        return selective_state_update_reference(
-            states, x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_limit=dt_limit, z=z, read_slots=read_slots,
-            write_slots=write_slots, intermediate_states=intermediate_states, rows=rows,
+        y = selective_state_update_reference(
+            states, x, dt, B=B, C=C, z=z, read_slots=read_slots, write_slots=write_slots,
+            intermediate_states=intermediate_states, rows=rows, **heads,
         )  # fmt: skip
-    assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
-    return mamba2_replay(
-        states, values, keys, gates, x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_limit=dt_limit, z=z,
-        slots=read_slots, rows=rows, start=start, length=length,
-    )  # fmt: skip
+    else:
+        assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
+        y = mamba2_replay(
+            states, values, keys, gates, x, dt, B=B, C=C, z=z, slots=read_slots, rows=rows, start=start,
+            length=length, **heads,
+        )  # fmt: skip
+    return y if out is None else out.copy_(y)
 
 
 def _rows_in_place(taps: int, slots: Tensor, start_positions: Tensor, *tensors: Tensor) -> slice | None:

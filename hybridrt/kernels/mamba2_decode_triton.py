@@ -31,6 +31,7 @@ def mamba2_decode_triton(
     length: Tensor | None = None,
     intermediate_states: Tensor | None = None,
     rows: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Triton `mamba2_decode`."""
     if values is None:
@@ -39,11 +40,11 @@ def mamba2_decode_triton(
         x, B, C = split_conv_channels(conved, states.shape)
         return selective_state_update_triton(
             states, x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_limit=dt_limit, z=z, read_slots=read_slots,
-            write_slots=write_slots, intermediate_states=intermediate_states, rows=rows,
+            write_slots=write_slots, intermediate_states=intermediate_states, rows=rows, out=out,
         )  # fmt: skip
     assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
     return replay_decode_triton(
         xBC, dt, z, weight=weight, bias=bias, A=A, D=D, dt_bias=dt_bias, dt_limit=dt_limit, conv=conv, states=states,
         values=values, keys=keys, gates=gates, slots=read_slots, rows=rows, start=start, length=length,
-        start_positions=start_positions,
+        start_positions=start_positions, out=out,
     )  # fmt: skip

@@ -166,7 +166,7 @@ def _enter_group(  # type: ignore[no-untyped-def]
 def _stream_kernel(  # type: ignore[no-untyped-def]
     z_ptr, D_ptr, out_ptr, states_ptr, values_ptr, queries_ptr, scores_ptr, decays_ptr,
     slots_ptr, rows_ptr, start_ptr, length_ptr,
-    z_strides: tl.constexpr, states_ss: tl.constexpr, values_sr: tl.constexpr,
+    z_strides: tl.constexpr, out_strides: tl.constexpr, states_ss: tl.constexpr, values_sr: tl.constexpr,
     T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -186,7 +186,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         # The kernel before this one writes no state, and it let this one start when all before it had finished.
         state = tl.load(cells, mask=p_mask[:, None] & (n < N)[None, :], other=0.0)
     begin(PDL)
-    out = out_ptr + (b.to(tl.int64) * T + t[:, None]) * (H * P) + h * P + p[None, :]
+    out = out_ptr + b.to(tl.int64) * out_strides[0] + t[:, None] * out_strides[1] + h * P + p[None, :]
     live = (t < T)[:, None] & p_mask[None, :]
     if slot < 0:
         tl.store(out, tl.zeros([BLOCK_T, BLOCK_P], out_ptr.dtype.element_ty), mask=live)
@@ -267,12 +267,14 @@ def replay_decode_triton(
     start: Tensor,
     length: Tensor,
     start_positions: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`mamba2_decode` with a state ring; arguments as there."""
     batch, tokens, _ = xBC.shape
     _, heads, dim, state_dim = states.shape
     groups, width = keys.shape[1], gates.shape[2]
-    out = torch.empty((batch, tokens, heads, dim), dtype=xBC.dtype, device=xBC.device)
+    if out is None:
+        out = torch.empty((batch, tokens, heads, dim), dtype=xBC.dtype, device=xBC.device)
     if batch == 0:
         return out
     queries = torch.empty((batch, tokens, groups, state_dim), dtype=xBC.dtype, device=xBC.device)
@@ -298,7 +300,7 @@ def replay_decode_triton(
     tile = stream_tile(batch, tokens, states)
     _stream_kernel[batch, heads, triton.cdiv(dim, tile["BLOCK_P"])](
         z, D, out, states, values, queries, scores, decays, slots, rows, start, length,
-        strides(z), states.stride(0), values.stride(0), **tile, **common, **pdl(xBC.device),
+        strides(z), strides(out), states.stride(0), values.stride(0), **tile, **common, **pdl(xBC.device),
     )  # fmt: skip
     return out
 

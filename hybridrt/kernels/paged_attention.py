@@ -46,6 +46,7 @@ def attention_decode(
     sliding_window: int | None = None,
     tree_mask: Tensor | None = None,
     max_len: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attention of T new tokens per row, already in the cache, over each row's whole context.
 
@@ -55,9 +56,9 @@ def attention_decode(
     mask names. sliding_window: a token at position p sees keys at positions > p - window; what all T tokens have left
     behind is not read, and its table entries may be stale. max_len: an upper bound of
     seq_lens known on the host; None means the table's width. Returns `[B, T, Hq, D]` in q's dtype; rows with seq_len 0
-    (padding) are zeros.
+    (padding) are zeros. If `out` of that shape, of any token stride, is given, they are left there.
     """
-    out: Tensor = select("attention_decode", q.device.type)(
+    result: Tensor = select("attention_decode", q.device.type)(
         q,
         k_cache,
         v_cache,
@@ -68,8 +69,9 @@ def attention_decode(
         sliding_window=sliding_window,
         tree_mask=tree_mask,
         max_len=max_len,
+        out=out,
     )
-    return out
+    return result
 
 
 def attention_extend(
@@ -129,6 +131,7 @@ def attention_decode_reference(
     sliding_window: int | None = None,
     tree_mask: Tensor | None = None,
     max_len: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     batch, tokens, query_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
@@ -153,10 +156,12 @@ def attention_decode_reference(
     # The query heads that share a key head become extra query positions of that head: nothing is repeated.
     query = q.view(batch, tokens, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
     query = query.reshape(batch, kv_heads, groups * tokens, head_dim)
-    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
-    out = out.view(batch, kv_heads, groups, tokens, head_dim).permute(0, 3, 1, 2, 4)
-    out = out.reshape(batch, tokens, query_heads, head_dim)
-    return out if visible is None else out.masked_fill_((seq_lens == 0).view(-1, 1, 1, 1), 0)
+    result = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
+    result = result.view(batch, kv_heads, groups, tokens, head_dim).permute(0, 3, 1, 2, 4)
+    result = result.reshape(batch, tokens, query_heads, head_dim)
+    if visible is not None:
+        result.masked_fill_((seq_lens == 0).view(-1, 1, 1, 1), 0)
+    return result if out is None else out.copy_(result)
 
 
 def _all_reach(seq_lens: Tensor, context: int) -> bool:

@@ -70,7 +70,7 @@ def _tree_depth(tree, node, node_mask, tree_st, T: tl.constexpr, BLOCK_T: tl.con
 @triton.jit
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, tree_ptr, out_ptr, lse_ptr,
-    q_sb, q_st, q_sh, table_sr, tree_sb, tree_st, scale_log2,
+    q_sb, q_st, q_sh, table_sr, tree_sb, tree_st, out_st, scale_log2,
     T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -118,17 +118,18 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             visible &= depth[:, None] - key_depth[None, :] < WINDOW
         acc, row_max, row_sum = _attend(q, k_ptr, v_ptr, table, pos, in_context, visible, kv_head, d, acc, row_max,
                                         row_sum, scale_log2, HKV, D, PRECISION)  # fmt: skip
-    out_row = ((b.to(tl.int64) * SPLITS + split) * T + token) * (HKV * GROUPS) + head
+    out_row = (b.to(tl.int64) * SPLITS + split) * T + token
     row_sum = tl.where(row_sum == 0, 1.0, row_sum)
     out = acc / row_sum[:, None]
-    tl.store(out_ptr + out_row[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    cells = out_ptr + (out_row * out_st + head * D)[:, None] + d[None, :]
+    tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=mask)
     if SPLITS > 1:
-        tl.store(lse_ptr + out_row, row_max + tl.log2(row_sum), mask=live)
+        tl.store(lse_ptr + out_row * (HKV * GROUPS) + head, row_max + tl.log2(row_sum), mask=live)
 
 
 @triton.jit
 def _combine_kernel(  # type: ignore[no-untyped-def]
-    partial_ptr, lse_ptr, seq_lens_ptr, out_ptr,
+    partial_ptr, lse_ptr, seq_lens_ptr, out_ptr, out_st,
     T: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     LEAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +148,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     mask = (s < used)[:, None] & d_mask[None, :]
     partial = tl.load(partial_ptr + row[:, None] * D + d[None, :], mask=mask, other=0.0)
     out = tl.sum(partial * weight[:, None], 0)
-    tl.store(out_ptr + (b * (T * HQ) + head) * D + d, out.to(out_ptr.dtype.element_ty), mask=d_mask)
+    cells = out_ptr + (b * T + head // HQ) * out_st + (head % HQ) * D + d
+    tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=d_mask)
 
 
 def attention_decode_triton(
@@ -162,6 +164,7 @@ def attention_decode_triton(
     sliding_window: int | None = None,
     tree_mask: Tensor | None = None,
     max_len: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`attention_decode` in one launch, or two where a row's context is split among programs.
 
@@ -176,7 +179,8 @@ def attention_decode_triton(
     walk = _walk(batch * head_blocks, req_to_token.shape[1], tile, q)
     tile |= walk.tile
     splits = walk.splits
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial, lse = out, None
     if splits > 1:
         partial = torch.empty(batch, splits, tokens, query_heads, head_dim, dtype=torch.float32, device=q.device)
@@ -185,19 +189,24 @@ def attention_decode_triton(
         q, k_cache, v_cache, req_to_token, rows, seq_lens, tree_mask, partial, lse,
         q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
         0 if tree_mask is None else tree_mask.stride(0), 0 if tree_mask is None else tree_mask.stride(1),
-        scale * math.log2(math.e),
+        query_heads * head_dim if splits > 1 else _token_stride(out), scale * math.log2(math.e),
         T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
         LEAST=walk.least, BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
         **pdl(q.device),
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(batch, tokens * query_heads)](
-            partial, lse, seq_lens, out,
+            partial, lse, seq_lens, out, _token_stride(out),
             T=tokens, HQ=query_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
             LEAST=walk.least, BLOCK_N=tile["BLOCK_N"], BLOCK_D=tile["BLOCK_D"],
             BLOCK_S=triton.next_power_of_2(splits), num_warps=4, **pdl(q.device),
         )  # fmt: skip
     return out
+
+
+def _token_stride(out: Tensor) -> int:
+    """Elements from one token of out [B, T, Hq, D] to the next; rows follow each other at the same distance."""
+    return out.stride(1) if out.shape[1] > 1 else out.stride(0)
 
 
 @dataclass(frozen=True)

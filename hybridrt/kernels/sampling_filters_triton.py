@@ -24,10 +24,14 @@ LIST_BLOCK = 1024
 
 
 @triton.jit
-def _key(x):  # type: ignore[no-untyped-def]
-    """int32 in the order of the floats; its own inverse on the bits."""
-    bits = x.to(tl.int32, bitcast=True)
+def _in_order(bits):  # type: ignore[no-untyped-def]
+    """The bits of a float32 as an int32 in the order of the floats, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _key(x):  # type: ignore[no-untyped-def]
+    return _in_order(x.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -200,7 +204,7 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
                 wanted = tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
                 low = _bisect(entries, n, low, high, wanted - mass_before, largest, True, BLOCK)
     lowest = low.to(tl.int32)
-    threshold = (lowest ^ ((lowest >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    threshold = _in_order(lowest).to(tl.float32, bitcast=True)
     threshold = tl.where(lowest == _LOWEST, float("-inf"), threshold)
     if min_p_ptr is not None:
         min_p = tl.load(min_p_ptr + b)

@@ -17,7 +17,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, dt_ptr, z_ptr, out_ptr, A_ptr, D_ptr, dt_bias_ptr,
     states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, rows_ptr, parents_ptr,
     x_strides: tl.constexpr, B_strides: tl.constexpr, C_strides: tl.constexpr, dt_strides: tl.constexpr,
-    z_strides: tl.constexpr, states_ss: tl.constexpr, stored_strides: tl.constexpr,
+    z_strides: tl.constexpr, out_strides: tl.constexpr, states_ss: tl.constexpr, stored_strides: tl.constexpr,
     parents_sb: tl.constexpr, dt_min, dt_max,
     T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
@@ -29,11 +29,11 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     n = tl.arange(0, BLOCK_N)
     p_mask, n_mask = p < P, n < N
     mask = p_mask[:, None] & n_mask[None, :]
-    out = out_ptr + b * (T * H * P) + h * P + p
+    out = out_ptr + b * out_strides[0] + h * P + p
     read = tl.load(read_slots_ptr + b).to(tl.int64)
     if read < 0:
         for t in range(T):
-            tl.store(out + t * (H * P), tl.zeros([BLOCK_P], out_ptr.dtype.element_ty), mask=p_mask)
+            tl.store(out + t * out_strides[1], tl.zeros([BLOCK_P], out_ptr.dtype.element_ty), mask=p_mask)
         return
 
     write = tl.load(write_slots_ptr + b).to(tl.int64)
@@ -61,7 +61,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
             y += tl.load(D_ptr + h).to(tl.float32) * x
         if z_ptr is not None:
             y *= silu(_load(z_ptr + b * z_strides[0] + t * z_strides[1] + h * z_strides[2] + p, p_mask))
-        tl.store(out + t * (H * P), y.to(out_ptr.dtype.element_ty), mask=p_mask)
+        tl.store(out + t * out_strides[1], y.to(out_ptr.dtype.element_ty), mask=p_mask)
         rounded = state.to(states_ptr.dtype.element_ty)
         if stored_ptr is not None:
             tl.store(stored + t * stored_strides[1], rounded, mask=mask)
@@ -92,16 +92,18 @@ def selective_state_update_triton(
     intermediate_states: Tensor | None = None,
     rows: Tensor | None = None,
     parents: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Triton `selective_state_update`: one launch."""
+    """Triton `selective_state_update`: one launch. `out` as in `mamba2_decode`."""
     batch, tokens, heads, dim = x.shape
-    out = torch.empty((batch, tokens, heads, dim), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((batch, tokens, heads, dim), dtype=x.dtype, device=x.device)
     if batch == 0:
         return out
     tile = update_tile(tokens, states)
     _update_kernel[triton.cdiv(dim, tile["BLOCK_P"]), heads, batch](
         x, B, C, dt, z, out, A, D, dt_bias, states, intermediate_states, read_slots, write_slots, rows, parents,
-        strides(x), strides(B), strides(C), strides(dt), strides(z),
+        strides(x), strides(B), strides(C), strides(dt), strides(z), strides(out),
         states.stride(0), strides(intermediate_states), strides(parents)[0], *dt_limit,
         T=tokens, H=heads, P=dim, N=states.shape[3], HEADS_PER_GROUP=heads // B.shape[2], **tile, **pdl(x.device),
     )  # fmt: skip

@@ -20,8 +20,8 @@ register("skinny_linear", "triton", "hybridrt.kernels.skinny_linear_triton:skinn
 
 Activation = Literal["silu_and_mul", "relu2"]
 
-MAX_TOKENS = 128
-# Where cuBLAS becomes as fast on an H200; with an activation, and rows to fill the device, later than MAX_TOKENS.
+MAX_TOKENS = 64
+# Where cuBLAS becomes as fast on an H200; with an activation, and rows to fill the device, at MAX_TOKENS.
 ALONE_UP_TO, FILLING_ROWS = 32, 16384
 
 

@@ -274,7 +274,7 @@ def matmul_tile(rows: int, columns: int, tokens: int) -> Tile:
         split = max(1, min(2 * MULTIPROCESSORS // blocks, 4 if tokens <= 16 else 8, columns // 512))
         return _narrowed(Tile(64, 128, 4, 4 if tokens <= 32 else 3, split), columns)
     if tokens > 32:
-        return _narrowed(Tile(64, 64, 4, 4 if tokens <= 64 else 3), columns)
+        return _narrowed(Tile(64, 64, 4, 4), columns)
     one_wave = blocks < 2 * MULTIPROCESSORS
     if 0 < left <= MULTIPROCESSORS // 4 and not (one_wave and tokens <= 16):
         split = max(2, min(round(MULTIPROCESSORS / 2 / left), columns // 128))

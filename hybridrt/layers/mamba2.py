@@ -71,14 +71,14 @@ class Mamba2Mixer(nn.Module):
         self, projected: torch.Tensor, cache: LayerCache, metadata: Mamba2Metadata, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[T, z | x | B | C | dt], which may be a strided view, to [T, intermediate], decode rows first; in `out`
-        where a step is all prompts and no norm follows."""
+        where a step is all of one kind and no norm follows."""
         z, conv_in, dt = projected.split((self.intermediate_size, self.shape.conv_dim, self.heads), dim=-1)
         split, parts = metadata.decode.num_tokens if metadata.decode else 0, []
+        place = None if (metadata.decode and metadata.extend) or self.norm is not None else out
         if metadata.decode:
-            y = self._decode(z[:split], conv_in[:split], dt[:split], cache, metadata.decode, metadata.replay)
+            y = self._decode(z[:split], conv_in[:split], dt[:split], cache, metadata.decode, metadata.replay, place)
             parts.append(y if self.norm is None else self.norm(y, z[:split]))
         if metadata.extend:
-            place = None if metadata.decode or self.norm is not None else out
             y = self._extend(z[split:], conv_in[split:], dt[split:], cache, metadata.extend, place)
             parts.append(y if self.norm is None else self.norm(y, z[split:]))
         return parts[0] if len(parts) == 1 else torch.cat([z[:0], *parts])
@@ -91,10 +91,12 @@ class Mamba2Mixer(nn.Module):
         cache: LayerCache,
         seg: DecodeSegment,
         replay: bool,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
         buf, rows, tokens = seg.buffers, seg.rows.shape[0], seg.tokens_per_row
         xBC, dt = conv_in.view(rows, tokens, -1), dt.view(rows, tokens, self.heads)
-        gate = z.view(rows, tokens, self.heads, self.head_dim) if self.norm is None else None
+        shape = (rows, tokens, self.heads, self.head_dim)
+        gate = z.view(shape) if self.norm is None else None
         if seg.parents is not None:
             return self._verify_tree(xBC, dt, gate, cache, seg)
         ring = dict(zip(("values", "keys", "gates"), cache.ring)) if replay else {}
@@ -103,7 +105,8 @@ class Mamba2Mixer(nn.Module):
             dt_limit=self.config.dt_limit, conv=cache.conv, states=cache.temporal, read_slots=buf.slots,
             write_slots=buf.slots, start_positions=buf.start_positions, start=buf.ring_start, length=buf.ring_length,
             # One token is final at once; only a verify step may have to go back.
-            intermediate_states=cache.intermediate_ssm if tokens > 1 else None, rows=seg.rows, **ring,
+            intermediate_states=cache.intermediate_ssm if tokens > 1 else None, rows=seg.rows,
+            out=None if out is None else out.view(shape), **ring,
         )  # fmt: skip
         return y.reshape(rows * tokens, -1)
 

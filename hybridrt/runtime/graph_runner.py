@@ -5,7 +5,9 @@ every replay: whatever a graph would read stale, the closure reads as NaN or as 
 the same backend hooks, so a CPU test of the closure tests the metadata of the graph.
 """
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -143,10 +145,22 @@ class CudaGraphRecorder:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # What other threads do meanwhile (NCCL's watchdog asks for events) is no part of the graph.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             step()
         self._pool = self._pool or graph.pool()
         return graph.replay
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Leaves cyclic garbage where it is: another engine's graph may be in it, and to destroy one ends a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _free_bytes(device: torch.device) -> int:

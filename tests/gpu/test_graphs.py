@@ -1,5 +1,6 @@
 """A graph's replay is the eager step padded to the same bucket, bit for bit, and touches nothing but its rows."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from hybridrt.config import SpeculativeConfig
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
-from hybridrt.runtime.graph_runner import DecodeInputs, GraphRunner
+from hybridrt.runtime.graph_runner import CudaGraphRecorder, DecodeInputs, GraphRunner
 from tests.checkpoints import CheckpointStore
-from tests.gpu.rig import DECODING, PRODUCTION, VERIFYING, Rows, changed_entries, pool_tensors, same_bits
+from tests.gpu.rig import DECODING, DEVICE, PRODUCTION, VERIFYING, Rows, changed_entries, pool_tensors, same_bits
 
 pytestmark = PRODUCTION
 LENGTHS = [1 + 7 * i % 40 for i in range(17)]  # more rows than the bucket of 16 holds
@@ -176,3 +177,23 @@ def test_a_thousand_replays_are_alike(name: str, state_mode: str, dtype: str, ch
         twin.restore()
         different += (twin.graphs.replay(inputs) != first).any()
     assert first.isfinite().all() and not different
+
+
+def test_garbage_outlives_a_capture() -> None:
+    """A graph that becomes garbage while another is captured, as that of an engine let go, is not destroyed then."""
+    x = torch.zeros(4, device=DEVICE)
+    old: list[Any] = [CudaGraphRecorder()(lambda: x.add_(1)) for _ in range(2)]
+    kept: list[list[int]] = []
+
+    def step() -> None:
+        cycle = [old.pop()]
+        cycle.append(cycle)
+        del cycle
+        kept.extend([] for _ in range(10 * gc.get_threshold()[0]))  # enough for a collection
+        x.add_(1)
+
+    replay = CudaGraphRecorder()(step)
+    assert gc.isenabled() and not old
+    x.zero_()
+    replay()
+    assert x.tolist() == [1.0] * 4

@@ -33,17 +33,18 @@ def attention_decode(
     sliding_window: int | None = None,
     tree_mask: Tensor | None = None,
     max_len: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`attention_decode` of chains. How the context is split depends on the width of the page table, so without
     `max_len` a graph's replay and an eager call agree."""
     refuse(LIBRARY, "attention", "it knows no draft trees" if tree_mask is not None else None)
     longest = max_len or req_to_token.shape[1]
-    out: Tensor = flash_attn_with_kvcache(
+    result: Tensor = flash_attn_with_kvcache(
         q, k_cache, v_cache, cache_seqlens=seq_lens,
         page_table=page_table(req_to_token, rows, k_cache.shape[1], longest),
         softmax_scale=scale, causal=True, window_size=_window(sliding_window),
     )  # fmt: skip
-    return out
+    return result if out is None else out.copy_(result)
 
 
 @dataclass(frozen=True)
