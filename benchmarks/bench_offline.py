@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import environment, save, step_bytes
+from benchmarks.common import environment, save, settle, step_bytes
 from hybridrt import LLM, SamplingParams
 from hybridrt.config import DTYPES
 
@@ -113,6 +113,7 @@ def main() -> None:
     print(llm.plan.summary())
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0.0))
     print(f"start to first token {time.perf_counter() - start:.1f} s; {environment()}")
+    settle()
     rows = measure(args, llm)
     if args.name:
         print(save(args.name, rows))

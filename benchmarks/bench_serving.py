@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.common import environment, save
+from benchmarks.common import environment, save, settle
 from hybridrt import LLM, SamplingParams
 from hybridrt.config import DTYPES
 
@@ -152,6 +152,7 @@ def main() -> None:
         mamba_ssm_dtype=args.state_dtype, state_mode=args.state_mode,
     )  # fmt: skip
     print(llm.plan.summary())
+    settle()
     rows = measure(llm, args)
     print(environment())
     if args.name:

@@ -90,6 +90,9 @@ class Engine:
     A sample that fails (its step raised, or its text could not be made) ends alone, with finish_reason "abort" and
     `RequestOutput.error`; the others go on.
 
+    A process that serves should call `gc.collect()` and `gc.freeze()` once its engine stands: else a full collection
+    looks through everything that torch has imported, for a tenth of a second or more between two steps.
+
     Args:
         tokenizer: None means that token ids go in and come out.
         overlap: launch a step before the tokens of the step before it are read.

@@ -20,7 +20,7 @@ from hybridrt.layers.weights import Build, Piece, Target, Transform, parameter
 # What a block adds and what it is to be added to, [T, hidden] each; None where the first has been added already.
 Summands = tuple[torch.Tensor, torch.Tensor | None]
 
-ADDS_FROM = 1024  # tokens: a product of fewer loses more by ending with an addition than the norm behind it gains
+ADDS_FROM = 1024  # tokens: of fewer, the bytes that it saves are too few to be seen in a step
 
 
 @dataclass(frozen=True)
