@@ -41,13 +41,16 @@ def float32(*shape: int) -> Tensor:
 
 def attention(query_heads: int, kv_heads: int, dim: int, rot: int) -> None:
     cache, table = meta(5000, 16, kv_heads, dim), int32(300, 4096)
-    for batch, tokens, nodes in ((128, 1, 0), (32, 5, 5), (32, 5, 0), (128, 5, 0)):
+    # In a wide table the contexts of many rows are split as well, the longest of them.
+    for batch, tokens, nodes, width in (
+        (128, 1, 0, 4096), (128, 1, 0, 32784), (32, 5, 5, 4096), (32, 5, 0, 4096), (128, 5, 0, 4096),
+    ):  # fmt: skip
         tree = meta(batch, nodes, nodes, dtype=torch.bool) if nodes else None
         attention_decode_triton(
             meta(batch, tokens, query_heads, dim),
             cache,
             cache,
-            table,
+            int32(300, width),
             int32(batch),
             int32(batch),
             scale=0.1,

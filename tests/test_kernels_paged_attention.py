@@ -164,10 +164,11 @@ def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, slidi
     rows, seq_lens = torch.cat((cache.rows, torch.zeros(1).int())), torch.tensor([*lengths, 0])
     mask = torch.ones(len(q), tokens, tokens, dtype=torch.bool).tril()
     mask[:, 3, 1:3] = False  # node 3 is another child of the root
-    out = attention_decode(
-        q, cache.k, cache.v, cache.table, rows, seq_lens, scale=SCALE, sliding_window=sliding_window, tree_mask=mask
-    )
+    arguments = (q, cache.k, cache.v, cache.table, rows, seq_lens)
+    out = attention_decode(*arguments, scale=SCALE, sliding_window=sliding_window, tree_mask=mask)
     assert torch.equal(out[-1], torch.zeros_like(out[-1]))
+    again = attention_decode(*arguments, scale=SCALE, sliding_window=sliding_window, tree_mask=mask)
+    assert torch.equal(again, out), "the order in which programs arrive changes nothing, and they count from zero"
     for b, length in enumerate(lengths):
         for t in range(tokens):
             path = [*range(length - tokens), *(length - tokens + node for node in range(tokens) if mask[b, t, node])]

@@ -5,12 +5,14 @@ is token m // GROUPS and head m % GROUPS of the group. Scores are in units of lo
 """
 
 import math
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hybridrt.kernels.launch import dot_precision, multiprocessors
 from hybridrt.kernels.pdl_triton import begin, pdl
@@ -69,17 +71,19 @@ def _tree_depth(tree, node, node_mask, tree_st, T: tl.constexpr, BLOCK_T: tl.con
 
 @triton.jit
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, tree_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, tree_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr,
     q_sb, q_st, q_sh, table_sr, tree_sb, tree_st, out_st, scale_log2,
     T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid [rows, key heads and blocks of their query rows, SPLITS]. A row with one part at most is finished here;
+    the parts of others are joined by the last program to arrive, if they count arrivals, or by `_combine_kernel`."""
     begin(PDL)
     b, head_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + b)
-    origin, first, end, _ = _split_range(seq_len, split, T, WINDOW, SPLITS, LEAST, BLOCK_N)
-    if (SPLITS > 1) & (first >= end):
+    origin, first, end, used = _split_range(seq_len, split, T, WINDOW, SPLITS, LEAST, BLOCK_N)
+    if (SPLITS > 1) & (split > 0) & (first >= end):
         return
     m_blocks: tl.constexpr = (T * GROUPS + BLOCK_M - 1) // BLOCK_M
     kv_head = head_block // m_blocks
@@ -118,13 +122,50 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             visible &= depth[:, None] - key_depth[None, :] < WINDOW
         acc, row_max, row_sum = _attend(q, k_ptr, v_ptr, table, pos, in_context, visible, kv_head, d, acc, row_max,
                                         row_sum, scale_log2, HKV, D, PRECISION)  # fmt: skip
-    out_row = (b.to(tl.int64) * SPLITS + split) * T + token
     row_sum = tl.where(row_sum == 0, 1.0, row_sum)
-    out = acc / row_sum[:, None]
-    cells = out_ptr + (out_row * out_st + head * D)[:, None] + d[None, :]
-    tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=mask)
+    y = acc / row_sum[:, None]
+    finished = True
     if SPLITS > 1:
-        tl.store(lse_ptr + out_row * (HKV * GROUPS) + head, row_max + tl.log2(row_sum), mask=live)
+        finished = used <= 1
+        if used > 1:
+            part: tl.constexpr = T * HKV * GROUPS
+            first_part = (b.to(tl.int64) * SPLITS * T + token) * (HKV * GROUPS) + head
+            own = first_part + split * part
+            tl.store(partial_ptr + own[:, None] * D + d[None, :], y, mask=mask)
+            tl.store(lse_ptr + own, row_max + tl.log2(row_sum), mask=live)
+            if arrivals_ptr is not None:
+                arrivals = arrivals_ptr + b * tl.num_programs(1) + head_block
+                tl.debug_barrier()  # the arrival below publishes what all threads stored
+                if tl.atomic_add(arrivals, 1, sem="acq_rel") == used - 1:
+                    tl.store(arrivals, 0)
+                    y = _join(partial_ptr, lse_ptr, first_part, part, used, live, d, D, BLOCK_M, BLOCK_D)
+                    finished = used > 1
+    if finished:
+        cells = out_ptr + ((b.to(tl.int64) * T + token) * out_st + head * D)[:, None] + d[None, :]
+        tl.store(cells, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _join(  # type: ignore[no-untyped-def]
+    partial_ptr, lse_ptr, first, part: tl.constexpr, used, live, d, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Rows [BLOCK_M] of a split context: the parts' outputs weighted by their sums of exponentials."""
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for s in range(used):
+        largest = tl.maximum(largest, tl.load(lse_ptr + first + s * part, mask=live, other=0.0, cache_modifier=".cg"))
+    # A row that no part has seen anything for keeps -inf; 0 in its place keeps the differences from being NaN.
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for s in range(used):
+        own = first + s * part
+        weight = tl.exp2(tl.load(lse_ptr + own, mask=live, other=0.0, cache_modifier=".cg") - largest)
+        cells = partial_ptr + own[:, None] * D + d[None, :]
+        mask = live[:, None] & (d < D)[None, :]
+        acc += tl.load(cells, mask=mask, other=0.0, cache_modifier=".cg") * weight[:, None]
+        total += weight
+    return acc / tl.where(total == 0, 1.0, total)[:, None]
 
 
 @triton.jit
@@ -137,6 +178,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     begin(PDL)
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, used = _split_range(tl.load(seq_lens_ptr + b), 0, T, WINDOW, SPLITS, LEAST, BLOCK_N)
+    if used <= 1:
+        return
     d, s = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     d_mask = d < D
     row = (b * SPLITS + s) * (T * HQ) + head
@@ -166,7 +209,7 @@ def attention_decode_triton(
     max_len: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`attention_decode` in one launch, or two where a row's context is split among programs.
+    """`attention_decode` in one launch; in two where a few rows' contexts are split among programs.
 
     The split depends on shapes alone (max_len is not looked at), so that a graph's replay and an eager call of the same
     batch size give the same bits.
@@ -181,20 +224,21 @@ def attention_decode_triton(
     splits = walk.splits
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    partial, lse = out, None
+    partial = lse = arrivals = None
     if splits > 1:
         partial = torch.empty(batch, splits, tokens, query_heads, head_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
+        arrivals = _counters(req_to_token, batch * head_blocks) if walk.joined else None
     _decode_kernel[(batch, head_blocks, splits)](
-        q, k_cache, v_cache, req_to_token, rows, seq_lens, tree_mask, partial, lse,
+        q, k_cache, v_cache, req_to_token, rows, seq_lens, tree_mask, out, partial, lse, arrivals,
         q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
         0 if tree_mask is None else tree_mask.stride(0), 0 if tree_mask is None else tree_mask.stride(1),
-        query_heads * head_dim if splits > 1 else _token_stride(out), scale * math.log2(math.e),
+        _token_stride(out), scale * math.log2(math.e),
         T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
         LEAST=walk.least, BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
         **pdl(q.device),
     )  # fmt: skip
-    if splits > 1:
+    if splits > 1 and not walk.joined:
         _combine_kernel[(batch, tokens * query_heads)](
             partial, lse, seq_lens, out, _token_stride(out),
             T=tokens, HQ=query_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
@@ -202,6 +246,18 @@ def attention_decode_triton(
             BLOCK_S=triton.next_power_of_2(splits), num_warps=4, **pdl(q.device),
         )  # fmt: skip
     return out
+
+
+# Zeros that programs of a split row count their arrivals in, and leave as zeros: by page table, because steps of one
+# engine never run at the same time, and by length, because graphs keep the address.
+_arrivals: MutableMapping[Tensor, dict[int, Tensor]] = WeakIdKeyDictionary()
+
+
+def _counters(req_to_token: Tensor, count: int) -> Tensor:
+    by_count = _arrivals.setdefault(req_to_token, {})
+    if count not in by_count:
+        by_count[count] = torch.zeros(count, dtype=torch.int32, device=req_to_token.device)
+    return by_count[count]
 
 
 def _token_stride(out: Tensor) -> int:
@@ -216,11 +272,14 @@ class _Walk:
     Attributes:
         splits: programs that a row's context is split among.
         least: blocks that a split has before the row is given to another.
+        joined: the last program of a row joins the parts. Where only long contexts are split, a launch for that would
+            nearly always find nothing to do; where all are, its many programs beat the one.
         tile: what differs from `_tile`.
     """
 
     splits: int
     least: int
+    joined: bool
     tile: dict[str, int]
 
 
@@ -242,7 +301,7 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> _
         least = triton.cdiv(LONG_CONTEXT // 4, tile["BLOCK_N"])
     else:
         wanted, least = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * device, programs), 1
-    return _Walk(max(1, min(wanted, blocks, MAX_SPLITS)), least, pipeline)
+    return _Walk(max(1, min(wanted, blocks, MAX_SPLITS)), least, filled and not bound, pipeline)
 
 
 def _tile(rows: int, q: Tensor) -> dict[str, int]:

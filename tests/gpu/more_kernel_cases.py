@@ -16,11 +16,13 @@ from tests.gpu.kernel_cases import Case, int32, model_config, normal, poisoned
 PAGE_SIZE, PAGES, MAX_CONTEXT = 16, 1000, 4096
 
 
-def paged(config: AttentionConfig, seq_lens: list[int]) -> tuple[dict[str, Any], list[int]]:
+def paged(
+    config: AttentionConfig, seq_lens: list[int], max_context: int = MAX_CONTEXT
+) -> tuple[dict[str, Any], list[int]]:
     """KV caches with shuffled pages for rows of these lengths; what lies past them is large. And the pages used."""
     shape = (PAGES + 1, PAGE_SIZE, config.num_kv_heads, config.head_dim)
     caches = {name: torch.full(shape, 1e4, dtype=torch.bfloat16, device=rig.DEVICE) for name in ("k_cache", "v_cache")}
-    table = torch.full((len(seq_lens) + 1, MAX_CONTEXT), -(2**30), dtype=torch.int32)
+    table = torch.full((len(seq_lens) + 1, max_context), -(2**30), dtype=torch.int32)
     free, used = torch.randperm(PAGES).add(1).tolist(), []
     for row, length in enumerate(seq_lens, 1):
         for first in range(0, length, PAGE_SIZE):
@@ -33,16 +35,19 @@ def paged(config: AttentionConfig, seq_lens: list[int]) -> tuple[dict[str, Any],
     return caches | {"req_to_token": table.to(rig.DEVICE)}, used
 
 
-def attention_decode(config: AttentionConfig, tokens: int) -> Case:
+def attention_decode(config: AttentionConfig, tokens: int, times: int = 1) -> Case:
+    """Eight rows, `times` over; with many of them, the device is full and only the longest context is split."""
     lengths = [tokens, 4, 63, 64, 65, 1000, 3000, 257]
-    args, _ = paged(config, lengths)
-    q, _ = normal(len(lengths), tokens, (config.num_heads + 3) * config.head_dim).split(
+    args, _ = paged(config, lengths, MAX_CONTEXT if times == 1 else 4 * MAX_CONTEXT)
+    q, _ = normal(len(lengths) * times, tokens, (config.num_heads + 3) * config.head_dim).split(
         [config.num_heads * config.head_dim, 3 * config.head_dim], -1
     )
     args |= {
-        "q": q.unflatten(-1, (config.num_heads, config.head_dim)), "rows": int32(range(1, len(lengths) + 1)),
-        "seq_lens": int32(lengths), "scale": config.head_dim**-0.5,
+        "q": q.unflatten(-1, (config.num_heads, config.head_dim)), "rows": int32([*range(1, len(lengths) + 1)] * times),
+        "seq_lens": int32(lengths * times), "scale": config.head_dim**-0.5,
     }  # fmt: skip
+    if times > 1:
+        args["max_len"] = max(lengths)  # the reference gathers that many keys for each row
     return Case("attention_decode", args)
 
 
@@ -186,6 +191,7 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
     attention, hidden = config.attention, config.hidden_size
     for tokens in (1, 4):
         yield f"attention_decode {tokens}", partial(attention_decode, attention, tokens)
+        yield f"attention_decode {tokens} full", partial(attention_decode, attention, tokens, 18)
     for window in (None, 500):
         details = "" if window is None else f" window {window}"
         yield f"attention_extend{details}", partial(attention_extend, attention, [300, 1, 130, 133], window)
