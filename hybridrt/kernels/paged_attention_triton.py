@@ -77,8 +77,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, key heads and blocks of their query rows, SPLITS]. A row with one part at most is finished here;
-    the parts of others are joined by the last program to arrive, if they count arrivals, or by `_combine_kernel`."""
+    """Grid [rows, key heads and blocks of their query rows, SPLITS]. If they count arrivals, a row with one part at
+    most is finished at once, and the parts of others are joined by the last program to arrive; else `_combine_kernel`
+    joins them."""
     begin(PDL)
     b, head_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + b)
@@ -124,10 +125,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                                         row_sum, scale_log2, HKV, D, PRECISION)  # fmt: skip
     row_sum = tl.where(row_sum == 0, 1.0, row_sum)
     y = acc / row_sum[:, None]
-    finished = True
+    finished = SPLITS == 1
     if SPLITS > 1:
-        finished = used <= 1
-        if used > 1:
+        parted = True
+        if arrivals_ptr is not None:
+            parted, finished = used > 1, used <= 1
+        if parted:
             part: tl.constexpr = T * HKV * GROUPS
             first_part = (b.to(tl.int64) * SPLITS * T + token) * (HKV * GROUPS) + head
             own = first_part + split * part
@@ -139,7 +142,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                 if tl.atomic_add(arrivals, 1, sem="acq_rel") == used - 1:
                     tl.store(arrivals, 0)
                     y = _join(partial_ptr, lse_ptr, first_part, part, used, live, d, D, BLOCK_M, BLOCK_D)
-                    finished = used > 1
+                    finished = parted
     if finished:
         cells = out_ptr + ((b.to(tl.int64) * T + token) * out_st + head * D)[:, None] + d[None, :]
         tl.store(cells, y.to(out_ptr.dtype.element_ty), mask=mask)
@@ -178,8 +181,6 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     begin(PDL)
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, used = _split_range(tl.load(seq_lens_ptr + b), 0, T, WINDOW, SPLITS, LEAST, BLOCK_N)
-    if used <= 1:
-        return
     d, s = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     d_mask = d < D
     row = (b * SPLITS + s) * (T * HQ) + head
