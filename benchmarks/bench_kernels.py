@@ -126,7 +126,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", help="directories with a config.json")
     parser.add_argument("--ops", type=lambda t: t.split(","), help=f"of {', '.join({**DECODE, **PREFILL})}")
-    parser.add_argument("--tokens", type=lambda t: [int(n) for n in t.split(",")], default=[1, 8, 32, 128])
+    parser.add_argument("--tokens", type=lambda t: [int(n) for n in t.split(",")], default=[1, 8, 32, 64, 128])
     parser.add_argument("--prefill", type=loads, default=loads("1x8192,16x2048"), help="rows x tokens")
     parser.add_argument("--ctx", type=int, default=1024, help="tokens before each decoded one")
     parser.add_argument("--name", help="write benchmarks/results/NAME.json")

@@ -91,7 +91,8 @@ class Engine:
     `RequestOutput.error`; the others go on.
 
     A process that serves should call `gc.collect()` and `gc.freeze()` once its engine stands: else a full collection
-    looks through everything that torch has imported, for a tenth of a second or more between two steps.
+    looks through everything that torch has imported, for a tenth of a second or more between two steps. `gc.unfreeze()`
+    comes before such a process lets its engine go.
 
     Args:
         tokenizer: None means that token ids go in and come out.

@@ -71,7 +71,7 @@ class Mamba2Mixer(nn.Module):
         self, projected: torch.Tensor, cache: LayerCache, metadata: Mamba2Metadata, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[T, z | x | B | C | dt], which may be a strided view, to [T, intermediate], decode rows first; in `out`
-        where a step is all of one kind and no norm follows."""
+        where a step is all of one kind, no tree, and no norm follows."""
         z, conv_in, dt = projected.split((self.intermediate_size, self.shape.conv_dim, self.heads), dim=-1)
         split, parts = metadata.decode.num_tokens if metadata.decode else 0, []
         place = None if (metadata.decode and metadata.extend) or self.norm is not None else out
