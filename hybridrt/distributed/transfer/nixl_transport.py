@@ -1,6 +1,8 @@
 """Reads through NIXL (https://github.com/ai-dynamo/nixl) and its UCX backend.
 
-RDMA where there is hardware for it, else TCP or shared memory. Arenas lie in GPU memory, or in host memory where there is no GPU."""
+RDMA where there is hardware for it, else TCP or shared memory. Arenas lie in GPU memory, or in host memory where there
+is no GPU.
+"""
 
 import base64
 import json
