@@ -27,13 +27,15 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 def _integer(name: str, value: Any, low: int, high: int, allowed: str) -> int:
     """`value`, a Python or numpy integer in [low, high], as a Python integer."""
-    _require(isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high, name, value, allowed)
+    integer = isinstance(value, Integral) and not isinstance(value, bool)
+    _require(integer and low <= value <= high, name, value, allowed)
     return int(value)
 
 
 def _number(name: str, value: Any, low: float, high: float, allowed: str) -> float:
     """`value`, a Python or numpy number in [low, high], as a float. NaN is in no range."""
-    _require(isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high, name, value, allowed)
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    _require(number and low <= value <= high, name, value, allowed)
     return float(value)
 
 
