@@ -27,7 +27,8 @@ COMMAND = "from hybridrt.cli import main; main()"
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), chat_template=CHAT_TEMPLATE)
+    path = tmp_path_factory.mktemp("tiny")
+    return write_tiny(path, chat_template=CHAT_TEMPLATE, generation={"do_sample": False})
 
 
 @pytest.fixture(scope="module")
