@@ -76,3 +76,12 @@ class HandshakeError(TransferError):
 
 class PeerGoneError(TransferError):
     """The worker at the other end of a channel has closed it or died."""
+
+
+def shown(value: object) -> str:
+    """A value that somebody passed, short enough for an error's text whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, or a class whose __repr__ fails
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from hybridrt.errors import CheckpointError
 from hybridrt.models.base import MTP_KEYS, CausalLM

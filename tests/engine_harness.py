@@ -17,6 +17,8 @@ EOS = 7
 class ByteTokenizer:
     """A token is a byte; ids from 256 on are special."""
 
+    characters_per_token = 1
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 

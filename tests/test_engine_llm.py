@@ -100,7 +100,7 @@ def test_every_argument_reaches_the_config(monkeypatch: pytest.MonkeyPatch) -> N
 def test_prompts_may_be_one_or_several(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = make(monkeypatch, ByteTokenizer())
     want = tokens_alone(b"ab", 1, 5, VOCAB)
-    for prompts in ("ab", [97, 98], ["ab"], [[97, 98]], ((97, 98),), [b"ab"]):
+    for prompts in ("ab", [97, 98], ["ab"], [[97, 98]], ((97, 98),), [(97, 98)]):
         (output,) = llm.generate(prompts, FIVE)  # type: ignore[arg-type]
         assert output.token_ids == want and output.prompt_token_ids == [97, 98]
         assert output.text == ByteTokenizer().decode(want).rstrip("\N{REPLACEMENT CHARACTER}")

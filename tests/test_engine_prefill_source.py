@@ -157,7 +157,7 @@ def test_any_order_of_events(
             ended.add(request_id)
             rig.engine.abort(request_id) if event == "abort" else rig.engine.fail(request_id, TransferError("lost"))
     for number, request_id in enumerate(list(source.prompts)):
-        source.deliver(request_id, offset=-1 - number)
+        source.deliver(request_id, offset=len(events) + number)
     rig.run()
     for request_id, prompt in prompts.items():
         output = rig.outputs[request_id, 0]

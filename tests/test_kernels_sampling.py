@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hybridrt.kernels.sampling import (
+    MIN_TEMPERATURE,
     STREAM_TOKEN,
     Penalties,
     filtered_logits,
@@ -18,6 +19,7 @@ from hybridrt.kernels.sampling import (
     uniform,
     uniform_reference,
 )
+from hybridrt.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("provider")
 MASK = 2**64 - 1
@@ -260,6 +262,41 @@ def test_bitmask_forbids_in_every_tail():
 
 def test_greedy_takes_the_first_of_equals():
     assert greedy(torch.tensor([[0.0, 2.0, 2.0], [-torch.inf, -torch.inf, -1.0]])).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("setting", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 3, "top_p": 0.5}])
+def test_a_temperature_too_small_for_float32_is_greedy(setting):
+    """Logits over 1e-45 are infinite: infinite ones, and their differences, are no draw."""
+    torch.manual_seed(0)
+    temperature = torch.tensor([0.0, 1e-45, 1e-38, 1e-30, 0.99e-5, 1e-5, 3e38])
+    rows = len(temperature)
+    logits = torch.randn(rows, 130).mul(20).index_fill(1, torch.tensor([77]), 100.0)
+    logits[:, 5] = -1e30
+    penalties = Penalties(
+        repetition=torch.full((rows,), 0.01), presence=torch.zeros(rows), frequency=torch.zeros(rows),
+        output_counts=torch.zeros(rows, 130, dtype=torch.int32), prompt_mask=torch.ones(rows, 130, dtype=torch.bool),
+    )  # fmt: skip
+    arguments = {"temperature": temperature, **batch_settings([setting] * rows)}
+    for more in ({}, {"penalties": penalties}):
+        filtered = filtered_logits(logits, **arguments, **more)
+        assert not filtered.isnan().any() and not (filtered == torch.inf).any()
+        assert filtered[:-1].argmax(-1).tolist() == [77] * (rows - 1)
+        tokens = sample(logits, seeds=torch.arange(rows), indices=torch.arange(rows), **arguments, **more)
+        assert tokens[:-1].tolist() == [77] * (rows - 1) and int(tokens[-1]) in range(130)
+
+
+@pytest.mark.parametrize("below", [0.0, 1e-46, 1e-45, 1e-38, 9e-6])
+def test_rows_of_a_tiny_temperature_draw_what_greedy_takes(below):
+    torch.manual_seed(1)
+    logits = torch.randn(8, 200)  # close neighbours: noise would change some of them
+    keys = torch.arange(8)
+    drawn = sample(logits, temperature=torch.full((8,), below), seeds=keys, indices=keys)
+    assert torch.equal(drawn, greedy(logits))
+
+
+def test_the_requests_and_the_kernels_agree_on_what_is_greedy():
+    assert SamplingParams(temperature=0.99 * MIN_TEMPERATURE).greedy
+    assert not SamplingParams(temperature=MIN_TEMPERATURE).greedy
 
 
 @pytest.mark.parametrize("setting", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}])

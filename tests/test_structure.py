@@ -47,10 +47,10 @@ SOURCES = sources()
 
 
 def rank(module: str) -> int:
-    """Position in ORDER; the bare packages hybridrt (lazy exports) and hybridrt.distributed (empty): last and first."""
+    """Position in ORDER; hybridrt itself (lazy exports, the command) comes last, hybridrt.distributed (empty) first."""
     name = module.removeprefix("hybridrt").removeprefix(".")
-    if name in ("", "distributed"):
-        return -1 if name else len(ORDER)
+    if name in ("", "__main__", "distributed"):
+        return -1 if name == "distributed" else len(ORDER)
     return next(i for i, known in enumerate(ORDER) if name == known or name.startswith((f"{known}.", f"{known}_")))
 
 

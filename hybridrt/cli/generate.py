@@ -5,30 +5,21 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, SamplingOptions, SpeculativeOptions, option
-from hybridrt.errors import CheckpointError, RequestError
+from hybridrt.engine.sampling_defaults import default_sampling_params
+from hybridrt.errors import RequestError
 from hybridrt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from hybridrt.engine.llm import LLM
     from hybridrt.engine.request import RequestMetrics, RequestOutput
 
-# What generation_config.json calls the fields of SamplingParams that it sets.
-FILE_FIELDS = {
-    "max_new_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-}
 LABEL_WIDTH = 60
 
 
@@ -68,7 +59,7 @@ def generate(
     from hybridrt.runtime.ranks import world_size
 
     path = resolve_model_path(model)
-    params = sampling_params(path, sampling.given())
+    params = replace(default_sampling_params(path), **sampling.given())
     start = time.monotonic()
     with LLM(str(path), **{"tp_size": world_size() or 1, **engine.given(), **speculation.given(model)}) as llm:
         loaded = time.monotonic() - start
@@ -84,25 +75,6 @@ def generate(
     if verbose:
         for output in finished:
             typer.echo(_timing(output.metrics), err=True)
-
-
-def sampling_params(path: Path, given: Mapping[str, Any]) -> SamplingParams:
-    """What the command line set, over the checkpoint's generation_config.json read as transformers reads it: greedy
-    unless it says do_sample. A filter on the command line (--top-p, --top-k, --min-p) asks for sampling too.
-
-    Raises:
-        CheckpointError: generation_config.json is not JSON.
-        RequestError: a value is out of range.
-    """
-    file = path / "generation_config.json"
-    try:
-        written: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as e:
-        raise CheckpointError(f"{file} is not valid JSON: {e}; repair or remove it") from e
-    fields = {ours: written[theirs] for theirs, ours in FILE_FIELDS.items() if written.get(theirs) is not None}
-    if not written.get("do_sample"):
-        fields["temperature"] = 1.0 if given.keys() & {"top_p", "top_k", "min_p"} else 0.0
-    return SamplingParams(**(fields | dict(given)))
 
 
 def in_order(llm: "LLM", prompts: Sequence[str | list[int]], params: SamplingParams) -> Iterator["RequestOutput"]:
@@ -191,7 +163,7 @@ def _write(text: str) -> None:
 
 def _print_json(llm: "LLM", jobs: Sequence[Job], params: SamplingParams) -> "list[RequestOutput]":
     """Writes a line for each sample, in order, with a progress bar beside it if somebody watches."""
-    from tqdm import tqdm
+    from tqdm.auto import tqdm
 
     finished: list[RequestOutput] = []
     total = len(jobs) * params.n

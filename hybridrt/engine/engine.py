@@ -1,6 +1,5 @@
 """The engine loop: requests in, outputs out, one step at a time."""
 
-import operator
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -10,32 +9,17 @@ from typing import Protocol
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.detokenizer import Detokenizer
+from hybridrt.engine.limits import EngineLimits, check_names
+from hybridrt.engine.prompts import Prompt
 from hybridrt.engine.request import DraftRates, FinishReason, Request, RequestMetrics, RequestOutput
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.stop_strings import StopStrings
 from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import Executor, StepHandle, StepResult, TokenLogprobs
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Drafter
-
-Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """What the engine must know of the model and its plan.
-
-    Attributes:
-        max_model_len: longest prompt + output of a request, in tokens.
-        chunked_prefill_size: tokens of one step.
-        eos_token_ids: end a request unless it says `ignore_eos`.
-    """
-
-    vocab_size: int
-    max_model_len: int
-    chunked_prefill_size: int
-    eos_token_ids: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -136,26 +120,15 @@ class Engine:
     def prepare(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Token ids of a prompt that the engine would take. Changes nothing.
 
+        Args:
+            prompt: as in hybridrt.engine.prompts: text or token ids, as they are or under their name.
+
         Raises:
-            RequestError: the prompt is empty, too long, holds ids outside the vocabulary, or needs a tokenizer.
+            RequestError: the prompt is no prompt, empty, too long, holds ids outside the vocabulary, or needs a
+                tokenizer; or the parameters do not fit the vocabulary.
             MemoryBudgetError: the request could not run even alone.
         """
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params is {type(params).__name__}; pass a hybridrt.SamplingParams")
-        if params.stop and self._tokenizer is None:
-            raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids")
-        tokens = self._encode(prompt)
-        vocab, longest = self.limits.vocab_size, self.limits.max_model_len - 1
-        if not tokens:
-            raise RequestError("the prompt is empty; give it at least one token")
-        if min(tokens) < 0 or max(tokens) >= vocab:
-            bad = next(t for t in tokens if not 0 <= t < vocab)
-            raise RequestError(f"token id {bad} is outside the vocabulary; valid ids are 0 to {vocab - 1}")
-        if len(tokens) > longest:
-            raise RequestError(
-                f"the prompt has {len(tokens)} tokens; with max_model_len={longest + 1} it may have at most {longest}, "
-                "which leaves room for one output token: shorten it or raise max_model_len"
-            )
+        tokens = self.limits.prepare(prompt, params, self._tokenizer)
         self._coordinator.check_fits(self._max_len(tokens, params))
         return tokens
 
@@ -175,16 +148,19 @@ class Engine:
             export_to: where in the executor's arena state and KV of the prompt go once they are computed.
 
         Raises:
-            RequestError, MemoryBudgetError: as `prepare`, or the id is taken. The engine is unchanged.
+            RequestError, MemoryBudgetError: as `prepare`; or the id is taken or no string, or `export_to` is no offset.
+                The engine is unchanged.
         """
         tokens = self.prepare(prompt, params)
+        check_names(request_id, export_to)
         if request_id is None:
             names = (f"request-{i}" for i in count(self._num_requests))
             request_id = next(name for name in names if name not in self._samples)
         if request_id in self._samples:
             raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
         seed = derive_seed(self._seed, self._num_requests) if params.seed is None else params.seed
-        samples = [self._new_request(request_id, i, tokens, params, seed, stream) for i in range(params.n)]
+        stop = StopStrings(params.stop) if params.stop else None
+        samples = [self._new_request(request_id, i, tokens, params, seed, stop, stream) for i in range(params.n)]
         self._num_requests += 1
         self._samples[request_id] = samples
         for request in samples:
@@ -229,7 +205,7 @@ class Engine:
         """
         if self.prefill_source is not None:
             self.prefill_source.advance()
-        scheduled = self._scheduler.schedule()
+        scheduled = self._scheduler.schedule(refuse=self._fail)
         if scheduled is not None:
             try:
                 handle = self.executor.launch(scheduled.plan)
@@ -297,23 +273,14 @@ class Engine:
             free_pages=pools.pages.num_free,
         )
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise RequestError("the prompt is text and this model has no tokenizer; pass a list of token ids")
-            return self._tokenizer.encode(prompt)
-        try:
-            return [operator.index(t) for t in prompt]
-        except TypeError as e:
-            raise RequestError(f"a prompt is a string or a sequence of token ids: {e}") from e
-
     def _max_len(self, tokens: list[int], params: SamplingParams) -> int:
         longest = self.limits.max_model_len
         return longest if params.max_tokens is None else min(longest, len(tokens) + params.max_tokens)
 
     def _new_request(
-        self, request_id: str, index: int, tokens: list[int], params: SamplingParams, seed: int, stream: bool
-    ) -> Request:
+        self, request_id: str, index: int, tokens: list[int], params: SamplingParams, seed: int,
+        stop: StopStrings | None, stream: bool,
+    ) -> Request:  # fmt: skip
         eos = frozenset() if params.ignore_eos else self._eos
         tokenizer = self._tokenizer
         return Request(
@@ -327,7 +294,7 @@ class Engine:
             stop_ids=eos.union(params.stop_token_ids),
             stream=stream,
             metrics=RequestMetrics(prompt_tokens=len(tokens), arrival_time=time.monotonic()),
-            detokenizer=Detokenizer(tokenizer, tokens, params.stop) if tokenizer is not None else None,
+            detokenizer=Detokenizer(tokenizer, tokens, stop) if tokenizer is not None else None,
             logprobs=None if params.logprobs is None else [],
         )
 

@@ -3,16 +3,18 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from types import TracebackType
-from typing import Any
+from typing import overload
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
+from tqdm.notebook import tqdm_notebook
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.engine import Engine, EngineLimits, Prompt
+from hybridrt.engine.engine import Engine, EngineLimits
+from hybridrt.engine.prompts import Prompt, as_prompts
 from hybridrt.engine.request import FinishReason, RequestOutput
+from hybridrt.engine.sampling_defaults import default_sampling_params
 from hybridrt.engine.tokenizer import load_tokenizer
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.runtime.model_runner import ModelRunner
@@ -64,6 +66,11 @@ class LLM:
     Raises:
         ConfigError, CheckpointError, BackendError, DeviceError, MemoryBudgetError: the text says what to change.
         RankError: a tensor-parallel rank was lost.
+
+    Attributes:
+        default_sampling_params: of requests without SamplingParams: what the checkpoint's generation_config.json sets,
+            else temperature 1 and the other defaults (hybridrt.engine.sampling_defaults). To change single fields of
+            them, pass `dataclasses.replace(llm.default_sampling_params, ...)`.
     """
 
     def __init__(
@@ -115,11 +122,12 @@ class LLM:
             seed=seed,
         )
         check_world(tp_size)
-        progress = sys.stderr.isatty()
+        progress = _shows_bars()
         self._split = TensorParallelExecutor(self.config, progress=progress) if tp_size > 1 else None
         runner = self._split.runner if self._split else ModelRunner(self.config, progress=progress)
         self.model_config = runner.model_config
         self.plan = runner.plan
+        self.default_sampling_params = default_sampling_params(runner.model_path)
         self.tokenizer = load_tokenizer(runner.model_path)
         self._engine: Engine | None = self._build_engine(runner)
         self._inboxes: dict[str, _Inbox] = {}
@@ -131,6 +139,16 @@ class LLM:
             raise EngineError("this LLM is closed; build a new one")
         return self._engine
 
+    @overload
+    def generate(
+        self, prompts: Prompt, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]: ...
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -139,8 +157,9 @@ class LLM:
         """Runs all prompts to their end.
 
         Args:
-            prompts: one prompt or several; each a string, or token ids.
-            sampling_params: for all prompts, or one each; None is `SamplingParams()`.
+            prompts: one prompt or several, of any kinds: each a string, token ids (a list, a tuple, or a 1-D integer
+                array of numpy or torch), {"prompt": text} or {"prompt_token_ids": ids}.
+            sampling_params: for all prompts, or one each; None is `default_sampling_params`.
 
         Returns:
             One output a prompt, in order. With n > 1 it is the first sample, and `.outputs` has all n.
@@ -149,7 +168,7 @@ class LLM:
             RequestError, MemoryBudgetError: a prompt cannot be taken; none was started.
             EngineError: a step failed. As after an interrupt, what else was started is aborted and nothing is leaked.
         """
-        batch = self._prepare(_as_list(prompts), sampling_params)
+        batch = self._prepare(as_prompts(prompts), sampling_params)
         engine, inbox = self.engine, _Inbox()
         ids: list[str] = []
         total = sum(params.n for _, params in batch)
@@ -167,12 +186,13 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Yields what comes, as it comes; with n > 1 the samples interleave. Closing the iterator aborts the request.
+        The prompt is one of `generate`'s, and None stands for `default_sampling_params` here too.
 
         Raises:
             RequestError, MemoryBudgetError: at once, not at the first delta.
             EngineError: while iterating: a step failed.
         """
-        params = sampling_params or SamplingParams()
+        params = self.default_sampling_params if sampling_params is None else sampling_params
         return self._stream(self.engine.prepare(prompt, params), params)
 
     def close(self) -> None:
@@ -214,7 +234,7 @@ class LLM:
         self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[tuple[list[int], SamplingParams]]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+            sampling_params = [sampling_params or self.default_sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts and {len(sampling_params)} SamplingParams; pass one for all, or one each"
@@ -258,16 +278,13 @@ class LLM:
             self._inboxes.pop(request_id, None)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (a string, or token ids) as a list of one; several as they are."""
-    if isinstance(prompts, str):
-        return [prompts]
-    several: list[Any] = list(prompts)
-    return [several] if several and isinstance(several[0], Integral) else several
+def _shows_bars() -> bool:
+    """Progress bars reach somebody: standard error is a terminal, or tqdm has found a notebook."""
+    return issubclass(tqdm, tqdm_notebook) or sys.stderr.isatty()
 
 
 def _progress_bar(total: int, prompts: int) -> tqdm:
-    return tqdm(total=total, disable=prompts < 2 or not sys.stderr.isatty(), unit="sample", desc="generate")
+    return tqdm(total=total, disable=prompts < 2 or not _shows_bars(), unit="sample", desc="generate")
 
 
 def _group(inbox: _Inbox, request_id: str, n: int) -> RequestOutput:

@@ -1,13 +1,16 @@
 """Which requests run in the next step, and with what. Host integers only; the device is never waited for."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.request import Request
-from hybridrt.runtime.step import DecodeRow, ExtendRow, StateCopy, StepPlan
+from hybridrt.runtime.sampler import SamplingTable
+from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, StateCopy, StepPlan
 from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
+
+Refuse = Callable[[Request, Exception], None]
 
 
 @dataclass(slots=True)
@@ -49,13 +52,17 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def schedule(self) -> ScheduledStep | None:
-        """The next step, counted as launched from here on; None if nothing can run before a launched step ends."""
+    def schedule(self, refuse: Refuse | None = None) -> ScheduledStep | None:
+        """The next step, counted as launched from here on; None if nothing can run before a launched step ends.
+
+        Args:
+            refuse: ends a waiting request that no step can pack, and takes it out of the queue (`remove`); None raises.
+        """
         step = ScheduledStep()
         self._schedule_decode(step)
         decode_tokens = sum(tokens for _, tokens in step.rows)
         budget = max(self._chunk - decode_tokens, (self._chunk + 1) // 2)
-        self._schedule_prefill(step, budget)
+        self._schedule_prefill(step, budget, refuse)
         if not step.rows:
             return None
         self._in_flight += 1
@@ -127,17 +134,32 @@ class Scheduler:
         request.pending += tokens
         request.metrics.proposed += len(draft)
 
-    def _schedule_prefill(self, step: ScheduledStep, budget: int) -> None:
+    def _schedule_prefill(self, step: ScheduledStep, budget: int, refuse: Refuse | None) -> None:
         """Goes on with admitted prompts, then admits. Where a decode row found no page, none is left to admit with."""
         for request in self.running.values():
             if budget and not request.prefilled:
                 budget -= self._add_extend(step, request, budget)
         while budget and self.waiting:
             request = self.waiting[0]
+            if not self._packs(request, refuse):
+                continue
             if not self._coordinator.admit(request, len(self.running), step.plan):
                 break
             self.running[request.arrival] = self.waiting.popleft()
             budget -= self._add_extend(step, request, budget)
+
+    @staticmethod
+    def _packs(request: Request, refuse: Refuse | None) -> bool:
+        """False: the buffers of a step do not hold the request's numbers, and it has been refused. In a step it would
+        fail all rows, and with several ranks end them."""
+        try:
+            SamplingTable.pack([Admission(0, 0, (), 0, request.params, request.seed)])
+        except Exception as e:
+            if refuse is None:
+                raise
+            refuse(request, e)
+            return False
+        return True
 
     def _add_extend(self, step: ScheduledStep, request: Request, budget: int) -> int:
         """Adds the next chunk; returns its length. None while the pages that it wants wait for a launched step."""

@@ -9,11 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.launch import multiprocessors
-from hybridrt.kernels.sampling import GOLDEN_GAMMA, MIX_1, MIX_2, STREAM_TOKEN, Penalties
+from hybridrt.kernels.sampling import GOLDEN_GAMMA, MIN_TEMPERATURE, MIX_1, MIX_2, STREAM_TOKEN, Penalties
 from hybridrt.kernels.sampling_filters_triton import thresholds
 
 BLOCK = 4096
 PROGRAMS_PER_MULTIPROCESSOR = 8
+_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _GAMMA, _MIX_1, _MIX_2 = (tl.constexpr(value % 2**64) for value in (GOLDEN_GAMMA, MIX_1, MIX_2))
 
 
@@ -78,7 +79,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         x = _penalized(x, b, ids, mask, repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr,
                        counts_sr, prompt_sr)  # fmt: skip
     temperature = tl.load(temperature_ptr + b)
-    x /= tl.where(temperature == 0, 1.0, temperature)
+    x /= tl.where(temperature < _MIN_TEMPERATURE, 1.0, temperature)
     tl.store(out_ptr + b * V + ids, x, mask=mask)
     tl.store(maxima_ptr + b * tl.num_programs(1) + tl.program_id(1), tl.max(x, 0))
 
@@ -113,7 +114,7 @@ def _argmax_kernel(  # type: ignore[no-untyped-def]
             x = tl.where(x >= tl.load(threshold_ptr + b), x, float("-inf"))
         if seeds_ptr is not None:
             u = _uniform(tl.load(seeds_ptr + b), tl.load(indices_ptr + b), tl.full([], STREAM, tl.int64), ids)
-            x -= tl.where(tl.load(temperature_ptr + b) == 0, 0.0, _log_exponential(u))
+            x -= tl.where(tl.load(temperature_ptr + b) < _MIN_TEMPERATURE, 0.0, _log_exponential(u))
         better = x > best
         best_id = tl.where(better, ids, best_id)
         best = tl.where(better, x, best)
