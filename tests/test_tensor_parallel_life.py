@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from hybridrt import LLM
 from hybridrt.errors import CheckpointError, EngineError, RankError
 from hybridrt.runtime import tensor_parallel
-from hybridrt.runtime.ranks import LOST, Ranks, start_ranks
+from hybridrt.runtime.rank_start import start_ranks
+from hybridrt.runtime.ranks import LOST, Ranks
 from hybridrt.runtime.tensor_parallel import _uninterrupted
 from tests.checkpoints import CheckpointStore
 from tests.session import greedy

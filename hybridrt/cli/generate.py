@@ -65,7 +65,7 @@ def generate(
     typed = prompts or [_read_stdin()]
     from hybridrt.engine.llm import LLM
     from hybridrt.runtime.build import resolve_model_path
-    from hybridrt.runtime.ranks import world_size
+    from hybridrt.runtime.rank_start import world_size
 
     path = resolve_model_path(model)
     params = sampling_params(path, sampling.given())
