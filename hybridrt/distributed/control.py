@@ -9,7 +9,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from hybridrt.distributed.channel import Message, SocketChannel
-from hybridrt.errors import ConfigError, PeerGoneError
+from hybridrt.errors import ConfigError
 
 TIMEOUT_VARIABLE = "HYBRIDRT_RANK_TIMEOUT"
 TIMEOUT_S = 60.0

@@ -37,9 +37,7 @@ class Communicator:
         check: called now and then while this rank waits for the others in main memory; raises if one is gone.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, device: torch.device, *, loopback: bool = True
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, loopback: bool = True) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.check: Callable[[], None] = lambda: None
         self._group: dist.ProcessGroup | None = dist.ProcessGroup(dist.PrefixStore("hybridrt", store), rank, size)

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import hybridrt
 from hybridrt.distributed.channel import SocketChannel
 from hybridrt.distributed.channel_auth import MIN_KEY_BYTES
 from hybridrt.distributed.channel_listener import Listener
@@ -169,8 +168,8 @@ def _torchrun_key() -> bytes | None:
     key = os.environ.get(KEY_VARIABLE, "").encode()
     if len(key) < MIN_KEY_BYTES:
         raise ConfigError(
-            f"ranks on several hosts need {KEY_VARIABLE}, the same {MIN_KEY_BYTES} or more secret characters on each; it "
-            f"has {len(key)}"
+            f"{KEY_VARIABLE} has {len(key)} characters; ranks on several hosts need the same secret on each, of "
+            f"{MIN_KEY_BYTES} or more"
         )
     return key
 
@@ -199,7 +198,7 @@ def _start(rank: int, size: int, directory: str, kind: str) -> "subprocess.Popen
     """An interpreter of its own, not multiprocessing: that would run the caller's main module once more."""
     here = os.path.realpath(os.curdir)
     given = {
-        "package": os.path.dirname(os.path.abspath(hybridrt.__file__)),
+        "package": str(Path(__file__).absolute().parents[1]),
         "path": [path for path in sys.path if os.path.isabs(path) and os.path.realpath(path) != here],
         "directory": directory, "rank": rank, "size": size, "kind": kind,
     }  # fmt: skip
@@ -223,10 +222,10 @@ def _await(listener: Listener, size: int, processes: Sequence["subprocess.Popen[
     while len(links) < size - 1:
         for channel in listener.accept():
             rank = _presented(channel)
-            if rank in range(1, size) and rank not in links:
-                links[rank] = Link(channel)
-            else:
+            if rank is None or rank not in range(1, size) or rank in links:
                 channel.close()
+            else:
+                links[rank] = Link(channel)
         for rank, process in enumerate(processes, 1):
             if process.poll() is not None:
                 raise RankError(

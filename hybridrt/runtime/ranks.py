@@ -1,4 +1,4 @@
-"""The other ranks of a tensor-parallel run, as rank 0 sees them: it tells them what to do, watches them, lets them go."""
+"""The other ranks of a tensor-parallel run, as rank 0 sees them: told what to do, watched, and let go."""
 
 import os
 import shutil

@@ -18,8 +18,8 @@ from hybridrt.errors import ConfigError, DeviceError
 from hybridrt.runtime.build import empty_model, load_target
 from hybridrt.runtime.follower import serve
 from hybridrt.runtime.graph_runner import GraphRunner
-from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.messages import encode
+from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.rank_start import rank_device, start_ranks, torchrun_place, torchrun_ranks, world_size
 from hybridrt.runtime.ranks import Ranks
 from hybridrt.runtime.step import StepHandle, StepPlan, StepResult
