@@ -176,9 +176,9 @@ def test_a_large_message_arrives_while_the_sender_does_something_else(links: tup
     assert got == [message]
 
 
-def leader(link: Link) -> Ranks:
-    nothing: Any = SimpleNamespace(size=2, abort=lambda: None, forsake=lambda: None, close=lambda: None)
-    return Ranks(nothing, [link])
+def leader(link: Link, timeout: float = 30) -> Ranks:
+    nothing: Any = SimpleNamespace(abort=lambda: None, forsake=lambda: None)
+    return Ranks(nothing, [link], timeout=timeout)
 
 
 def wait_for_loss(ranks: Ranks) -> str:
@@ -188,9 +188,8 @@ def wait_for_loss(ranks: Ranks) -> str:
     return str(caught.value)
 
 
-def test_a_silent_rank_is_lost(links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TIMEOUT_VARIABLE, "0.2")
-    assert "rank 1 was lost: it has sent no sign of life for 0.2 seconds" in wait_for_loss(leader(links[0]))
+def test_a_silent_rank_is_lost(links: tuple[Link, Link]) -> None:
+    assert "rank 1 was lost: it has sent no sign of life for 0.1 seconds" in wait_for_loss(leader(links[0], 0.1))
 
 
 def test_a_rank_whose_connection_ends_is_lost(links: tuple[Link, Link]) -> None:

@@ -43,6 +43,7 @@ class Communicator:
         self._group: dist.ProcessGroup | None = dist.ProcessGroup(dist.PrefixStore("hybridrt", store), rank, size)
         self._nccl: Any = None
         self._aborting: threading.Thread | None = None
+        self._loopback = loopback
         disown_in_child(self)
         with _interface(loopback):
             gloo = dist.ProcessGroupGloo(dist.PrefixStore("hybridrt/cpu", store), rank, size, COLLECTIVE)
@@ -57,8 +58,12 @@ class Communicator:
         self._nccl._set_sequence_number_for_group()
         assert self._group is not None
         self._group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, self._nccl)
-        self.all_reduce(torch.zeros(1, device=self.device))  # NCCL opens its connections with the first collective
-        torch.cuda.synchronize(self.device)
+
+    def connect(self) -> None:
+        """Opens the connections among GPUs, which NCCL does with the first collective. All ranks call it."""
+        with _interface(self._loopback):
+            self.all_reduce(torch.zeros(1, device=self.device))
+            self.barrier()
 
     def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduces over the ranks, in place. Every rank gets the same bits."""

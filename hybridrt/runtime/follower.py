@@ -79,6 +79,7 @@ def serve(place: Place, rank: int, size: int, device: torch.device) -> int:
     leader = Leader(place.join(rank), place.directory)
     try:
         comm = place.communicator(rank, size, device)
+        comm.connect()
         _serve(leader, comm)
         comm.close()
         return 0

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from hybridrt.distributed.channel import SocketChannel
 from hybridrt.distributed.channel_auth import MIN_KEY_BYTES
 from hybridrt.distributed.channel_listener import Listener
-from hybridrt.distributed.control import Link
+from hybridrt.distributed.control import Link, rank_timeout
 from hybridrt.distributed.groups import Communicator
 from hybridrt.errors import ConfigError, PeerGoneError, RankError
 from hybridrt.runtime.ranks import LOOPBACK, Ranks
@@ -85,15 +85,18 @@ def start_ranks(size: int, kind: str) -> Ranks:
         kind: of their devices, "cpu" or "cuda".
 
     Raises:
+        ConfigError: the environment names a time-out that is none.
         RankError: one of them ended before it came up.
     """
+    timeout = rank_timeout()
     place, listener = _open_here()
     assert place.directory is not None
     processes: list[subprocess.Popen[bytes]] = []
     try:
         processes += (_start(rank, size, place.directory, kind) for rank in range(1, size))
         links = _await(listener, size, processes)
-        return Ranks(place.communicator(0, size, rank_device(kind, 0)), links, processes, place.directory)
+        comm = place.communicator(0, size, rank_device(kind, 0))
+        return _connected(Ranks(comm, links, processes, place.directory, timeout))
     except BaseException:
         for process in processes:
             process.kill()
@@ -148,7 +151,7 @@ def torchrun_ranks(kind: str) -> Ranks:
         ConfigError: the ranks run on several hosts and HYBRIDRT_TP_KEY is not set.
         RankError: not all ranks came.
     """
-    key, size = _torchrun_key(), world_size()
+    key, size, timeout = _torchrun_key(), world_size(), rank_timeout()
     assert size is not None
     store = _torchrun_store()
     place, listener = _open_here() if key is None else _open_to_hosts(store, key)
@@ -156,8 +159,15 @@ def torchrun_ranks(kind: str) -> Ranks:
     links = _await(listener, size)
     listener.close()
     device = rank_device(kind, int(os.environ.get("LOCAL_RANK", 0)))
-    ranks = Ranks(place.communicator(0, size, device), links, directory=place.directory)
+    comm = place.communicator(0, size, device)
+    ranks = _connected(Ranks(comm, links, directory=place.directory, timeout=timeout))
     atexit.register(ranks.close)
+    return ranks
+
+
+def _connected(ranks: Ranks) -> Ranks:
+    with ranks.together():
+        ranks.comm.connect()
     return ranks
 
 

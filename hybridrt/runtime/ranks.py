@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from hybridrt.distributed.channel import Message
-from hybridrt.distributed.control import Link, disown_in_child, rank_timeout
+from hybridrt.distributed.control import TIMEOUT_S, Link, disown_in_child
 from hybridrt.distributed.groups import Communicator
 from hybridrt.errors import ConfigError, HybridrtError, PeerGoneError, RankError
 from hybridrt.runtime.messages import encode
@@ -28,9 +28,7 @@ class Ranks:
         links: to ranks 1, 2, ...
         processes: those ranks if they were started here; none under torchrun, which watches them itself.
         directory: where the ranks found each other, which goes with them.
-
-    Raises:
-        ConfigError: the environment names a time-out that is none.
+        timeout: seconds after which a rank that sends nothing is lost.
     """
 
     def __init__(
@@ -39,10 +37,11 @@ class Ranks:
         links: Sequence[Link],
         processes: Sequence["subprocess.Popen[bytes]"] = (),
         directory: str | None = None,
+        timeout: float = TIMEOUT_S,
     ) -> None:
         self.comm = comm
         self._links, self._processes, self._directory = links, processes, directory
-        self._timeout, self._pid = rank_timeout(), os.getpid()
+        self._timeout, self._pid = timeout, os.getpid()
         self._error: RankError | None = None
         self._lock, self._named = threading.Lock(), threading.Event()
         self._serving = self._leaving = False
