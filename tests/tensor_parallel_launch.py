@@ -1,13 +1,17 @@
 """A process of its own for tests.test_tensor_parallel_launch: one launch of two ranks, and what was seen of it."""
 
+import fcntl
 import json
 import os
+import socket
+import struct
 import sys
 import threading
 import time
 from pathlib import Path
 
 LISTENS = "0A"
+SIOCGIFADDR = 0x8915
 
 
 def family() -> list[int]:
@@ -44,7 +48,22 @@ def listening() -> set[str]:
     return {row[1].split(":")[0] for row in rows if row[3] == LISTENS and row[9] in ours}
 
 
+def networks() -> list[str]:
+    """Interfaces with an address that other hosts could reach."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no address
+                continue
+            found.append(name)
+    return [name for name in found if not name.startswith("lo")]
+
+
 def main() -> None:
+    if outside := networks():  # else gloo takes what the host's name stands for, which may be loopback anyway
+        os.environ["GLOO_SOCKET_IFNAME"] = outside[0]
     addresses: set[str] = set()
     done = threading.Event()
 
