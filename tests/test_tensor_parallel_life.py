@@ -19,9 +19,9 @@ from hybridrt.config import EngineConfig
 from hybridrt.distributed.control import TIMEOUT_VARIABLE
 from hybridrt.errors import CheckpointError, EngineError, RankError
 from hybridrt.runtime import tensor_parallel
+from hybridrt.runtime.interrupts import Interrupts
 from hybridrt.runtime.rank_start import start_ranks
 from hybridrt.runtime.ranks import LOST, Ranks
-from hybridrt.runtime.tensor_parallel import _uninterrupted
 from tests.checkpoints import CheckpointStore
 from tests.session import greedy
 
@@ -202,25 +202,12 @@ def test_scripts_run_unchanged_under_torchrun(checkpoints: CheckpointStore, tmp_
     assert first == second and len(first.split(",")) == 4 and last == "the end"
 
 
-def test_interrupts_wait_and_are_not_lost() -> None:
-    done = []
-    with pytest.raises(KeyboardInterrupt), _uninterrupted():
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        done.append(True)
-    assert done and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    thread = threading.Thread(target=lambda: _uninterrupted().__enter__())
-    thread.start()
-    thread.join()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def test_an_interrupt_that_ends_the_process_still_ends_it() -> None:
     """Where SIGINT has its default action, it was taken and forgotten."""
     child = os.fork()
     if not child:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        with _uninterrupted():
+        with Interrupts():
             os.kill(os.getpid(), signal.SIGINT)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGINT

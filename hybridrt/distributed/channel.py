@@ -190,10 +190,6 @@ class SocketChannel:
         if self._gone is not None:
             raise self._gone
 
-    def abandon(self) -> None:
-        """Closes this process's end and sends nothing: for a forked child, whose parent goes on with the channel."""
-        self._end(PeerGoneError("the channel belongs to the process that this one was forked from"))
-
     def close(self) -> None:
         if self._gone is None:
             self._flush()

@@ -70,8 +70,11 @@ class Link:
             self._channel.close()
 
     def disown(self) -> None:
-        """In a forked child: lets go of the connection without a word. The parent keeps it."""
-        self._channel.abandon()
+        """In a forked child: lets go of the connection and sends nothing. The parent keeps it."""
+        descriptor = self._channel.fileno()
+        if descriptor >= 0:
+            with open(os.devnull, "rb") as nothing:
+                os.dup2(nothing.fileno(), descriptor, inheritable=False)
 
 
 class Owned(Protocol):

@@ -1,14 +1,10 @@
 """Rank 0 of a tensor-parallel run: every step goes to the other ranks, then runs here."""
 
 import os
-import signal
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
 
 import torch
 
@@ -18,6 +14,7 @@ from hybridrt.errors import ConfigError, DeviceError
 from hybridrt.runtime.build import empty_model, load_target
 from hybridrt.runtime.follower import serve
 from hybridrt.runtime.graph_runner import GraphRunner
+from hybridrt.runtime.interrupts import Interrupts
 from hybridrt.runtime.messages import encode
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.rank_start import rank_device, start_ranks, torchrun_place, torchrun_ranks, world_size
@@ -63,9 +60,10 @@ class TensorParallelExecutor:
         self._finalizer = weakref.finalize(self, _end, self._ranks, self.runner.graphs, started)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """As ModelRunner.launch, on all ranks. An interrupt comes before or after it, never within."""
+        """As ModelRunner.launch, on all ranks. Ctrl-C comes before or after it: ranks that stopped in the middle of a
+        step could not go on."""
         message = encode(plan)
-        with _uninterrupted(), self._ranks.together():
+        with Interrupts(), self._ranks.together():
             self._ranks.send(message)
             return _WatchedStep(self.runner.launch(plan), self._ranks)
 
@@ -73,7 +71,7 @@ class TensorParallelExecutor:
         """Has every rank call `task`, one of hybridrt.runtime.messages, with its runner, between two steps; rank 0
         returns its own."""
         message = encode(task)
-        with _uninterrupted(), self._ranks.together():
+        with Interrupts(), self._ranks.together():
             self._ranks.send(message)
             return _WatchedStep(task(self.runner), self._ranks)
 
@@ -81,7 +79,7 @@ class TensorParallelExecutor:
         """Has each of the other ranks call `task`, one of hybridrt.runtime.messages, with its runner, between two
         steps."""
         message = encode(task)
-        with _uninterrupted(), self._ranks.together():
+        with Interrupts(), self._ranks.together():
             self._ranks.send(message)
 
     def check(self) -> None:
@@ -157,20 +155,3 @@ def _end(ranks: Ranks, graphs: dict[int, GraphRunner], started: bool) -> None:
     ranks.end()
     if started:
         ranks.close()
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the end: ranks that stopped in the middle of a step could not go on."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # an interrupt comes to another thread, ends the process, or is ignored: as if nothing stood here
-        return
-    waiting: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: waiting.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if waiting:
-            handler(*waiting[0])
