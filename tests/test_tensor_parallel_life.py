@@ -2,8 +2,10 @@
 
 import gc
 import os
+import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +22,7 @@ from hybridrt.distributed.control import TIMEOUT_VARIABLE
 from hybridrt.errors import CheckpointError, EngineError, RankError
 from hybridrt.runtime import tensor_parallel
 from hybridrt.runtime.interrupts import Interrupts
-from hybridrt.runtime.rank_start import start_ranks
+from hybridrt.runtime.rank_start import KEY_VARIABLE, start_ranks
 from hybridrt.runtime.ranks import LOST, Ranks
 from tests.checkpoints import CheckpointStore
 from tests.session import greedy
@@ -200,6 +202,27 @@ def test_scripts_run_unchanged_under_torchrun(checkpoints: CheckpointStore, tmp_
     assert run.returncode == 0, run.stderr
     first, second, last = run.stdout.splitlines()
     assert first == second and len(first.split(",")) == 4 and last == "the end"
+
+
+@pytest.mark.slow
+def test_ranks_of_several_hosts_meet_with_a_key(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    """Two hosts of one rank each, which here share an address."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), KEY_VARIABLE: secrets.token_hex(16),
+    }  # fmt: skip
+    command = [sys.executable, str(script), str(checkpoints["falcon-split"].path)]
+    processes = [
+        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    (lead, _), (other, _) = (process.communicate(timeout=120) for process in processes)
+    assert [process.returncode for process in processes] == [0, 0]
+    assert lead.splitlines()[-1] == "the end" and other == ""
 
 
 def test_an_interrupt_that_ends_the_process_still_ends_it() -> None:
