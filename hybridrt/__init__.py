@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrt.errors import (
+    AuthenticationError,
     BackendError,
     CheckpointError,
     ConfigError,
@@ -13,6 +14,7 @@ from hybridrt.errors import (
     HandshakeError,
     HybridrtError,
     MemoryBudgetError,
+    MessageError,
     OutOfSlotsError,
     PeerGoneError,
     PoolError,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AuthenticationError",
     "BackendError",
     "CheckpointError",
     "ConfigError",
@@ -47,6 +50,7 @@ __all__ = [
     "HandshakeError",
     "HybridrtError",
     "MemoryBudgetError",
+    "MessageError",
     "OutOfSlotsError",
     "PeerGoneError",
     "PoolError",

@@ -75,7 +75,15 @@ class HandshakeError(TransferError):
 
 
 class PeerGoneError(TransferError):
-    """The worker at the other end of a channel has closed it or died."""
+    """The process at the other end of a channel has closed it, has died, or is silent for too long."""
+
+
+class AuthenticationError(PeerGoneError):
+    """The process at the other end of a connection does not hold the same key. The connection is closed."""
+
+
+class MessageError(PeerGoneError):
+    """What came over a channel is not a message that belongs there. The channel is closed."""
 
 
 def shown(value: object) -> str:

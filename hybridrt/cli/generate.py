@@ -56,7 +56,7 @@ def generate(
     typed = prompts or [_read_stdin()]
     from hybridrt.engine.llm import LLM
     from hybridrt.runtime.build import resolve_model_path
-    from hybridrt.runtime.ranks import world_size
+    from hybridrt.runtime.rank_start import world_size
 
     path = resolve_model_path(model)
     params = replace(default_sampling_params(path), **sampling.given())

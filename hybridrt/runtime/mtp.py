@@ -7,8 +7,9 @@ model's KV pool, in the same requests' pages.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import torch
 
@@ -27,8 +28,7 @@ from hybridrt.sampling_params import SamplingParams
 AHEAD = 0  # no step has rows of so many tokens
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRow:
+class DraftRow(msgspec.Struct, frozen=True, array_like=True):
     """A row to draft for: `computed` tokens have KV, pages are lent up to `end_page`, and the first token to draft is
     number `output_index` of the request's output."""
 
