@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.config import HISTORY_MODES
+from hybridrt.config_json import check_fields
+from hybridrt.config_kinds import SWA_SSM
 from hybridrt.errors import ConfigError
 
 ARCHITECTURE = "SwaSsmForCausalLM"
@@ -80,12 +82,14 @@ class SwaSsmConfig:
         return (mode,) * self.num_hidden_layers if isinstance(mode, str) else tuple(mode)
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "SwaSsmConfig":
-        """From the object of a config.json. ConfigError if fields are missing or unknown."""
+    def from_json(cls, raw: Mapping[str, Any], file: Path = Path("config.json")) -> "SwaSsmConfig":
+        """From the object of a config.json, which is read from `file`. ConfigError if fields are missing, unknown or
+        out of bounds."""
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(raw) - known - _COMMON)
         if unknown:
             raise ConfigError(f"config.json of {ARCHITECTURE} holds {unknown}; known are {sorted(known)}")
+        check_fields(raw, SWA_SSM, file)
         try:
             return cls(**{name: value for name, value in raw.items() if name in known})
         except TypeError as e:
