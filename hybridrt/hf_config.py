@@ -246,7 +246,7 @@ def _check_activation(hf: Any, path: Path) -> None:
 
 def _check_experts(hf: Any, path: Path) -> None:
     experts = getattr(hf, "num_experts", 0) or getattr(hf, "n_routed_experts", 0)
-    if experts and hf.num_experts_per_tok > experts:
+    if not 1 <= hf.num_experts_per_tok <= experts:
         raise ConfigError(f"{path}: num_experts_per_tok is {hf.num_experts_per_tok}, but there are {experts} experts")
     groups, chosen = getattr(hf, "n_group", 1), getattr(hf, "topk_group", 1)
     if experts % groups or chosen > groups:
