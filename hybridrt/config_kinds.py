@@ -1,8 +1,7 @@
-"""Which values the fields of each family's config.json may have: every field that a model or its plan is made of."""
+"""Which values the fields of config.json may have: every field that a model or its plan is made of, by family."""
 
 from collections.abc import Mapping
 
-from hybridrt.config import HISTORY_MODES
 from hybridrt.config_json import FLAG, NULL, OBJECT, TEXT, Kind, either, integer, list_of, number, one_of
 
 Kinds = Mapping[str, Kind]
@@ -44,8 +43,8 @@ ROPE: Kinds = {
     **{name: either(NULL, list_of(MULTIPLIER)) for name in ("long_factor", "short_factor")},
 }
 
-_COMMON: Kinds = {"vocab_size": integer(1, 2**24), "hidden_size": SIZE, "tie_word_embeddings": FLAG}
-_ATTENTION: Kinds = {
+COMMON: Kinds = {"vocab_size": integer(1, 2**24), "hidden_size": SIZE, "tie_word_embeddings": FLAG}
+ATTENTION: Kinds = {
     "num_attention_heads": SIZE,
     "num_key_value_heads": SIZE,
     "head_dim": either(NULL, SIZE),
@@ -53,8 +52,8 @@ _ATTENTION: Kinds = {
     "intermediate_size": SIZE,
 }
 _FALCON_H1: Kinds = {
-    **_COMMON,
-    **_ATTENTION,
+    **COMMON,
+    **ATTENTION,
     **dict.fromkeys(("mamba_expand", "mamba_n_heads", "mamba_n_groups"), SIZE),
     "mamba_d_ssm": either(NULL, SIZE),
     "mamba_d_state": STATE,
@@ -72,7 +71,7 @@ _FALCON_H1: Kinds = {
     "mlp_multipliers": list_of(MULTIPLIER, 2),
 }
 _FALCON_MAMBA: Kinds = {
-    **_COMMON,
+    **COMMON,
     **dict.fromkeys(("intermediate_size", "time_step_rank"), SIZE),
     "state_size": STATE,
     "conv_kernel": TAPS,
@@ -81,8 +80,8 @@ _FALCON_MAMBA: Kinds = {
     **dict.fromkeys(("use_conv_bias", "use_bias", "residual_in_fp32"), FLAG),
 }
 _JAMBA: Kinds = {
-    **_COMMON,
-    **_ATTENTION,
+    **COMMON,
+    **ATTENTION,
     **dict.fromkeys(("mamba_expand", "mamba_dt_rank"), SIZE),
     "mamba_d_state": STATE,
     "mamba_d_conv": TAPS,
@@ -92,8 +91,8 @@ _JAMBA: Kinds = {
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
 }
 _NEMOTRON_H: Kinds = {
-    **_COMMON,
-    **_ATTENTION,
+    **COMMON,
+    **ATTENTION,
     **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "n_groups"), SIZE),
     "ssm_state_size": STATE,
     "conv_kernel": TAPS,
@@ -110,8 +109,8 @@ _NEMOTRON_H: Kinds = {
     **dict.fromkeys(("use_bias", "use_conv_bias", "mlp_bias", "norm_topk_prob"), FLAG),
 }
 _QWEN3_NEXT: Kinds = {
-    **_COMMON,
-    **_ATTENTION,
+    **COMMON,
+    **ATTENTION,
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), SIZE),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), STATE),
     "linear_conv_kernel_dim": TAPS,
@@ -125,23 +124,10 @@ _QWEN3_NEXT: Kinds = {
     "rope_parameters": OBJECT,
     **dict.fromkeys(("attention_bias", "norm_topk_prob"), FLAG),
 }
-SWA_SSM: Kinds = {
-    **_COMMON,
-    **_ATTENTION,
-    "num_hidden_layers": LAYERS,
-    "sliding_window": POSITIONS,
-    "rope_theta": ROPE["rope_theta"],
-    **dict.fromkeys(("ssm_intermediate_size", "ssm_time_step_rank"), either(NULL, SIZE)),
-    "ssm_state_size": STATE,
-    "ssm_conv_kernel": TAPS,
-    "history_mode": either(one_of(*HISTORY_MODES), list_of(one_of(*HISTORY_MODES))),
-    "rms_norm_eps": EPSILON,
-}
 KINDS: Mapping[str, Kinds] = {
     "FalconH1ForCausalLM": _FALCON_H1,
     "FalconMambaForCausalLM": _FALCON_MAMBA,
     "JambaForCausalLM": _JAMBA,
     "NemotronHForCausalLM": _NEMOTRON_H,
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
-    "SwaSsmForCausalLM": SWA_SSM,
 }

@@ -46,7 +46,7 @@ def read_model_config(path: Path) -> ModelConfig:
     if raw.get("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; use the unquantised checkpoint that it was made from")
     hf = OWN_CONFIGS[architecture](raw, file) if architecture in OWN_CONFIGS else _transformers_config(path, raw)
-    check_fields(hf, KINDS[architecture], file)
+    check_fields(hf, KINDS.get(architecture, {}), file)
     _check_activation(hf, path)
     try:
         fields = FAMILIES[architecture](hf)
