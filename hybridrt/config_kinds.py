@@ -21,6 +21,7 @@ MULTIPLIER = number(-1e6, 1e6)
 EPSILON = number(0.0, 1.0)
 DT_LIMIT = list_of(number(0.0, float("inf")), 2)
 
+EOS: Kinds = {"eos_token_id": either(either(NULL, integer(0, 2**31 - 1)), list_of(integer(0, 2**31 - 1)))}
 # Before transformers reads it: what it would build lists from, and what is read from the file itself.
 RAW: Kinds = {
     "architectures": either(NULL, list_of(TEXT)),
@@ -31,8 +32,8 @@ RAW: Kinds = {
     "torch_dtype": either(NULL, TEXT),
     "quantization_config": either(NULL, OBJECT),
     "tie_word_embeddings": FLAG,
+    **EOS,
 }
-EOS: Kinds = {"eos_token_id": either(either(NULL, integer(0, 2**31 - 1)), list_of(integer(0, 2**31 - 1)))}
 ROPE: Kinds = {
     "rope_type": TEXT,
     "rope_theta": number(1e-3, 1e15),

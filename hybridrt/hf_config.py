@@ -301,7 +301,6 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
 
 def _eos_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
     """generation_config.json wins over config.json: chat models list their end-of-turn ids there."""
-    check_fields(raw, EOS, path / "config.json")
     file = path / "generation_config.json"
     generation = read_object(file) if file.exists() else {}
     check_fields(generation, EOS, file)
