@@ -1,4 +1,4 @@
-"""A checkpoint may bring Python code and name it wherever transformers looks for some: it never runs, nobody is asked."""
+"""Python code of a checkpoint, named wherever transformers looks for some: it never runs, and is never offered."""
 
 import io
 import json

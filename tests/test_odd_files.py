@@ -160,7 +160,7 @@ def test_shards_may_be_links_that_leave_the_directory(sharded: Path) -> None:
     "text",
     [
         "{", "[]", "5", "null", '"x"', "{}", '{"weight_map": null}', '{"weight_map": []}', '{"weight_map": [1, 2]}',
-        '{"weight_map": [["a", "b"]]}', '{"weight_map": 3}', '{"weight_map": {}}', "[" * 100_000, '{"weight_map": "ab"}',
+        '{"weight_map": [["a", "b"]]}', '{"weight_map": 3}', '{"weight_map": {}}', "[" * 100_000,
     ],
 )  # fmt: skip
 def test_an_index_that_is_none(text: str, sharded: Path) -> None:
@@ -262,7 +262,7 @@ def test_a_shard_with_a_key_of_another(sharded: Path) -> None:
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     write_tiny(tmp_path, tokenizer=False)
     torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="no \\*.safetensors"):
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
         load(tmp_path)
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="nothing consumes: a"):
@@ -289,6 +289,6 @@ def test_a_tokenizer_class_that_is_none(value: object, tmp_path: Path) -> None:
     for file in ("tokenizer_config.json", "config.json"):
         before = (tmp_path / file).read_text()
         (tmp_path / file).write_text(json.dumps(json.loads(before) | {"tokenizer_class": value}))
-        with pytest.raises(CheckpointError, match="tokenizer_class is .*, which is no tokenizer"):
+        with pytest.raises(CheckpointError, match=r"tokenizer_class is .*, which is no tokenizer"):
             load_tokenizer(tmp_path)
         (tmp_path / file).write_text(before)

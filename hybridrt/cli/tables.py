@@ -1,7 +1,7 @@
 """How tables, byte counts and parameter counts look on a terminal."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -70,12 +70,10 @@ def count_text(count: int) -> str:
     """5730000 as "5.73 M", in the short scale: K, M, B, T."""
     if count < 1000:
         return str(count)
-    size, unit = float(count), ""
-    for unit in "KMBT":
-        size /= 1000
-        if size < 999.5:
-            break
-    return f"{size:.3g} {unit}" if size < 999.5 else f"{size:.0f} {unit}"
+    size, power = count / 1000, 0
+    while size >= 999.5 and power < len("KMB"):
+        size, power = size / 1000, power + 1
+    return f"{size:.3g} {'KMBT'[power]}" if size < 999.5 else f"{size:.0f} T"
 
 
 def ranges_text(numbers: Sequence[int]) -> str:

@@ -16,7 +16,8 @@ def open_streams() -> list[str]:
         if getattr(sys, name) is None:
             closed.append(name)
             _to_null(number)
-            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
+            stream = open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
     stdout: Any = sys.stdout
     stdout.reconfigure(errors="replace")
     return closed
