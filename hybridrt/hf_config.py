@@ -52,6 +52,7 @@ def read_model_config(path: Path) -> ModelConfig:
         fields = FAMILIES[architecture](hf)
     except ConfigError as e:
         raise ConfigError(f"{file}: {e}") from e
+    _check_rope(fields["attention"], file)
     _check_sizes(fields, file)
     if any(layer.ffn == "moe" for layer in fields["layers"]):
         _check_experts(hf, path)
@@ -201,19 +202,22 @@ def _attention(hf: Any, rotary: bool = True) -> AttentionConfig:
             f"num_attention_heads {hf.num_attention_heads} is no multiple of num_key_value_heads "
             f"{hf.num_key_value_heads}"
         )
-    rope = _rope(hf.rope_parameters, head_dim) if rotary else None
+    rope = dict(hf.rope_parameters) if rotary else None
     return AttentionConfig(hf.num_attention_heads, hf.num_key_value_heads, head_dim, rope)
 
 
-def _rope(parameters: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    for name, kind in ROPE.items():
+def _check_rope(attention: AttentionConfig, file: Path) -> None:
+    parameters = attention.rope or {}
+    required = {"rope_theta", *parameters} if attention.rope is not None else set()
+    for name in required & set(ROPE):
         value = parameters.get(name)
-        if (name in parameters or name == "rope_theta") and not kind.holds(value):
-            raise ConfigError(f"rope_parameters: {name} is {shown(value)}; it must be {kind.text}")
-    rotated = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
-    if rotated < 2 or rotated % 2:
-        raise ConfigError(f"rotary embeddings would turn {rotated} of {head_dim} numbers of a head; they turn pairs")
-    return dict(parameters)
+        if not ROPE[name].holds(value):
+            raise ConfigError(f"{file}: rope_parameters: {name} is {shown(value)}; it must be {ROPE[name].text}")
+    rotated = int(attention.head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+    if required and (rotated < 2 or rotated % 2):
+        raise ConfigError(
+            f"{file}: rotary embeddings would turn {rotated} of {attention.head_dim} numbers of a head; they turn pairs"
+        )
 
 
 def _check_sizes(fields: FamilyFields, file: Path) -> None:

@@ -88,6 +88,14 @@ def test_an_odd_field_is_named(change: dict[str, Any], error: type[Exception], t
         describe_model(EngineConfig(str(tmp_path), device="cpu"))
 
 
+@pytest.mark.parametrize("family", ["falcon", "qwen", "swa_ssm"])
+def test_heads_that_rotary_embeddings_cannot_turn_are_refused(family: str, tmp_path: Path) -> None:
+    fields = json.loads((write_tiny(tmp_path, FAMILIES[family], tokenizer=False) / "config.json").read_text())
+    write_fields(tmp_path, {**fields, "head_dim": 1})
+    with pytest.raises(ConfigError, match="rotary"):
+        read_model_config(tmp_path)
+
+
 def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     write_tiny(tmp_path, tokenizer=False)
     (tmp_path / "generation_config.json").mkdir()
