@@ -10,12 +10,13 @@ from typer.testing import CliRunner, Result
 
 from hybridrt import EngineConfig
 from hybridrt.cli import doctor as doctor_module
+from hybridrt.cli import tables
 from hybridrt.cli.app import app
 from hybridrt.cli.inspect import describe_model
-from hybridrt.cli.tables import bytes_text, ranges_text
+from hybridrt.cli.tables import bytes_text, count_text, ranges_text
 from hybridrt.hf_config import read_model_config
 from hybridrt.kernels import providers
-from hybridrt.runtime import build
+from hybridrt.runtime import build, fit
 from hybridrt.runtime.model_runner import ModelRunner
 from tests.checkpoints import Make, falcon, falcon_mamba, jamba, nemotron, qwen
 from tests.tiny import write_tiny
@@ -97,13 +98,47 @@ def test_inspect_loads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_memory_too_small_is_said_and_the_layers_are_shown(
     model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "free_host_memory", lambda: 4096)
-    result = run("inspect", str(model[0]), "--device", "cpu")
+    free = build.weight_bytes(ModelRunner(EngineConfig(str(model[0]), load_format="dummy", **SMALL)).model) + 400_000
+    monkeypatch.setattr(fit, "free_host_memory", lambda: free)
+    result = run("inspect", str(model[0]), "--device", "cpu", "--max-running-requests", "4096")
     assert result.exit_code == 0
     assert model[1] in result.stdout
-    assert "No memory plan: the pools' budget" in " ".join(result.stdout.split())
-    report = json.loads(run("inspect", str(model[0]), "--device", "cpu", "--json").stdout)
+    assert "Does not fit: the pools' budget" in " ".join(result.stdout.split())
+    arguments = ("--device", "cpu", "--max-running-requests", "4096", "--json")
+    report = json.loads(run("inspect", str(model[0]), *arguments).stdout)
     assert report["plan"] is None and "budget" in report["plan_error"]
+    assert (report["fits"], report["free_bytes"]) == (False, free)
+
+
+def test_weights_that_do_not_fit_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "free_host_memory", lambda: 23 * 2**30)
+    model = str(Path(__file__).parents[1] / "benchmarks" / "configs" / "qwen3-next-12l")
+    text = " ".join(run("inspect", model, "--device", "cpu").stdout.split())
+    assert 'Does not fit: the weights need 76.69 GiB, and cpu has 23.00 GiB for them; use dtype="bfloat16"' in text
+    assert "Memory plan" not in text
+
+
+def test_what_fits_is_said_beside_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools get a share of what the weights leave, not of what is free before they are loaded."""
+    model = str(write_tiny(tmp_path))
+    monkeypatch.setattr(fit, "free_host_memory", lambda: 2**25)
+    report = json.loads(run("inspect", model, "--device", "cpu", "--json").stdout)
+    assert report["plan"]["budget_bytes"] == (2**25 - report["weight_bytes"]) // 4
+    assert f"of {bytes_text(2**25)} that cpu has" in run("inspect", model, "--device", "cpu").stdout
+
+
+@pytest.mark.parametrize("width", [60, 200])
+@pytest.mark.parametrize("arguments", [("inspect",), ("doctor",)])
+def test_tables_break_no_word(arguments: tuple[str, ...], width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "PIPED_WIDTH", width)
+    lines = run(*arguments).stdout.splitlines()
+    assert max(map(len, lines)) <= width
+    words = " ".join(lines).split()
+    expected = {
+        "inspect": ("feed-forward", "state/request", "attention", "backend"),
+        "doctor": ("recurrent_gated_delta_rule,", "router_sigmoid_grouped,", "flash-linear-attention", "operations"),
+    }[arguments[0]]
+    assert [word for word in expected if word not in words] == []
 
 
 def test_two_attention_backends_are_both_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +174,18 @@ def test_doctor_says_why_a_provider_is_not_used(monkeypatch: pytest.MonkeyPatch)
     rows = [providers.ReportRow("rms_norm", "cpu", "torch", {"flashinfer": "not installed: pip install 'hybridrt[x]'"})]
     monkeypatch.setattr(providers, "report", lambda devices: rows)
     text = run("doctor").stdout
-    assert "flashinfer not installed: pip install 'hybridrt[x]'" in text
+    assert "flashinfer: not installed: pip install 'hybridrt[x]'" in text
     assert "cores in use" in text
+
+
+def test_doctor_has_one_row_for_operations_with_one_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation is still found under the provider that serves it."""
+    operations = doctor_module.examine().operations
+    text = run("doctor").stdout.split("Operations", 1)[1]
+    assert all(row.op in text for row in operations)
+    groups = {(row.device, row.picked, tuple(row.others.items())) for row in operations}
+    providers_named = [line for line in text.splitlines() if line.startswith(("torch", "triton", "none"))]
+    assert len(providers_named) == len(groups) <= len(operations) / 3 or torch.cuda.is_available()
 
 
 def test_doctor_lists_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +210,14 @@ def test_a_wrong_override_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_bytes_read_as_people_write_them(count: int, text: str) -> None:
     assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(7, "7"), (999, "999"), (1234, "1.23 K"), (5_730_000, "5.73 M"), (999_999, "1 M"), (2 * 10**16, "20000 T")],
+)
+def test_counts_of_parameters_read_as_people_write_them(count: int, text: str) -> None:
+    assert count_text(count) == text
 
 
 def test_ranges_collapse_neighbours() -> None:

@@ -80,9 +80,9 @@ def _version(distribution: str) -> str | None:
 def _devices() -> list[DeviceReport]:
     import torch
 
-    from hybridrt.runtime.build import free_host_memory
+    from hybridrt.runtime.host_memory import free_host_memory, total_host_memory
 
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = total_host_memory()
     threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores in use"
     found = [DeviceReport("cpu", platform.processor() or platform.machine(), free_host_memory(), total, threads)]
     for i in range(torch.cuda.device_count()):
@@ -96,20 +96,31 @@ def _devices() -> list[DeviceReport]:
 
 
 def _print(report: DoctorReport) -> None:
-    from hybridrt.cli.tables import bytes_text, console, table
+    from hybridrt.cli.tables import bytes_text, console, print_table
 
     out = console()
     out.print(f"[bold]{report.platform}[/], Python {report.python}\n")
     versions = [(name, version or "not installed") for name, version in report.versions.items()]
-    out.print(table("Packages", ("name", "version"), versions), "")
+    print_table(out, "Packages", ("name", "version"), versions)
+    out.print()
     devices = [
         (d.name, d.description, f"{bytes_text(d.free_bytes)} of {bytes_text(d.total_bytes)} free", d.note)
         for d in report.devices
     ]
-    out.print(table("Devices", ("name", "what", "memory", ""), devices), "")
+    print_table(out, "Devices", ("name", "what", "memory", "notes"), devices)
+    out.print()
     out.print(f"[bold]Attention backends[/]\n{', '.join(report.attention_backends)}\n")
-    operations = [
-        (row.op, row.device, row.picked or "none", "; ".join(f"{name} {why}" for name, why in row.others.items()))
-        for row in report.operations
-    ]
-    out.print(table("Operations", ("operation", "device", "provider", "why not the others"), operations))
+    print_table(out, "Operations", ("provider", "device", "why not the others", "operations"), _groups(report))
+
+
+def _groups(report: DoctorReport) -> list[tuple[str, ...]]:
+    """A row for all operations of a device that have one provider for the same reasons, most operations first."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for row in report.operations:
+        reasons: dict[str, list[str]] = {}
+        for name, why in row.others.items():
+            reasons.setdefault(why, []).append(name)
+        others = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
+        groups.setdefault((row.device, row.picked or "none", others), []).append(row.op)
+    found = sorted(groups.items(), key=lambda group: (group[0][0], -len(group[1])))
+    return [(picked, device, others or "-", ", ".join(ops)) for (device, picked, others), ops in found]

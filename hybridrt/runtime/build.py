@@ -1,6 +1,5 @@
 """From a model's name to weights on a device: paths, the model, its memory plan, its pools."""
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +19,12 @@ from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loader import fill_dummy, has_own_head, load_weights
 from hybridrt.models.registry import make_mtp_head, model_class
+from hybridrt.runtime.host_memory import free_host_memory
 from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.state_shape import state_shape
 
 DEFAULT_ROWS = {"cpu": 16, "cuda": 256}
+CPU_SHARE = 4  # pools take a quarter of the main memory that is free
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 EMBEDDED = ("embedded", "embedded_draft")
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -285,18 +286,9 @@ def build_pools(config: EngineConfig, target: Target, plan: MemoryPlan) -> Pools
     return Pools(kv, table)
 
 
-def free_host_memory() -> int:
-    """Bytes of main memory that can be taken without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
 def host_budget(tp: TPGroup) -> int:
     """Bytes that pools may take on a CPU: a quarter of the free memory, shared by the ranks."""
-    return free_host_memory() // (4 * tp.size)
+    return free_host_memory() // (CPU_SHARE * tp.size)
 
 
 def device_budget(device: torch.device, fraction: float) -> int:

@@ -18,6 +18,7 @@ from hybridrt.runtime.build import (
     build_pools,
     device_budget,
     draft_pages,
+    empty_model,
     host_budget,
     kv_layer_ids,
     load_target,
@@ -25,6 +26,7 @@ from hybridrt.runtime.build import (
     step_widths,
     weight_bytes,
 )
+from hybridrt.runtime.fit import plan_ahead
 from hybridrt.runtime.graph_runner import DecodeInputs, GraphRunner
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
 from hybridrt.runtime.mtp import MTPRunner
@@ -76,6 +78,9 @@ class ModelRunner:
         self.graphs: dict[int, GraphRunner] = {}  # by tokens of a row; captured once the final pools stand
         self.model_path, self.target = load_target(config, tp)
         self.model_config, self.device = self.target.model_config, self.target.device
+        if plan is None:
+            weights = weight_bytes(empty_model(config, self.target, torch.device("meta")))
+            plan_ahead(config, self.target, weights, budget_bytes)  # raises what can be known before loading
         with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
             self.model = build_model(config, self.target, self.model_path, progress)
         with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
