@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from hybridrt.engine.around import EngineLimits
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.engine import Engine, EngineLimits
+from hybridrt.engine.engine import Engine
 from hybridrt.engine.request import RequestOutput
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.sampling_params import SamplingParams

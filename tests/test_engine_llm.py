@@ -57,7 +57,6 @@ def assert_clean(llm: LLM) -> None:
     assert not llm.engine.has_unfinished()
     assert (counters.running, counters.waiting, counters.free_pages) == (0, 0, 32)
     assert counters.free_rows == counters.free_slots == llm.plan.num_rows
-    assert not llm._inboxes
 
 
 def test_signature_has_the_fields_of_engine_config_as_keywords() -> None:
@@ -179,6 +178,8 @@ def test_closing_a_stream_early_aborts_its_request(monkeypatch: pytest.MonkeyPat
     next(deltas), next(deltas)
     assert llm.engine.counters().running == 1
     deltas.close()  # type: ignore[attr-defined]
+    assert llm.engine.counters().running == 1, "closing leaves a mark; the engine's next step frees"
+    llm.engine.drain()
     assert llm.engine.counters().aborted == 1
     assert_clean(llm)
 
@@ -202,6 +203,7 @@ def test_a_paused_stream_loses_nothing_to_other_calls(monkeypatch: pytest.Monkey
     rest = [t for delta in stream for t in delta.token_ids]
     assert first.token_ids + rest == tokens_alone([7], 3, 9, VOCAB)
     other.close()  # type: ignore[attr-defined]
+    llm.engine.drain()
     assert_clean(llm)
 
 
@@ -210,19 +212,19 @@ def test_an_interrupt_aborts_this_calls_requests_and_is_raised(monkeypatch: pyte
         llm, runner = make(monkeypatch, max_running_requests=2)
         other = llm.stream([9], SamplingParams(max_tokens=20, ignore_eos=True, seed=3))
         next(other)
-        step = llm.engine.step
+        step = llm.engine.run_step
 
-        def interrupted(step: Any = step, where: str = where, runner: FakeRunner = runner) -> list:
+        def interrupted(step: Any = step, where: str = where, runner: FakeRunner = runner) -> None:
             if len(runner.plans) == 5:
                 if where == "launch":
                     raise KeyboardInterrupt
                 runner.interrupt = KeyboardInterrupt()
-            return step()
+            step()
 
-        monkeypatch.setattr(llm.engine, "step", interrupted)
+        monkeypatch.setattr(llm.engine, "run_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[1], [2], [3]], SamplingParams(max_tokens=30, ignore_eos=True))
-        monkeypatch.setattr(llm.engine, "step", step)
+        monkeypatch.setattr(llm.engine, "run_step", step)
         assert llm.engine.counters().aborted == 3 and llm.engine.counters().waiting == 0
         assert sum(len(d.token_ids) for d in other) >= 15, "another call's request goes on"
         assert_clean(llm)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
+from hybridrt.engine.around import EngineLimits
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.engine import Engine, EngineLimits
+from hybridrt.engine.engine import Engine
 from hybridrt.engine.request import RequestOutput
 from hybridrt.errors import ConfigError
 from hybridrt.runtime.model_runner import ModelRunner
