@@ -77,8 +77,8 @@ class Engine:
         self._held: set[str] = set()
         self._launched: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._outbox = Outbox()
-        self.turns = Turns()
         self._change = Change(self._recover)
+        self.turns = Turns(self._change.mend)
         self._totals = EngineCounters()
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> list[int]:
@@ -196,19 +196,11 @@ class Engine:
             self._end_abandoned()
             if self.prefill_source is not None:
                 self.prefill_source.advance()
-            stop: BaseException | None = None
             with self._change:
                 scheduled = self._scheduler.schedule()
-                if scheduled is not None:
-                    try:
-                        self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
-                    except BaseException as e:
-                        self._fail_step(scheduled, e)
-                        stop = None if isinstance(e, Exception) else e
-                    else:
-                        self._count(scheduled)
-            if stop is not None:
-                raise stop
+                stopped = self._launch(scheduled) if scheduled is not None else None
+            if stopped is not None:
+                raise stopped
             if scheduled is None and not self._launched and len(self._samples) > len(self._held):
                 raise EngineError(
                     f"nothing can be scheduled and nothing is running: {self.counters()}; abort the requests"
@@ -310,6 +302,16 @@ class Engine:
             logprobs=None if params.logprobs is None else [],
         )
 
+    def _launch(self, scheduled: ScheduledStep) -> BaseException | None:
+        """Launches a step. If that fails its requests end; returns what else must stop the engine's caller."""
+        try:
+            self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
+        except BaseException as e:
+            self._fail_step(scheduled, e)
+            return None if isinstance(e, Exception) else e
+        self._count(scheduled)
+        return None
+
     def _queue(self, request_id: str, arrived: PrefixMatch | None) -> None:
         self._held.remove(request_id)
         for request in self._samples[request_id]:
@@ -321,11 +323,14 @@ class Engine:
             return False
         with self._change:
             for request in list(requests):
-                try:
-                    self._finish(request, "abort")
-                except Exception as e:  # its text cannot be made: it must go all the same
-                    self._fail(request, e)
+                self._abort_one(request)
         return True
+
+    def _abort_one(self, request: Request) -> None:
+        try:
+            self._finish(request, "abort")
+        except Exception as e:  # its text cannot be made: it must go all the same
+            self._fail(request, e)
 
     def _end_abandoned(self) -> None:
         """Aborts requests whose receiver was abandoned, or has gone."""

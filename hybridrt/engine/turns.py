@@ -12,10 +12,15 @@ from hybridrt.runtime.interrupts import Interrupts
 
 class Turns:
     """One thread at a time. `with turns` waits, first come, first served; `with turns.now` does not wait. A thread that
-    has its turn may enter again. Ctrl-C waits for the end of a turn (`Interrupts`)."""
+    has its turn may enter again. Ctrl-C waits for the end of a turn (`Interrupts`).
 
-    def __init__(self) -> None:
+    Args:
+        begin: called at the head of every turn.
+    """
+
+    def __init__(self, begin: Callable[[], None]) -> None:
         self.now = _Now(self)
+        self._begin = begin
         self._mutex = RLock()  # not Lock: the collector may run finalizers in here
         self._line: deque[tuple[Lock, int]] = deque()
         self._owner: int | None = None
@@ -45,6 +50,11 @@ class Turns:
             interrupts.__exit__(*sys.exc_info())
             raise
         self._depth, self._interrupts = 1, interrupts
+        try:
+            self._begin()
+        except BaseException:
+            self.leave()
+            raise
 
     def leave(self) -> None:
         self._depth -= 1
@@ -103,8 +113,8 @@ class _Now:
 
 
 class Change:
-    """Around what changes bookkeeping. An exception that leaves the block has broken a change off, wherever it was: the
-    next change begins with `recover`.
+    """Around what changes bookkeeping. An exception that leaves the block has broken a change off, wherever it was:
+    `mend`, and with it the next change, then calls `recover`.
 
     Raises:
         EngineError: on entry, if the caller is within a change of its own: a finalizer, or a signal's handler.
@@ -117,15 +127,14 @@ class Change:
     def __enter__(self) -> None:
         if self._inside:
             raise EngineError("the engine was called from within its own step; call it between two steps")
-        self._inside = True
-        if self._broken:
-            try:
-                self._recover()
-            except BaseException:
-                self._inside = False
-                raise
-        self._broken = True
+        self.mend()
+        self._inside = self._broken = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._broken = kind is not None
-        self._inside = False
+        self._inside, self._broken = False, kind is not None
+
+    def mend(self) -> None:
+        """Recovers from a change that was broken off, if there was one."""
+        if self._broken and not self._inside:
+            self._recover()
+            self._broken = False

@@ -2,7 +2,24 @@
 
 import signal
 import threading
+import weakref
 from types import FrameType, TracebackType
+
+
+class _Note:
+    """The handler of a context: it only notes that SIGINT has come. Should an exception of other origin have kept the
+    context from leaving, the handler finds it gone, and Python's own handler returns."""
+
+    def __init__(self, context: "Interrupts") -> None:
+        self.context = weakref.ref(context)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        context = self.context()
+        if context is None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.default_int_handler(number, frame)
+        else:
+            context.waiting = True
 
 
 class Interrupts:
@@ -12,30 +29,26 @@ class Interrupts:
     handler that the application has installed stays as it is. Contexts may nest: the outermost one acts.
     """
 
-    __slots__ = ("_acts", "_waiting")
-
     def __init__(self) -> None:
-        self._acts = self._waiting = False
+        self.waiting = False
+        self._note: _Note | None = None
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is not threading.main_thread():
             return self
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._acts = True
+        handler = signal.getsignal(signal.SIGINT)
+        if handler is signal.default_int_handler or (isinstance(handler, _Note) and handler.context() is None):
+            self._note = _Note(self)
             signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._acts and signal.getsignal(signal.SIGINT) == self._note:  # else it has been changed meanwhile
+        if self._note is not None and signal.getsignal(signal.SIGINT) is self._note:  # else it was changed meanwhile
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        self._acts = False
         self.check()
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if SIGINT has come."""
-        if self._waiting:
-            self._waiting = False
+        if self.waiting:
+            self.waiting = False
             raise KeyboardInterrupt
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._waiting = True
