@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 from hybridrt.engine.around import EngineCounters, EngineLimits, PrefillSource, derive_seed
@@ -15,7 +16,7 @@ from hybridrt.engine.outbox import Outbox
 from hybridrt.engine.request import FinishReason, Receiver, Request, RequestMetrics, RequestOutput
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.tokenizer import Tokenizer
-from hybridrt.engine.turns import Change, Turns
+from hybridrt.engine.turns import Change, Failing, Turns
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import Executor, StepHandle, StepResult, TokenLogprobs
@@ -198,9 +199,10 @@ class Engine:
                 self.prefill_source.advance()
             with self._change:
                 scheduled = self._scheduler.schedule()
-                stopped = self._launch(scheduled) if scheduled is not None else None
-            if stopped is not None:
-                raise stopped
+                if scheduled is not None:
+                    with Failing(partial(self._fail_step, scheduled)):
+                        self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
+                        self._count(scheduled)
             if scheduled is None and not self._launched and len(self._samples) > len(self._held):
                 raise EngineError(
                     f"nothing can be scheduled and nothing is running: {self.counters()}; abort the requests"
@@ -301,16 +303,6 @@ class Engine:
             detokenizer=Detokenizer(tokenizer, tokens, params.stop) if tokenizer is not None else None,
             logprobs=None if params.logprobs is None else [],
         )
-
-    def _launch(self, scheduled: ScheduledStep) -> BaseException | None:
-        """Launches a step. If that fails its requests end; returns what else must stop the engine's caller."""
-        try:
-            self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
-        except BaseException as e:
-            self._fail_step(scheduled, e)
-            return None if isinstance(e, Exception) else e
-        self._count(scheduled)
-        return None
 
     def _queue(self, request_id: str, arrived: PrefixMatch | None) -> None:
         self._held.remove(request_id)
