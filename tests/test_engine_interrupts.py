@@ -4,12 +4,15 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import hybridrt.engine.engine
 import hybridrt.mem_cache.allocator
@@ -124,11 +127,13 @@ def sample(scene: Callable[[LLM], None], files: set[str], monkeypatch: pytest.Mo
     return chosen
 
 
-def sweep(name: str, strike: Callable[[], None], every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def sweep(
+    name: str, strike: Callable[[], None], every: int, monkeypatch: pytest.MonkeyPatch, part: slice = slice(None)
+) -> None:
     scene, files = SCENES[name], FILES if strike is sigint else FILES - LOCKS
     lost = []
-    chosen = sample(scene, files, monkeypatch, every)
-    assert len(chosen) > 100
+    chosen = sample(scene, files, monkeypatch, every)[part]
+    assert len(chosen) > 20
     for at in chosen:
         lines = Lines(strike, at, files)
         try:
@@ -146,7 +151,16 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(
     name: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`sigint` is Ctrl-C; `anything` is an exception that some other means raises in the middle of a line."""
-    sweep(name, strike, 499, monkeypatch)
+    sweep(name, strike, 499, monkeypatch, slice(None, None, 10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strike", [sigint, anything])
+@pytest.mark.parametrize("name", SCENES)
+def test_an_interrupt_at_every_line_once(
+    name: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep(name, strike, 99, monkeypatch)
 
 
 @pytest.mark.soak
@@ -156,3 +170,129 @@ def test_an_interrupt_at_every_line_every_time_it_runs(
     name: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sweep(name, strike, 1, monkeypatch)
+
+
+def test_interrupts_end_a_call_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a step: the step ends, the call's requests end, another call's go on."""
+    llm, runner = make(monkeypatch)
+    other = llm.stream([9], SamplingParams(max_tokens=20, ignore_eos=True, seed=3))
+    got = next(other).token_ids
+    launch = runner.launch
+
+    def struck(plan: Any) -> Any:
+        if len(runner.plans) == 5:
+            sigint(), sigint()
+        return launch(plan)
+
+    runner.launch = struck  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1], [2]], SHORT)
+    assert len(runner.plans) == 6, "the step was launched, and none after it"
+    assert llm.engine.counters().aborted == 2 and llm.engine.counters().failed == 0
+    got += [t for delta in other for t in delta.token_ids]
+    assert got == tokens_alone([9], 3, 20, VOCAB)
+    assert_clean(llm)
+
+
+def test_a_handler_of_the_application_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, runner = make(monkeypatch)
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(len(runner.plans)))
+    try:
+        launch = runner.launch
+        runner.launch = lambda plan: (sigint(), launch(plan))[1]  # type: ignore[method-assign]
+        assert llm.generate([[1]], FIVE)[0].token_ids == tokens_alone([1], 1, 5, VOCAB)
+        assert came == list(range(len(runner.plans))), "it is called at once"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_that_is_set_meanwhile_stays() -> None:
+    def mine(number: int, frame: object) -> None: ...
+
+    try:
+        with Interrupts():
+            signal.signal(signal.SIGINT, mine)
+        assert signal.getsignal(signal.SIGINT) is mine
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_an_engine_that_was_broken_off_ends_every_request_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, _ = make(monkeypatch, ByteTokenizer())
+    mine = llm.engine.add_request([5], LONG)
+    stream = llm.stream([6], SHORT)
+    next(stream)
+    schedule = llm.engine._scheduler._schedule_prefill
+    monkeypatch.setattr(llm.engine._scheduler, "_schedule_prefill", lambda *a: (schedule(*a), anything()))
+    with pytest.raises(KeyboardInterrupt):
+        llm.engine.step()
+    monkeypatch.undo()
+    outputs = llm.engine.drain()
+    assert {(o.request_id, o.finish_reason) for o in outputs if o.finish_reason} == {(mine, "abort")}
+    assert all("broke a step off" in str(o.error) for o in outputs if o.finish_reason)
+    with pytest.raises(EngineError, match="broke a step off"):
+        list(stream)
+    assert_clean(llm)
+    assert llm.generate([[1]], FIVE)[0].token_ids == tokens_alone([1], 1, 5, VOCAB)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of `generate`, and at one of its lines, if it has so many, SIGINT or an exception of other origin."""
+
+    prompts: int
+    at: int
+    strike: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Do:
+    """ "open", "read", "close" or "drop" a stream; "add", "step" or "abort" in the engine."""
+
+    what: str
+    which: int
+
+
+calls = st.builds(Call, st.integers(1, 4), st.integers(0, 2500), st.sampled_from([sigint, anything]))
+does = st.builds(
+    Do, st.sampled_from(["open", "open", "read", "read", "close", "drop", "add", "step", "abort"]), st.integers(0, 3)
+)
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.one_of(does, does, calls), min_size=3, max_size=14))
+def test_random_histories_with_interrupts_conserve_the_pools(history: list[Call | Do]) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        llm, _ = make(monkeypatch, ByteTokenizer(), max_running_requests=3)
+        play(llm, history)
+        llm.engine.abort_all()
+        llm.engine.drain()
+        assert llm.generate([[1]], FIVE)[0].token_ids == tokens_alone([1], 1, 5, VOCAB)
+        assert_clean(llm)
+        llm.engine._coordinator.check()
+
+
+def play(llm: LLM, history: list[Call | Do]) -> None:
+    streams: dict[int, Any] = {}
+    for event in history:
+        if isinstance(event, Call):
+            lines = Lines(event.strike, event.at, FILES if event.strike is sigint else FILES - LOCKS)
+            with suppress(KeyboardInterrupt, EngineError), lines.traced():
+                llm.generate([[i] * 9 for i in range(event.prompts)], LONG)
+        elif event.what == "open":
+            streams[event.which] = llm.stream([event.which], SHORT)
+        elif event.what == "read":
+            with suppress(EngineError):
+                next(streams.get(event.which, iter(())), None)
+        elif event.what == "close" and event.which in streams:
+            streams[event.which].close()
+        elif event.what == "drop":
+            streams.pop(event.which, None)
+        elif event.what == "add":
+            llm.engine.add_request([event.which] * 5, LONG)
+        elif event.what == "step":
+            llm.engine.step()
+        elif event.what == "abort":
+            llm.engine.abort(f"request-{event.which}")
+        llm.engine._coordinator.check()
