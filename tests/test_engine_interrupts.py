@@ -1,5 +1,6 @@
 """An interrupt at any line of the engine loses nothing: no row, slot, page or request, and the next call is right."""
 
+import linecache
 import signal
 import sys
 from collections import Counter
@@ -43,7 +44,7 @@ class Lines:
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         if frame.f_code.co_filename not in self.files:
             return None
-        if event == "line":
+        if event == "line" and not (self.strike is not sigint and takes_a_turn(frame)):
             self.seen.append((frame.f_code.co_filename, frame.f_lineno))
             if self.strike is not None and len(self.seen) == self.at + 1:
                 self.strike()
@@ -56,6 +57,12 @@ class Lines:
             yield
         finally:
             sys.settrace(None)
+
+
+def takes_a_turn(frame: FrameType) -> bool:
+    """A line that begins a turn and, traced again, ends it. Between a block and its exit only a tracer can raise."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return line.startswith("with ") and ("turns" in line or "Interrupts" in line)
 
 
 def sigint() -> None:
@@ -114,9 +121,15 @@ def struck(scene: Callable[[LLM], None], lines: Lines, monkeypatch: pytest.Monke
     return raised
 
 
-def sample(scene: Callable[[LLM], None], files: set[str], monkeypatch: pytest.MonkeyPatch, every: int) -> list[int]:
+def sample(
+    scene: Callable[[LLM], None],
+    strike: Callable[[], None],
+    files: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    every: int,
+) -> list[int]:
     """Numbers of lines to strike: the first time that each line runs, and every so many of the rest."""
-    lines = Lines(files=files)
+    lines = Lines(strike, files=files)
     assert not struck(scene, lines, monkeypatch)
     times: Counter[tuple[str, int]] = Counter()
     chosen = []
@@ -132,7 +145,7 @@ def sweep(
 ) -> None:
     scene, files = SCENES[name], FILES if strike is sigint else FILES - LOCKS
     lost = []
-    chosen = sample(scene, files, monkeypatch, every)[part]
+    chosen = sample(scene, strike, files, monkeypatch, every)[part]
     assert len(chosen) > 20
     for at in chosen:
         lines = Lines(strike, at, files)

@@ -9,6 +9,7 @@ import pytest
 
 from hybridrt.engine.llm import LLM, Delta
 from hybridrt.sampling_params import SamplingParams
+from tests.engine_harness import Rig
 from tests.fake_llm import FIVE, VOCAB, FakeRunner, assert_clean, make
 from tests.mock_executor import tokens_alone
 from tests.test_engine_threads import before_launch, in_threads
@@ -151,3 +152,18 @@ def test_the_interrupted_reader_of_a_stream_leaves_nothing(monkeypatch: pytest.M
         next(stream), next(stream)
     check(llm)
     assert info.value is not None and isinstance(runner, FakeRunner)
+
+
+def test_requests_of_a_receiver_that_has_gone_end_with_the_next_step() -> None:
+    class Receiver:
+        def put(self, output: object) -> None:
+            pass
+
+    rig = Rig()
+    receiver = Receiver()
+    rig.engine.add_request([1], LONG, receiver=receiver)
+    assert rig.step() == [] and rig.engine.counters().running == 1
+    del receiver
+    assert rig.step() == rig.engine.drain() == [], "what it gave goes nowhere"
+    assert rig.engine.counters().aborted == 1
+    rig.assert_empty()

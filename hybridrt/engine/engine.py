@@ -79,7 +79,7 @@ class Engine:
         self._launched: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._outbox = Outbox()
         self._change = Change(self._recover)
-        self.turns = Turns(self._change.mend)
+        self.turns = Turns(self._change.begin)
         self._totals = EngineCounters()
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> list[int]:

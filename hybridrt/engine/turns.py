@@ -114,7 +114,7 @@ class _Now:
 
 class Change:
     """Around what changes bookkeeping. An exception that leaves the block has broken a change off, wherever it was:
-    `mend`, and with it the next change, then calls `recover`.
+    `begin`, or the next change, then calls `recover`.
 
     Raises:
         EngineError: on entry, if the caller is within a change of its own: a finalizer, or a signal's handler.
@@ -127,15 +127,19 @@ class Change:
     def __enter__(self) -> None:
         if self._inside:
             raise EngineError("the engine was called from within its own step; call it between two steps")
-        self.mend()
+        self._mend()
         self._inside = self._broken = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._inside, self._broken = False, kind is not None
 
-    def mend(self) -> None:
-        """Recovers from a change that was broken off, if there was one."""
-        if self._broken and not self._inside:
+    def begin(self) -> None:
+        """At the head of a turn, where no change is under way. Recovers from one that was broken off, if there was."""
+        self._inside = False
+        self._mend()
+
+    def _mend(self) -> None:
+        if self._broken:
             self._recover()
             self._broken = False
 
