@@ -10,7 +10,8 @@ import pytest
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.engine import Engine, EngineLimits
+from hybridrt.engine.engine import Engine
+from hybridrt.engine.limits import EngineLimits
 from hybridrt.engine.request import RequestOutput
 from hybridrt.errors import ConfigError
 from hybridrt.runtime.model_runner import ModelRunner

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.request import Request
+from hybridrt.errors import EngineError
 from hybridrt.runtime.sampler import SamplingTable
-from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, StateCopy, StepPlan
+from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, StateCopy, StepPlan, StepResult
 from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
 
 Refuse = Callable[[Request, Exception], None]
@@ -20,6 +21,20 @@ class ScheduledStep:
 
     plan: StepPlan = field(default_factory=StepPlan)
     rows: list[tuple[Request, int]] = field(default_factory=list)
+
+    def check(self, result: StepResult) -> None:
+        """Raises EngineError unless every sampling row gained at least one token and at most what it could."""
+        rows = [(request, most) for request, most in self.rows if most]
+        if not len(rows) == len(result.tokens) == len(result.logprobs):
+            raise EngineError(
+                f"{len(rows)} rows sampled; the result has {len(result.tokens)} lists of tokens and "
+                f"{len(result.logprobs)} of log-probabilities"
+            )
+        for (request, most), tokens in zip(rows, result.tokens, strict=True):
+            if not len(tokens) <= most or (not tokens and request.finish_reason is None):
+                raise EngineError(
+                    f"row of request {request.request_id!r} gained {len(tokens)} tokens; 1 to {most} expected"
+                )
 
 
 class Scheduler:
@@ -91,6 +106,12 @@ class Scheduler:
         del self.running[request.arrival]
         if not request.in_flight:
             self._coordinator.release(request)
+
+    def clear(self) -> None:
+        """Forgets all requests and all launched steps."""
+        self.waiting.clear()
+        self.running.clear()
+        self._in_flight = 0
 
     def _schedule_decode(self, step: ScheduledStep) -> None:
         """Adds a row for every request that can decode and finds a page."""

@@ -15,7 +15,8 @@ import torch
 from hybridrt import SamplingParams, SpeculativeConfig
 from hybridrt.config import EngineConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.engine import Engine, EngineLimits
+from hybridrt.engine.engine import Engine
+from hybridrt.engine.limits import EngineLimits
 from hybridrt.engine.request import RequestOutput
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.speculative.make import make_drafter
