@@ -166,13 +166,13 @@ class Engine:
         request_id: str | None = None,
         *,
         stream: bool = True,
-        export_to: int | None = None,
+        export_to: range | None = None,
     ) -> str:
         """Queues a prompt and returns its id.
 
         Args:
             stream: hand out outputs while the request runs; False hands out the finished samples alone.
-            export_to: where in the executor's arena state and KV of the prompt go once they are computed.
+            export_to: bytes of the executor's arena for state and KV of the prompt, once they are computed.
 
         Raises:
             RequestError, MemoryBudgetError: as `prepare`, or the id is taken. The engine is unchanged.
