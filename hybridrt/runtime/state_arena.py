@@ -130,8 +130,8 @@ class StateArena:
         room = end - copy.offset if copy.room is None else copy.room
         if copy.offset < 0 or needed > room or copy.offset + needed > end:
             raise PoolError(
-                f"the image of {copy.length} tokens has {needed} bytes; it has room for {room} at byte {copy.offset} of "
-                f"an arena of {end}"
+                f"the image of {copy.length} tokens has {needed} bytes; it has room for {room} at byte {copy.offset} "
+                f"of an arena of {end}"
             )
 
     def _kept(self, row: int, length: int) -> Iterator[torch.Tensor]:

@@ -37,8 +37,8 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A prompt. `offset` says where its image lies, once there is room for it; `request_id` names it to the engine while
-    it is being computed; `deadline` is when an image that has not been fetched is dropped."""
+    """A prompt. `offset` says where its image lies, once there is room for it; `request_id` names it to the engine
+    while it is being computed; `deadline` is when an image that has not been fetched is dropped."""
 
     peer: _Peer
     key: str
