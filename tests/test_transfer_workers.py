@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridrt import LLM, SpeculativeConfig
-from hybridrt.distributed.transfer.channel import QueueChannel
+from hybridrt.distributed.channel_local import QueueChannel
 from hybridrt.errors import ConfigError, HandshakeError, TransferError
 from hybridrt.runtime.step import StateCopy, StepPlan
 from tests.checkpoints import Make, falcon, falcon_mamba, jamba, nemotron, qwen
@@ -113,8 +113,8 @@ def test_deaths_hit_every_phase(pair: tuple[Prefiller, Decoder]) -> None:
     for _ in range(40):
         decode.step()
         prefill.step()
-        phases |= {(p.worker is not None, bool(p.reading)) for p in decode.worker._pulls.values()}
-    assert phases == {(True, False), (True, True)}
+        phases |= {bool(attempt.reading) for attempt in decode.worker._attempts.values()}
+    assert phases == {False, True}
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -270,7 +270,7 @@ def test_workers_that_differ_refuse_each_other(field: str, change: dict[str, Any
         prefill.connect(decode)
     assert caught.value.field == field
     prefill.step()
-    assert not prefill.worker._channels, "the decode side has hung up"
+    assert not prefill.worker._peers, "the decode side has hung up"
     request_id = decode.engine.add_request(PROMPTS[2], greedy())
     run(decode, prefill)
     assert prefill.worker.counters().computed == 0 and len(decode.tokens(request_id)) == 6
@@ -316,7 +316,7 @@ def test_what_a_worker_leaves_behind_is_not_trusted(pair: tuple[Prefiller, Decod
     prefill, decode = pair
     prefill.connect(decode)
     request_id = decode.engine.add_request(PROMPTS[5], greedy())
-    while not any(pull.reading for pull in decode.worker._pulls.values()):
+    while not any(attempt.reading for attempt in decode.worker._attempts.values()):
         decode.step()
         prefill.step()
     prefill.channel.close()
@@ -333,11 +333,11 @@ def test_only_the_worker_that_was_asked_is_listened_to(model: Path, expected: li
         worker.connect(decode)
     request_id = decode.engine.add_request(PROMPTS[4], greedy())
     decode.step()
-    (pull,) = decode.worker._pulls.values()
-    assert pull.worker == "worker-0"
-    second.channel.send({"type": "ready", "key": pull.key, "offset": 0})
+    (attempt,) = decode.worker._attempts.values()
+    assert attempt.worker == "worker-0"
+    second.channel.send({"type": "ready", "key": attempt.key, "offset": 0})
     decode.step()
-    assert not pull.reading
+    assert not attempt.reading
     run(decode, first, second)
     assert decode.tokens(request_id) == expected[4] and second.worker.counters().computed == 0
 

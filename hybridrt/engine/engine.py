@@ -104,19 +104,19 @@ class Engine:
         request_id: str | None = None,
         *,
         stream: bool = True,
-        export_to: int | None = None,
+        export_to: range | None = None,
         receiver: Receiver | None = None,
     ) -> str:
         """Queues a prompt and returns its id.
 
         Args:
             stream: hand out outputs while the request runs; False hands out the finished samples alone.
-            export_to: where in the executor's arena state and KV of the prompt go once they are computed.
+            export_to: bytes of the executor's arena for state and KV of the prompt, once they are computed.
             receiver: gets the outputs instead of the callers of `step` and `drain`. It is referenced weakly: once it
                 has gone, the next step aborts the request.
 
         Raises:
-            RequestError, MemoryBudgetError: as `prepare`; or the id is taken or no string, or `export_to` is no offset.
+            RequestError, MemoryBudgetError: as `prepare`; or the id is taken or no string, or `export_to` is no range.
                 The engine is unchanged.
         """
         tokens = self.prepare(prompt, params)

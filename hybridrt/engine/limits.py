@@ -74,5 +74,5 @@ def check_names(request_id: object, export_to: object) -> None:
     """Raises RequestError for what `Engine.add_request` cannot take as a request's id or as a place in an arena."""
     if request_id is not None and not isinstance(request_id, str):
         raise RequestError(f"request_id is {shown(request_id)}; pass a string, or None to get one")
-    if export_to is not None and (type(export_to) is not int or not 0 <= export_to < 2**63):
-        raise RequestError(f"export_to is {shown(export_to)}; pass the offset of a byte in the arena, or None")
+    if export_to is not None and not (isinstance(export_to, range) and 0 <= export_to.start < export_to.stop < 2**63):
+        raise RequestError(f"export_to is {shown(export_to)}; pass a range of bytes in the arena, or None")

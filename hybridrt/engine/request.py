@@ -110,7 +110,7 @@ class Request:
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
         prefill_tokens: tokens to compute before decoding starts: the prompt, and after a retraction the output too.
         arrived: the prefix that came from elsewhere, until admission takes it: a retracted request computes anew.
-        export_to: where in the executor's arena state and KV go once the prompt is computed; None leaves them.
+        export_to: bytes of the executor's arena for state and KV, once the prompt is computed; None leaves them.
         in_flight: launched steps that name the request and whose result has not been consumed.
         receiver: who gets its outputs, while there is one; None: whoever steps the engine.
     """
@@ -138,7 +138,7 @@ class Request:
     prefix: PrefixMatch = field(default_factory=PrefixMatch)
     prefill_tokens: Sequence[int] = ()
     arrived: PrefixMatch | None = None
-    export_to: int | None = None
+    export_to: range | None = None
     computed: int = 0
     settled: int = 0
     pending: int = 0

@@ -197,5 +197,6 @@ class Scheduler:
         step.rows.append((request, int(last)))
         request.pending += int(last)
         if last and request.export_to is not None:
-            step.plan.exports.append(StateCopy(request.row.index, request.computed, request.export_to))
+            room = request.export_to
+            step.plan.exports.append(StateCopy(request.row.index, request.computed, room.start, len(room)))
         return len(chunk)

@@ -42,11 +42,16 @@ class PageWrite(msgspec.Struct, frozen=True, array_like=True):
 
 class StateCopy(msgspec.Struct, frozen=True, array_like=True):
     """State and KV of the first `length` tokens of `row`, between the pools and byte `offset` of the executor's arena
-    (hybridrt.runtime.state_arena)."""
+    (hybridrt.runtime.state_arena).
+
+    Attributes:
+        room: bytes of the arena that belong to this copy; None: all from `offset` on.
+    """
 
     row: int
     length: int
     offset: int
+    room: int | None = None
 
 
 class DecodeRow(msgspec.Struct, frozen=True, array_like=True):
