@@ -132,7 +132,8 @@ def test_candidates_beyond_the_vocabulary_are_all_of_it(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("request_id", 5), ("request_id", b"a"), ("request_id", ["a"]), ("export_to", 5), ("export_to", range(0, 2**63 + 1)),
+    [("request_id", 5), ("request_id", b"a"), ("request_id", ["a"]), ("export_to", 5),
+     ("export_to", range(0, 2**63 + 1)),
      ("export_to", 1.5), ("export_to", True), ("export_to", "0")],
 )  # fmt: skip
 def test_names_and_places_of_a_request_are_checked(llm: LLM, argument: str, value: Any) -> None:
