@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hybridrt.errors import ConfigError
 from hybridrt.kernels.paged_attention import attention_decode, attention_extend, write_kv
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -93,6 +94,17 @@ def test_decode_leaves_its_result_where_it_is_told(tokens, context):
     left = attention_decode(*arguments, scale=SCALE, out=place)
     assert left.data_ptr() == place.data_ptr() and wide[:, :5].isnan().all()
     assert torch.equal(place, attention_decode(*arguments, scale=SCALE))
+
+
+def test_places_that_one_distance_does_not_describe_are_refused():
+    from hybridrt.kernels.paged_attention_triton import attention_decode_triton
+
+    cache, q, seq_lens = Cache([9, 7]), torch.randn(2, 2, 4, HEAD_DIM), torch.tensor([9, 7])
+    arguments = (q, cache.k, cache.v, cache.table, cache.rows, seq_lens)
+    for place in (torch.zeros(2, 3, 4, HEAD_DIM)[:, :2], torch.zeros(2, 2, 4, HEAD_DIM + 1)[..., 1:]):
+        with pytest.raises(ConfigError, match="contiguous"):
+            attention_decode_triton(*arguments, scale=SCALE, out=place)
+        assert not place.any()
 
 
 @pytest.mark.parametrize("sliding_window", [None, 2])

@@ -57,7 +57,7 @@ def attention_decode(
     behind is not read, and its table entries may be stale. max_len: an upper bound of
     seq_lens known on the host; None means the table's width. Returns `[B, T, Hq, D]` in q's dtype; rows with seq_len 0
     (padding) are zeros. If `out` of that shape is given, they are left there: heads contiguous, tokens at any distance,
-    the same between rows.
+    also between rows. ConfigError: a kernel cannot write to an `out` of other strides.
     """
     result: Tensor = select("attention_decode", q.device.type)(
         q,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hybridrt.errors import ConfigError
 from hybridrt.kernels.launch import dot_precision, multiprocessors
 from hybridrt.kernels.pdl_triton import begin, pdl
 
@@ -225,6 +226,7 @@ def attention_decode_triton(
     splits = walk.splits
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    token_stride = _token_stride(out)
     partial = lse = arrivals = None
     if splits > 1:
         partial = torch.empty(batch, splits, tokens, query_heads, head_dim, dtype=torch.float32, device=q.device)
@@ -234,14 +236,14 @@ def attention_decode_triton(
         q, k_cache, v_cache, req_to_token, rows, seq_lens, tree_mask, out, partial, lse, arrivals,
         q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
         0 if tree_mask is None else tree_mask.stride(0), 0 if tree_mask is None else tree_mask.stride(1),
-        _token_stride(out), scale * math.log2(math.e),
+        token_stride, scale * math.log2(math.e),
         T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
         LEAST=walk.least, BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
         **pdl(q.device),
     )  # fmt: skip
     if splits > 1 and not walk.joined:
         _combine_kernel[(batch, tokens * query_heads)](
-            partial, lse, seq_lens, out, _token_stride(out),
+            partial, lse, seq_lens, out, token_stride,
             T=tokens, HQ=query_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
             LEAST=walk.least, BLOCK_N=tile["BLOCK_N"], BLOCK_D=tile["BLOCK_D"],
             BLOCK_S=triton.next_power_of_2(splits), num_warps=4, **pdl(q.device),
@@ -263,8 +265,13 @@ def _counters(req_to_token: Tensor, count: int) -> Tensor:
 
 
 def _token_stride(out: Tensor) -> int:
-    """Elements from one token of out [B, T, Hq, D] to the next; rows follow each other at the same distance."""
-    return out.stride(1) if out.shape[1] > 1 else out.stride(0)
+    """Elements from one token of out [B, T, Hq, D] to the next; ConfigError if one number does not say it."""
+    batch, tokens, heads, dim = out.shape
+    stride = out.stride(1) if tokens > 1 else out.stride(0)
+    apart = out.stride(3) != 1 or (heads > 1 and out.stride(2) != dim)
+    if apart or (batch > 1 and out.stride(0) != tokens * stride):
+        raise ConfigError(f"out has strides {out.stride()}; heads must be contiguous and tokens equally far apart")
+    return stride
 
 
 @dataclass(frozen=True)
