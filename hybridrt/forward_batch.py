@@ -31,11 +31,14 @@ class SpecInfo:
         tokens_per_row: V, drafts + 1.
         parents: [B, V] int32, index of each node's parent in its row, -1 for the root; None for a chain.
         tree_mask: [B, V, V] bool, True where a node sees another (itself included); None for a chain.
+        num_drafts: [B] int32, how many of a row's tokens after the root are drafts; the rest is padding, whose
+            out_cache_loc is 0. None: all are.
     """
 
     tokens_per_row: int
     parents: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None
+    num_drafts: torch.Tensor | None = None
 
 
 class AttentionBackendLike(Protocol):

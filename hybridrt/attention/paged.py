@@ -23,6 +23,7 @@ class PagedMetadata:
     query_start_loc: torch.Tensor | None
     decode_max_len: int | None
     tree_mask: torch.Tensor | None
+    num_drafts: torch.Tensor | None
     query_lens: list[int]
     seq_lens_host: list[int]
 
@@ -71,6 +72,7 @@ class PagedKVBackend(SegmentedAttnBackend):
             query_start_loc=batch.query_start_loc,
             decode_max_len=max(lens[:split], default=0) if lens is not None else None,
             tree_mask=batch.spec_info.tree_mask if batch.spec_info else None,
+            num_drafts=batch.spec_info.num_drafts if batch.spec_info else None,
             query_lens=list(batch.extend_seq_lens_cpu) if batch.num_extend_rows else [],
             seq_lens_host=extend_lens,
         )
@@ -134,7 +136,8 @@ class PagedKVBackend(SegmentedAttnBackend):
     def _bind(self, bs: int, rows: torch.Tensor, seq_lens: torch.Tensor, spec_info: SpecInfo | None) -> None:
         # The runner's static buffers are all that the kernels read: lengths and rows stay on the device.
         tree_mask = spec_info.tree_mask[:bs] if spec_info and spec_info.tree_mask is not None else None
-        self.metadata = PagedMetadata(rows[:bs], seq_lens[:bs], None, None, tree_mask, [], [])
+        num_drafts = spec_info.num_drafts[:bs] if spec_info and spec_info.num_drafts is not None else None
+        self.metadata = PagedMetadata(rows[:bs], seq_lens[:bs], None, None, tree_mask, num_drafts, [], [])
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -165,6 +168,7 @@ class PagedAttnBackend(PagedKVBackend):
             scale=layer.scale,
             sliding_window=layer.sliding_window,
             tree_mask=meta.tree_mask,
+            num_drafts=meta.num_drafts,
             max_len=meta.decode_max_len,
             out=None if out is None else out.view(heads.shape),
         )

@@ -20,6 +20,10 @@ from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Drafter
 
 Prompt = str | Sequence[int]
+NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity): its weights are damaged, or its numbers leave the range of "
+    "its dtype on this prompt; other requests are not affected"
+)
 
 
 @dataclass(frozen=True)
@@ -369,6 +373,8 @@ class Engine:
             request.metrics.first_token_time = time.monotonic()
         try:
             for i, token in enumerate(tokens):
+                if token < 0:
+                    raise EngineError(NOT_FINITE)
                 self._totals.output_tokens += 1
                 reason = request.append(token, logprobs[i] if logprobs else None)
                 if reason is not None:

@@ -291,8 +291,7 @@ class ModelRunner:
         mode = segments[bool(plan.extend)] if plan.decode else ForwardMode.EXTEND
         ids = sections["extend_ids"]
         if num_decode:
-            roots = self.last_tokens[rows[:num_decode], None]
-            ids = torch.cat((torch.cat((roots, sections["drafts"].view(num_decode, -1)), 1).view(-1), ids))
+            ids = torch.cat((self._decode_ids(sections, num_decode, tokens), ids))
         places = positions = sections["positions"]
         spec = self._spec_info(sections, tokens) if tokens > 1 and num_decode else None
         if spec is not None and spec.tree_mask is not None:
@@ -316,11 +315,18 @@ class ModelRunner:
             spec_info=spec,
         )
 
+    def _decode_ids(self, sections: Sections, rows: int, tokens: int) -> torch.Tensor:
+        """[rows * tokens] int32 inputs of the decode rows, as `decode_inputs` gives them to a graph."""
+        roots = self.last_tokens[sections["rows"][:rows], None].clamp(min=0)
+        real = torch.arange(tokens - 1, device=self.device) < sections["num_drafts"][:, None]
+        drafts = torch.where(real, sections["drafts"].view(rows, -1), roots)
+        return torch.cat((roots, drafts), 1).view(-1)
+
     def _spec_info(self, sections: Sections, tokens: int) -> SpecInfo:
         if not self._trees:
-            return SpecInfo(tokens)
+            return SpecInfo(tokens, num_drafts=sections["num_drafts"])
         parents, ancestors = (sections[name].view(-1, tokens) for name in ("parents", "ancestors"))
-        return SpecInfo(tokens, parents, tree_mask(ancestors))
+        return SpecInfo(tokens, parents, tree_mask(ancestors), sections["num_drafts"])
 
     def _sample(
         self, request_rows: Sequence[int], rows: torch.Tensor, output_indices: torch.Tensor, logits: torch.Tensor
