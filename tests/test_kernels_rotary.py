@@ -63,7 +63,7 @@ def test_rotated_keys_and_values_land_in_their_slots(normed, rot):
     want_q, want_k = qk_norm_rotary_reference(q, k, positions, table(10, rot), *weights, 1e-6)
     want_v = v.clone()
     k_cache, v_cache = (torch.full((3, 8, 2, 12), torch.nan) for _ in range(2))
-    slots = torch.tensor([17, 3, 8, 21], dtype=torch.int32)
+    slots = torch.tensor([17, 11, 8, 21], dtype=torch.int32)
     got = rotary_write_kv(q, k, v, positions, table(10, rot), *weights, 1e-6, k_cache, v_cache, slots)
     torch.testing.assert_close(got, want_q)
     torch.testing.assert_close(k_cache.view(-1, 2, 12)[slots], want_k)
