@@ -11,16 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hybridrt.engine.engine import derive_seed
 from hybridrt.engine.request import RequestOutput
 from hybridrt.errors import EngineError
 from hybridrt.runtime.build import Pools
 from hybridrt.sampling_params import SamplingParams
-from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
+from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest
 from hybridrt.speculative.ngram import NgramDrafter
 from tests.checkpoints import VOCAB, falcon, falcon_mamba, jamba, nemotron, qwen, swa_ssm, write
 from tests.speculation import Ask, Rig
 
-BAD = 0  # the token whose embedding is NaN; it is also what drafts are padded with
+BAD = 0  # its embedding is NaN; it is never sampled
+LATE = range(118, VOCAB)  # so are theirs, and they are sampled: a request that has been well computes NaN from there on
 UNTIED = {"tie_word_embeddings": False}  # of a tied model the token's logit would be NaN for every request
 MAKERS = {
     "mamba2": falcon(num_hidden_layers=1, **UNTIED),
@@ -43,22 +45,28 @@ WAYS = [
 class Rigs:
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.path, self.rig = cache(self._path), cache(self._rig)
+        self.path, self._rig = cache(self._path), cache(self._make)
+
+    def rig(self, name: str, mode: str, drafts: int, topk: int, graphs: bool, late: bool = True) -> Rig:
+        """With BAD and, if `late`, LATE tokens that give NaN."""
+        rig, sound = self._rig(name, mode, drafts, topk, graphs)
+        model: Any = rig.runner.model
+        with torch.no_grad():
+            model.embed.weight.copy_(sound)
+            model.embed.weight[[BAD, *LATE] if late else [BAD]] = torch.nan
+        return rig
 
     def _path(self, name: str) -> Path:
         write(MAKERS[name], self.root / name)
         return self.root / name
 
-    def _rig(self, name: str, mode: str, drafts: int, topk: int, graphs: bool) -> Rig:
+    def _make(self, name: str, mode: str, drafts: int, topk: int, graphs: bool) -> tuple[Rig, Tensor]:
         spec: dict[str, Any] = {"topk": topk} if drafts else {}
         rig = Rig(self.path(name), mode=mode, drafts=drafts, graphs=graphs, **spec)
         model: Any = rig.runner.model
-        with torch.no_grad():
-            model.embed.weight[BAD] = torch.nan
         logits = model.logits
-        # Never sampled: a request computes NaN if its prompt holds the token, and only then.
         model.logits = lambda hidden: logits(hidden).index_fill_(1, torch.tensor([BAD]), -1e9)
-        return rig
+        return rig, model.embed.weight.detach().clone()
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +74,32 @@ def rigs(tmp_path_factory: pytest.TempPathFactory) -> Rigs:
     return Rigs(tmp_path_factory.mktemp("models"))
 
 
-def drafter(rig: Rig) -> Drafter | None:
-    spec = rig.config.speculative
-    return None if spec is None else AdaptiveDrafter(NgramDrafter(topk=spec.topk), spec.num_draft_tokens, patience=5)
+class Anything:
+    """Proposes any tokens that do not give NaN, few or many; bushy trees where `trees`."""
+
+    def __init__(self, trees: bool) -> None:
+        self.trees = trees
+
+    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
+        return [self._draft(request, n) for request, n in zip(requests, most, strict=True)]
+
+    def _draft(self, request: DraftRequest, most: int) -> Draft:
+        h = derive_seed(request.seed, len(request.output))
+        chain = [3 + derive_seed(h, i) % (LATE.start - 3) for i in range(h % (most + 1))]
+        if not self.trees:
+            return Draft(chain)
+        return Draft(chain, [derive_seed(h, -i) % (i + 1) for i in range(len(chain))])
 
 
-def play(rig: Rig, asks: Sequence[Ask], chunk: int = 8192, overlap: bool = False) -> list[RequestOutput]:
+def play(
+    rig: Rig, asks: Sequence[Ask], chunk: int = 8192, overlap: bool = False, ngrams: bool = False
+) -> list[RequestOutput]:
     """The last output of each request; a request may fail."""
-    engine = rig.engine(drafter(rig), chunk, overlap)
+    drafter: Drafter | None = None
+    if spec := rig.config.speculative:
+        inner: Drafter = NgramDrafter(topk=spec.topk) if ngrams else Anything(spec.topk > 1)
+        drafter = AdaptiveDrafter(inner, spec.num_draft_tokens, patience=1000)
+    engine = rig.engine(drafter, chunk, overlap)
     found: dict[int, RequestOutput] = {}
     steps = 0
     while engine.has_unfinished() or steps <= max(a.arrival for a in asks):
@@ -109,6 +135,15 @@ def clean(rig: Rig) -> None:
         tensor.zero_()
 
 
+def failed(output: RequestOutput) -> bool:
+    """Whether it ended because of NaN; no other failure is known."""
+    if output.error is None:
+        return False
+    assert output.finish_reason == "abort" and isinstance(output.error, EngineError), output.error
+    assert "not finite" in str(output.error), output.error
+    return True
+
+
 def ask(prompt: Sequence[int], seed: int, max_tokens: int = 12, arrival: int = 0, **params: Any) -> Ask:
     fields = {"temperature": 0.0, **params}
     return Ask(list(prompt), SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, **fields), arrival)
@@ -124,9 +159,8 @@ def healthy() -> list[Ask]:
 
 
 def assert_same(got: Sequence[RequestOutput], want: Sequence[RequestOutput]) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert a.error is None and b.error is None
-        assert a.token_ids == b.token_ids
+    ends = [[(out.token_ids, out.finish_reason, failed(out)) for out in outputs] for outputs in (got, want)]
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("chunk", [3, 8192])
@@ -136,9 +170,10 @@ def test_nothing_reads_what_no_request_of_its_own_wrote(
     name: str, mode: str, drafts: int, topk: int, graphs: bool, chunk: int, rigs: Rigs
 ) -> None:
     """All pools full of NaN, scratch, tails of pages and ends of rings included, give the bits that zeros give."""
-    rig = rigs.rig(name, mode, drafts, topk, graphs)
+    rig = rigs.rig(name, mode, drafts, topk, graphs, late=False)
     clean(rig)
     want = play(rig, healthy(), chunk, overlap=True)
+    assert not any(map(failed, want))
     for _, tensor in tensors(rig.runner.pools):
         tensor.fill_(torch.nan)
     rig.runner.pools.req_to_token.req_to_token[1:] = -(2**30)
@@ -150,22 +185,20 @@ def test_nothing_reads_what_no_request_of_its_own_wrote(
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize(("name", "mode", "drafts", "topk"), WAYS)
-def test_nan_stays_with_its_request(
-    name: str, mode: str, drafts: int, topk: int, graphs: bool, rigs: Rigs
-) -> None:
+def test_nan_stays_with_its_request(name: str, mode: str, drafts: int, topk: int, graphs: bool, rigs: Rigs) -> None:
     """Before, beside and after requests that compute NaN, in rows, slots and pages that they have left."""
-    rig = rigs.rig(name, mode, drafts, topk, graphs)
+    rig, plain = rigs.rig(name, mode, drafts, topk, graphs), rigs.rig(name, "classic", 0, 1, False)
     clean(rig)
-    want = play(rig, healthy())
+    want = [output for one in healthy() for output in play(plain, [Ask(one.prompt, one.params)])]
     poisoned = [
         ask([5, BAD, 7, 8], 91), ask([20, 21, 20, 21, 20, BAD], 92, arrival=3), ask([BAD], 93, arrival=6, logprobs=3),
+        *(ask([7, 5, i], 94 + i, 30, i, temperature=1.5) for i in range(1, 6)),
     ]  # fmt: skip
     for _ in range(2):
         got = play(rig, [*healthy(), *poisoned], 5, overlap=True)
         assert_same(got[:4], want)
-        for failed in got[4:]:
-            assert failed.finish_reason == "abort" and not failed.token_ids
-            assert isinstance(failed.error, EngineError) and "not finite" in str(failed.error)
+        assert [(failed(out), out.token_ids) for out in got[4:7]] == [(True, [])] * 3
+        assert any(failed(out) and len(out.token_ids) > 1 for out in got[7:])
         assert_scratch_is_finite(rig)
 
 
@@ -174,7 +207,7 @@ def histories(draw: st.DrawFn) -> list[Ask]:
     """Requests with a NaN token anywhere in some prompts."""
     found = []
     for i in range(draw(st.integers(2, 6), "requests")):
-        prompt = draw(st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=6), "prompt")
+        prompt = draw(st.lists(st.integers(3, LATE.start - 1), min_size=1, max_size=6), "prompt")
         prompt *= draw(st.integers(1, 3), "times")
         if draw(st.booleans(), "bad"):
             prompt.insert(draw(st.integers(0, len(prompt)), "place"), BAD)
@@ -185,15 +218,13 @@ def histories(draw: st.DrawFn) -> list[Ask]:
 
 @pytest.mark.parametrize(("name", "mode", "drafts", "topk"), [w for w in WAYS if w[0] in ("mamba2", "gdn", "history")])
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(asks=histories(), chunk=st.sampled_from([2, 5, 8192]), overlap=st.booleans(), graphs=st.booleans())
+@given(asks=histories(), chunk=st.sampled_from([2, 5, 8192]), choices=st.tuples(*[st.booleans()] * 3))
 def test_neighbours_of_a_nan_token_are_as_if_alone(
-    name: str, mode: str, drafts: int, topk: int, asks: list[Ask], chunk: int, overlap: bool, graphs: bool, rigs: Rigs
+    name: str, mode: str, drafts: int, topk: int, asks: list[Ask], chunk: int, choices: tuple[bool, ...], rigs: Rigs
 ) -> None:
+    graphs, overlap, ngrams = choices
     rig, plain = rigs.rig(name, mode, drafts, topk, graphs), rigs.rig(name, "classic", 0, 1, False)
-    for got, one in zip(play(rig, asks, chunk, overlap), asks, strict=True):
-        if BAD in one.prompt:
-            assert got.finish_reason == "abort" and "not finite" in str(got.error)
-        else:
-            (alone,) = play(plain, [Ask(one.prompt, one.params)])
-            assert (got.token_ids, got.finish_reason) == (alone.token_ids, alone.finish_reason)
+    got = play(rig, asks, chunk, overlap, ngrams)
+    assert_same(got, [output for one in asks for output in play(plain, [Ask(one.prompt, one.params)])])
+    assert all(failed(output) for output, one in zip(got, asks, strict=True) if BAD in one.prompt)
     assert_scratch_is_finite(rig)
