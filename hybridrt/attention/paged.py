@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.base import Rope, SegmentedAttnBackend, check_graph_tokens, require_graph_mode
+from hybridrt.attention.base import Rope, SegmentedAttnBackend, check_graph_tokens
+from hybridrt.attention.checks import check_batch, check_device_lengths, check_graph_step, check_range, may_look
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.providers import select
 from hybridrt.kernels.state_commit import move_kv
@@ -63,6 +64,11 @@ class PagedKVBackend(SegmentedAttnBackend):
         return select(op, k.device.type, self.provider, **kernel_facts(k.device, k.dtype, k.shape[-1]))
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        check_batch(batch)
+        if may_look(batch.seq_lens.device):
+            check_range("req_pool_indices", batch.req_pool_indices, self.req_to_token_pool.num_rows + 1)
+            check_range("out_cache_loc", batch.out_cache_loc, (self.kv_pool.num_pages + 1) * self.kv_pool.page_size)
+        check_device_lengths(batch)
         split = batch.num_decode_rows
         lens = list(batch.seq_lens_cpu) if batch.seq_lens_cpu is not None else None
         extend_lens = lens[split:] if lens is not None else []
@@ -117,8 +123,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         forward_mode: ForwardMode,
         spec_info: SpecInfo | None,
     ) -> None:
-        require_graph_mode(forward_mode)
-        check_graph_tokens(bs, num_tokens)
+        check_graph_step(bs, 0, check_graph_tokens(bs, num_tokens), forward_mode, spec_info)
         self._bind(bs, req_pool_indices, seq_lens, spec_info)
 
     def init_forward_metadata_replay_cuda_graph(
@@ -131,6 +136,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         spec_info: SpecInfo | None,
         seq_lens_cpu: list[int] | None,
     ) -> None:
+        check_graph_step(bs, num_real, spec_info.tokens_per_row if spec_info else 1, forward_mode, spec_info)
         self._bind(bs, req_pool_indices, seq_lens, spec_info)
 
     def _bind(self, bs: int, rows: torch.Tensor, seq_lens: torch.Tensor, spec_info: SpecInfo | None) -> None:

@@ -177,7 +177,8 @@ def draft_config(config: EngineConfig) -> EngineConfig:
 def make_plan(
     config: EngineConfig, target: Target, *, budget_bytes: int | None = None, weights: int = 0, activations: int = 0
 ) -> MemoryPlan:
-    """The memory plan of a run; `budget_bytes` None is the CPU's rule, `host_budget`."""
+    """The memory plan of a run; `budget_bytes` None is what `target.device` has left for it: on a CPU `host_budget`, on
+    a GPU `device_budget`."""
     mc, spec = target.model_config, pool_spec(config, target)
     limit = mc.max_position_embeddings
     costs = UnitCosts(
@@ -188,7 +189,7 @@ def make_plan(
         transfer=config.transfer_bytes,
     )
     plan = plan_memory(
-        budget_bytes=host_budget(target.tp) if budget_bytes is None else budget_bytes,
+        budget_bytes=_default_budget(config, target) if budget_bytes is None else budget_bytes,
         costs=costs,
         demand=page_demand(config, mc),
         max_running_requests=config.max_running_requests,
@@ -292,6 +293,12 @@ def free_host_memory() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _default_budget(config: EngineConfig, target: Target) -> int:
+    if target.device.type == "cpu":
+        return host_budget(target.tp)
+    return device_budget(target.device, config.memory_fraction)
 
 
 def host_budget(tp: TPGroup) -> int:

@@ -176,6 +176,13 @@ class ModelRunner:
         self._check_drafts(plan)
         if (plan.imports or plan.exports) and self.arena is None:
             raise ConfigError("states cannot come or go without an arena: set transfer_bytes")
+        try:
+            return self._launch(plan)
+        except BaseException:
+            self.backend.drop_step()  # its requests fail alone
+            raise
+
+    def _launch(self, plan: StepPlan) -> StepHandle:
         self._params.update((a.row, a.params) for a in plan.admissions)
         tokens = self._tokens_per_row(plan)
         graphs = self.graphs.get(tokens)
