@@ -12,7 +12,7 @@ SCALE = 0.3
 
 
 class Cache:
-    """Requests of the given lengths in scattered pages; every slot that holds no token of theirs is NaN, scratch too."""
+    """Requests of the given lengths in scattered pages; every slot without a token of theirs is NaN, scratch too."""
 
     def __init__(self, lengths, kv_heads=2, dtype=torch.float32, max_context=MAX_CONTEXT):
         pages = 1 + max_context // PAGE * len(lengths) + 3

@@ -1,4 +1,4 @@
-"""What a batch must satisfy before it is planned: cheap checks on the host, and checks of device values for debugging."""
+"""What a batch must satisfy before it is planned: cheap checks on the host, and of device values for debugging."""
 
 import os
 from collections.abc import Sequence

@@ -57,11 +57,12 @@ def attention_decode(
     `[B]`: the keys that the last of the T tokens sees. Token t of a chain sees seq_len - T + t + 1 keys; with
     tree_mask `[B, T, T]` bool (ancestors and self) it sees the first seq_len - T keys and those of the last T that the
     mask names. num_drafts `[B]` int32: tokens after the first 1 + num_drafts[b] of a row are padding without keys in
-    the cache: what stands at their places is another's, and is not read; None where all T are real. sliding_window: a token at position p sees keys at positions > p - window; what all T tokens have left
-    behind is not read, and its table entries may be stale. max_len: an upper bound of
-    seq_lens known on the host; None means the table's width. Returns `[B, T, Hq, D]` in q's dtype; rows with seq_len 0
-    (padding) are zeros. If `out` of that shape is given, they are left there: heads contiguous, tokens at any distance,
-    also between rows. ConfigError: a kernel cannot write to an `out` of other strides.
+    the cache, and what stands at their places is not read; None where all T are real. sliding_window: a token at
+    position p sees keys at positions > p - window; what all T tokens have left behind is not read, and its table
+    entries may be stale. max_len: an upper bound of seq_lens known on the host; None means the table's width. Returns
+    `[B, T, Hq, D]` in q's dtype; rows with seq_len 0 (padding) are zeros. If `out` of that shape is given, they are
+    left there: heads contiguous, tokens at any distance, also between rows. ConfigError: a kernel cannot write to an
+    `out` of other strides.
     """
     result: Tensor = select("attention_decode", q.device.type)(
         q,

@@ -52,11 +52,11 @@ class Piece:
     accumulate: bool = False
 
     def fill(self, key: str, tensor: torch.Tensor) -> None:
-        """Copies (folded, in dest's dtype); CheckpointError if shapes disagree or the dtype is not of WEIGHT_DTYPES."""
+        """Copies (folded, in dest's dtype); CheckpointError if shapes disagree or the dtype is not in WEIGHT_DTYPES."""
         if tensor.dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
-                f"{key} holds {tensor.dtype}, and {self.name} takes bfloat16, float16 or float32; quantised checkpoints "
-                "are not supported, use the original one"
+                f"{key} holds {tensor.dtype}, and {self.name} takes bfloat16, float16 or float32; quantised "
+                "checkpoints are not supported, use the original one"
             )
         try:
             part = self.select(tensor)

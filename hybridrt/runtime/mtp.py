@@ -176,8 +176,9 @@ def _along_path(batch: ForwardBatch, hidden: torch.Tensor, path: torch.Tensor) -
     depths = torch.arange(width, dtype=torch.int32, device=path.device)
     places = (batch.seq_lens[:n, None] - width + depths).flatten().to(batch.positions.dtype)
     kept = hidden[:split].view(n, width, -1).take_along_dim(path[:, :, None], 1).flatten(0, 1)
+    num_drafts = batch.spec_info.num_drafts if batch.spec_info else None
     chain = replace(
-        batch, positions=torch.cat((places, batch.positions[split:])), spec_info=SpecInfo(width, num_drafts=spec.num_drafts if (spec := batch.spec_info) else None),
+        batch, positions=torch.cat((places, batch.positions[split:])), spec_info=SpecInfo(width, num_drafts=num_drafts),
     )  # fmt: skip
     return chain, torch.cat((kept, hidden[split:]))
 
