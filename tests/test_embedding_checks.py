@@ -15,8 +15,10 @@ from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.runtime import build
 from hybridrt.runtime.build import load_target, make_plan
+from hybridrt.sampling_params import SamplingParams
 from tests.by_hand import ByHand, Row
 from tests.checkpoints import CheckpointStore
+from tests.speculation import Ask, Rig
 
 Make = Callable[..., ByHand]
 
@@ -69,6 +71,30 @@ def test_a_step_that_is_given_up_needs_no_commit(make: Make) -> None:
     hand.backend.init_forward_metadata(batch)
     hand.backend.drop_step()
     hand.decode(Row(1, 3, [4]), Row(2, 2, [3]))
+
+
+def test_a_step_that_fails_leaves_the_next_one_alone(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its plan and its commit: the engine goes on with other requests."""
+    rig = Rig(checkpoints["falcon-plain"].path, mode="replay")
+    model: Any = rig.runner.model
+    asks = [Ask([5, 6, 7], SamplingParams(max_tokens=6, temperature=0.0, seed=1))]
+    want = rig.run(asks)
+    forward, calls = model.forward, iter(range(100))
+
+    def fails_once(batch: ForwardBatch) -> torch.Tensor:
+        if next(calls) == 2:
+            raise RuntimeError("once")
+        out: torch.Tensor = forward(batch)
+        return out
+
+    monkeypatch.setattr(model, "forward", fails_once)
+    engine = rig.engine()
+    engine.add_request(asks[0].prompt, asks[0].params, "fails")
+    outputs = [output for _ in range(3) for output in engine.step()]
+    assert "once" in str(outputs[-1].error)
+    assert [o.token_ids for o in rig.run(asks).values()] == [o.token_ids for o in want.values()]
 
 
 def test_graph_replays_check_commits_and_modes(make: Make) -> None:

@@ -220,8 +220,8 @@ class GraphRunner:
     def _spec_info(self) -> SpecInfo:
         """What a verify step says of its drafts, over the static buffers."""
         buffers = self.buffers
-        tree = (buffers.parents, buffers.tree_mask) if buffers.tree else (None, None)
-        return SpecInfo(self.tokens, *tree, num_drafts=buffers.num_drafts)
+        parents, mask = (buffers.parents, buffers.tree_mask) if buffers.tree else (None, None)
+        return SpecInfo(self.tokens, parents, mask, buffers.num_drafts)
 
     @torch.inference_mode()
     def capture(self, progress: bool = False, sizes: Sequence[int] = ()) -> None:

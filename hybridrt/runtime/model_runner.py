@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hybridrt.attention.base import AttentionBackend
 from hybridrt.attention.registry import create_backend
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
@@ -176,27 +177,21 @@ class ModelRunner:
         self._check_drafts(plan)
         if (plan.imports or plan.exports) and self.arena is None:
             raise ConfigError("states cannot come or go without an arena: set transfer_bytes")
-        try:
-            return self._launch(plan)
-        except BaseException:
-            self.backend.drop_step()  # its requests fail alone
-            raise
-
-    def _launch(self, plan: StepPlan) -> StepHandle:
         self._params.update((a.row, a.params) for a in plan.admissions)
         tokens = self._tokens_per_row(plan)
         graphs = self.graphs.get(tokens)
         fits = plan.decode and graphs and graphs.bucket(len(plan.decode))
         inputs = self._graph_inputs(plan, tokens) if fits else None
-        if inputs is None or graphs is None:
-            return self._launch_eager(plan, tokens)
-        decoded = self._launch_graph(graphs, inputs)
-        if not plan.extend:
-            return decoded
-        # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
-        writes = [w for w in plan.page_writes if w.row not in set(inputs.rows)]
-        rest = StepPlan(plan.admissions, writes, [], plan.extend, plan.imports, plan.exports)
-        return JoinedSteps(decoded, self._launch_eager(rest, 1))
+        with _given_up_on_failure(self.backend):
+            if inputs is None or graphs is None:
+                return self._launch_eager(plan, tokens)
+            decoded = self._launch_graph(graphs, inputs)
+            if not plan.extend:
+                return decoded
+            # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
+            writes = [w for w in plan.page_writes if w.row not in set(inputs.rows)]
+            rest = StepPlan(plan.admissions, writes, [], plan.extend, plan.imports, plan.exports)
+            return JoinedSteps(decoded, self._launch_eager(rest, 1))
 
     def _launch_graph(self, graphs: GraphRunner, inputs: DecodeInputs) -> LaunchedStep:
         logits, n, buffers = graphs.replay(inputs), len(inputs.rows), graphs.buffers
@@ -354,6 +349,16 @@ class ModelRunner:
         self.backend.commit_decode(kept.counts, kept.path)
         logprobs = requested_logprobs(logits, kept.tokens, [p.logprobs for p in params], kept.path)
         return LaunchedStep(kept.tokens, kept.counts, *logprobs), kept
+
+
+@contextmanager
+def _given_up_on_failure(backend: AttentionBackend) -> Iterator[None]:
+    """A step that fails inside is never committed; those after it are none the worse."""
+    try:
+        yield
+    except BaseException:
+        backend.drop_step()
+        raise
 
 
 @contextmanager
