@@ -70,6 +70,7 @@ class PagedKVBackend(SegmentedAttnBackend):
             check_range("out_cache_loc", batch.out_cache_loc, (self.kv_pool.num_pages + 1) * self.kv_pool.page_size)
         check_device_lengths(batch)
         split = batch.num_decode_rows
+        num_drafts = batch.spec_info.num_drafts if batch.spec_info else None
         lens = list(batch.seq_lens_cpu) if batch.seq_lens_cpu is not None else None
         extend_lens = lens[split:] if lens is not None else []
         self.metadata = PagedMetadata(
@@ -78,7 +79,7 @@ class PagedKVBackend(SegmentedAttnBackend):
             query_start_loc=batch.query_start_loc,
             decode_max_len=max(lens[:split], default=0) if lens is not None else None,
             tree_mask=batch.spec_info.tree_mask if batch.spec_info else None,
-            num_drafts=batch.spec_info.num_drafts if batch.spec_info else None,
+            num_drafts=None if num_drafts is None else num_drafts[:split],  # a graph's batch says it of all its rows
             query_lens=list(batch.extend_seq_lens_cpu) if batch.num_extend_rows else [],
             seq_lens_host=extend_lens,
         )
