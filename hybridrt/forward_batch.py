@@ -68,7 +68,7 @@ class ForwardBatch:
         req_pool_indices: [B] int32 request rows; 0 for padding rows.
         seq_lens: [B] int32 tokens of each request after this step.
         query_start_loc: [B + 1] int32 offsets of the rows' tokens.
-        out_cache_loc: [T] int32 KV slots of the new tokens.
+        out_cache_loc: [T] int32 KV slots of the new tokens; those of page 0 are padding and not written.
         num_real: rows that are not padding; they come first. Never guessed from lengths.
         num_decode_rows: rows of the decode segment, padding included.
         seq_lens_cpu, query_lens_cpu: host copies; upper bounds where the device knows better. None in a graph.
