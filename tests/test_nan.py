@@ -228,3 +228,20 @@ def test_neighbours_of_a_nan_token_are_as_if_alone(
     got = play(rig, asks, chunk, overlap, ngrams)
     assert_same(got, [output for one in asks for output in play(plain, [Ask(one.prompt, one.params)])])
     assert all(failed(output) for output, one in zip(got, asks, strict=True) if BAD in one.prompt)
+
+
+@pytest.mark.parametrize("provider", ["triton"], indirect=True)
+@pytest.mark.parametrize(("name", "mode", "drafts"), [("mamba2", "replay", 2), ("mamba1", "intermediate", 2)])
+def test_triton_kernels_keep_nan_apart(name: str, mode: str, drafts: int, provider: str, tmp_path: Path) -> None:
+    """Both of the above, short, with the kernels of a GPU under the interpreter."""
+    rig = Rigs(tmp_path).rig(name, mode, drafts, 1, False, late=False)
+    sound = [ask([5, 6, 7, 5], 1, 3), ask([9], 2, 2, arrival=1)]
+    clean(rig)
+    want = play(rig, sound, 3)
+    for _, tensor in tensors(rig.runner.pools):
+        tensor.fill_(torch.nan)
+    assert_same(play(rig, sound, 3, watch=False), want)
+    clean(rig)
+    got = play(rig, [*sound, ask([5, BAD, 3], 3)], 5)
+    assert_same(got[:2], want)
+    assert failed(got[2])
