@@ -383,7 +383,33 @@ def test_greedy_ties_across_blocks(small_blocks, monkeypatch, multiprocessors):
     logits = torch.zeros(2, 300)
     logits[0, [70, 130, 290]] = 1.0
     logits[1] = -torch.inf
-    assert greedy(logits).tolist() == [70, 0]
+    assert greedy(logits).tolist() == [70, -1]  # nothing of the second row is allowed
+
+
+FILTERS = {"top_k": torch.tensor([3], dtype=torch.int32), "top_p": torch.tensor([0.8]), "min_p": torch.tensor([0.1])}
+
+
+@pytest.mark.parametrize("filters", [(), ("top_k",), ("top_k", "top_p"), ("min_p",)])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("multiprocessors", [1, 8])
+def test_logits_that_are_not_finite_give_no_token(small_blocks, monkeypatch, multiprocessors, value, filters):
+    """A NaN or infinity anywhere; -infinity only everywhere. The row beside it draws what it draws alone."""
+    from hybridrt.kernels import sampling_triton
+
+    monkeypatch.setattr(sampling_triton, "multiprocessors", lambda device: multiprocessors)
+    torch.manual_seed(0)
+    logits = torch.randn(3, 300)
+    logits[2, ::2] = -torch.inf
+    sound = logits.clone()
+    logits[1, slice(None) if value == -torch.inf else 200] = value
+    assert greedy(logits).tolist() == [int(sound[0].argmax()), -1, int(sound[2].argmax())]
+    for temperature in (0.0, 1.0):
+        arguments = {"temperature": torch.full((3,), temperature), "seeds": torch.arange(3), "indices": torch.arange(3)}
+        arguments |= {name: FILTERS[name].expand(3).contiguous() for name in filters}
+        drawn = sample(logits, **arguments)
+        assert drawn[1] == -1 and drawn[[0, 2]].tolist() == sample(sound, **arguments)[[0, 2]].tolist()
+    if value != -torch.inf:
+        assert token_logprobs(logits, torch.tensor([1, -1, 1]), 2)[0][[0, 2]].isfinite().all()
 
 
 def test_a_tiny_uniform_wins_only_as_much_as_it_should():

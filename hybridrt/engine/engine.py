@@ -25,6 +25,11 @@ from hybridrt.runtime.step import Executor, StepHandle, StepResult, TokenLogprob
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Drafter
 
+NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity): its weights are damaged, or its numbers leave the range of "
+    "its dtype on this prompt; other requests are not affected"
+)
+
 
 class Engine:
     """Drives an executor. `add_request`, `step` until `has_unfinished()` is false, `abort` between two steps.
@@ -378,6 +383,8 @@ class Engine:
             request.metrics.first_token_time = time.monotonic()
         try:
             for i, token in enumerate(tokens):
+                if token < 0:
+                    raise EngineError(NOT_FINITE)
                 self._totals.output_tokens += 1
                 reason = request.append(token, logprobs[i] if logprobs else None)
                 if reason is not None:

@@ -101,7 +101,7 @@ def sample(
     bitmask: Tensor | None = None,
 ) -> Tensor:
     """One token per row, `[B]` int64: a draw from softmax(filtered_logits), or its argmax where temperature is below
-    MIN_TEMPERATURE.
+    MIN_TEMPERATURE; -1 where the logits are not finite, as in `greedy`.
 
     seeds, indices `[B]` int64 (the request's seed, the position of the token in its output) key the draw, so neither
     batching nor overlap changes it. The rest as in `filtered_logits`.
@@ -121,13 +121,14 @@ def sample(
 
 
 def greedy(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
-    """The most likely allowed token of each row, `[B]` int64; of equal ones the first."""
+    """The most likely allowed token of each row, `[B]` int64; of equal ones the first. -1 where there is none: an
+    allowed logit is NaN or infinity, or all of them are -infinity."""
     tokens: Tensor = select("greedy", logits.device.type)(logits, bitmask)
     return tokens
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """log softmax(logits) at tokens `[B]` int64, and of the top_n best tokens.
+    """log softmax(logits) at tokens `[B]` int64, and of the top_n best tokens. What stands at a token -1 means nothing.
 
     Returns (logprob `[B]` float32, top_ids `[B, top_n]` int64, top_logprobs `[B, top_n]` float32).
     """
@@ -182,7 +183,7 @@ def sample_reference(
     )
     ids = torch.arange(logits.shape[1], device=logits.device)
     noise = torch.log1p(uniform_reference(seeds, indices, STREAM_TOKEN, ids).neg_()).neg_().log_()
-    return (logits - noise.masked_fill_((temperature < MIN_TEMPERATURE).unsqueeze(1), 0)).argmax(-1)
+    return _best(logits - noise.masked_fill_((temperature < MIN_TEMPERATURE).unsqueeze(1), 0))
 
 
 def filtered_logits_reference(
@@ -207,14 +208,20 @@ def filtered_logits_reference(
 
 
 def greedy_reference(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
-    return _allowed(logits, bitmask).argmax(-1)
+    return _best(_allowed(logits, bitmask))
+
+
+def _best(logits: Tensor) -> Tensor:
+    """The first largest entry of each row, -1 where that is not finite (a NaN counts as the largest)."""
+    largest, tokens = logits.max(-1)
+    return tokens.masked_fill_(~largest.isfinite(), -1)
 
 
 def token_logprobs_reference(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.float()
     log_total = logits.logsumexp(-1, keepdim=True)
     top_logits, top_ids = logits.topk(top_n, -1)
-    return (logits.gather(1, tokens.unsqueeze(1)) - log_total).squeeze(1), top_ids, top_logits - log_total
+    return (logits.gather(1, tokens.clamp(min=0).unsqueeze(1)) - log_total).squeeze(1), top_ids, top_logits - log_total
 
 
 def _allowed(logits: Tensor, bitmask: Tensor | None) -> Tensor:

@@ -178,7 +178,8 @@ def draft_config(config: EngineConfig) -> EngineConfig:
 def make_plan(
     config: EngineConfig, target: Target, *, budget_bytes: int | None = None, weights: int = 0, activations: int = 0
 ) -> MemoryPlan:
-    """The memory plan of a run; `budget_bytes` None is the CPU's rule, `host_budget`."""
+    """The memory plan of a run; `budget_bytes` None is what `target.device` has left for it: on a CPU `host_budget`, on
+    a GPU `device_budget`."""
     mc, spec = target.model_config, pool_spec(config, target)
     limit = mc.max_position_embeddings
     costs = UnitCosts(
@@ -189,7 +190,7 @@ def make_plan(
         transfer=config.transfer_bytes,
     )
     plan = plan_memory(
-        budget_bytes=host_budget(target.tp) if budget_bytes is None else budget_bytes,
+        budget_bytes=_default_budget(config, target) if budget_bytes is None else budget_bytes,
         costs=costs,
         demand=page_demand(config, mc),
         max_running_requests=config.max_running_requests,
@@ -284,6 +285,12 @@ def build_pools(config: EngineConfig, target: Target, plan: MemoryPlan) -> Pools
         mamba_pool=mamba, device=device,
     )  # fmt: skip
     return Pools(kv, table)
+
+
+def _default_budget(config: EngineConfig, target: Target) -> int:
+    if target.device.type == "cpu":
+        return host_budget(target.tp)
+    return device_budget(target.device, config.memory_fraction)
 
 
 def host_budget(tp: TPGroup) -> int:

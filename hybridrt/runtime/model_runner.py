@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hybridrt.attention.base import AttentionBackend
 from hybridrt.attention.registry import create_backend
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
@@ -186,15 +187,16 @@ class ModelRunner:
         graphs = self.graphs.get(tokens)
         fits = plan.decode and graphs and graphs.bucket(len(plan.decode))
         inputs = self._graph_inputs(plan, tokens) if fits else None
-        if inputs is None or graphs is None:
-            return self._launch_eager(plan, tokens)
-        decoded = self._launch_graph(graphs, inputs)
-        if not plan.extend:
-            return decoded
-        # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
-        writes = [w for w in plan.page_writes if w.row not in set(inputs.rows)]
-        rest = StepPlan(plan.admissions, writes, [], plan.extend, plan.imports, plan.exports)
-        return JoinedSteps(decoded, self._launch_eager(rest, 1))
+        with _given_up_on_failure(self.backend):
+            if inputs is None or graphs is None:
+                return self._launch_eager(plan, tokens)
+            decoded = self._launch_graph(graphs, inputs)
+            if not plan.extend:
+                return decoded
+            # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
+            writes = [w for w in plan.page_writes if w.row not in set(inputs.rows)]
+            rest = StepPlan(plan.admissions, writes, [], plan.extend, plan.imports, plan.exports)
+            return JoinedSteps(decoded, self._launch_eager(rest, 1))
 
     def _launch_graph(self, graphs: GraphRunner, inputs: DecodeInputs) -> LaunchedStep:
         logits, n, buffers = graphs.replay(inputs), len(inputs.rows), graphs.buffers
@@ -296,8 +298,7 @@ class ModelRunner:
         mode = segments[bool(plan.extend)] if plan.decode else ForwardMode.EXTEND
         ids = sections["extend_ids"]
         if num_decode:
-            roots = self.last_tokens[rows[:num_decode], None]
-            ids = torch.cat((torch.cat((roots, sections["drafts"].view(num_decode, -1)), 1).view(-1), ids))
+            ids = torch.cat((self._decode_ids(sections, num_decode, tokens), ids))
         places = positions = sections["positions"]
         spec = self._spec_info(sections, tokens) if tokens > 1 and num_decode else None
         if spec is not None and spec.tree_mask is not None:
@@ -321,11 +322,18 @@ class ModelRunner:
             spec_info=spec,
         )
 
+    def _decode_ids(self, sections: Sections, rows: int, tokens: int) -> torch.Tensor:
+        """[rows * tokens] int32 inputs of the decode rows, as `decode_inputs` gives them to a graph."""
+        roots = self.last_tokens[sections["rows"][:rows], None].clamp(min=0)
+        real = torch.arange(tokens - 1, device=self.device) < sections["num_drafts"][:, None]
+        drafts = torch.where(real, sections["drafts"].view(rows, -1), roots)
+        return torch.cat((roots, drafts), 1).view(-1)
+
     def _spec_info(self, sections: Sections, tokens: int) -> SpecInfo:
         if not self._trees:
-            return SpecInfo(tokens)
+            return SpecInfo(tokens, num_drafts=sections["num_drafts"])
         parents, ancestors = (sections[name].view(-1, tokens) for name in ("parents", "ancestors"))
-        return SpecInfo(tokens, parents, tree_mask(ancestors))
+        return SpecInfo(tokens, parents, tree_mask(ancestors), sections["num_drafts"])
 
     def _sample(
         self, request_rows: Sequence[int], rows: torch.Tensor, output_indices: torch.Tensor, logits: torch.Tensor
@@ -346,6 +354,16 @@ class ModelRunner:
         self.backend.commit_decode(kept.counts, kept.path)
         logprobs = requested_logprobs(logits, kept.tokens, [p.logprobs for p in params], kept.path)
         return LaunchedStep(kept.tokens, kept.counts, *logprobs), kept
+
+
+@contextmanager
+def _given_up_on_failure(backend: AttentionBackend) -> Iterator[None]:
+    """A step that fails inside is never committed; those after it are none the worse."""
+    try:
+        yield
+    except BaseException:
+        backend.drop_step()
+        raise
 
 
 @contextmanager
