@@ -133,7 +133,7 @@ def test_doctor_names_the_provider_of_every_operation() -> None:
         (row.op, row.device) for row in providers.report(devices)
     ]
     assert all(row["picked"] == "torch" for row in report["operations"] if row["device"] == "cpu")
-    assert report["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(report["versions"]["torch"])  # which may name its build too: 2.15.0+cu132
     assert "torch" in report["attention_backends"]
 
 
