@@ -123,6 +123,23 @@ def test_the_readme_says_the_same_where_relative_links_lead_nowhere() -> None:
     assert len(paths) > 5 and [path for pair in paths for path in pair if path and not (ROOT / path).exists()] == []
 
 
+def test_documents_name_the_bounds_of_torch() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    torch = next(line for line in project["dependencies"] if re.match(r"torch\b", line))
+    for name in ("README.md", "CONTRIBUTING.md"):
+        assert set(re.findall(r"'(torch>=[^']*)'", (ROOT / name).read_text())) == {torch}, name
+
+
+def test_what_the_default_level_leaves_out_runs_elsewhere() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    left_out = set(re.findall(r"not (\w+)", settings["addopts"]))
+    assert left_out == {line.split(":")[0] for line in settings["markers"]} == {"gpu", "slow", "soak"}
+    steps = (ROOT / ".ci" / "run").read_text().splitlines()[-2:]
+    assert steps[0].endswith("&& pytest") and steps[1] == "pytest -m slow"
+    commands = (ROOT / "CONTRIBUTING.md").read_text()
+    assert all(f"`pytest -m {mark}`" in commands for mark in left_out)
+
+
 def test_package_list_is_the_tree() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     tree = {
