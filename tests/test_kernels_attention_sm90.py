@@ -25,7 +25,7 @@ def test_kernels_fit_a_multiprocessor_of_sm90() -> None:
         "_grouped_kernel",
     }
     for usage in usages:
-        # Its 1024 threads leave this kernel 64 registers each; what Triton 3.6 makes of it needs a few more.
+        # Triton 3.6's ptxas keeps this kernel, which runs once a step, at 64 registers and parks three values.
         parked = 16 if usage["kernel"] == "_threshold_kernel" and triton.__version__.startswith("3.6.") else 0
         assert usage["stack"] <= parked, f"{usage} spills (Triton {triton.__version__})"
         assert usage["shared"] <= 227 * 1024, usage
