@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import hybridrt
 from hybridrt import LLM, EngineConfig, SamplingParams
 from hybridrt.cli.app import app
 from hybridrt.cli.options import EngineOptions, SamplingOptions
@@ -297,5 +298,5 @@ def test_options_name_every_field_once_and_show_its_default() -> None:
 def test_help_and_version_need_no_torch() -> None:
     code = "import sys, hybridrt.cli.app; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
-    assert CliRunner().invoke(app, ["--version"]).stdout == "hybridrt 0.1.0\n"
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"hybridrt {hybridrt.__version__}\n"
     assert "inspect" in CliRunner().invoke(app, ["--help"]).stdout

@@ -1,11 +1,13 @@
 """`hybridrt inspect` and `hybridrt doctor`: what they say is what the runtime does."""
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from typer.testing import CliRunner, Result
 
 from hybridrt import EngineConfig
@@ -166,7 +168,7 @@ def test_doctor_names_the_provider_of_every_operation() -> None:
         (row.op, row.device) for row in providers.report(devices)
     ]
     assert all(row["picked"] == "torch" for row in report["operations"] if row["device"] == "cpu")
-    assert report["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(report["versions"]["torch"])  # which may name its build too: 2.15.0+cu132
     assert "torch" in report["attention_backends"]
 
 
@@ -192,6 +194,26 @@ def test_doctor_lists_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_module, "PACKAGES", ("torch", "no-such-distribution"))
     versions = doctor_module.examine().versions
     assert versions["torch"] and versions["no-such-distribution"] is None
+
+
+def test_doctor_warns_of_versions_beyond_the_tested_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = ["torch<2.16,>=2.11", 'flashinfer-python<0.8,>=0.6.12; extra == "flashinfer"', "numpy>=1.26"]
+    inside = {"torch": "2.15.1+cpu", "flashinfer-python": None, "numpy": "9.0"}
+    assert doctor_module.untested(inside, bounds) == []
+    beyond = doctor_module.untested({"torch": "2.16.0", "flashinfer-python": "0.8.0"}, bounds)
+    assert [line.split(" is untested")[0] for line in beyond] == ["torch 2.16.0", "flashinfer-python 0.8.0"]
+    monkeypatch.setattr(doctor_module, "_requirements", lambda: ["torch<1"])
+    assert f"torch {torch.__version__} is untested" in " ".join(run("doctor").stdout.split())
+    assert len(json.loads(run("doctor", "--json").stdout)["warnings"]) == 1
+
+
+def test_every_package_with_bounds_is_examined() -> None:
+    """doctor compares by name: a requirement that it knows by another name would never be checked."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    requirements = [Requirement(line) for line in lines]
+    bounded = {r.name for r in requirements if any(s.operator == "<" for s in r.specifier)}
+    assert {"torch", "triton", "transformers", "flashinfer-python"} <= bounded <= set(doctor_module.examine().versions)
 
 
 def test_a_wrong_override_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

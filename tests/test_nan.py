@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrt.engine.engine import derive_seed
+from hybridrt.engine.around import derive_seed
 from hybridrt.engine.request import RequestOutput
 from hybridrt.errors import EngineError
 from hybridrt.runtime.build import Pools

@@ -13,6 +13,7 @@ from hybridrt.distributed.channel_local import QueueChannel
 from hybridrt.errors import ConfigError, HandshakeError, TransferError
 from hybridrt.runtime.step import StateCopy, StepPlan
 from tests.checkpoints import Make, falcon, falcon_mamba, jamba, nemotron, qwen
+from tests.levels import sweep
 from tests.tiny import write_tiny
 from tests.transfer_pair import Decoder, Prefiller, alone, build, greedy, run
 
@@ -81,7 +82,7 @@ def test_text_and_samples_and_ids(pair: tuple[Prefiller, Decoder], model: Path) 
     decode.assert_empty()
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", sweep(range(24), 6))
 def test_a_prefill_worker_dies_at_any_moment(
     seed: int, pair: tuple[Prefiller, Decoder], expected: list[list[int]]
 ) -> None:
@@ -117,7 +118,7 @@ def test_deaths_hit_every_phase(pair: tuple[Prefiller, Decoder]) -> None:
     assert phases == {False, True}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", sweep(range(12), 4))
 def test_another_worker_takes_over(seed: int, model: Path, expected: list[list[int]]) -> None:
     rng, hub = random.Random(seed), dict[str, torch.Tensor]()
     first, second = (Prefiller(build(model), hub, name) for name in ("first", "second"))
@@ -153,7 +154,7 @@ def test_without_a_worker_a_request_fails_alone(model: Path) -> None:
     decode.assert_empty()
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", sweep(range(16), 4))
 def test_requests_are_cancelled_at_any_moment(
     seed: int, pair: tuple[Prefiller, Decoder], expected: list[list[int]]
 ) -> None:

@@ -30,11 +30,15 @@ class DeviceReport:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """Everything that `hybridrt doctor` says. A version of None: the package is not installed."""
+    """Everything that `hybridrt doctor` says. A version of None: the package is not installed.
+
+    `warnings` name the versions that hybridrt was not tested with.
+    """
 
     platform: str
     python: str
     versions: dict[str, str | None]
+    warnings: list[str]
     devices: list[DeviceReport]
     attention_backends: list[str]
     operations: "list[ReportRow]"
@@ -60,10 +64,12 @@ def examine() -> DoctorReport:
 
     devices = _devices()
     distributions = [p.distribution for p in PROVIDERS.values() if p.distribution]
+    versions = {name: _version(name) for name in dict.fromkeys((*PACKAGES, *distributions))}
     return DoctorReport(
         platform=platform.platform(),
         python=platform.python_version(),
-        versions={name: _version(name) for name in dict.fromkeys((*PACKAGES, *distributions))},
+        versions=versions,
+        warnings=untested(versions, _requirements()),
         devices=devices,
         attention_backends=attention_backend_names(),
         operations=report(tuple(dict.fromkeys(d.name.split(":")[0] for d in devices))),
@@ -75,6 +81,26 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _requirements() -> list[str]:
+    """What the installed package asks for; nothing in a checkout that is not installed."""
+    try:
+        return importlib.metadata.requires("hybridrt") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def untested(versions: dict[str, str | None], requirements: list[str]) -> list[str]:
+    """A line for each installed version outside the bounds of `requirements`, the requirements of this package."""
+    from packaging.requirements import Requirement
+
+    lines = []
+    for requirement in map(Requirement, requirements):
+        version = versions.get(requirement.name)
+        if version and not requirement.specifier.contains(version, prereleases=True):
+            lines.append(f"{requirement.name} {version} is untested: hybridrt was tested with {requirement.specifier}")
+    return lines
 
 
 def _devices() -> list[DeviceReport]:
@@ -103,6 +129,8 @@ def _print(report: DoctorReport) -> None:
     versions = [(name, version or "not installed") for name, version in report.versions.items()]
     print_table(out, "Packages", ("name", "version"), versions)
     out.print()
+    for line in report.warnings:
+        out.print(f"[bold yellow]Warning:[/] {line}\n")
     devices = [
         (d.name, d.description, f"{bytes_text(d.free_bytes)} of {bytes_text(d.total_bytes)} free", d.note)
         for d in report.devices
