@@ -1,13 +1,14 @@
 """Two checkouts side by side: the same benchmark in turns on one machine, the median of each figure and their ratio.
 
-    python -m benchmarks.bench_compare ../other-checkout benchmarks/configs/falcon-h1-7b --runs 5 -- --batches 1,128
+    python -m benchmarks.bench_compare ../other-checkout benchmarks/configs/falcon-h1-7b --offline="--batches 1,128"
 
-What stands behind `--` goes to `benchmarks.bench_offline`, which runs in a process of its own in either checkout: other
+What `--offline` says goes to `benchmarks.bench_offline`, which runs in a process of its own in either checkout: other
 checkout, this one, this one, other checkout, and so on, so that a drift of the machine's clocks meets both.
 """
 
 import argparse
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -48,12 +49,12 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="directory with a config.json; weights are random")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--name", help="write benchmarks/results/NAME.json")
-    parser.add_argument("options", nargs="*", help="behind --: options of benchmarks.bench_offline")
+    parser.add_argument("--offline", type=shlex.split, default=[], help="options of benchmarks.bench_offline")
     args = parser.parse_args()
     runs: dict[Path, list[dict[str, float]]] = {args.other.resolve(): [], HERE: []}
     for i in range(args.runs):
         for checkout in list(runs)[:: -1 if i % 2 else 1]:
-            runs[checkout].append(run(checkout, args.model.resolve(), args.options))
+            runs[checkout].append(run(checkout, args.model.resolve(), args.offline))
     rows = compare(*runs.values())
     print(environment())
     for row in rows:

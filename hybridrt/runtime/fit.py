@@ -45,12 +45,13 @@ def _too_large(config: EngineConfig, target: Target, weights: int, free: int) ->
     if target.dtype.itemsize > 2:
         hints.insert(0, 'dtype="bfloat16"')
     if target.device.type == "cuda":
+        hints.insert(0, f"a memory_fraction above {config.memory_fraction}")
         hints.append("more ranks (tp_size)")
     if 3 * table_bytes(config, target) > weights:
         hints.insert(0, "a smaller max_model_len")
     ranks = f", each of {target.tp.size} ranks" if target.tp.size > 1 else ""
     needed = (weights + table_bytes(config, target)) / GIB
     return (
-        f"the weights need {needed:.2f} GiB{ranks}, and {target.device} has {free / GIB:.2f} GiB for them; use "
+        f"the weights need {needed:.2f} GiB{ranks}, and {target.device} has {max(free, 0) / GIB:.2f} GiB for them; use "
         f"{', or '.join(hints)}"
     )

@@ -63,8 +63,8 @@ def test_weights_do_not_fit() -> None:
         LLM(MODEL, **SMALL)
 
 
-def test_the_fraction_leaves_no_room_for_pools() -> None:
-    with pytest.raises(MemoryBudgetError, match=r"running requests.*memory_fraction"):
+def test_the_fraction_leaves_no_room() -> None:
+    with pytest.raises(MemoryBudgetError, match=r"weights need .* use a memory_fraction above 0.001"):
         LLM(MODEL, **SMALL, memory_fraction=0.001)
 
 
