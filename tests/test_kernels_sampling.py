@@ -20,6 +20,7 @@ from hybridrt.kernels.sampling import (
     uniform_reference,
 )
 from hybridrt.sampling_params import SamplingParams
+from tests.levels import sweep
 
 pytestmark = pytest.mark.usefixtures("provider")
 MASK = 2**64 - 1
@@ -194,7 +195,7 @@ def spread_logits(shape, n):
 SHAPES = ["flat", "sharp", "peak", "equal", "steps", "forbidden", "two groups", "far below", "huge", "tiny"]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", sweep(SHAPES, 2))
 def test_filters_by_definition_on_rows_of_every_shape(shape, monkeypatch):
     from hybridrt.kernels import sampling_filters_triton, sampling_triton
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hybridrt.sampling_params import SamplingParams
 from tests.checkpoints import CheckpointStore
+from tests.levels import sweep
 from tests.session import Session, budget
 from tests.test_models_parity import prompts
 from tests.ties import check_greedy
@@ -82,7 +83,7 @@ def params(prompt: int, sampled: bool, count: int, stop: tuple[int, ...] = ()) -
     return SamplingParams(max_tokens=count, ignore_eos=True, seed=100 + prompt, stop_token_ids=stop, **heat)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=sweep(MODELS, 2))
 def bench(request: pytest.FixtureRequest, checkpoints: CheckpointStore) -> Iterator[Bench]:
     yield Bench(checkpoints, request.param)
 

@@ -23,6 +23,7 @@ from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
 from hybridrt.speculative.make import make_drafter
 from hybridrt.speculative.ngram import NgramDrafter
 from tests.checkpoints import falcon, nemotron, write
+from tests.levels import sweep
 from tests.mtp_oracle import write_with_head
 from tests.speculation import Ask, AtRandom, Rig
 
@@ -125,7 +126,7 @@ def rig_and_drafter(models: Models, method: str, mode: str) -> tuple[Rig, Drafte
     return rig, AdaptiveDrafter(inner, 3, patience=1)
 
 
-@pytest.mark.parametrize(("method", "mode", "filters"), CASES)
+@pytest.mark.parametrize(("method", "mode", "filters"), sweep(CASES, 5))
 def test_joint_distribution_of_three_tokens(method: str, mode: str, filters: int, models: Models) -> None:
     common: dict[str, Any] = {"max_tokens": 5, "ignore_eos": True, "n": 500, **FILTERS[filters]}
     params = [SamplingParams(seed=i, **common) for i in range(DRAWS // 500)]

@@ -1,9 +1,8 @@
 """The sampling that a checkpoint asks for: its generation_config.json as SamplingParams."""
 
-import json
 from pathlib import Path
-from typing import Any
 
+from hybridrt.config_json import read_object
 from hybridrt.errors import CheckpointError, RequestError, shown
 from hybridrt.sampling_params import SamplingParams
 
@@ -29,7 +28,7 @@ def default_sampling_params(path: str | Path) -> SamplingParams:
         CheckpointError: the file cannot be read, is no JSON object, or holds a value out of range.
     """
     file = Path(path) / "generation_config.json"
-    written = _read_object(file) if file.exists() else {}
+    written = read_object(file, CheckpointError) if file.exists() else {}
     fields = {ours: written[theirs] for theirs, ours in FILE_FIELDS.items() if written.get(theirs) is not None}
     do_sample = written.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
@@ -42,13 +41,3 @@ def default_sampling_params(path: str | Path) -> SamplingParams:
         return SamplingParams(**fields)
     except RequestError as e:
         raise CheckpointError(f"{file} cannot be used: {e}; correct or remove it") from e
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        written = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as e:
-        raise CheckpointError(f"{file} is not valid JSON: {e}; repair or remove it") from e
-    if not isinstance(written, dict):
-        raise CheckpointError(f"{file} holds a {type(written).__name__}, not an object; repair or remove it")
-    return written
