@@ -49,8 +49,8 @@ def test_what_the_file_says_is_the_default(tmp_path: Path, text: str | None, fie
     [
         ("{", "is not valid JSON"),
         ("[" * 100_000, "is not valid JSON"),
-        ("[]", "holds a list, not an object"),
-        ("5", "holds a int, not an object"),
+        ("[]", "holds a list; it must be"),
+        ("5", "holds a int; it must be"),
         ('{"temperature": NaN}', "temperature is nan"),
         ('{"temperature": "hot"}', "temperature is 'hot'"),
         ('{"top_k": 2147483648}', "top_k is 2147483648"),
