@@ -9,25 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrt.config import (
-    AttentionConfig,
-    EngineConfig,
-    GDNConfig,
-    LayerSpec,
-    LinearConfig,
-    Mamba1Config,
-    Mamba2Config,
-    ModelConfig,
-    SpeculativeConfig,
-)
+from hybridrt.config import AttentionConfig, EngineConfig, LayerSpec, LinearConfig, ModelConfig, SpeculativeConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.distributed.transfer.reads import image_reads, tp_ratio
 from hybridrt.errors import TransferError
+from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.kinds.mamba1 import Mamba1Config
+from hybridrt.kinds.mamba2 import Mamba2Config
+from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts
 from hybridrt.runtime.build import Target, build_pools
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import StateCopy
-from hybridrt.state_shape import state_shape
 from tests.by_hand import ByHand, Row, assert_close
 from tests.checkpoints import CheckpointStore
 from tests.session import spoil

@@ -8,9 +8,10 @@ from typing import Any
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.transfer.channel import Message
 from hybridrt.errors import HandshakeError
+from hybridrt.kinds.base import StateShape
+from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.mamba_pool import ring_width
 from hybridrt.runtime.build import Target
-from hybridrt.state_shape import StateShape, state_shape
 
 _SAMPLE = 1 << 16
 
