@@ -29,7 +29,6 @@ def _shape(config: OutsideConfig, tp_size: int) -> StateShape:
 
 
 OUTSIDE = LinearKind(
-    name="outside",
     title="outside conv",
     letter="O",
     config=OutsideConfig,

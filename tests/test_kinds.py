@@ -216,7 +216,7 @@ def test_a_record_says_what_its_layer_backend_and_config_say(name: str) -> None:
     kind = linear_kind(name)
     backend, mixer = load_object(kind.backend), load_object(kind.mixer)
     assert issubclass(backend, MambaAttnBackendBase)
-    assert {kind.name, kind.config.kind, backend.kind, mixer.kind, state_shape(CONFIGS[name]).kind} == {name}
+    assert {kind.config.kind, backend.kind, mixer.kind, state_shape(CONFIGS[name]).kind} == {name}
     assert tuple(part for part, _ in state_shape(CONFIGS[name]).segments) == tuple(kind.conv_parts)
     assert len(state_shape(CONFIGS[name]).temporal) == max(1, len(kind.temporal_dims))
 

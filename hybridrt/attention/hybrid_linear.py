@@ -8,7 +8,7 @@ import torch
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.attention.linear import MambaAttnBackendBase
 from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kinds.registry import linear_kind, load_object
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
@@ -126,34 +126,13 @@ class HybridLinearAttnBackend(AttentionBackend):
         for backend in self.backends:
             backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
-    def init_forward_metadata_capture_cuda_graph(
-        self,
-        bs: int,
-        num_tokens: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        forward_mode: ForwardMode,
-        spec_info: SpecInfo | None,
-    ) -> None:
+    def init_forward_metadata_capture_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
         for backend in self.backends:
-            backend.init_forward_metadata_capture_cuda_graph(
-                bs, num_tokens, req_pool_indices, seq_lens, forward_mode, spec_info
-            )
+            backend.init_forward_metadata_capture_cuda_graph(*args, **kwargs)
 
-    def init_forward_metadata_replay_cuda_graph(
-        self,
-        bs: int,
-        num_real: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        forward_mode: ForwardMode,
-        spec_info: SpecInfo | None,
-        seq_lens_cpu: list[int] | None,
-    ) -> None:
+    def init_forward_metadata_replay_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
         for backend in self.backends:
-            backend.init_forward_metadata_replay_cuda_graph(
-                bs, num_real, req_pool_indices, seq_lens, forward_mode, spec_info, seq_lens_cpu
-            )
+            backend.init_forward_metadata_replay_cuda_graph(*args, **kwargs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The full-attention backend's own: recurrent layers take padding from num_real, not from lengths."""

@@ -50,12 +50,11 @@ class LinearKind:
     """One kind of recurrent layer: all that pools, memory plan, backends, transfer and `inspect` ask.
 
     Attributes:
-        name: what `LayerSpec.linear` and the `kind` of configuration, mixer and backend say.
         title: name for people. letter: the layer's symbol in `hybridrt inspect`.
-        config: class of its configuration.
+        config: class of its configuration, whose `kind` is the kind's name; mixer and backend have the same `kind`.
         shape: (configuration, ranks) to the state on one rank. ConfigError where ranks cannot share the layer.
         backend, mixer: "module:class" of its backend (a MambaAttnBackendBase) and of its layer. A mixer has `kind`,
-            `layer_id`, `config` and `width`, the channels of what its backend returns.
+            `layer_id` and `config`, and `width`, the channels of what its backend returns.
         conv_parts: segments of the conv by name; True for those that are cut by group, so that ranks hold copies where
             they are more than the groups. The others are as wide as the state: prod(temporal[:-1]).
         temporal_dims: names of the recurrent state's dimensions; none for a kind that keeps a conv window alone.
@@ -65,7 +64,6 @@ class LinearKind:
             float32 and the others in the activations' dtype; None where state mode "replay" does not exist.
     """
 
-    name: str
     title: str
     letter: str
     config: type[LinearConfig]

@@ -32,7 +32,6 @@ def _shape(config: GDNConfig, tp_size: int) -> StateShape:
 
 
 GDN = LinearKind(
-    name="gdn",
     title="Gated Delta Net",
     letter="G",
     config=GDNConfig,

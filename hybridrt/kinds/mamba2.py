@@ -37,7 +37,6 @@ def _shape(config: Mamba2Config, tp_size: int) -> StateShape:
 
 
 MAMBA2 = LinearKind(
-    name="mamba2",
     title="Mamba-2",
     letter="M",
     config=Mamba2Config,

@@ -22,7 +22,6 @@ def _shape(config: PrefixSumConfig, tp_size: int) -> StateShape:
 
 
 PREFIX_SUM = LinearKind(
-    name="prefix_sum",
     title="prefix sum",
     letter="S",
     config=PrefixSumConfig,

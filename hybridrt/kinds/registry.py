@@ -42,7 +42,7 @@ def linear_kind(name: str) -> LinearKind:
         known = ", ".join(map(repr, kind_names()))
         raise UnsupportedLayerError(f"{name!r} is no kind of recurrent layer; known are {known}")
     kind = load_object(target)
-    if not isinstance(kind, LinearKind) or kind.name != name:
+    if not isinstance(kind, LinearKind) or kind.config.kind != name:
         raise BackendError(f"the entry point {name!r} gives {kind!r}; it must name a LinearKind of that name")
     return kind
 
