@@ -31,7 +31,7 @@ def _shape(config: GDNConfig, tp_size: int) -> StateShape:
     return StateShape(config.kind, (("q", qk), ("k", qk), ("v", v)), config.conv_kernel, temporal, k_heads)
 
 
-GDN = LinearKind(
+KIND = LinearKind(
     title="Gated Delta Net",
     letter="G",
     config=GDNConfig,

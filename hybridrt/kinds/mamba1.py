@@ -24,7 +24,7 @@ def _shape(config: Mamba1Config, tp_size: int) -> StateShape:
 
 
 # No ring: each state decays at a rate of its own, so a token's inputs would take as much memory as the state.
-MAMBA1 = LinearKind(
+KIND = LinearKind(
     title="Mamba-1",
     letter="M",
     config=Mamba1Config,

@@ -36,7 +36,7 @@ def _shape(config: Mamba2Config, tp_size: int) -> StateShape:
     return StateShape(config.kind, segments, config.conv_kernel, (heads, config.head_dim, config.state_size), groups)
 
 
-MAMBA2 = LinearKind(
+KIND = LinearKind(
     title="Mamba-2",
     letter="M",
     config=Mamba2Config,

@@ -21,7 +21,7 @@ def _shape(config: PrefixSumConfig, tp_size: int) -> StateShape:
     return StateShape(config.kind, (), 1, (config.hidden_size,), 1)  # hidden states are whole on every rank
 
 
-PREFIX_SUM = LinearKind(
+KIND = LinearKind(
     title="prefix sum",
     letter="S",
     config=PrefixSumConfig,

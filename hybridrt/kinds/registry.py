@@ -1,23 +1,21 @@
-"""Names to kinds of recurrent layer, open to other packages by entry point."""
+"""Names to kinds of recurrent layer: a module of this package each, or what other packages name in an entry point."""
 
 import importlib
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import entry_points
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
 
+from hybridrt import kinds
 from hybridrt.config import LinearConfig
 from hybridrt.errors import BackendError, ConfigError, UnsupportedLayerError
 from hybridrt.kinds.base import LinearKind, StateShape
 
-BUILT_IN = {
-    "mamba1": "hybridrt.kinds.mamba1:MAMBA1",
-    "mamba2": "hybridrt.kinds.mamba2:MAMBA2",
-    "gdn": "hybridrt.kinds.gdn:GDN",
-    "prefix_sum": "hybridrt.kinds.prefix_sum:PREFIX_SUM",
-}
+# The other modules of this package each hold the KIND of their name.
+BUILT_IN = {module.name for module in iter_modules(kinds.__path__)} - {"base", "registry"}
 # Packages add kinds: an entry point of this group names a LinearKind, "name = module:object".
 ENTRY_POINT_GROUP = "hybridrt.kinds"
 
@@ -35,7 +33,7 @@ def linear_kind(name: str) -> LinearKind:
         UnsupportedLayerError: there is none of that name.
         BackendError: the package that should bring it cannot be imported, or brings something else.
     """
-    target = BUILT_IN.get(name)
+    target = f"hybridrt.kinds.{name}:KIND" if name in BUILT_IN else None
     if target is None:
         target = next((p.value for p in entry_points(group=ENTRY_POINT_GROUP) if p.name == name), None)
     if target is None:
