@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hybridrt.attention.base import Rope
-from hybridrt.config import LinearConfig, ModelConfig
+from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import BackendError, ConfigError
 from hybridrt.forward_batch import ForwardBatch
@@ -28,7 +28,7 @@ HISTORY_MODES: Mapping[str, str | None] = {
 
 
 class HybridSSMAdapter(nn.Module):
-    """The history branch: a whole Mamba-1 block over the hidden states that attention reads, too.
+    """The history branch: a recurrent layer, projections included, over the hidden states that attention reads, too.
 
     Its state has a slot of its own in MambaPool, under `layer_id`; attention's page table knows nothing of it. What it
     returns is this rank's summand of [T, hidden], to be added to the attention's before the sum over ranks.
@@ -66,15 +66,12 @@ class HybridSSMAdapter(nn.Module):
         build = build or Build(TPGroup(), torch.get_default_dtype(), torch.device("cpu"))
         self.name, self.mode, self.layer_id, self.tp = name, mode, layer_id, build.tp
         rank = time_step_rank or -(-hidden_size // 16)
-        configs: tuple[LinearConfig, ...] = (
-            Mamba1Config(intermediate_size, ssm_state_size, conv_kernel_size, rank),
-            PrefixSumConfig(hidden_size),
-        )
+        mamba = Mamba1Config(intermediate_size, ssm_state_size, conv_kernel_size, rank)
+        configs = {"mamba1": mamba, "prefix_sum": PrefixSumConfig(hidden_size)}
         self.mixer: Any = None
-        for config in configs:
-            if config.kind == HISTORY_MODES[mode]:
-                cls = load_object(linear_kind(config.kind).mixer)
-                self.mixer = cls(name, config, layer_id, hidden_size, build=build)
+        if kind := HISTORY_MODES[mode]:
+            mixer_class = load_object(linear_kind(kind).mixer)
+            self.mixer = mixer_class(name, configs[kind], layer_id, hidden_size, build=build)
 
     def forward_history_branch(self, hidden_states: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         """All rows of a step, decode rows first: [T, hidden] to [T, hidden]. Mode "prefix_sum" takes any [T, *dims].
