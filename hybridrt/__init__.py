@@ -4,21 +4,80 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrt.errors import (
+    AuthenticationError,
+    BackendError,
+    CheckpointError,
+    ConfigError,
+    DeviceError,
+    EngineError,
+    HandshakeError,
+    HybridrtError,
+    MemoryBudgetError,
+    MessageError,
+    OutOfSlotsError,
+    PeerGoneError,
+    PoolError,
+    ProviderNotInstalledError,
+    RankError,
+    RequestError,
+    TransferError,
+    UnsupportedLayerError,
+    UnsupportedModelError,
+)
+
 if TYPE_CHECKING:
     from hybridrt.config import EngineConfig, SpeculativeConfig
     from hybridrt.engine.engine import Engine
-    from hybridrt.engine.llm import LLM
+    from hybridrt.engine.llm import LLM, Delta
+    from hybridrt.engine.prompts import Prompt
+    from hybridrt.engine.request import FinishReason, RequestMetrics, RequestOutput
     from hybridrt.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Engine", "EngineConfig", "SamplingParams", "SpeculativeConfig"]
+__all__ = [
+    "LLM",
+    "AuthenticationError",
+    "BackendError",
+    "CheckpointError",
+    "ConfigError",
+    "Delta",
+    "DeviceError",
+    "Engine",
+    "EngineConfig",
+    "EngineError",
+    "FinishReason",
+    "HandshakeError",
+    "HybridrtError",
+    "MemoryBudgetError",
+    "MessageError",
+    "OutOfSlotsError",
+    "PeerGoneError",
+    "PoolError",
+    "Prompt",
+    "ProviderNotInstalledError",
+    "RankError",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "TransferError",
+    "UnsupportedLayerError",
+    "UnsupportedModelError",
+]
 
 _HOME = {
-    "LLM": "hybridrt.engine.llm",
-    "Engine": "hybridrt.engine.engine",
     "EngineConfig": "hybridrt.config",
-    "SamplingParams": "hybridrt.sampling_params",
     "SpeculativeConfig": "hybridrt.config",
+    "Engine": "hybridrt.engine.engine",
+    "LLM": "hybridrt.engine.llm",
+    "Delta": "hybridrt.engine.llm",
+    "Prompt": "hybridrt.engine.prompts",
+    "FinishReason": "hybridrt.engine.request",
+    "RequestMetrics": "hybridrt.engine.request",
+    "RequestOutput": "hybridrt.engine.request",
+    "SamplingParams": "hybridrt.sampling_params",
 }
 
 # In a checkout models/ and mem_cache/ stand beside this package, and a checkout on sys.path hides an installed package.
@@ -32,3 +91,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'hybridrt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names are listed before they are imported, too."""
+    return sorted({*globals(), *__all__})

@@ -75,4 +75,21 @@ class HandshakeError(TransferError):
 
 
 class PeerGoneError(TransferError):
-    """The worker at the other end of a channel has closed it or died."""
+    """The process at the other end of a channel has closed it, has died, or is silent for too long."""
+
+
+class AuthenticationError(PeerGoneError):
+    """The process at the other end of a connection does not hold the same key. The connection is closed."""
+
+
+class MessageError(PeerGoneError):
+    """What came over a channel is not a message that belongs there. The channel is closed."""
+
+
+def shown(value: object) -> str:
+    """A value that somebody passed, short enough for an error's text whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, or a class whose __repr__ fails
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."

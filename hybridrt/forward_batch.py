@@ -31,11 +31,14 @@ class SpecInfo:
         tokens_per_row: V, drafts + 1.
         parents: [B, V] int32, index of each node's parent in its row, -1 for the root; None for a chain.
         tree_mask: [B, V, V] bool, True where a node sees another (itself included); None for a chain.
+        num_drafts: [B] int32, how many of a row's tokens after the root are drafts; the rest is padding, whose
+            out_cache_loc is 0. None: all are.
     """
 
     tokens_per_row: int
     parents: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None
+    num_drafts: torch.Tensor | None = None
 
 
 class AttentionBackendLike(Protocol):
@@ -67,7 +70,7 @@ class ForwardBatch:
         req_pool_indices: [B] int32 request rows; 0 for padding rows.
         seq_lens: [B] int32 tokens of each request after this step.
         query_start_loc: [B + 1] int32 offsets of the rows' tokens.
-        out_cache_loc: [T] int32 KV slots of the new tokens.
+        out_cache_loc: [T] int32 KV slots of the new tokens; those of page 0 are padding and not written.
         num_real: rows that are not padding; they come first. Never guessed from lengths.
         num_decode_rows: rows of the decode segment, padding included.
         seq_lens_cpu, query_lens_cpu: host copies; upper bounds where the device knows better. None in a graph.

@@ -1,6 +1,9 @@
-"""Reads a Hugging Face config.json into a ModelConfig. One function a family; transformers normalises spellings."""
+"""Reads a Hugging Face config.json into a ModelConfig. One function a family; transformers normalises spellings.
 
-import json
+Nothing in the file is trusted: fields are compared with `config_kinds` before they are used, and no code that the
+checkpoint brings is ever imported.
+"""
+
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,9 @@ from typing import Any
 import torch
 
 from hybridrt.config import DTYPES, AttentionConfig, LayerSpec, ModelConfig
-from hybridrt.errors import ConfigError, UnsupportedModelError
+from hybridrt.config_json import check_fields, read_object
+from hybridrt.config_kinds import EOS, KINDS, MAX_LAYERS, MAX_WIDTH, RAW, ROPE
+from hybridrt.errors import ConfigError, UnsupportedModelError, shown
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
@@ -26,24 +31,29 @@ def read_model_config(path: Path) -> ModelConfig:
         ConfigError: no such directory, no config.json, or fields that cannot be used.
         UnsupportedModelError: the architecture is not one of `hybridrt.models`.
     """
+    file = path / "config.json"
     raw = _read_config(path)
-    architecture = (raw.get("architectures") or [""])[0]
-    if architecture not in FAMILIES and architecture not in OWN_FAMILIES:
-        known = ", ".join(sorted({*FAMILIES, *OWN_FAMILIES}))
-        raise UnsupportedModelError(f"{path}: architecture {architecture!r} is not supported; supported are {known}")
+    check_fields(raw, RAW, file)
+    architecture = _architecture(path, raw)
     if raw.get("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; use the unquantised checkpoint that it was made from")
     own = OWN_FAMILIES.get(architecture)
-    hf = load_object(own).from_json(raw) if own else _transformers_config(path)
+    hf = load_object(own).from_json(raw, file) if own else _transformers_config(path, raw)
+    check_fields(hf, KINDS.get(architecture, {}), file)
     _check_activation(hf, path)
-    fields = hf.family_fields() if own else FAMILIES[architecture](hf)
+    try:
+        fields = hf.family_fields() if own else FAMILIES[architecture](hf)
+    except ConfigError as e:
+        raise ConfigError(f"{file}: {e}") from e
+    _check_rope(fields["attention"], file)
+    _check_sizes(fields, file)
     if any(layer.ffn == "moe" for layer in fields["layers"]):
         _check_experts(hf, path)
     return ModelConfig(
         architecture=architecture,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
-        max_position_embeddings=getattr(hf, "max_position_embeddings", UNLIMITED_POSITIONS),
+        max_position_embeddings=getattr(hf, "max_position_embeddings", None) or UNLIMITED_POSITIONS,
         dtype=_dtype(raw),
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         eos_token_ids=_eos_ids(path, raw),
@@ -150,6 +160,16 @@ FAMILIES: dict[str, Callable[[Any], FamilyFields]] = {
 }
 
 
+# The classes of transformers that read the other families' fields.
+CLASSES = {
+    "FalconH1ForCausalLM": "FalconH1Config",
+    "FalconMambaForCausalLM": "FalconMambaConfig",
+    "JambaForCausalLM": "JambaConfig",
+    "NemotronHForCausalLM": "NemotronHConfig",
+    "Qwen3NextForCausalLM": "Qwen3NextConfig",
+}
+
+
 def _attention(hf: Any, rotary: bool = True) -> AttentionConfig:
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     if hf.num_attention_heads % hf.num_key_value_heads:
@@ -159,6 +179,40 @@ def _attention(hf: Any, rotary: bool = True) -> AttentionConfig:
         )
     rope = dict(hf.rope_parameters) if rotary else None
     return AttentionConfig(hf.num_attention_heads, hf.num_key_value_heads, head_dim, rope)
+
+
+def _check_rope(attention: AttentionConfig, file: Path) -> None:
+    parameters = attention.rope or {}
+    required = {"rope_theta", *parameters} if attention.rope is not None else set()
+    for name in required & set(ROPE):
+        value = parameters.get(name)
+        if not ROPE[name].holds(value):
+            raise ConfigError(f"{file}: rope_parameters: {name} is {shown(value)}; it must be {ROPE[name].text}")
+    rotated = int(attention.head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+    if required and (rotated < 2 or rotated % 2):
+        raise ConfigError(
+            f"{file}: rotary embeddings would turn {rotated} of {attention.head_dim} numbers of a head; they turn pairs"
+        )
+
+
+def _check_sizes(fields: FamilyFields, file: Path) -> None:
+    """Products of sizes that are fine by themselves."""
+    attention: AttentionConfig = fields["attention"]
+    widths = {"attention heads x head_dim": attention.num_heads * attention.head_dim}
+    for linear in fields["linear"].values():
+        if isinstance(linear, Mamba2Config):
+            widths |= {"Mamba-2 heads x head_dim": linear.intermediate_size}
+            widths |= {"Mamba-2 groups x states": linear.n_groups * linear.state_size}
+        if isinstance(linear, GDNConfig):
+            widths |= {"GDN key heads x head_dim": linear.num_k_heads * linear.head_k_dim}
+            widths |= {"GDN value heads x head_dim": linear.num_v_heads * linear.head_v_dim}
+    attends = any(layer.attention for layer in fields["layers"])
+    for what, width in widths.items():
+        low = 0 if what.startswith("attention") and not attends else 1
+        if not low <= width <= MAX_WIDTH:
+            raise ConfigError(f"{file}: {what} is {width}; it must be from {low} to {MAX_WIDTH}")
+    if not 1 <= len(fields["layers"]) <= MAX_LAYERS:
+        raise ConfigError(f"{file} describes {len(fields['layers'])} layers; there must be 1 to {MAX_LAYERS}")
 
 
 def _check_activation(hf: Any, path: Path) -> None:
@@ -171,7 +225,7 @@ def _check_activation(hf: Any, path: Path) -> None:
 
 def _check_experts(hf: Any, path: Path) -> None:
     experts = getattr(hf, "num_experts", 0) or getattr(hf, "n_routed_experts", 0)
-    if experts and hf.num_experts_per_tok > experts:
+    if not 1 <= hf.num_experts_per_tok <= experts:
         raise ConfigError(f"{path}: num_experts_per_tok is {hf.num_experts_per_tok}, but there are {experts} experts")
     groups, chosen = getattr(hf, "n_group", 1), getattr(hf, "topk_group", 1)
     if experts % groups or chosen > groups:
@@ -182,26 +236,38 @@ def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not path.is_dir():
         raise ConfigError(f"{path} is no directory; pass a checkpoint directory or a hub name such as org/model")
-    if not file.is_file():
+    if not file.exists():
         raise ConfigError(f"{path} has no config.json; is it a Hugging Face checkpoint directory?")
-    return _read_object(file)
+    return read_object(file)
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def _architecture(path: Path, raw: Mapping[str, Any]) -> str:
+    """The first architecture that the file names."""
+    architecture: str = (raw.get("architectures") or [""])[0]
+    known = sorted({*FAMILIES, *OWN_FAMILIES})
+    if architecture in known:
+        return architecture
+    text = f"{path}: architecture {architecture!r} is not supported; supported are {', '.join(known)}"
+    if raw.get("auto_map"):
+        text += (
+            ". Its config.json asks for trust_remote_code=True: auto_map names Python code of the checkpoint, and "
+            "hybridrt never runs such code"
+        )
+    raise UnsupportedModelError(text)
+
+
+def _transformers_config(path: Path, raw: dict[str, Any]) -> Any:
+    """The family's own class over the fields that were read, so that no other file and no auto_map is looked at."""
+    import transformers
+
+    cls = getattr(transformers, CLASSES[raw["architectures"][0]])
+    if raw.get("model_type", cls.model_type) != cls.model_type:
+        raise ConfigError(
+            f"{path}/config.json: model_type is {shown(raw['model_type'])}, but {raw['architectures'][0]} goes with "
+            f"{cls.model_type!r}"
+        )
     try:
-        raw = json.loads(file.read_text())
-    except ValueError as e:
-        raise ConfigError(f"{file} is not valid JSON: {e}") from e
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{file} holds a {type(raw).__name__}; it must be a JSON object")
-    return raw
-
-
-def _transformers_config(path: Path) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+        return cls.from_dict(raw)
     except Exception as e:  # transformers raises many kinds here; all mean that config.json cannot be used
         raise ConfigError(f"{path}/config.json: transformers cannot read it: {e}") from e
 
@@ -216,6 +282,7 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
 def _eos_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
     """generation_config.json wins over config.json: chat models list their end-of-turn ids there."""
     file = path / "generation_config.json"
-    generation = _read_object(file) if file.is_file() else {}
+    generation = read_object(file) if file.exists() else {}
+    check_fields(generation, EOS, file)
     eos = generation.get("eos_token_id", raw.get("eos_token_id"))
-    return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+    return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)

@@ -1,45 +1,83 @@
 """How one request's tokens are chosen and when it ends."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from numbers import Integral, Real
 from typing import Any
 
-from hybridrt.errors import RequestError
+from hybridrt.errors import RequestError, shown
+
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGPROBS = 64
+MAX_SAMPLES = 1024
+MIN_TEMPERATURE = 1e-5  # below it hybridrt.kernels.sampling takes the best token: logits over less may overflow
+MAX_REPETITION = 100.0  # more, or less than its reciprocal, and penalised logits may leave float32's range
+_INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = 3.4028234663852886e38
 
 
-def _require(ok: bool, text: str) -> None:
+def _require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        raise RequestError(text)
+        raise RequestError(f"{name} is {shown(value)}; it must be {allowed}")
 
 
-def _is_int(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+def _integer(name: str, value: Any, low: int, high: int, allowed: str) -> int:
+    """`value`, a Python or numpy integer in [low, high], as a Python integer."""
+    integer = isinstance(value, Integral) and not isinstance(value, bool)
+    _require(integer and low <= value <= high, name, value, allowed)
+    return int(value)
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+def _number(name: str, value: Any, low: float, high: float, allowed: str) -> float:
+    """`value`, a Python or numpy number in [low, high], as a float. NaN is in no range."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    _require(number and low <= value <= high, name, value, allowed)
+    return float(value)
+
+
+def _entries(name: str, value: Any, most: int) -> tuple[Any, ...]:
+    """What a list (or another collection) holds; None holds nothing. It is read no further than the limit."""
+    if value is None:
+        return ()
+    collection = isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping))
+    _require(collection, name, value, "a sequence")
+    entries = tuple(islice(value, most + 1))
+    if len(entries) > most:
+        raise RequestError(f"{name} has more than {most} entries; pass at most {most}")
+    return entries
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping of one request; every field is checked when the object is made.
 
+    numpy numbers are taken and kept as Python's. What depends on a model's vocabulary (`stop_token_ids`, `logprobs`) is
+    checked again where a request meets the model (`Engine.prepare`).
+
     Args:
-        max_tokens: tokens to generate at most (>= 1); None means as many as `max_model_len` leaves room for.
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        max_tokens: tokens to generate at most, 1 to 2**31 - 1; None means as many as `max_model_len` leaves room for.
+        temperature: 0 is greedy, and so is everything below MIN_TEMPERATURE (1e-5); otherwise logits are divided by it.
+            At most float32's largest number.
         top_p: nucleus mass in (0, 1]; 1 turns it off.
-        top_k: candidates kept; -1 or 0 turns it off.
+        top_k: candidates kept, up to 2**31 - 1; -1 or 0 turns it off, and so does the size of the vocabulary or more.
         min_p: candidates below `min_p * max(p)` are dropped; 0 turns it off.
-        repetition_penalty: > 0; logits of tokens in the prompt or the output are divided (if positive) or
+        repetition_penalty: 0.01 to 100; logits of tokens in the prompt or the output are divided (if positive) or
             multiplied (if negative) by it (Keskar et al. 2019, CTRL).
         presence_penalty, frequency_penalty: subtracted once, respectively per occurrence, for tokens of the output.
-        stop: strings that end the request; the text is cut before the first of them.
-        stop_token_ids: token ids that end the request, beside the model's own end-of-sequence ids.
+        stop: strings that end the request, up to MAX_STOP_STRINGS (32) of up to MAX_STOP_CHARACTERS (256) characters
+            each; the text is cut before the first of them. One string may be passed as it is.
+        stop_token_ids: token ids that end the request, beside the model's own end-of-sequence ids; up to
+            MAX_STOP_TOKEN_IDS (1024).
         ignore_eos: go on after end-of-sequence ids (`stop_token_ids` still end the request).
-        seed: makes the request's draws reproducible whatever runs beside it; None derives one from the engine's seed.
-        logprobs: return the log-probability of each token and of this many most likely alternatives; None returns none.
-        n: independent samples of the same prompt.
+        seed: 0 to 2**63 - 1, makes the request's draws reproducible whatever runs beside it; None derives one from the
+            engine's seed.
+        logprobs: return the log-probability of each token and of this many most likely alternatives, up to 64; None
+            returns none.
+        n: independent samples of the same prompt, up to 1024.
 
     Raises:
         RequestError: a field is out of range; the text names the field, the value and the allowed range.
@@ -53,46 +91,55 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    stop: Sequence[str] = field(default_factory=tuple)
-    stop_token_ids: Sequence[int] = field(default_factory=tuple)
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
     n: int = 1
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
-            _require(value is None or isinstance(value, Iterable), f"{name} is {value!r}; it must be a sequence")
-            object.__setattr__(self, name, tuple(value or ()))
-        self._check_lengths()
-        self._check_distribution()
-        _require(all(isinstance(s, str) and s for s in self.stop), "stop must be non-empty strings")
-        _require(all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids must be integers >= 0")
+        for name, value in (self._lengths() | self._distribution() | self._stops()).items():
+            object.__setattr__(self, name, value)
 
-    def _check_lengths(self) -> None:
-        m, lp, n, seed = self.max_tokens, self.logprobs, self.n, self.seed
-        _require(m is None or (_is_int(m) and m >= 1), f"max_tokens is {m!r}; it must be an integer >= 1 or None")
-        _require(lp is None or (_is_int(lp) and 0 <= lp <= 64), f"logprobs is {lp!r}; it must be 0 to 64 or None")
-        _require(_is_int(n) and 1 <= n <= 1024, f"n is {n!r}; it must be an integer from 1 to 1024")
-        _require(seed is None or (_is_int(seed) and 0 <= seed < 2**63), f"seed is {seed!r}; it must be 0 to 2**63 - 1")
+    def _lengths(self) -> dict[str, Any]:
+        optional = {
+            "max_tokens": (1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or None"),
+            "logprobs": (0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
+            "seed": (0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None"),
+        }
+        given = {name: getattr(self, name) for name in optional}
+        checked = {name: _integer(name, v, *optional[name]) for name, v in given.items() if v is not None}
+        return checked | {"n": _integer("n", self.n, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}")}
 
-    def _check_distribution(self) -> None:
-        t, p, k, mp = self.temperature, self.top_p, self.top_k, self.min_p
-        _require(_is_number(t) and t >= 0, f"temperature is {t!r}; it must be a finite number >= 0 (0 is greedy)")
-        _require(_is_number(p) and 0 < p <= 1, f"top_p is {p!r}; it must be in (0, 1]")
-        _require(_is_int(k) and k >= -1, f"top_k is {k!r}; it must be an integer >= 1, or -1 for off")
-        _require(_is_number(mp) and 0 <= mp <= 1, f"min_p is {mp!r}; it must be in [0, 1]")
-        r = self.repetition_penalty
-        _require(_is_number(r) and r > 0, f"repetition_penalty is {r!r}; it must be a finite number > 0")
-        for name in ("presence_penalty", "frequency_penalty"):
-            v = getattr(self, name)
-            _require(_is_number(v) and -2 <= v <= 2, f"{name} is {v!r}; it must be in [-2, 2]")
+    def _distribution(self) -> dict[str, Any]:
+        largest, least = MAX_REPETITION, 1 / MAX_REPETITION
+        ranges = {
+            "temperature": (0, _FLOAT32_MAX, "a finite float32 >= 0 (0 is greedy)"),
+            "top_p": (math.ulp(0), 1, "in (0, 1]"),
+            "min_p": (0, 1, "in [0, 1]"),
+            "repetition_penalty": (least, largest, f"a number from {least:g} to {largest:g} (1 is off)"),
+            "presence_penalty": (-2, 2, "in [-2, 2]"),
+            "frequency_penalty": (-2, 2, "in [-2, 2]"),
+        }
+        checked = {name: _number(name, getattr(self, name), *allowed) for name, allowed in ranges.items()}
+        top_k = _integer("top_k", self.top_k, -1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or -1 for off")
+        return checked | {"top_k": top_k}
+
+    def _stops(self) -> dict[str, Any]:
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        stop = (self.stop,) if isinstance(self.stop, str) else _entries("stop", self.stop, MAX_STOP_STRINGS)
+        for s in stop:
+            ok = isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS
+            _require(ok, "stop", s, f"strings of 1 to {MAX_STOP_CHARACTERS} characters")
+        ids = _entries("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        ids = tuple(_integer("stop_token_ids", t, 0, _INT32_MAX, "integers >= 0 from the vocabulary") for t in ids)
+        return {"stop": stop, "stop_token_ids": ids}
 
     @property
     def greedy(self) -> bool:
         """True if every token is the arg-max of the (penalised) logits."""
-        return self.temperature == 0
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def uses_penalties(self) -> bool:

@@ -87,6 +87,16 @@ class SlotAllocator:
         self._move(slots, _CACHED, _USED)
         self._num_cached -= len(slots)
 
+    def reclaim(self) -> None:
+        """Frees every entry that is not the cache's, whoever holds it. Mends what a call that was broken off left."""
+        places = range(self._reserved, len(self._state))
+        for i in places:
+            if self._state[i] != _CACHED:
+                self._state[i] = _FREE
+                self._generation[i] += 1
+        self._free = [i for i in reversed(places) if self._state[i] == _FREE]
+        self._num_cached = self.total - len(self._free)
+
     def check(self) -> None:
         """Raises PoolError unless free + used + cached == total, each entry in exactly one of the three."""
         counts = [self._state.count(state, self._reserved) for state in (_FREE, _USED, _CACHED)]

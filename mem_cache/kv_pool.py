@@ -8,8 +8,8 @@ import torch
 class KVPool:
     """KV cache of the attention layers alone: recurrent layers take no room here.
 
-    `k` and `v` are [A, num_pages + 1, page_size, kv_heads, head_dim]; page 0 is scratch for padding. A token's slot
-    is page * page_size + offset.
+    `k` and `v` are [A, num_pages + 1, page_size, kv_heads, head_dim]; page 0 stands for padding and stays
+    zero. A token's slot is page * page_size + offset.
 
     Args:
         layer_ids: the model's attention layers, in order.
@@ -31,7 +31,7 @@ class KVPool:
         self.page_size = page_size
         self.num_pages = num_pages
         shape = (len(layer_ids), num_pages + 1, page_size, num_kv_heads, head_dim)
-        # Zeroed once: whatever a mask hides must still be finite, because 0 * NaN is NaN.
+        # Zeroed once: kernels of other libraries multiply what a mask hides by zero, and 0 * NaN is NaN.
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = {layer_id: (self.k[i], self.v[i]) for i, layer_id in enumerate(layer_ids)}

@@ -47,7 +47,10 @@ class HybridReqToTokenPool:
             self.mamba_pool.clear(slots, rows)
 
     def write_pages(self, rows: torch.Tensor, page_indices: torch.Tensor, pages: torch.Tensor) -> None:
-        """Page `page_indices[i]` of row `rows[i]` becomes KV page `pages[i]`, for all i at once. [n] int64 each."""
+        """Page `page_indices[i]` of row `rows[i]` becomes KV page `pages[i]`, for all i at once. [n] int64 each. A
+        model without attention layers has no table: nothing is written."""
+        if not self.max_context:
+            return
         table = self.req_to_token.view(self.num_rows + 1, -1, self.page_size)
         table[rows, page_indices] = (pages[:, None] * self.page_size + self._offsets).int()
 

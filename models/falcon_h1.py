@@ -64,14 +64,16 @@ class FalconH1Block(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: ForwardBatch) -> Summands:
         projected, residual = norm_linear(self.input_norm, self.in_proj, x, residual)
-        for_attn, for_ssm = self.out_proj.places(projected)
+        # Rows of one kind leave both results side by side; those of a mixed step are put together anyway.
+        mixed = batch.num_decode_rows and batch.num_extend_rows
+        for_attn, for_ssm = (None, None) if mixed else self.out_proj.places(projected)
         with self.branch.beside():
             ssm = self.mamba(projected[:, : self.ssm_width], batch, for_ssm)
         attn = self._attention(projected[:, self.ssm_width :], rope, batch, for_attn)
         self.branch.join()
         return self.mlp.after_norm(self.mlp_norm, *self.out_proj.onto(residual, attn, ssm), batch)
 
-    def _attention(self, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch, out: torch.Tensor) -> torch.Tensor:
+    def _attention(self, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch, out: torch.Tensor | None) -> torch.Tensor:
         attn = self.attn
         q, k, v = qkv.split((attn.q_size, attn.kv_size, attn.kv_size), dim=-1)
         return batch.attn_backend.forward(q, k, v, attn, batch, rope=rope, out=out)

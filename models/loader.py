@@ -1,17 +1,19 @@
 """Fills a model: from safetensors, a tensor at a time, or with seeded random numbers."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
+from hybridrt.config_json import read_object, shown
 from hybridrt.errors import CheckpointError
 from hybridrt.models.base import MTP_KEYS, CausalLM
 
@@ -91,7 +93,7 @@ def _check_keys(model: CausalLM, path: Path, wanted: set[str], present: set[str]
 def _shards(path: Path) -> dict[Path, list[str]]:
     """Keys of each safetensors file; the index, where there is one, must agree with the files."""
     index = path / "model.safetensors.index.json"
-    if index.is_file():
+    if index.exists():
         return _indexed_shards(index)
     files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -100,10 +102,7 @@ def _shards(path: Path) -> dict[Path, list[str]]:
 
 
 def _indexed_shards(index: Path) -> dict[Path, list[str]]:
-    try:
-        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as e:
-        raise CheckpointError(f"{index} is no index of shards: {e!r}; download the checkpoint again") from e
+    weight_map = _weight_map(index)
     files = sorted({index.parent / name for name in weight_map.values()})
     missing = [f.name for f in files if not f.is_file()]
     if missing:
@@ -116,24 +115,61 @@ def _indexed_shards(index: Path) -> dict[Path, list[str]]:
     return shards
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each key. The names are checked, not what they resolve to: a hub snapshot's files are symbolic links
+    that leave its directory."""
+    weight_map = read_object(index, CheckpointError).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"{index} is no index of shards: weight_map is {shown(weight_map)}; download the checkpoint again"
+        )
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or not _is_plain(name):
+            raise CheckpointError(
+                f"{index}: the shard of {key} is {shown(name)}; it must be the name of a *.safetensors file beside the "
+                "index"
+            )
+    return weight_map
+
+
+def _is_plain(name: str) -> bool:
+    """A file name without a way to another directory, on any platform."""
+    return name.endswith(".safetensors") and not set(name) & set("/\\:\0")
+
+
 def _keys(file: Path) -> list[str]:
-    try:
-        with safe_open(file, "pt") as f:
-            return list(f.keys())
-    except (SafetensorError, OSError) as e:
-        raise CheckpointError(f"{file} cannot be read: {e}; the file is damaged or was not downloaded whole") from e
+    with _opened(file) as f:
+        return list(f.keys())
 
 
 def _tensors(shards: dict[Path, list[str]]) -> Iterator[tuple[str, torch.Tensor]]:
     for file, keys in shards.items():
-        with safe_open(file, "pt") as f:
+        with _opened(file) as f:
             for key in keys:
-                yield key, f.get_tensor(key)
+                yield key, _read(f, file, key)
 
 
 def _tensor(file: Path, key: str) -> torch.Tensor:
-    with safe_open(file, "pt") as f:
-        return f.get_tensor(key)
+    with _opened(file) as f:
+        return _read(f, file, key)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        opened = safe_open(file, "pt")
+    except (SafetensorError, OSError) as e:
+        raise CheckpointError(f"{file} cannot be read: {e}; the file is damaged or was not downloaded whole") from e
+    with opened as f:
+        yield f
+
+
+def _read(opened: Any, file: Path, key: str) -> torch.Tensor:
+    try:
+        tensor: torch.Tensor = opened.get_tensor(key)
+    except (SafetensorError, RuntimeError, OSError) as e:
+        raise CheckpointError(f"{file}: {key} cannot be read: {e}; the file is damaged or of a newer format") from e
+    return tensor
 
 
 def _some(names: list[str], limit: int = 8) -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.config import AttentionConfig, LayerSpec, LinearConfig
+from hybridrt.config_json import NULL, check_fields, either, list_of, one_of
+from hybridrt.config_kinds import ATTENTION, COMMON, EPSILON, LAYERS, POSITIONS, ROPE, SIZE, STATE, TAPS, Kinds
 from hybridrt.errors import ConfigError
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
@@ -20,6 +22,18 @@ _COMMON = frozenset(
         "pad_token_id",
     }
 )  # fmt: skip
+KINDS: Kinds = {
+    **COMMON,
+    **ATTENTION,
+    "num_hidden_layers": LAYERS,
+    "sliding_window": POSITIONS,
+    "rope_theta": ROPE["rope_theta"],
+    **dict.fromkeys(("ssm_intermediate_size", "ssm_time_step_rank"), either(NULL, SIZE)),
+    "ssm_state_size": STATE,
+    "ssm_conv_kernel": TAPS,
+    "history_mode": either(one_of(*HISTORY_MODES), list_of(one_of(*HISTORY_MODES))),
+    "rms_norm_eps": EPSILON,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +114,14 @@ class SwaSsmConfig:
         }
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "SwaSsmConfig":
-        """From the object of a config.json. ConfigError if fields are missing or unknown."""
+    def from_json(cls, raw: Mapping[str, Any], file: Path = Path("config.json")) -> "SwaSsmConfig":
+        """From the object of a config.json, which is read from `file`. ConfigError if fields are missing, unknown or
+        out of bounds."""
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(raw) - known - _COMMON)
         if unknown:
             raise ConfigError(f"config.json of {ARCHITECTURE} holds {unknown}; known are {sorted(known)}")
+        check_fields(raw, KINDS, file)
         try:
             return cls(**{name: value for name, value in raw.items() if name in known})
         except TypeError as e:

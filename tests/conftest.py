@@ -60,7 +60,7 @@ def _interpreter_problem() -> str | None:
     return None
 
 
-@pytest.fixture(params=["torch", "triton", "triton-shuffled"])
+@pytest.fixture(params=["torch", "triton", pytest.param("triton-shuffled", marks=pytest.mark.slow)])
 def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Runs a test with the torch path of every operation, with the Triton kernels where they exist, and with these in
     a shuffled order of their programs (the interpreter runs one after another, which hides races)."""

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.engine import Engine, EngineLimits
+from hybridrt.engine.engine import Engine
+from hybridrt.engine.limits import EngineLimits
 from hybridrt.engine.request import RequestOutput
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.sampling_params import SamplingParams
@@ -16,6 +17,8 @@ EOS = 7
 
 class ByteTokenizer:
     """A token is a byte; ids from 256 on are special."""
+
+    characters_per_token = 1
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -11,7 +11,8 @@ from torch import Tensor
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.engine import Engine, EngineLimits
+from hybridrt.engine.engine import Engine
+from hybridrt.engine.limits import EngineLimits
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.runtime.build import Pools, Target, load_target, make_plan
 from hybridrt.runtime.model_runner import ModelRunner

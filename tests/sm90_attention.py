@@ -55,6 +55,7 @@ def attention(query_heads: int, kv_heads: int, dim: int, rot: int) -> None:
             int32(batch),
             scale=0.1,
             tree_mask=tree,
+            num_drafts=int32(batch) if tokens > 1 else None,
         )
     q, k = meta(8192, query_heads, dim), meta(8192, kv_heads, dim)
     # Long chunks, whose keys are gathered, short ones, and one so short that tiles are halved.

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
+from hybridrt.engine.around import derive_seed
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.engine import Engine, EngineLimits, derive_seed
+from hybridrt.engine.engine import Engine
+from hybridrt.engine.limits import EngineLimits
 from hybridrt.engine.request import RequestOutput
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.runtime.model_runner import ModelRunner

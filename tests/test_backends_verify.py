@@ -9,6 +9,7 @@ from torch import Tensor
 from hybridrt.errors import BackendError
 from tests.by_hand import ByHand, Row, assert_close
 from tests.checkpoints import VOCAB, Checkpoint, CheckpointStore, has_replay
+from tests.levels import sweep
 
 MODELS = (
     "falcon-norm_after_gate", "nemotron-one_group_biases", "qwen-unequal_head_dims", "jamba-dense",
@@ -68,7 +69,7 @@ def test_verify_equals_decodes_for_each_accepted_length(
         assert_close(hand.state(row, len(history)), plain.state(1, len(history)), 2e-4)
 
 
-@pytest.mark.parametrize(("name", "mode"), VERIFYING)
+@pytest.mark.parametrize(("name", "mode"), sweep(VERIFYING, 4))
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_sequence_of_steps(name: str, mode: str, checkpoints: CheckpointStore, data: st.DataObject) -> None:

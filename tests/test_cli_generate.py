@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import hybridrt
 from hybridrt import LLM, EngineConfig, SamplingParams
 from hybridrt.cli.app import app
-from hybridrt.cli.generate import sampling_params
 from hybridrt.cli.options import EngineOptions, SamplingOptions
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.request import RequestOutput
-from hybridrt.errors import CheckpointError, EngineError
+from hybridrt.errors import EngineError
 from hybridrt.runtime import build
 from hybridrt.runtime.model_runner import ModelRunner
 from tests.tiny import CHAT_TEMPLATE, write_tiny
@@ -28,7 +28,8 @@ COMMAND = "from hybridrt.cli import main; main()"
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), chat_template=CHAT_TEMPLATE)
+    path = tmp_path_factory.mktemp("tiny")
+    return write_tiny(path, chat_template=CHAT_TEMPLATE, generation={"do_sample": False})
 
 
 @pytest.fixture(scope="module")
@@ -297,33 +298,5 @@ def test_options_name_every_field_once_and_show_its_default() -> None:
 def test_help_and_version_need_no_torch() -> None:
     code = "import sys, hybridrt.cli.app; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
-    assert CliRunner().invoke(app, ["--version"]).stdout == "hybridrt 0.1.0\n"
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"hybridrt {hybridrt.__version__}\n"
     assert "inspect" in CliRunner().invoke(app, ["--help"]).stdout
-
-
-def write_generation(path: Path, text: str) -> Path:
-    (path / "generation_config.json").write_text(text)
-    return path
-
-
-def test_generation_config_sets_what_the_command_line_leaves_open(tmp_path: Path) -> None:
-    write_generation(
-        tmp_path, '{"do_sample": true, "temperature": 0.7, "top_p": 0.9, "max_new_tokens": 9, "top_k": null}'
-    )
-    assert sampling_params(tmp_path, {}) == SamplingParams(max_tokens=9, temperature=0.7, top_p=0.9)
-    assert sampling_params(tmp_path, {"top_p": 0.5}).top_p == 0.5
-    assert sampling_params(tmp_path, {"temperature": 0.0}).greedy
-
-
-def test_without_do_sample_decoding_is_greedy_unless_the_command_line_samples(tmp_path: Path) -> None:
-    assert sampling_params(tmp_path, {}).greedy
-    write_generation(tmp_path, '{"temperature": 0.7}')
-    assert sampling_params(tmp_path, {}).greedy
-    assert sampling_params(tmp_path, {"temperature": 0.3}).temperature == 0.3
-    assert sampling_params(tmp_path, {"top_k": 4}).temperature == 1.0
-
-
-def test_a_damaged_generation_config_is_named(tmp_path: Path) -> None:
-    write_generation(tmp_path, "{")
-    with pytest.raises(CheckpointError, match=r"generation_config.json is not valid JSON"):
-        sampling_params(tmp_path, {})

@@ -1,21 +1,24 @@
 """`hybridrt inspect` and `hybridrt doctor`: what they say is what the runtime does."""
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from typer.testing import CliRunner, Result
 
 from hybridrt import EngineConfig
 from hybridrt.cli import doctor as doctor_module
+from hybridrt.cli import tables
 from hybridrt.cli.app import app
 from hybridrt.cli.inspect import describe_model
-from hybridrt.cli.tables import bytes_text, ranges_text
+from hybridrt.cli.tables import bytes_text, count_text, ranges_text
 from hybridrt.hf_config import read_model_config
 from hybridrt.kernels import providers
-from hybridrt.runtime import build
+from hybridrt.runtime import build, fit
 from hybridrt.runtime.model_runner import ModelRunner
 from tests.checkpoints import Make, falcon, falcon_mamba, jamba, nemotron, qwen
 from tests.tiny import write_tiny
@@ -97,13 +100,47 @@ def test_inspect_loads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_memory_too_small_is_said_and_the_layers_are_shown(
     model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "free_host_memory", lambda: 4096)
-    result = run("inspect", str(model[0]), "--device", "cpu")
+    free = build.weight_bytes(ModelRunner(EngineConfig(str(model[0]), load_format="dummy", **SMALL)).model) + 400_000
+    monkeypatch.setattr(fit, "free_host_memory", lambda: free)
+    result = run("inspect", str(model[0]), "--device", "cpu", "--max-running-requests", "4096")
     assert result.exit_code == 0
     assert model[1] in result.stdout
-    assert "No memory plan: the pools' budget" in " ".join(result.stdout.split())
-    report = json.loads(run("inspect", str(model[0]), "--device", "cpu", "--json").stdout)
+    assert "Does not fit: the pools' budget" in " ".join(result.stdout.split())
+    arguments = ("--device", "cpu", "--max-running-requests", "4096", "--json")
+    report = json.loads(run("inspect", str(model[0]), *arguments).stdout)
     assert report["plan"] is None and "budget" in report["plan_error"]
+    assert (report["fits"], report["free_bytes"]) == (False, free)
+
+
+def test_weights_that_do_not_fit_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "free_host_memory", lambda: 23 * 2**30)
+    model = str(Path(__file__).parents[1] / "benchmarks" / "configs" / "qwen3-next-12l")
+    text = " ".join(run("inspect", model, "--device", "cpu").stdout.split())
+    assert 'Does not fit: the weights need 76.69 GiB, and cpu has 23.00 GiB for them; use dtype="bfloat16"' in text
+    assert "Memory plan" not in text
+
+
+def test_what_fits_is_said_beside_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools get a share of what the weights leave, not of what is free before they are loaded."""
+    model = str(write_tiny(tmp_path))
+    monkeypatch.setattr(fit, "free_host_memory", lambda: 2**25)
+    report = json.loads(run("inspect", model, "--device", "cpu", "--json").stdout)
+    assert report["plan"]["budget_bytes"] == (2**25 - report["weight_bytes"]) // 4
+    assert f"of {bytes_text(2**25)} that cpu has" in run("inspect", model, "--device", "cpu").stdout
+
+
+@pytest.mark.parametrize("width", [60, 200])
+@pytest.mark.parametrize("arguments", [("inspect",), ("doctor",)])
+def test_tables_break_no_word(arguments: tuple[str, ...], width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "PIPED_WIDTH", width)
+    lines = run(*arguments).stdout.splitlines()
+    assert max(map(len, lines)) <= width
+    words = " ".join(lines).split()
+    expected = {
+        "inspect": ("feed-forward", "state/request", "attention", "backend"),
+        "doctor": ("recurrent_gated_delta_rule,", "router_sigmoid_grouped,", "flash-linear-attention", "operations"),
+    }[arguments[0]]
+    assert [word for word in expected if word not in words] == []
 
 
 def test_two_attention_backends_are_both_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +168,7 @@ def test_doctor_names_the_provider_of_every_operation() -> None:
         (row.op, row.device) for row in providers.report(devices)
     ]
     assert all(row["picked"] == "torch" for row in report["operations"] if row["device"] == "cpu")
-    assert report["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(report["versions"]["torch"])  # which may name its build too: 2.15.0+cu132
     assert "torch" in report["attention_backends"]
 
 
@@ -139,14 +176,44 @@ def test_doctor_says_why_a_provider_is_not_used(monkeypatch: pytest.MonkeyPatch)
     rows = [providers.ReportRow("rms_norm", "cpu", "torch", {"flashinfer": "not installed: pip install 'hybridrt[x]'"})]
     monkeypatch.setattr(providers, "report", lambda devices: rows)
     text = run("doctor").stdout
-    assert "flashinfer not installed: pip install 'hybridrt[x]'" in text
+    assert "flashinfer: not installed: pip install 'hybridrt[x]'" in text
     assert "cores in use" in text
+
+
+def test_doctor_has_one_row_for_operations_with_one_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation is still found under the provider that serves it."""
+    operations = doctor_module.examine().operations
+    text = run("doctor").stdout.split("Operations", 1)[1]
+    assert all(row.op in text for row in operations)
+    groups = {(row.device, row.picked, tuple(row.others.items())) for row in operations}
+    providers_named = [line for line in text.splitlines() if line.startswith(("torch", "triton", "none"))]
+    assert len(providers_named) == len(groups) <= len(operations) / 3 or torch.cuda.is_available()
 
 
 def test_doctor_lists_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_module, "PACKAGES", ("torch", "no-such-distribution"))
     versions = doctor_module.examine().versions
     assert versions["torch"] and versions["no-such-distribution"] is None
+
+
+def test_doctor_warns_of_versions_beyond_the_tested_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = ["torch<2.16,>=2.11", 'flashinfer-python<0.8,>=0.6.12; extra == "flashinfer"', "numpy>=1.26"]
+    inside = {"torch": "2.15.1+cpu", "flashinfer-python": None, "numpy": "9.0"}
+    assert doctor_module.untested(inside, bounds) == []
+    beyond = doctor_module.untested({"torch": "2.16.0", "flashinfer-python": "0.8.0"}, bounds)
+    assert [line.split(" is untested")[0] for line in beyond] == ["torch 2.16.0", "flashinfer-python 0.8.0"]
+    monkeypatch.setattr(doctor_module, "_requirements", lambda: ["torch<1"])
+    assert f"torch {torch.__version__} is untested" in " ".join(run("doctor").stdout.split())
+    assert len(json.loads(run("doctor", "--json").stdout)["warnings"]) == 1
+
+
+def test_every_package_with_bounds_is_examined() -> None:
+    """doctor compares by name: a requirement that it knows by another name would never be checked."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    requirements = [Requirement(line) for line in lines]
+    bounded = {r.name for r in requirements if any(s.operator == "<" for s in r.specifier)}
+    assert {"torch", "triton", "transformers", "flashinfer-python"} <= bounded <= set(doctor_module.examine().versions)
 
 
 def test_a_wrong_override_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +232,14 @@ def test_a_wrong_override_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_bytes_read_as_people_write_them(count: int, text: str) -> None:
     assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(7, "7"), (999, "999"), (1234, "1.23 K"), (5_730_000, "5.73 M"), (999_999, "1 M"), (2 * 10**16, "20000 T")],
+)
+def test_counts_of_parameters_read_as_people_write_them(count: int, text: str) -> None:
+    assert count_text(count) == text
 
 
 def test_ranges_collapse_neighbours() -> None:

@@ -224,3 +224,16 @@ def test_any_section_arrives_once(data: st.DataObject) -> None:
                 got[read.destination :][: read.nbytes] = held(source, prefill)[read.source :][: read.nbytes]
                 writes += read.nbytes
         assert torch.equal(got, expected) and writes == len(expected)
+
+
+@pytest.mark.parametrize("state", [0, 1024])
+def test_every_part_of_the_conv_is_read_also_where_the_state_has_no_bytes(state: int) -> None:
+    parts = (48, 8, 8)
+    info = MambaConvSplitInfo(3, parts, 2, (384, state))
+    assert info.remote_conv_offsets(1, 2) == [(288, 288), (624, 48), (720, 48)]
+    assert info.remote_conv_offsets(1, -2) == [(0, 144), (144, 24), (168, 24)]
+    assert info.write_offsets(1, -2) == [144, 312, 360]
+    assert info.remote_temporal_offset(1, 2) == (768 + state, state)
+    assert info.remote_temporal_offset(1, -2) == (192, state // 2)
+    assert info.temporal_write_offset(1, -2) == 384 + state // 2
+    assert len(info.reads(1, 2)) == 3 + bool(state)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrt.engine.detokenizer import Detokenizer
+from hybridrt.engine.stop_strings import StopStrings
 from hybridrt.engine.tokenizer import HFTokenizer, load_tokenizer
 from hybridrt.errors import CheckpointError
 from tests.engine_harness import ByteTokenizer
@@ -18,6 +19,7 @@ TEXT = "a ba\N{GREEK SMALL LETTER PI} \N{EURO SIGN}\N{GRINNING FACE}b"
 class WordTokenizer:
     """Ids are words, joined by spaces, as sentencepiece does: the first word of what is decoded has no space."""
 
+    characters_per_token = 4
     words = ("the", "cat", "sat", "", "<s>")
 
     def encode(self, text: str) -> list[int]:
@@ -95,21 +97,21 @@ def test_tokens_without_text_do_not_lose_the_space_after_them() -> None:
 
 
 def test_a_stop_string_across_tokens_cuts_before_its_first_match() -> None:
-    detokenizer = Detokenizer(ByteTokenizer(), [65], stop=["END", "Nothing"])
+    detokenizer = Detokenizer(ByteTokenizer(), [65], stop=StopStrings(["END", "Nothing"]))
     taken = take_until_stopped(detokenizer, b"so it ENENDs")
     assert (taken, detokenizer.text) == (11, "so it EN")
     assert not detokenizer.finish() and detokenizer.text == "so it EN"
 
 
 def test_the_first_of_several_stop_strings_wins() -> None:
-    detokenizer = Detokenizer(ByteTokenizer(), [65], stop=["cd", "bcd"])
+    detokenizer = Detokenizer(ByteTokenizer(), [65], stop=StopStrings(["cd", "bcd"]))
     for token in b"abcd":
         detokenizer.append(token)
     assert detokenizer.finish() and detokenizer.text == "a"
 
 
 def test_a_possible_stop_string_is_held_back_until_it_is_none() -> None:
-    detokenizer = Detokenizer(ByteTokenizer(), [65], stop=["END", "DO"])
+    detokenizer = Detokenizer(ByteTokenizer(), [65], stop=StopStrings(["END", "DO"]))
     assert feed(detokenizer, b"E.ENxEN") == ["", "E.", "E.", "E.", "E.ENx", "E.ENx", "E.ENx"]
     detokenizer.finish()
     assert detokenizer.text == "E.ENxEN", "the end of the text releases it"
@@ -117,7 +119,7 @@ def test_a_possible_stop_string_is_held_back_until_it_is_none() -> None:
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_stopping_agrees_with_a_search_of_the_whole_text(text: str, stops: list[str]) -> None:
-    detokenizer = Detokenizer(ByteTokenizer(), [65], stop=stops)
+    detokenizer = Detokenizer(ByteTokenizer(), [65], stop=StopStrings(stops))
     seen = text[: take_until_stopped(detokenizer, text.encode())]
     cuts = [seen.index(s) for s in stops if s in seen]
     assert detokenizer.text == (seen[: min(cuts)] if cuts else text)
@@ -129,7 +131,7 @@ def test_a_stop_string_hidden_behind_an_unfinished_character_is_found_at_the_end
         def decode(self, token_ids: Sequence[int]) -> str:
             return b"".join([b"END\xe2", b"A"][t] for t in token_ids).decode(errors="replace")
 
-    detokenizer = Detokenizer(Pairs(), [1], stop=["END"])
+    detokenizer = Detokenizer(Pairs(), [1], stop=StopStrings(["END"]))
     detokenizer.append(0)
     assert not detokenizer.advance()
     assert detokenizer.finish() and detokenizer.text == ""

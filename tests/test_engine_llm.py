@@ -13,51 +13,9 @@ from hybridrt.engine import llm as llm_module
 from hybridrt.engine.llm import LLM
 from hybridrt.errors import EngineError, HybridrtError, MemoryBudgetError, RequestError
 from hybridrt.sampling_params import SamplingParams
-from tests.engine_harness import EOS, ByteTokenizer
-from tests.mock_executor import MockExecutor, tokens_alone
-
-VOCAB = 256
-FIVE = SamplingParams(max_tokens=5, ignore_eos=True, seed=1)
-
-
-class FakeRunner(MockExecutor):
-    """What LLM expects of hybridrt.runtime.model_runner.ModelRunner."""
-
-    device = torch.device("cuda")  # never touched: says that steps run while the host goes on
-
-    def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
-        rows = config.max_running_requests or 4
-        super().__init__(num_rows=rows, num_slots=rows, num_pages=32, page_size=4, vocab=VOCAB, late=1)
-        self.model_path = config.model
-        self.model_config = SimpleNamespace(vocab_size=VOCAB, eos_token_ids=(EOS,))
-        self.plan = SimpleNamespace(
-            num_rows=rows, num_slots=rows, num_pages=32, page_size=4, demand=None,
-            max_model_len=config.max_model_len or 64,
-        )  # fmt: skip
-
-
-def make(monkeypatch: pytest.MonkeyPatch, tokenizer: Any = None, **config: Any) -> tuple[LLM, FakeRunner]:
-    runners: list[FakeRunner] = []
-
-    def build(config: EngineConfig, **kwargs: Any) -> FakeRunner:
-        runners.append(FakeRunner(config, **kwargs))
-        return runners[0]
-
-    def split(config: EngineConfig, **kwargs: Any) -> SimpleNamespace:
-        return SimpleNamespace(runner=build(config, **kwargs), close=lambda: None)
-
-    monkeypatch.setattr(llm_module, "ModelRunner", build)
-    monkeypatch.setattr(llm_module, "TensorParallelExecutor", split)
-    monkeypatch.setattr(llm_module, "load_tokenizer", lambda path: tokenizer)
-    return LLM("somewhere", **config), runners[0]
-
-
-def assert_clean(llm: LLM) -> None:
-    counters = llm.engine.counters()
-    assert not llm.engine.has_unfinished()
-    assert (counters.running, counters.waiting, counters.free_pages) == (0, 0, 32)
-    assert counters.free_rows == counters.free_slots == llm.plan.num_rows
-    assert not llm._inboxes
+from tests.engine_harness import ByteTokenizer
+from tests.fake_llm import FIVE, VOCAB, FakeRunner, assert_clean, make
+from tests.mock_executor import tokens_alone
 
 
 def test_signature_has_the_fields_of_engine_config_as_keywords() -> None:
@@ -100,7 +58,7 @@ def test_every_argument_reaches_the_config(monkeypatch: pytest.MonkeyPatch) -> N
 def test_prompts_may_be_one_or_several(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = make(monkeypatch, ByteTokenizer())
     want = tokens_alone(b"ab", 1, 5, VOCAB)
-    for prompts in ("ab", [97, 98], ["ab"], [[97, 98]], ((97, 98),), [b"ab"]):
+    for prompts in ("ab", [97, 98], ["ab"], [[97, 98]], ((97, 98),), [(97, 98)]):
         (output,) = llm.generate(prompts, FIVE)  # type: ignore[arg-type]
         assert output.token_ids == want and output.prompt_token_ids == [97, 98]
         assert output.text == ByteTokenizer().decode(want).rstrip("\N{REPLACEMENT CHARACTER}")
@@ -179,6 +137,8 @@ def test_closing_a_stream_early_aborts_its_request(monkeypatch: pytest.MonkeyPat
     next(deltas), next(deltas)
     assert llm.engine.counters().running == 1
     deltas.close()  # type: ignore[attr-defined]
+    assert llm.engine.counters().running == 1, "closing leaves a mark; the engine's next step frees"
+    llm.engine.drain()
     assert llm.engine.counters().aborted == 1
     assert_clean(llm)
 
@@ -202,6 +162,7 @@ def test_a_paused_stream_loses_nothing_to_other_calls(monkeypatch: pytest.Monkey
     rest = [t for delta in stream for t in delta.token_ids]
     assert first.token_ids + rest == tokens_alone([7], 3, 9, VOCAB)
     other.close()  # type: ignore[attr-defined]
+    llm.engine.drain()
     assert_clean(llm)
 
 
@@ -210,19 +171,19 @@ def test_an_interrupt_aborts_this_calls_requests_and_is_raised(monkeypatch: pyte
         llm, runner = make(monkeypatch, max_running_requests=2)
         other = llm.stream([9], SamplingParams(max_tokens=20, ignore_eos=True, seed=3))
         next(other)
-        step = llm.engine.step
+        step = llm.engine.run_step
 
-        def interrupted(step: Any = step, where: str = where, runner: FakeRunner = runner) -> list:
+        def interrupted(step: Any = step, where: str = where, runner: FakeRunner = runner) -> None:
             if len(runner.plans) == 5:
                 if where == "launch":
                     raise KeyboardInterrupt
                 runner.interrupt = KeyboardInterrupt()
-            return step()
+            step()
 
-        monkeypatch.setattr(llm.engine, "step", interrupted)
+        monkeypatch.setattr(llm.engine, "run_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[1], [2], [3]], SamplingParams(max_tokens=30, ignore_eos=True))
-        monkeypatch.setattr(llm.engine, "step", step)
+        monkeypatch.setattr(llm.engine, "run_step", step)
         assert llm.engine.counters().aborted == 3 and llm.engine.counters().waiting == 0
         assert sum(len(d.token_ids) for d in other) >= 15, "another call's request goes on"
         assert_clean(llm)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.engine.engine import derive_seed
+from hybridrt.engine.around import derive_seed
 from hybridrt.errors import RequestError, TransferError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.sampling_params import SamplingParams
@@ -33,7 +33,7 @@ class Source:
 
     def deliver(self, request_id: str, offset: int = 0) -> None:
         tokens = self.prompts.pop(request_id)
-        self.elsewhere.engine.add_request(tokens, SamplingParams(max_tokens=1), export_to=offset)
+        self.elsewhere.engine.add_request(tokens, SamplingParams(max_tokens=1), export_to=range(offset, offset + 1))
         self.elsewhere.run()
         self.rig.executor.arena[offset] = self.elsewhere.executor.arena[offset]
         self.rig.engine.start(request_id, PrefixMatch(len(tokens), staged=offset))
@@ -157,7 +157,7 @@ def test_any_order_of_events(
             ended.add(request_id)
             rig.engine.abort(request_id) if event == "abort" else rig.engine.fail(request_id, TransferError("lost"))
     for number, request_id in enumerate(list(source.prompts)):
-        source.deliver(request_id, offset=-1 - number)
+        source.deliver(request_id, offset=len(events) + number)
     rig.run()
     for request_id, prompt in prompts.items():
         output = rig.outputs[request_id, 0]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hybridrt.engine.engine import derive_seed
+from hybridrt.engine.around import derive_seed
 from hybridrt.errors import EngineError, MemoryBudgetError, RequestError
 from hybridrt.sampling_params import SamplingParams
 from tests.engine_harness import EOS, VOCAB, ByteTokenizer, Rig

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen, conv_window
+from tests.levels import sweep
 from tests.mamba2_oracle import changed_rows, close, conv_loop, int32, poisoned, same_bytes
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -47,7 +48,7 @@ class Requests:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("taps", "width"), [(2, 2), (3, 4), (4, 4), (4, 16)])
+@pytest.mark.parametrize(("taps", "width"), sweep([(2, 2), (3, 4), (4, 4), (4, 16)], 3))
 @pytest.mark.parametrize("separate", [False, True])
 def test_varlen_equals_loop(dtype: torch.dtype, taps: int, width: int, separate: bool) -> None:
     requests = Requests([0, 1, 2, 9, 1000, 3, 0, 5], [1, 2, 63, 3, 17, 1, 5, 0], taps, width, dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
+from tests.levels import sweep
 from tests.mamba2_oracle import ScanInputs, changed_rows, close, int32, poisoned, scan_inputs, scan_loop
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -57,7 +58,7 @@ def test_plan_of_rows_without_tokens() -> None:
     assert plan_chunks([], [], 4).max_chunks_per_seq == 0
 
 
-@pytest.mark.parametrize(("groups", "chunk_size"), [(1, 16), (2, 16), (4, 7), (2, 256)])
+@pytest.mark.parametrize(("groups", "chunk_size"), sweep([(1, 16), (2, 16), (4, 7), (2, 256)], 2))
 @pytest.mark.parametrize("separate", [False, True])
 def test_scan_equals_loop(groups: int, chunk_size: int, separate: bool) -> None:
     torch.manual_seed(groups)
@@ -108,7 +109,7 @@ def test_half_precision(dtype: torch.dtype, provider: str) -> None:
     close(states[2], after[-1], 1e-2)
 
 
-@pytest.mark.parametrize("split", [1, 7, 16, 23, 31, 32, 49])
+@pytest.mark.parametrize("split", sweep([1, 7, 16, 23, 31, 32, 49], 3))
 def test_two_steps_equal_one(split: int) -> None:
     torch.manual_seed(1)
     inputs = scan_inputs(50)

@@ -4,9 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import triton
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
 
 
 def test_kernels_fit_a_multiprocessor_of_sm90() -> None:

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from hybridrt.kernels.moe import fused_experts, router_sigmoid_grouped, router_softmax
+from tests.levels import sweep
 
 pytestmark = pytest.mark.usefixtures("provider")
 DTYPES = [torch.float32, torch.float16]
@@ -102,7 +103,7 @@ def slow_experts(x, w_up, w_down, weights, ids, activation, gated):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 9, 40])
+@pytest.mark.parametrize("tokens", sweep([1, 9, 40], 2))
 @pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2", False), ("silu", False), ("relu2", True)])
 def test_experts_with_padding_and_experts_that_nobody_chose(dtype, tokens, activation, gated):
     torch.manual_seed(0)

@@ -4,7 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
 KERNELS = ROOT / "hybridrt" / "kernels"
 
 

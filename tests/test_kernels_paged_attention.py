@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from hybridrt.errors import ConfigError
 from hybridrt.kernels.paged_attention import attention_decode, attention_extend, write_kv
+from tests.levels import sweep
 
 pytestmark = pytest.mark.usefixtures("provider")
 PAGE, HEAD_DIM, MAX_CONTEXT = 4, 8, 24
@@ -11,12 +13,11 @@ SCALE = 0.3
 
 
 class Cache:
-    """Requests of the given lengths in scattered pages; every slot that holds no token of theirs is NaN."""
+    """Requests of the given lengths in scattered pages; every slot without a token of theirs is NaN, scratch too."""
 
     def __init__(self, lengths, kv_heads=2, dtype=torch.float32, max_context=MAX_CONTEXT):
         pages = 1 + max_context // PAGE * len(lengths) + 3
         self.k, self.v = (torch.full((pages, PAGE, kv_heads, HEAD_DIM), torch.nan, dtype=dtype) for _ in range(2))
-        self.k[0], self.v[0] = 1.0, 1.0
         self.table = torch.zeros(len(lengths) + 3, max_context, dtype=torch.int32)
         self.rows = torch.randperm(len(lengths) + 2)[: len(lengths)].int() + 1
         self.keys, self.values = [], []
@@ -95,6 +96,50 @@ def test_decode_leaves_its_result_where_it_is_told(tokens, context):
     assert torch.equal(place, attention_decode(*arguments, scale=SCALE))
 
 
+@pytest.mark.parametrize("sliding_window", [None, 5])
+@pytest.mark.parametrize("tree", [False, True])
+def test_keys_of_padding_drafts_are_not_read(tree, sliding_window):
+    """Where they would stand, a row has another's keys or none: NaN here."""
+    torch.manual_seed(0)
+    cache, tokens, drafts = Cache([9, 4, 5]), 4, [0, 2, 3]
+    q = torch.randn(3, tokens, 4, HEAD_DIM)
+    seq_lens = torch.tensor([length + tokens - 1 - n for length, n in zip([9, 4, 5], drafts, strict=True)])
+    mask = torch.ones(3, tokens, tokens, dtype=torch.bool).tril() if tree else None
+    out = attention_decode(
+        q, cache.k, cache.v, cache.table, cache.rows, seq_lens.int(), scale=SCALE, sliding_window=sliding_window,
+        tree_mask=mask, num_drafts=torch.tensor(drafts, dtype=torch.int32),
+    )  # fmt: skip
+    assert out.isfinite().all()
+    for b, (length, n) in enumerate(zip([9, 4, 5], drafts, strict=True)):
+        for t in range(n + 1):
+            visible = window(length - n - 1 + t, sliding_window)
+            close(out[b, t], slow_attention(q[b, t], cache.keys[b], cache.values[b], visible))
+
+
+def test_padding_is_not_written():
+    cache = Cache([5])
+    before = cache.k.clone(), cache.v.clone()
+    k, v = torch.randn(2, 3, 2, HEAD_DIM)
+    k[[0, 2]], v[[0, 2]] = torch.inf, torch.inf
+    slot = int(cache.table[cache.rows[0], 2])
+    write_kv(k, v, cache.k, cache.v, torch.tensor([0, slot, 0], dtype=torch.int32))
+    for now, old, new in zip((cache.k, cache.v), before, (k, v), strict=True):
+        assert torch.equal(now.view(-1, 2, HEAD_DIM)[slot], new[1])
+        now.view(-1, 2, HEAD_DIM)[slot] = old.view(-1, 2, HEAD_DIM)[slot]
+        assert torch.equal(now.nan_to_num(), old.nan_to_num()) and not now.isinf().any()
+
+
+def test_places_that_one_distance_does_not_describe_are_refused():
+    from hybridrt.kernels.paged_attention_triton import attention_decode_triton
+
+    cache, q, seq_lens = Cache([9, 7]), torch.randn(2, 2, 4, HEAD_DIM), torch.tensor([9, 7])
+    arguments = (q, cache.k, cache.v, cache.table, cache.rows, seq_lens)
+    for place in (torch.zeros(2, 3, 4, HEAD_DIM)[:, :2], torch.zeros(2, 2, 4, HEAD_DIM + 1)[..., 1:]):
+        with pytest.raises(ConfigError, match="contiguous"):
+            attention_decode_triton(*arguments, scale=SCALE, out=place)
+        assert not place.any()
+
+
 @pytest.mark.parametrize("sliding_window", [None, 2])
 def test_a_tree_s_nodes_see_the_prefix_and_their_ancestors(sliding_window):
     torch.manual_seed(0)
@@ -150,7 +195,7 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize("sliding_window", [None, 20])
-@pytest.mark.parametrize(("multiprocessors", "long"), [(1, 4096), (1, 32), (12, 128), (100, 4096)])
+@pytest.mark.parametrize(("multiprocessors", "long"), sweep([(1, 4096), (1, 32), (12, 128), (100, 4096)], 2))
 def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, sliding_window, multiprocessors, long):
     """A device that is full or not, contexts that are long for it or not."""
     from hybridrt.kernels import paged_attention_triton

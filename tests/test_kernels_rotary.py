@@ -63,12 +63,22 @@ def test_rotated_keys_and_values_land_in_their_slots(normed, rot):
     want_q, want_k = qk_norm_rotary_reference(q, k, positions, table(10, rot), *weights, 1e-6)
     want_v = v.clone()
     k_cache, v_cache = (torch.full((3, 8, 2, 12), torch.nan) for _ in range(2))
-    slots = torch.tensor([17, 3, 8, 21], dtype=torch.int32)
+    slots = torch.tensor([17, 11, 8, 21], dtype=torch.int32)
     got = rotary_write_kv(q, k, v, positions, table(10, rot), *weights, 1e-6, k_cache, v_cache, slots)
     torch.testing.assert_close(got, want_q)
     torch.testing.assert_close(k_cache.view(-1, 2, 12)[slots], want_k)
     assert torch.equal(v_cache.view(-1, 2, 12)[slots], want_v)
     assert int(k_cache.isnan().sum()) == int(v_cache.isnan().sum()) == (24 - 4) * 2 * 12
+
+
+def test_keys_and_values_of_padding_are_not_written():
+    q, k, v = torch.randn(2, 3, 12), torch.full((2, 2, 12), torch.nan), torch.full((2, 2, 12), torch.nan)
+    k[1] = v[1] = 1.0
+    k_cache, v_cache = torch.zeros(2, 3, 8, 2, 12)
+    slots, positions = torch.tensor([0, 9], dtype=torch.int32), torch.tensor([1, 0])
+    rotary_write_kv(q, k, v, positions, table(10, 8), None, None, 1e-6, k_cache, v_cache, slots)
+    for cache in (k_cache, v_cache):
+        assert not cache[0].any() and cache.isfinite().all() and cache.view(-1, 2, 12)[9].all()
 
 
 def test_no_tokens():

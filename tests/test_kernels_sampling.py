@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hybridrt.kernels.sampling import (
+    MIN_TEMPERATURE,
     STREAM_TOKEN,
     Penalties,
     filtered_logits,
@@ -18,6 +19,7 @@ from hybridrt.kernels.sampling import (
     uniform,
     uniform_reference,
 )
+from hybridrt.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("provider")
 MASK = 2**64 - 1
@@ -262,6 +264,41 @@ def test_greedy_takes_the_first_of_equals():
     assert greedy(torch.tensor([[0.0, 2.0, 2.0], [-torch.inf, -torch.inf, -1.0]])).tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("setting", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 3, "top_p": 0.5}])
+def test_a_temperature_too_small_for_float32_is_greedy(setting):
+    """Logits over 1e-45 are infinite: infinite ones, and their differences, are no draw."""
+    torch.manual_seed(0)
+    temperature = torch.tensor([0.0, 1e-45, 1e-38, 1e-30, 0.99e-5, 1e-5, 3e38])
+    rows = len(temperature)
+    logits = torch.randn(rows, 130).mul(20).index_fill(1, torch.tensor([77]), 100.0)
+    logits[:, 5] = -1e30
+    penalties = Penalties(
+        repetition=torch.full((rows,), 0.01), presence=torch.zeros(rows), frequency=torch.zeros(rows),
+        output_counts=torch.zeros(rows, 130, dtype=torch.int32), prompt_mask=torch.ones(rows, 130, dtype=torch.bool),
+    )  # fmt: skip
+    arguments = {"temperature": temperature, **batch_settings([setting] * rows)}
+    for more in ({}, {"penalties": penalties}):
+        filtered = filtered_logits(logits, **arguments, **more)
+        assert not filtered.isnan().any() and not (filtered == torch.inf).any()
+        assert filtered[:-1].argmax(-1).tolist() == [77] * (rows - 1)
+        tokens = sample(logits, seeds=torch.arange(rows), indices=torch.arange(rows), **arguments, **more)
+        assert tokens[:-1].tolist() == [77] * (rows - 1) and int(tokens[-1]) in range(130)
+
+
+@pytest.mark.parametrize("below", [0.0, 1e-46, 1e-45, 1e-38, 9e-6])
+def test_rows_of_a_tiny_temperature_draw_what_greedy_takes(below):
+    torch.manual_seed(1)
+    logits = torch.randn(8, 200)  # close neighbours: noise would change some of them
+    keys = torch.arange(8)
+    drawn = sample(logits, temperature=torch.full((8,), below), seeds=keys, indices=keys)
+    assert torch.equal(drawn, greedy(logits))
+
+
+def test_the_requests_and_the_kernels_agree_on_what_is_greedy():
+    assert SamplingParams(temperature=0.99 * MIN_TEMPERATURE).greedy
+    assert not SamplingParams(temperature=MIN_TEMPERATURE).greedy
+
+
 @pytest.mark.parametrize("setting", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}])
 def test_draws_follow_the_distribution(setting):
     torch.manual_seed(0)
@@ -346,7 +383,33 @@ def test_greedy_ties_across_blocks(small_blocks, monkeypatch, multiprocessors):
     logits = torch.zeros(2, 300)
     logits[0, [70, 130, 290]] = 1.0
     logits[1] = -torch.inf
-    assert greedy(logits).tolist() == [70, 0]
+    assert greedy(logits).tolist() == [70, -1]  # nothing of the second row is allowed
+
+
+FILTERS = {"top_k": torch.tensor([3], dtype=torch.int32), "top_p": torch.tensor([0.8]), "min_p": torch.tensor([0.1])}
+
+
+@pytest.mark.parametrize("filters", [(), ("top_k",), ("top_k", "top_p"), ("min_p",)])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("multiprocessors", [1, 8])
+def test_logits_that_are_not_finite_give_no_token(small_blocks, monkeypatch, multiprocessors, value, filters):
+    """A NaN or infinity anywhere; -infinity only everywhere. The row beside it draws what it draws alone."""
+    from hybridrt.kernels import sampling_triton
+
+    monkeypatch.setattr(sampling_triton, "multiprocessors", lambda device: multiprocessors)
+    torch.manual_seed(0)
+    logits = torch.randn(3, 300)
+    logits[2, ::2] = -torch.inf
+    sound = logits.clone()
+    logits[1, slice(None) if value == -torch.inf else 200] = value
+    assert greedy(logits).tolist() == [int(sound[0].argmax()), -1, int(sound[2].argmax())]
+    for temperature in (0.0, 1.0):
+        arguments = {"temperature": torch.full((3,), temperature), "seeds": torch.arange(3), "indices": torch.arange(3)}
+        arguments |= {name: FILTERS[name].expand(3).contiguous() for name in filters}
+        drawn = sample(logits, **arguments)
+        assert drawn[1] == -1 and drawn[[0, 2]].tolist() == sample(sound, **arguments)[[0, 2]].tolist()
+    if value != -torch.inf:
+        assert token_logprobs(logits, torch.tensor([1, -1, 1]), 2)[0][[0, 2]].isfinite().all()
 
 
 def test_a_tiny_uniform_wins_only_as_much_as_it_should():

@@ -19,10 +19,13 @@ def make(bias: bool = False, tp: TPGroup | None = None) -> RowLinear:
     return linear
 
 
-def test_neighbouring_columns_are_joined_without_a_copy() -> None:
-    attn, ssm = make().places(torch.empty(3, 1, dtype=torch.float16))
-    assert attn.shape == (3, 4) and ssm.shape == (3, 6) and ssm.dtype == torch.float16
-    joined = side_by_side(attn.fill_(1), ssm.fill_(2))
+@pytest.mark.parametrize("rows", [3, 1])
+def test_neighbouring_columns_are_joined_without_a_copy(rows: int) -> None:
+    attn, ssm = make().places(torch.empty(rows, 1, dtype=torch.float16))
+    assert attn.shape == (rows, 4) and ssm.shape == (rows, 6) and ssm.dtype == torch.float16
+    # Reshaped, a single row says of its stride what it likes.
+    joined = side_by_side(attn.fill_(1).reshape(rows, -1), ssm.fill_(2).reshape(rows, -1))
+    assert joined.stride() == (10, 1)
     assert joined.data_ptr() == attn.data_ptr() and joined[:, :4].eq(1).all() and joined[:, 4:].eq(2).all()
 
 

@@ -260,8 +260,8 @@ def test_a_head_that_differs_is_not_tied(copy_of: Callable[[str], Path]) -> None
     assert torch.equal(model.logits(torch.eye(32)), head.T)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
-def test_weights_of_integers_are_refused(dtype: torch.dtype, copy_of: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_quantised_weights_are_refused(dtype: torch.dtype, copy_of: Callable[[str], Path]) -> None:
     """A quantised checkpoint without its scales would load as noise."""
     path = copy_of("falcon-plain")
     edit(path, lambda t: t.update({"model.layers.0.mamba.D": t["model.layers.0.mamba.D"].to(dtype)}))

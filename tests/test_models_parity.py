@@ -16,6 +16,7 @@ from hybridrt.errors import ConfigError
 from hybridrt.layers import linear
 from hybridrt.mem_cache.page_demand import PageDemand
 from tests.checkpoints import CASES, VOCAB, Checkpoint, CheckpointStore, has_replay
+from tests.levels import sweep
 from tests.session import Session, budget, check_sample
 
 STEPS = 64
@@ -47,7 +48,7 @@ def requests(*lengths: int, steps: int = STEPS) -> list[tuple[list[int], int]]:
     return [(prompt, steps) for prompt in prompts(*lengths)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, 2))
 def test_ragged_batch(name: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole prompts of several lengths in one step, whose products end with the residual, then decode steps, whose
     products do not."""
@@ -59,7 +60,7 @@ def test_ragged_batch(name: str, checkpoints: CheckpointStore, monkeypatch: pyte
         check_sample(checkpoint, sample, name)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, 3))
 def test_chunks_mixed_batches_and_retraction(name: str, checkpoints: CheckpointStore) -> None:
     """Arrivals one after the other, chunks of 7 tokens, and KV for one or two requests out of three."""
     checkpoint = checkpoints[name]
@@ -99,12 +100,13 @@ def test_parallel_branches_leave_their_results_side_by_side(
     monkeypatch.setattr(linear, "side_by_side", noting)
     for speculative in (None, SpeculativeConfig("ngram", num_draft_tokens=2)):
         session = Session(checkpoints[name].path, state_mode=state_mode, speculative=speculative)
-        session.run(requests(9, 5, steps=6))
-        assert session.num_mixed() == 0
+        for lengths in ((9, 5), (9,)):
+            session.run(requests(*lengths, steps=6))
+            assert session.num_mixed() == 0
     assert joined and all(joined)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 15, 16, 17, 31, 50])
+@pytest.mark.parametrize("chunk", sweep([1, 2, 3, 15, 16, 17, 31, 50], 4))
 @pytest.mark.parametrize("name", BASES)
 def test_any_chunk_size(name: str, chunk: int, checkpoints: CheckpointStore) -> None:
     """Chunks below, at and above the conv's taps and the scan's own chunk (16 tokens; 64 for the delta rule)."""

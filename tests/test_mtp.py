@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.distributed.groups import TPGroup
-from hybridrt.engine.engine import derive_seed
+from hybridrt.engine.around import derive_seed
 from hybridrt.engine.request import RequestOutput
 from hybridrt.errors import CheckpointError, ConfigError
 from hybridrt.models.loader import LoadReport, load_weights

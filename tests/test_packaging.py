@@ -1,14 +1,20 @@
-"""The wheel holds the whole package, and a checkout works whichever way the package was installed."""
+"""The wheel holds the whole package, the source distribution also what its tests read, and a checkout works whichever
+way the package was installed."""
 
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import hybridrt
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt/models", "mem_cache": "hybridrt/mem_cache"}
@@ -22,13 +28,31 @@ def pip(*arguments: str, cwd: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: setuptools would put what an earlier build left in build/ into the wheel."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy to build from: setuptools would put what an earlier build left in build/ into the wheel."""
     source = tmp_path_factory.mktemp("source") / "checkout"
     shutil.copytree(ROOT, source, ignore=IGNORED)
+    shutil.copytree(ROOT / ".ci", source / ".ci")
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), ".", cwd=source)
     return next(out.glob("hybridrt-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source distribution, unpacked."""
+    out = tmp_path_factory.mktemp("sdist")
+    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
+    result = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    with tarfile.open(next(out.glob("hybridrt-*.tar.gz"))) as archive:
+        archive.extractall(out, filter="data")
+    return out / f"hybridrt-{hybridrt.__version__}"
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +86,58 @@ def test_wheel_brings_the_licence_and_the_command(wheel: Path) -> None:
     assert "LICENSE" in metadata
     assert "hybridrt = hybridrt.cli:main" in archive.read(metadata["entry_points.txt"]).decode()
     assert "License-Expression: Apache-2.0" in archive.read(metadata["METADATA"]).decode()
+
+
+def test_the_wheel_says_who_made_it_and_what_it_is(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_string(archive.read(name).decode())
+    assert metadata["Version"] == hybridrt.__version__ and metadata["Author"] == "The hybridrt authors"
+    assert "mamba" in metadata["Keywords"] and len(metadata.get_all("Classifier", [])) > 5
+    assert metadata.get_all("Project-URL") is None, "a public address belongs into SECURITY.md and the README too"
+
+
+def test_the_source_distribution_holds_what_its_tests_read(unpacked: Path) -> None:
+    folders = ("benchmarks", "docs", "examples", "hybridrt", "mem_cache", "models", "tests")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.is_file()]
+    expected = {str(f.relative_to(ROOT)) for f in files if "__pycache__" not in f.parts}
+    expected |= {file.name for file in ROOT.glob("*.md")} | {".ci/run", "LICENSE", "MANIFEST.in", "pyproject.toml"}
+    assert sorted(file for file in expected if not (unpacked / file).is_file()) == []
+
+
+@pytest.mark.slow
+def test_tests_run_from_a_source_distribution(unpacked: Path) -> None:
+    """All of them are imported, and so are their helpers; one file runs."""
+    environment = os.environ | {"PYTHONPATH": str(unpacked)}
+    for arguments in (("--collect-only",), ("tests/test_structure.py", "tests/test_config.py")):
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+        result = subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout[-4000:] + result.stderr
+
+
+def test_the_readme_says_the_same_where_relative_links_lead_nowhere() -> None:
+    """A package index shows the README alone: pictures and links beside it would be broken there."""
+    text = (ROOT / "README.md").read_text()
+    assert re.findall(r"\]\((?!https://)[^)]*\)|<img[^>]*>", text) == []
+    paths = re.findall(r"`((?:docs|examples|benchmarks)/[\w./-]+)`|\b([A-Z]+\.md)\b", text)
+    assert len(paths) > 5 and [path for pair in paths for path in pair if path and not (ROOT / path).exists()] == []
+
+
+def test_documents_name_the_bounds_of_torch() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    torch = next(line for line in project["dependencies"] if re.match(r"torch\b", line))
+    for name in ("README.md", "CONTRIBUTING.md"):
+        assert set(re.findall(r"'(torch>=[^']*)'", (ROOT / name).read_text())) == {torch}, name
+
+
+def test_what_the_default_level_leaves_out_runs_elsewhere() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    left_out = set(re.findall(r"not (\w+)", settings["addopts"]))
+    assert left_out == {line.split(":")[0] for line in settings["markers"]} == {"gpu", "slow", "soak"}
+    steps = (ROOT / ".ci" / "run").read_text().splitlines()[-2:]
+    assert steps[0].endswith("&& pytest") and steps[1] == "pytest -m slow"
+    commands = (ROOT / "CONTRIBUTING.md").read_text()
+    assert all(f"`pytest -m {mark}`" in commands for mark in left_out)
 
 
 def test_package_list_is_the_tree() -> None:
@@ -108,4 +184,4 @@ def test_benchmarks_run_from_the_checkout(installed: Path, module: str) -> None:
 
 def test_command_runs_from_an_installed_package(installed: Path, tmp_path: Path) -> None:
     code = "import sys; sys.argv = ['hybridrt', '--version']; from hybridrt.cli import main; main()"
-    assert python(installed, tmp_path, "-c", code) == "hybridrt 0.1.0\n"
+    assert python(installed, tmp_path, "-c", code) == f"hybridrt {hybridrt.__version__}\n"

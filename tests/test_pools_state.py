@@ -181,3 +181,11 @@ def test_addresses_of_far_slots_exceed_32_bits() -> None:
     ]  # fmt: skip
     close(outs[0], outs[1], 0.0)
     assert torch.equal(far[last], near[1])
+
+
+def test_pages_of_a_model_without_kv_are_nothing() -> None:
+    """A foreign engine hands out pages whatever the model."""
+    table = HybridReqToTokenPool(num_rows=2, max_context=0, page_size=4, mamba_pool=None, device="cpu")
+    table.write_pages(torch.tensor([1, 2]), torch.tensor([0, 3]), torch.tensor([5, 6]))
+    assert table.req_to_token.numel() == 0
+    assert table.token_slots(torch.tensor([1]), torch.tensor([7])).tolist() == [0]

@@ -82,6 +82,7 @@ def test_each_width_of_a_step_has_its_own_buffers(path: str) -> None:
         spec = SpecInfo(tokens) if tokens > 1 else None
         mode = ForwardMode.TARGET_VERIFY if spec else ForwardMode.DECODE
         backend.init_forward_metadata_replay_cuda_graph(4, 3, rows, rows, mode, spec, None)
+        backend.drop_step()
         found.append(backend.metadata.decode.buffers.slots.data_ptr())
         assert backend.metadata.query_start_loc.tolist() == [i * tokens for i in range(5)]
     assert found[0] == found[2] != found[1]

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridrt.engine.engine import derive_seed
+from hybridrt.engine.around import derive_seed
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.draft_model import DraftModelDrafter
 from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest
 from hybridrt.speculative.mtp import MTPDrafter
 from hybridrt.speculative.ngram import NgramDrafter
 from tests.checkpoints import CASES, VOCAB, falcon, falcon_mamba, jamba, nemotron, swa_ssm, write
+from tests.levels import sweep
 from tests.mtp_oracle import write_with_head
 from tests.speculation import Ask, Rig, Script, Scripted, assert_same, sample_seed, shifted
 
@@ -163,7 +164,7 @@ def check(
     assert_same(requests, found, futures)
 
 
-@pytest.mark.parametrize(("name", "mode", "topk", "method"), HISTORIES)
+@pytest.mark.parametrize(("name", "mode", "topk", "method"), sweep(HISTORIES, 4))
 @schedules
 @given(requests=asks(), drafts=st.sampled_from([1, 4, 7]), chunk=chunks, data=st.data())
 def test_any_history(
@@ -216,7 +217,7 @@ def test_asked_again_a_drafter_says_the_same(method: str, graphs: bool, rigs: Ri
 
 @pytest.mark.parametrize(
     ("name", "mode", "topk"),
-    [way for way in WAYS if way[0] in ("mamba2", "gdn", "history") or way == ("mamba1", "intermediate", 1)],
+    sweep([way for way in WAYS if way[0] in ("mamba2", "gdn", "history") or way == ("mamba1", "intermediate", 1)], 3),
 )
 def test_retraction(name: str, mode: str, topk: int, rigs: Rigs) -> None:
     """KV for one long request and a little: requests are thrown out and come back with their output."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridrt.config import AttentionConfig, EngineConfig, LayerSpec, LinearConfig, ModelConfig, SpeculativeConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.distributed.transfer.reads import image_reads, tp_ratio
-from hybridrt.errors import TransferError
+from hybridrt.errors import PoolError, TransferError
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
@@ -230,3 +230,25 @@ def test_a_request_that_decodes_can_be_moved(name: str, ours: str, theirs: str, 
     for i in range(27, 40):
         logits = [hand.decode(Row(row, i, tokens[i : i + 1])) for hand, row in ((source, 2), (sink, 1))]
         assert torch.allclose(*logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", ["small room", "end of the arena", "before the arena"])
+def test_an_image_larger_than_its_room_is_not_written(wrong: str, checkpoints: CheckpointStore) -> None:
+    """Beside it lie images of other requests."""
+    hand = ByHand(checkpoints["falcon-plain"].path)
+    hand.admit(2)
+    hand.extend(Row(2, 0, list(range(20))))
+    arena = StateArena(hand.target, hand.pools, hand.backend, 1 << 16)
+    needed, end = arena.layout.image_bytes(20), len(arena.buffer)
+    offset, room = {
+        "small room": (3, needed - 1), "end of the arena": (end - needed + 1, needed), "before the arena": (-1, needed)
+    }[wrong]  # fmt: skip
+    arena.buffer.fill_(77)
+    with torch.inference_mode():
+        with pytest.raises(PoolError, match=f"{needed} bytes"):
+            arena.export_state(StateCopy(2, 20, offset, room))
+        assert (arena.buffer == 77).all()
+        with pytest.raises(PoolError, match=f"{needed} bytes"):
+            arena.import_state(StateCopy(2, 20, offset, room))
+        arena.export_state(StateCopy(2, 20, end - needed, needed))
+    assert (arena.buffer[: end - needed] == 77).all() and not (arena.buffer == 77).all()

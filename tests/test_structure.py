@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hybridrt import LLM, SamplingParams
+from scripts import file_table
 from tests.checkpoints import Make, falcon, jamba, nemotron, qwen
 from tests.tiny import write_tiny
 
@@ -20,9 +21,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt.models", "mem_cache": "hybridrt.mem_cache"}
 # Arrows point from the right to the left. Within a name they are free: the package's own files may import each other.
 ORDER = (
-    "errors", "sampling_params", "config", "kinds", "hf_config", "forward_batch", "kernels", "mem_cache",
-    "attention", "distributed.groups", "distributed.conv_transfer", "layers", "models", "runtime", "speculative",
-    "engine", "distributed.transfer", "cli",
+    "errors", "distributed.channel", "distributed.control", "sampling_params", "config", "kinds", "hf_config",
+    "forward_batch", "kernels", "mem_cache", "attention", "distributed.groups", "distributed.conv_transfer", "layers",
+    "models", "runtime", "speculative", "engine", "distributed.transfer", "cli",
 )  # fmt: skip
 MAX_LINES = 450
 MAX_MODEL_LINES = 200
@@ -46,10 +47,10 @@ SOURCES = sources()
 
 
 def rank(module: str) -> int:
-    """Position in ORDER; the bare packages hybridrt (lazy exports) and hybridrt.distributed (empty): last and first."""
+    """Position in ORDER; hybridrt itself (lazy exports, the command) comes last, hybridrt.distributed (empty) first."""
     name = module.removeprefix("hybridrt").removeprefix(".")
-    if name in ("", "distributed"):
-        return -1 if name else len(ORDER)
+    if name in ("", "__main__", "distributed"):
+        return -1 if name == "distributed" else len(ORDER)
     return next(i for i, known in enumerate(ORDER) if name == known or name.startswith((f"{known}.", f"{known}_")))
 
 
@@ -171,18 +172,9 @@ def test_from_generate_to_a_kernel_is_a_short_way(make: Make, tmp_path: Path) ->
         assert len({entry.rsplit(":", 1)[0] for entry in stack}) <= MAX_FILES, path
 
 
-def test_structure_document_lists_every_file() -> None:
-    text = (ROOT / "docs" / "structure.md").read_text()
+def test_file_table_is_up_to_date() -> None:
+    text = file_table.DOCUMENT.read_text()
+    assert file_table.document(text) == text, "run python scripts/file_table.py"
     listed = set(re.findall(r"^\| `([\w./]+\.py)` \|", text, re.MULTILINE))
-    files = {str(f.relative_to(ROOT)) for f in SOURCES.values() if f.read_text().strip()}
-    files |= {str(f.relative_to(ROOT)) for folder in ("benchmarks", "examples") for f in (ROOT / folder).glob("*.py")}
-    files -= {"benchmarks/__init__.py"}
-    assert (sorted(files - listed), sorted(listed - files)) == ([], [])
-
-
-def test_structure_document_says_what_files_say() -> None:
-    """Each line is how the file's docstring begins, but for links and escapes."""
-    text = (ROOT / "docs" / "structure.md").read_text()
-    for name, line in re.findall(r"^\| `([\w./]+\.py)` \| (.*) \|$", text, re.MULTILINE):
-        docstring = " ".join((ast.get_docstring(ast.parse((ROOT / name).read_text())) or "").split())
-        assert re.sub(r" \(https?://\S+\)", "", docstring).startswith(re.sub(r"\\(.)", r"\1", line)), name
+    assert {str(f.relative_to(ROOT)) for f in SOURCES.values() if f.read_text().strip()} <= listed
+    assert all(file_table.first_line(ROOT / name) for name in listed)

@@ -10,11 +10,13 @@ import pytest
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.engine import Engine, EngineLimits
+from hybridrt.engine.engine import Engine
+from hybridrt.engine.limits import EngineLimits
 from hybridrt.engine.request import RequestOutput
 from hybridrt.errors import ConfigError
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.ranks import Ranks, start_ranks
+from hybridrt.runtime.rank_start import start_ranks
+from hybridrt.runtime.ranks import Ranks
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridrt.distributed.transfer.channel import QueueChannel
+from hybridrt.distributed.channel_local import QueueChannel
 from hybridrt.distributed.transfer.decode import DecodeWorker
 from hybridrt.distributed.transfer.handshake import Handshake
 from hybridrt.distributed.transfer.prefill import PrefillWorker
@@ -27,7 +27,6 @@ class Lagging:
         ours = Handshake(1, "", "", "", "", "", 0, 0, "", 0, 1)
         self.side = WorkerSide(self.rig.engine, ours, layout, torch.zeros(100, dtype=torch.uint8))
         self.here, self.there = QueueChannel.pair()
-        self.there.send(ours.to_message() | {"ranks": []})
 
     def launch(self) -> None:
         while not self.rig.executor.unread:
@@ -68,6 +67,7 @@ def test_numbers_of_ranks_that_do_not_fit_are_refused() -> None:
 def test_an_image_is_not_given_away_while_a_step_may_still_read_it() -> None:
     decode = Lagging()
     worker = DecodeWorker(decode.side, [Immediate()])
+    decode.there.send(decode.side.handshake.to_message() | {"ranks": [""]})
     worker.connect(decode.here)
     decode.rig.executor.arena[0] = [1, 2], mix(mix(0, 1), 2)
     request_id = decode.rig.add([1, 2, 3], max_tokens=9)
@@ -85,10 +85,11 @@ def test_an_image_is_not_given_away_while_a_step_may_still_write_it() -> None:
     prefill = Lagging()
     worker = PrefillWorker(prefill.side, [])
     worker.attach(prefill.here)
+    prefill.there.send(prefill.side.handshake.to_message())
     prefill.there.send({"type": "prefill", "key": "x", "tokens": [1, 2, 3, 4, 5, 6]})
     worker.step()
     assert prefill.rig.executor.unread and worker.regions.num_used
     prefill.there.send({"type": "done", "key": "x"})
-    worker._hear(prefill.here)
+    worker._hear(worker._peers[0])
     assert not prefill.rig.executor.unread and not worker.regions.num_used
     prefill.rig.run()

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from hybridrt import LLM, SamplingParams
+from hybridrt.distributed.channel_local import QueueChannel
 from hybridrt.distributed.conv_transfer import Section
-from hybridrt.distributed.transfer.channel import QueueChannel
 from hybridrt.distributed.transfer.decode import DecodeWorker
 from hybridrt.distributed.transfer.prefill import PrefillWorker
 from hybridrt.distributed.transfer.reader import ImageReader
@@ -40,7 +40,7 @@ class Prefiller:
     def __init__(self, llm: LLM, hub: dict[str, torch.Tensor], name: str = "prefill") -> None:
         self.side = WorkerSide.of(llm)
         self.transport = InProcessTransport(hub, name, self.side.arena)
-        self.worker = PrefillWorker(self.side, [ImageReader(self.transport, self.side.layout)])
+        self.worker = PrefillWorker(self.side, [ImageReader(self.transport, self.side.layout)], linger=0.0)
         self.alive = True
 
     def connect(self, decode: "Decoder") -> str:

@@ -71,6 +71,9 @@ class AttentionBackend(ABC):
         if path is not None:
             raise BackendError(f"{type(self).__name__} verifies chains alone; use topk=1")
 
+    def drop_step(self) -> None:  # noqa: B027  # most backends keep nothing of a step
+        """Gives up a step that was planned, so that the next one may be planned without `commit_decode`."""
+
     @abstractmethod
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocates the metadata buffers of all graphs. max_num_tokens / max_bs is the tokens of a row."""
@@ -203,9 +206,3 @@ def check_graph_tokens(max_bs: int, max_num_tokens: int) -> int:
             "has the same number of tokens"
         )
     return max_num_tokens // max_bs
-
-
-def require_graph_mode(forward_mode: ForwardMode) -> None:
-    """Graphs hold decode and verify steps alone."""
-    if forward_mode not in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
-        raise BackendError(f"{forward_mode.name} steps cannot be captured; only decode, verify and draft-extend can")

@@ -118,6 +118,10 @@ class HybridLinearAttnBackend(AttentionBackend):
         for backend in self.backends:
             backend.commit_decode(accepted, path)
 
+    def drop_step(self) -> None:
+        for backend in self.backends:
+            backend.drop_step()
+
     def update_mamba_state_after_mtp_verify(self, accepted: torch.Tensor, path: torch.Tensor | None = None) -> None:
         """`commit_decode` under the name that serving runtimes know."""
         self.commit_decode(accepted, path)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.base import AttentionBackend, check_graph_tokens, require_graph_mode
+from hybridrt.attention.base import AttentionBackend, check_graph_tokens
+from hybridrt.attention.checks import check_batch, check_device_lengths, check_graph_step, check_range, may_look
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment, ForwardMetadata
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
@@ -50,6 +51,7 @@ class MambaAttnBackendBase(AttentionBackend):
         self.chunk_size = chunk_size
         self.metadata: ForwardMetadata | None = None
         self.members = [self]  # the backends that this one plans and commits for
+        self._uncommitted = False  # a planned step waits for commit_decode
         # By tokens of a row: captured graphs of decode and of verify steps each go on reading their own.
         self._graph_buffers: dict[int, tuple[DecodeBuffers, torch.Tensor]] = {}
         self._decays: dict[int, torch.Tensor | None] = {}
@@ -141,6 +143,13 @@ class MambaAttnBackendBase(AttentionBackend):
     # -- planning -----------------------------------------------------------------------------------------------
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        self._require_commit()
+        check_batch(batch)
+        if may_look(batch.seq_lens.device):
+            check_range("req_pool_indices", batch.req_pool_indices, self.pools.num_rows + 1)
+            slots = self.pools.get_mamba_indices(batch.req_pool_indices[: batch.num_real])
+            check_range("req_to_mamba_slot", slots, self.mamba_pool.num_slots + 1)
+        check_device_lengths(batch)
         split = batch.num_decode_rows
         decode, extends = None, dict[int, ExtendSegment]()
         slots = torch.empty(0, dtype=torch.int32, device=batch.seq_lens.device)
@@ -155,6 +164,22 @@ class MambaAttnBackendBase(AttentionBackend):
         for member in self.members:
             extend = extends.get(member.chunk_size)
             member.metadata = ForwardMetadata(batch.query_start_loc, slots, decode, extend)
+        self._uncommitted = bool(split) and self._needs_commit(batch.tokens_per_row)
+
+    def _needs_commit(self, tokens: int) -> bool:
+        """Whether a step of so many tokens a row leaves the state behind it to `commit_decode`."""
+        mode = self.mamba_pool.spec.mode
+        return mode == "replay" or (mode == "intermediate" and tokens > 1)
+
+    def _require_commit(self) -> None:
+        if self._uncommitted:
+            raise BackendError(
+                "the last decode step was not committed, so its tokens are not part of the state: call commit_decode "
+                "after its last layer, or drop_step if it is given up"
+            )
+
+    def drop_step(self) -> None:
+        self._uncommitted = False
 
     def _check_width(self, tokens: int) -> None:
         most = self.mamba_pool.spec.tokens_per_step
@@ -209,8 +234,8 @@ class MambaAttnBackendBase(AttentionBackend):
         forward_mode: ForwardMode,
         spec_info: SpecInfo | None,
     ) -> None:
-        require_graph_mode(forward_mode)
         tokens = check_graph_tokens(bs, num_tokens)
+        check_graph_step(bs, 0, tokens, forward_mode, spec_info)
         # Capture runs no request: every row is padding, so the captured kernels leave the pools alone.
         self._bind(bs, 0, req_pool_indices, seq_lens, tokens, spec_info)
 
@@ -224,9 +249,12 @@ class MambaAttnBackendBase(AttentionBackend):
         spec_info: SpecInfo | None,
         seq_lens_cpu: list[int] | None,
     ) -> None:
+        self._require_commit()
         tokens = spec_info.tokens_per_row if spec_info else 1
+        check_graph_step(bs, num_real, tokens, forward_mode, spec_info)
         self._check_width(tokens)
         self._bind(bs, num_real, req_pool_indices, seq_lens, tokens, spec_info)
+        self._uncommitted = tokens > 1 and self._needs_commit(tokens)  # a plain step's graph commits within it
 
     def _bind(
         self,
@@ -254,7 +282,7 @@ class MambaAttnBackendBase(AttentionBackend):
 
     def commit_decode(self, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None) -> None:
         decode = self._metadata().decode
-        pool = self.mamba_pool
+        pool, self._uncommitted = self.mamba_pool, False
         if decode is None or pool.spec.mode == "classic":
             return
         accepted = decode.buffers.accepted if accepted is None else accepted

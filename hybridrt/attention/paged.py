@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.base import Rope, SegmentedAttnBackend, check_graph_tokens, require_graph_mode
+from hybridrt.attention.base import Rope, SegmentedAttnBackend, check_graph_tokens
+from hybridrt.attention.checks import check_batch, check_device_lengths, check_graph_step, check_range, may_look
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.providers import select
 from hybridrt.kernels.state_commit import move_kv
@@ -23,6 +24,7 @@ class PagedMetadata:
     query_start_loc: torch.Tensor | None
     decode_max_len: int | None
     tree_mask: torch.Tensor | None
+    num_drafts: torch.Tensor | None
     query_lens: list[int]
     seq_lens_host: list[int]
 
@@ -62,7 +64,13 @@ class PagedKVBackend(SegmentedAttnBackend):
         return select(op, k.device.type, self.provider, **kernel_facts(k.device, k.dtype, k.shape[-1]))
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        check_batch(batch)
+        if may_look(batch.seq_lens.device):
+            check_range("req_pool_indices", batch.req_pool_indices, self.req_to_token_pool.num_rows + 1)
+            check_range("out_cache_loc", batch.out_cache_loc, (self.kv_pool.num_pages + 1) * self.kv_pool.page_size)
+        check_device_lengths(batch)
         split = batch.num_decode_rows
+        num_drafts = batch.spec_info.num_drafts if batch.spec_info else None
         lens = list(batch.seq_lens_cpu) if batch.seq_lens_cpu is not None else None
         extend_lens = lens[split:] if lens is not None else []
         self.metadata = PagedMetadata(
@@ -71,6 +79,7 @@ class PagedKVBackend(SegmentedAttnBackend):
             query_start_loc=batch.query_start_loc,
             decode_max_len=max(lens[:split], default=0) if lens is not None else None,
             tree_mask=batch.spec_info.tree_mask if batch.spec_info else None,
+            num_drafts=None if num_drafts is None else num_drafts[:split],  # a graph's batch says it of all its rows
             query_lens=list(batch.extend_seq_lens_cpu) if batch.num_extend_rows else [],
             seq_lens_host=extend_lens,
         )
@@ -115,8 +124,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         forward_mode: ForwardMode,
         spec_info: SpecInfo | None,
     ) -> None:
-        require_graph_mode(forward_mode)
-        check_graph_tokens(bs, num_tokens)
+        check_graph_step(bs, 0, check_graph_tokens(bs, num_tokens), forward_mode, spec_info)
         self._bind(bs, req_pool_indices, seq_lens, spec_info)
 
     def init_forward_metadata_replay_cuda_graph(
@@ -129,12 +137,14 @@ class PagedKVBackend(SegmentedAttnBackend):
         spec_info: SpecInfo | None,
         seq_lens_cpu: list[int] | None,
     ) -> None:
+        check_graph_step(bs, num_real, spec_info.tokens_per_row if spec_info else 1, forward_mode, spec_info)
         self._bind(bs, req_pool_indices, seq_lens, spec_info)
 
     def _bind(self, bs: int, rows: torch.Tensor, seq_lens: torch.Tensor, spec_info: SpecInfo | None) -> None:
         # The runner's static buffers are all that the kernels read: lengths and rows stay on the device.
         tree_mask = spec_info.tree_mask[:bs] if spec_info and spec_info.tree_mask is not None else None
-        self.metadata = PagedMetadata(rows[:bs], seq_lens[:bs], None, None, tree_mask, [], [])
+        num_drafts = spec_info.num_drafts[:bs] if spec_info and spec_info.num_drafts is not None else None
+        self.metadata = PagedMetadata(rows[:bs], seq_lens[:bs], None, None, tree_mask, num_drafts, [], [])
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -165,6 +175,7 @@ class PagedAttnBackend(PagedKVBackend):
             scale=layer.scale,
             sliding_window=layer.sliding_window,
             tree_mask=meta.tree_mask,
+            num_drafts=meta.num_drafts,
             max_len=meta.decode_max_len,
             out=None if out is None else out.view(heads.shape),
         )

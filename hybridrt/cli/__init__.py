@@ -4,6 +4,6 @@
 def main() -> None:
     """Runs the command in sys.argv and exits: 0 for done, 1 for a failure on the way, 2 for a request that cannot be
     met (the message says what to change), 130 after an interrupt."""
-    from hybridrt.cli.app import app
+    from hybridrt.cli.app import run
 
-    app(prog_name="hybridrt")
+    run()

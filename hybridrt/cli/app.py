@@ -1,6 +1,8 @@
 """The commands put together, and what every one of them does with an error."""
 
-from typing import Annotated, Any
+import errno
+import sys
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -10,6 +12,7 @@ from hybridrt.cli.doctor import doctor
 from hybridrt.cli.generate import generate
 from hybridrt.cli.inspect import inspect
 from hybridrt.cli.options import with_options
+from hybridrt.cli.terminal import discard_output, open_streams
 from hybridrt.errors import EngineError, HybridrtError, PoolError, TransferError
 
 RUNTIME_FAILURES = (EngineError, PoolError, TransferError)
@@ -24,8 +27,12 @@ class ErrorLineGroup(TyperGroup):
         except HybridrtError as e:
             if ctx.params["traceback"]:
                 raise
-            typer.echo(typer.style("error: ", fg="red", bold=True) + " ".join(str(e).split()), err=True)
+            _print_error(str(e))
             raise typer.Exit(1 if isinstance(e, RUNTIME_FAILURES) else 2) from e
+
+
+def _print_error(text: str) -> None:
+    typer.echo(typer.style("error: ", fg="red", bold=True) + " ".join(text.split()), err=True)
 
 
 app = typer.Typer(
@@ -56,3 +63,31 @@ def options(
 
 for command in (generate, inspect, doctor):
     app.command()(with_options(command))
+
+
+def run() -> NoReturn:
+    """Runs the command in sys.argv and exits, with one line on standard error for a stream or a file that fails."""
+    if "stdout" in open_streams():
+        _fail("standard output is closed; send it to a terminal, a file or /dev/null")
+    try:
+        try:
+            app(prog_name="hybridrt")
+        finally:
+            sys.stdout.flush()
+    except OSError as e:
+        if "--traceback" in sys.argv:
+            raise
+        discard_output()
+        # A reader that has gone knows it, as in `hybridrt generate | head`.
+        _fail("" if e.errno == errno.EPIPE else f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}")
+    raise SystemExit
+
+
+def _fail(text: str) -> NoReturn:
+    """Ends with status 1, and the line if standard error takes it."""
+    try:
+        if text:
+            _print_error(text)
+    except OSError:
+        pass
+    raise SystemExit(1)

@@ -30,11 +30,15 @@ class DeviceReport:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """Everything that `hybridrt doctor` says. A version of None: the package is not installed."""
+    """Everything that `hybridrt doctor` says. A version of None: the package is not installed.
+
+    `warnings` name the versions that hybridrt was not tested with.
+    """
 
     platform: str
     python: str
     versions: dict[str, str | None]
+    warnings: list[str]
     devices: list[DeviceReport]
     attention_backends: list[str]
     operations: "list[ReportRow]"
@@ -60,10 +64,12 @@ def examine() -> DoctorReport:
 
     devices = _devices()
     distributions = [p.distribution for p in PROVIDERS.values() if p.distribution]
+    versions = {name: _version(name) for name in dict.fromkeys((*PACKAGES, *distributions))}
     return DoctorReport(
         platform=platform.platform(),
         python=platform.python_version(),
-        versions={name: _version(name) for name in dict.fromkeys((*PACKAGES, *distributions))},
+        versions=versions,
+        warnings=untested(versions, _requirements()),
         devices=devices,
         attention_backends=attention_backend_names(),
         operations=report(tuple(dict.fromkeys(d.name.split(":")[0] for d in devices))),
@@ -77,12 +83,32 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+def _requirements() -> list[str]:
+    """What the installed package asks for; nothing in a checkout that is not installed."""
+    try:
+        return importlib.metadata.requires("hybridrt") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def untested(versions: dict[str, str | None], requirements: list[str]) -> list[str]:
+    """A line for each installed version outside the bounds of `requirements`, the requirements of this package."""
+    from packaging.requirements import Requirement
+
+    lines = []
+    for requirement in map(Requirement, requirements):
+        version = versions.get(requirement.name)
+        if version and not requirement.specifier.contains(version, prereleases=True):
+            lines.append(f"{requirement.name} {version} is untested: hybridrt was tested with {requirement.specifier}")
+    return lines
+
+
 def _devices() -> list[DeviceReport]:
     import torch
 
-    from hybridrt.runtime.build import free_host_memory
+    from hybridrt.runtime.host_memory import free_host_memory, total_host_memory
 
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = total_host_memory()
     threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores in use"
     found = [DeviceReport("cpu", platform.processor() or platform.machine(), free_host_memory(), total, threads)]
     for i in range(torch.cuda.device_count()):
@@ -96,20 +122,33 @@ def _devices() -> list[DeviceReport]:
 
 
 def _print(report: DoctorReport) -> None:
-    from hybridrt.cli.tables import bytes_text, console, table
+    from hybridrt.cli.tables import bytes_text, console, print_table
 
     out = console()
     out.print(f"[bold]{report.platform}[/], Python {report.python}\n")
     versions = [(name, version or "not installed") for name, version in report.versions.items()]
-    out.print(table("Packages", ("name", "version"), versions), "")
+    print_table(out, "Packages", ("name", "version"), versions)
+    out.print()
+    for line in report.warnings:
+        out.print(f"[bold yellow]Warning:[/] {line}\n")
     devices = [
         (d.name, d.description, f"{bytes_text(d.free_bytes)} of {bytes_text(d.total_bytes)} free", d.note)
         for d in report.devices
     ]
-    out.print(table("Devices", ("name", "what", "memory", ""), devices), "")
+    print_table(out, "Devices", ("name", "what", "memory", "notes"), devices)
+    out.print()
     out.print(f"[bold]Attention backends[/]\n{', '.join(report.attention_backends)}\n")
-    operations = [
-        (row.op, row.device, row.picked or "none", "; ".join(f"{name} {why}" for name, why in row.others.items()))
-        for row in report.operations
-    ]
-    out.print(table("Operations", ("operation", "device", "provider", "why not the others"), operations))
+    print_table(out, "Operations", ("provider", "device", "why not the others", "operations"), _groups(report))
+
+
+def _groups(report: DoctorReport) -> list[tuple[str, ...]]:
+    """A row for all operations of a device that have one provider for the same reasons, most operations first."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for row in report.operations:
+        reasons: dict[str, list[str]] = {}
+        for name, why in row.others.items():
+            reasons.setdefault(why, []).append(name)
+        others = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
+        groups.setdefault((row.device, row.picked or "none", others), []).append(row.op)
+    found = sorted(groups.items(), key=lambda group: (group[0][0], -len(group[1])))
+    return [(picked, device, others or "-", ", ".join(ops)) for (device, picked, others), ops in found]

@@ -5,30 +5,22 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, SamplingOptions, SpeculativeOptions, option
-from hybridrt.errors import CheckpointError, RequestError
+from hybridrt.engine.sampling_defaults import default_sampling_params
+from hybridrt.errors import RequestError
 from hybridrt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from hybridrt.engine.llm import LLM
     from hybridrt.engine.request import RequestMetrics, RequestOutput
 
-# What generation_config.json calls the fields of SamplingParams that it sets.
-FILE_FIELDS = {
-    "max_new_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-}
 LABEL_WIDTH = 60
 
 
@@ -62,17 +54,19 @@ def generate(
 
     Several prompts run together and are printed one after another, each under its label.
     """
-    typed = prompts or [_read_stdin()]
+    if sampling.logprobs is not None and not json_lines:
+        raise RequestError("--logprobs goes with --json, whose lines hold them; add it, or leave --logprobs out")
+    typed = [_checked(text) for text in prompts or [_read_stdin()]]
     from hybridrt.engine.llm import LLM
     from hybridrt.runtime.build import resolve_model_path
-    from hybridrt.runtime.ranks import world_size
+    from hybridrt.runtime.rank_start import world_size
 
     path = resolve_model_path(model)
-    params = sampling_params(path, sampling.given())
+    params = replace(default_sampling_params(path), **sampling.given())
+    jobs = _jobs(path, typed, chat, token_ids)  # what is wrong with them is said before weights are read
     start = time.monotonic()
     with LLM(str(path), **{"tp_size": world_size() or 1, **engine.given(), **speculation.given(model)}) as llm:
         loaded = time.monotonic() - start
-        jobs = [Job(text, _prompt(llm, text, chat, token_ids)) for text in typed]
         if verbose:
             typer.echo(f"{path.name}: loaded in {loaded:.1f} s\n{llm.plan.summary()}", err=True)
         as_ids = token_ids or llm.tokenizer is None
@@ -84,25 +78,6 @@ def generate(
     if verbose:
         for output in finished:
             typer.echo(_timing(output.metrics), err=True)
-
-
-def sampling_params(path: Path, given: Mapping[str, Any]) -> SamplingParams:
-    """What the command line set, over the checkpoint's generation_config.json read as transformers reads it: greedy
-    unless it says do_sample. A filter on the command line (--top-p, --top-k, --min-p) asks for sampling too.
-
-    Raises:
-        CheckpointError: generation_config.json is not JSON.
-        RequestError: a value is out of range.
-    """
-    file = path / "generation_config.json"
-    try:
-        written: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as e:
-        raise CheckpointError(f"{file} is not valid JSON: {e}; repair or remove it") from e
-    fields = {ours: written[theirs] for theirs, ours in FILE_FIELDS.items() if written.get(theirs) is not None}
-    if not written.get("do_sample"):
-        fields["temperature"] = 1.0 if given.keys() & {"top_p", "top_k", "min_p"} else 0.0
-    return SamplingParams(**(fields | dict(given)))
 
 
 def in_order(llm: "LLM", prompts: Sequence[str | list[int]], params: SamplingParams) -> Iterator["RequestOutput"]:
@@ -130,28 +105,53 @@ def in_order(llm: "LLM", prompts: Sequence[str | list[int]], params: SamplingPar
 def _read_stdin() -> str:
     if int(os.environ.get("RANK", 0)) > 0:
         return ""  # under torchrun all ranks share the input, and rank 0 reads it
+    advice = 'write one after the command, as in hybridrt generate "def main():", or pipe text in'
     if sys.stdin.isatty():
-        raise RequestError(
-            'no prompt: write one after the command, as in hybridrt generate "def main():", or pipe text in'
-        )
-    return sys.stdin.read()
+        raise RequestError(f"no prompt: {advice}")
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as e:
+        raise RequestError(f"standard input is no {e.encoding} text (byte {e.start}): convert it") from e
+    if not text:
+        raise RequestError(f"the prompt is empty, for standard input holds nothing: {advice}")
+    return text
 
 
-def _prompt(llm: "LLM", text: str, chat: bool, token_ids: bool) -> str | list[int]:
+def _checked(prompt: str) -> str:
+    """Python hands over bytes of the command line that are no text as lone surrogates."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as e:
+        raise RequestError(f"the prompt is no UTF-8 text: character {e.start} is a lone byte or surrogate") from e
+    return prompt
+
+
+def _jobs(path: Path, typed: Sequence[str], chat: bool, token_ids: bool) -> list[Job]:
+    """The prompts as the engine takes them.
+
+    Raises:
+        RequestError: --token-ids, and a prompt is no list of integers.
+        CheckpointError, ConfigError: --chat, and the model has no template that works.
+    """
     if token_ids:
-        try:
-            return [int(t) for t in re.split(r"[\s,]+", text.strip()) if t]
-        except ValueError as e:
-            raise RequestError(f'--token-ids: {text!r} is no list of integers such as "5 6 7"') from e
+        return [Job(text, _token_ids(text)) for text in typed]
     if not chat:
-        return text
-    template = llm.tokenizer and llm.tokenizer.hf.chat_template
-    if not template:
+        return [Job(text, text) for text in typed]
+    from hybridrt.engine.tokenizer import load_tokenizer
+    from hybridrt.hf_config import read_model_config
+
+    read_model_config(path)  # the tokenizer reads config.json too, and trusts it
+    tokenizer = load_tokenizer(path)
+    if tokenizer is None or not tokenizer.hf.chat_template:
         raise RequestError("--chat: the model brings no chat template; leave the option out")
-    messages = [{"role": "user", "content": text}]
-    wrapped: str = llm.tokenizer.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)  # type: ignore[union-attr]
-    # The template writes the special tokens itself: encoding it as a prompt would put a second one before it.
-    return list(llm.tokenizer.hf.encode(wrapped, add_special_tokens=False))  # type: ignore[union-attr]
+    return [Job(text, tokenizer.encode_chat(text)) for text in typed]
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(t) for t in re.split(r"[\s,]+", text.strip()) if t]
+    except ValueError as e:
+        raise RequestError(f'--token-ids: {text!r} is no list of integers such as "5 6 7"') from e
 
 
 def _print_text(
@@ -191,7 +191,7 @@ def _write(text: str) -> None:
 
 def _print_json(llm: "LLM", jobs: Sequence[Job], params: SamplingParams) -> "list[RequestOutput]":
     """Writes a line for each sample, in order, with a progress bar beside it if somebody watches."""
-    from tqdm import tqdm
+    from tqdm.auto import tqdm
 
     finished: list[RequestOutput] = []
     total = len(jobs) * params.n

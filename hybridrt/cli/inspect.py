@@ -38,8 +38,8 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """A model as a configuration would run it; bytes are of one tensor-parallel rank. `plan` is None if the memory
-    cannot hold it; `plan_error` says why."""
+    """A model as a configuration would run it; bytes are of one tensor-parallel rank. `free_bytes` is what weights and
+    pools may take together. `plan` is None if that cannot hold them; `plan_error` says why."""
 
     model: str
     architecture: str
@@ -53,6 +53,7 @@ class ModelReport:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerKind, ...]
+    free_bytes: int
     plan: "MemoryPlan | None"
     plan_error: str | None
 
@@ -94,6 +95,7 @@ def describe_model(config: "EngineConfig") -> ModelReport:
 
     from hybridrt.distributed.groups import TPGroup
     from hybridrt.runtime.build import empty_model, load_target, weight_bytes
+    from hybridrt.runtime.fit import free_bytes
 
     path, target = load_target(config, TPGroup(size=config.tp_size))
     model = empty_model(config, target, torch.device("meta"))
@@ -112,6 +114,7 @@ def describe_model(config: "EngineConfig") -> ModelReport:
         vocab_size=target.model_config.vocab_size,
         hidden_size=target.model_config.hidden_size,
         layers=tuple(_layers(config, target)),
+        free_bytes=free_bytes(config, target),
         plan=plan,
         plan_error=plan_error,
     )
@@ -119,12 +122,10 @@ def describe_model(config: "EngineConfig") -> ModelReport:
 
 def _plan(config: "EngineConfig", target: "Target", weights: int) -> "tuple[MemoryPlan | None, str | None]":
     """The memory plan, or None and why there is none."""
-    from hybridrt.runtime.build import device_budget, make_plan
+    from hybridrt.runtime.fit import plan_ahead
 
-    # A run would take off the activations too, which it measures; None is a CPU's own rule.
-    budget = device_budget(target.device, config.memory_fraction) - weights if target.device.type == "cuda" else None
     try:
-        return make_plan(config, target, budget_bytes=budget, weights=weights), None
+        return plan_ahead(config, target, weights), None
     except MemoryBudgetError as e:
         return None, str(e)
 
@@ -188,30 +189,35 @@ def _as_json(report: ModelReport) -> dict[str, Any]:
     written["layers"] = [{"layer": i, **layer} for i, layer in enumerate(written["layers"])]
     written["state_bytes_per_request"] = report.state_bytes_per_request
     written["kv_bytes_per_token"] = report.kv_bytes_per_token
+    written["fits"] = report.plan is not None
     if report.plan is not None:
         written["plan"]["pool_bytes"] = report.plan.pool_bytes
     return written
 
 
 def _print(report: ModelReport) -> None:
-    from hybridrt.cli.tables import bytes_text, console, table
+    from hybridrt.cli.tables import bytes_text, console, count_text, print_table
 
     out, ranks = console(), f" of each of {report.tp_size} ranks" if report.tp_size > 1 else ""
     out.print(f"{report.architecture}  {report.model}", style="bold", markup=False)
     out.print(
-        f"{report.num_parameters / 1e9:.3g} B parameters, {bytes_text(report.weight_bytes)} in {report.dtype} on "
+        f"{count_text(report.num_parameters)} parameters, {bytes_text(report.weight_bytes)} in {report.dtype} on "
         f"{report.device}{ranks}; state in {report.state_dtype}, {report.state_mode} mode; vocabulary "
         f"{report.vocab_size}, hidden size {report.hidden_size}"
     )
     out.print(f"\n{''.join(layer.symbol for layer in report.layers)}\n", style="cyan", markup=False)
     columns = ("", "layers", "count", "token mixer", "feed-forward", "backend", "state/request", "KV/token")
-    out.print(table("Layers", columns, _rows(report), right=("count", "state/request", "KV/token")))
+    print_table(out, "Layers", columns, list(_rows(report)), right=("count", "state/request", "KV/token"))
     out.print()
     if report.plan is None:
-        out.print(f"No memory plan: {report.plan_error}", style="red", markup=False)
+        out.print(f"Does not fit: {report.plan_error}", style="red", markup=False)
         return
+    out.print(
+        f"Fits: {bytes_text(report.weight_bytes + report.plan.pool_bytes)} of {bytes_text(report.free_bytes)} that "
+        f"{report.device} has for weights and pools\n"
+    )
     lines = [(what, count, bytes_text(size)) for what, count, size in report.plan.table() if size]
-    out.print(table("Memory plan", ("what", "how many", "bytes"), lines, right=("bytes",)))
+    print_table(out, "Memory plan", ("what", "how many", "bytes"), lines, right=("bytes",))
     out.print(report.plan.summary())
 
 

@@ -1,13 +1,14 @@
-"""How tables and byte counts look on a terminal."""
+"""How tables, byte counts and parameter counts look on a terminal."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 PIPED_WIDTH = 120
+READABLE = 16  # characters of a column below which wrapped text is hard to read
 UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
@@ -16,14 +17,42 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False, soft_wrap=False)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> Table:
-    """Columns named in `right` hold numbers."""
+def print_table(
+    out: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
+) -> None:
+    """A table, or where the console is too narrow for its longest words an entry for each row, one line a column.
+
+    Args:
+        columns: their names; those that are also in `right` hold numbers.
+    """
     built = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
     for column in columns:
         built.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         built.add_row(*map(escape, row))
-    return built
+    if _least_width(columns, rows) <= out.width:
+        out.print(built)
+        return
+    out.print(title, style="bold", markup=False)
+    width = max(map(len, columns))
+    for row in rows:
+        entry = Table(show_header=False, box=None, pad_edge=False)
+        entry.add_column(style="dim", min_width=width)
+        entry.add_column(overflow="fold")
+        for column, cell in zip(columns, row):
+            if cell:
+                entry.add_row(column, escape(cell))
+        out.print(entry, "")
+
+
+def _least_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Characters that a table takes if no word is broken and no column of text is narrower than READABLE."""
+    return sum(map(_least_column_width, zip(columns, *rows))) + 2 * (len(columns) - 1)
+
+
+def _least_column_width(cells: Sequence[str]) -> int:
+    longest_word = max((len(word) for cell in cells for word in cell.split()), default=0)
+    return max(longest_word, min(max(map(len, cells)), READABLE))
 
 
 def bytes_text(count: int) -> str:
@@ -35,6 +64,16 @@ def bytes_text(count: int) -> str:
         return f"{count} B"
     size = count / 1024**power
     return f"{size:.{0 if size >= 100 else 1}f} {UNITS[power - 1]}"
+
+
+def count_text(count: int) -> str:
+    """5730000 as "5.73 M", in the short scale: K, M, B, T."""
+    if count < 1000:
+        return str(count)
+    size, power = count / 1000, 0
+    while size >= 999.5 and power < len("KMB"):
+        size, power = size / 1000, power + 1
+    return f"{size:.3g} {'KMBT'[power]}" if size < 999.5 else f"{size:.0f} T"
 
 
 def ranges_text(numbers: Sequence[int]) -> str:

@@ -164,11 +164,20 @@ class MambaConvSplitInfo:
         return list(zip(ends, self.proj_bytes))
 
     @property
+    def conv_sections(self) -> tuple[Section, ...]:
+        """The sub-projections."""
+        groups = self.proj_groups or (None,) * len(self.local_proj_dims)
+        return tuple(Section(*part) for part in zip(self.proj_bytes, groups, strict=True))
+
+    @property
+    def state_section(self) -> Section:
+        """The recurrent state, which may have no bytes."""
+        return Section(self.ssm_sizes[1], self.state_groups)
+
+    @property
     def sections(self) -> tuple[Section, ...]:
         """The sub-projections, then the recurrent state."""
-        groups = self.proj_groups or (None,) * len(self.local_proj_dims)
-        conv = (Section(*part) for part in zip(self.proj_bytes, groups, strict=True))
-        return (*conv, Section(self.ssm_sizes[1], self.state_groups))
+        return (*self.conv_sections, self.state_section)
 
     def reads(self, rank: int, tp_ratio: int) -> list[PageRead]:
         """Every read of one prefill rank's page, conv and recurrent state; arguments as below."""
@@ -196,20 +205,20 @@ class MambaConvSplitInfo:
 
     def remote_temporal_offset(self, local_rank_offset: int, tp_ratio: int) -> tuple[int, int]:
         """(offset, bytes) of what this rank reads of the recurrent state in one prefill rank's page."""
-        read = self._temporal_read(local_rank_offset, tp_ratio)
+        read = self._state_read(local_rank_offset, tp_ratio)
         return read.source, read.nbytes
 
     def temporal_write_offset(self, local_rank_offset: int, tp_ratio: int) -> int:
         """Where in this rank's page it is written."""
-        return self._temporal_read(local_rank_offset, tp_ratio).destination
+        return self._state_read(local_rank_offset, tp_ratio).destination
 
     def _conv_reads(self, rank: int, tp_ratio: int) -> list[PageRead]:
-        return page_reads(self.sections[:-1], self.local_tp, rank, tp_ratio)
+        return page_reads(self.conv_sections, self.local_tp, rank, tp_ratio)
 
-    def _temporal_read(self, rank: int, tp_ratio: int) -> PageRead:
-        *conv, state = (section_read(section, self.local_tp, rank, tp_ratio) for section in self.sections)
-        source = sum(read.remote_nbytes for read in conv) + state.source
-        return PageRead(source, self.ssm_sizes[0] + state.destination, state.nbytes)
+    def _state_read(self, rank: int, tp_ratio: int) -> PageRead:
+        conv = [section_read(section, self.local_tp, rank, tp_ratio).remote_nbytes for section in self.conv_sections]
+        state = section_read(self.state_section, self.local_tp, rank, tp_ratio)
+        return PageRead(sum(conv) + state.source, sum(self.proj_bytes) + state.destination, state.nbytes)
 
 
 def derive_mamba_conv_split(spec: MambaSpec, local_tp: int) -> MambaConvSplitInfo:

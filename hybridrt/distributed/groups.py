@@ -1,8 +1,11 @@
-"""Tensor-parallel ranks: who holds which shard, and what the ranks say to each other."""
+"""Tensor-parallel ranks: which rank holds which shard, and the collectives in which ranks exchange tensors."""
 
-import pickle
+import ctypes
+import os
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridrt.distributed.control import disown_in_child
 from hybridrt.errors import ConfigError, RankError
 
-CONNECTING = timedelta(minutes=5)
-IDLE = timedelta(days=365)  # ranks wait for rank 0 as long as nobody has work for it
+COLLECTIVE = timedelta(minutes=10)  # how long a rank waits in a collective for the others
+CHECK = timedelta(milliseconds=200)  # how often it looks meanwhile whether they still run
 LEAVING_S = 5.0
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the same, renamed in torch 2.13
-HEAD = 4096  # bytes of a message that travel at once; few steps need more
 
 
 class Communicator:
@@ -28,52 +31,50 @@ class Communicator:
     Args:
         store: what the processes find each other through.
         device: this rank's. A GPU adds NCCL and becomes the process's current device.
+        loopback: all ranks run on this host: no connection of theirs listens on a network.
+
+    Attributes:
+        check: called now and then while this rank waits for the others in main memory; raises if one is gone.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-        self.store, self.rank, self.size, self.device = store, rank, size, device
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, loopback: bool = True) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.check: Callable[[], None] = lambda: None
         self._group: dist.ProcessGroup | None = dist.ProcessGroup(dist.PrefixStore("hybridrt", store), rank, size)
         self._nccl: Any = None
         self._aborting: threading.Thread | None = None
-        kinds = dist.ProcessGroup.BackendType
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("hybridrt/cpu", store), rank, size, CONNECTING)
-        gloo._set_default_timeout(IDLE)
-        self._group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            options = dist.ProcessGroupNCCL.Options()
-            self._nccl = dist.ProcessGroupNCCL(dist.PrefixStore("hybridrt/cuda", store), rank, size, options)
-            self._nccl._set_sequence_number_for_group()
-            self._group._register_backend(torch.device("cuda"), kinds.NCCL, self._nccl)
+        self._loopback = loopback
+        disown_in_child(self)
+        with _interface(loopback):
+            gloo = dist.ProcessGroupGloo(dist.PrefixStore("hybridrt/cpu", store), rank, size, COLLECTIVE)
+            self._group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            if device.type == "cuda":
+                self._add_nccl(store)
+
+    def _add_nccl(self, store: dist.Store) -> None:
+        torch.cuda.set_device(self.device)
+        options = dist.ProcessGroupNCCL.Options()
+        self._nccl = dist.ProcessGroupNCCL(dist.PrefixStore("hybridrt/cuda", store), self.rank, self.size, options)
+        self._nccl._set_sequence_number_for_group()
+        assert self._group is not None
+        self._group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, self._nccl)
+
+    def connect(self) -> None:
+        """Opens the connections among GPUs, which NCCL does with the first collective. All ranks call it."""
+        with _interface(self._loopback):
+            self.all_reduce(torch.zeros(1, device=self.device))
+            self.barrier()
 
     def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduces over the ranks, in place. Every rank gets the same bits."""
-        self._together(dist.all_reduce, x, op)
+        self._together(dist.all_reduce, x, x, op)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[...] of each rank to [size, ...]."""
         parts = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        self._together(_all_gather, parts, x.contiguous())
+        self._together(_all_gather, x, parts, x.contiguous())
         return parts.view(self.size, *x.shape)
-
-    def send(self, message: object) -> None:
-        """From rank 0: every other rank `receive`s the message, which is pickled."""
-        data = pickle.dumps(message)
-        image = torch.frombuffer(bytearray(len(data).to_bytes(8, "little") + data).ljust(HEAD), dtype=torch.uint8)
-        self._broadcast(image[:HEAD])
-        if len(image) > HEAD:
-            self._broadcast(image[HEAD:])
-
-    def receive(self) -> Any:
-        """What rank 0 sends next; waits for it."""
-        head = torch.empty(HEAD, dtype=torch.uint8)
-        self._broadcast(head)
-        length = int.from_bytes(head[:8].numpy().tobytes(), "little")
-        rest = torch.empty(max(8 + length - HEAD, 0), dtype=torch.uint8)
-        if len(rest):
-            self._broadcast(rest)
-        return pickle.loads(torch.cat((head, rest))[8 : 8 + length].numpy().tobytes())
 
     def barrier(self) -> None:
         """Returns when every rank has come and what they launched is done."""
@@ -95,18 +96,60 @@ class Communicator:
             self._aborting.join(LEAVING_S)
         self._group = self._nccl = None
 
-    def _broadcast(self, data: torch.Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._together(lambda group: group.broadcast([data], options).wait())
+    def forsake(self) -> None:
+        """Never destroys the group: its destructor waits for threads, which may wait for a rank that does not answer,
+        or which a forked child does not have."""
+        for held in filter(None, (self._group, self._nccl)):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+        self._group = self._nccl = None
 
-    def _together(self, collective: Callable[..., object], *args: object) -> None:
+    def disown(self) -> None:
+        """In a forked child."""
+        self.forsake()
+
+    def _together(self, collective: Callable[..., Any], x: torch.Tensor, *args: object) -> None:
+        """Runs a collective on tensors that lie where `x` does."""
         if self._group is None:
             raise RankError("this tensor-parallel group is closed; build a new LLM")
         try:
-            collective(*args, group=self._group)
+            if x.is_cuda:
+                collective(*args, group=self._group)
+            else:
+                self._wait(collective(*args, group=self._group, async_op=True))
         except RuntimeError as e:  # torch.distributed's own error is one
-            raise RankError(f"a tensor-parallel rank was lost: {e}") from e
+            raise e if isinstance(e, RankError) else RankError(f"a tensor-parallel rank was lost: {e}") from e
+
+    def _wait(self, work: dist.Work) -> None:
+        """Waits for a collective in main memory, and meanwhile looks after the other ranks."""
+        while True:
+            try:
+                work.wait(CHECK)
+                return
+            except RuntimeError:
+                if work.is_completed():  # it has failed, or ended just now
+                    work.wait()
+                    return
+            self.check()
+
+
+@contextmanager
+def _interface(loopback: bool) -> Iterator[None]:
+    """What gloo and NCCL are told about interfaces, where all ranks run on this host. Both read the environment."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ()
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, _loopback_interface()))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _loopback_interface() -> str:
+    """Its name: "lo" on Linux, "lo0" on other systems."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 @dataclass(frozen=True)

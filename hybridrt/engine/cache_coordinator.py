@@ -18,6 +18,8 @@ ones; while the prompt still wants pages, they go to the request itself, so that
 short of them.
 """
 
+from collections.abc import Iterable
+
 from hybridrt.engine.request import Request
 from hybridrt.errors import MemoryBudgetError, PoolError
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
@@ -143,6 +145,16 @@ class CacheCoordinator:
         request.row = request.slot = None
         request.pages, request.spare, request.prefix, request.prefill_tokens = [], [], PrefixMatch(), ()
         request.computed = request.settled = request.first_page = 0
+
+    def reclaim(self, requests: Iterable[Request]) -> None:
+        """Takes everything back from everybody after a change that was broken off: ledgers of requests may be wrong."""
+        for request in requests:
+            prefix, request.prefix = request.prefix, PrefixMatch()
+            self._prefix_cache.unlock(prefix)
+            request.row = request.slot = None
+            request.pages, request.spare = [], []
+        for allocator in (self.rows, self.slots, self.pages):
+            allocator.reclaim()
 
     def check(self) -> None:
         """Raises PoolError unless free + used + cached == total in every allocator."""

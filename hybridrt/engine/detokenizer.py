@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from hybridrt.engine.stop_strings import StopStrings
 from hybridrt.engine.tokenizer import Tokenizer
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -16,13 +17,14 @@ class Detokenizer:
 
     Args:
         prompt: the prompt's token ids; output reads as their continuation.
-        stop: strings that end the text; it is cut before the first of them.
+        stop: strings that end the text; it is cut before the first of them. Samples of one request share the object.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: StopStrings | None = None) -> None:
         self.text = ""
         self._tokenizer = tokenizer
         self._stop = stop
+        self._stop_state = 0
         self._ids = list(prompt[-_CONTEXT:])
         self._prefix = 0
         self._read = len(self._ids)
@@ -54,22 +56,14 @@ class Detokenizer:
     @property
     def visible_text(self) -> str:
         """`text` but for an end that may be the beginning of a stop string."""
-        return self.text[: len(self.text) - self._held()]
+        held = self._stop.held(self._stop_state) if self._stop is not None else 0
+        return self.text[: len(self.text) - held]
 
     def _extend(self, fresh: str) -> bool:
-        start = len(self.text)
         self.text += fresh
-        found = [self.text.find(s, max(0, start - len(s) + 1)) for s in self._stop]
-        cut = min((i for i in found if i >= 0), default=None)
-        if cut is None:
+        if self._stop is None:
             return False
-        self.text = self.text[:cut]
-        return True
-
-    def _held(self) -> int:
-        longest = max(map(len, self._stop), default=0) - 1
-        for n in range(min(longest, len(self.text)), 0, -1):
-            tail = self.text[-n:]
-            if any(s.startswith(tail) for s in self._stop):
-                return n
-        return 0
+        self._stop_state, behind = self._stop.scan(self._stop_state, fresh)
+        if behind:
+            self.text = self.text[:-behind]
+        return behind > 0

@@ -3,18 +3,22 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from types import TracebackType
-from typing import Any
+from typing import overload
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
+from tqdm.notebook import tqdm_notebook
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.engine import Engine, EngineLimits, Prompt
+from hybridrt.engine.engine import Engine
+from hybridrt.engine.limits import EngineLimits
+from hybridrt.engine.prompts import Prompt, as_prompts
 from hybridrt.engine.request import FinishReason, RequestOutput
+from hybridrt.engine.sampling_defaults import default_sampling_params
 from hybridrt.engine.tokenizer import load_tokenizer
 from hybridrt.errors import EngineError, RequestError
+from hybridrt.runtime.interrupts import Interrupts
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor, check_world
 from hybridrt.sampling_params import SamplingParams
@@ -31,17 +35,19 @@ class Delta:
     index: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Inbox:
-    """Latest outputs of a call's samples by (request id, index), how many samples still run, and the first failure."""
+    """Latest outputs of a call's samples by (request id, index), which samples still run, and the first failure. The
+    engine references it weakly, so that requests end with the call, whatever becomes of that."""
 
-    unfinished: int = 0
+    unfinished: set[tuple[str, int]] = field(default_factory=set)
     latest: dict[tuple[str, int], RequestOutput] = field(default_factory=dict)
     error: EngineError | None = None
 
     def put(self, output: RequestOutput) -> None:
         self.latest[output.request_id, output.index] = output
-        self.unfinished -= output.finish_reason is not None
+        if output.finish_reason is not None:
+            self.unfinished.discard((output.request_id, output.index))
         self.error = self.error or output.error
 
     def take(self) -> list[RequestOutput]:
@@ -55,7 +61,10 @@ class _Inbox:
 
 
 class LLM:
-    """Loads a model and generates with it. One thread at a time; `close` (or `with`) gives the memory back.
+    """Loads a model and generates with it. `close` (or `with`) gives the memory back.
+
+    Several threads may call `generate`, `stream` and `close`: they take turns, a step each, and every step computes
+    for all of them. Ctrl-C is taken between two steps.
 
     The keyword arguments are the fields of `EngineConfig`, and are explained there. With tp_size > 1 this process is
     rank 0: it starts the others itself or, under torchrun, leads those that are there. A script runs unchanged under
@@ -64,6 +73,11 @@ class LLM:
     Raises:
         ConfigError, CheckpointError, BackendError, DeviceError, MemoryBudgetError: the text says what to change.
         RankError: a tensor-parallel rank was lost.
+
+    Attributes:
+        default_sampling_params: of requests without SamplingParams: what the checkpoint's generation_config.json sets,
+            else temperature 1 and the other defaults (hybridrt.engine.sampling_defaults). To change single fields of
+            them, pass `dataclasses.replace(llm.default_sampling_params, ...)`.
     """
 
     def __init__(
@@ -115,14 +129,14 @@ class LLM:
             seed=seed,
         )
         check_world(tp_size)
-        progress = sys.stderr.isatty()
+        progress = _shows_bars()
         self._split = TensorParallelExecutor(self.config, progress=progress) if tp_size > 1 else None
         runner = self._split.runner if self._split else ModelRunner(self.config, progress=progress)
         self.model_config = runner.model_config
         self.plan = runner.plan
+        self.default_sampling_params = default_sampling_params(runner.model_path)
         self.tokenizer = load_tokenizer(runner.model_path)
         self._engine: Engine | None = self._build_engine(runner)
-        self._inboxes: dict[str, _Inbox] = {}
 
     @property
     def engine(self) -> Engine:
@@ -130,6 +144,16 @@ class LLM:
         if self._engine is None:
             raise EngineError("this LLM is closed; build a new one")
         return self._engine
+
+    @overload
+    def generate(
+        self, prompts: Prompt, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]: ...
 
     def generate(
         self,
@@ -139,8 +163,9 @@ class LLM:
         """Runs all prompts to their end.
 
         Args:
-            prompts: one prompt or several; each a string, or token ids.
-            sampling_params: for all prompts, or one each; None is `SamplingParams()`.
+            prompts: one prompt or several, of any kinds: each a string, token ids (a list, a tuple, or a 1-D integer
+                array of numpy or torch), {"prompt": text} or {"prompt_token_ids": ids}.
+            sampling_params: for all prompts, or one each; None is `default_sampling_params`.
 
         Returns:
             One output a prompt, in order. With n > 1 it is the first sample, and `.outputs` has all n.
@@ -149,40 +174,54 @@ class LLM:
             RequestError, MemoryBudgetError: a prompt cannot be taken; none was started.
             EngineError: a step failed. As after an interrupt, what else was started is aborted and nothing is leaked.
         """
-        batch = self._prepare(_as_list(prompts), sampling_params)
+        batch = self._prepare(as_prompts(prompts), sampling_params)
         engine, inbox = self.engine, _Inbox()
-        ids: list[str] = []
         total = sum(params.n for _, params in batch)
-        with _progress_bar(total, len(batch)) as bar:
+        with Interrupts() as interrupts, _progress_bar(total, len(batch)) as bar:
             try:
-                for tokens, params in batch:
-                    ids.append(self._open(inbox, tokens, params, stream=False))
+                with engine.turns:
+                    ids = [self._open(inbox, tokens, params, stream=False) for tokens, params in batch]
                 while inbox.unfinished:
-                    self._deliver(engine.step())
+                    with engine.turns:
+                        if inbox.unfinished:  # else another thread's step was the last
+                            engine.run_step()
                     inbox.raise_error()
-                    bar.update(total - inbox.unfinished - bar.n)
+                    interrupts.check()
+                    bar.update(total - len(inbox.unfinished) - bar.n)
                 return [_group(inbox, i, params.n) for i, (_, params) in zip(ids, batch, strict=True)]
             finally:
-                self._close(ids)
+                with engine.turns:
+                    engine.abandon(inbox)
+                    engine.settle()
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Yields what comes, as it comes; with n > 1 the samples interleave. Closing the iterator aborts the request.
+        """Yields what comes, as it comes; with n > 1 the samples interleave. Once the iterator is closed or dropped,
+        the engine's next step aborts the request. The prompt is one of `generate`'s, and None stands for
+        `default_sampling_params` here too.
 
         Raises:
             RequestError, MemoryBudgetError: at once, not at the first delta.
             EngineError: while iterating: a step failed.
         """
-        params = sampling_params or SamplingParams()
+        params = self.default_sampling_params if sampling_params is None else sampling_params
         return self._stream(self.engine.prepare(prompt, params), params)
 
     def close(self) -> None:
-        """Aborts whatever runs and lets go of the model and the pools. Closing again does nothing."""
-        if self._engine is not None:
-            self._close(list(self._inboxes))
-            self._engine = None
-            if self._split:
-                self._split.close()
-                self._split = None
+        """Aborts whatever runs and lets go of the model and the pools. Closing again does nothing, or what an exception
+        kept from being done."""
+        engine = self._engine
+        with Interrupts():
+            try:
+                if engine is not None:
+                    with engine.turns:
+                        engine.abort_all()
+                        engine.settle()
+                        self._engine = None
+            finally:
+                self._engine = None
+                if self._split:
+                    self._split.close()
+                    self._split = None
 
     def __enter__(self) -> "LLM":
         return self
@@ -214,7 +253,7 @@ class LLM:
         self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[tuple[list[int], SamplingParams]]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+            sampling_params = [sampling_params or self.default_sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts and {len(sampling_params)} SamplingParams; pass one for all, or one each"
@@ -222,52 +261,43 @@ class LLM:
         return [(self.engine.prepare(p, params), params) for p, params in zip(prompts, sampling_params, strict=True)]
 
     def _open(self, inbox: _Inbox, tokens: list[int], params: SamplingParams, stream: bool) -> str:
-        request_id = self.engine.add_request(tokens, params, stream=stream)
-        self._inboxes[request_id] = inbox
-        inbox.unfinished += params.n
+        request_id = self.engine.add_request(tokens, params, stream=stream, receiver=inbox)
+        inbox.unfinished.update((request_id, index) for index in range(params.n))
         return request_id
 
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        for output in outputs:
-            if output.request_id in self._inboxes:
-                self._inboxes[output.request_id].put(output)
-
     def _stream(self, tokens: list[int], params: SamplingParams) -> Iterator[Delta]:
-        inbox, sent = _Inbox(), [(0, 0)] * params.n
-        request_id = self._open(inbox, tokens, params, stream=True)
+        engine, inbox, sent = self.engine, _Inbox(), [(0, 0)] * params.n
         try:
+            with engine.turns:
+                self._open(inbox, tokens, params, stream=True)
             while inbox.unfinished or inbox.latest:
-                if not inbox.latest:
-                    self._deliver(self.engine.step())
-                inbox.raise_error()
-                for output in inbox.take():
+                for output in self._next(engine, inbox):
                     chars, ids = sent[output.index]
                     sent[output.index] = len(output.text), len(output.token_ids)
                     yield Delta(output.text[chars:], output.token_ids[ids:], output.finish_reason, output.index)
         finally:
-            self._close([request_id])
+            # The collector may come by here in any thread, in the middle of a step: this only leaves a mark.
+            engine.abandon(inbox)
 
-    def _close(self, request_ids: Sequence[str]) -> None:
-        """Ends the requests if they still run, and reads what is launched so that they hold nothing."""
-        if self._engine is None:
-            return
-        for request_id in request_ids:
-            self._engine.abort(request_id)
-        self._deliver(self._engine.drain())
-        for request_id in request_ids:
-            self._inboxes.pop(request_id, None)
+    def _next(self, engine: Engine, inbox: _Inbox) -> list[RequestOutput]:
+        """What has come; if nothing has, what a step brings."""
+        with engine.turns:
+            if not inbox.latest:
+                self.engine.run_step()
+            if inbox.error or not inbox.unfinished:
+                engine.abandon(inbox)
+                engine.settle()  # what is launched for it is over: it holds nothing
+            inbox.raise_error()
+            return inbox.take()
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (a string, or token ids) as a list of one; several as they are."""
-    if isinstance(prompts, str):
-        return [prompts]
-    several: list[Any] = list(prompts)
-    return [several] if several and isinstance(several[0], Integral) else several
+def _shows_bars() -> bool:
+    """Progress bars reach somebody: standard error is a terminal, or tqdm has found a notebook."""
+    return issubclass(tqdm, tqdm_notebook) or sys.stderr.isatty()
 
 
 def _progress_bar(total: int, prompts: int) -> tqdm:
-    return tqdm(total=total, disable=prompts < 2 or not sys.stderr.isatty(), unit="sample", desc="generate")
+    return tqdm(total=total, disable=prompts < 2 or not _shows_bars(), unit="sample", desc="generate")
 
 
 def _group(inbox: _Inbox, request_id: str, n: int) -> RequestOutput:

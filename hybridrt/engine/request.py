@@ -1,8 +1,9 @@
 """A request as the host sees it, and what its caller gets."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from hybridrt.engine.detokenizer import Detokenizer
 from hybridrt.errors import EngineError
@@ -85,6 +86,12 @@ class RequestOutput:
         return [self, *self.siblings]
 
 
+class Receiver(Protocol):
+    """Gets the outputs of requests, one by one, as they come."""
+
+    def put(self, output: RequestOutput) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Host state of one sample.
@@ -103,8 +110,9 @@ class Request:
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
         prefill_tokens: tokens to compute before decoding starts: the prompt, and after a retraction the output too.
         arrived: the prefix that came from elsewhere, until admission takes it: a retracted request computes anew.
-        export_to: where in the executor's arena state and KV go once the prompt is computed; None leaves them.
+        export_to: bytes of the executor's arena for state and KV, once the prompt is computed; None leaves them.
         in_flight: launched steps that name the request and whose result has not been consumed.
+        receiver: who gets its outputs, while there is one; None: whoever steps the engine.
     """
 
     request_id: str
@@ -130,11 +138,12 @@ class Request:
     prefix: PrefixMatch = field(default_factory=PrefixMatch)
     prefill_tokens: Sequence[int] = ()
     arrived: PrefixMatch | None = None
-    export_to: int | None = None
+    export_to: range | None = None
     computed: int = 0
     settled: int = 0
     pending: int = 0
     in_flight: int = 0
+    receiver: weakref.ref[Receiver] | None = None
 
     @property
     def tokens(self) -> list[int]:

@@ -1,13 +1,17 @@
 """Which requests run in the next step, and with what. Host integers only; the device is never waited for."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.request import Request
-from hybridrt.runtime.step import DecodeRow, ExtendRow, StateCopy, StepPlan
+from hybridrt.errors import EngineError
+from hybridrt.runtime.sampler import SamplingTable
+from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, StateCopy, StepPlan, StepResult
 from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
+
+Refuse = Callable[[Request, Exception], None]
 
 
 @dataclass(slots=True)
@@ -17,6 +21,20 @@ class ScheduledStep:
 
     plan: StepPlan = field(default_factory=StepPlan)
     rows: list[tuple[Request, int]] = field(default_factory=list)
+
+    def check(self, result: StepResult) -> None:
+        """Raises EngineError unless every sampling row gained at least one token and at most what it could."""
+        rows = [(request, most) for request, most in self.rows if most]
+        if not len(rows) == len(result.tokens) == len(result.logprobs):
+            raise EngineError(
+                f"{len(rows)} rows sampled; the result has {len(result.tokens)} lists of tokens and "
+                f"{len(result.logprobs)} of log-probabilities"
+            )
+        for (request, most), tokens in zip(rows, result.tokens, strict=True):
+            if not len(tokens) <= most or (not tokens and request.finish_reason is None):
+                raise EngineError(
+                    f"row of request {request.request_id!r} gained {len(tokens)} tokens; 1 to {most} expected"
+                )
 
 
 class Scheduler:
@@ -49,13 +67,17 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def schedule(self) -> ScheduledStep | None:
-        """The next step, counted as launched from here on; None if nothing can run before a launched step ends."""
+    def schedule(self, refuse: Refuse | None = None) -> ScheduledStep | None:
+        """The next step, counted as launched from here on; None if nothing can run before a launched step ends.
+
+        Args:
+            refuse: ends a waiting request that no step can pack, and takes it out of the queue (`remove`); None raises.
+        """
         step = ScheduledStep()
         self._schedule_decode(step)
         decode_tokens = sum(tokens for _, tokens in step.rows)
         budget = max(self._chunk - decode_tokens, (self._chunk + 1) // 2)
-        self._schedule_prefill(step, budget)
+        self._schedule_prefill(step, budget, refuse)
         if not step.rows:
             return None
         self._in_flight += 1
@@ -84,6 +106,12 @@ class Scheduler:
         del self.running[request.arrival]
         if not request.in_flight:
             self._coordinator.release(request)
+
+    def clear(self) -> None:
+        """Forgets all requests and all launched steps."""
+        self.waiting.clear()
+        self.running.clear()
+        self._in_flight = 0
 
     def _schedule_decode(self, step: ScheduledStep) -> None:
         """Adds a row for every request that can decode and finds a page."""
@@ -127,17 +155,32 @@ class Scheduler:
         request.pending += tokens
         request.metrics.proposed += len(draft)
 
-    def _schedule_prefill(self, step: ScheduledStep, budget: int) -> None:
+    def _schedule_prefill(self, step: ScheduledStep, budget: int, refuse: Refuse | None) -> None:
         """Goes on with admitted prompts, then admits. Where a decode row found no page, none is left to admit with."""
         for request in self.running.values():
             if budget and not request.prefilled:
                 budget -= self._add_extend(step, request, budget)
         while budget and self.waiting:
             request = self.waiting[0]
+            if not self._packs(request, refuse):
+                continue
             if not self._coordinator.admit(request, len(self.running), step.plan):
                 break
             self.running[request.arrival] = self.waiting.popleft()
             budget -= self._add_extend(step, request, budget)
+
+    @staticmethod
+    def _packs(request: Request, refuse: Refuse | None) -> bool:
+        """False: the buffers of a step do not hold the request's numbers, and it has been refused. In a step it would
+        fail all rows, and with several ranks end them."""
+        try:
+            SamplingTable.pack([Admission(0, 0, (), 0, request.params, request.seed)])
+        except Exception as e:
+            if refuse is None:
+                raise
+            refuse(request, e)
+            return False
+        return True
 
     def _add_extend(self, step: ScheduledStep, request: Request, budget: int) -> int:
         """Adds the next chunk; returns its length. None while the pages that it wants wait for a launched step."""
@@ -154,5 +197,6 @@ class Scheduler:
         step.rows.append((request, int(last)))
         request.pending += int(last)
         if last and request.export_to is not None:
-            step.plan.exports.append(StateCopy(request.row.index, request.computed, request.export_to))
+            room = request.export_to
+            step.plan.exports.append(StateCopy(request.row.index, request.computed, room.start, len(room)))
         return len(chunk)

@@ -1,15 +1,26 @@
 """Text to token ids and back."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridrt.errors import CheckpointError
+from hybridrt.config_json import read_object
+from hybridrt.errors import CheckpointError, RequestError, shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
+# Normal form C and its kin make one character of at most so many: no canonical decomposition is longer (UAX 15).
+_COMPOSED = 4
+
+
 class Tokenizer(Protocol):
+    @property
+    def characters_per_token(self) -> int:
+        """Characters of text that a token stands for at most."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with whatever the tokenizer puts before it."""
         ...
@@ -25,29 +36,107 @@ class HFTokenizer:
     def __init__(self, hf: Any) -> None:
         self.hf = hf
 
+    @cached_property
+    def characters_per_token(self) -> int:
+        """The length of the longest token; where a normaliser may compose characters, of what it may have composed. A
+        byte-level vocabulary spells bytes, of which a character has at least one."""
+        backend = getattr(self.hf, "backend_tokenizer", None)
+        plain = backend is not None and backend.normalizer is None
+        return max(map(len, self.hf.get_vocab())) * (1 if plain else _COMPOSED)
+
     def encode(self, text: str) -> list[int]:
         return list(self.hf.encode(text))
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Token ids of a conversation that consists of one message of the user, in the model's chat template.
+
+        Raises:
+            CheckpointError: there is no template, or it fails.
+        """
+        if not self.hf.chat_template:
+            raise CheckpointError("the model brings no chat template; pass its prompt without one")
+        messages = [{"role": "user", "content": text}]
+        try:
+            wrapped: str = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as e:  # a template is a program of the checkpoint's: it raises what it likes
+            raise CheckpointError(
+                f"the model's chat template fails ({type(e).__name__}: {e}); repair it, or write the prompt in the "
+                "model's format yourself"
+            ) from e
+        # The template writes the special tokens itself: encoding it as a prompt would put a second one before it.
+        return list(self.hf.encode(wrapped, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         # Cleaning up spaces would change text that has already been streamed.
         return self.hf.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def load_tokenizer(path: str | Path) -> HFTokenizer | None:
-    """The tokenizer of a checkpoint directory, None if it has no tokenizer files.
+def encode_prompt(tokenizer: Tokenizer, text: str, most_tokens: int) -> list[int]:
+    """Token ids of a prompt. Text too long for `most_tokens` whatever its tokens are is refused before it costs more
+    than its length; so is text of which a tokenizer would drop so much that it might fit (repeated spaces).
 
     Raises:
-        CheckpointError: the files are there but cannot be read.
+        RequestError: the text is too long, or no Unicode text.
+    """
+    width = tokenizer.characters_per_token
+    if len(text) > most_tokens * width:
+        raise RequestError(
+            f"the prompt has {len(text)} characters; it may have at most {most_tokens} tokens (max_model_len less one "
+            f"for the output), and none stands for more than {width} characters: shorten it or raise max_model_len"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise RequestError(
+            f"the prompt's character {e.start} is U+{ord(text[e.start]):04X}, half of a surrogate pair: no text by "
+            "itself; decode the prompt from its bytes anew, or remove it"
+        ) from e
+    return tokenizer.encode(text)
+
+
+def load_tokenizer(path: str | Path) -> HFTokenizer | None:
+    """The tokenizer of a checkpoint directory, None if it has no tokenizer files. No code of the checkpoint is run.
+
+    Raises:
+        CheckpointError: the files are there but cannot be read, or only with code of the checkpoint.
     """
     directory = Path(path)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer  # slow to import, and useless where token ids go in and come out
 
+    asks_for_code = _check_settings(directory)
     try:
-        return HFTokenizer(AutoTokenizer.from_pretrained(str(directory), local_files_only=True))
+        return HFTokenizer(
+            AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        )
     except Exception as e:
+        if asks_for_code:
+            raise CheckpointError(
+                f"the tokenizer in {directory} asks for trust_remote_code=True: auto_map in its tokenizer_config.json "
+                "names Python code of the checkpoint, and hybridrt never runs such code; convert the tokenizer to a "
+                "tokenizer.json, or pass token ids instead of text"
+            ) from e
         raise CheckpointError(
             f"the tokenizer in {directory} cannot be loaded ({type(e).__name__}: {e}); fix its files, or remove "
             f"{', '.join(TOKENIZER_FILES)} to pass token ids instead of text"
         ) from e
+
+
+def _check_settings(directory: Path) -> bool:
+    """Whether the files ask for code of the checkpoint. transformers looks up whatever class they name and loads it
+    without our option: a model's class would ask on the terminal and run code, so only tokenizers pass.
+
+    Raises:
+        CheckpointError: a file is damaged, or names a class that is no tokenizer.
+    """
+    import transformers
+
+    files = [directory / name for name in ("tokenizer_config.json", "config.json")]
+    settings = [read_object(file, CheckpointError) for file in files if file.exists()]
+    for file, name in ((f, s.get("tokenizer_class")) for f, s in zip(files, settings)):
+        found = getattr(transformers, name, None) if isinstance(name, str) else name
+        is_tokenizer = isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerBase)
+        if found is not None and not is_tokenizer:
+            raise CheckpointError(f"{file}: tokenizer_class is {shown(name)}, which is no tokenizer of transformers")
+    return any(s.get("auto_map") for s in settings)

@@ -23,7 +23,8 @@ def accept_chain(drawn: Tensor, drafts: Tensor, num_drafts: Tensor, rows: Tensor
     """Inputs of each row that stay, the root included: 1 + leading drafts that equal their draws. [B] int32, >= 1.
 
     Args:
-        drawn: [B, T] int64, the target's draw after each of the T inputs.
+        drawn: [B, T] int64, the target's draw after each of the T inputs; -1, which equals no draft, where its logits
+            were not finite.
         drafts: [B, T - 1] int32, the inputs after the root.
         num_drafts: [B] int32, how many of them are drafts; the rest is padding.
         rows: [B] int32 request rows.

@@ -29,9 +29,11 @@ def decode_inputs(
         new_pages: [B] int32, the KV page that holds the row's last draft (its one token if T is 1) if that page is
             new, else -1; its slots are entered into `req_to_token` [R + 1, max_context] first. A table of max_context
             0 belongs to a model without KV: every slot is 0 then.
-        drafts: [B, T - 1] int32 tokens after the last sampled one, of which num_drafts [B] int32 are drafts; the rest
-            is padding and gets KV slot 0, which is scratch. Both None if T is 1.
-        last_tokens: [R + 1] int32, last sampled token of each request row.
+        drafts: [B, T - 1] int32 tokens after the last sampled one, of which num_drafts [B] int32 are drafts. The rest
+            is padding: KV slot 0, which is never written, and the last sampled token once more, which computes
+            nothing that the request itself does not. Both None if T is 1.
+        last_tokens: [R + 1] int32, last sampled token of each request row; -1, of logits that were not finite, is read
+            as 0.
     """
     select("decode_inputs", rows.device.type)(
         input_ids, positions, out_cache_loc, rows, seq_lens, new_pages, drafts, num_drafts, last_tokens,
@@ -55,9 +57,10 @@ def decode_inputs_reference(
     batch = rows.shape[0]
     tokens = input_ids.shape[0] // batch
     ids, where = input_ids.view(batch, tokens), positions.view(batch, tokens)
-    ids[:, 0] = last_tokens[rows]
-    if drafts is not None:
-        ids[:, 1:] = drafts
+    ids[:] = last_tokens[rows, None].clamp(min=0)
+    if drafts is not None and num_drafts is not None:
+        real = torch.arange(tokens - 1, device=rows.device) < num_drafts[:, None]
+        ids[:, 1:] = torch.where(real, drafts, ids[:, 1:])
     where.copy_(seq_lens[:, None] + torch.arange(-tokens, 0, dtype=torch.int32, device=rows.device))
     if not req_to_token.shape[1]:
         out_cache_loc.zero_()

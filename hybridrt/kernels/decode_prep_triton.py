@@ -52,8 +52,9 @@ def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
     slot = tl.where(fresh, page * PAGE + position % PAGE, known)
     tl.store(out_cache_loc + b * TOKENS + t, tl.where(real, slot, 0), mask=live)
     tl.store(positions + b * TOKENS + t, position, mask=live)
-    proposed = tl.load(drafts + b * (TOKENS - 1) + t - 1, mask=live & (t > 0), other=0)
-    tl.store(input_ids + b * TOKENS + t, tl.where(t == 0, tl.load(last_tokens + row), proposed), mask=live)
+    proposed = tl.load(drafts + b * (TOKENS - 1) + t - 1, mask=real & (t > 0), other=0)
+    last = tl.maximum(tl.load(last_tokens + row), 0)
+    tl.store(input_ids + b * TOKENS + t, tl.where(real & (t > 0), proposed, last), mask=live)
 
 
 def decode_inputs_triton(

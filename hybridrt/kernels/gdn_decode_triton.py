@@ -1,5 +1,4 @@
-"""Triton kernel of the recurrent gated delta rule: `recurrent_gated_delta_rule`, and `gdn_decode` of several tokens
-without a state ring, with the conv and the gates before it.
+"""Triton kernel of the recurrent gated delta rule, alone and as `gdn_decode` of several tokens without a state ring.
 
 A program keeps BLOCK_V rows of one value head's state, [BLOCK_V, K], in registers over the T tokens. The programs of a
 key head each compute its q and k; one of them writes what these leave in the rings, to columns that none of them reads.

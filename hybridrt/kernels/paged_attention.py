@@ -2,7 +2,8 @@
 
 Shapes: B rows, T tokens per row, Hq query and Hkv key/value heads (query head h reads key head h // (Hq // Hkv)), D
 head dim, L the longest context looked at. A token's slot is page * page_size + offset; `req_to_token[row, position]`
-holds slots. Page 0 is scratch for padding and always finite.
+holds slots. Page 0 stands for padding: it is never written, and no row reads what another one wrote or left behind, so
+that NaN in one request reaches no other.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ decline("attention_decode", "flashinfer", 'it plans on the host: attention_backe
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-    """Store k, v `[T, Hkv, D]` at slots out_cache_loc `[T]` of the caches `[pages, page, Hkv, D]`, in place."""
+    """Store k, v `[T, Hkv, D]` at slots out_cache_loc `[T]` of the caches `[pages, page, Hkv, D]`, in place. What would
+    go to page 0 is padding and dropped."""
     select("write_kv", k.device.type)(k, v, k_cache, v_cache, out_cache_loc)
 
 
@@ -45,6 +47,7 @@ def attention_decode(
     scale: float,
     sliding_window: int | None = None,
     tree_mask: Tensor | None = None,
+    num_drafts: Tensor | None = None,
     max_len: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -53,11 +56,13 @@ def attention_decode(
     q `[B, T, Hq, D]`; caches `[pages, page, Hkv, D]`; req_to_token `[R+1, max_context]` int32; rows `[B]`; seq_lens
     `[B]`: the keys that the last of the T tokens sees. Token t of a chain sees seq_len - T + t + 1 keys; with
     tree_mask `[B, T, T]` bool (ancestors and self) it sees the first seq_len - T keys and those of the last T that the
-    mask names. sliding_window: a token at position p sees keys at positions > p - window; what all T tokens have left
-    behind is not read, and its table entries may be stale. max_len: an upper bound of
-    seq_lens known on the host; None means the table's width. Returns `[B, T, Hq, D]` in q's dtype; rows with seq_len 0
-    (padding) are zeros. If `out` of that shape is given, they are left there: heads contiguous, tokens at any distance,
-    the same between rows.
+    mask names. num_drafts `[B]` int32: tokens after the first 1 + num_drafts[b] of a row are padding without keys in
+    the cache, and what stands at their places is not read; None where all T are real. sliding_window: a token at
+    position p sees keys at positions > p - window; what all T tokens have left behind is not read, and its table
+    entries may be stale. max_len: an upper bound of seq_lens known on the host; None means the table's width. Returns
+    `[B, T, Hq, D]` in q's dtype; rows with seq_len 0 (padding) are zeros. If `out` of that shape is given, they are
+    left there: heads contiguous, tokens at any distance, also between rows. ConfigError: a kernel cannot write to an
+    `out` of other strides.
     """
     result: Tensor = select("attention_decode", q.device.type)(
         q,
@@ -69,6 +74,7 @@ def attention_decode(
         scale=scale,
         sliding_window=sliding_window,
         tree_mask=tree_mask,
+        num_drafts=num_drafts,
         max_len=max_len,
         out=out,
     )
@@ -115,9 +121,11 @@ def attention_extend(
 
 
 def write_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-    slots = out_cache_loc.long()
+    padding = out_cache_loc < k_cache.shape[1]
+    slots = out_cache_loc.long().masked_fill_(padding, 0)
     for cache, new in ((k_cache, k), (v_cache, v)):
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, new.to(cache.dtype))
+        cells = cache.view(-1, *cache.shape[2:])
+        cells.index_copy_(0, slots, torch.where(padding[:, None, None], cells[:1], new.to(cache.dtype)))
 
 
 def attention_decode_reference(
@@ -131,6 +139,7 @@ def attention_decode_reference(
     scale: float,
     sliding_window: int | None = None,
     tree_mask: Tensor | None = None,
+    num_drafts: Tensor | None = None,
     max_len: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -141,9 +150,12 @@ def attention_decode_reference(
     context = slots.shape[1]
     visible = None
     if tokens > 1 or sliding_window is not None or not _all_reach(seq_lens, context):
-        in_context = (position >= 0) & (position < seq_lens.unsqueeze(1))
-        # Slots past the end may name another request's page or a stale one: read the finite scratch slot 0 instead.
-        slots = torch.where(in_context, slots, 0)
+        last = seq_lens - 1 if num_drafts is None else seq_lens - tokens + num_drafts
+        in_context = (position >= 0) & (position <= last.unsqueeze(1))
+        # Other slots may name another request's page or a stale one. What is masked is multiplied by zero all the same,
+        # and 0 * NaN is NaN: the row's own last key stands in for it.
+        stand_in = slots.gather(1, (last - position[:, 0]).clamp(min=0).long().unsqueeze(1))
+        slots = torch.where(in_context, slots, stand_in)
         if tokens == 1:
             visible = in_context.view(batch, 1, 1, context)
         else:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hybridrt.errors import ConfigError
 from hybridrt.kernels.launch import dot_precision, multiprocessors
 from hybridrt.kernels.pdl_triton import begin, pdl
 
@@ -71,8 +72,8 @@ def _tree_depth(tree, node, node_mask, tree_st, T: tl.constexpr, BLOCK_T: tl.con
 
 @triton.jit
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, tree_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr,
-    q_sb, q_st, q_sh, table_sr, tree_sb, tree_st, out_st, scale_log2,
+    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, tree_ptr, drafts_ptr, out_ptr, partial_ptr, lse_ptr,
+    arrivals_ptr, q_sb, q_st, q_sh, table_sr, tree_sb, tree_st, out_st, scale_log2,
     T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -83,6 +84,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     begin(PDL)
     b, head_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + b)
+    keys = seq_len
+    if drafts_ptr is not None:
+        keys -= T - 1 - tl.load(drafts_ptr + b)  # behind them stands another's KV: the rest of the T is padding
     origin, first, end, used = _split_range(seq_len, split, T, WINDOW, SPLITS, LEAST, BLOCK_N)
     if (SPLITS > 1) & (split > 0) & (first >= end):
         return
@@ -105,7 +109,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     for block in range(first, end):
         pos = origin + block * BLOCK_N + tl.arange(0, BLOCK_N)
-        in_context = pos < seq_len
+        in_context = pos < keys
         if WINDOW > 0:
             in_context &= pos > seq_len - T - WINDOW  # the pages before may be another request's by now
         node = pos - (seq_len - T)  # which of the T tokens stands there; negative before them
@@ -207,6 +211,7 @@ def attention_decode_triton(
     scale: float,
     sliding_window: int | None = None,
     tree_mask: Tensor | None = None,
+    num_drafts: Tensor | None = None,
     max_len: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -225,23 +230,24 @@ def attention_decode_triton(
     splits = walk.splits
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    token_stride = _token_stride(out)
     partial = lse = arrivals = None
     if splits > 1:
         partial = torch.empty(batch, splits, tokens, query_heads, head_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
         arrivals = _counters(req_to_token, batch * head_blocks) if walk.joined else None
     _decode_kernel[(batch, head_blocks, splits)](
-        q, k_cache, v_cache, req_to_token, rows, seq_lens, tree_mask, out, partial, lse, arrivals,
+        q, k_cache, v_cache, req_to_token, rows, seq_lens, tree_mask, num_drafts, out, partial, lse, arrivals,
         q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
         0 if tree_mask is None else tree_mask.stride(0), 0 if tree_mask is None else tree_mask.stride(1),
-        _token_stride(out), scale * math.log2(math.e),
+        token_stride, scale * math.log2(math.e),
         T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
         LEAST=walk.least, BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
         **pdl(q.device),
     )  # fmt: skip
     if splits > 1 and not walk.joined:
         _combine_kernel[(batch, tokens * query_heads)](
-            partial, lse, seq_lens, out, _token_stride(out),
+            partial, lse, seq_lens, out, token_stride,
             T=tokens, HQ=query_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
             LEAST=walk.least, BLOCK_N=tile["BLOCK_N"], BLOCK_D=tile["BLOCK_D"],
             BLOCK_S=triton.next_power_of_2(splits), num_warps=4, **pdl(q.device),
@@ -263,8 +269,13 @@ def _counters(req_to_token: Tensor, count: int) -> Tensor:
 
 
 def _token_stride(out: Tensor) -> int:
-    """Elements from one token of out [B, T, Hq, D] to the next; rows follow each other at the same distance."""
-    return out.stride(1) if out.shape[1] > 1 else out.stride(0)
+    """Elements from one token of out [B, T, Hq, D] to the next; ConfigError if one number does not say it."""
+    batch, tokens, heads, dim = out.shape
+    stride = out.stride(1) if tokens > 1 else out.stride(0)
+    apart = out.stride(3) != 1 or (heads > 1 and out.stride(2) != dim)
+    if apart or (batch > 1 and out.stride(0) != tokens * stride):
+        raise ConfigError(f"out has strides {out.stride()}; heads must be contiguous and tokens equally far apart")
+    return stride
 
 
 @dataclass(frozen=True)
@@ -322,13 +333,17 @@ def _tile(rows: int, q: Tensor) -> dict[str, int]:
 @triton.jit
 def _write_kv_kernel(  # type: ignore[no-untyped-def]
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_st, k_sh, v_st, v_sh,
-    HKV: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     t = tl.program_id(0).to(tl.int64)
     h, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    slot = tl.load(slots_ptr + t).to(tl.int64)
+    if slot < PAGE:
+        return
     mask = (h < HKV) & (d < D)
-    target = tl.load(slots_ptr + t).to(tl.int64) * (HKV * D) + h * D + d
+    target = slot * (HKV * D) + h * D + d
     k = tl.load(k_ptr + t * k_st + h * k_sh + d, mask=mask)
     v = tl.load(v_ptr + t * v_st + h * v_sh + d, mask=mask)
     tl.store(k_cache_ptr + target, k.to(k_cache_ptr.dtype.element_ty), mask=mask)
@@ -342,6 +357,6 @@ def write_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_
         return
     _write_kv_kernel[(tokens,)](
         k, v, k_cache, v_cache, out_cache_loc, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        HKV=kv_heads, D=head_dim, BLOCK_H=triton.next_power_of_2(kv_heads), BLOCK_D=triton.next_power_of_2(head_dim),
-        **pdl(k.device),
+        HKV=kv_heads, D=head_dim, PAGE=k_cache.shape[1], BLOCK_H=triton.next_power_of_2(kv_heads),
+        BLOCK_D=triton.next_power_of_2(head_dim), **pdl(k.device),
     )  # fmt: skip

@@ -133,7 +133,8 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
         pos = offset + tl.arange(0, BLOCK_N)
         slot = 0
         if PAGED:
-            slot = tl.load(table + pos, mask=(pos >= oldest) & (pos <= furthest), other=0)
+            # Keys that no query sees are multiplied by zero, and 0 * NaN is NaN: own ones stand in for them.
+            slot = tl.load(table + tl.minimum(tl.maximum(pos, oldest), furthest))
         k = _tile(keys, slot, shift + offset, kv_head, HKV, D, BLOCK_D, PAGED).to(q.dtype)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         masked = offset >= masked_from

@@ -11,15 +11,18 @@ from hybridrt.kernels.pdl_triton import begin, pdl
 @triton.jit
 def _rotate(  # type: ignore[no-untyped-def]
     x_ptr, x_strides: tl.constexpr, out_ptr, out_strides: tl.constexpr, slots_ptr, positions_ptr, cos_sin_ptr,
-    weight_ptr, eps, first, tokens, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    weight_ptr, eps, first, tokens, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate BLOCK_R heads, counted through all tokens from `first`. A thread holds both halves of a pair, so
     that out may be x. With slots, a token's heads go to its slot of out."""
     row = first + tl.arange(0, BLOCK_R)
     t, h = row // HEADS, row % HEADS
     live = t < tokens
-    place = t if slots_ptr is None else tl.load(slots_ptr + t, mask=live, other=0)
+    place, kept = t, live
+    if slots_ptr is not None:
+        place = tl.load(slots_ptr + t, mask=live, other=0)
+        kept = place >= PAGE
     x = x_ptr + (t.to(tl.int64) * x_strides[0] + h * x_strides[1])[:, None]
     out = out_ptr + (place.to(tl.int64) * out_strides[0] + h * out_strides[1])[:, None]
     i = tl.arange(0, BLOCK_HALF)[None, :]
@@ -38,6 +41,7 @@ def _rotate(  # type: ignore[no-untyped-def]
         second_half *= scale * tl.load(weight_ptr + HALF + i, mask=i < HALF, other=0.0)
         rest *= scale * tl.load(weight_ptr + j, mask=j < D, other=0.0)
     dtype = out_ptr.dtype.element_ty
+    mask, rest_mask = mask & kept[:, None], rest_mask & kept[:, None]
     tl.store(out + i, (first_half * cos - second_half * sin).to(dtype), mask=mask)
     tl.store(out + HALF + i, (second_half * cos + first_half * sin).to(dtype), mask=mask)
     tl.store(out + j, rest.to(dtype), mask=rest_mask)
@@ -46,13 +50,13 @@ def _rotate(  # type: ignore[no-untyped-def]
 @triton.jit
 def _copy(  # type: ignore[no-untyped-def]
     x_ptr, x_strides: tl.constexpr, out_ptr, slots_ptr, first, tokens,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = first + tl.arange(0, BLOCK_R)
     t, h = row // HEADS, row % HEADS
     d = tl.arange(0, BLOCK_D)[None, :]
-    mask = (t < tokens)[:, None] & (d < D)
     slot = tl.load(slots_ptr + t, mask=t < tokens, other=0).to(tl.int64)
+    mask = (slot >= PAGE)[:, None] & (d < D)
     x = tl.load(x_ptr + (t.to(tl.int64) * x_strides[0] + h * x_strides[1])[:, None] + d, mask=mask)
     tl.store(out_ptr + ((slot * HEADS + h) * D)[:, None] + d, x.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -62,8 +66,8 @@ def _rotary_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, positions_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr,
     k_cache_ptr, v_cache_ptr, slots_ptr, tokens, eps,
     q_strides: tl.constexpr, k_strides: tl.constexpr, v_strides: tl.constexpr,
-    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Blocks of BLOCK_R heads: those of the queries, then of the keys, then of the values, which are copied."""
     begin(PDL)
@@ -71,19 +75,19 @@ def _rotary_kernel(  # type: ignore[no-untyped-def]
     q_blocks, kv_blocks = tl.cdiv(tokens * HQ, BLOCK_R), tl.cdiv(tokens * HKV, BLOCK_R)
     if block < q_blocks:
         _rotate(q_ptr, q_strides, q_ptr, q_strides, None, positions_ptr, cos_sin_ptr, q_weight_ptr, eps,
-                block * BLOCK_R, tokens, HQ, D, HALF, BLOCK_R, BLOCK_HALF, BLOCK_REST)  # fmt: skip
+                block * BLOCK_R, tokens, HQ, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST)  # fmt: skip
         return
     first = (block - q_blocks) * BLOCK_R
     if slots_ptr is None:
         _rotate(k_ptr, k_strides, k_ptr, k_strides, None, positions_ptr, cos_sin_ptr, k_weight_ptr, eps,
-                first, tokens, HKV, D, HALF, BLOCK_R, BLOCK_HALF, BLOCK_REST)  # fmt: skip
+                first, tokens, HKV, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST)  # fmt: skip
     else:
         if block < q_blocks + kv_blocks:
             _rotate(k_ptr, k_strides, k_cache_ptr, (HKV * D, D), slots_ptr, positions_ptr, cos_sin_ptr, k_weight_ptr,
-                    eps, first, tokens, HKV, D, HALF, BLOCK_R, BLOCK_HALF, BLOCK_REST)  # fmt: skip
+                    eps, first, tokens, HKV, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST)  # fmt: skip
         else:
             _copy(v_ptr, v_strides, v_cache_ptr, slots_ptr, first - kv_blocks * BLOCK_R, tokens,
-                  HKV, D, BLOCK_R, BLOCK_D)  # fmt: skip
+                  HKV, D, PAGE, BLOCK_R, BLOCK_D)  # fmt: skip
 
 
 def qk_norm_rotary_triton(
@@ -139,7 +143,8 @@ def _launch(
     _rotary_kernel[(triton.cdiv(tokens * query_heads, rows) + (1 if v is None else 2) * kv_blocks,)](
         q, k, v, positions, cos_sin, q_weight, k_weight, k_cache, v_cache, out_cache_loc,
         tokens, eps, strides(q), strides(k), strides(v),
-        HQ=query_heads, HKV=kv_heads, D=head_dim, HALF=half, BLOCK_R=rows, BLOCK_HALF=triton.next_power_of_2(half),
+        HQ=query_heads, HKV=kv_heads, D=head_dim, HALF=half, PAGE=0 if k_cache is None else k_cache.shape[1],
+        BLOCK_R=rows, BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)), BLOCK_D=triton.next_power_of_2(head_dim),
         **pdl(q.device),
     )  # fmt: skip

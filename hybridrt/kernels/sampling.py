@@ -23,6 +23,7 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
+MIN_TEMPERATURE = 1e-5  # rows below it are greedy: logits divided by less may leave the range of float32
 STREAM_TOKEN = 0  # which random number of an output index: the draw of its token. Other uses count on from here.
 
 
@@ -69,11 +70,11 @@ def filtered_logits(
 ) -> Tensor:
     """The logits `[B, V]` float32 that a draw is made from: penalised, tempered, -inf where filtered out.
 
-    logits `[B, V]`; temperature `[B]` float32 (0: greedy; such rows are not tempered); top_k `[B]` int32 (<= 0: off),
-    top_p, min_p `[B]` float32 (1 and 0: off); None where no row uses a filter; bitmask `[B, ceil(V / 32)]` int32, bit
-    i % 32 of word i // 32 set where token i is allowed. top-p keeps the smallest set of most likely tokens with mass
-    >= top_p (Holtzman et al. 2020); min-p those of at least min_p times the best one's probability (Nguyen et al.
-    2024).
+    logits `[B, V]`; temperature `[B]` float32 (below MIN_TEMPERATURE: greedy; such rows are not tempered); top_k `[B]`
+    int32 (<= 0: off), top_p, min_p `[B]` float32 (1 and 0: off); None where no row uses a filter; bitmask
+    `[B, ceil(V / 32)]` int32, bit i % 32 of word i // 32 set where token i is allowed. top-p keeps the smallest set of
+    most likely tokens with mass >= top_p (Holtzman et al. 2020); min-p those of at least min_p times the best one's
+    probability (Nguyen et al. 2024).
     """
     filtered: Tensor = select("filtered_logits", logits.device.type)(
         logits,
@@ -99,7 +100,8 @@ def sample(
     penalties: Penalties | None = None,
     bitmask: Tensor | None = None,
 ) -> Tensor:
-    """One token per row, `[B]` int64: a draw from softmax(filtered_logits), or its argmax where temperature is 0.
+    """One token per row, `[B]` int64: a draw from softmax(filtered_logits), or its argmax where temperature is below
+    MIN_TEMPERATURE; -1 where the logits are not finite, as in `greedy`.
 
     seeds, indices `[B]` int64 (the request's seed, the position of the token in its output) key the draw, so neither
     batching nor overlap changes it. The rest as in `filtered_logits`.
@@ -119,13 +121,14 @@ def sample(
 
 
 def greedy(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
-    """The most likely allowed token of each row, `[B]` int64; of equal ones the first."""
+    """The most likely allowed token of each row, `[B]` int64; of equal ones the first. -1 where there is none: an
+    allowed logit is NaN or infinity, or all of them are -infinity."""
     tokens: Tensor = select("greedy", logits.device.type)(logits, bitmask)
     return tokens
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """log softmax(logits) at tokens `[B]` int64, and of the top_n best tokens.
+    """log softmax(logits) at tokens `[B]` int64, and of the top_n best tokens. What stands at a token -1 means nothing.
 
     Returns (logprob `[B]` float32, top_ids `[B, top_n]` int64, top_logprobs `[B, top_n]` float32).
     """
@@ -180,7 +183,7 @@ def sample_reference(
     )
     ids = torch.arange(logits.shape[1], device=logits.device)
     noise = torch.log1p(uniform_reference(seeds, indices, STREAM_TOKEN, ids).neg_()).neg_().log_()
-    return (logits - noise.masked_fill_((temperature == 0).unsqueeze(1), 0)).argmax(-1)
+    return _best(logits - noise.masked_fill_((temperature < MIN_TEMPERATURE).unsqueeze(1), 0))
 
 
 def filtered_logits_reference(
@@ -196,7 +199,7 @@ def filtered_logits_reference(
     logits = _allowed(logits.float(), bitmask)
     if penalties is not None:
         logits = _penalized(logits, penalties)
-    logits = logits / torch.where(temperature == 0, 1.0, temperature).unsqueeze(1)
+    logits = logits / torch.where(temperature < MIN_TEMPERATURE, 1.0, temperature).unsqueeze(1)
     if top_k is not None or top_p is not None:
         logits = _top_k_top_p(logits, top_k, top_p)
     if min_p is not None:
@@ -205,14 +208,20 @@ def filtered_logits_reference(
 
 
 def greedy_reference(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
-    return _allowed(logits, bitmask).argmax(-1)
+    return _best(_allowed(logits, bitmask))
+
+
+def _best(logits: Tensor) -> Tensor:
+    """The first largest entry of each row, -1 where that is not finite (a NaN counts as the largest)."""
+    largest, tokens = logits.max(-1)
+    return tokens.masked_fill_(~largest.isfinite(), -1)
 
 
 def token_logprobs_reference(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.float()
     log_total = logits.logsumexp(-1, keepdim=True)
     top_logits, top_ids = logits.topk(top_n, -1)
-    return (logits.gather(1, tokens.unsqueeze(1)) - log_total).squeeze(1), top_ids, top_logits - log_total
+    return (logits.gather(1, tokens.clamp(min=0).unsqueeze(1)) - log_total).squeeze(1), top_ids, top_logits - log_total
 
 
 def _allowed(logits: Tensor, bitmask: Tensor | None) -> Tensor:

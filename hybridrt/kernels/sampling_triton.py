@@ -9,11 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.launch import multiprocessors
-from hybridrt.kernels.sampling import GOLDEN_GAMMA, MIX_1, MIX_2, STREAM_TOKEN, Penalties
+from hybridrt.kernels.sampling import GOLDEN_GAMMA, MIN_TEMPERATURE, MIX_1, MIX_2, STREAM_TOKEN, Penalties
 from hybridrt.kernels.sampling_filters_triton import thresholds
 
 BLOCK = 4096
 PROGRAMS_PER_MULTIPROCESSOR = 8
+_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _GAMMA, _MIX_1, _MIX_2 = (tl.constexpr(value % 2**64) for value in (GOLDEN_GAMMA, MIX_1, MIX_2))
 
 
@@ -78,7 +79,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         x = _penalized(x, b, ids, mask, repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr,
                        counts_sr, prompt_sr)  # fmt: skip
     temperature = tl.load(temperature_ptr + b)
-    x /= tl.where(temperature == 0, 1.0, temperature)
+    x /= tl.where(temperature < _MIN_TEMPERATURE, 1.0, temperature)
     tl.store(out_ptr + b * V + ids, x, mask=mask)
     tl.store(maxima_ptr + b * tl.num_programs(1) + tl.program_id(1), tl.max(x, 0))
 
@@ -98,7 +99,9 @@ def _argmax_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, bitmask_ptr, threshold_ptr, temperature_ptr, seeds_ptr, indices_ptr, best_ptr, tokens_ptr,
     logits_sr, words, V, per_split, splits, STREAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best entry of each row and split, the first of equal ones; with seeds, of the Gumbel-perturbed row."""
+    """The best entry of each row and split, the first of equal ones; with seeds, of the Gumbel-perturbed row. A NaN
+    counts as infinity, which no filter drops. The token is -1 where the best is not finite; of one split among others
+    only where it is infinity: the rest of its row may hold what its own entries lack."""
     b, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = split * per_split
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -107,18 +110,20 @@ def _argmax_kernel(  # type: ignore[no-untyped-def]
         ids = start + tl.arange(0, BLOCK)
         mask = ids < V
         x = tl.load(logits_ptr + b * logits_sr + ids, mask=mask, other=float("-inf")).to(tl.float32)
+        x = tl.where(x == x, x, float("inf"))
         if bitmask_ptr is not None:
             x = tl.where(_allowed(bitmask_ptr, b, ids, mask, words), x, float("-inf"))
         if threshold_ptr is not None:
-            x = tl.where(x >= tl.load(threshold_ptr + b), x, float("-inf"))
+            x = tl.where((x >= tl.load(threshold_ptr + b)) | (x == float("inf")), x, float("-inf"))
         if seeds_ptr is not None:
             u = _uniform(tl.load(seeds_ptr + b), tl.load(indices_ptr + b), tl.full([], STREAM, tl.int64), ids)
-            x -= tl.where(tl.load(temperature_ptr + b) == 0, 0.0, _log_exponential(u))
+            x -= tl.where(tl.load(temperature_ptr + b) < _MIN_TEMPERATURE, 0.0, _log_exponential(u))
         better = x > best
         best_id = tl.where(better, ids, best_id)
         best = tl.where(better, x, best)
     largest = tl.max(best, 0)
     token = tl.min(tl.where(best == largest, best_id, 0x7FFFFFFF), 0)
+    token = tl.where((largest == float("inf")) | ((splits == 1) & (largest == float("-inf"))), -1, token)
     tl.store(tokens_ptr + b * splits + split, token.to(tl.int64))
     tl.store(best_ptr + b * splits + split, largest)
 
@@ -129,7 +134,9 @@ def _reduce_kernel(best_ptr, candidates_ptr, tokens_ptr, splits, BLOCK_S: tl.con
     s = tl.arange(0, BLOCK_S)
     best = tl.load(best_ptr + b * splits + s, mask=s < splits, other=float("-inf"))
     candidates = tl.load(candidates_ptr + b * splits + s, mask=s < splits, other=0x7FFFFFFF)
-    tl.store(tokens_ptr + b, tl.min(tl.where(best == tl.max(best, 0), candidates, 0x7FFFFFFF), 0))
+    largest = tl.max(best, 0)
+    token = tl.min(tl.where(best == largest, candidates, 0x7FFFFFFF), 0)
+    tl.store(tokens_ptr + b, tl.where(largest == float("-inf"), -1, token))
 
 
 @triton.jit

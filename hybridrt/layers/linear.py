@@ -254,9 +254,12 @@ def norm_linear(
 
 def side_by_side(x: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
     """x [T, a] and tail [T, b] as [T, a + b]: a view if they are neighbouring columns of one tensor, else a copy."""
-    neighbours = tail.data_ptr() == x.data_ptr() + x.shape[1] * x.element_size() and x.stride() == tail.stride()
+    rows, width = x.shape[0], x.shape[1] + tail.shape[1]
+    row_stride = width if rows == 1 else x.stride(0)  # a single row has none that counts
+    alike = x.stride(1) == tail.stride(1) == 1 and (rows == 1 or tail.stride(0) == row_stride)
+    neighbours = alike and tail.data_ptr() == x.data_ptr() + x.shape[1] * x.element_size()
     if neighbours and x.untyped_storage().data_ptr() == tail.untyped_storage().data_ptr():
-        return x.as_strided((x.shape[0], x.shape[1] + tail.shape[1]), x.stride())
+        return x.as_strided((rows, width), (row_stride, 1))
     return torch.cat((x, tail), dim=-1)
 
 

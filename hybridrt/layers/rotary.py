@@ -1,21 +1,29 @@
 """The cosine and sine table of rotary embeddings; scaled variants come from transformers' own formulas."""
 
+import math
 from typing import Any
 
 import torch
 
 from hybridrt.config import ModelConfig
-from hybridrt.errors import ConfigError
+from hybridrt.errors import ConfigError, shown
 
 
 def rotary_table(config: ModelConfig, max_len: int, device: torch.device) -> torch.Tensor:
     """[max_len, rot] float32: rot/2 cosines, then rot/2 sines, of every position (Su et al. 2021, eq. 34).
 
     `rot` is head_dim x partial_rotary_factor; types other than "default" (linear, dynamic, yarn, llama3, ...) take
-    their frequencies from transformers.modeling_rope_utils.
+    their frequencies from transformers.modeling_rope_utils. On the "meta" device nothing is computed.
+
+    Raises:
+        ConfigError: the model's rope_parameters give no frequencies, or max_len is beyond what they serve.
     """
     _check_longrope(config, max_len)
     inv_freq, scaling = _frequencies(config)
+    if not inv_freq.isfinite().all() or not math.isfinite(scaling):
+        raise ConfigError(f"rope_parameters {shown(dict(config.attention.rope or {}))} give infinite frequencies")
+    if device.type == "meta":
+        return torch.empty(max_len, 2 * len(inv_freq), dtype=torch.float32, device=device)
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inv_freq.float())
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(scaling).to(device)
 
@@ -37,7 +45,10 @@ def _frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
 
         if kind not in ROPE_INIT_FUNCTIONS:
             raise ConfigError(f"rope_type is {kind!r}; known are default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}")
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config.hf, torch.device("cpu"))
-        return inv_freq, float(scaling)
-    rot = int(config.attention.head_dim * rope.get("partial_rotary_factor", 1.0))
+        try:
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config.hf, torch.device("cpu"))
+            return inv_freq, float(scaling)
+        except Exception as e:  # the formulas raise whatever a wrong or missing number leads to
+            raise ConfigError(f"rope_parameters {shown(rope)} do not serve rope_type {kind!r}: {e!r}") from e
+    rot = int(config.attention.head_dim * (rope.get("partial_rotary_factor") or 1.0))
     return 1.0 / rope["rope_theta"] ** (torch.arange(0, rot, 2, dtype=torch.float32) / rot), 1.0

@@ -20,6 +20,8 @@ class Build:
 
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
+# Other numbers, integers or float8, mean nothing without their scales, and nothing here multiplies by these.
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DUMMY_FILLS = ("normal", "ones", "zeros", "decay", "dt_bias")
 
 
@@ -50,11 +52,11 @@ class Piece:
     accumulate: bool = False
 
     def fill(self, key: str, tensor: torch.Tensor) -> None:
-        """Copies (folded, in dest's dtype); CheckpointError if shapes disagree or `tensor` holds integers."""
-        if not tensor.is_floating_point():
+        """Copies (folded, in dest's dtype); CheckpointError if shapes disagree or the dtype is not in WEIGHT_DTYPES."""
+        if tensor.dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
-                f"{key} holds {tensor.dtype}, and {self.name} takes floating-point weights; quantised checkpoints are "
-                "not supported, use the original one"
+                f"{key} holds {tensor.dtype}, and {self.name} takes bfloat16, float16 or float32; quantised "
+                "checkpoints are not supported, use the original one"
             )
         try:
             part = self.select(tensor)

@@ -1,6 +1,5 @@
 """From a model's name to weights on a device: paths, the model, its memory plan, its pools."""
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +20,11 @@ from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loader import fill_dummy, has_own_head, load_weights
 from hybridrt.models.registry import make_mtp_head, model_class
+from hybridrt.runtime.host_memory import free_host_memory
 from hybridrt.runtime.sampler import SamplingTable
 
 DEFAULT_ROWS = {"cpu": 16, "cuda": 256}
+CPU_SHARE = 4  # pools take a quarter of the main memory that is free
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 EMBEDDED = ("embedded", "embedded_draft")
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -177,7 +178,8 @@ def draft_config(config: EngineConfig) -> EngineConfig:
 def make_plan(
     config: EngineConfig, target: Target, *, budget_bytes: int | None = None, weights: int = 0, activations: int = 0
 ) -> MemoryPlan:
-    """The memory plan of a run; `budget_bytes` None is the CPU's rule, `host_budget`."""
+    """The memory plan of a run; `budget_bytes` None is what `target.device` has left for it: on a CPU `host_budget`, on
+    a GPU `device_budget`."""
     mc, spec = target.model_config, pool_spec(config, target)
     limit = mc.max_position_embeddings
     costs = UnitCosts(
@@ -188,7 +190,7 @@ def make_plan(
         transfer=config.transfer_bytes,
     )
     plan = plan_memory(
-        budget_bytes=host_budget(target.tp) if budget_bytes is None else budget_bytes,
+        budget_bytes=_default_budget(config, target) if budget_bytes is None else budget_bytes,
         costs=costs,
         demand=page_demand(config, mc),
         max_running_requests=config.max_running_requests,
@@ -285,18 +287,15 @@ def build_pools(config: EngineConfig, target: Target, plan: MemoryPlan) -> Pools
     return Pools(kv, table)
 
 
-def free_host_memory() -> int:
-    """Bytes of main memory that can be taken without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+def _default_budget(config: EngineConfig, target: Target) -> int:
+    if target.device.type == "cpu":
+        return host_budget(target.tp)
+    return device_budget(target.device, config.memory_fraction)
 
 
 def host_budget(tp: TPGroup) -> int:
     """Bytes that pools may take on a CPU: a quarter of the free memory, shared by the ranks."""
-    return free_host_memory() // (4 * tp.size)
+    return free_host_memory() // (CPU_SHARE * tp.size)
 
 
 def device_budget(device: torch.device, fraction: float) -> int:

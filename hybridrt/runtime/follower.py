@@ -1,65 +1,116 @@
 """A tensor-parallel rank above 0: it builds the model that rank 0 builds and runs every step that rank 0 runs."""
 
 import os
+import queue
+import shutil
 import sys
 import threading
+import time
 import traceback
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
-import torch.distributed as dist
+import torch
 
-from hybridrt.distributed.groups import CONNECTING, Communicator, TPGroup
-from hybridrt.errors import HybridrtError, RankError
+from hybridrt.config import EngineConfig
+from hybridrt.distributed.channel import Message
+from hybridrt.distributed.control import BEAT, BEATS, Link, rank_timeout
+from hybridrt.distributed.groups import Communicator, TPGroup
+from hybridrt.errors import HybridrtError, MessageError, PeerGoneError, RankError
+from hybridrt.runtime.messages import decode
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.ranks import LOST, failure_key, presence_key, rank_device
+from hybridrt.runtime.rank_start import Place, find_place, rank_device
+from hybridrt.runtime.ranks import LOST
 from hybridrt.runtime.step import StepPlan
 
 
-def follow(comm: Communicator) -> int:
-    """Serves rank 0 until it lets go; returns the exit status of this process.
+class Leader:
+    """Rank 0, as the others see it. This process ends when rank 0 is gone, whatever else it does.
 
-    A failure ends the rank, which first says in the store why; one that is the loss of another rank is not worth it.
+    Args:
+        directory: goes with rank 0, if that cannot remove it any more.
     """
+
+    def __init__(self, link: Link, directory: str | None = None) -> None:
+        self._link, self._directory, self._interval = link, directory, rank_timeout() / BEATS
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._leaving = False
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def receive(self) -> Any:
+        """What rank 0 sends next; waits for it. MessageError if it is none of the known messages."""
+        return decode(self._inbox.get())
+
+    def report(self, error: Exception) -> None:
+        """Tells rank 0 why this rank ends."""
+        with suppress(PeerGoneError):
+            self._link.send({"type": "failed", "reason": f"{type(error).__name__}: {error}"[:10_000]})
+
+    def leave(self) -> None:
+        """From here on rank 0 may go before this process does."""
+        self._leaving = True
+
+    def _listen(self) -> None:
+        beat_at = time.monotonic()
+        try:
+            while True:
+                if time.monotonic() >= beat_at:
+                    beat_at = time.monotonic() + self._interval
+                    self._link.send(BEAT)
+                for message in self._link.listen(max(0.0, beat_at - time.monotonic())):
+                    self._inbox.put(message)
+        except PeerGoneError:
+            self._end()
+
+    def _end(self) -> None:
+        if self._leaving:
+            return
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        os._exit(LOST)
+
+
+def serve(place: Place, rank: int, size: int, device: torch.device) -> int:
+    """Joins the other ranks and serves rank 0 until it lets go; returns the exit status of this process.
+
+    A failure ends the rank, which first says why; one that is the loss of another rank needs no report.
+    """
+    leader = Leader(place.join(rank), place.directory)
     try:
-        _serve(comm)
+        comm = place.communicator(rank, size, device)
+        comm.connect()
+        _serve(leader, comm)
+        comm.close()
         return 0
     except RankError:
         return LOST
     except Exception as e:
         if not isinstance(e, HybridrtError):
             traceback.print_exc()
-        with suppress(RuntimeError):  # rank 0 holds the store and may be gone
-            comm.store.set(failure_key(comm.rank), f"{type(e).__name__}: {e}")
+        leader.report(e)
         return 1
 
 
-def _serve(comm: Communicator) -> None:
+def _serve(leader: Leader, comm: Communicator) -> None:
     """A model's configuration, then its steps and tasks, then None; one model after the other; then None."""
-    while (config := comm.receive()) is not None:
+    while (config := leader.receive()) is not None:
+        if not isinstance(config, EngineConfig):
+            raise MessageError(f"rank 0 sent {type(config).__name__} where a configuration belongs")
         runner = ModelRunner(replace(config, device=str(comm.device)), tp=TPGroup(comm.rank, comm.size, comm))
-        while (message := comm.receive()) is not None:
+        while (message := leader.receive()) is not None:
             runner.launch(message) if isinstance(message, StepPlan) else message(runner)
         runner.graphs.clear()
         del runner
         comm.barrier()
+    leader.leave()
 
 
-def main() -> None:
-    """The process that `hybridrt.runtime.ranks.start_ranks` starts."""
-    threading.Thread(target=_end_with_rank_0, daemon=True).start()
-    store, rank, size = next(dist.rendezvous("env://", timeout=CONNECTING))
-    store.set(presence_key(rank), "")
-    status = follow(Communicator(store, rank, size, rank_device(sys.argv[1])))
+def main(directory: str, rank: int, size: int, kind: str) -> None:
+    """The process that `hybridrt.runtime.rank_start.start_ranks` starts."""
+    try:
+        status = serve(find_place(directory), rank, size, rank_device(kind, rank))
+    except (PeerGoneError, FileNotFoundError):  # rank 0 ended while this process started
+        status = LOST
     sys.stdout.flush()
     os._exit(status)
-
-
-def _end_with_rank_0() -> None:
-    """Rank 0 holds the other end of standard input: its death is the end of this file, whatever this process does."""
-    sys.stdin.buffer.read()
-    os._exit(LOST)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.config import ModelConfig
@@ -209,13 +209,19 @@ class GraphRunner:
         self.poisoned = device.type != "cuda"
         self.recorder: Recorder = recorder or (ClosureRecorder() if self.poisoned else CudaGraphRecorder())
         self.buffers = StaticBuffers(model, self.max_bs, self.tokens, tree=tree, keep_hidden=keep_hidden)
-        self.spec_info = SpecInfo(self.tokens, self.buffers.parents, self.buffers.tree_mask) if tree else spec_info
+        self.spec_info = self._spec_info() if spec_info else None
         self._staging = StagingRing(device)
         self._fill = backend.get_cuda_graph_seq_len_fill_value() + self.tokens - 1
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * self.tokens
         backend.init_cuda_graph_state(self.max_bs, self.max_bs * self.tokens)
         self._replays: dict[int, Callable[[], None]] = {}
         self.captured_bytes = 0
+
+    def _spec_info(self) -> SpecInfo:
+        """What a verify step says of its drafts, over the static buffers."""
+        buffers = self.buffers
+        parents, mask = (buffers.parents, buffers.tree_mask) if buffers.tree else (None, None)
+        return SpecInfo(self.tokens, parents, mask, buffers.num_drafts)
 
     @torch.inference_mode()
     def capture(self, progress: bool = False, sizes: Sequence[int] = ()) -> None:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hybridrt.attention.base import AttentionBackend
 from hybridrt.attention.registry import create_backend
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
@@ -18,6 +19,7 @@ from hybridrt.runtime.build import (
     build_pools,
     device_budget,
     draft_pages,
+    empty_model,
     host_budget,
     kv_layer_ids,
     load_target,
@@ -25,6 +27,7 @@ from hybridrt.runtime.build import (
     step_widths,
     weight_bytes,
 )
+from hybridrt.runtime.fit import plan_ahead
 from hybridrt.runtime.graph_runner import DecodeInputs, GraphRunner
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
 from hybridrt.runtime.mtp import MTPRunner
@@ -76,6 +79,9 @@ class ModelRunner:
         self.graphs: dict[int, GraphRunner] = {}  # by tokens of a row; captured once the final pools stand
         self.model_path, self.target = load_target(config, tp)
         self.model_config, self.device = self.target.model_config, self.target.device
+        if plan is None:
+            weights = weight_bytes(empty_model(config, self.target, torch.device("meta")))
+            plan_ahead(config, self.target, weights, budget_bytes)  # raises what can be known before loading
         with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
             self.model = build_model(config, self.target, self.model_path, progress)
         with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
@@ -182,15 +188,16 @@ class ModelRunner:
         graphs = self.graphs.get(tokens)
         fits = plan.decode and graphs and graphs.bucket(len(plan.decode))
         inputs = self._graph_inputs(plan, tokens) if fits else None
-        if inputs is None or graphs is None:
-            return self._launch_eager(plan, tokens)
-        decoded = self._launch_graph(graphs, inputs)
-        if not plan.extend:
-            return decoded
-        # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
-        writes = [w for w in plan.page_writes if w.row not in set(inputs.rows)]
-        rest = StepPlan(plan.admissions, writes, [], plan.extend, plan.imports, plan.exports)
-        return JoinedSteps(decoded, self._launch_eager(rest, 1))
+        with _given_up_on_failure(self.backend):
+            if inputs is None or graphs is None:
+                return self._launch_eager(plan, tokens)
+            decoded = self._launch_graph(graphs, inputs)
+            if not plan.extend:
+                return decoded
+            # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
+            writes = [w for w in plan.page_writes if w.row not in set(inputs.rows)]
+            rest = StepPlan(plan.admissions, writes, [], plan.extend, plan.imports, plan.exports)
+            return JoinedSteps(decoded, self._launch_eager(rest, 1))
 
     def _launch_graph(self, graphs: GraphRunner, inputs: DecodeInputs) -> LaunchedStep:
         logits, n, buffers = graphs.replay(inputs), len(inputs.rows), graphs.buffers
@@ -292,8 +299,7 @@ class ModelRunner:
         mode = segments[bool(plan.extend)] if plan.decode else ForwardMode.EXTEND
         ids = sections["extend_ids"]
         if num_decode:
-            roots = self.last_tokens[rows[:num_decode], None]
-            ids = torch.cat((torch.cat((roots, sections["drafts"].view(num_decode, -1)), 1).view(-1), ids))
+            ids = torch.cat((self._decode_ids(sections, num_decode, tokens), ids))
         places = positions = sections["positions"]
         spec = self._spec_info(sections, tokens) if tokens > 1 and num_decode else None
         if spec is not None and spec.tree_mask is not None:
@@ -317,11 +323,18 @@ class ModelRunner:
             spec_info=spec,
         )
 
+    def _decode_ids(self, sections: Sections, rows: int, tokens: int) -> torch.Tensor:
+        """[rows * tokens] int32 inputs of the decode rows, as `decode_inputs` gives them to a graph."""
+        roots = self.last_tokens[sections["rows"][:rows], None].clamp(min=0)
+        real = torch.arange(tokens - 1, device=self.device) < sections["num_drafts"][:, None]
+        drafts = torch.where(real, sections["drafts"].view(rows, -1), roots)
+        return torch.cat((roots, drafts), 1).view(-1)
+
     def _spec_info(self, sections: Sections, tokens: int) -> SpecInfo:
         if not self._trees:
-            return SpecInfo(tokens)
+            return SpecInfo(tokens, num_drafts=sections["num_drafts"])
         parents, ancestors = (sections[name].view(-1, tokens) for name in ("parents", "ancestors"))
-        return SpecInfo(tokens, parents, tree_mask(ancestors))
+        return SpecInfo(tokens, parents, tree_mask(ancestors), sections["num_drafts"])
 
     def _sample(
         self, request_rows: Sequence[int], rows: torch.Tensor, output_indices: torch.Tensor, logits: torch.Tensor
@@ -342,6 +355,16 @@ class ModelRunner:
         self.backend.commit_decode(kept.counts, kept.path)
         logprobs = requested_logprobs(logits, kept.tokens, [p.logprobs for p in params], kept.path)
         return LaunchedStep(kept.tokens, kept.counts, *logprobs), kept
+
+
+@contextmanager
+def _given_up_on_failure(backend: AttentionBackend) -> Iterator[None]:
+    """A step that fails inside is never committed; those after it are none the worse."""
+    try:
+        yield
+    except BaseException:
+        backend.drop_step()
+        raise
 
 
 @contextmanager

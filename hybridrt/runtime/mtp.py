@@ -7,8 +7,9 @@ model's KV pool, in the same requests' pages.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import torch
 
@@ -27,8 +28,7 @@ from hybridrt.sampling_params import SamplingParams
 AHEAD = 0  # no step has rows of so many tokens
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRow:
+class DraftRow(msgspec.Struct, frozen=True, array_like=True):
     """A row to draft for: `computed` tokens have KV, pages are lent up to `end_page`, and the first token to draft is
     number `output_index` of the request's output."""
 
@@ -123,6 +123,8 @@ class MTPRunner:
             behind, at = sections["following_ids"], sections["sample_at"][split:]
             behind[at - split] = last_tokens[sections["sample_rows"][n:]]
             ids, ends, rows = torch.cat((ids, behind)), torch.cat((ends, at)), sections["sample_rows"]
+        # -1, of logits that were not finite, is no input.
+        ids = ids.clamp(min=0)
         step = replace(batch, forward_mode=ForwardMode.DRAFT_EXTEND, input_ids=ids, attn_backend=self.backend)
         self.backend.init_forward_metadata(step)
         self.hidden[rows] = self.model.predict(hidden, step).index_select(0, ends)
@@ -160,7 +162,7 @@ class MTPRunner:
             return graphs.replay(DecodeInputs([r.row for r in rows], lens, zeros, [-1] * n, zeros))
         index, positions = sections["rows"], sections["computed"] + (step - 1)
         batch = ForwardBatch(
-            ForwardMode.DECODE, self.tokens[index], positions, index, positions + 1,
+            ForwardMode.DECODE, self.tokens[index].clamp(min=0), positions, index, positions + 1,
             torch.arange(n + 1, dtype=torch.int32, device=index.device), self.table.token_slots(index, positions), n, n,
             self.backend, seq_lens_cpu=lens, query_lens_cpu=[1] * n,
         )  # fmt: skip
@@ -174,8 +176,9 @@ def _along_path(batch: ForwardBatch, hidden: torch.Tensor, path: torch.Tensor) -
     depths = torch.arange(width, dtype=torch.int32, device=path.device)
     places = (batch.seq_lens[:n, None] - width + depths).flatten().to(batch.positions.dtype)
     kept = hidden[:split].view(n, width, -1).take_along_dim(path[:, :, None], 1).flatten(0, 1)
+    num_drafts = batch.spec_info.num_drafts if batch.spec_info else None
     chain = replace(
-        batch, positions=torch.cat((places, batch.positions[split:])), spec_info=SpecInfo(width),
+        batch, positions=torch.cat((places, batch.positions[split:])), spec_info=SpecInfo(width, num_drafts=num_drafts),
     )  # fmt: skip
     return chain, torch.cat((kept, hidden[split:]))
 

@@ -1,21 +1,18 @@
-"""The processes of a tensor-parallel run: torchrun's, or ranks that are started here, watched, and let go."""
+"""The other ranks of a tensor-parallel run, as rank 0 sees them: told what to do, watched, and let go."""
 
-import atexit
 import os
+import shutil
 import signal
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 
-import torch
-import torch.distributed as dist
-
-from hybridrt.distributed.groups import CONNECTING, Communicator
-from hybridrt.errors import ConfigError, HybridrtError, RankError
+from hybridrt.distributed.channel import Message
+from hybridrt.distributed.control import TIMEOUT_S, Link, disown_in_child
+from hybridrt.distributed.groups import Communicator
+from hybridrt.errors import ConfigError, HybridrtError, PeerGoneError, RankError
+from hybridrt.runtime.messages import encode
 
 LOST = 75  # exit status of a rank that ended because another one did
 NAMING_S = 5.0  # a process ends a moment after its connections do
@@ -28,17 +25,35 @@ class Ranks:
     """The other ranks, as rank 0 sees them.
 
     Args:
-        processes: ranks 1, 2, ... if they were started here; none under torchrun, which watches them itself.
+        links: to ranks 1, 2, ...
+        processes: those ranks if they were started here; none under torchrun, which watches them itself.
+        directory: where the ranks found each other, which goes with them.
+        timeout: seconds after which a rank that sends nothing is lost.
     """
 
-    def __init__(self, comm: Communicator, processes: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        links: Sequence[Link],
+        processes: Sequence["subprocess.Popen[bytes]"] = (),
+        directory: str | None = None,
+        timeout: float = TIMEOUT_S,
+    ) -> None:
         self.comm = comm
-        self._processes = processes
+        self._links, self._processes, self._directory = links, processes, directory
+        self._timeout, self._pid = timeout, os.getpid()
         self._error: RankError | None = None
         self._lock, self._named = threading.Lock(), threading.Event()
         self._serving = self._leaving = False
-        for rank, process in enumerate(processes, 1):
-            threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+        comm.check = self.check
+        disown_in_child(self)
+        for rank, link in enumerate(links, 1):
+            threading.Thread(target=self._watch, args=(rank, link), daemon=True).start()
+
+    @property
+    def here(self) -> bool:
+        """False in a process that was forked from the one that leads the ranks."""
+        return os.getpid() == self._pid
 
     def check(self) -> None:
         """Raises RankError if a rank was lost; its text names it."""
@@ -54,24 +69,33 @@ class Ranks:
             yield
         except BaseException as e:
             lost = self._lost(e)
-            self._fail(_LOST.format(0, f"{type(e).__name__}: {e}"))
+            self._fail(0, f"{type(e).__name__}: {e}")
             if lost is not None:
                 raise lost from e
             raise
+
+    def send(self, message: Message) -> None:
+        """To every other rank. Raises RankError if one does not take it."""
+        for rank, link in enumerate(self._links, 1):
+            try:
+                link.send(message)
+            except PeerGoneError as e:
+                raise RankError(_LOST.format(rank, e)) from e
 
     def begin(self, message: object) -> None:
         """Tells the others what to serve; ConfigError if they serve something already."""
         if self._serving:
             raise ConfigError("these tensor-parallel ranks serve another LLM: close that one first")
+        encoded = encode(message)
         with self.together():
-            self.comm.send(message)
+            self.send(encoded)
         self._serving = True
 
     def end(self) -> None:
         """The others stop serving and have freed what they held when this returns."""
         if self._serving and self._error is None:
             with suppress(RankError):  # a rank that is lost holds nothing either
-                self.comm.send(None)
+                self.send(encode(None))
                 self.comm.barrier()
         self._serving = False
 
@@ -83,42 +107,64 @@ class Ranks:
         self._leaving = True
         if self._error is None:
             with suppress(RankError):
-                self.comm.send(None)
+                self.send(encode(None))
         self._end_processes(LEAVING_S if self._error is None else 0.0)
         self.comm.close()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        status = process.wait()
-        if not self._leaving and status != LOST:
-            ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-            self._fail(_LOST.format(rank, self._reason(rank) or f"its process {ending}"))
+    def disown(self) -> None:
+        """In a forked child: the ranks and what waits for them are the parent's."""
+        self._error = RankError(
+            f"this LLM belongs to process {self._pid}, from which this one was forked; build a new LLM here"
+        )
+        self._links, self._processes, self._directory, self._leaving = (), (), None, True
+
+    def _watch(self, rank: int, link: Link) -> None:
+        """Hears a rank's signs of life until it is gone."""
+        try:
+            while messages := link.listen(self._timeout):
+                for message in messages:
+                    if message.get("type") == "failed":
+                        self._fail(rank, str(message.get("reason")))
+            reason = f"it has sent no sign of life for {self._timeout:g} seconds"
+        except PeerGoneError as e:
+            reason = self._ending(rank) or str(e)
+        if not self._leaving:
+            self._fail(rank, reason)
+        link.close()
+
+    def _ending(self, rank: int) -> str | None:
+        """How the process of a rank whose connection is gone has ended, if it was started here."""
+        if not self._processes:
+            return None
+        try:
+            status = self._processes[rank - 1].wait(NAMING_S)
+        except subprocess.TimeoutExpired:
+            return None
+        if status == LOST:  # it ended because of another rank, which another thread is about to name
+            self._named.wait(NAMING_S)
+        ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"its process {ending}"
 
     def _lost(self, e: BaseException) -> RankError | None:
         """What to raise in place of `e`, if `e` is only what the loss of a rank looks like from here."""
         if isinstance(e, RankError):
-            self._named.wait(NAMING_S if self._processes else 0.0)
-            return self._error or self._reported()
+            self._named.wait(NAMING_S)
+            return self._error
         return self._error if isinstance(e, Exception) and not isinstance(e, HybridrtError) else None
 
-    def _reported(self) -> RankError | None:
-        """The failure that a rank left behind: torchrun's processes are not watched from here."""
-        reasons = {rank: reason for rank in range(1, self.comm.size) if (reason := self._reason(rank))}
-        return next((RankError(_LOST.format(*item)) for item in reasons.items()), None)
-
-    def _reason(self, rank: int) -> str | None:
-        """What a rank left behind when it failed."""
-        key = failure_key(rank)
-        return self.comm.store.get(key).decode() if self.comm.store.check([key]) else None
-
-    def _fail(self, reason: str) -> None:
+    def _fail(self, rank: int, reason: str) -> None:
         """The first failure counts. The others end, and what waits for them on this rank's GPU is freed."""
         with self._lock:
             if self._error is not None:
                 return
-            self._error = RankError(reason)
+            self._error = RankError(_LOST.format(rank, reason))
         self._named.set()
         self._end_processes(0.0)
         self.comm.abort()
+        if not self._processes:
+            self.comm.forsake()  # a rank that cannot be ended from here may never leave a collective
 
     def _end_processes(self, grace_s: float) -> None:
         for process in self._processes:
@@ -127,85 +173,3 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            assert process.stdin is not None
-            process.stdin.close()
-
-
-def failure_key(rank: int) -> str:
-    """Where in the store a rank says why it ends."""
-    return f"hybridrt/failed/{rank}"
-
-
-def presence_key(rank: int) -> str:
-    """What a rank that was started here sets once it runs."""
-    return f"hybridrt/here/{rank}"
-
-
-def rank_device(kind: str) -> torch.device:
-    """This process's device, of `kind` "cpu" or "cuda"."""
-    return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
-
-
-def start_ranks(size: int, kind: str) -> Ranks:
-    """Starts ranks 1 to `size` - 1 on this machine, as processes that end with this one.
-
-    Raises:
-        RankError: one of them ended before it came up.
-    """
-    store = dist.TCPStore(LOOPBACK, 0, size, is_master=True, wait_for_workers=False)
-    processes = [_start(rank, size, store.port, kind) for rank in range(1, size)]
-    try:
-        _await(store, processes)
-        return Ranks(Communicator(store, 0, size, rank_device(kind)), processes)
-    except BaseException:
-        for process in processes:
-            process.kill()
-            process.communicate()
-        raise
-
-
-def _start(rank: int, size: int, port: int, kind: str) -> "subprocess.Popen[bytes]":
-    """An interpreter of its own, not multiprocessing: that would run the caller's main module once more."""
-    environment = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port,
-        # As many threads as here: how a sum is split decides its last bits, and every rank samples for itself.
-        "OMP_NUM_THREADS": torch.get_num_threads(),
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-    }  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, "-m", "hybridrt.runtime.follower", kind],
-        env=os.environ | {name: str(value) for name, value in environment.items()},
-        stdin=subprocess.PIPE,  # the rank ends when this process no longer holds the other end
-        start_new_session=True,  # an interrupt at the terminal is for rank 0 alone
-    )
-
-
-def _await(store: dist.Store, processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    keys = [presence_key(rank) for rank in range(1, len(processes) + 1)]
-    while not store.check(keys):
-        for rank, process in enumerate(processes, 1):
-            if process.poll() is not None:
-                raise RankError(
-                    f"tensor-parallel rank {rank} did not start: status {process.returncode}; see its output"
-                )
-        time.sleep(0.02)
-
-
-def world_size() -> int | None:
-    """How many processes torchrun started, this one among them; None if it did not start this one."""
-    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
-
-
-@cache
-def torchrun_communicator(kind: str) -> Communicator:
-    """The group of torchrun's processes, one for the life of this process."""
-    store, rank, size = next(dist.rendezvous("env://", timeout=CONNECTING))
-    return Communicator(store, rank, size, rank_device(kind))
-
-
-@cache
-def torchrun_ranks(kind: str) -> Ranks:
-    """Rank 0's view of torchrun's processes; they leave when this process ends."""
-    ranks = Ranks(torchrun_communicator(kind))
-    atexit.register(ranks.close)
-    return ranks

@@ -72,7 +72,8 @@ class Accepted:
     """What n rows of a verify step keep.
 
     Attributes:
-        tokens: [n, T] int64 drawn behind the inputs that stay, in order; the first `counts` of a row are its output.
+        tokens: [n, T] int64 drawn behind the inputs that stay, in order; the first `counts` of a row are its output,
+            of which the last is -1 if its logits were not finite.
         counts: [n] int32 inputs that stay, the root included.
         path: [n, T] int64 nodes of a tree that stay, the root first; None for chains, which keep their first inputs.
     """
@@ -136,9 +137,10 @@ class SamplingTable:
             self.count(*sections["output_tokens"].view(-1, 2).unbind(1))
 
     def count(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Counts `tokens` [n] as output of `rows` [n]; a pair may come more than once."""
+        """Counts `tokens` [n] as output of `rows` [n]; a pair may come more than once. A request whose token is -1
+        ends with it: what is counted for it does not matter."""
         one = torch.ones((), dtype=torch.int32, device=rows.device).expand(rows.shape)
-        self.output_counts.index_put_((rows, tokens), one, accumulate=True)
+        self.output_counts.index_put_((rows, tokens.clamp(min=0)), one, accumulate=True)
 
 
 class Sampler:
@@ -150,7 +152,7 @@ class Sampler:
     def __call__(
         self, logits: torch.Tensor, rows: torch.Tensor, output_indices: torch.Tensor, filters: Filters
     ) -> torch.Tensor:
-        """logits [n, vocab], rows and output_indices [n] int32 to tokens [n] int64."""
+        """logits [n, vocab], rows and output_indices [n] int32 to tokens [n] int64; -1 where logits are not finite."""
         if filters.greedy and not filters.penalties:
             return greedy(logits)
         tokens = self._draw(logits, rows, output_indices, filters, None)
@@ -200,7 +202,7 @@ class Sampler:
         """Draws as `__call__` does, for rows that `drafted` [n, k] int64 has run ahead of: none of it is counted."""
         if filters.greedy and not filters.penalties:
             return greedy(logits)
-        earlier = drafted, torch.ones_like(drafted, dtype=torch.int32)
+        earlier = drafted.clamp(min=0), torch.ones_like(drafted, dtype=torch.int32)
         return self._draw(logits, rows, output_indices, filters, earlier)
 
     def _draw(

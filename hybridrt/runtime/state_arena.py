@@ -7,6 +7,7 @@ import torch
 
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.distributed.conv_transfer import MambaSpec, Section, derive_mamba_conv_split
+from hybridrt.errors import PoolError
 from hybridrt.kernels.slots import write_columns
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_dtype, state_shape
@@ -88,7 +89,12 @@ class StateArena:
         self._backend = backend
 
     def export_state(self, copy: StateCopy) -> None:
-        """Pools to image. Nothing changes but where a state lies: a ring of inputs becomes part of its checkpoint."""
+        """Pools to image. Nothing changes but where a state lies: a ring of inputs becomes part of its checkpoint.
+
+        Raises:
+            PoolError: the image is larger than its room. Nothing has changed.
+        """
+        self._check_room(copy)
         self._fold_ring(copy.row)
         offset = copy.offset
         for tensor in self._kept(copy.row, copy.length):
@@ -97,7 +103,12 @@ class StateArena:
             offset += len(data)
 
     def import_state(self, copy: StateCopy) -> None:
-        """Image to pools, into the slot and the pages that the row has, of a request that has just been admitted."""
+        """Image to pools, into the slot and the pages that the row has, of a request that has just been admitted.
+
+        Raises:
+            PoolError: the image would end outside the arena. Nothing has changed.
+        """
+        self._check_room(copy)
         image = _Reader(self.buffer, copy.offset)
         pool, layout = self._pools.req_to_token.mamba_pool, self.layout
         slots = self._slots(copy.row)
@@ -114,6 +125,16 @@ class StateArena:
             for tensor in self._pools.kv.layer(layer_id):
                 heads = image.take((layout.kv_heads, len(places), layout.head_dim), layout.dtype)
                 tensor.flatten(0, 1).index_copy_(0, places, heads.transpose(0, 1))
+
+    def _check_room(self, copy: StateCopy) -> None:
+        """Its neighbours in the arena belong to other requests, or to another worker that reads them now."""
+        needed, end = self.layout.image_bytes(copy.length), self.buffer.numel()
+        room = end - copy.offset if copy.room is None else copy.room
+        if copy.offset < 0 or needed > room or copy.offset + needed > end:
+            raise PoolError(
+                f"the image of {copy.length} tokens has {needed} bytes; it has room for {room} at byte {copy.offset} "
+                f"of an arena of {end}"
+            )
 
     def _kept(self, row: int, length: int) -> Iterator[torch.Tensor]:
         pool, slots = self._pools.req_to_token.mamba_pool, self._slots(row)

@@ -1,16 +1,18 @@
-"""One step as data: what the scheduler hands to an executor, and what comes back. Host integers only."""
+"""One step as data: what the scheduler hands to an executor, and what comes back. Host integers only.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cache
-from operator import attrgetter
-from typing import Any, Protocol
+The parts of a plan are msgspec structs, which are encoded as arrays: a plan goes to every rank in every step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
 
 from hybridrt.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(msgspec.Struct, frozen=True, array_like=True):
     """A request takes a row. The executor zeroes the slot's state, resets the row's ring and stores the row's
     sampling constants on the device, before anything else of the step runs.
 
@@ -30,8 +32,7 @@ class Admission:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class PageWrite:
+class PageWrite(msgspec.Struct, frozen=True, array_like=True):
     """`pages` become pages first_page, first_page + 1, ... of `row`'s KV."""
 
     row: int
@@ -39,18 +40,21 @@ class PageWrite:
     pages: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class StateCopy:
+class StateCopy(msgspec.Struct, frozen=True, array_like=True):
     """State and KV of the first `length` tokens of `row`, between the pools and byte `offset` of the executor's arena
-    (hybridrt.runtime.state_arena)."""
+    (hybridrt.runtime.state_arena).
+
+    Attributes:
+        room: bytes of the arena that belong to this copy; None: all from `offset` on.
+    """
 
     row: int
     length: int
     offset: int
+    room: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
+class DecodeRow(msgspec.Struct, frozen=True, array_like=True):
     """One decode token. Its input is the last token sampled for the row, which only the device may know yet.
 
     Attributes:
@@ -67,8 +71,7 @@ class DecodeRow:
     parents: Sequence[int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ExtendRow:
+class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     """A chunk of a prompt. `sample` is set on the last chunk, whose last position gives the next token; on the others
     `following` is the prompt's next token."""
 
@@ -92,10 +95,6 @@ class StepPlan:
     imports: list[StateCopy] = field(default_factory=list)
     exports: list[StateCopy] = field(default_factory=list)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as tuples: a plan goes to every rank in every step, and dataclasses pickle ten times as slowly."""
-        return _unpickle, tuple(_as_tuples(getattr(self, f.name)) for f in fields(self))
-
     @property
     def rows(self) -> list[DecodeRow | ExtendRow]:
         """All rows in batch order."""
@@ -105,22 +104,6 @@ class StepPlan:
     def sampled(self) -> list[DecodeRow | ExtendRow]:
         """The rows that a result has tokens for, in its order."""
         return [*self.decode, *(row for row in self.extend if row.sample)]
-
-
-@cache
-def _values(kind: type) -> Callable[[Any], tuple[Any, ...]]:
-    return attrgetter(*(f.name for f in fields(kind)))
-
-
-def _as_tuples(entries: Sequence[Any]) -> tuple[type | None, list[tuple[Any, ...]]]:
-    if not entries:
-        return None, []
-    kind = entries[0].__class__
-    return kind, list(map(_values(kind), entries))
-
-
-def _unpickle(*parts: tuple[Any, list[tuple[Any, ...]]]) -> StepPlan:
-    return StepPlan(*([kind(*values) for values in entries] for kind, entries in parts))
 
 
 @dataclass(frozen=True, slots=True)

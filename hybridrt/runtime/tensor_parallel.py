@@ -1,13 +1,10 @@
 """Rank 0 of a tensor-parallel run: every step goes to the other ranks, then runs here."""
 
-import signal
-import threading
+import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
 
 import torch
 
@@ -15,10 +12,13 @@ from hybridrt.config import EngineConfig, resolve_device
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError, DeviceError
 from hybridrt.runtime.build import empty_model, load_target
-from hybridrt.runtime.follower import follow
+from hybridrt.runtime.follower import serve
 from hybridrt.runtime.graph_runner import GraphRunner
+from hybridrt.runtime.interrupts import Interrupts
+from hybridrt.runtime.messages import encode
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.ranks import Ranks, start_ranks, torchrun_communicator, torchrun_ranks, world_size
+from hybridrt.runtime.rank_start import rank_device, start_ranks, torchrun_place, torchrun_ranks, world_size
+from hybridrt.runtime.ranks import Ranks
 from hybridrt.runtime.step import StepHandle, StepPlan, StepResult
 
 POLL_S = 20e-6
@@ -60,21 +60,27 @@ class TensorParallelExecutor:
         self._finalizer = weakref.finalize(self, _end, self._ranks, self.runner.graphs, started)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """As ModelRunner.launch, on all ranks. An interrupt comes before or after it, never within."""
-        with _uninterrupted(), self._ranks.together():
-            self._ranks.comm.send(plan)
+        """As ModelRunner.launch, on all ranks. Ctrl-C comes before or after it: ranks that stopped in the middle of a
+        step could not go on."""
+        message = encode(plan)
+        with Interrupts(), self._ranks.together():
+            self._ranks.send(message)
             return _WatchedStep(self.runner.launch(plan), self._ranks)
 
     def everywhere(self, task: Callable[[ModelRunner], StepHandle]) -> StepHandle:
-        """Has every rank call `task`, which is pickled, with its runner, between two steps; rank 0 returns its own."""
-        with _uninterrupted(), self._ranks.together():
-            self._ranks.comm.send(task)
+        """Has every rank call `task`, one of hybridrt.runtime.messages, with its runner, between two steps; rank 0
+        returns its own."""
+        message = encode(task)
+        with Interrupts(), self._ranks.together():
+            self._ranks.send(message)
             return _WatchedStep(task(self.runner), self._ranks)
 
     def call(self, task: Callable[[ModelRunner], None]) -> None:
-        """Has each of the other ranks call `task`, which is pickled, with its runner, between two steps."""
-        with self._ranks.together():
-            self._ranks.comm.send(task)
+        """Has each of the other ranks call `task`, one of hybridrt.runtime.messages, with its runner, between two
+        steps."""
+        message = encode(task)
+        with Interrupts(), self._ranks.together():
+            self._ranks.send(message)
 
     def check(self) -> None:
         """Raises RankError if a rank was lost."""
@@ -136,32 +142,16 @@ def _find_ranks(size: int, kind: str) -> Ranks:
     """torchrun's processes, or as many started here. A rank above 0 serves in here and then ends its process."""
     if world_size() is None:
         return start_ranks(size, kind)
-    comm = torchrun_communicator(kind)
-    if comm.rank > 0:
-        status = follow(comm)
-        comm.close()
-        raise SystemExit(status)
+    rank = int(os.environ["RANK"])
+    if rank > 0:
+        raise SystemExit(serve(torchrun_place(), rank, size, rank_device(kind, int(os.environ.get("LOCAL_RANK", 0)))))
     return torchrun_ranks(kind)
 
 
 def _end(ranks: Ranks, graphs: dict[int, GraphRunner], started: bool) -> None:
+    if not ranks.here:
+        return  # a forked child holds copies of what is the parent's
     graphs.clear()  # NCCL waits for the graphs that it is part of
     ranks.end()
     if started:
         ranks.close()
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the end: ranks that stopped in the middle of a step could not go on."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
-        yield  # interrupts do not come here, or are not Python's
-        return
-    waiting: list[tuple[int, FrameType | None]] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: waiting.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if waiting and callable(handler):
-            handler(*waiting[0])

@@ -51,7 +51,8 @@ class MTPDrafter:
         width = 1 + self.topk
         places = [tokens[i : i + width] for i in range(0, len(tokens), width)][: -(-most // self.topk)]
         siblings = [[t for t in likely if t != drawn][: self.topk - 1] for drawn, *likely in places]
-        return with_siblings([drawn for drawn, *_ in places], siblings, most)
+        # A draw of -1, from logits that are not finite, is no token: any other will do as a draft.
+        return with_siblings([max(drawn, 0) for drawn, *_ in places], siblings, most)
 
 
 def _row(request: DraftRequest) -> DraftRow:

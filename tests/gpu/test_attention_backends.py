@@ -49,7 +49,8 @@ def step(lens: dict[int, tuple[int, int]], decode: int, backend: Any, tokens: in
     table = backend.req_to_token_pool
     positions = int32([p for c, n in lens.values() for p in range(c, c + n)])
     of_row = int32([row for row, n in zip(rows, new) for _ in range(n)])
-    mode = ForwardMode.EXTEND if not decode else ForwardMode.DECODE if decode == len(rows) else ForwardMode.MIXED
+    plain = ForwardMode.TARGET_VERIFY if tokens > 1 else ForwardMode.DECODE
+    mode = ForwardMode.EXTEND if not decode else plain if decode == len(rows) else ForwardMode.MIXED
     return ForwardBatch(
         mode, positions, positions, int32(rows), int32(ends), int32(starts), table.token_slots(of_row, positions),
         len(rows), decode, backend, seq_lens_cpu=ends, query_lens_cpu=new,

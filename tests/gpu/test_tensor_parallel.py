@@ -7,7 +7,8 @@ import torch
 
 from hybridrt import LLM, SpeculativeConfig
 from hybridrt.errors import EngineError
-from hybridrt.runtime.ranks import Ranks, start_ranks
+from hybridrt.runtime.rank_start import start_ranks
+from hybridrt.runtime.ranks import Ranks
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from tests.checkpoints import SPLIT, CheckpointStore
 from tests.gpu.rig import GPU, GpuSession

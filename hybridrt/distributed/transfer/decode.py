@@ -6,42 +6,60 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from hybridrt.distributed.transfer.channel import Channel, Message
+from hybridrt.distributed.channel import TIMEOUT_S, Channel, Message
 from hybridrt.distributed.transfer.handshake import Handshake
+from hybridrt.distributed.transfer.messages import MOST_JOBS, TO_DECODE, TO_DECODE_FIRST, kind_of
 from hybridrt.distributed.transfer.reader import Order, Reader
 from hybridrt.distributed.transfer.reads import tp_ratio
 from hybridrt.distributed.transfer.regions import RegionAllocator
 from hybridrt.distributed.transfer.side import WorkerSide
-from hybridrt.errors import OutOfSlotsError, PeerGoneError, TransferError
+from hybridrt.errors import ConfigError, MessageError, OutOfSlotsError, PeerGoneError, TransferError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 
 MAX_ATTEMPTS = 3
-_HELLO_SECONDS = 30.0
 _IDLE_SECONDS = 0.0005
 
 
 @dataclass(slots=True, eq=False)
 class _Pull:
+    """A prompt to be computed elsewhere, and how many attempts at it have begun."""
+
+    request_id: str
+    tokens: list[int]
+    attempts: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
     """A prompt on its way through a prefill worker.
 
     Attributes:
-        key: names it in messages and reads; request ids may come again.
-        offset, worker: where its image shall lie, and who computes it; None while it waits for either.
+        key: names it in messages and reads; request ids and prompts may come again.
+        worker: who computes it.
+        offset: where its image shall lie.
+        pull: the prompt; None once nothing can come of this attempt.
         reading: readers whose reads have not ended; their memory must be left alone.
-        error: why this attempt is lost, as soon as that is known.
-        wanted: its request still runs.
-        attempts: how many have begun.
+        error: why this attempt is lost, as soon as a read says so.
+        deadline: when reads that have not ended are given up.
     """
 
     key: str
-    request_id: str
-    tokens: list[int]
-    offset: int | None = None
-    worker: str | None = None
+    worker: str
+    offset: int
+    pull: _Pull | None
+    length: int
     reading: set[int] = field(default_factory=set)
     error: TransferError | None = None
-    wanted: bool = True
-    attempts: int = 0
+    deadline: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A prefill worker: when its last message came, and since when it owes an answer."""
+
+    channel: Channel
+    heard: float
+    asked: float | None = None
 
 
 @dataclass(slots=True)
@@ -70,6 +88,11 @@ class DecodeWorker:
         readers: one for each rank.
         compute_here: without a prefill worker that can do it, prompts are computed by this engine; otherwise the
             request fails.
+        timeout: seconds after which a prefill worker that answers nothing, or whose image cannot be read, is given up.
+            It must be longer than the longest step of a prefill worker.
+
+    Raises:
+        ConfigError: the engine has a decode worker already.
     """
 
     def __init__(
@@ -78,16 +101,19 @@ class DecodeWorker:
         readers: Sequence[Reader],
         *,
         compute_here: bool = True,
+        timeout: float = TIMEOUT_S,
     ) -> None:
+        if side.engine.prefill_source is not None:
+            raise ConfigError("this LLM has a decode worker already; close that one first")
         self.regions = RegionAllocator(side.arena.numel())
         self._side = side
         self._engine, self._handshake, self._layout = side.engine, side.handshake, side.layout
         self._readers = list(readers)
-        self._compute_here = compute_here
-        self._workers: dict[str, Channel] = {}
+        self._compute_here, self._timeout = compute_here, timeout
+        self._workers: dict[str, _Peer] = {}
         self._numbers = count()
-        self._pulls: dict[str, _Pull] = {}  # by key
         self._waiting: deque[_Pull] = deque()
+        self._attempts: dict[str, _Attempt] = {}  # by key
         self._arriving: dict[str, int] = {}  # started requests, and the images that the engine may not have read yet
         self._totals = DecodeCounters()
         side.engine.prefill_source = self
@@ -99,116 +125,166 @@ class DecodeWorker:
             HandshakeError: the two sides differ. No byte has moved.
             TransferError: their numbers of ranks do not fit, or the worker does not answer (PeerGoneError).
         """
+        name = f"worker-{next(self._numbers)}"
+        connected: list[Reader] = []
         try:
-            hello = _first_message(channel)
+            hello = self._first_message(channel)
             theirs = Handshake.of_message(hello)
             self._handshake.check(theirs)
             tp_ratio(self._handshake.tp_size, theirs.tp_size)
-            name = f"worker-{next(self._numbers)}"
+            if len(hello["ranks"]) != theirs.tp_size:
+                raise MessageError(f"{len(hello['ranks'])} arenas of {theirs.tp_size} ranks are described")
             for reader in self._readers:
+                connected.append(reader)
                 reader.connect(name, hello["ranks"])
             channel.send(self._handshake.to_message())
-        except TransferError:
+        except BaseException:
             channel.close()
+            for reader in connected:
+                reader.disconnect(name)
             raise
-        self._workers[name] = channel
+        self._workers[name] = _Peer(channel, time.monotonic())
         return name
 
     def request(self, request_id: str, tokens: Sequence[int]) -> None:
         self._forget_ended(request_id)
-        pull = _Pull(f"{request_id}-{next(self._numbers)}", request_id, list(tokens))
-        self._pulls[pull.key] = pull
-        self._waiting.append(pull)
+        self._waiting.append(_Pull(request_id, list(tokens)))
 
     def advance(self) -> None:
         """Frees what the engine is done with, reads messages, looks after reads, and hands out what waits."""
         self._free()
+        over = self._ended_reads()
+        # A worker that has let go of an image has closed its channel before: this is heard here, behind the reads' end.
         heard = [self._hear(name) for name in list(self._workers)]
-        ended = self._look_after_reads()
+        self._take_in(over)
+        self._end_overdue()
         self._hand_out()
         engine = self._engine.counters()
-        if self._pulls and not (ended or any(heard) or engine.running or engine.waiting):
+        if self._under_way() and not (over or any(heard) or engine.running or engine.waiting):
             time.sleep(_IDLE_SECONDS)  # all wait for other workers
 
     def counters(self) -> DecodeCounters:
         """A snapshot."""
-        under_way, used = len(self._pulls), self.regions.num_used
-        return replace(self._totals, workers=len(self._workers), under_way=under_way, bytes_used=used)
+        workers, used = len(self._workers), self.regions.num_used
+        return replace(self._totals, workers=workers, under_way=self._under_way(), bytes_used=used)
 
     def close(self) -> None:
-        """Leaves all workers and the engine, after the last read has ended."""
-        self._free()
-        for name in list(self._workers):
-            self._lose(name, PeerGoneError("the decode worker was closed"))
-        while any(pull.reading for pull in self._pulls.values()):
-            if not self._look_after_reads():
-                time.sleep(_IDLE_SECONDS)
-        self._hand_out()
+        """Leaves all workers and the engine, after the last read has ended or been given up. What waits goes on without
+        prefill workers. Closing again does nothing."""
+        if self._engine.prefill_source is not self:
+            return
         self._engine.prefill_source = None
-        for reader in self._readers:
-            reader.close()
+        try:
+            self._free()
+            for name in list(self._workers):
+                self._lose(name, PeerGoneError("the decode worker was closed"))
+            self._hand_out()
+            deadline = time.monotonic() + self._timeout
+            while self._attempts and time.monotonic() < deadline:
+                self._take_in(self._ended_reads())
+                time.sleep(_IDLE_SECONDS)
+        finally:
+            for reader in self._readers:
+                reader.close()
+
+    def _under_way(self) -> int:
+        return len(self._waiting) + sum(attempt.pull is not None for attempt in self._attempts.values())
+
+    def _first_message(self, channel: Channel) -> Message:
+        deadline = time.monotonic() + self._timeout
+        while not (messages := channel.receive()):
+            if time.monotonic() > deadline:
+                raise PeerGoneError(f"the prefill worker has said nothing for {self._timeout:g} seconds")
+            time.sleep(_IDLE_SECONDS)
+        if len(messages) > 1:
+            raise MessageError("the prefill worker says more than it was asked")
+        kind_of(messages[0], TO_DECODE_FIRST)
+        return messages[0]
 
     def _hear(self, name: str) -> bool:
-        channel = self._workers.get(name)
-        if channel is None:
+        peer = self._workers.get(name)
+        if peer is None:
             return False
         try:
-            messages = channel.receive()
+            messages = peer.channel.receive()
+            for message in messages:
+                self._listen(name, message)
         except PeerGoneError as e:
-            self._lose(name, e)
+            if name in self._workers:
+                self._lose(name, e)
             return True
-        for message in messages:
-            pull = self._pulls.get(message["key"])
-            if pull is None or pull.worker != name:
-                continue  # an answer to what we have taken back
-            if message["type"] == "failed":
-                self._lost(pull, TransferError(message["error"]))
-            else:
-                self._fetch(pull, message["offset"])
+        if messages:
+            peer.heard, peer.asked = time.monotonic(), None
         return bool(messages)
 
-    def _fetch(self, pull: _Pull, source: int) -> None:
-        assert pull.worker is not None and pull.offset is not None
-        pull.reading = set(range(len(self._readers)))
+    def _listen(self, name: str, message: Message) -> None:
+        kind = kind_of(message, TO_DECODE)
+        attempt = self._attempts.get(message["key"]) if kind != "pong" else None
+        if attempt is None or attempt.worker != name or attempt.pull is None:
+            return  # a sign of life, or an answer to what we have taken back
+        if attempt.reading:
+            raise MessageError("the prefill worker answers twice")
+        if kind == "failed":
+            self._lost(attempt, TransferError(message["error"]))
+        else:
+            self._fetch(attempt, message["offset"])
+
+    def _fetch(self, attempt: _Attempt, source: int) -> None:
+        attempt.reading = set(range(len(self._readers)))
+        attempt.deadline = time.monotonic() + self._timeout
         for reader in self._readers:
-            reader.fetch(Order(pull.key, pull.worker, len(pull.tokens), source, pull.offset))
+            reader.fetch(Order(attempt.key, attempt.worker, attempt.length, source, attempt.offset))
 
-    def _look_after_reads(self) -> bool:
-        """True if something ended."""
-        ended = [(i, key, error) for i, reader in enumerate(self._readers) for key, error in reader.poll().items()]
-        for i, key, error in ended:
-            pull = self._pulls[key]
-            pull.reading.remove(i)
-            pull.error = pull.error or error
-            if not pull.reading:
-                self._lost(pull, pull.error) if pull.error else self._arrived(pull)
-        return bool(ended)
+    def _ended_reads(self) -> list[_Attempt]:
+        """Attempts of which the last read has ended. They count as being read until `_take_in`."""
+        over = []
+        for i, reader in enumerate(self._readers):
+            for key, error in reader.poll().items():
+                attempt = self._attempts[key]
+                attempt.error = attempt.error or error
+                if attempt.reading == {i}:
+                    over.append(attempt)
+                else:
+                    attempt.reading.remove(i)
+        return over
 
-    def _arrived(self, pull: _Pull) -> None:
-        assert pull.offset is not None
+    def _take_in(self, over: Sequence[_Attempt]) -> None:
+        for attempt in over:
+            attempt.reading.clear()
+            if attempt.pull is None:
+                self._release(attempt)
+            elif attempt.error is not None:
+                self._lost(attempt, attempt.error)
+            else:
+                self._arrived(attempt, attempt.pull)
+
+    def _arrived(self, attempt: _Attempt, pull: _Pull) -> None:
         self._totals.fetched += 1
-        self._totals.bytes_fetched += self._layout.image_bytes(len(pull.tokens))
-        self._arriving[pull.request_id] = pull.offset
-        del self._pulls[pull.key]
-        self._dismiss(pull)
-        self._engine.start(pull.request_id, PrefixMatch(len(pull.tokens), staged=pull.offset))
+        self._totals.bytes_fetched += self._layout.image_bytes(attempt.length)
+        self._arriving[pull.request_id] = attempt.offset
+        del self._attempts[attempt.key]
+        self._dismiss(attempt)
+        self._engine.start(pull.request_id, PrefixMatch(attempt.length, staged=attempt.offset))
 
-    def _lost(self, pull: _Pull, error: TransferError) -> None:
-        """An attempt came to nothing, and its reads are over: another one, or none."""
-        self._dismiss(pull)
-        if pull.offset is not None:
-            self.regions.free(pull.offset)
-        pull.offset = pull.error = None
-        if not pull.wanted:
-            del self._pulls[pull.key]
-        elif self._workers and pull.attempts < MAX_ATTEMPTS:
+    def _lost(self, attempt: _Attempt, error: TransferError) -> None:
+        """An attempt comes to nothing: its prompt gets another one, or none. Its memory is free once its reads end."""
+        pull, attempt.pull = attempt.pull, None
+        self._release(attempt)
+        if pull is None:
+            return
+        if self._workers and pull.attempts < MAX_ATTEMPTS:
             self._totals.retried += 1
             self._waiting.appendleft(pull)
         else:
             self._without_worker(pull, error)
 
+    def _release(self, attempt: _Attempt) -> None:
+        if not attempt.reading:
+            del self._attempts[attempt.key]
+            self.regions.free(attempt.offset)
+            self._dismiss(attempt)
+
     def _without_worker(self, pull: _Pull, error: Exception) -> None:
-        del self._pulls[pull.key]
         if self._compute_here:
             self._totals.computed_here += 1
             self._engine.start(pull.request_id)
@@ -216,15 +292,15 @@ class DecodeWorker:
             self._totals.failed += 1
             self._engine.fail(pull.request_id, error)
 
-    def _dismiss(self, pull: _Pull) -> None:
+    def _dismiss(self, attempt: _Attempt) -> None:
         """Tells the worker that we need its image no longer."""
-        name, pull.worker = pull.worker, None
-        if name in self._workers:
-            self._send(name, {"type": "done", "key": pull.key})
+        if attempt.worker in self._workers:
+            self._send(attempt.worker, {"type": "done", "key": attempt.key})
 
     def _free(self) -> None:
         """Images that the engine has taken in, and whatever belongs to requests that have ended."""
-        for request_id in {*self._arriving, *(pull.request_id for pull in self._pulls.values() if pull.wanted)}:
+        pulls = [*self._waiting, *(a.pull for a in self._attempts.values() if a.pull is not None)]
+        for request_id in {*self._arriving, *(pull.request_id for pull in pulls)}:
             gained = self._engine.gained(request_id)
             if gained is None:
                 self._forget_ended(request_id)
@@ -236,57 +312,61 @@ class DecodeWorker:
         if request_id in self._arriving:
             self._engine.settle()
             self.regions.free(self._arriving.pop(request_id))
-        for pull in [p for p in self._pulls.values() if p.request_id == request_id and p.wanted]:
-            pull.wanted, pull.error = False, TransferError("the request has ended")
-            if pull in self._waiting:
-                self._waiting.remove(pull)
-            if not pull.reading:
-                self._lost(pull, pull.error)
+        self._waiting = deque(pull for pull in self._waiting if pull.request_id != request_id)
+        for attempt in list(self._attempts.values()):
+            if attempt.pull is not None and attempt.pull.request_id == request_id:
+                attempt.pull = None
+                self._release(attempt)
+
+    def _end_overdue(self) -> None:
+        """Gives up workers that owe an answer, and reads that do not end. Who has work of ours is asked now and then
+        whether it is still there; time in which nobody called us does not count, as answers wait in the channel."""
+        now = time.monotonic()
+        for name, peer in list(self._workers.items()):
+            if peer.asked is not None and now - peer.asked > 0.75 * self._timeout:
+                self._lose(name, PeerGoneError(f"the prefill worker has said nothing for {self._timeout:g} seconds"))
+            elif peer.asked is None and now - peer.heard > 0.25 * self._timeout and self._load(name):
+                peer.asked = now
+                self._send(name, {"type": "ping"})
+        for attempt in list(self._attempts.values()):
+            if attempt.pull is not None and attempt.reading and now > attempt.deadline:
+                self._lost(attempt, TransferError(f"an image could not be read within {self._timeout:g} seconds"))
 
     def _hand_out(self) -> None:
         """Prompts to whoever has least to do, first come, first served, while the arena has room for their images."""
         while self._waiting:
-            pull = self._waiting[0]
+            pull, name = self._waiting[0], min(self._workers, key=self._load, default=None)
             try:
-                if not self._workers:
+                if name is None:
                     raise TransferError("no prefill worker is connected")
-                pull.offset = self.regions.alloc(self._layout.image_bytes(len(pull.tokens)))
+                if self._load(name) >= MOST_JOBS:
+                    return
+                offset = self.regions.alloc(self._layout.image_bytes(len(pull.tokens)))
             except (TransferError, OutOfSlotsError) as e:
-                if self._workers and self.regions.num_used:
+                if name is not None and (self._arriving or any(a.pull for a in self._attempts.values())):
                     return  # room will come
                 self._waiting.popleft()
                 self._without_worker(pull, e)
                 continue
             self._waiting.popleft()
             pull.attempts += 1
-            pull.worker = min(self._workers, key=self._load)
-            self._send(pull.worker, {"type": "prefill", "key": pull.key, "tokens": pull.tokens})
+            key = f"{pull.request_id}-{next(self._numbers)}"
+            self._attempts[key] = _Attempt(key, name, offset, pull, len(pull.tokens))
+            self._send(name, {"type": "prefill", "key": key, "tokens": pull.tokens})
 
     def _load(self, name: str) -> int:
-        return sum(pull.worker == name for pull in self._pulls.values())
+        return sum(attempt.worker == name for attempt in self._attempts.values())
 
     def _send(self, name: str, message: Message) -> None:
         try:
-            self._workers[name].send(message)
+            self._workers[name].channel.send(message)
         except PeerGoneError as e:
             self._lose(name, e)
 
     def _lose(self, name: str, error: PeerGoneError) -> None:
         """Forgets a worker. What it computed is lost, even if it is being read: it may be written over by now."""
-        self._workers.pop(name).close()
+        self._workers.pop(name).channel.close()
         for reader in self._readers:
             reader.disconnect(name)
-        for pull in [pull for pull in self._pulls.values() if pull.worker == name]:
-            if pull.reading:
-                pull.error = error
-            else:
-                self._lost(pull, error)
-
-
-def _first_message(channel: Channel) -> Message:
-    deadline = time.monotonic() + _HELLO_SECONDS
-    while not (messages := channel.receive()):
-        if time.monotonic() > deadline:
-            raise PeerGoneError(f"the prefill worker has said nothing for {_HELLO_SECONDS:.0f} seconds")
-        time.sleep(_IDLE_SECONDS)
-    return messages[0]
+        for attempt in [a for a in self._attempts.values() if a.worker == name]:
+            self._lost(attempt, error)

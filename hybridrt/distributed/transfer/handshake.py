@@ -1,19 +1,20 @@
 """What two workers must agree on before any state moves between them."""
 
-import hashlib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from hybridrt.config import EngineConfig
-from hybridrt.distributed.transfer.channel import Message
-from hybridrt.errors import HandshakeError
+from hybridrt.distributed.channel import Message
+from hybridrt.distributed.transfer.digest import model_digest
+from hybridrt.errors import HandshakeError, MessageError
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.mamba_pool import ring_width
 from hybridrt.runtime.build import Target
 
-_SAMPLE = 1 << 16
+VERSION = 2
+_MOST_TEXT = 1 << 16
 
 
 def _carried() -> Any:
@@ -58,7 +59,7 @@ class Handshake:
         attention = mc.attention
         widths = [shape.conv_width(tokens) for shape, _, _ in linear]
         return cls(
-            version=1,
+            version=VERSION,
             model=model_digest(model_path, config),
             conv_dtype=_name(target.dtype),
             state_dtype=_name(target.state_dtype),
@@ -84,26 +85,20 @@ class Handshake:
 
     @classmethod
     def of_message(cls, message: Message) -> "Handshake":
-        """Raises HandshakeError if that is none, or one of other fields: from another version of this code."""
-        data = message.get("handshake", {})
+        """Raises HandshakeError if it has other fields: from another version of this code; MessageError if a field is
+        of another type."""
+        data = message["handshake"]
         ours, theirs = sorted(f.name for f in fields(cls)), sorted(data)
         if ours != theirs:
-            raise HandshakeError("version", f"1 with {', '.join(ours)}", f"one with {', '.join(theirs) or 'nothing'}")
+            there = f"one with {', '.join(theirs)[:200] or 'nothing'}"
+            raise HandshakeError("version", f"{VERSION} with {', '.join(ours)}", there)
+        for f in fields(cls):
+            value = data[f.name]
+            if type(value) is not f.type or (type(value) is str and len(value) > _MOST_TEXT):
+                raise MessageError(f"{f.name} of a handshake is not what it must be")
+        if data["tp_size"] < 1:
+            raise MessageError(f"tp_size of a handshake is {data['tp_size']}; a worker has at least one rank")
         return cls(**data)
-
-
-def model_digest(path: Path, config: EngineConfig) -> str:
-    """16 hex digits over config.json and, of each weight file, its size and last bytes (random weights: their seed)."""
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    if config.load_format == "dummy":
-        digest.update(f"dummy {config.seed}".encode())
-    else:
-        for file in sorted(path.glob("*.safetensors")):
-            size = file.stat().st_size
-            with file.open("rb") as stream:
-                stream.seek(max(0, size - _SAMPLE))
-                digest.update(f"{file.name} {size}".encode() + stream.read())
-    return digest.hexdigest()[:16]
 
 
 def _name(dtype: object) -> str:

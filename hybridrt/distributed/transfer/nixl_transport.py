@@ -1,5 +1,8 @@
-"""Reads through NIXL (https://github.com/ai-dynamo/nixl) and its UCX backend: RDMA where there is hardware for it, else
-TCP or shared memory. Arenas lie in GPU memory, or in host memory where there is no GPU."""
+"""Reads through NIXL (https://github.com/ai-dynamo/nixl) and its UCX backend.
+
+RDMA where there is hardware for it, else TCP or shared memory. Arenas lie in GPU memory, or in host memory where there
+is no GPU.
+"""
 
 import base64
 import json
@@ -11,7 +14,7 @@ from typing import Any
 import torch
 
 from hybridrt.distributed.conv_transfer import PageRead
-from hybridrt.errors import ProviderNotInstalledError, TransferError
+from hybridrt.errors import ConfigError, ProviderNotInstalledError, TransferError
 
 
 class NixlTransport:
@@ -20,15 +23,22 @@ class NixlTransport:
     Args:
         serve: others read the arena. A thread of NIXL's own, which keeps a core busy, then answers for networks whose
             hardware cannot read by itself.
+        devices: network devices that UCX uses and listens on, as UCX_NET_DEVICES has them ("lo", "mlx5_0:1,eth0"); ""
+            leaves that to UCX, which takes all of them unless this environment variable says otherwise.
 
     Raises:
         ProviderNotInstalledError: NIXL is not installed or cannot be loaded here; says why.
+        ConfigError: UCX cannot use these devices.
     """
 
-    def __init__(self, buffer: torch.Tensor, serve: bool) -> None:
+    def __init__(self, buffer: torch.Tensor, serve: bool, devices: str = "") -> None:
         api = _load()
         name = f"hybridrt-{uuid.uuid4().hex[:12]}"
-        self._agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=serve, backends=["UCX"]))
+        self._agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=serve, backends=[]))
+        try:
+            self._agent.create_backend("UCX", {"engine_config": f"NET_DEVICES={devices}"} if devices else {})
+        except Exception as e:  # NIXL's own errors share no base class
+            raise ConfigError(f"NIXL cannot start UCX on {devices or 'its devices'}: {type(e).__name__}: {e}") from e
         self._memory = "VRAM" if buffer.is_cuda else "DRAM"
         self._device = buffer.device.index or 0
         self._buffer = buffer  # its memory must outlive its registration
@@ -42,9 +52,9 @@ class NixlTransport:
         return json.dumps([metadata, self._base, self._device, self._memory])
 
     def connect(self, description: str) -> str:
-        metadata, base, device, memory = json.loads(description)
+        metadata, base, device, memory = _described(description)
         try:
-            name = self._agent.add_remote_agent(base64.b64decode(metadata))
+            name = self._agent.add_remote_agent(metadata)
         except Exception as e:  # NIXL's own errors share no base class
             raise TransferError(f"NIXL cannot reach the other worker: {type(e).__name__}: {e}") from e
         peer: str = name.decode() if isinstance(name, bytes) else name
@@ -105,6 +115,17 @@ class NixlRead:
         if self._handle is not None:
             self._agent.release_xfer_handle(self._handle)
             self._handle = None
+
+
+def _described(description: str) -> tuple[bytes, int, int, str]:
+    """What `describe` said. Raises TransferError if it is nothing of that kind."""
+    try:
+        metadata, base, device, memory = json.loads(description)
+        if type(base) is not int or type(device) is not int or memory not in ("DRAM", "VRAM"):
+            raise ValueError("it names no memory")
+        return base64.b64decode(metadata, validate=True), base, device, memory
+    except (ValueError, TypeError, RecursionError) as e:
+        raise TransferError(f"the other worker does not describe its memory: {e}") from e
 
 
 def _load() -> Any:

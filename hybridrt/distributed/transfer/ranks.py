@@ -1,12 +1,15 @@
 """All ranks of a tensor-parallel worker: each opens its own arena to the network, and rank 0 tells it what to read."""
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from hybridrt.distributed.transfer.channel import Listener, Message, SocketChannel
+from hybridrt.distributed.channel import Message, SocketChannel
+from hybridrt.distributed.channel_listener import Listener
+from hybridrt.distributed.transfer.messages import FROM_RANK, FROM_RANK_FIRST, TO_RANK, kind_of, shortened
 from hybridrt.distributed.transfer.nixl_transport import NixlTransport
 from hybridrt.distributed.transfer.reader import ImageReader, Order, Reader
 from hybridrt.distributed.transfer.side import WorkerSide
@@ -16,51 +19,73 @@ from hybridrt.runtime.ranks import LOOPBACK
 
 _POLL_SECONDS = 0.0002
 _JOIN_SECONDS = 60.0
+ANSWER_S = 30.0  # that a rank may take to answer
 
 
-def open_ranks(side: WorkerSide, serve: bool) -> list[Reader]:
+def open_ranks(side: WorkerSide, serve: bool, devices: str) -> list[Reader]:
     """Opens the arenas of all ranks over NIXL, and returns what reads into each.
 
     Args:
-        serve: others read these arenas; see NixlTransport.
+        serve, devices: see NixlTransport.
 
     Raises:
         ProviderNotInstalledError: NIXL is not installed or cannot be loaded.
+        ConfigError: UCX cannot use these devices.
         RankError: a rank cannot join; says why.
     """
-    readers: list[Reader] = [ImageReader(NixlTransport(side.arena, serve), side.layout)]
+    readers: list[Reader] = [ImageReader(NixlTransport(side.arena, serve, devices), side.layout)]
+    try:
+        return [*readers, *_join(side, serve, devices)]
+    except BaseException:
+        readers[0].close()
+        raise
+
+
+def _join(side: WorkerSide, serve: bool, devices: str) -> list["RemoteReader"]:
+    """The readers of the other ranks, in order."""
     if side.split is None:
-        return readers
-    listener = Listener(os.environ.get("MASTER_ADDR", LOOPBACK))
-    side.split.call(JoinTransfer(os.environ.get("MASTER_ADDR", LOOPBACK), listener.port, serve))
-    joined: dict[int, RemoteReader] = {}
-    deadline = time.monotonic() + _JOIN_SECONDS
-    while len(joined) < side.layout.tp_size - 1:
-        side.split.check()
-        if time.monotonic() > deadline:
-            raise RankError(f"{len(joined) + 1} of {side.layout.tp_size} ranks joined in {_JOIN_SECONDS:.0f} seconds")
-        for channel in listener.accept():
-            reader = RemoteReader(channel)
-            joined[reader.rank] = reader
-        time.sleep(_POLL_SECONDS)
-    listener.close()
-    return [*readers, *(joined[rank] for rank in sorted(joined))]
+        return []
+    host, key = os.environ.get("MASTER_ADDR", LOOPBACK), secrets.token_bytes(32)
+    listener, joined = Listener((host, 0), key), dict[int, RemoteReader]()
+    try:
+        side.split.call(JoinTransfer(host, listener.port, key, serve, devices))
+        deadline = time.monotonic() + _JOIN_SECONDS
+        while len(joined) < side.layout.tp_size - 1:
+            side.split.check()
+            if time.monotonic() > deadline:
+                found = len(joined) + 1
+                raise RankError(f"{found} of {side.layout.tp_size} ranks joined in {_JOIN_SECONDS:.0f} seconds")
+            for channel in listener.accept():
+                reader = RemoteReader(channel)
+                joined[reader.rank] = reader
+            time.sleep(_POLL_SECONDS)
+    except BaseException:
+        for reader in joined.values():
+            reader.close()
+        raise
+    finally:
+        listener.close()
+    return [joined[rank] for rank in sorted(joined)]
 
 
 @dataclass(frozen=True)
 class JoinTransfer:
-    """What rank 0 has the others do: open their arena, then serve rank 0 from a thread of its own."""
+    """What rank 0 has the others do: open their arena, then serve rank 0, which listens at `host`:`port` and knows
+    `key`, from a thread of its own."""
 
     host: str
     port: int
+    key: bytes
     serve: bool
+    devices: str
 
     def __call__(self, runner: ModelRunner) -> None:
         assert runner.arena is not None
         rank = runner.target.tp.rank
-        reader = ImageReader(NixlTransport(runner.arena.buffer, self.serve), runner.arena.layout, rank)
-        channel = SocketChannel.connect(self.host, self.port)
-        channel.send({"rank": rank, "description": reader.description})
+        transport = NixlTransport(runner.arena.buffer, self.serve, self.devices)
+        reader = ImageReader(transport, runner.arena.layout, rank)
+        channel = SocketChannel.connect((self.host, self.port), self.key, _JOIN_SECONDS)
+        channel.send({"type": "joined", "rank": rank, "description": reader.description})
         threading.Thread(target=serve_reads, args=(channel, reader), daemon=True).start()
 
 
@@ -70,11 +95,11 @@ def serve_reads(channel: SocketChannel, reader: Reader) -> None:
     try:
         while True:
             for message in channel.receive():
-                under_way += message["type"] == "fetch"
+                under_way += message.get("type") == "fetch"
                 _obey(channel, reader, message)
             for key, error in reader.poll().items():
                 under_way -= 1
-                channel.send({"type": "ended", "key": key, "error": error and str(error)})
+                channel.send({"type": "ended", "key": key, "error": error and shortened(error)})
             if under_way:
                 time.sleep(_POLL_SECONDS)
             else:
@@ -85,9 +110,9 @@ def serve_reads(channel: SocketChannel, reader: Reader) -> None:
 
 
 def _obey(channel: SocketChannel, reader: Reader, message: Message) -> None:
-    kind = message.pop("type")
+    kind = kind_of(message, TO_RANK)
     if kind == "fetch":
-        reader.fetch(Order(**message))
+        reader.fetch(Order(**{name: value for name, value in message.items() if name != "type"}))
     elif kind == "disconnect":
         reader.disconnect(message["worker"])
     else:
@@ -95,17 +120,23 @@ def _obey(channel: SocketChannel, reader: Reader, message: Message) -> None:
         try:
             reader.connect(message["worker"], message["descriptions"])
         except TransferError as e:
-            error = str(e)
+            error = shortened(e)
         channel.send({"type": "connected", "error": error})
 
 
 class RemoteReader:
-    """The ImageReader of another rank of this worker, over a channel. A rank that is gone raises RankError."""
+    """The ImageReader of another rank of this worker, over a channel. A rank that is gone, or that does not answer
+    within `timeout` seconds, raises RankError."""
 
-    def __init__(self, channel: SocketChannel) -> None:
-        self._channel = channel
+    def __init__(self, channel: SocketChannel, timeout: float = ANSWER_S) -> None:
+        self._channel, self._timeout = channel, timeout
         self._ended: dict[str, TransferError | None] = {}
-        hello = self._answer()
+        try:
+            hello = channel.expect(timeout)
+            kind_of(hello, FROM_RANK_FIRST)
+        except PeerGoneError as e:
+            channel.close()
+            raise RankError(f"a tensor-parallel rank did not join the transfer: {e}") from e
         self.rank: int = hello["rank"]
         self.description: str = hello["description"]
 
@@ -140,7 +171,7 @@ class RemoteReader:
         answer = None
         try:
             for message in self._channel.receive():
-                if message.get("type") == "ended":
+                if kind_of(message, FROM_RANK) == "ended":
                     error = message["error"]
                     self._ended[message["key"]] = error and TransferError(f"rank {self.rank}: {error}")
                 else:
@@ -150,6 +181,10 @@ class RemoteReader:
         return answer
 
     def _answer(self) -> Message:
+        deadline = time.monotonic() + self._timeout
         while (answer := self._hear()) is None:
-            self._channel.wait(1.0)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise RankError(f"tensor-parallel rank {self.rank} has not answered for {self._timeout:g} seconds")
+            self._channel.wait(left)
         return answer

@@ -69,7 +69,9 @@ class ImageReader:
         self._fetches: dict[str, _Fetch] = {}
 
     def connect(self, worker: str, descriptions: Sequence[str]) -> None:
-        self._peers[worker] = [self._transport.connect(description) for description in descriptions]
+        peers = self._peers[worker] = list[str]()
+        for description in descriptions:
+            peers.append(self._transport.connect(description))
 
     def disconnect(self, worker: str) -> None:
         self._leaving.add(worker)
@@ -91,7 +93,7 @@ class ImageReader:
             del self._fetches[key]
         for worker in self._leaving - {fetch.worker for fetch in self._fetches.values()}:
             self._leaving.remove(worker)
-            for peer in self._peers.pop(worker):
+            for peer in self._peers.pop(worker, ()):
                 self._transport.disconnect(peer)
         return ended
 

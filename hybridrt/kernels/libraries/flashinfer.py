@@ -11,7 +11,7 @@ from flashinfer.sampling import top_k_mask_logits, top_p_renorm_probs
 from torch import Tensor
 
 from hybridrt.kernels.libraries.common import broadcast_heads, clamped, page_numbers, refuse
-from hybridrt.kernels.sampling import Penalties, filtered_logits_reference, sample_reference
+from hybridrt.kernels.sampling import MIN_TEMPERATURE, Penalties, filtered_logits_reference, sample_reference
 from hybridrt.kernels.slots import pad_mask
 
 LIBRARY = "flashinfer"
@@ -236,5 +236,5 @@ def sample(
     filtered = filtered_logits(
         logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalties=penalties, bitmask=bitmask
     )
-    tempered = torch.where(temperature == 0, 0.0, 1.0)
+    tempered = torch.where(temperature < MIN_TEMPERATURE, 0.0, 1.0)
     return sample_reference(filtered, temperature=tempered, seeds=seeds, indices=indices)

@@ -32,6 +32,7 @@ def attention_decode(
     scale: float,
     sliding_window: int | None = None,
     tree_mask: Tensor | None = None,
+    num_drafts: Tensor | None = None,
     max_len: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:

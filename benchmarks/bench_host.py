@@ -1,0 +1,167 @@
+"""Host time of an engine step: scheduling, packing, reading tokens and handing out outputs, with no model behind it.
+
+    python -m benchmarks.bench_host
+
+The model, the backend, the graphs and the sampler are replaced by doubles that return at once. What remains is the work
+of the host: `launch` packs the step and keeps the books of the pools, `rest` schedules, consumes and hands out outputs.
+Each figure is the median over steps in which all requests decode, on a CPU, in milliseconds.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import environment, save, settle
+from hybridrt import LLM, SamplingParams, SpeculativeConfig
+from hybridrt.forward_batch import SpecInfo
+from hybridrt.runtime.graph_runner import GraphRunner
+from hybridrt.runtime.sampler import Accepted, Verification
+
+VOCAB, HIDDEN = 512, 16
+SHAPE = {
+    "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "vocab_size": VOCAB, "hidden_size": HIDDEN,
+    "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8,
+    "mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8,
+    "mamba_d_conv": 4, "mamba_chunk_size": 16, "max_position_embeddings": 40960, "eos_token_id": 2,
+}  # fmt: skip
+
+
+class NullModel:
+    """Stands for the model: hidden states and logits are there at once."""
+
+    mtp = None
+
+    def __init__(self, model: Any) -> None:
+        self.config, self.dtype, self.device = model.config, model.dtype, model.device
+        self._hidden = torch.zeros(1, HIDDEN)
+        self._logits = torch.zeros(1, VOCAB)
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        return self._hidden.expand(batch.input_ids.shape[0], -1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._logits.expand(hidden.shape[0], -1)
+
+
+class NullBackend:
+    """Stands for the attention backend: every hook returns at once."""
+
+    needs_host_lens = False
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+class NullSampler:
+    """Stands for the sampler: every row draws token 5."""
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    def __call__(self, logits: torch.Tensor, *args: Any) -> torch.Tensor:
+        return torch.full((logits.shape[0],), 5, dtype=torch.int64)
+
+    def verify(self, logits: torch.Tensor, step: Verification, *args: Any) -> Accepted:
+        rows, width = step.positions.shape
+        return Accepted(torch.full((rows, width), 5), torch.ones(rows, dtype=torch.int32))
+
+
+def build(directory: str, rows: int, context: int, steps: int, drafts: int) -> LLM:
+    """An LLM of one tiny layer whose executor packs every step and computes nothing."""
+    (Path(directory) / "config.json").write_text(json.dumps(SHAPE))
+    speculative = SpeculativeConfig(num_draft_tokens=drafts) if drafts else None
+    llm = LLM(
+        directory, device="cpu", load_format="dummy", max_model_len=context + steps + 64, max_running_requests=rows,
+        chunked_prefill_size=2**20, speculative=speculative,
+    )  # fmt: skip
+    runner: Any = llm.engine.executor
+    runner.model, runner.backend, runner.sampler = NullModel(runner.model), NullBackend(), NullSampler(None)
+    runner.sampling_table.admit = lambda *args: None
+    for tokens in {1, drafts + 1}:
+        graphs = GraphRunner(
+            model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,
+            last_tokens=runner.last_tokens, max_bs=rows, spec_info=SpecInfo(tokens) if tokens > 1 else None,
+            recorder=lambda step: lambda: None,
+        )  # fmt: skip
+        graphs.capture(sizes=[rows])
+        graphs.poisoned = False
+        runner.graphs[tokens] = graphs
+    return llm
+
+
+@contextmanager
+def clock(owner: Any, name: str, seconds: list[float]) -> Iterator[None]:
+    """Appends the time of every call of a method while the block runs."""
+    method = getattr(owner, name)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    setattr(owner, name, timed)
+    try:
+        yield
+    finally:
+        setattr(owner, name, method)
+
+
+def measure(rows: int, context: int, steps: int, stream: bool, drafts: int) -> dict[str, Any]:
+    """Medians over `steps` decode steps of `rows` requests that have `context` tokens of context."""
+    with tempfile.TemporaryDirectory() as directory, build(directory, rows, context, steps, drafts) as llm:
+        engine = llm.engine
+        generator = torch.Generator().manual_seed(0)
+        params = SamplingParams(max_tokens=steps + 32, temperature=0.0, ignore_eos=True)
+        for prompt in torch.randint(3, VOCAB, (rows, context), generator=generator).tolist():
+            engine.add_request(prompt, params, stream=stream)
+        while engine.counters().waiting or engine.counters().output_tokens < 4 * rows:
+            for output in engine.step():
+                if output.error is not None:
+                    raise output.error
+        settle()
+        launches: list[float] = []
+        totals: list[float] = []
+        with clock(engine.executor, "launch", launches):
+            for _ in range(steps):
+                start = time.perf_counter()
+                engine.step()
+                totals.append(time.perf_counter() - start)
+    launch, total = (statistics.median(seconds) * 1e3 for seconds in (launches, totals))
+    what = f"{rows} rows, {context} tokens, {'streams' if stream else 'no streams'}" + (", n-gram" if drafts else "")
+    return {"what": what, "launch_ms": launch, "rest_ms": total - launch, "total_ms": total}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--contexts", type=lambda t: [int(x) for x in t.split(",")], default=[1000, 33000])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--name", help="write benchmarks/results/NAME.json")
+    args = parser.parse_args()
+    print(environment())
+    rows = []
+    for context in args.contexts:
+        for stream, drafts in ((False, 0), (True, 0), (False, 4)):
+            rows.append(measure(args.rows, context, args.steps, stream, drafts))
+            row = rows[-1]
+            print(f"{row['what']:44} launch {row['launch_ms']:7.3f}  rest {row['rest_ms']:7.3f}  "
+                  f"total {row['total_ms']:7.3f} ms", flush=True)  # fmt: skip
+    if args.name:
+        print(save(args.name, rows))
+
+
+if __name__ == "__main__":
+    main()

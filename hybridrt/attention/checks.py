@@ -1,0 +1,135 @@
+"""What a batch must satisfy before it is planned: cheap checks on the host, and of device values for debugging."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from hybridrt.errors import BackendError
+from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+
+# HYBRIDRT_DEBUG=1: every eager step compares what is on the device with the host's copies, which waits for the device.
+DEBUG = os.environ.get("HYBRIDRT_DEBUG") == "1"
+
+_GRAPH_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
+
+
+def check_batch(batch: ForwardBatch) -> None:
+    """Shapes, segments and the host's lengths; looks at no tensor's values.
+
+    Raises:
+        BackendError: they contradict each other.
+    """
+    _check_shapes(batch)
+    _check_mode(batch)
+    _check_lengths(batch)
+
+
+def check_graph_step(
+    bs: int, num_real: int, tokens: int, forward_mode: ForwardMode, spec_info: SpecInfo | None
+) -> None:
+    """A graph's capture or replay: its mode, what it says of drafts, and how many of its rows are real."""
+    if forward_mode not in _GRAPH_MODES:
+        raise BackendError(f"{forward_mode.name} steps cannot be captured; only decode, verify and draft-extend can")
+    if forward_mode is not ForwardMode.DRAFT_EXTEND and (forward_mode is ForwardMode.DECODE) != (spec_info is None):
+        raise BackendError(
+            f"forward_mode is {forward_mode.name} and spec_info {spec_info}: verify steps have one alone"
+        )
+    if spec_info is not None and spec_info.tokens_per_row != tokens:
+        raise BackendError(
+            f"spec_info.tokens_per_row is {spec_info.tokens_per_row} in a graph of {tokens} tokens a row"
+        )
+    if not 0 <= num_real <= bs:
+        raise BackendError(f"num_real is {num_real} in a graph of {bs} rows")
+
+
+def may_look(device: torch.device) -> bool:
+    """Whether values on a device may be looked at: on a CPU that waits for nothing, elsewhere with HYBRIDRT_DEBUG=1."""
+    return DEBUG or device.type == "cpu"
+
+
+def check_range(name: str, values: torch.Tensor, end: int) -> None:
+    """BackendError unless all values are in [0, end). Waits for the device."""
+    if values.numel():
+        least, most = (int(x) for x in torch.aminmax(values))
+        if least < 0 or most >= end:
+            raise BackendError(f"{name} holds {least if least < 0 else most}; valid are 0 to {end - 1}")
+
+
+def check_device_lengths(batch: ForwardBatch) -> None:
+    """With HYBRIDRT_DEBUG=1: lengths and positions on the device against the host's copies. Waits for the device."""
+    if not DEBUG or not batch.batch_size:
+        return
+    starts, lens = batch.query_start_loc, batch.seq_lens
+    new = starts.diff()
+    real, split = batch.num_real, batch.num_decode_rows
+    if batch.query_lens_cpu is not None and batch.seq_lens_cpu is not None:
+        _compare("query_start_loc", new[:real], batch.query_lens_cpu[:real])
+        _compare("seq_lens", lens[split:real], batch.seq_lens_cpu[split:real], split)
+        over = [i for i, (on, off) in enumerate(zip(lens[:real].tolist(), batch.seq_lens_cpu)) if on > off]
+        if over:
+            raise BackendError(f"seq_lens of row {over[0]} is {int(lens[over[0]])}; seq_lens_cpu is its upper bound")
+    tree = batch.spec_info is not None and batch.spec_info.tree_mask is not None
+    first = split if tree else 0  # the nodes of a tree stand where their depth says
+    last = batch.positions[(starts[first + 1 : real + 1] - 1).clamp(min=0).long()]
+    _compare(
+        "positions", torch.where(new[first:real] > 0, last + 1, lens[first:real]), lens[first:real].tolist(), first
+    )
+
+
+def _compare(name: str, found: torch.Tensor, expected: Sequence[int], first: int = 0) -> None:
+    for row, (on, off) in enumerate(zip(found.tolist(), expected, strict=True), first):
+        if on != off:
+            raise BackendError(f"{name} gives {on} for row {row} where the lengths say {off}")
+
+
+def _check_shapes(batch: ForwardBatch) -> None:
+    rows, tokens = batch.batch_size, batch.input_ids.shape[0]
+    for name, count in (("seq_lens", rows), ("query_start_loc", rows + 1), ("positions", tokens),
+                        ("out_cache_loc", tokens)):  # fmt: skip
+        shape = getattr(batch, name).shape
+        if shape != (count,):
+            raise BackendError(f"{name} has shape {tuple(shape)}; {rows} rows and {tokens} tokens need ({count},)")
+    if not (0 <= batch.num_real <= rows and 0 <= batch.num_decode_rows <= rows):
+        raise BackendError(
+            f"num_real is {batch.num_real} and num_decode_rows {batch.num_decode_rows} in a batch of {rows} rows"
+        )
+    if batch.num_decode_tokens > tokens:
+        raise BackendError(
+            f"{batch.num_decode_rows} decode rows of {batch.tokens_per_row} tokens in a batch of {tokens} tokens"
+        )
+
+
+def _check_mode(batch: ForwardBatch) -> None:
+    decode, extend = batch.num_decode_rows > 0, batch.num_extend_rows > 0
+    fits = {
+        ForwardMode.EXTEND: not decode,
+        ForwardMode.DECODE: not extend and batch.spec_info is None,
+        ForwardMode.TARGET_VERIFY: not extend and batch.spec_info is not None,
+        ForwardMode.MIXED: decode and extend,
+        ForwardMode.DRAFT_EXTEND: True,
+        ForwardMode.IDLE: not decode and not extend,
+    }
+    if not fits[batch.forward_mode]:
+        raise BackendError(
+            f"forward_mode is {batch.forward_mode.name} in a batch of {batch.num_decode_rows} decode rows of "
+            f"{batch.tokens_per_row} tokens and {batch.num_extend_rows} extend rows; see ForwardMode"
+        )
+
+
+def _check_lengths(batch: ForwardBatch) -> None:
+    totals, new = batch.seq_lens_cpu, batch.query_lens_cpu
+    if totals is None or new is None:
+        if batch.num_extend_rows:
+            raise BackendError("a batch with extend rows needs the host's lengths: seq_lens_cpu and query_lens_cpu")
+        return
+    rows, width, split = batch.batch_size, batch.tokens_per_row, batch.num_decode_rows
+    if not len(totals) == len(new) == rows:
+        raise BackendError(f"seq_lens_cpu has {len(totals)} and query_lens_cpu {len(new)} entries for {rows} rows")
+    if any(n != width for n in new[:split]):
+        raise BackendError(f"query_lens_cpu of decode rows is {list(new[:split])}; each has {width} tokens")
+    if sum(new) > batch.input_ids.shape[0]:
+        raise BackendError(f"query_lens_cpu counts {sum(new)} tokens; the batch has {batch.input_ids.shape[0]}")
+    for row, (total, count) in enumerate(zip(totals[: batch.num_real], new)):
+        if not 0 <= count <= total:
+            raise BackendError(f"row {row} has {count} new tokens and a length of {total} that counts them")

@@ -1,0 +1,40 @@
+"""Standard streams as a shell may leave them: closed, full, or in an encoding that lacks most characters."""
+
+import os
+import sys
+from typing import Any
+
+
+def open_streams() -> list[str]:
+    """Makes the three streams usable and returns the names of those that were closed.
+
+    A closed one becomes the null device, its descriptor too: else the next file that is opened gets its number, and
+    whatever a library prints. Standard output writes "?" for characters that its encoding lacks.
+    """
+    closed = []
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            closed.append(name)
+            _to_null(number)
+            stream = open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+    stdout: Any = sys.stdout
+    stdout.reconfigure(errors="replace")
+    return closed
+
+
+def discard_output() -> None:
+    """What is still buffered for standard output goes nowhere: the interpreter writes it when it ends."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+
+
+def _to_null(number: int) -> None:
+    try:
+        os.fstat(number)
+    except OSError:
+        null = os.open(os.devnull, os.O_RDWR)
+        if null != number:
+            os.dup2(null, number)
+            os.close(null)

@@ -1,0 +1,93 @@
+"""JSON files of a checkpoint: reading an object, and checking that its fields have the type and bounds they need."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridrt.errors import ConfigError, HybridrtError, shown
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which values a field may have: `holds` tests one, `text` says it to people."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def integer(low: int, high: int) -> Kind:
+    """A whole number from `low` to `high`; true and false are none."""
+    return Kind(f"an integer from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
+
+
+def number(low: float, high: float) -> Kind:
+    """An integer or float from `low` to `high`, NaN excluded. An infinite bound admits infinity."""
+    return Kind(f"a number from {low:g} to {high:g}", lambda v: type(v) in (int, float) and low <= v <= high)
+
+
+def one_of(*values: str) -> Kind:
+    """One of a few strings."""
+    return Kind(f"one of {', '.join(values)}", lambda v: isinstance(v, str) and v in values)
+
+
+def list_of(kind: Kind, length: int | None = None) -> Kind:
+    """A list (of `length` items, if given) of one kind."""
+
+    def holds(value: Any) -> bool:
+        fits = isinstance(value, (list, tuple)) and length in (None, len(value))
+        return fits and all(map(kind.holds, value))
+
+    return Kind(f"a list{'' if length is None else f' of {length}'}, each {kind.text}", holds)
+
+
+def either(first: Kind, second: Kind) -> Kind:
+    """What one of two kinds admits."""
+    return Kind(f"{first.text}, or {second.text}", lambda v: first.holds(v) or second.holds(v))
+
+
+NULL = Kind("null", lambda v: v is None)
+FLAG = Kind("true or false", lambda v: isinstance(v, bool))
+TEXT = Kind("a string", lambda v: isinstance(v, str))
+OBJECT = Kind("an object", lambda v: isinstance(v, Mapping))
+
+
+def check_fields(source: Any, kinds: Mapping[str, Kind], file: Path) -> None:
+    """Compares fields with their kinds.
+
+    Args:
+        source: a mapping, of which fields that are absent are left out, or an object with an attribute for each field.
+
+    Raises:
+        ConfigError: a field has another type or is out of bounds; names the file, the field and the value.
+    """
+    for name, kind in kinds.items():
+        if isinstance(source, Mapping) and name not in source:
+            continue
+        value = source[name] if isinstance(source, Mapping) else getattr(source, name, None)
+        if not kind.holds(value):
+            raise ConfigError(f"{file}: {name} is {shown(value)}; it must be {kind.text}")
+
+
+def read_object(file: Path, error: type[HybridrtError] = ConfigError) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        error: the file cannot be read, is no JSON, is nested too deeply, or holds something else than an object.
+    """
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"), object_hook=_special_float)
+    except OSError as e:
+        raise error(f"{file} cannot be read: {e.strerror or e}; check that it is a file with read permission") from e
+    except (ValueError, RecursionError) as e:
+        raise error(f"{file} is not valid JSON: {e}; repair it or download it again") from e
+    if not isinstance(raw, dict):
+        raise error(f"{file} holds a {type(raw).__name__}; it must be a JSON object")
+    return raw
+
+
+def _special_float(found: dict[str, Any]) -> Any:
+    """transformers writes floats that JSON lacks as {"__float__": "Infinity"}."""
+    name = found.get("__float__")
+    return float(name) if len(found) == 1 and name in ("Infinity", "-Infinity", "NaN") else found

@@ -1,0 +1,145 @@
+"""Where authenticated channels are accepted: strangers get little memory, few places, and little time."""
+
+import errno
+import os
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from hybridrt.distributed.channel import TIMEOUT_S, Address, SocketChannel
+from hybridrt.distributed.channel_auth import ANSWER_BYTES, MIN_KEY_BYTES, Challenge
+from hybridrt.errors import AuthenticationError, ConfigError
+
+MOST_STRANGERS = 64
+STRANGER_S = 10.0  # that a process may take to prove that it holds the key
+_AT_ONCE = 16  # connections that one `accept` takes
+# No file descriptor or no memory is left, or the other side has gone already: the next call tries again.
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EPROTO, errno.EINTR}
+
+
+@dataclass(slots=True, eq=False)
+class _Stranger:
+    socket: socket.socket
+    challenge: Challenge
+    deadline: float
+    answer: bytearray = field(default_factory=bytearray)
+
+
+class Listener:
+    """Accepts connections of processes that hold the key, without waiting.
+
+    A connection that sends a wrong proof, or none in time, is closed. When too many wait, or no file descriptor is
+    left, the one that has waited longest is closed. The rest of the process never notices.
+
+    Args:
+        address: host and port of TCP (port 0 takes a free one; `port` says which), or a path that does not exist yet:
+            a Unix socket that this user alone can connect to.
+        timeout: of the channels, see SocketChannel.
+
+    Attributes:
+        refused: connections closed because they did not prove that they hold the key.
+
+    Raises:
+        ConfigError: the address cannot be listened at, or the key is too short.
+    """
+
+    def __init__(self, address: Address, key: bytes, timeout: float = TIMEOUT_S) -> None:
+        if len(key) < MIN_KEY_BYTES:
+            raise ConfigError(f"the key has {len(key)} bytes; it needs {MIN_KEY_BYTES} that cannot be guessed")
+        self._key, self._timeout, self._path = key, timeout, address if isinstance(address, str) else None
+        try:
+            self._socket = _unix(address) if isinstance(address, str) else _tcp(*address)
+        except OSError as e:
+            raise ConfigError(f"cannot listen at {address}: {e}") from e
+        self._socket.setblocking(False)
+        self.port: int = 0 if self._path else self._socket.getsockname()[1]
+        self.refused = 0
+        self._strangers: deque[_Stranger] = deque()  # the longest wait first
+
+    def fileno(self) -> int:
+        """For select and its kin: readable when somebody connects."""
+        return self._socket.fileno()
+
+    def accept(self) -> list[SocketChannel]:
+        """Channels to those who have proved since the last call that they hold the key."""
+        self._take_strangers()
+        found = []
+        for stranger in list(self._strangers):
+            try:
+                channel = self._hear(stranger)
+            except (OSError, EOFError, AuthenticationError):
+                self._refuse(stranger)
+                continue
+            if channel is not None:
+                self._strangers.remove(stranger)
+                found.append(channel)
+            elif time.monotonic() > stranger.deadline:
+                self._refuse(stranger)
+        return found
+
+    def close(self) -> None:
+        """Closes the socket and whoever waits. Channels stay open. Closing again does nothing."""
+        for stranger in self._strangers:
+            stranger.socket.close()
+        self._strangers.clear()
+        if self._socket.fileno() >= 0 and self._path is not None:
+            os.unlink(self._path)
+        self._socket.close()
+
+    def _take_strangers(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                connection, _ = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as e:
+                if e.errno not in _PASSING:
+                    raise
+                if self._strangers:
+                    self._refuse(self._strangers[0])
+                return
+            connection.setblocking(False)
+            stranger = _Stranger(connection, Challenge(self._key), time.monotonic() + STRANGER_S)
+            self._strangers.append(stranger)
+            try:
+                connection.send(stranger.challenge.data)  # fits into the buffer of a new connection
+            except OSError:
+                self._refuse(stranger)
+            if len(self._strangers) > MOST_STRANGERS:
+                self._refuse(self._strangers[0])
+
+    def _hear(self, stranger: _Stranger) -> SocketChannel | None:
+        try:
+            data = stranger.socket.recv(ANSWER_BYTES - len(stranger.answer))
+        except BlockingIOError:
+            return None
+        if not data:
+            raise EOFError
+        stranger.answer += data
+        if len(stranger.answer) < ANSWER_BYTES:
+            return None
+        proof, tagger = stranger.challenge.check(bytes(stranger.answer))
+        stranger.socket.send(proof)  # fits, too
+        return SocketChannel(stranger.socket, tagger, self._timeout)
+
+    def _refuse(self, stranger: _Stranger) -> None:
+        self.refused += 1
+        self._strangers.remove(stranger)
+        stranger.socket.close()
+
+
+def _tcp(host: str, port: int) -> socket.socket:
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def _unix(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(path)
+        os.chmod(path, 0o600)  # no process can connect before `listen`
+        listener.listen()
+    except BaseException:
+        listener.close()
+        raise
+    return listener

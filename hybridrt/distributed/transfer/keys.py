@@ -1,0 +1,47 @@
+"""The key that all workers of a transfer share: where it comes from."""
+
+import os
+import secrets
+from pathlib import Path
+
+from hybridrt.distributed.channel_auth import MIN_KEY_BYTES
+from hybridrt.errors import ConfigError
+
+VARIABLE = "HYBRIDRT_TRANSFER_KEY"
+
+Key = str | Path
+
+
+def new_key() -> str:
+    """64 hexadecimal digits that cannot be guessed."""
+    return secrets.token_hex(32)
+
+
+def find_key(key: Key | None) -> str | None:
+    """The key as text.
+
+    Args:
+        key: the key itself, or a Path of the file that holds it; None: the environment variable HYBRIDRT_TRANSFER_KEY,
+            if it is set.
+
+    Raises:
+        ConfigError: it is too short, or the file cannot be read.
+    """
+    if key is None:
+        key = os.environ.get(VARIABLE) or None
+    if key is None:
+        return None
+    if isinstance(key, Path):
+        try:
+            key = key.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"the file of the transfer key cannot be read: {e}") from e
+    if not isinstance(key, str):
+        raise ConfigError(f"key is {type(key).__name__}; pass the key as text, or a Path of the file that holds it")
+    text = key.strip()
+    if len(text.encode()) < MIN_KEY_BYTES:
+        raise ConfigError(
+            f"the transfer key has {len(text.encode())} bytes; it needs {MIN_KEY_BYTES} that cannot be guessed, for "
+            "example the output of: openssl rand -hex 32"
+        )
+    return text

@@ -1,0 +1,78 @@
+"""What the engine knows of its model, and what it therefore refuses before a request is queued."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridrt.engine.prompts import Prompt, text_or_ids, token_ids
+from hybridrt.engine.tokenizer import Tokenizer, encode_prompt
+from hybridrt.errors import RequestError, shown
+from hybridrt.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What the engine must know of the model and its plan.
+
+    Attributes:
+        max_model_len: longest prompt + output of a request, in tokens.
+        chunked_prefill_size: tokens of one step.
+        eos_token_ids: end a request unless it says `ignore_eos`.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    chunked_prefill_size: int
+    eos_token_ids: Sequence[int] = ()
+
+    def prepare(self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> list[int]:
+        """Token ids of a prompt. Raises RequestError as `Engine.prepare` says."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params is {type(params).__name__}; pass a hybridrt.SamplingParams")
+        self._check_params(params, tokenizer)
+        tokens = self._encode(prompt, tokenizer)
+        if not tokens:
+            raise RequestError("the prompt is empty; give it at least one token")
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            bad = next(t for t in tokens if not 0 <= t < self.vocab_size)
+            raise RequestError(
+                f"token id {shown(bad)} is outside the vocabulary; valid ids are 0 to {self.vocab_size - 1}"
+            )
+        self._check_length(len(tokens))
+        return tokens
+
+    def _check_params(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        """What parameters can be wrong about only beside a model."""
+        vocab = self.vocab_size
+        if params.stop and tokenizer is None:
+            raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids")
+        if max(params.stop_token_ids, default=0) >= vocab:
+            raise RequestError(
+                f"stop_token_ids holds {max(params.stop_token_ids)}; the vocabulary ends at {vocab - 1}: remove it"
+            )
+        if params.logprobs is not None and params.logprobs > vocab:
+            raise RequestError(f"logprobs is {params.logprobs} and the vocabulary has {vocab} tokens; lower it")
+
+    def _encode(self, prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+        content = text_or_ids(prompt)
+        if not isinstance(content, str):
+            self._check_length(len(content))
+            return token_ids(content)
+        if tokenizer is None:
+            raise RequestError("the prompt is text and this model has no tokenizer; pass a list of token ids")
+        return encode_prompt(tokenizer, content, self.max_model_len - 1)
+
+    def _check_length(self, num_tokens: int) -> None:
+        longest = self.max_model_len - 1
+        if num_tokens > longest:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens; with max_model_len={longest + 1} it may have at most {longest}, "
+                "which leaves room for one output token: shorten it or raise max_model_len"
+            )
+
+
+def check_names(request_id: object, export_to: object) -> None:
+    """Raises RequestError for what `Engine.add_request` cannot take as a request's id or as a place in an arena."""
+    if request_id is not None and not isinstance(request_id, str):
+        raise RequestError(f"request_id is {shown(request_id)}; pass a string, or None to get one")
+    if export_to is not None and not (isinstance(export_to, range) and 0 <= export_to.start < export_to.stop < 2**63):
+        raise RequestError(f"export_to is {shown(export_to)}; pass a range of bytes in the arena, or None")

@@ -1,0 +1,122 @@
+"""What counts as a prompt, and as several."""
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, SupportsIndex, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hybridrt.errors import RequestError, shown
+
+TokenIds = Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]] | torch.Tensor
+
+
+class TextPrompt(TypedDict):
+    """Text under its name."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """Token ids under their name."""
+
+    prompt_token_ids: TokenIds
+
+
+Prompt = str | TokenIds | TextPrompt | TokensPrompt
+ACCEPTED = (
+    'a prompt is a string, token ids (a list, a tuple, or a 1-D integer array of numpy or torch), {"prompt": text} or '
+    '{"prompt_token_ids": ids}'
+)
+Ids = Sequence[Any] | npt.NDArray[Any] | torch.Tensor
+_BYTES = (bytes, bytearray, memoryview)
+
+
+def as_prompts(prompts: object) -> list[Any]:
+    """One prompt as a list of one; a list, tuple or other sequence of prompts as a list. The prompts themselves are
+    checked by `text_or_ids`.
+
+    Raises:
+        RequestError: neither a prompt nor a sequence of prompts.
+    """
+    if isinstance(prompts, (str, Mapping, np.ndarray, torch.Tensor)):
+        return [prompts]
+    if isinstance(prompts, _BYTES) or not isinstance(prompts, Sequence):
+        raise _refused(prompts)
+    return [prompts] if len(prompts) and is_token_id(prompts[0]) else list(prompts)
+
+
+def text_or_ids(prompt: object) -> str | Ids:
+    """The text of a prompt, or its token ids, whose elements `token_ids` checks: their number can be looked at before.
+
+    Raises:
+        RequestError: no prompt.
+    """
+    named = prompt
+    if isinstance(prompt, Mapping):
+        named = _only_value(prompt)
+    if isinstance(named, str):
+        return named
+    if isinstance(named, (np.ndarray, torch.Tensor)):
+        if named.ndim != 1 or not _is_integer_array(named):
+            raise _refused(named)
+        return named
+    if isinstance(named, _BYTES) or not isinstance(named, Sequence):
+        raise _refused(named)
+    return named
+
+
+def token_ids(ids: Ids) -> list[int]:
+    """Token ids as Python integers.
+
+    Raises:
+        RequestError: one of them is no integer.
+    """
+    if isinstance(ids, (np.ndarray, torch.Tensor)):
+        ids = ids.tolist()
+    if not set(map(type, ids)) <= {int}:
+        bad = next(((i, t) for i, t in enumerate(ids) if not is_token_id(t)), None)
+        if bad is not None:
+            raise RequestError(f"token id {bad[0]} of the prompt is {shown(bad[1])}, a {_kind(bad[1])}; {ACCEPTED}")
+    return [int(t) for t in ids]
+
+
+def is_token_id(value: object) -> bool:
+    """True for integers of Python, numpy and torch; a bool is none."""
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return value.ndim == 0 and _is_integer_array(value)
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _only_value(prompt: Mapping[Any, Any]) -> object:
+    """What a dictionary holds under the one key that it may have."""
+    if list(prompt) == ["prompt"] and isinstance(prompt["prompt"], str):
+        return prompt["prompt"]
+    if list(prompt) == ["prompt_token_ids"] and not isinstance(prompt["prompt_token_ids"], (str, Mapping)):
+        return prompt["prompt_token_ids"]
+    held = ", ".join(f"{shown(key)}: {_kind(value)}" for key, value in list(prompt.items())[:4])
+    raise RequestError(f"the prompt is a dictionary with {{{held}}}; {ACCEPTED}")
+
+
+def _is_integer_array(array: npt.NDArray[Any] | torch.Tensor) -> bool:
+    if isinstance(array, np.ndarray):
+        return np.issubdtype(array.dtype, np.integer)
+    return not array.dtype.is_floating_point and not array.dtype.is_complex and array.dtype != torch.bool
+
+
+def _refused(value: object) -> RequestError:
+    return RequestError(f"the prompt is {_article(_kind(value))}; {ACCEPTED}")
+
+
+def _kind(value: object) -> str:
+    """The type's name; of an array also how many dimensions it has and of what."""
+    name = type(value).__name__
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return f"{value.ndim}-D {name} of {value.dtype}"
+    return name
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -1,0 +1,54 @@
+"""The sampling that a checkpoint asks for: its generation_config.json as SamplingParams."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hybridrt.errors import CheckpointError, RequestError, shown
+from hybridrt.sampling_params import SamplingParams
+
+# What generation_config.json calls the fields of SamplingParams that it sets.
+FILE_FIELDS = {
+    "max_new_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "stop_strings": "stop",
+}
+
+
+def default_sampling_params(path: str | Path) -> SamplingParams:
+    """How a checkpoint directory's requests are sampled that say nothing else, in Python and on the command line.
+
+    Each field that generation_config.json sets (FILE_FIELDS) is taken from there, every other one is SamplingParams'
+    default, temperature 1 among them. `"do_sample": false` means temperature 0, whatever the file's temperature is.
+
+    Raises:
+        CheckpointError: the file cannot be read, is no JSON object, or holds a value out of range.
+    """
+    file = Path(path) / "generation_config.json"
+    written = _read_object(file) if file.exists() else {}
+    fields = {ours: written[theirs] for theirs, ours in FILE_FIELDS.items() if written.get(theirs) is not None}
+    do_sample = written.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise CheckpointError(
+            f"{file}: do_sample is {shown(do_sample)}; it must be true or false: correct or remove it"
+        )
+    if do_sample is False:
+        fields["temperature"] = 0.0
+    try:
+        return SamplingParams(**fields)
+    except RequestError as e:
+        raise CheckpointError(f"{file} cannot be used: {e}; correct or remove it") from e
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        written = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError(f"{file} is not valid JSON: {e}; repair or remove it") from e
+    if not isinstance(written, dict):
+        raise CheckpointError(f"{file} holds a {type(written).__name__}, not an object; repair or remove it")
+    return written

@@ -1,0 +1,160 @@
+"""Who may change an engine, and when: one thread at a time, no interrupt inside, nothing left half changed."""
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from threading import Lock, RLock, get_ident
+from types import TracebackType
+
+from hybridrt.errors import EngineError
+from hybridrt.runtime.interrupts import Interrupts
+
+
+class Turns:
+    """One thread at a time. `with turns` waits, first come, first served; `with turns.now` does not wait. A thread that
+    has its turn may enter again. Ctrl-C waits for the end of a turn (`Interrupts`).
+
+    Args:
+        begin: called at the head of every turn.
+    """
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self.now = _Now(self)
+        self._begin = begin
+        self._mutex = RLock()  # not Lock: the collector may run finalizers in here
+        self._line: deque[tuple[Lock, int]] = deque()
+        self._owner: int | None = None
+        self._depth = 0
+        self._interrupts = Interrupts()
+
+    def __enter__(self) -> None:
+        self.enter(wait=True)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.leave()
+
+    def enter(self, wait: bool) -> None:
+        """Begins a turn, or enters once more.
+
+        Raises:
+            EngineError: it is another thread's turn, and `wait` is False.
+        """
+        if self._owner == get_ident():
+            self._depth += 1
+            return
+        interrupts = Interrupts()
+        interrupts.__enter__()
+        try:
+            self._take(wait)
+        except BaseException:
+            interrupts.__exit__(*sys.exc_info())
+            raise
+        self._depth, self._interrupts = 1, interrupts
+        try:
+            self._begin()
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        interrupts = self._interrupts
+        self._hand_on()
+        interrupts.__exit__(None, None, None)
+
+    def _take(self, wait: bool) -> None:
+        with self._mutex:
+            if self._owner is None:
+                self._owner = get_ident()
+                return
+            if not wait:
+                raise EngineError(
+                    f"thread {self._owner} is inside the engine, which takes one thread at a time: call it from one "
+                    "thread, or within `with engine.turns:`, which waits as LLM.generate and LLM.stream do"
+                )
+            gate = Lock()
+            gate.acquire()
+            self._line.append((gate, get_ident()))
+        try:
+            gate.acquire()  # whoever leaves releases it
+        except BaseException:
+            self._give_up(gate)
+            raise
+
+    def _give_up(self, gate: Lock) -> None:
+        with self._mutex:
+            if (gate, get_ident()) in self._line:
+                self._line.remove((gate, get_ident()))
+            else:
+                self._hand_on()
+
+    def _hand_on(self) -> None:
+        with self._mutex:
+            if self._line:
+                gate, self._owner = self._line.popleft()
+                gate.release()
+            else:
+                self._owner = None
+
+
+class _Now:
+    """`with turns.now`: EngineError if it is another thread's turn."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def __enter__(self) -> None:
+        self._turns.enter(wait=False)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._turns.leave()
+
+
+class Change:
+    """Around what changes bookkeeping. An exception that leaves the block has broken a change off, wherever it was:
+    `begin`, or the next change, then calls `recover`.
+
+    Raises:
+        EngineError: on entry, if the caller is within a change of its own: a finalizer, or a signal's handler.
+    """
+
+    def __init__(self, recover: Callable[[], None]) -> None:
+        self._recover = recover
+        self._inside = self._broken = False
+
+    def __enter__(self) -> None:
+        if self._inside:
+            raise EngineError("the engine was called from within its own step; call it between two steps")
+        self._mend()
+        self._inside = self._broken = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._inside, self._broken = False, kind is not None
+
+    def begin(self) -> None:
+        """At the head of a turn, where no change is under way. Recovers from one that was broken off, if there was."""
+        self._inside = False
+        self._mend()
+
+    def _mend(self) -> None:
+        if self._broken:
+            self._recover()
+            self._broken = False
+
+
+class Failing:
+    """An `Exception` that leaves the block goes to `handle` and no further; anything else goes on."""
+
+    def __init__(self, handle: Callable[[Exception], None]) -> None:
+        self._handle = handle
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        if isinstance(error, Exception):
+            self._handle(error)
+            return True
+        return False

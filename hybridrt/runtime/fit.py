@@ -1,0 +1,56 @@
+"""Whether a model fits where it is to run, said before any weight is read."""
+
+from hybridrt.config import EngineConfig
+from hybridrt.errors import MemoryBudgetError
+from hybridrt.mem_cache.memory_plan import GIB, MemoryPlan
+from hybridrt.runtime.build import CPU_SHARE, Target, device_budget, make_plan
+from hybridrt.runtime.host_memory import free_host_memory
+
+
+def free_bytes(config: EngineConfig, target: Target) -> int:
+    """Bytes that weights and pools of this rank may take together. Ranks on a CPU share the memory equally."""
+    if target.device.type == "cuda":
+        return device_budget(target.device, config.memory_fraction)
+    return free_host_memory() // target.tp.size
+
+
+def plan_ahead(config: EngineConfig, target: Target, weights: int, budget_bytes: int | None = None) -> MemoryPlan:
+    """The memory plan, as far as it is known without a run: one on a GPU measures its activations and takes them off,
+    too.
+
+    Args:
+        weights: bytes of this rank's weights.
+        budget_bytes: what the pools may take; None is what the weights leave, on a CPU a share of it.
+
+    Raises:
+        MemoryBudgetError: the weights do not fit, or the pools do not fit beside them.
+    """
+    free = free_bytes(config, target)
+    if weights + table_bytes(config, target) > free:
+        raise MemoryBudgetError(_too_large(config, target, weights, free))
+    if budget_bytes is None:
+        budget_bytes = (free - weights) // (CPU_SHARE if target.device.type == "cpu" else 1)
+    return make_plan(config, target, budget_bytes=budget_bytes, weights=weights)
+
+
+def table_bytes(config: EngineConfig, target: Target) -> int:
+    """Bytes at the peak of making the table of rotary embeddings, which has a row for each position."""
+    mc = target.model_config
+    positions = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
+    return 3 * 4 * positions * mc.attention.head_dim if mc.attention.rope is not None else 0
+
+
+def _too_large(config: EngineConfig, target: Target, weights: int, free: int) -> str:
+    hints = ["a larger device"]
+    if target.dtype.itemsize > 2:
+        hints.insert(0, 'dtype="bfloat16"')
+    if target.device.type == "cuda":
+        hints.append("more ranks (tp_size)")
+    if 3 * table_bytes(config, target) > weights:
+        hints.insert(0, "a smaller max_model_len")
+    ranks = f", each of {target.tp.size} ranks" if target.tp.size > 1 else ""
+    needed = (weights + table_bytes(config, target)) / GIB
+    return (
+        f"the weights need {needed:.2f} GiB{ranks}, and {target.device} has {free / GIB:.2f} GiB for them; use "
+        f"{', or '.join(hints)}"
+    )

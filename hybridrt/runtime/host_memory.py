@@ -1,0 +1,72 @@
+"""Main memory that this process may use: the machine's, cut to what its control groups allow."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+class _Files(NamedTuple):
+    """What a version of control groups calls its limit, its use, and the part of it that is page cache."""
+
+    limit: str
+    used: str
+    cache: str
+
+
+V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+def free_host_memory() -> int:
+    """Bytes of main memory that can be taken without swapping."""
+    return min([psutil.virtual_memory().available, *(max(limit - used, 0) for limit, used in _limits())])
+
+
+def total_host_memory() -> int:
+    """Bytes of main memory that this process could have if nothing else used any."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits())])
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """(limit, bytes in use) of each control group that this process is in and that has a limit. Page cache that can be
+    dropped is not in use: reading weights fills it."""
+    for folder, files in _groups():
+        limit, used = _number(folder / files.limit), _number(folder / files.used)
+        if limit is not None and used is not None:
+            yield limit, used - _page_cache(folder / "memory.stat", files.cache)
+
+
+def _groups() -> Iterator[tuple[Path, _Files]]:
+    """The process's group and those around it, as far as they are visible: in a container the path may start above."""
+    try:
+        lines = MEMBERSHIP.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, files = (CGROUPS / "memory", V1) if controllers else (CGROUPS, V2)
+        group = root / path.strip("/")
+        yield from ((folder, files) for folder in (group, *group.parents) if folder.is_relative_to(root))
+
+
+def _number(file: Path) -> int | None:
+    """None: no such file, or "max"."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _page_cache(stat: Path, name: str) -> int:
+    try:
+        fields = dict(line.split() for line in stat.read_text().splitlines())
+    except OSError:
+        return 0
+    return int(fields.get(name, 0))

@@ -1,0 +1,54 @@
+"""Ctrl-C between steps: while host bookkeeping changes, an interrupt waits."""
+
+import signal
+import threading
+import weakref
+from types import FrameType, TracebackType
+
+
+class _Note:
+    """The handler of a context: it only notes that SIGINT has come. Should an exception of other origin have kept the
+    context from leaving, the handler finds it gone, and Python's own handler returns."""
+
+    def __init__(self, context: "Interrupts") -> None:
+        self.context = weakref.ref(context)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        context = self.context()
+        if context is None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.default_int_handler(number, frame)
+        else:
+            context.waiting = True
+
+
+class Interrupts:
+    """While this context lasts, SIGINT is noted; `check` and the end of the context raise KeyboardInterrupt for it.
+
+    It acts in the main thread alone, because signals go nowhere else, and only in place of Python's own handler: a
+    handler that the application has installed stays as it is. Contexts may nest: the outermost one acts.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = False
+        self._note: _Note | None = None
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        handler = signal.getsignal(signal.SIGINT)
+        if handler is signal.default_int_handler or (isinstance(handler, _Note) and handler.context() is None):
+            self._note = _Note(self)
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._note is not None and signal.getsignal(signal.SIGINT) is self._note:  # else it was changed meanwhile
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.check()
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if SIGINT has come."""
+        if self.waiting:
+            self.waiting = False
+            raise KeyboardInterrupt

@@ -1,0 +1,257 @@
+"""How the ranks of a tensor-parallel run start and find each other: processes started here, or torchrun's."""
+
+import atexit
+import json
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybridrt.distributed.channel import SocketChannel
+from hybridrt.distributed.channel_auth import MIN_KEY_BYTES
+from hybridrt.distributed.channel_listener import Listener
+from hybridrt.distributed.control import Link, rank_timeout
+from hybridrt.distributed.groups import Communicator
+from hybridrt.errors import ConfigError, PeerGoneError, RankError
+from hybridrt.runtime.ranks import LOOPBACK, Ranks
+
+KEY_VARIABLE = "HYBRIDRT_TP_KEY"
+STARTING_S = 300.0
+_POLL_S, _HELLO_S = 0.02, 10.0
+_PLACE = "hybridrt/place"
+# A rank takes the package from where this process has it, and everything else from a path of its own, behind which
+# stands what this process has on its path. The current directory is not on it: it may be a checkpoint's.
+_BOOT = """
+import importlib.util, json, sys
+given = json.loads(sys.argv[1])
+sys.path += [path for path in given.pop("path") if path not in sys.path]
+package = given.pop("package")
+spec = importlib.util.spec_from_file_location(
+    "hybridrt", package + "/__init__.py", submodule_search_locations=[package]
+)
+sys.modules["hybridrt"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["hybridrt"])
+from hybridrt.runtime.follower import main
+main(**given)
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of a run find each other.
+
+    Attributes:
+        host, port: where rank 0 listens for links, to which only holders of `key` are admitted.
+        store: through which gloo and NCCL find their peers.
+        directory: of a run on one host: only this user can read it, and it holds the key and the store.
+    """
+
+    host: str
+    port: int
+    key: bytes
+    store: dist.Store
+    directory: str | None = None
+
+    def communicator(self, rank: int, size: int, device: torch.device) -> Communicator:
+        return Communicator(self.store, rank, size, device, loopback=self.directory is not None)
+
+    def join(self, rank: int) -> Link:
+        """A rank's link to rank 0.
+
+        Raises:
+            PeerGoneError: rank 0 does not answer, or holds another key.
+        """
+        link = Link(SocketChannel.connect((self.host, self.port), self.key))
+        link.send({"type": "hello", "rank": rank})
+        return link
+
+
+def start_ranks(size: int, kind: str) -> Ranks:
+    """Starts ranks 1 to `size` - 1 on this machine, as processes that end with this one.
+
+    Args:
+        kind: of their devices, "cpu" or "cuda".
+
+    Raises:
+        ConfigError: the environment names a time-out that is none.
+        RankError: one of them ended before it came up.
+    """
+    timeout = rank_timeout()
+    place, listener = _open_here()
+    assert place.directory is not None
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        processes += (_start(rank, size, place.directory, kind) for rank in range(1, size))
+        links = _await(listener, size, processes)
+        comm = place.communicator(0, size, rank_device(kind, 0))
+        return _connected(Ranks(comm, links, processes, place.directory, timeout))
+    except BaseException:
+        for process in processes:
+            process.kill()
+            process.wait()
+        shutil.rmtree(place.directory, ignore_errors=True)
+        raise
+    finally:
+        listener.close()
+
+
+def find_place(directory: str) -> Place:
+    """The place that rank 0 has made in a directory of this host.
+
+    Raises:
+        RankError: the directory is not this user's own, or others can read it.
+    """
+    found = os.lstat(directory)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise RankError(f"{directory} is not a directory that only this user can read; rank 0 has made another one")
+    port, key = Path(directory, "key").read_text().split()
+    return Place(LOOPBACK, int(port), bytes.fromhex(key), dist.FileStore(f"{directory}/store"), directory)
+
+
+def rank_device(kind: str, local_rank: int) -> torch.device:
+    """A rank's device, of `kind` "cpu" or "cuda"."""
+    return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+
+
+def world_size() -> int | None:
+    """How many processes torchrun started, this one among them; None if it did not start this one."""
+    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
+
+
+def torchrun_place() -> Place:
+    """The place that rank 0 of torchrun's processes has made.
+
+    Raises:
+        ConfigError: the ranks run on several hosts and HYBRIDRT_TP_KEY is not set.
+        RankError: the place is not this user's.
+    """
+    key = _torchrun_key()
+    store = _torchrun_store()
+    where = store.get(_PLACE).decode()
+    return find_place(where) if key is None else Place(os.environ["MASTER_ADDR"], int(where), key, store)
+
+
+@cache
+def torchrun_ranks(kind: str) -> Ranks:
+    """Rank 0's view of torchrun's processes, once for the life of this process; they leave when it ends.
+
+    Raises:
+        ConfigError: the ranks run on several hosts and HYBRIDRT_TP_KEY is not set.
+        RankError: not all ranks came.
+    """
+    key, size, timeout = _torchrun_key(), world_size(), rank_timeout()
+    assert size is not None
+    store = _torchrun_store()
+    place, listener = _open_here() if key is None else _open_to_hosts(store, key)
+    store.set(_PLACE, place.directory or str(place.port))
+    links = _await(listener, size)
+    listener.close()
+    device = rank_device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+    comm = place.communicator(0, size, device)
+    ranks = _connected(Ranks(comm, links, directory=place.directory, timeout=timeout))
+    atexit.register(ranks.close)
+    return ranks
+
+
+def _connected(ranks: Ranks) -> Ranks:
+    with ranks.together():
+        ranks.comm.connect()
+    return ranks
+
+
+def _torchrun_key() -> bytes | None:
+    """What ranks on several hosts prove to each other that they hold; None where all run on one host."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        return None
+    key = os.environ.get(KEY_VARIABLE, "").encode()
+    if len(key) < MIN_KEY_BYTES:
+        raise ConfigError(
+            f"{KEY_VARIABLE} has {len(key)} characters; ranks on several hosts need the same secret on each, of "
+            f"{MIN_KEY_BYTES} or more"
+        )
+    return key
+
+
+def _torchrun_store() -> dist.Store:
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=STARTING_S)))
+    return store
+
+
+def _open_here() -> tuple[Place, Listener]:
+    """A place for ranks on this host, in a new directory that only this user can read."""
+    directory = tempfile.mkdtemp(prefix="hybridrt-")
+    key = secrets.token_bytes(32)
+    listener = Listener((LOOPBACK, 0), key)
+    Path(directory, "key").write_text(f"{listener.port} {key.hex()}")
+    return find_place(directory), listener
+
+
+def _open_to_hosts(store: dist.Store, key: bytes) -> tuple[Place, Listener]:
+    host = os.environ["MASTER_ADDR"]
+    listener = Listener((host, 0), key)
+    return Place(host, listener.port, key, store), listener
+
+
+def _start(rank: int, size: int, directory: str, kind: str) -> "subprocess.Popen[bytes]":
+    """An interpreter of its own, not multiprocessing: that would run the caller's main module once more."""
+    here = os.path.realpath(os.curdir)
+    given = {
+        "package": str(Path(__file__).absolute().parents[1]),
+        "path": [path for path in sys.path if os.path.isabs(path) and os.path.realpath(path) != here],
+        "directory": directory, "rank": rank, "size": size, "kind": kind,
+    }  # fmt: skip
+    # As many threads as here: how a sum is split decides its last bits, and every rank samples for itself.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    if "PYTHONPATH" in environment:  # an empty or relative entry is the current directory or lies in it
+        entries = environment["PYTHONPATH"].split(os.pathsep)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(os.path.isabs, entries))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", _BOOT, json.dumps(given)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # an interrupt at the terminal is for rank 0 alone
+    )
+
+
+def _await(listener: Listener, size: int, processes: Sequence["subprocess.Popen[bytes]"] = ()) -> list[Link]:
+    """Links to ranks 1 to `size` - 1, once all have come."""
+    links: dict[int, Link] = {}
+    deadline = time.monotonic() + STARTING_S
+    while len(links) < size - 1:
+        for channel in listener.accept():
+            rank = _presented(channel)
+            if rank is None or rank not in range(1, size) or rank in links:
+                channel.close()
+            else:
+                links[rank] = Link(channel)
+        for rank, process in enumerate(processes, 1):
+            if process.poll() is not None:
+                raise RankError(
+                    f"tensor-parallel rank {rank} did not start: status {process.returncode}; see its output"
+                )
+        if time.monotonic() > deadline:
+            missing = sorted(set(range(1, size)) - links.keys())
+            raise RankError(f"tensor-parallel ranks {missing} did not come within {STARTING_S:g} seconds")
+        time.sleep(_POLL_S)
+    return [links[rank] for rank in range(1, size)]
+
+
+def _presented(channel: SocketChannel) -> int | None:
+    """The rank that a process says it is, in the first message of its link."""
+    try:
+        rank = channel.expect(_HELLO_S).get("rank")
+    except PeerGoneError:
+        return None
+    return rank if type(rank) is int else None

@@ -1,0 +1,12 @@
+"""Long sweeps over parameters: some of the values belong to the default level, the others are slow."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def sweep(values: Iterable[Any], every: int) -> list[Any]:
+    """`values` for `parametrize`, of which each `every`-th runs by default, the first among them."""
+    packed = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*each, marks=[pytest.mark.slow] if i % every else []) for i, each in enumerate(packed)]

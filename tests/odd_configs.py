@@ -1,0 +1,50 @@
+"""Changes that make a config.json odd: each field in turn gets values of wrong types and sizes."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+DEEP = "@deep@"  # stands for JSON that is nested 10,000 levels deep, which json.dumps cannot write
+VALUES: list[Any] = [
+    None, "x", "", -1, 0, 1, 3, 2**31, 10**12, 10**40, 10**400, -(10**12), 0.5, -1.5, 1e300, float("nan"), float("inf"),
+    True, False, [], [1], ["x"], [[1]], {}, {"x": 1}, [None] * 3, DEEP, "linear_attention", "\ud800",
+]  # fmt: skip
+# Fields that a checkpoint may hold beside those that it was saved with.
+MORE = (
+    "architectures", "model_type", "dtype", "torch_dtype", "eos_token_id", "quantization_config", "auto_map",
+    "num_labels", "id2label", "label2id", "head_dim", "rope_parameters", "rope_scaling", "rope_theta",
+    "partial_rotary_factor", "per_layer_config", "layers_block_type", "layer_types", "hybrid_override_pattern",
+    "mtp_layers_block_type", "mtp_hybrid_override_pattern", "num_nextn_predict_layers", "max_position_embeddings",
+    "intermediate_size", "time_step_limit", "mamba_n_groups", "mamba_d_conv", "mamba_chunk_size", "mamba_expand",
+    "full_attention_interval", "sub_configs", "attribute_map", "to_dict", "__class__", "vocab_size", "tokenizer_class",
+    "attn_implementation", "configuration_files", "problem_type", "history_mode",
+)  # fmt: skip
+ROPES: list[Any] = [
+    {"rope_type": kind, "rope_theta": theta, **more}
+    for kind in ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "x", 3)
+    for theta in (10000.0, 0, "x", None, float("nan"))
+    for more in ({}, {"factor": 0}, {"factor": "x"}, {"factor": 2.0, "short_factor": [1, 2], "long_factor": "x",
+                 "original_max_position_embeddings": 16}, {"partial_rotary_factor": 0}, {"partial_rotary_factor": 0.03})
+]  # fmt: skip
+
+
+def changes(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every change of one field, and of the rotary parameters."""
+    for name in dict.fromkeys((*fields, *MORE)):
+        yield from ({name: value} for value in VALUES)
+    yield from ({"rope_parameters": rope} for rope in ROPES)
+    yield from ({"rope_scaling": rope} for rope in ROPES)
+
+
+def some(fields: dict[str, Any], count: int, seed: str) -> list[dict[str, Any]]:
+    """A sample of `changes`, and as many pairs of them."""
+    rng, found = random.Random(seed), list(changes(fields))
+    return rng.sample(found, count) + [{**a, **b} for a, b in zip(rng.sample(found, count), rng.sample(found, count))]
+
+
+def write_fields(path: Path, fields: dict[str, Any], file: str = "config.json") -> None:
+    """Writes a JSON file; DEEP becomes nested arrays."""
+    text = json.dumps(fields).replace(f'"{DEEP}"', "[" * 10_000 + "]" * 10_000)
+    (path / file).write_text(text, encoding="utf-8")

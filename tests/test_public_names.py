@@ -1,0 +1,64 @@
+"""What a newcomer finds: names in dir(), types that fit what runs, `python -m hybridrt`, bars in a notebook."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import hybridrt
+from hybridrt import errors
+from hybridrt.engine import llm
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_dir_lists_every_public_name_and_each_can_be_had() -> None:
+    code = "import hybridrt, sys; print(*dir(hybridrt)); assert 'torch' not in sys.modules"
+    listed = set(subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).split())
+    assert {"LLM", "Engine", "Prompt", "RequestOutput", "RequestMetrics", "Delta", "FinishReason"} <= listed
+    assert set(hybridrt.__all__) <= listed
+    for name in hybridrt.__all__:
+        found = getattr(hybridrt, name)
+        home = hybridrt._HOME.get(name, "hybridrt.errors")
+        assert found is getattr(importlib.import_module(home), name)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        hybridrt.no_such_name  # noqa: B018
+
+
+def test_every_error_is_exported() -> None:
+    raised = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
+    assert raised <= set(hybridrt.__all__)
+
+
+def test_python_m_hybridrt_is_the_command() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "hybridrt", "--version"], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert (result.returncode, result.stdout) == (0, f"hybridrt {hybridrt.__version__}\n"), result.stderr
+
+
+@pytest.mark.parametrize(("terminal", "notebook"), [(False, False), (True, False), (False, True)])
+def test_bars_show_on_terminals_and_in_notebooks(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, notebook: bool
+) -> None:
+    from tqdm.auto import tqdm
+    from tqdm.notebook import tqdm_notebook
+
+    assert llm.tqdm is tqdm
+    monkeypatch.setattr(llm, "tqdm", type("Bar", (tqdm_notebook if notebook else tqdm,), {}))
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: terminal, write=len, flush=lambda: None))
+    assert llm._shows_bars() == (terminal or notebook)
+
+
+@pytest.mark.slow
+def test_types_fit_what_runs(tmp_path: Path) -> None:
+    """mypy takes tests/typed_prompts.py, and refuses the lines that it says are wrong (as unused ignores otherwise)."""
+    pytest.importorskip("mypy")
+    options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(tmp_path), "--follow-imports=silent"]
+    command = [sys.executable, "-m", "mypy", *options, str(ROOT / "tests" / "typed_prompts.py")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
