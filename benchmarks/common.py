@@ -11,8 +11,11 @@ from typing import Any
 import torch
 
 from hybridrt.config import ModelConfig
+from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.kinds.mamba1 import Mamba1Config
+from hybridrt.kinds.mamba2 import Mamba2Config
+from hybridrt.kinds.registry import state_shape
 from hybridrt.models.base import CausalLM
-from hybridrt.state_shape import state_shape
 
 RESULTS = Path(__file__).parent / "results"
 HBM_BYTES_PER_S = 4.0e12  # the bandwidth that the floors of docs/performance.md are computed with
@@ -65,6 +68,18 @@ class StepBytes:
 
     def floor_ms(self) -> float:
         return self.total / HBM_BYTES_PER_S * 1e3
+
+
+def mamba1_of(config: ModelConfig) -> Mamba1Config:
+    return config.linear_of(Mamba1Config)
+
+
+def mamba2_of(config: ModelConfig) -> Mamba2Config:
+    return config.linear_of(Mamba2Config)
+
+
+def gdn_of(config: ModelConfig) -> GDNConfig:
+    return config.linear_of(GDNConfig)
 
 
 def step_bytes(

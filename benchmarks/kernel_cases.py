@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.common import gdn_of, mamba1_of, mamba2_of
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.kernels.activation import relu2, silu_and_mul
@@ -17,15 +18,15 @@ from hybridrt.kernels.gdn_decode import split_qkv
 from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.rms_norm import add_rms_norm
 from hybridrt.kernels.skinny_linear import MAX_TOKENS, Activation
+from hybridrt.kinds.base import StateShape
+from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import ColumnLinear, RowLinear
 from hybridrt.models.registry import model_class
-from hybridrt.state_shape import StateShape, state_shape
 
 STATE_DTYPES = (torch.bfloat16, torch.float32)
-RING = 16  # columns of a state ring, on the average half full
 ROTATED_BYTES = 1 << 28  # an operation's tensors differ until this much has gone by: several times any cache
-MOST_COPIES, PAGE = 16, 16
+MOST_COPIES, PAGE, RING = 16, 16, 16  # RING: columns of a state ring, on the average half full
 
 Args = dict[str, Any]
 
@@ -176,10 +177,10 @@ def attention_extend(config: ModelConfig, load: Load, device: str) -> Iterator[C
 
 
 def mamba2_heads(config: ModelConfig, device: str) -> Args:
-    heads = config.mamba2.num_heads
+    heads = mamba2_of(config).num_heads
     return {
         "A": -torch.linspace(1.0, 16.0, heads, device=device), "D": torch.ones(heads, device=device),
-        "dt_bias": torch.linspace(-6.9, -2.3, heads, device=device), "dt_limit": config.mamba2.dt_limit,
+        "dt_bias": torch.linspace(-6.9, -2.3, heads, device=device), "dt_limit": mamba2_of(config).dt_limit,
     }  # fmt: skip
 
 
@@ -192,7 +193,7 @@ def states(shape: StateShape, load: Load, device: str, dtype: torch.dtype) -> Ar
 
 def mamba2_tokens(config: ModelConfig, device: str, *lead: int) -> Args:
     """x, dt, B, C and z [*lead, ...] as slices of one projection."""
-    shape = state_shape(config.mamba2)
+    shape = state_shape(mamba2_of(config))
     heads, dim, _ = shape.temporal
     widths = [heads * dim, shape.conv_dim, heads]
     z, xBC, dt = normal(device, *lead, sum(widths)).split(widths, -1)
@@ -204,7 +205,7 @@ def mamba2_tokens(config: ModelConfig, device: str, *lead: int) -> Args:
 def selective_state_update(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
     if "mamba2" not in config.linear:
         return
-    shape, heads = state_shape(config.mamba2), mamba2_heads(config, device)
+    shape, heads = state_shape(mamba2_of(config)), mamba2_heads(config, device)
     for dtype in STATE_DTYPES:
 
         def make(dtype: torch.dtype = dtype) -> Args:
@@ -216,10 +217,10 @@ def selective_state_update(config: ModelConfig, load: Load, device: str) -> Iter
 
 def mamba1_tokens(config: ModelConfig, device: str, *lead: int) -> Args:
     """x and z [*lead, I] as halves of one projection, B and C as slices of another; and what belongs to channels."""
-    channels, columns = state_shape(config.mamba1).temporal
+    channels, columns = state_shape(mamba1_of(config)).temporal
     x, z = normal(device, *lead, 2 * channels).chunk(2, -1)
-    _, B, C = normal(device, *lead, config.mamba1.dt_rank + 2 * columns).split(
-        [config.mamba1.dt_rank, columns, columns], -1
+    _, B, C = normal(device, *lead, mamba1_of(config).dt_rank + 2 * columns).split(
+        [mamba1_of(config).dt_rank, columns, columns], -1
     )
     return {
         "x": x, "z": z, "dt": normal(device, *lead, channels), "B": B, "C": C, "D": torch.ones(channels, device=device),
@@ -232,7 +233,7 @@ def mamba1_tokens(config: ModelConfig, device: str, *lead: int) -> Args:
 def mamba1_update(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
     if "mamba1" not in config.linear:
         return
-    shape = state_shape(config.mamba1)
+    shape = state_shape(mamba1_of(config))
     for dtype in STATE_DTYPES:
 
         def make(dtype: torch.dtype = dtype) -> Args:
@@ -246,7 +247,7 @@ def mamba1_update(config: ModelConfig, load: Load, device: str) -> Iterator[Case
 def gdn_recurrent(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
     if "gdn" not in config.linear:
         return
-    shape = state_shape(config.gdn)
+    shape = state_shape(gdn_of(config))
     for dtype in STATE_DTYPES:
 
         def make(dtype: torch.dtype = dtype) -> Args:
@@ -289,7 +290,7 @@ def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]
 
 
 def mamba2_decode_tokens(config: ModelConfig, load: Load, device: str) -> Args:
-    shape = state_shape(config.mamba2)
+    shape = state_shape(mamba2_of(config))
     heads, dim, _ = shape.temporal
     widths = [heads * dim, shape.conv_dim, heads]
     z, xBC, dt = normal(device, load.rows, 1, sum(widths)).split(widths, -1)
@@ -297,7 +298,7 @@ def mamba2_decode_tokens(config: ModelConfig, load: Load, device: str) -> Args:
 
 
 def gdn_decode_tokens(config: ModelConfig, load: Load, device: str) -> Args:
-    shape = state_shape(config.gdn)
+    shape = state_shape(gdn_of(config))
     heads = shape.temporal[0]
     qkv, a, b = normal(device, load.rows, 1, shape.conv_dim + 2 * heads).split([shape.conv_dim, heads, heads], -1)
     gates = {"A_log": torch.full((heads,), -4.0, device=device), "dt_bias": torch.zeros(heads, device=device)}
@@ -346,7 +347,7 @@ def mamba2_chunk_scan(config: ModelConfig, load: Load, device: str) -> Iterator[
     state of a head."""
     if "mamba2" not in config.linear:
         return
-    shape, chunk, total = state_shape(config.mamba2), config.mamba2.chunk_size, load.rows * load.tokens
+    shape, chunk, total = state_shape(mamba2_of(config)), mamba2_of(config).chunk_size, load.rows * load.tokens
     heads, dim, columns = shape.temporal
 
     def make() -> Args:
@@ -362,10 +363,10 @@ def selective_scan(config: ModelConfig, load: Load, device: str) -> Iterator[Cas
     """x, dt and z are read and y written; what limits it is an exponential for every state and token."""
     if "mamba1" not in config.linear:
         return
-    shape, total = state_shape(config.mamba1), load.rows * load.tokens
+    shape, total = state_shape(mamba1_of(config)), load.rows * load.tokens
 
     def make() -> Args:
-        return prompts(shape, config.mamba1.chunk_size, load, device) | mamba1_tokens(config, device, total)
+        return prompts(shape, mamba1_of(config).chunk_size, load, device) | mamba1_tokens(config, device, total)
 
     yield Case("selective_scan", _sizes(shape), make, 8 * total * shape.temporal[0])
 
@@ -376,7 +377,7 @@ def chunk_gated_delta_rule(config: ModelConfig, load: Load, device: str) -> Iter
     each; and k, q and the corrected v against the state."""
     if "gdn" not in config.linear:
         return
-    shape, chunk, total = state_shape(config.gdn), config.gdn.chunk_size, load.rows * load.tokens
+    shape, chunk, total = state_shape(gdn_of(config)), gdn_of(config).chunk_size, load.rows * load.tokens
     heads, values, keys = shape.temporal
 
     def make() -> Args:
@@ -420,8 +421,8 @@ def elementwise(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
         make = lambda: {"x": normal(device, total, 2 * inner)}  # noqa: E731
         yield Case("silu_and_mul", f"{inner}", make, 6 * total * inner)
     if "mamba2" in config.linear:
-        width = config.mamba2.intermediate_size
-        group = width // config.mamba2.n_groups
+        width = mamba2_of(config).intermediate_size
+        group = width // mamba2_of(config).n_groups
 
         def gated() -> Args:
             x, gate = normal(device, 2, total, width)

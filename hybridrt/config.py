@@ -1,8 +1,8 @@
 """What runs and how: ModelConfig (read from a checkpoint), EngineConfig and SpeculativeConfig, all frozen."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 
@@ -23,69 +23,24 @@ class AttentionConfig:
     sliding_window: int | None = None
 
 
-@dataclass(frozen=True)
-class Mamba1Config:
-    """Mamba-1 mixer (Gu & Dao 2023), before sharding: I channels of N states, time steps of rank `dt_rank`."""
+class LinearConfig:
+    """Base of the configurations of recurrent layers before sharding, one class a kind (`hybridrt.kinds`): a frozen
+    dataclass. Every field of type int is a positive integer, else ConfigError.
 
-    intermediate_size: int
-    state_size: int
-    conv_kernel: int
-    dt_rank: int
-    chunk_size: int = 32
+    Attributes:
+        kind: name of the kind. chunk_size: tokens of a prefill chunk.
+    """
 
-
-@dataclass(frozen=True)
-class PrefixSumConfig:
-    """A running sum of the hidden states, in place of a mixer: what a history branch's wiring is tested with."""
-
-    hidden_size: int
-    chunk_size: int = 32
-
-
-@dataclass(frozen=True)
-class Mamba2Config:
-    """Mamba-2 mixer (Dao & Gu 2024), before sharding: H heads of dim P, G groups of B and C, N states a channel."""
-
-    num_heads: int
-    head_dim: int
-    state_size: int
-    n_groups: int
-    conv_kernel: int
+    kind: ClassVar[str]
     chunk_size: int
-    dt_limit: tuple[float, float]
 
     def __post_init__(self) -> None:
-        _divides("Mamba-2 groups", self.n_groups, "heads", self.num_heads)
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.num_heads * self.head_dim
+        for each in fields(cast(Any, self)):
+            if each.type is int:
+                _in_range(f"{self.kind}: {each.name}", getattr(self, each.name), 1, 2**31 - 1)
 
 
-@dataclass(frozen=True)
-class GDNConfig:
-    """Gated Delta Net mixer (Yang et al. 2025), before sharding."""
-
-    num_k_heads: int
-    num_v_heads: int
-    head_k_dim: int
-    head_v_dim: int
-    conv_kernel: int
-    chunk_size: int = 64
-
-    def __post_init__(self) -> None:
-        _divides("GDN key heads", self.num_k_heads, "value heads", self.num_v_heads)
-
-
-LinearConfig = Mamba1Config | PrefixSumConfig | Mamba2Config | GDNConfig
-# Modes of a history branch beside sliding-window attention, and the kind of state that a layer keeps for it
-# (hybridrt.layers.hybrid_attention.HybridSSMAdapter).
-HISTORY_MODES: Mapping[str, str | None] = {
-    "disabled": None,
-    "prefix_sum": "prefix_sum",
-    "enabled": "mamba1",
-    "benchmark": "mamba1",
-}
+Linear = TypeVar("Linear", bound=LinearConfig)
 
 
 @dataclass(frozen=True)
@@ -93,7 +48,7 @@ class LayerSpec:
     """What one decoder layer holds: softmax attention and/or a recurrent mixer, then a feed-forward part or none."""
 
     attention: bool
-    linear: str | None  # "mamba1" | "mamba2" | "gdn" | "prefix_sum" | None
+    linear: str | None  # a kind of recurrent layer (hybridrt.kinds), or None
     ffn: str | None  # "mlp" | "moe" | None
 
 
@@ -121,33 +76,18 @@ class ModelConfig:
         return tuple(i for i, spec in enumerate(self.layers) if spec.attention)
 
     @property
-    def mamba1(self) -> Mamba1Config:
-        """The Mamba-1 mixers' configuration, of a model that has some."""
-        config = self.linear["mamba1"]
-        assert isinstance(config, Mamba1Config)
-        return config
-
-    @property
     def mtp_attention_layer_ids(self) -> tuple[int, ...]:
         """Attention layers of the prediction head, which counts on after the model's last layer."""
         return tuple(i for i, spec in enumerate(self.mtp_layers, len(self.layers)) if spec.attention)
 
-    @property
-    def mamba2(self) -> Mamba2Config:
-        """The Mamba-2 mixers' configuration, of a model that has some."""
-        config = self.linear["mamba2"]
-        assert isinstance(config, Mamba2Config)
-        return config
-
-    @property
-    def gdn(self) -> GDNConfig:
-        """The Gated Delta Net mixers' configuration, of a model that has some."""
-        config = self.linear["gdn"]
-        assert isinstance(config, GDNConfig)
+    def linear_of(self, cls: type[Linear]) -> Linear:
+        """The configuration of the model's recurrent layers of one kind, by its class."""
+        config = self.linear[cls.kind]
+        assert isinstance(config, cls)
         return config
 
     def linear_layer_ids(self, kind: str) -> tuple[int, ...]:
-        """Layers whose recurrent mixer is of `kind` ("mamba1", "mamba2", "gdn")."""
+        """Layers whose recurrent mixer is of `kind`."""
         return tuple(i for i, spec in enumerate(self.layers) if spec.linear == kind)
 
 
@@ -309,11 +249,6 @@ def _on_device(option: str, dtype: torch.dtype, device: torch.device) -> torch.d
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
-
-
-def _divides(what: str, count: int, whole: str, total: int) -> None:
-    if count < 1 or total % count:
-        raise ConfigError(f"{count} {what} cannot share {total} {whole} equally; use a divisor of {total}")
 
 
 def _in_range(name: str, value: object, low: int, high: int) -> None:

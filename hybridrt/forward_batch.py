@@ -47,6 +47,8 @@ class AttentionBackendLike(Protocol):
     @property
     def linear_attn_backend(self) -> Any: ...
 
+    def route(self, layer: Any) -> Any: ...
+
     def forward(
         self,
         q: torch.Tensor | None,

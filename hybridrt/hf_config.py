@@ -10,22 +10,14 @@ from typing import Any
 
 import torch
 
-from hybridrt.config import (
-    DTYPES,
-    HISTORY_MODES,
-    AttentionConfig,
-    GDNConfig,
-    LayerSpec,
-    LinearConfig,
-    Mamba1Config,
-    Mamba2Config,
-    ModelConfig,
-    PrefixSumConfig,
-)
+from hybridrt.config import DTYPES, AttentionConfig, LayerSpec, ModelConfig
 from hybridrt.config_json import check_fields, read_object
 from hybridrt.config_kinds import EOS, KINDS, MAX_LAYERS, MAX_WIDTH, RAW, ROPE
-from hybridrt.config_swa_ssm import SwaSsmConfig
 from hybridrt.errors import ConfigError, UnsupportedModelError, shown
+from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.kinds.mamba1 import Mamba1Config
+from hybridrt.kinds.mamba2 import Mamba2Config
+from hybridrt.kinds.registry import load_object
 
 FamilyFields = dict[str, Any]
 # Longest request of a model whose config.json sets no limit, since nothing in it counts positions.
@@ -45,11 +37,12 @@ def read_model_config(path: Path) -> ModelConfig:
     architecture = _architecture(path, raw)
     if raw.get("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; use the unquantised checkpoint that it was made from")
-    hf = OWN_CONFIGS[architecture](raw, file) if architecture in OWN_CONFIGS else _transformers_config(path, raw)
+    own = OWN_FAMILIES.get(architecture)
+    hf = load_object(own).from_json(raw, file) if own else _transformers_config(path, raw)
     check_fields(hf, KINDS.get(architecture, {}), file)
     _check_activation(hf, path)
     try:
-        fields = FAMILIES[architecture](hf)
+        fields = hf.family_fields() if own else FAMILIES[architecture](hf)
     except ConfigError as e:
         raise ConfigError(f"{file}: {e}") from e
     _check_rope(fields["attention"], file)
@@ -156,32 +149,14 @@ def _qwen3_next(hf: Any) -> FamilyFields:
     return {"layers": layers, "linear": {"gdn": gdn}, "attention": _attention(hf), "mtp_layers": head}
 
 
-def _swa_ssm(hf: SwaSsmConfig) -> FamilyFields:
-    kinds = [HISTORY_MODES[mode] for mode in hf.history_modes]
-    states: dict[str, LinearConfig] = {
-        "mamba1": Mamba1Config(hf.ssm_intermediate_size, hf.ssm_state_size, hf.ssm_conv_kernel, hf.ssm_time_step_rank),
-        "prefix_sum": PrefixSumConfig(hf.hidden_size),
-    }
-    attention = AttentionConfig(
-        hf.num_attention_heads, hf.num_key_value_heads, hf.head_dim,
-        {"rope_type": "default", "rope_theta": hf.rope_theta}, hf.sliding_window,
-    )  # fmt: skip
-    return {
-        "layers": tuple(LayerSpec(True, kind, "mlp") for kind in kinds),
-        "linear": {kind: config for kind, config in states.items() if kind in kinds},
-        "attention": attention,
-    }
-
-
-# Families of our own, of which transformers knows nothing.
-OWN_CONFIGS: dict[str, Callable[[Mapping[str, Any], Path], Any]] = {"SwaSsmForCausalLM": SwaSsmConfig.from_json}
+# Families of our own, of which transformers knows nothing: "module:class" with `from_json` and `family_fields`.
+OWN_FAMILIES = {"SwaSsmForCausalLM": "hybridrt.models.swa_ssm_config:SwaSsmConfig"}
 FAMILIES: dict[str, Callable[[Any], FamilyFields]] = {
     "FalconH1ForCausalLM": _falcon_h1,
     "FalconMambaForCausalLM": _falcon_mamba,
     "JambaForCausalLM": _jamba,
     "NemotronHForCausalLM": _nemotron_h,
     "Qwen3NextForCausalLM": _qwen3_next,
-    "SwaSsmForCausalLM": _swa_ssm,
 }
 
 
@@ -269,9 +244,10 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _architecture(path: Path, raw: Mapping[str, Any]) -> str:
     """The first architecture that the file names."""
     architecture: str = (raw.get("architectures") or [""])[0]
-    if architecture in FAMILIES:
+    known = sorted({*FAMILIES, *OWN_FAMILIES})
+    if architecture in known:
         return architecture
-    text = f"{path}: architecture {architecture!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
+    text = f"{path}: architecture {architecture!r} is not supported; supported are {', '.join(known)}"
     if raw.get("auto_map"):
         text += (
             ". Its config.json asks for trust_remote_code=True: auto_map names Python code of the checkpoint, and "

@@ -7,14 +7,10 @@ import torch
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.causal_conv1d import conv_window
-from hybridrt.state_shape import StateShape
+from hybridrt.kinds.base import StateShape
+from hybridrt.kinds.registry import check_replay, linear_kind, state_dtype
 
 STATE_MODES = ("classic", "replay", "intermediate")
-REPLAY_KINDS = frozenset({"mamba2", "gdn"})
-NO_REPLAY = (
-    'state mode "replay" exists for Mamba-2 and Gated Delta Net alone (in Mamba-1 each state decays at a rate of its '
-    'own); use "auto": "classic" without speculation, "intermediate" with it'
-)
 
 
 @dataclass(frozen=True)
@@ -36,6 +32,11 @@ class LayerCache:
     ring_values: torch.Tensor | None = None
     ring_keys: torch.Tensor | None = None
     ring_gates: torch.Tensor | None = None
+
+    @property
+    def ring_inputs(self) -> dict[str, torch.Tensor]:
+        """The ring as decode operations take it; empty where the pool keeps none."""
+        return {} if self.ring_values is None else dict(zip(("values", "keys", "gates"), self.ring))
 
     @property
     def ring(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -73,33 +74,29 @@ class MambaPoolSpec:
             raise ConfigError(f"state mode is {self.mode!r}; it must be one of {', '.join(STATE_MODES)}")
         if self.tree and self.mode == "replay":
             raise ConfigError('draft trees need state mode "intermediate"; "replay" verifies chains')
-        if self.mode == "replay" and not REPLAY_KINDS.issuperset(shape.kind for shape in self.groups):
-            raise ConfigError(NO_REPLAY)
+        if self.mode == "replay":
+            check_replay(shape.kind for shape in self.groups)
 
     def slot_shapes(self, shape: StateShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Tensors that a layer keeps per state slot."""
         conv = (shape.conv_dim, shape.conv_width(self.tokens_per_step))
-        return {"conv": (conv, self.conv_dtype), "temporal": (shape.temporal, self._dtype(shape))}
+        return {"conv": (conv, self.conv_dtype), "temporal": (shape.temporal, state_dtype(shape, self.state_dtype))}
 
     def row_shapes(self, shape: StateShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Tensors that a layer keeps per running request: they exist only while it decodes."""
         tokens = self.tokens_per_step
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if self.mode == "intermediate":
-            shapes["intermediate_ssm"] = ((tokens, *shape.temporal), self._dtype(shape))
+            shapes["intermediate_ssm"] = ((tokens, *shape.temporal), state_dtype(shape, self.state_dtype))
         if self.tree:
             window = (tokens, shape.conv_dim, shape.conv_kernel - 1)
             shapes["intermediate_conv_window"] = (window, self.conv_dtype)
         if self.mode == "replay":
-            width, (heads, values, keys) = ring_width(tokens), shape.temporal
-            shapes["ring_values"] = ((heads, width, values), self.conv_dtype)
-            shapes["ring_keys"] = ((shape.groups, width, keys), self.conv_dtype)
-            shapes["ring_gates"] = ((heads, width), torch.float32)
+            ring_shapes = linear_kind(shape.kind).ring_shapes
+            assert ring_shapes is not None, "checked when the spec was made"
+            for name, dims in ring_shapes(shape, ring_width(tokens)).items():
+                shapes[name] = dims, torch.float32 if name == "ring_gates" else self.conv_dtype
         return shapes
-
-    def _dtype(self, shape: StateShape) -> torch.dtype:
-        """A plain sum has nothing that decays: what rounding loses of it is lost for good."""
-        return torch.float32 if shape.kind == "prefix_sum" else self.state_dtype
 
     def layer_bytes(self, shape: StateShape) -> int:
         """Bytes that one layer keeps for one running request."""

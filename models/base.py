@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
@@ -61,6 +62,8 @@ class CausalLM(nn.Module, ABC):
 
     # Checkpoint keys that a model leaves alone on purpose (regular expressions): the loader lists what they matched.
     skipped_keys: tuple[str, ...] = (MTP_KEYS,)
+    # How its softmax attention and its recurrent layers are put together.
+    composite: type[HybridLinearAttnBackend] = HybridLinearAttnBackend
     embed: VocabParallelEmbedding
     head: VocabParallelEmbedding
 

@@ -16,6 +16,7 @@ from hybridrt.attention.base import Rope
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import RadixAttention, qkv_segments
 from hybridrt.layers.branch import Branch
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
@@ -32,7 +33,7 @@ class FalconH1Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer_id: int, branch: Branch, build: Build) -> None:
         super().__init__()
-        hf, mamba, hidden = config.hf, config.mamba2, config.hidden_size
+        hf, mamba, hidden = config.hf, config.linear_of(Mamba2Config), config.hidden_size
         name, tp, device = f"layers.{layer_id}", build.tp, build.device
         self.hf, self.branch = hf, branch
         self.attn = RadixAttention(config.attention, layer_id, tp)
@@ -52,7 +53,7 @@ class FalconH1Block(nn.Module):
 
     @staticmethod
     def _gated_norm(name: str, config: ModelConfig, build: Build) -> GatedRMSNorm | None:
-        hf, mamba = config.hf, config.mamba2
+        hf, mamba = config.hf, config.linear_of(Mamba2Config)
         if not hf.mamba_rms_norm:
             return None
         group = mamba.intermediate_size // mamba.n_groups
@@ -67,14 +68,10 @@ class FalconH1Block(nn.Module):
         mixed = batch.num_decode_rows and batch.num_extend_rows
         for_attn, for_ssm = (None, None) if mixed else self.out_proj.places(projected)
         with self.branch.beside():
-            ssm = self._mamba(projected[:, : self.ssm_width], batch, for_ssm)
+            ssm = self.mamba(projected[:, : self.ssm_width], batch, for_ssm)
         attn = self._attention(projected[:, self.ssm_width :], rope, batch, for_attn)
         self.branch.join()
         return self.mlp.after_norm(self.mlp_norm, *self.out_proj.onto(residual, attn, ssm), batch)
-
-    def _mamba(self, projected: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None) -> torch.Tensor:
-        backend = batch.attn_backend.linear_attn_backend
-        return backend.forward(None, None, None, self.mamba, batch, projected=projected, out=out)
 
     def _attention(self, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch, out: torch.Tensor | None) -> torch.Tensor:
         attn = self.attn

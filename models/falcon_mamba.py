@@ -13,6 +13,7 @@ from torch import nn
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.layers.mamba1 import Mamba1Mixer
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap
@@ -28,11 +29,11 @@ class FalconMambaForCausalLM(CausalLM):
         super().__init__(config, tp=tp, dtype=dtype, device=device, max_len=max_len)
         hf, build, hidden = config.hf, Build(tp, dtype, device), config.hidden_size
         self.make_tables(build)
-        ids = range(len(config.layers))
+        ids, mamba = range(len(config.layers)), config.linear_of(Mamba1Config)
         norms = nn.ModuleList(RMSNorm(f"layers.{i}.norm", hidden, hf.layer_norm_epsilon, device=device) for i in ids)
         mixers = nn.ModuleList(
             Mamba1Mixer(
-                f"layers.{i}.mixer", config.mamba1, i, hidden, conv_bias=hf.use_conv_bias, proj_bias=hf.use_bias,
+                f"layers.{i}.mixer", mamba, i, hidden, conv_bias=hf.use_conv_bias, proj_bias=hf.use_bias,
                 norm_eps=hf.mixer_rms_eps, learned_norms=False, build=build,
             )
             for i in ids

@@ -13,6 +13,7 @@ from torch import nn
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.layers.attention import PlainAttention
 from hybridrt.layers.linear import Summands
 from hybridrt.layers.mamba1 import Mamba1Mixer
@@ -51,7 +52,7 @@ class JambaBlock(nn.Module):
             self.mixer = PlainAttention(config, layer_id, f"{name}.attn", build)
         else:
             self.mixer = Mamba1Mixer(
-                f"{name}.mamba", config.mamba1, layer_id, hidden, conv_bias=hf.mamba_conv_bias,
+                f"{name}.mamba", config.linear_of(Mamba1Config), layer_id, hidden, conv_bias=hf.mamba_conv_bias,
                 proj_bias=hf.mamba_proj_bias, norm_eps=hf.rms_norm_eps, build=build,
             )  # fmt: skip
         self.ffn: JambaMoE | GatedMLP

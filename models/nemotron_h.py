@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import PlainAttention
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
@@ -29,7 +30,7 @@ class MambaPart(nn.Module):
 
     def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
         super().__init__()
-        hf, mamba = config.hf, config.mamba2
+        hf, mamba = config.hf, config.linear_of(Mamba2Config)
         self.has_bias = hf.use_bias
         parts = mamba2_segments(mamba, build.tp)
         bias = [s.name for s in parts] if hf.use_bias else []
@@ -44,8 +45,7 @@ class MambaPart(nn.Module):
 
     def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
-        mixed = batch.attn_backend.forward(None, None, None, self.mixer, batch, projected=projected)
-        return self.out_proj.onto(residual, mixed)
+        return self.out_proj.onto(residual, self.mixer(projected, batch))
 
     def checkpoint_map(self, key: str) -> CheckpointMap:
         return {

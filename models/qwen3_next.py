@@ -16,6 +16,7 @@ from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.activation import sigmoid_mul
+from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import RadixAttention, qkv_segments
 from hybridrt.layers.gdn import GDNMixer
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
@@ -108,7 +109,8 @@ class Qwen3NextBlock(nn.Module):
         if spec.attention:
             self.attn = GatedAttention(config, layer_id, f"{name}.attn", build)
         else:
-            self.gdn = GDNMixer(f"{name}.gdn", config.gdn, layer_id, hidden, hf.rms_norm_eps, build=build)
+            gdn = config.linear_of(GDNConfig)
+            self.gdn = GDNMixer(f"{name}.gdn", gdn, layer_id, hidden, hf.rms_norm_eps, build=build)
         self.ffn: SparseMoE | GatedMLP
         if spec.ffn == "moe":
             self.ffn = SparseMoE(config, f"{name}.moe", build)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hybridrt.attention.base import Rope
+from hybridrt.attention.hybrid_attention import HybridAttentionBackend
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
@@ -59,6 +60,8 @@ class SwaSsmBlock(nn.Module):
 class SwaSsmForCausalLM(CausalLM):
     """The decoder. A checkpoint may hold history branches that a layer's mode has no use for."""
 
+    composite = HybridAttentionBackend
+
     def __init__(
         self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device, max_len: int
     ) -> None:
@@ -69,7 +72,7 @@ class SwaSsmForCausalLM(CausalLM):
         self.layers = cast(list[SwaSsmBlock], blocks)
         self.norm = RMSNorm("norm", hidden, config.hf.rms_norm_eps, device=device)
         self.rope = Rope(rotary_table(config, max_len, device))
-        unused = [i for i, block in enumerate(self.layers) if block.mixer.ssm_adapter.mixer is None]
+        unused = [i for i, block in enumerate(self.layers) if not block.mixer.ssm_adapter.targets("")]
         self.skipped_keys = tuple(re.escape(f"model.layers.{i}.history.") + ".*" for i in unused)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

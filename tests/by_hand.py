@@ -50,7 +50,7 @@ class ByHand:
         self.pools = build_pools(self.config, self.target, self.plan)
         self.backend: Any = create_backend(
             self.config, self.target.model_config, layers=self.model.mixers(), kv_pool=self.pools.kv,
-            req_to_token_pool=self.pools.req_to_token, device=torch.device("cpu"),
+            req_to_token_pool=self.pools.req_to_token, device=torch.device("cpu"), composite=self.model.composite,
         )  # fmt: skip
         if garbage:
             spoil(self.pools)
@@ -145,7 +145,7 @@ class ByHand:
         found: dict[str, Tensor] = {}
         if self.mamba.spec.mode == "replay":
             index, spare = torch.tensor([[row], [self._spare_slot]], dtype=torch.int32)
-            self.backend.linear_attn_backend.materialize(index, self.mamba.ring_length[index], spare)
+            self.backend.materialize(index, self.mamba.ring_length[index], spare)
         for layer_id in self.mamba.layer_ids:
             source = self._spare_slot if self.mamba.spec.mode == "replay" else self.slot(row)
             found[f"state of layer {layer_id}"] = self.mamba.layer_cache(layer_id).temporal[source].clone()

@@ -8,7 +8,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from benchmarks.swa_ssm_reference import SwaSsmReference
-from hybridrt.config_swa_ssm import SwaSsmConfig
+from hybridrt.models.swa_ssm_config import SwaSsmConfig
 
 
 class Config:

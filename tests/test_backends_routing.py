@@ -14,7 +14,7 @@ from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
 from hybridrt.attention.mamba2 import Mamba2AttnBackend
 from hybridrt.attention.prefill_decode import HybridAttnBackend
 from hybridrt.attention.torch_native import TorchNativeAttnBackend
-from hybridrt.config import EngineConfig
+from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.errors import BackendError, ConfigError, ProviderNotInstalledError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.providers import _IMPLEMENTATIONS
@@ -174,50 +174,72 @@ def test_needing_host_lengths_is_passed_on() -> None:
 
 
 class Linear(Instrumented):
-    """Passes for a recurrent backend with the layers 1 and 2."""
+    """Passes for a recurrent backend of a kind, with the layers 1 and 2."""
 
     layers: ClassVar = {1: None, 2: None}
+    kind = "mamba2"
     committed: Any = "nothing"
+
+    @property
+    def members(self) -> list[Any]:
+        return [self]
+
+    @members.setter
+    def members(self, members: list[Any]) -> None:
+        self.plans_for = [member.kind for member in members]
 
     def commit_decode(self, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         self.committed = accepted
 
 
-def composite(**extra: Any) -> tuple[Any, Linear, list[tuple[str, str]]]:
+class Third(Linear):
+    """One of another kind, which shares the id 2 with the first."""
+
+    layers: ClassVar = {2: None, 7: None}
+    kind = "gdn"
+
+
+def composite(*more: Linear) -> tuple[Any, Linear, list[tuple[str, str]]]:
     log: list[tuple[str, str]] = []
     linear = Linear("linear", 3, log, fill=1)
-    backend = HybridLinearAttnBackend(Instrumented("full", 1, log, fill=9), linear, [0, 3], **extra)  # type: ignore[arg-type]
+    full: Any = Instrumented("full", 1, log, fill=9)
+    backend = HybridLinearAttnBackend(full, [linear, *more], [0, 2, 3])  # type: ignore[list-item]
     return backend, linear, log
 
 
-def asking(layer_id: int) -> SimpleNamespace:
-    return SimpleNamespace(**{**vars(LAYER), "layer_id": layer_id})
+def ask(backend: AttentionBackend, layer_id: int, kind: str | None = None) -> float:
+    batch, layer = step(ForwardMode.DECODE, decode=1), SimpleNamespace(**{**vars(LAYER), "layer_id": layer_id})
+    if kind:
+        layer.kind = kind
+    return float(backend.forward(*torch.zeros(3, 1, 8), layer, batch)[0, 0])
 
 
-def ask(backend: AttentionBackend, layer_id: int) -> float:
-    batch = step(ForwardMode.DECODE, decode=1)
-    return float(backend.forward(*torch.zeros(3, 1, 8), asking(layer_id), batch)[0, 0])
-
-
-def test_layers_are_routed_by_id() -> None:
-    backend, _, _ = composite()
-    assert [ask(backend, i) for i in range(4)] == [1.0, 3.0, 3.0, 1.0]
+def test_layers_are_routed_by_id_and_kind() -> None:
+    """Two branches of one block share an id; attention has no kind."""
+    backend, linear, _ = composite()
+    assert [ask(backend, i) for i in (0, 2, 3)] == [1.0] * 3
+    assert [ask(backend, i, "mamba2") for i in (1, 2)] == [3.0] * 2
+    assert backend.linear_attn_backend is linear
 
 
 def test_a_layer_that_nobody_serves_is_an_error() -> None:
     backend, _, _ = composite()
-    with pytest.raises(BackendError, match="layer 4"):
-        ask(backend, 4)
+    for layer_id, kind, message in ((4, None, "attention layer 4"), (0, "mamba2", "mamba2 layer 0"), (1, "gdn", "gdn")):
+        with pytest.raises(BackendError, match=message):
+            ask(backend, layer_id, kind)
 
 
 def test_further_kinds_of_layers_have_backends_of_their_own() -> None:
-    log: list[tuple[str, str]] = []
-    third = Instrumented("third", 8, log)
-    backend, _, _ = composite(extra_routes={2: third, 7: third})
-    assert [ask(backend, i) for i in (0, 1, 2, 3, 7)] == [1.0, 3.0, 8.0, 1.0, 8.0]
+    backend, linear, log = composite(Third("third", 8, []))
+    assert [ask(backend, i, "mamba2") for i in (1, 2)] == [3.0] * 2
+    assert [ask(backend, i, "gdn") for i in (2, 7)] == [8.0] * 2
     log.clear()
     backend.init_forward_metadata(step(ForwardMode.DECODE, decode=1))
-    assert log == [("third", "metadata")], "once, however many layers it serves"
+    assert log == [("full", "metadata"), ("linear", "metadata")] and linear.plans_for == ["mamba2", "gdn"]
+    with pytest.raises(BackendError, match="mamba2, gdn"):
+        _ = backend.linear_attn_backend
+    with pytest.raises(BackendError, match="one for each kind"):
+        composite(Linear("again", 8, []))
 
 
 def test_every_hook_reaches_every_backend_once() -> None:
@@ -416,8 +438,6 @@ def test_queries_are_rotated_whether_or_not_keys_are_saved(checkpoints: Checkpoi
 
 def test_bad_names_in_the_configuration() -> None:
     with pytest.raises(ConfigError, match="speculative_attention_mode"):
-        from hybridrt.config import SpeculativeConfig
-
         SpeculativeConfig(speculative_attention_mode="verify")
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.attention.mamba2 import Mamba2Metadata
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardMode, SpecInfo
 from hybridrt.kernels.chunk_plan import plan_chunks
@@ -194,7 +193,7 @@ def test_materialize_at_any_length_consumes_nothing(name: str, checkpoints: Chec
     before, spare = hand.snapshot(), 6
     for count in (0, 1, 5, 9):
         rows, slots = torch.tensor([[2], [spare]], dtype=torch.int32)
-        hand.backend.linear_attn_backend.materialize(rows, torch.tensor([count], dtype=torch.int32), slots)
+        hand.backend.materialize(rows, torch.tensor([count], dtype=torch.int32), slots)
         plain = ByHand(path, rows=1)
         plain.admit(1)
         plain.extend(Row(1, 0, tokens[: 5 + count]))
@@ -208,7 +207,7 @@ def test_materialize_needs_a_ring(checkpoints: CheckpointStore) -> None:
     hand, _ = started(checkpoints["falcon-plain"].path, "classic", 1, {1: 3})
     one = torch.ones(1, dtype=torch.int32)
     with pytest.raises(BackendError, match="replay"):
-        hand.backend.linear_attn_backend.materialize(one, one, one)
+        hand.backend.materialize(one, one, one)
 
 
 PARENTS = [[-1, 0, 0, 1, 1, 2, 3], [-1, 0, 1, 2, 0, 4, 4]]
@@ -255,15 +254,14 @@ def test_metadata_of_a_mixed_step(checkpoints: CheckpointStore) -> None:
     step = linear.metadata
     assert step.mamba_cache_indices.tolist() == [hand.slot(3), hand.slot(4), hand.slot(2)]
     assert step.query_start_loc.tolist() == [0, 1, 19, 34]
-    mixed = Mamba2Metadata.prepare_mixed(step, replay=True)
+    mixed = step.extend
     assert mixed.has_initial_states.tolist() == [False, True]
     # A chunk ends with its request and at multiples of chunk_size 16 of the absolute position.
-    assert mixed.chunks.cu_chunk_seqlens.tolist() == [0, 16, 18, 30, 33]
-    assert mixed.chunks.seq_idx.tolist() == [0, 0, 1, 1]
-    assert mixed.extend.query_start_loc.tolist() == [0, 18, 33]
-    decode = Mamba2Metadata.prepare_decode(step, replay=True)
-    assert decode.extend is None and decode.chunks is None and decode.has_initial_states is None
-    assert decode.decode.buffers.start_positions.tolist() == [3]
+    assert mixed.plan.cu_chunk_seqlens.tolist() == [0, 16, 18, 30, 33]
+    assert mixed.plan.seq_idx.tolist() == [0, 0, 1, 1]
+    assert mixed.query_start_loc.tolist() == [0, 18, 33]
+    assert step.decode.buffers.start_positions.tolist() == [3]
+    assert linear.segment(decode=True).metadata.extend is None and linear.segment(decode=False).metadata.decode is None
 
 
 @pytest.mark.parametrize("where", ["decode", "extend"])

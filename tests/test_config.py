@@ -12,10 +12,7 @@ import torch
 
 from hybridrt.config import (
     EngineConfig,
-    GDNConfig,
     LayerSpec,
-    Mamba1Config,
-    Mamba2Config,
     SpeculativeConfig,
     resolve_device,
     resolve_dtype,
@@ -23,8 +20,12 @@ from hybridrt.config import (
 )
 from hybridrt.errors import ConfigError, DeviceError, HybridrtError, UnsupportedModelError
 from hybridrt.hf_config import read_model_config
+from hybridrt.kinds.base import next_power_of_two
+from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.kinds.mamba1 import Mamba1Config
+from hybridrt.kinds.mamba2 import Mamba2Config
+from hybridrt.kinds.registry import state_shape
 from hybridrt.runtime.build import resolve_model_path, resolve_state_mode
-from hybridrt.state_shape import next_power_of_two, state_shape
 from tests.checkpoints import CheckpointStore
 from tests.session import Session
 
@@ -39,7 +40,7 @@ def config_of(checkpoint: Path, target: Path, **changes: Any) -> Path:
 
 def test_falcon_h1(checkpoints: CheckpointStore) -> None:
     config = read_model_config(checkpoints["falcon-odd_sizes"].path)
-    mamba = config.mamba2
+    mamba = config.linear_of(Mamba2Config)
     assert (mamba.num_heads, mamba.head_dim, mamba.state_size, mamba.n_groups) == (3, 9, 5, 1)
     assert (mamba.conv_kernel, mamba.chunk_size, mamba.dt_limit) == (3, 7, (0.0, math.inf))
     attention = config.attention
@@ -50,7 +51,7 @@ def test_falcon_h1(checkpoints: CheckpointStore) -> None:
 
 
 def test_falcon_h1_inner_size_from_its_expansion(checkpoints: CheckpointStore) -> None:
-    mamba = read_model_config(checkpoints["falcon-d_ssm_from_expand"].path).mamba2
+    mamba = read_model_config(checkpoints["falcon-d_ssm_from_expand"].path).linear_of(Mamba2Config)
     assert (mamba.intermediate_size, mamba.head_dim) == (64, 16)
 
 
@@ -63,7 +64,7 @@ def test_nemotron_h(checkpoints: CheckpointStore) -> None:
 
 def test_falcon_mamba(checkpoints: CheckpointStore) -> None:
     config = read_model_config(checkpoints["falcon_mamba-inner_size_beside_expand"].path)
-    assert config.mamba1 == Mamba1Config(intermediate_size=48, state_size=8, conv_kernel=4, dt_rank=5)
+    assert config.linear_of(Mamba1Config) == Mamba1Config(intermediate_size=48, state_size=8, conv_kernel=4, dt_rank=5)
     assert config.layers == (LayerSpec(False, "mamba1", None),) * 2
     assert config.full_attention_layer_ids == () and config.attention.num_heads == 0
     assert config.max_position_embeddings == 2**20, "nothing in it counts positions"
@@ -71,7 +72,7 @@ def test_falcon_mamba(checkpoints: CheckpointStore) -> None:
 
 def test_jamba(checkpoints: CheckpointStore) -> None:
     config = read_model_config(checkpoints["jamba-projection_bias"].path)
-    assert config.mamba1 == Mamba1Config(intermediate_size=64, state_size=8, conv_kernel=4, dt_rank=2)
+    assert config.linear_of(Mamba1Config) == Mamba1Config(intermediate_size=64, state_size=8, conv_kernel=4, dt_rank=2)
     mamba = LayerSpec(False, "mamba1", "mlp")
     assert config.layers == (mamba, LayerSpec(True, None, "moe"), mamba)
     assert config.attention.rope is None
@@ -91,7 +92,7 @@ def test_published_configs_are_read() -> None:
     kinds = {path.name: read_model_config(path) for path in root.iterdir()}
     linear = {type(c) for config in kinds.values() for c in config.linear.values()}
     assert linear == {Mamba1Config, Mamba2Config, GDNConfig}
-    assert kinds["falcon-h1-7b"].mamba2.state_size == 256
+    assert kinds["falcon-h1-7b"].linear_of(Mamba2Config).state_size == 256
     assert len(kinds["nemotron-h-8b"].full_attention_layer_ids) == 4
 
 
@@ -225,7 +226,7 @@ def test_mamba1_has_no_replay() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert resolve_state_mode(EngineConfig("x"), ("mamba1", "mamba2"), cuda) == "classic"
     for asked in ({"state_mode": "replay"}, {"speculative": SpeculativeConfig(state_mode="replay")}):
-        with pytest.raises(ConfigError, match=r'for Mamba-2 and Gated Delta Net alone.*use "auto"'):
+        with pytest.raises(ConfigError, match=r'does not exist for Mamba-1; use "auto"'):
             resolve_state_mode(EngineConfig("x", **asked), ("mamba1",), cpu)
 
 

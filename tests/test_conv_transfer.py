@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrt.config import GDNConfig, LinearConfig, Mamba2Config
+from hybridrt.config import LinearConfig
 from hybridrt.distributed.conv_transfer import (
     MambaConvSplitInfo,
     MambaSpec,
@@ -21,7 +21,10 @@ from hybridrt.distributed.conv_transfer import (
 )
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError, UnsupportedLayerError
-from hybridrt.state_shape import StateShape, state_shape
+from hybridrt.kinds.base import StateShape
+from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.kinds.mamba2 import Mamba2Config
+from hybridrt.kinds.registry import state_shape
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "vectors" / "conv_transfer.json").read_text())[
     "cases"

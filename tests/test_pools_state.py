@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.config import GDNConfig, Mamba1Config, Mamba2Config
 from hybridrt.errors import ConfigError
+from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.kinds.mamba1 import Mamba1Config
+from hybridrt.kinds.mamba2 import Mamba2Config
+from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.mamba_pool import MambaPool, MambaPoolSpec, ring_width
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.state_shape import state_shape
 from tests.by_hand import ByHand, Row
 from tests.checkpoints import CheckpointStore
 
@@ -82,7 +84,7 @@ def test_three_kinds_of_state_in_one_pool() -> None:
     for layer_id in pool.layer_ids:
         found = [t.unique().tolist() for t in pool.layer_cache(layer_id).temporal]
         assert found == [[0], [layer_id], [0], *[[layer_id]] * 3]
-    with pytest.raises(ConfigError, match="Mamba-2 and Gated Delta Net alone"):
+    with pytest.raises(ConfigError, match="does not exist for Mamba-1"):
         replace(spec, mode="replay")
 
 

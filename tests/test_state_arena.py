@@ -9,25 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrt.config import (
-    AttentionConfig,
-    EngineConfig,
-    GDNConfig,
-    LayerSpec,
-    LinearConfig,
-    Mamba1Config,
-    Mamba2Config,
-    ModelConfig,
-    SpeculativeConfig,
-)
+from hybridrt.config import AttentionConfig, EngineConfig, LayerSpec, LinearConfig, ModelConfig, SpeculativeConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.distributed.transfer.reads import image_reads, tp_ratio
 from hybridrt.errors import PoolError, TransferError
+from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.kinds.mamba1 import Mamba1Config
+from hybridrt.kinds.mamba2 import Mamba2Config
+from hybridrt.kinds.prefix_sum import PrefixSumConfig
+from hybridrt.kinds.registry import linear_kind, state_shape
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts
 from hybridrt.runtime.build import Target, build_pools
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import StateCopy
-from hybridrt.state_shape import state_shape
 from tests.by_hand import ByHand, Row, assert_close
 from tests.checkpoints import CheckpointStore
 from tests.session import spoil
@@ -39,6 +33,7 @@ LINEAR: dict[str, LinearConfig] = {
     "mamba1": Mamba1Config(16, 3, 4, 2),
     "gdn, equal heads": GDNConfig(8, 8, 3, 2, 4),
     "gdn, unequal heads": GDNConfig(8, 16, 2, 3, 3),
+    "prefix sum, whole on every rank": PrefixSumConfig(6),
 }
 
 
@@ -98,7 +93,7 @@ class Side:
         assert mamba is not None
         for layer_id in (0, 1):
             cache = mamba.layer_cache(layer_id)
-            cache.temporal[self.slot] = self.tp.shard(whole.temporal[layer_id], 0)
+            cache.temporal[self.slot] = self._temporal(whole, layer_id)
             inputs = self._conv(whole, layer_id)
             for position in range(max(0, whole.length - cache.conv.shape[2]), whole.length):
                 cache.conv[self.slot, :, position % cache.conv.shape[2]] = inputs[:, position]
@@ -112,12 +107,10 @@ class Side:
         assert mamba is not None
         slot, position = torch.tensor([self.slot]), torch.tensor([whole.length])
         for layer_id in (0, 1):
-            assert torch.equal(
-                mamba.layer_cache(layer_id).temporal[self.slot], self.tp.shard(whole.temporal[layer_id], 0)
-            )
+            assert torch.equal(mamba.layer_cache(layer_id).temporal[self.slot], self._temporal(whole, layer_id))
             window, inputs = mamba.conv_window(layer_id, slot, position)[0], self._conv(whole, layer_id)
-            padded = torch.cat((torch.zeros_like(window), inputs), 1)[:, -window.shape[1] :]
-            assert torch.equal(window, padded)
+            padded = torch.cat((torch.zeros_like(window), inputs), 1)
+            assert torch.equal(window, padded[:, inputs.shape[1] :])
             others = [i for i in range(1, ROWS + 1) if i != self.slot]
             assert mamba.layer_cache(layer_id).temporal[others].isnan().all()
         for layer_id, tensors in whole.kv.items():
@@ -128,8 +121,14 @@ class Side:
                 others = torch.cat((tokens[:first], tokens[whole.length :]))
                 assert (others == torch.tensor(1e4, dtype=tokens.dtype)).all()
 
+    def _temporal(self, whole: Whole, layer_id: int) -> Tensor:
+        (kind,) = map(linear_kind, whole.config.linear)
+        return self.tp.shard(whole.temporal[layer_id], 0, self.tp.size if kind.cut_state else 1)
+
     def _conv(self, whole: Whole, layer_id: int) -> Tensor:
         (linear,) = whole.config.linear.values()
+        if not state_shape(linear).segments:
+            return whole.conv[layer_id]
         wide, mine = state_shape(linear), state_shape(linear, self.tp.size)
         parts = whole.conv[layer_id].split([width for _, width in wide.segments])
         shards = [full // width for (_, full), (_, width) in zip(wide.segments, mine.segments)]

@@ -16,13 +16,13 @@ from hybridrt import LLM
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import Communicator, TPGroup
 from hybridrt.errors import ConfigError, DeviceError, RankError
+from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.weights import Piece
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loader import load_weights
 from hybridrt.runtime import build, tensor_parallel
 from hybridrt.runtime.build import empty_model, load_target
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.state_shape import state_shape
 from tests.checkpoints import SPLIT, CheckpointStore, Make, falcon, falcon_mamba, jamba, nemotron, qwen
 from tests.session import Session, spoil
 from tests.test_models_parity import requests

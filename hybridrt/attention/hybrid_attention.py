@@ -1,52 +1,15 @@
 """The backend of layers whose output is attention over a sliding window plus a history branch over everything."""
 
-import copy
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hybridrt.attention.base import AttentionBackend
-from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
-from hybridrt.attention.mamba1 import Mamba1AttnBackend
+from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend, linear_backends
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.prefix_sum import prefix_sum_update, prefix_sum_varlen
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
-
-
-class HistoryAttnBackend(Mamba1AttnBackend):
-    """The recurrent side: plans the step for all history branches, whose state is Mamba-1's or a running sum."""
-
-    kind = "history"
-
-    @property
-    def linear_attn_backend(self) -> "HistoryAttnBackend":
-        return self
-
-    def prefix_sum(self, x: torch.Tensor, layer: Any) -> torch.Tensor:
-        """Running sums of one branch, per request: x [T, *dims] to [T, *dims]."""
-        metadata, cache = self._metadata(), self.layer_cache(layer.layer_id)
-        split, parts = metadata.decode.num_tokens if metadata.decode else 0, []
-        if seg := metadata.decode:
-            # One token is final at once; only a verify step may have to go back.
-            stored = cache.intermediate_ssm if seg.tokens_per_row > 1 else None
-            sums = prefix_sum_update(
-                x[:split].unflatten(0, (-1, seg.tokens_per_row)), cache.temporal, seg.buffers.slots, seg.buffers.slots,
-                intermediate_states=stored, rows=seg.rows, parents=seg.parents,
-            )  # fmt: skip
-            parts.append(sums.flatten(0, 1))
-        if chunks := metadata.extend:
-            places = (chunks.slots, chunks.slots, chunks.query_start_loc)
-            parts.append(prefix_sum_varlen(x[split:], cache.temporal, *places))
-        return parts[0] if len(parts) == 1 else torch.cat([x[:0], *parts])
-
-    def segment(self, *, decode: bool) -> "HistoryAttnBackend":
-        """This backend as it stands in a step that has its decode rows alone, or its extend rows alone."""
-        view, metadata = copy.copy(self), self._metadata()
-        view.metadata = replace(metadata, extend=None) if decode else replace(metadata, decode=None)
-        return view
 
 
 class HybridAttentionBackend(HybridLinearAttnBackend):
@@ -72,12 +35,19 @@ class HybridAttentionBackend(HybridLinearAttnBackend):
             twice = sorted({value for value in seen if seen.count(value) > 1})
             if twice:
                 raise BackendError(f"{attribute} {twice[0]!r} belongs to two history branches; give each its own")
-        stateful = {a.layer_id: a for a in adapters if a.config is not None}
-        history = None
-        if stateful:
-            chunk_size = max(a.config.chunk_size for a in stateful.values())
-            history = HistoryAttnBackend(layers=stateful, req_to_token_pool=req_to_token_pool, chunk_size=chunk_size)
-        super().__init__(window_backend, history, [a.layer_id for a in adapters])
+        mixers = {adapter.layer_id: adapter.mixer for adapter in adapters if adapter.mixer is not None}
+        super().__init__(window_backend, linear_backends(mixers, req_to_token_pool), [a.layer_id for a in adapters])
+
+    @classmethod
+    def over(
+        cls,
+        full_attn_backend: AttentionBackend,
+        mixers: Mapping[int, Any],
+        full_attn_layers: Collection[int],
+        req_to_token_pool: HybridReqToTokenPool,
+    ) -> "HybridAttentionBackend":
+        """The composite of a model, whose `mixers` are history branches."""
+        return cls(full_attn_backend, list(mixers.values()), req_to_token_pool)
 
     def forward(
         self,

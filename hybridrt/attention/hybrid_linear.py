@@ -1,6 +1,6 @@
 """The composite: each layer goes to the backend of its kind, every hook goes to all of them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,43 +8,92 @@ import torch
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.attention.linear import MambaAttnBackendBase
 from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kinds.registry import linear_kind, load_object
+from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+
+
+def linear_backends(mixers: Mapping[int, Any], req_to_token_pool: HybridReqToTokenPool) -> list[MambaAttnBackendBase]:
+    """One backend for each kind of recurrent layer.
+
+    Args:
+        mixers: the recurrent layers by layer id.
+    """
+    by_kind: dict[str, dict[int, Any]] = {}
+    for layer_id, mixer in mixers.items():
+        by_kind.setdefault(mixer.kind, {})[layer_id] = mixer
+    found = []
+    for name, layers in by_kind.items():
+        cls = load_object(linear_kind(name).backend)
+        chunk_size = next(iter(layers.values())).config.chunk_size
+        found.append(cls(layers=layers, req_to_token_pool=req_to_token_pool, chunk_size=chunk_size))
+    return found
 
 
 class HybridLinearAttnBackend(AttentionBackend):
-    """Routes by `layer.layer_id` between a full-attention and a recurrent backend.
+    """Routes by `layer.layer_id`, the id of the layer's cache, and `layer.kind`, which softmax attention has not: both
+    branches of a block that runs them side by side may have one id.
 
     Args:
         full_attn_backend: serves `full_attn_layers`.
-        linear_attn_backend: serves the other layers of `routes`, and is what a block that runs both in parallel
-            (Falcon-H1) asks for its recurrent half. None where no layer keeps a state.
+        linear_attn_backend: serves the recurrent layers: one backend, one for each kind, or None where no layer keeps
+            a state.
         full_attn_layers: ids of the softmax-attention layers.
-        extra_routes: further backends by layer id, for a third and fourth kind of layer.
+
+    Raises:
+        BackendError: two backends of one kind.
     """
 
     def __init__(
         self,
         full_attn_backend: AttentionBackend,
-        linear_attn_backend: MambaAttnBackendBase | None,
+        linear_attn_backend: MambaAttnBackendBase | Sequence[MambaAttnBackendBase] | None,
         full_attn_layers: Collection[int],
-        extra_routes: Mapping[int, AttentionBackend] | None = None,
     ) -> None:
+        given = linear_attn_backend or ()
+        self.linear_attn_backends = tuple(given) if isinstance(given, Sequence) else (given,)
         self.full_attn_backend = full_attn_backend
-        self._linear_attn_backend = linear_attn_backend
         self.needs_host_lens = bool(full_attn_layers) and full_attn_backend.needs_host_lens
-        recurrent = [linear_attn_backend] if linear_attn_backend else []
-        self.routes: dict[int, AttentionBackend] = {i: backend for backend in recurrent for i in backend.layers}
-        self.routes |= {i: full_attn_backend for i in full_attn_layers}
-        self.routes |= extra_routes or {}
+        kinds = [backend.kind for backend in self.linear_attn_backends]
+        if len(set(kinds)) < len(kinds):
+            raise BackendError(f"the recurrent backends are of the kinds {kinds}; give one for each kind")
+        self.routes: dict[tuple[int, str | None], AttentionBackend] = {}
+        self.routes |= {(i, None): full_attn_backend for i in full_attn_layers}
+        self.routes |= {(i, backend.kind): backend for backend in self.linear_attn_backends for i in backend.layers}
         # A full-attention backend without layers (Falcon-Mamba) has nothing to plan.
-        serving = (*[full_attn_backend] * bool(full_attn_layers), *recurrent, *self.routes.values())
-        self.backends = list({id(b): b for b in serving}.values())
+        self.backends: list[AttentionBackend] = [full_attn_backend] * bool(full_attn_layers)
+        if self.linear_attn_backends:
+            self.backends.append(MambaAttnBackendBase.join(self.linear_attn_backends))
+
+    @classmethod
+    def over(
+        cls,
+        full_attn_backend: AttentionBackend,
+        mixers: Mapping[int, Any],
+        full_attn_layers: Collection[int],
+        req_to_token_pool: HybridReqToTokenPool,
+    ) -> "HybridLinearAttnBackend":
+        """The composite of a model, its recurrent backends made by kind of `mixers` (by layer id)."""
+        return cls(full_attn_backend, linear_backends(mixers, req_to_token_pool), full_attn_layers)
 
     @property
     def linear_attn_backend(self) -> MambaAttnBackendBase:
-        if self._linear_attn_backend is None:
-            raise BackendError("no layer of this model keeps a recurrent state")
-        return self._linear_attn_backend
+        if len(self.linear_attn_backends) != 1:
+            kinds = ", ".join(backend.kind for backend in self.linear_attn_backends) or "no"
+            raise BackendError(
+                f"the model has {kinds} recurrent layers; this is for models with one kind, else use route"
+            )
+        return self.linear_attn_backends[0]
+
+    def route(self, layer: Any) -> AttentionBackend:
+        """The backend that serves a layer. BackendError if none does."""
+        role = layer.layer_id, getattr(layer, "kind", None)
+        backend = self.routes.get(role)
+        if backend is None:
+            what = f"{role[1]} layer" if role[1] else "attention layer"
+            served = sorted({i for i, kind in self.routes if kind == role[1]})
+            raise BackendError(f"no backend serves {what} {layer.layer_id}; layers of that kind are {served}")
+        return backend
 
     def forward(
         self,
@@ -56,10 +105,10 @@ class HybridLinearAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        backend = self.routes.get(layer.layer_id)
-        if backend is None:
-            raise BackendError(f"no backend serves layer {layer.layer_id}; routed layers are {sorted(self.routes)}")
-        return backend.forward(q, k, v, layer, batch, save_kv_cache, **kwargs)
+        return self.route(layer).forward(q, k, v, layer, batch, save_kv_cache, **kwargs)
+
+    def materialize(self, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor) -> None:
+        self.linear_attn_backends[0].materialize(rows, lengths, write_slots)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         for backend in self.backends:
@@ -81,34 +130,13 @@ class HybridLinearAttnBackend(AttentionBackend):
         for backend in self.backends:
             backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
-    def init_forward_metadata_capture_cuda_graph(
-        self,
-        bs: int,
-        num_tokens: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        forward_mode: ForwardMode,
-        spec_info: SpecInfo | None,
-    ) -> None:
+    def init_forward_metadata_capture_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
         for backend in self.backends:
-            backend.init_forward_metadata_capture_cuda_graph(
-                bs, num_tokens, req_pool_indices, seq_lens, forward_mode, spec_info
-            )
+            backend.init_forward_metadata_capture_cuda_graph(*args, **kwargs)
 
-    def init_forward_metadata_replay_cuda_graph(
-        self,
-        bs: int,
-        num_real: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        forward_mode: ForwardMode,
-        spec_info: SpecInfo | None,
-        seq_lens_cpu: list[int] | None,
-    ) -> None:
+    def init_forward_metadata_replay_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
         for backend in self.backends:
-            backend.init_forward_metadata_replay_cuda_graph(
-                bs, num_real, req_pool_indices, seq_lens, forward_mode, spec_info, seq_lens_cpu
-            )
+            backend.init_forward_metadata_replay_cuda_graph(*args, **kwargs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The full-attention backend's own: recurrent layers take padding from num_real, not from lengths."""

@@ -1,79 +1,41 @@
-"""What every recurrent backend shares: per-step metadata, graph buffers, and the commit at the end of a step."""
+"""What every recurrent backend shares: the split of a step by segment, its metadata, graph buffers and its commit."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import copy
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hybridrt.attention.base import AttentionBackend, check_graph_tokens
 from hybridrt.attention.checks import check_batch, check_device_lengths, check_graph_step, check_range, may_look
+from hybridrt.attention.segments import DecodeSegment, ExtendSegment, ForwardMetadata
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
-from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
+from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
 from hybridrt.kernels.state_commit import commit_conv_window, commit_intermediate
 from hybridrt.kernels.state_ring import RingFolds, advance_ring, fold_ring
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
-
-@dataclass(frozen=True)
-class DecodeSegment:
-    """Decode or verify rows: n rows of `tokens_per_row` tokens. `rows` are request rows, [n] int32."""
-
-    rows: torch.Tensor
-    buffers: DecodeBuffers
-    tokens_per_row: int
-    parents: torch.Tensor | None
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows.shape[0] * self.tokens_per_row
-
-
-@dataclass(frozen=True)
-class ExtendSegment:
-    """Prompt chunks of n rows, packed. query_start_loc counts from the segment's first token."""
-
-    slots: torch.Tensor
-    query_start_loc: torch.Tensor
-    start_positions: torch.Tensor
-    has_initial_states: torch.Tensor
-    plan: ChunkPlan
-
-
-@dataclass(frozen=True)
-class ForwardMetadata:
-    """One step as the recurrent layers see it; either segment may be absent.
-
-    Attributes:
-        query_start_loc: [B + 1] int32 over all rows.
-        mamba_cache_indices: [B] int32 state slots, -1 for padding rows.
-    """
-
-    query_start_loc: torch.Tensor
-    mamba_cache_indices: torch.Tensor
-    decode: DecodeSegment | None
-    extend: ExtendSegment | None
-
-    @property
-    def num_tokens(self) -> int:
-        decode = self.decode.num_tokens if self.decode else 0
-        return decode + (self.extend.plan.num_tokens if self.extend else 0)
+# What a mixer hands its backend, by name: [T, ...] each, decode rows first.
+Inputs = Mapping[str, torch.Tensor]
 
 
 class MambaAttnBackendBase(AttentionBackend):
-    """A recurrent backend over MambaPool.
+    """The backend of one kind of recurrent layer over MambaPool. A kind writes `decode` and `extend`, which call its
+    kernels; the class docstring says which inputs they take.
 
     Args:
-        layers: the model's recurrent mixers by layer id; their kind must be the backend's own.
+        layers: the model's mixers of this kind by layer id.
         chunk_size: tokens of a prefill chunk.
     """
 
     kind: str
 
-    def __init__(self, *, layers: dict[int, Any], req_to_token_pool: HybridReqToTokenPool, chunk_size: int) -> None:
+    def __init__(self, *, layers: Mapping[int, Any], req_to_token_pool: HybridReqToTokenPool, chunk_size: int) -> None:
         wrong = {layer_id: m.kind for layer_id, m in layers.items() if m.kind != self.kind}
         if wrong:
             layer_id, kind = next(iter(wrong.items()))
@@ -88,12 +50,95 @@ class MambaAttnBackendBase(AttentionBackend):
         self.mamba_pool: MambaPool = req_to_token_pool.mamba_pool
         self.chunk_size = chunk_size
         self.metadata: ForwardMetadata | None = None
+        self.members = [self]  # the backends that this one plans and commits for
         self._uncommitted = False  # a planned step waits for commit_decode
         # By tokens of a row: captured graphs of decode and of verify steps each go on reading their own.
         self._graph_buffers: dict[int, tuple[DecodeBuffers, torch.Tensor]] = {}
+        self._decays: dict[int, torch.Tensor | None] = {}
+
+    @staticmethod
+    def join(backends: Sequence["MambaAttnBackendBase"]) -> "MambaAttnBackendBase":
+        """The first of a model's backends, which from now on plans and commits for all of them: their layers share
+        slots and ring cursors, and a step moves the cursors once."""
+        first = backends[0]
+        first.members = [member for backend in backends for member in backend.members]
+        return first
 
     def layer_cache(self, layer_id: int) -> LayerCache:
         return self.mamba_pool.layer_cache(layer_id)
+
+    # -- one layer ----------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        q: torch.Tensor | None,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        out: torch.Tensor | None = None,
+        **inputs: Any,
+    ) -> torch.Tensor:
+        """One mixer over all rows.
+
+        Args:
+            layer: the mixer.
+            out: [T, width], where the result of a step with one segment may be left; what is returned counts.
+            inputs: the kind's own, [T, ...] each.
+        Returns:
+            [T, width], decode rows first.
+        """
+        step = self._metadata()
+        if step.decode and step.extend:
+            split = step.decode.num_tokens
+            decoded = self.decode(layer, {name: t[:split] for name, t in inputs.items()}, step.decode)
+            chunks = self.extend(layer, {name: t[split:] for name, t in inputs.items()}, step.extend)
+            return torch.cat((decoded, chunks))
+        if out is not None:
+            inputs["out"] = out
+        if step.decode:
+            return self.decode(layer, inputs, step.decode)
+        if step.extend:
+            return self.extend(layer, inputs, step.extend)
+        return next(iter(inputs.values())).new_empty(0, layer.width)
+
+    @abstractmethod
+    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
+        """A mixer's decode or verify rows: [n * tokens_per_row, width], maybe in inputs["out"]."""
+
+    @abstractmethod
+    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
+        """A mixer's prompt chunks: [tokens, width], maybe in inputs["out"]."""
+
+    def conv_rows(self, layer: Any, segment: DecodeSegment) -> dict[str, Any]:
+        """`causal_conv1d_update` of a mixer's decode rows: all that it takes but the inputs."""
+        cache, buf = self.layer_cache(layer.layer_id), segment.buffers
+        return {
+            "weight": layer.conv_weight, "bias": layer.conv_bias, "conv": cache.conv, "read_slots": buf.slots,
+            "write_slots": buf.slots, "start_positions": buf.start_positions, "rows": segment.rows,
+            "parents": segment.parents,
+            "windows": None if segment.parents is None else cache.intermediate_conv_window,
+        }  # fmt: skip
+
+    def conv_chunks(self, layer: Any, segment: ExtendSegment) -> dict[str, Any]:
+        """`causal_conv1d_varlen` of a mixer's prompt chunks: all that it takes but the inputs."""
+        return {
+            "weight": layer.conv_weight, "bias": layer.conv_bias, "conv": self.layer_cache(layer.layer_id).conv,
+            "read_slots": segment.slots, "write_slots": segment.slots, "query_start_loc": segment.query_start_loc,
+            "start_positions": segment.start_positions,
+        }  # fmt: skip
+
+    def ring_decay(self, layer: Any) -> torch.Tensor | None:
+        """[heads] float32, times which a mixer's ring gates are logs of decays; None where they are that already."""
+        return None
+
+    def segment(self, *, decode: bool) -> "MambaAttnBackendBase":
+        """This backend as it stands in a step that has its decode rows alone, or its extend rows alone."""
+        view, metadata = copy.copy(self), self._metadata()
+        view.metadata = replace(metadata, extend=None) if decode else replace(metadata, decode=None)
+        return view
 
     # -- planning -----------------------------------------------------------------------------------------------
 
@@ -105,20 +150,20 @@ class MambaAttnBackendBase(AttentionBackend):
             slots = self.pools.get_mamba_indices(batch.req_pool_indices[: batch.num_real])
             check_range("req_to_mamba_slot", slots, self.mamba_pool.num_slots + 1)
         check_device_lengths(batch)
-        split, real = batch.num_decode_rows, batch.num_real
-        decode = extend = None
+        split = batch.num_decode_rows
+        decode, extends = None, dict[int, ExtendSegment]()
         slots = torch.empty(0, dtype=torch.int32, device=batch.seq_lens.device)
         if split:
             self._check_width(batch.tokens_per_row)
-            buffers = DecodeBuffers.allocate(split, batch.seq_lens.device)
-            decode = self._fill(
-                buffers, batch.req_pool_indices[:split], batch.seq_lens[:split], min(real, split), batch
-            )
-            slots = buffers.slots
+            decode = self._decode_segment(batch)
+            slots = decode.buffers.slots
         if batch.num_extend_rows:
-            extend = self._extend_segment(batch)
-            slots = torch.cat((slots, extend.slots)) if split else extend.slots
-        self.metadata = ForwardMetadata(batch.query_start_loc, slots, decode, extend)
+            extends = self._extend_segments(batch)
+            extend_slots = extends[self.chunk_size].slots
+            slots = torch.cat((slots, extend_slots)) if split else extend_slots
+        for member in self.members:
+            extend = extends.get(member.chunk_size)
+            member.metadata = ForwardMetadata(batch.query_start_loc, slots, decode, extend)
         self._uncommitted = bool(split) and self._needs_commit(batch.tokens_per_row)
 
     def _needs_commit(self, tokens: int) -> bool:
@@ -144,12 +189,11 @@ class MambaAttnBackendBase(AttentionBackend):
                 f"pool with tokens_per_step={tokens}"
             )
 
-    def _fill(
-        self, buffers: DecodeBuffers, rows: torch.Tensor, seq_lens: torch.Tensor, num_real: int, batch: ForwardBatch
-    ) -> DecodeSegment:
-        self._fill_buffers(buffers, rows, seq_lens, num_real, batch.tokens_per_row)
-        parents = batch.spec_info.parents if batch.spec_info else None
-        return DecodeSegment(rows, buffers, batch.tokens_per_row, parents)
+    def _decode_segment(self, batch: ForwardBatch) -> DecodeSegment:
+        split, tokens = batch.num_decode_rows, batch.tokens_per_row
+        buffers, rows = DecodeBuffers.allocate(split, batch.seq_lens.device), batch.req_pool_indices[:split]
+        self._fill_buffers(buffers, rows, batch.seq_lens[:split], min(batch.num_real, split), tokens)
+        return DecodeSegment(rows, buffers, tokens, batch.spec_info.parents if batch.spec_info else None)
 
     def _fill_buffers(
         self, buffers: DecodeBuffers, rows: torch.Tensor, seq_lens: torch.Tensor, num_real: int, tokens: int
@@ -158,16 +202,18 @@ class MambaAttnBackendBase(AttentionBackend):
         slot_map = self.pools.req_to_mamba_slot
         fill_decode_metadata(buffers, rows, seq_lens, num_real, tokens, slot_map, pool.ring_start, pool.ring_length)
 
-    def _extend_segment(self, batch: ForwardBatch) -> ExtendSegment:
+    def _extend_segments(self, batch: ForwardBatch) -> dict[int, ExtendSegment]:
+        """By chunk size, which alone differs from kind to kind."""
         split = batch.num_decode_rows
         slots = self.pools.get_mamba_indices(batch.req_pool_indices[split:])
         if batch.num_real < batch.batch_size:
             slots[max(batch.num_real - split, 0) :] = -1
         starts = batch.query_start_loc[split:]
-        lens = starts[1:] - starts[:-1]
-        start_positions = batch.seq_lens[split:] - lens
-        plan = plan_chunks(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, self.chunk_size, slots.device)
-        return ExtendSegment(slots, starts - batch.num_decode_tokens, start_positions, start_positions > 0, plan)
+        positions = batch.seq_lens[split:] - (starts[1:] - starts[:-1])
+        shared = slots, starts - batch.num_decode_tokens, positions, positions > 0
+        lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+        sizes = dict.fromkeys(member.chunk_size for member in self.members)
+        return {size: ExtendSegment(*shared, plan_chunks(*lens, size, slots.device)) for size in sizes}
 
     # -- graphs -------------------------------------------------------------------------------------------------
 
@@ -176,8 +222,8 @@ class MambaAttnBackendBase(AttentionBackend):
         device = self.pools.req_to_mamba_slot.device
         query_start_loc = torch.arange(max_bs + 1, dtype=torch.int32, device=device) * tokens
         self._graph_buffers[tokens] = DecodeBuffers.allocate(max_bs, device), query_start_loc
-        for layer_ids, _ in self._own_stacks():
-            self._ring_decay(layer_ids)  # what it caches must not be made within a capture
+        if self.mamba_pool.spec.mode == "replay":
+            self._stacks()  # the decays that it caches must not be made within a capture
 
     def init_forward_metadata_capture_cuda_graph(
         self,
@@ -226,7 +272,8 @@ class MambaAttnBackendBase(AttentionBackend):
         self._fill_buffers(buffers, rows[:bs], seq_lens[:bs], num_real, tokens)
         parents = spec_info.parents[:bs] if spec_info and spec_info.parents is not None else None
         decode = DecodeSegment(rows[:bs], buffers, tokens, parents)
-        self.metadata = ForwardMetadata(query_start_loc[: bs + 1], buffers.slots, decode, None)
+        for member in self.members:
+            member.metadata = ForwardMetadata(query_start_loc[: bs + 1], buffers.slots, decode, None)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -251,7 +298,7 @@ class MambaAttnBackendBase(AttentionBackend):
                 ends = decode.buffers.start_positions[: len(accepted)] + accepted - 1
                 last = path.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1).long()).squeeze(1).int() + 1
                 accepted = last.masked_fill(accepted == 0, 0)
-            for layer_id in self.layers:
+            for layer_id in (layer_id for member in self.members for layer_id in member.layers):
                 self._commit_layer(self.layer_cache(layer_id), slots, rows, accepted, ends)
 
     @staticmethod
@@ -261,26 +308,33 @@ class MambaAttnBackendBase(AttentionBackend):
         """Back to the state after node `nodes` - 1 of each row, which stands at position `ends` of a tree. A chain's
         conv inputs are in the ring already."""
         assert cache.intermediate_ssm is not None
-        commit_intermediate(cache.temporal, cache.intermediate_ssm, slots, rows, nodes)
-        if ends is not None:
+        if cache.temporal.numel():
+            commit_intermediate(cache.temporal, cache.intermediate_ssm, slots, rows, nodes)
+        if ends is not None and cache.conv.numel():
             assert cache.intermediate_conv_window is not None
             commit_conv_window(cache.conv, cache.intermediate_conv_window, slots, rows, nodes, ends)
 
     def _fold(self, folds: RingFolds, write_slots: torch.Tensor | None = None) -> None:
         """Makes the named ring entries part of the state, in all layers."""
-        for layer_ids, cache in self._own_stacks():
-            fold_ring(cache.temporal, *cache.ring, self._ring_decay(layer_ids), folds, write_slots=write_slots)
+        for cache, decay in self._stacks():
+            fold_ring(cache.temporal, *cache.ring, decay, folds, write_slots=write_slots)
 
-    def _own_stacks(self) -> list[tuple[Sequence[int], LayerCache]]:
-        return [(layer_ids, cache) for layer_ids, cache in self.mamba_pool.stacks if layer_ids[0] in self.layers]
+    def _stacks(self) -> list[tuple[LayerCache, torch.Tensor | None]]:
+        """Layers of equal shape, which fold in one launch, and their decays, [L, heads]."""
+        return [
+            (cache, member._stacked_decay(layer_ids))
+            for member in self.members
+            for layer_ids, cache in member.mamba_pool.stacks
+            if layer_ids[0] in member.layers
+        ]
 
-    def _ring_decay(self, layer_ids: Sequence[int]) -> torch.Tensor | None:
-        """[L, heads] float32, times which a ring's gates are logs of decays; None where they are that already."""
-        return None
+    def _stacked_decay(self, layer_ids: Sequence[int]) -> torch.Tensor | None:
+        if layer_ids[0] not in self._decays:  # not in __init__: weights may be loaded after the backend is built
+            decays = [d for i in layer_ids if (d := self.ring_decay(self.layers[i])) is not None]
+            self._decays[layer_ids[0]] = torch.stack(decays) if decays else None
+        return self._decays[layer_ids[0]]
 
     def materialize(self, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor) -> None:
-        """The recurrent state of `rows` after their first `lengths` ring entries, written to `write_slots` in every
-        layer, without consuming the ring. [n] int32 each. Only in replay mode: elsewhere `temporal` is the state."""
         if self.mamba_pool.spec.mode != "replay":
             raise BackendError("materialize reads a state ring; this pool has none (its state mode is not replay)")
         slots, start = self.pools.get_mamba_indices(rows), self.mamba_pool.ring_start[rows]

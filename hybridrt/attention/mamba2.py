@@ -1,84 +1,68 @@
-"""The Mamba-2 backend: hands a mixer the whole step at once, decode rows and prompt chunks alike."""
+"""The Mamba-2 backend: one fused operation for decode rows, conv and chunked scan for prompt chunks."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hybridrt.attention.linear import DecodeSegment, ExtendSegment, ForwardMetadata, MambaAttnBackendBase
-from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.chunk_plan import ChunkPlan
-
-
-@dataclass(frozen=True)
-class Mamba2Metadata:
-    """A step as `Mamba2Mixer.forward` takes it; `replay` says whether decode rows read the state ring."""
-
-    decode: DecodeSegment | None
-    extend: ExtendSegment | None
-    replay: bool
-
-    @classmethod
-    def prepare_decode(cls, metadata: ForwardMetadata, replay: bool) -> "Mamba2Metadata":
-        """A step of decode (or verify) rows alone."""
-        return cls(metadata.decode, None, replay)
-
-    @classmethod
-    def prepare_mixed(cls, metadata: ForwardMetadata, replay: bool) -> "Mamba2Metadata":
-        """A step with prompt chunks, with or without decode rows before them."""
-        return cls(metadata.decode, metadata.extend, replay)
-
-    @property
-    def has_initial_states(self) -> torch.Tensor | None:
-        """[n] bool of the extend rows: True where earlier chunks left a state."""
-        return self.extend.has_initial_states if self.extend else None
-
-    @property
-    def chunks(self) -> ChunkPlan | None:
-        return self.extend.plan if self.extend else None
+from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
+from hybridrt.attention.segments import DecodeSegment, ExtendSegment
+from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
+from hybridrt.kernels.mamba2_decode import mamba2_decode
+from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
+from hybridrt.kernels.selective_state_update import selective_state_update
 
 
 class Mamba2AttnBackend(MambaAttnBackendBase):
-    """Mamba-2 layers (Dao & Gu 2024). `forward` calls `mixer.forward`, because a mixer gates and norms its own way."""
+    """Mamba-2 layers (Dao & Gu 2024).
+
+    Inputs: z [T, H * P], xBC [T, x | B | C] before the conv, dt [T, H]; strided views will do. The result is gated by z
+    unless the mixer has a norm, which gates.
+    """
 
     kind = "mamba2"
 
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
-        self._decays: dict[tuple[int, ...], torch.Tensor] = {}
+    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
+        cache, buf = self.layer_cache(layer.layer_id), segment.buffers
+        xBC, dt, z = (segment.by_row(inputs[name]) for name in ("xBC", "dt", "z"))
+        gate = z.unflatten(2, (layer.heads, layer.head_dim)) if layer.norm is None else None
+        if segment.parents is not None:
+            return self._verify_tree(layer, xBC, dt, gate, segment)
+        out = inputs.get("out")
+        y = mamba2_decode(
+            xBC, dt, gate, weight=layer.conv_weight, bias=layer.conv_bias, A=layer.A, D=layer.D, dt_bias=layer.dt_bias,
+            dt_limit=layer.config.dt_limit, conv=cache.conv, states=cache.temporal, read_slots=buf.slots,
+            write_slots=buf.slots, start_positions=buf.start_positions, start=buf.ring_start, length=buf.ring_length,
+            intermediate_states=segment.stored(cache), rows=segment.rows,
+            out=None if out is None else out.view(*dt.shape, layer.head_dim), **cache.ring_inputs,
+        )  # fmt: skip
+        return y.reshape(segment.num_tokens, -1)
 
-    def forward(  # type: ignore[override]  # a recurrent layer's inputs are keywords of its own
-        self,
-        q: torch.Tensor | None,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        projected: torch.Tensor,
-        out: torch.Tensor | None = None,
-        **kwargs: Any,
+    def _verify_tree(
+        self, layer: Any, xBC: torch.Tensor, dt: torch.Tensor, gate: torch.Tensor | None, segment: DecodeSegment
     ) -> torch.Tensor:
-        """Conv, scan and gate of one mixer.
+        """Draft trees follow parent pointers, which the fused kernel does not."""
+        cache, slots = self.layer_cache(layer.layer_id), segment.buffers.slots
+        x, B, C = layer.split_heads(causal_conv1d_update(xBC, **self.conv_rows(layer, segment)))
+        y = selective_state_update(
+            cache.temporal, x, dt, layer.A, B, C, D=layer.D, dt_bias=layer.dt_bias, dt_limit=layer.config.dt_limit,
+            z=gate, read_slots=slots, write_slots=slots, intermediate_states=cache.intermediate_ssm, rows=segment.rows,
+            parents=segment.parents,
+        )  # fmt: skip
+        return y.flatten(0, 1).flatten(1)
 
-        Args:
-            layer: the Mamba2Mixer.
-            projected: [T, z | x | B | C | dt] of the input projection; a strided view will do.
-            out: [T, heads * head_dim], where the result may be left; what is returned counts.
-        Returns:
-            [T, heads * head_dim]: what the output projection reads.
-        """
-        metadata = self._metadata()
-        replay = self.mamba_pool.spec.mode == "replay"
-        prepare = Mamba2Metadata.prepare_mixed if metadata.extend else Mamba2Metadata.prepare_decode
-        cache = self.layer_cache(layer.layer_id)
-        mixed: torch.Tensor = layer.forward(projected, cache, prepare(metadata, replay), out)
-        return mixed
+    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
+        cache, out = self.layer_cache(layer.layer_id), inputs.get("out")
+        x, B, C = layer.split_heads(causal_conv1d_varlen(inputs["xBC"], **self.conv_chunks(layer, segment)))
+        z = inputs["z"].view(x.shape) if layer.norm is None else None
+        y = mamba2_chunk_scan(
+            x, inputs["dt"], layer.A, B, C, D=layer.D, dt_bias=layer.dt_bias, dt_limit=layer.config.dt_limit, z=z,
+            states=cache.temporal, read_slots=segment.slots, write_slots=segment.slots,
+            has_initial_state=segment.has_initial_states, query_start_loc=segment.query_start_loc, plan=segment.plan,
+            out=None if out is None else out.view(x.shape),
+        )  # fmt: skip
+        return y.flatten(1)
 
-    def _ring_decay(self, layer_ids: Sequence[int]) -> torch.Tensor:
-        key = tuple(layer_ids)
-        if key not in self._decays:  # not in __init__: weights may be loaded after the backend is built
-            self._decays[key] = torch.stack([self.layers[layer_id].A for layer_id in layer_ids])
-        return self._decays[key]
+    def ring_decay(self, layer: Any) -> torch.Tensor:
+        """Gates of the ring are time steps: A makes decays of them."""
+        decay: torch.Tensor = layer.A
+        return decay

@@ -1,6 +1,5 @@
 """Names to backends. Nothing here imports a backend before it is chosen."""
 
-import importlib
 import logging
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -9,13 +8,13 @@ from typing import Any
 import torch
 
 from hybridrt.attention.base import AttentionBackend, SegmentedAttnBackend
-from hybridrt.attention.hybrid_attention import HybridAttentionBackend
 from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
 from hybridrt.attention.paged import kernel_facts
 from hybridrt.attention.prefill_decode import HybridAttnBackend
 from hybridrt.config import EngineConfig, ModelConfig
 from hybridrt.errors import BackendError
 from hybridrt.kernels.providers import is_installed, objection, require
+from hybridrt.kinds.registry import kind_names, load_object
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
@@ -25,11 +24,6 @@ FULL_ATTENTION = {
     "triton": "hybridrt.attention.triton:TritonAttnBackend",
     "flashinfer": "hybridrt.attention.flashinfer:FlashinferAttnBackend",
     "fa3": "hybridrt.attention.fa3:Fa3AttnBackend",
-}
-LINEAR = {
-    "mamba1": "hybridrt.attention.mamba1:Mamba1AttnBackend",
-    "mamba2": "hybridrt.attention.mamba2:Mamba2AttnBackend",
-    "gdn": "hybridrt.attention.gdn:GDNAttnBackend",
 }
 ENTRY_POINT_GROUP = "hybridrt.attention_backends"
 DEFAULT_BY_DEVICE = {"cpu": "torch", "cuda": "triton"}
@@ -84,7 +78,8 @@ def load_attention_backend(name: str, device: torch.device) -> type[SegmentedAtt
         )
     if name in LIBRARIES:
         require(LIBRARIES[name], f"attention_backend {name!r}")
-    return _load(target)
+    cls: type[SegmentedAttnBackend] = load_object(target)
+    return cls
 
 
 def create_backend(
@@ -95,25 +90,19 @@ def create_backend(
     kv_pool: KVPool,
     req_to_token_pool: HybridReqToTokenPool,
     device: torch.device,
+    composite: type[HybridLinearAttnBackend] = HybridLinearAttnBackend,
 ) -> AttentionBackend:
     """The backend that a model's batches carry: full attention, split by phase if asked, in the hybrid composite.
 
     Args:
         layers: the model's recurrent mixers (or history branches) by layer id.
+        composite: how the model puts both sides together.
     """
     full = _full_attention(config, kv_pool, req_to_token_pool, device)
     if not layers:
         return full
-    if {mixer.kind for mixer in layers.values()} == {"history"}:
-        if config.linear_attn_backend != "auto":
-            raise BackendError(
-                f'linear_attn_backend is {config.linear_attn_backend!r}, but the model has history branches; use "auto"'
-            )
-        return HybridAttentionBackend(full, list(layers.values()), req_to_token_pool)
-    linear_kind = _linear_kind(config, model_config)
-    chunk_size = model_config.linear[linear_kind].chunk_size
-    linear = _load(LINEAR[linear_kind])(layers=dict(layers), req_to_token_pool=req_to_token_pool, chunk_size=chunk_size)
-    return HybridLinearAttnBackend(full, linear, model_config.full_attention_layer_ids)
+    _check_linear_name(config.linear_attn_backend, model_config)
+    return composite.over(full, layers, model_config.full_attention_layer_ids, req_to_token_pool)
 
 
 def _full_attention(
@@ -134,21 +123,11 @@ def _full_attention(
     return HybridAttnBackend(build(prefill), build(decode), mode)
 
 
-def _linear_kind(config: EngineConfig, model_config: ModelConfig) -> str:
+def _check_linear_name(name: str, model_config: ModelConfig) -> None:
+    """linear_attn_backend may name the one kind that the model has."""
     kinds = sorted(model_config.linear)
-    name = config.linear_attn_backend
-    if name == "auto" and len(kinds) == 1:
-        return kinds[0]
-    if name not in LINEAR:
-        raise BackendError(f"linear_attn_backend is {name!r}; it must be one of auto, {', '.join(sorted(LINEAR))}")
-    if name not in kinds:
-        raise BackendError(f'linear_attn_backend is {name!r}, but the model has {kinds} layers; use "auto"')
-    return name
-
-
-def _load(target: str) -> Any:
-    module, _, name = target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ImportError as e:
-        raise BackendError(f"the backend {target} cannot be imported: {e}; install what it needs, see its extra") from e
+    if name != "auto" and kinds != [name]:
+        known = f"; kinds are {', '.join(kind_names())}" if name not in kind_names() else ""
+        raise BackendError(
+            f'linear_attn_backend is {name!r}, but the model has {", ".join(kinds)} layers; use "auto"{known}'
+        )

@@ -12,9 +12,9 @@ from hybridrt.errors import MemoryBudgetError
 
 if TYPE_CHECKING:
     from hybridrt.config import EngineConfig, LayerSpec
+    from hybridrt.kinds.base import StateShape
     from hybridrt.mem_cache.memory_plan import MemoryPlan
     from hybridrt.runtime.build import Target
-    from hybridrt.state_shape import StateShape
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ def _plan(config: "EngineConfig", target: "Target", weights: int) -> "tuple[Memo
 
 
 def _layers(config: "EngineConfig", target: "Target") -> Iterator[LayerKind]:
+    from hybridrt.kinds.registry import state_shape
     from hybridrt.mem_cache.kv_pool import KVPool
     from hybridrt.runtime.build import kv_shape, pool_spec
-    from hybridrt.state_shape import state_shape
 
     mc, spec = target.model_config, pool_spec(config, target)
     attention = _attention_backends(config, target)
@@ -161,10 +161,11 @@ def _attention_backends(config: "EngineConfig", target: "Target") -> str:
 
 
 def _symbol(layer: "LayerSpec") -> str:
-    if layer.attention and layer.linear:
-        return "H"
-    mixer = "*" if layer.attention else {"mamba1": "M", "mamba2": "M", "gdn": "G", None: ""}[layer.linear]
-    return mixer or {"mlp": "-", "moe": "E"}[layer.ffn or "mlp"]
+    from hybridrt.kinds.registry import linear_kind
+
+    if layer.linear:
+        return "H" if layer.attention else linear_kind(layer.linear).letter
+    return "*" if layer.attention else {"mlp": "-", "moe": "E"}[layer.ffn or "mlp"]
 
 
 def _mixer(layer: "LayerSpec", target: "Target", shapes: "dict[str, StateShape]") -> str:

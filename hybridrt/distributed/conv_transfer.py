@@ -15,9 +15,12 @@ from math import prod
 
 import torch
 
-from hybridrt.errors import ConfigError, UnsupportedLayerError
+from hybridrt.errors import ConfigError
+from hybridrt.kinds.base import LinearKind
+from hybridrt.kinds.registry import linear_kind
 
 Reads = list[tuple[int, int]]
+_VLLM_NAMES = {"gdn_attention": "gdn"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class MambaSpec:
         shapes: conv [conv_dim, K - 1] and recurrent state: [heads, head_dim, N] (Mamba-2), [value heads, V, K] (Gated
             Delta Net), [inner, N] (Mamba-1).
         dtypes: of the two.
-        mamba_type: "mamba2", "gdn" ("gdn_attention" says the same) or "mamba1".
+        mamba_type: a kind of recurrent layer (`hybridrt.kinds`); "gdn_attention" says the same as "gdn".
         n_groups: groups of B and C (key heads, of GDN) before sharding. Needed where there are fewer of them than
             ranks, so that neighbouring ranks hold the same one; None: each rank holds a different, equal part.
     """
@@ -132,7 +135,8 @@ class MambaConvSplitInfo:
         ssm_sizes: bytes of conv and of recurrent state on this rank.
         proj_groups: pieces of each sub-projection that cannot be cut, over all ranks, None where there are enough of
             them for any number of ranks; None for the plain split of everything.
-        local_tp: ranks of this side; means something only beside `proj_groups`.
+        state_groups: 1 where each rank keeps all of the recurrent state; None where they share it.
+        local_tp: ranks of this side; means something only beside `proj_groups` or `state_groups`.
     """
 
     conv_rows: int
@@ -141,6 +145,7 @@ class MambaConvSplitInfo:
     ssm_sizes: tuple[int, int]
     proj_groups: tuple[int | None, ...] | None = None
     local_tp: int = 1
+    state_groups: int | None = None
 
     @property
     def local_conv_dim(self) -> int:
@@ -167,7 +172,7 @@ class MambaConvSplitInfo:
     @property
     def state_section(self) -> Section:
         """The recurrent state, which may have no bytes."""
-        return Section(self.ssm_sizes[1])
+        return Section(self.ssm_sizes[1], self.state_groups)
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -219,8 +224,7 @@ class MambaConvSplitInfo:
 def derive_mamba_conv_split(spec: MambaSpec, local_tp: int) -> MambaConvSplitInfo:
     """The parts of a rank's page, from what a layer keeps there.
 
-    The width of x or v follows from the recurrent state; what is left of the conv is two equal parts, B and C or q
-    and k. Mamba-1 convolves x alone.
+    The width of x or v follows from the recurrent state; what is left of the conv is equal parts, B and C or q and k.
 
     Args:
         local_tp: ranks of this side.
@@ -229,61 +233,46 @@ def derive_mamba_conv_split(spec: MambaSpec, local_tp: int) -> MambaConvSplitInf
         UnsupportedLayerError: another kind of layer.
         ConfigError: shapes that do not fit together.
     """
-    if spec.mamba_type not in _PARTS:
-        known = ", ".join(map(repr, _PARTS))
-        raise UnsupportedLayerError(f"mamba_type is {spec.mamba_type!r}; state transfer knows {known}")
+    kind = linear_kind(_VLLM_NAMES.get(spec.mamba_type, spec.mamba_type))
     if local_tp < 1:
         raise ConfigError(f"local_tp is {local_tp}; a side has at least one rank")
+    _check_shapes(kind, spec)
+    dims, groups = _conv_parts(kind, spec, local_tp)
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+    info = MambaConvSplitInfo(spec.shapes[0][1], dims, spec.dtypes[0].itemsize, (sizes[0], sizes[1]))
+    if any(groups):
+        info = replace(info, proj_groups=groups, local_tp=local_tp)
+    return info if kind.cut_state else replace(info, state_groups=1, local_tp=local_tp)
+
+
+def _check_shapes(kind: LinearKind, spec: MambaSpec) -> None:
     conv, temporal = spec.shapes
     if len(conv) != 2:
         raise ConfigError(f"the conv state has the shape {conv}; it must be (conv_dim, K - 1)")
-    if min(*conv, *temporal) < 1:
+    if len(temporal) != max(len(kind.temporal_dims), 1):
+        raise ConfigError(
+            f"the {kind.title} state has the shape {temporal}; it must be ({', '.join(kind.temporal_dims)})"
+        )
+    present = (*conv * bool(kind.conv_parts), *temporal * bool(kind.temporal_dims))
+    if min(present) < 1:
         raise ConfigError(f"shapes are {spec.shapes}; every dimension must be positive")
-    dims, groups = _PARTS[spec.mamba_type](spec, local_tp)
-    sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
-    info = MambaConvSplitInfo(conv[1], dims, spec.dtypes[0].itemsize, (sizes[0], sizes[1]))
-    return info if not any(groups) else replace(info, proj_groups=groups, local_tp=local_tp)
 
 
-_Parts = tuple[tuple[int, ...], tuple[int | None, ...]]
-
-
-def _mamba1_parts(spec: MambaSpec, local_tp: int) -> _Parts:
+def _conv_parts(kind: LinearKind, spec: MambaSpec, local_tp: int) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+    """Channels of each sub-projection of the conv, and how many pieces of it there are if ranks hold copies."""
     (conv_dim, _), temporal = spec.shapes
-    if len(temporal) != 2 or temporal[0] != conv_dim:
+    shared = [name for name, grouped in kind.conv_parts.items() if grouped]
+    wide = prod(temporal[:-1]) if kind.temporal_dims else conv_dim
+    rest = conv_dim - wide * (len(kind.conv_parts) - len(shared))
+    width, names = rest // max(len(shared), 1), " and ".join(shared)
+    if rest != width * len(shared) or rest < len(shared):
         raise ConfigError(
-            f"the Mamba-1 state has the shape {temporal}; beside a conv of {conv_dim} it is (conv_dim, N)"
+            f"a {kind.title} conv of {conv_dim} channels beside a state of the shape {temporal} leaves {rest}, "
+            f"which {names or 'no sub-projection'} must share equally"
         )
-    return (conv_dim,), (None,)
-
-
-def _mamba2_parts(spec: MambaSpec, local_tp: int) -> _Parts:
-    x, pair, groups = _pair(spec, local_tp, "B and C")
-    return (x, pair, pair), (None, groups, groups)
-
-
-def _gdn_parts(spec: MambaSpec, local_tp: int) -> _Parts:
-    v, pair, groups = _pair(spec, local_tp, "q and k")
-    return (pair, pair, v), (groups, groups, None)
-
-
-_PARTS = {"mamba2": _mamba2_parts, "gdn": _gdn_parts, "gdn_attention": _gdn_parts, "mamba1": _mamba1_parts}
-
-
-def _pair(spec: MambaSpec, local_tp: int, names: str) -> tuple[int, int, int | None]:
-    """Channels of heads * head_dim, channels of each of the two equal parts beside them, and how many pieces of the
-    latter there are if ranks hold copies."""
-    (conv_dim, _), temporal = spec.shapes
-    if len(temporal) != 3:
-        raise ConfigError(f"the recurrent state has the shape {temporal}; it must be (heads, head_dim, state_dim)")
-    wide = temporal[0] * temporal[1]
-    rest = conv_dim - wide
-    if rest <= 0 or rest % 2:
-        raise ConfigError(
-            f"a conv of {conv_dim} channels less {temporal[0]} heads of {temporal[1]} leaves {rest}; {names} need a "
-            "positive even number"
-        )
-    return wide, rest // 2, _groups(spec, local_tp, rest // 2, names)
+    groups = _groups(spec, local_tp, width, names) if shared else None
+    parts = kind.conv_parts.values()
+    return tuple(width if g else wide for g in parts), tuple(groups if g else None for g in parts)
 
 
 def _groups(spec: MambaSpec, local_tp: int, width: int, names: str) -> int | None:

@@ -3,18 +3,19 @@
 import torch
 from torch import nn
 
-from hybridrt.config import GDNConfig
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, Target, Transform, parameter, whole
-from hybridrt.state_shape import state_shape
 
 
 class GDNMixer(nn.Module):
     """Gated Delta Net over hidden states; its state lives in the backend's MambaPool, under `layer_id`."""
 
     kind = "gdn"
+    conv_bias = None
 
     def __init__(
         self,
@@ -30,7 +31,7 @@ class GDNMixer(nn.Module):
         self.name, self.config, self.layer_id, self.tp = name, config, layer_id, build.tp
         self.shape = state_shape(config, self.tp.size)
         self.num_v_heads, self.head_v_dim, self.head_k_dim = self.shape.temporal
-        self.num_k_heads = self.shape.groups
+        self.num_k_heads, self.width = self.shape.groups, self.num_v_heads * self.head_v_dim
         qk, v = config.num_k_heads * config.head_k_dim, config.num_v_heads * config.head_v_dim
         device = build.device
         parts = [Segment("q", qk), Segment("k", qk), Segment("v", v), Segment("z", v)]
@@ -42,17 +43,17 @@ class GDNMixer(nn.Module):
         self.dt_bias = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="dt_bias")
         # One weight of a head for all of them, written out for each: so the norm reads z where the projection left it.
         self.norm = GatedRMSNorm(
-            f"{name}.norm", self.num_v_heads * self.head_v_dim, norm_eps, group_size=self.head_v_dim,
-            norm_before_gate=True, build=build,
+            f"{name}.norm", self.width, norm_eps, group_size=self.head_v_dim, norm_before_gate=True, build=build,
         )  # fmt: skip
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Mixer of norm(x + residual), and x + residual."""
-        v_size = self.num_v_heads * self.head_v_dim
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
-        mixed_qkv, z, b, a = projected.split((self.shape.conv_dim, v_size, self.num_v_heads, self.num_v_heads), dim=-1)
-        y = batch.attn_backend.forward(None, None, None, self, batch, mixed_qkv=mixed_qkv, a=a, b=b)
-        return self.out_proj.onto(residual, self.norm(y.flatten(1), z))
+        widths = (self.shape.conv_dim, self.width, self.num_v_heads, self.num_v_heads)
+        mixed_qkv, z, b, a = projected.split(widths, dim=-1)
+        backend = batch.attn_backend.route(self)
+        y = backend.forward(None, None, None, self, batch, mixed_qkv=mixed_qkv, a=a, b=b)
+        return self.out_proj.onto(residual, self.norm(y, z))
 
     def split_heads(self, conved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k [..., Hk, K] and v [..., Hv, V] of the conv's output."""

@@ -1,22 +1,34 @@
 """Sliding-window attention over recent tokens plus a history branch over all of them."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from hybridrt.attention.base import Rope
-from hybridrt.config import HISTORY_MODES, LinearConfig, Mamba1Config, ModelConfig, PrefixSumConfig
+from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import BackendError, ConfigError
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kinds.mamba1 import Mamba1Config
+from hybridrt.kinds.prefix_sum import PrefixSumConfig
+from hybridrt.kinds.registry import linear_kind, load_object
 from hybridrt.layers.attention import PlainAttention
-from hybridrt.layers.mamba1 import Mamba1Mixer
 from hybridrt.layers.weights import Build, Target
+
+# Modes of a history branch, and the kind of recurrent layer that it then is.
+HISTORY_MODES: Mapping[str, str | None] = {
+    "disabled": None,
+    "prefix_sum": "prefix_sum",
+    "enabled": "mamba1",
+    "benchmark": "mamba1",
+}
 
 
 class HybridSSMAdapter(nn.Module):
-    """The history branch: a whole Mamba-1 block over the hidden states that attention reads, too.
+    """The history branch: a recurrent layer, projections included, over the hidden states that attention reads, too.
 
     Its state has a slot of its own in MambaPool, under `layer_id`; attention's page table knows nothing of it. What it
     returns is this rank's summand of [T, hidden], to be added to the attention's before the sum over ranks.
@@ -32,10 +44,8 @@ class HybridSSMAdapter(nn.Module):
         ConfigError: the mode is unknown.
 
     Attributes:
-        config: what sizes the state, None for "disabled"; mixer: the Mamba-1 block, None where the mode needs none.
+        mixer: the recurrent layer of the mode's kind, None for "disabled".
     """
-
-    kind = "history"
 
     def __init__(
         self,
@@ -55,14 +65,13 @@ class HybridSSMAdapter(nn.Module):
             raise ConfigError(f"the history branch's mode is {mode!r}; it must be one of {', '.join(HISTORY_MODES)}")
         build = build or Build(TPGroup(), torch.get_default_dtype(), torch.device("cpu"))
         self.name, self.mode, self.layer_id, self.tp = name, mode, layer_id, build.tp
-        self.config: LinearConfig | None = None
-        self.mixer: Mamba1Mixer | None = None
-        if HISTORY_MODES[mode] == "prefix_sum":
-            self.config = PrefixSumConfig(hidden_size)
-        elif HISTORY_MODES[mode] == "mamba1":
-            rank = time_step_rank or -(-hidden_size // 16)
-            self.config = config = Mamba1Config(intermediate_size, ssm_state_size, conv_kernel_size, rank)
-            self.mixer = Mamba1Mixer(name, config, layer_id, hidden_size, build=build)
+        rank = time_step_rank or -(-hidden_size // 16)
+        mamba = Mamba1Config(intermediate_size, ssm_state_size, conv_kernel_size, rank)
+        configs = {"mamba1": mamba, "prefix_sum": PrefixSumConfig(hidden_size)}
+        self.mixer: Any = None
+        if kind := HISTORY_MODES[mode]:
+            mixer_class = load_object(linear_kind(kind).mixer)
+            self.mixer = mixer_class(name, configs[kind], layer_id, hidden_size, build=build)
 
     def forward_history_branch(self, hidden_states: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         """All rows of a step, decode rows first: [T, hidden] to [T, hidden]. Mode "prefix_sum" takes any [T, *dims].
@@ -91,30 +100,20 @@ class HybridSSMAdapter(nn.Module):
     def _forward(self, x: torch.Tensor, batch: ForwardBatch | None, decode: bool | None = None) -> torch.Tensor:
         if self.mode == "disabled" or batch is None:
             return torch.zeros_like(x)
-        backend = batch.attn_backend.linear_attn_backend
+        backend = batch.attn_backend.route(self.mixer)
         if backend.metadata is None:
             return torch.zeros_like(x)
         if decode is not None:
             backend = backend.segment(decode=decode)
-            batch = replace(batch, attn_backend=backend)
         if len(x) != backend.metadata.num_tokens:
             raise BackendError(
                 f"history branch {self.name!r} was given {len(x)} tokens of a step of {backend.metadata.num_tokens}"
             )
-        out = self._prefix_sum(x, batch) if self.mixer is None else self._mamba(x, batch)
+        out: torch.Tensor = self.mixer.summand(x, replace(batch, attn_backend=backend))
         return torch.zeros_like(out) if self.mode == "benchmark" else out
 
-    def _prefix_sum(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        sums: torch.Tensor = batch.attn_backend.linear_attn_backend.prefix_sum(hidden_states, self)
-        # Hidden states are whole on every rank: one of them speaks for all.
-        return sums if self.tp.rank == 0 else torch.zeros_like(sums)
-
-    def _mamba(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        assert self.mixer is not None
-        return self.mixer.out_proj(self.mixer.mix(self.mixer.in_proj(hidden_states), batch), reduce=False)
-
     def targets(self, key: str) -> dict[str, Target]:
-        """Targets of the Mamba-1 block under `key`; none where the mode has no block."""
+        """Targets of the recurrent layer under `key`; none where the mode has no weights."""
         return {} if self.mixer is None else self.mixer.targets(key)
 
 

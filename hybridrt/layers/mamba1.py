@@ -5,13 +5,13 @@ from typing import cast
 import torch
 from torch import nn
 
-from hybridrt.config import Mamba1Config
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.mamba1_update import BCNorms
+from hybridrt.kinds.mamba1 import Mamba1Config
+from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, Target, Transform, parameter, whole
-from hybridrt.state_shape import state_shape
 
 _NORMED = ("dt", "b", "c")
 
@@ -55,6 +55,7 @@ class Mamba1Mixer(nn.Module):
         self.dt_proj = ColumnLinear(f"{name}.dt_proj", config.dt_rank, [Segment("dt", inner)], build=build)
         self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", inner)], hidden_size, bias=proj_bias, build=build)
         local, states = self.shape.temporal
+        self.width = local
         self.conv_weight = parameter(local, config.conv_kernel, dtype=build.dtype, device=device)
         self.conv_bias = parameter(local, dtype=build.dtype, device=device, dummy="zeros") if conv_bias else None
         self.A = parameter(local, states, dtype=torch.float32, device=device, dummy="decay")
@@ -71,13 +72,16 @@ class Mamba1Mixer(nn.Module):
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Mixer of norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
-        return self.out_proj.onto(residual, self.mix(projected, batch))
+        return self.out_proj.onto(residual, self._mix(projected, batch))
 
-    def mix(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """What lies between the two projections: [T, x | z] of `in_proj` to [T, I], which `out_proj` reads."""
-        backend = batch.attn_backend.linear_attn_backend
+    def summand(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """This rank's summand of the mixer's output, to be summed over ranks: [T, hidden] to [T, hidden]."""
+        return self.out_proj(self._mix(self.in_proj(hidden_states), batch), reduce=False)
+
+    def _mix(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        backend = batch.attn_backend.route(self)
         x, z = projected.chunk(2, dim=-1)
-        x = backend.conv(x, self, batch)
+        x = backend.forward(None, None, None, self, batch, x=x)
         # What a token selects: how much time passes (dt), what it writes (B), what it reads (C). A sum over ranks.
         dt, B, C = self.x_proj(x).split(self.widths, dim=-1)
         if self.norms:  # B and C get theirs in the scan

@@ -11,8 +11,9 @@ from hybridrt.config import EngineConfig, ModelConfig, resolve_device, resolve_d
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.hf_config import read_model_config
+from hybridrt.kinds.registry import can_replay, check_replay, state_shape
 from hybridrt.mem_cache.kv_pool import KVPool
-from hybridrt.mem_cache.mamba_pool import NO_REPLAY, REPLAY_KINDS, MambaPool, MambaPoolSpec
+from hybridrt.mem_cache.mamba_pool import MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts, plan_memory
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -21,7 +22,6 @@ from hybridrt.models.loader import fill_dummy, has_own_head, load_weights
 from hybridrt.models.registry import make_mtp_head, model_class
 from hybridrt.runtime.host_memory import free_host_memory
 from hybridrt.runtime.sampler import SamplingTable
-from hybridrt.state_shape import state_shape
 
 DEFAULT_ROWS = {"cpu": 16, "cuda": 256}
 CPU_SHARE = 4  # pools take a quarter of the main memory that is free
@@ -68,13 +68,13 @@ def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: tor
     """
     spec = config.speculative
     asked = config.state_mode if spec is None else spec.state_mode
-    if asked == "replay" and not REPLAY_KINDS.issuperset(kinds):
-        raise ConfigError(NO_REPLAY)
+    if asked == "replay":
+        check_replay(kinds)
     if asked != "auto":
         return asked
     # Replay saves state writes; beside the overhead of plain torch they cost nothing, so kernels decide. Trees need
     # every state.
-    if device.type == "cuda" and REPLAY_KINDS.issuperset(kinds) and (spec is None or spec.topk == 1):
+    if device.type == "cuda" and can_replay(kinds) and (spec is None or spec.topk == 1):
         return "replay"
     return "classic" if spec is None else "intermediate"
 

@@ -113,6 +113,7 @@ class ModelRunner:
             kv_pool=self.pools.kv,
             req_to_token_pool=self.pools.req_to_token,
             device=self.device,
+            composite=self.model.composite,
         )
         self.sampling_table = SamplingTable(plan.num_rows, self.model_config.vocab_size, self.device)
         self.sampler = Sampler(self.sampling_table)

@@ -9,10 +9,11 @@ from hybridrt.attention.base import AttentionBackend
 from hybridrt.distributed.conv_transfer import MambaSpec, Section, derive_mamba_conv_split
 from hybridrt.errors import PoolError
 from hybridrt.kernels.slots import write_columns
+from hybridrt.kinds.base import StateShape
+from hybridrt.kinds.registry import state_dtype, state_shape
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.runtime.build import Pools, Target
 from hybridrt.runtime.step import StateCopy
-from hybridrt.state_shape import StateShape, state_shape
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class ImageLayout:
         found: list[Section] = []
         for _, shape, groups in self.recurrent:
             shapes = (shape.conv_dim, shape.conv_kernel - 1), shape.temporal
-            spec = MambaSpec(shapes, (self.dtype, self.state_dtype), shape.kind, groups)
+            spec = MambaSpec(shapes, (self.dtype, state_dtype(shape, self.state_dtype)), shape.kind, groups)
             found += derive_mamba_conv_split(spec, self.tp_size).sections
         nbytes = self.kv_heads * self.kv_tokens(length) * self.head_dim * self.dtype.itemsize
         return found + [Section(nbytes, self.all_kv_heads)] * (2 * len(self.attention))
@@ -117,7 +118,8 @@ class StateArena:
             window = image.take((1, shape.conv_dim, inputs), layout.dtype)
             columns = torch.arange(copy.length - inputs, copy.length, device=slots.device) % cache.conv.shape[2]
             write_columns(cache.conv, slots, columns[None], window.transpose(1, 2))
-            cache.temporal.index_copy_(0, slots.long(), image.take((1, *shape.temporal), layout.state_dtype))
+            dtype = state_dtype(shape, layout.state_dtype)
+            cache.temporal.index_copy_(0, slots.long(), image.take((1, *shape.temporal), dtype))
         places = self._places(copy)
         for layer_id in layout.attention:
             for tensor in self._pools.kv.layer(layer_id):
@@ -151,7 +153,7 @@ class StateArena:
         if pool is None or pool.spec.mode != "replay":
             return
         start, length = pool.ring_start[row : row + 1], pool.ring_length[row : row + 1]
-        self._backend.linear_attn_backend.materialize(torch.full_like(slots, row), length, slots)
+        self._backend.materialize(torch.full_like(slots, row), length, slots)
         start.zero_()
         length.zero_()
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.common import gdn_of, mamba1_of, mamba2_of
 from hybridrt.config import ModelConfig
 from hybridrt.hf_config import read_model_config
 from hybridrt.kernels.chunk_plan import plan_chunks
@@ -18,8 +19,9 @@ from hybridrt.kernels.mamba1_update import BCNorms
 from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.providers import select
 from hybridrt.kernels.state_ring import RingFolds
+from hybridrt.kinds.base import StateShape
+from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.mamba_pool import ring_width
-from hybridrt.state_shape import StateShape, state_shape
 from tests.gpu import rig
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
@@ -168,12 +170,12 @@ def log_decay_gate(x: Tensor) -> Tensor:
 
 def mamba2_heads(config: ModelConfig) -> dict[str, Any]:
     """Per-head numbers: decays from 0.999 to 0.2 a token."""
-    heads = config.mamba2.num_heads
+    heads = mamba2_of(config).num_heads
     return {
         "A": -torch.linspace(1.0, 16.0, heads, device=rig.DEVICE),
         "D": normal(heads, dtype=torch.float32),
         "dt_bias": torch.linspace(-6.9, -2.3, heads, device=rig.DEVICE),
-        "dt_limit": config.mamba2.dt_limit,
+        "dt_limit": mamba2_of(config).dt_limit,
     }
 
 
@@ -182,7 +184,7 @@ def conv_weights(shape: StateShape) -> dict[str, Tensor]:
 
 
 def mamba2_decode(config: ModelConfig, mode: str, tokens: int) -> Case:
-    shape = state_shape(config.mamba2)
+    shape = state_shape(mamba2_of(config))
     rows, (heads, dim, _) = DecodeRows(shape, tokens), shape.temporal
     z, xBC, dt = rows.tokenwise(heads * dim, shape.conv_dim, heads)
     args, pools = rows.state_args(mode, time_step_gate)
@@ -202,7 +204,7 @@ def after_conv(config: ModelConfig, rows: DecodeRows) -> dict[str, Any]:
 
 
 def selective_state_update(config: ModelConfig, mode: str, tokens: int) -> Case:
-    rows = DecodeRows(state_shape(config.mamba2), tokens)
+    rows = DecodeRows(state_shape(mamba2_of(config)), tokens)
     args, pools = rows.state_args(mode, time_step_gate)
     args |= after_conv(config, rows) | {"read_slots": rows.slots, "write_slots": rows.slots}
     if mode == "intermediate":  # a tree: each node under the one before the last
@@ -212,9 +214,9 @@ def selective_state_update(config: ModelConfig, mode: str, tokens: int) -> Case:
 
 def mamba1_tokens(config: ModelConfig, tokenwise: Callable[..., list[Tensor]]) -> dict[str, Any]:
     """x and z are halves of one projection, B and C slices of another; rates from 1 to 16."""
-    channels, states = state_shape(config.mamba1).temporal
+    channels, states = state_shape(mamba1_of(config)).temporal
     x, z = tokenwise(channels, channels)
-    _, B, C = tokenwise(config.mamba1.dt_rank, states, states)
+    _, B, C = tokenwise(mamba1_of(config).dt_rank, states, states)
     rates = -torch.arange(1.0, states + 1, device=rig.DEVICE).expand(channels, -1).contiguous()
     return {
         "x": x, "z": z, "dt": tokenwise(channels)[0], "B": B, "C": C, "A": rates,
@@ -223,10 +225,10 @@ def mamba1_tokens(config: ModelConfig, tokenwise: Callable[..., list[Tensor]]) -
 
 
 def mamba1_update(config: ModelConfig, mode: str, tokens: int, tree: bool = False) -> Case:
-    rows = DecodeRows(state_shape(config.mamba1), tokens)
+    rows = DecodeRows(state_shape(mamba1_of(config)), tokens)
     args, pools = rows.state_args(mode, time_step_gate)
     args |= mamba1_tokens(config, rows.tokenwise) | {"read_slots": rows.slots, "write_slots": rows.slots}
-    weights = torch.rand(2, config.mamba1.state_size, device=rig.DEVICE) + 0.5
+    weights = torch.rand(2, mamba1_of(config).state_size, device=rig.DEVICE) + 0.5
     args["norms"] = BCNorms(weights[0], weights[1], 1e-6)
     if tree:  # each node under the one before the last
         args["parents"] = int32([[max(t - 2, -1) for t in range(tokens)]] * BATCH)
@@ -234,7 +236,7 @@ def mamba1_update(config: ModelConfig, mode: str, tokens: int, tree: bool = Fals
 
 
 def selective_scan(config: ModelConfig) -> Case:
-    prompts = Prompts(state_shape(config.mamba1), config.mamba1.chunk_size)
+    prompts = Prompts(state_shape(mamba1_of(config)), mamba1_of(config).chunk_size)
     args = mamba1_tokens(config, prompts.tokenwise) | prompts.scan_args()
     return Case("selective_scan", args, {"states": prompts.used_slots}, decode=False)
 
@@ -281,8 +283,8 @@ class Prompts:
 
 
 def mamba2_chunk_scan(config: ModelConfig) -> Case:
-    shape = state_shape(config.mamba2)
-    prompts, (heads, dim, _) = Prompts(shape, config.mamba2.chunk_size), shape.temporal
+    shape = state_shape(mamba2_of(config))
+    prompts, (heads, dim, _) = Prompts(shape, mamba2_of(config).chunk_size), shape.temporal
     z, xBC, dt = prompts.tokenwise(heads * dim, shape.conv_dim, heads)
     x, B, C = split_conv_channels(xBC, (SLOTS + 1, *shape.temporal))
     args = {"x": x, "dt": dt, "B": B, "C": C, "z": z.unflatten(-1, (heads, dim))}
@@ -313,7 +315,7 @@ def causal_conv1d_update(shape: StateShape, tokens: int) -> Case:
 
 
 def gdn_decode(config: ModelConfig, mode: str, tokens: int) -> Case:
-    shape = state_shape(config.gdn)
+    shape = state_shape(gdn_of(config))
     rows, heads = DecodeRows(shape, tokens), shape.temporal[0]
     qkv, _, b, a = rows.tokenwise(shape.conv_dim, heads * shape.temporal[1], heads, heads)
     args, pools = rows.state_args(mode, log_decay_gate)
@@ -329,7 +331,7 @@ def gdn_heads(heads: int) -> dict[str, Tensor]:
 
 
 def gdn_tokens(config: ModelConfig, tokenwise: Callable[..., list[Tensor]]) -> dict[str, Tensor]:
-    shape = state_shape(config.gdn)
+    shape = state_shape(gdn_of(config))
     heads = shape.temporal[0]
     qkv, a, b = tokenwise(shape.conv_dim, heads, heads)
     q, k, v = split_qkv(qkv, torch.empty(1, *shape.temporal, device="meta"))
@@ -338,20 +340,20 @@ def gdn_tokens(config: ModelConfig, tokenwise: Callable[..., list[Tensor]]) -> d
 
 
 def gdn_recurrent(config: ModelConfig, mode: str, tokens: int) -> Case:
-    rows = DecodeRows(state_shape(config.gdn), tokens)
+    rows = DecodeRows(state_shape(gdn_of(config)), tokens)
     args, pools = rows.state_args(mode, log_decay_gate)
     args |= gdn_tokens(config, rows.tokenwise)
     return Case("recurrent_gated_delta_rule", args | {"read_slots": rows.slots, "write_slots": rows.slots}, pools)
 
 
 def chunk_gated_delta_rule(config: ModelConfig) -> Case:
-    prompts = Prompts(state_shape(config.gdn), config.gdn.chunk_size)
+    prompts = Prompts(state_shape(gdn_of(config)), gdn_of(config).chunk_size)
     args = gdn_tokens(config, prompts.tokenwise) | prompts.scan_args()
     return Case("chunk_gated_delta_rule", args, {"states": prompts.used_slots}, decode=False)
 
 
 def gdn_gates(config: ModelConfig) -> Case:
-    heads = config.gdn.num_v_heads
+    heads = gdn_of(config).num_v_heads
     a, b, _ = normal(300, 2 * heads + 5).split([heads, heads, 5], -1)
     return Case("gdn_gates", {"a": a, "b": b} | gdn_heads(heads), decode=False)
 

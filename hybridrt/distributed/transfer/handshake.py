@@ -8,9 +8,10 @@ from hybridrt.config import EngineConfig
 from hybridrt.distributed.channel import Message
 from hybridrt.distributed.transfer.digest import model_digest
 from hybridrt.errors import HandshakeError, MessageError
+from hybridrt.kinds.base import StateShape
+from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.mamba_pool import ring_width
 from hybridrt.runtime.build import Target
-from hybridrt.state_shape import StateShape, state_shape
 
 VERSION = 2
 _MOST_TEXT = 1 << 16

@@ -6,10 +6,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hybridrt.config import HISTORY_MODES
+from hybridrt.config import AttentionConfig, LayerSpec, LinearConfig
 from hybridrt.config_json import NULL, check_fields, either, list_of, one_of
 from hybridrt.config_kinds import ATTENTION, COMMON, EPSILON, LAYERS, POSITIONS, ROPE, SIZE, STATE, TAPS, Kinds
 from hybridrt.errors import ConfigError
+from hybridrt.kinds.mamba1 import Mamba1Config
+from hybridrt.kinds.prefix_sum import PrefixSumConfig
+from hybridrt.layers.hybrid_attention import HISTORY_MODES
 
 ARCHITECTURE = "SwaSsmForCausalLM"
 # What a config.json holds beside the fields below; read elsewhere or of no concern here.
@@ -92,6 +95,23 @@ class SwaSsmConfig:
         """The mode of each layer."""
         mode = self.history_mode
         return (mode,) * self.num_hidden_layers if isinstance(mode, str) else tuple(mode)
+
+    def family_fields(self) -> dict[str, Any]:
+        """What of a ModelConfig this family decides."""
+        kinds = [HISTORY_MODES[mode] for mode in self.history_modes]
+        states: tuple[LinearConfig, ...] = (
+            Mamba1Config(
+                self.ssm_intermediate_size, self.ssm_state_size, self.ssm_conv_kernel, self.ssm_time_step_rank
+            ),
+            PrefixSumConfig(self.hidden_size),
+        )
+        rope = {"rope_type": "default", "rope_theta": self.rope_theta}
+        heads = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        return {
+            "layers": tuple(LayerSpec(True, kind, "mlp") for kind in kinds),
+            "linear": {state.kind: state for state in states if state.kind in kinds},
+            "attention": AttentionConfig(*heads, rope, self.sliding_window),
+        }
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], file: Path = Path("config.json")) -> "SwaSsmConfig":

@@ -1,0 +1,36 @@
+"""Mamba-1 (Gu & Dao 2023): channels with a state each, whose decays differ from state to state."""
+
+from dataclasses import dataclass
+
+from hybridrt.config import LinearConfig
+from hybridrt.kinds.base import LinearKind, StateShape, split_over
+
+
+@dataclass(frozen=True)
+class Mamba1Config(LinearConfig):
+    """Mamba-1 mixer, before sharding: I channels of N states, time steps of rank `dt_rank`."""
+
+    kind = "mamba1"
+    intermediate_size: int
+    state_size: int
+    conv_kernel: int
+    dt_rank: int
+    chunk_size: int = 32
+
+
+def _shape(config: Mamba1Config, tp_size: int) -> StateShape:
+    channels = split_over("Mamba-1 channels", config.intermediate_size, tp_size)
+    return StateShape(config.kind, (("x", channels),), config.conv_kernel, (channels, config.state_size), 1)
+
+
+# No ring: each state decays at a rate of its own, so a token's inputs would take as much memory as the state.
+KIND = LinearKind(
+    title="Mamba-1",
+    letter="M",
+    config=Mamba1Config,
+    shape=_shape,
+    backend="hybridrt.attention.mamba1:Mamba1AttnBackend",
+    mixer="hybridrt.layers.mamba1:Mamba1Mixer",
+    conv_parts={"x": False},
+    temporal_dims=("channels", "states"),
+)

@@ -1,0 +1,36 @@
+"""A running sum of the hidden states, the simplest recurrence: a lost state or a wrong slot is plain to see."""
+
+from dataclasses import dataclass
+
+import torch
+
+from hybridrt.config import LinearConfig
+from hybridrt.kinds.base import LinearKind, StateShape
+
+
+@dataclass(frozen=True)
+class PrefixSumConfig(LinearConfig):
+    """One sum of `hidden_size` numbers."""
+
+    kind = "prefix_sum"
+    hidden_size: int
+    chunk_size: int = 32
+
+
+def _shape(config: PrefixSumConfig, tp_size: int) -> StateShape:
+    return StateShape(config.kind, (), 1, (config.hidden_size,), 1)  # hidden states are whole on every rank
+
+
+KIND = LinearKind(
+    title="prefix sum",
+    letter="S",
+    config=PrefixSumConfig,
+    shape=_shape,
+    backend="hybridrt.attention.prefix_sum:PrefixSumAttnBackend",
+    mixer="hybridrt.layers.prefix_sum:PrefixSumMixer",
+    conv_parts={},
+    temporal_dims=("hidden",),
+    cut_state=False,
+    # Nothing in a sum decays: what rounding loses of it is lost for good.
+    state_dtype=torch.float32,
+)

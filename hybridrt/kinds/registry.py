@@ -1,0 +1,89 @@
+"""Names to kinds of recurrent layer: a module of this package each, or what other packages name in an entry point."""
+
+import importlib
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import entry_points
+from pkgutil import iter_modules
+from typing import Any
+
+import torch
+
+from hybridrt import kinds
+from hybridrt.config import LinearConfig
+from hybridrt.errors import BackendError, ConfigError, UnsupportedLayerError
+from hybridrt.kinds.base import LinearKind, StateShape
+
+# The other modules of this package each hold the KIND of their name.
+BUILT_IN = {module.name for module in iter_modules(kinds.__path__)} - {"base", "registry"}
+# Packages add kinds: an entry point of this group names a LinearKind, "name = module:object".
+ENTRY_POINT_GROUP = "hybridrt.kinds"
+
+
+def kind_names() -> list[str]:
+    """Every kind that `linear_kind` knows."""
+    return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+@cache
+def linear_kind(name: str) -> LinearKind:
+    """The kind of a name.
+
+    Raises:
+        UnsupportedLayerError: there is none of that name.
+        BackendError: the package that should bring it cannot be imported, or brings something else.
+    """
+    target = f"hybridrt.kinds.{name}:KIND" if name in BUILT_IN else None
+    if target is None:
+        target = next((p.value for p in entry_points(group=ENTRY_POINT_GROUP) if p.name == name), None)
+    if target is None:
+        known = ", ".join(map(repr, kind_names()))
+        raise UnsupportedLayerError(f"{name!r} is no kind of recurrent layer; known are {known}")
+    kind = load_object(target)
+    if not isinstance(kind, LinearKind) or kind.config.kind != name:
+        raise BackendError(f"the entry point {name!r} gives {kind!r}; it must name a LinearKind of that name")
+    return kind
+
+
+def state_shape(config: LinearConfig, tp_size: int = 1) -> StateShape:
+    """The state that one layer keeps for one request on one of `tp_size` ranks.
+
+    Heads (channels of Mamba-1) are split; groups (key heads) are split where they divide, and replicated where there
+    is only one.
+
+    Raises:
+        ConfigError: the heads, channels or groups cannot be split over `tp_size` ranks, or the configuration is not
+            one of its kind.
+    """
+    kind = linear_kind(config.kind)
+    if not isinstance(config, kind.config):
+        raise ConfigError(f"{config!r} configures no {kind.title} layer; use {kind.config.__name__}")
+    return kind.shape(config, tp_size)
+
+
+def state_dtype(shape: StateShape, asked: torch.dtype) -> torch.dtype:
+    """dtype of a layer's recurrent state in a run that asks for `asked`."""
+    return linear_kind(shape.kind).state_dtype or asked
+
+
+def check_replay(names: Iterable[str]) -> None:
+    """ConfigError if state mode "replay" does not exist for one of these kinds."""
+    if without := [kind.title for kind in map(linear_kind, names) if kind.ring_shapes is None]:
+        raise ConfigError(
+            f'state mode "replay" does not exist for {", ".join(without)}; use "auto": "classic" without speculation, '
+            '"intermediate" with it'
+        )
+
+
+def can_replay(names: Iterable[str]) -> bool:
+    """Whether state mode "replay" exists for all of these kinds."""
+    return all(linear_kind(name).ring_shapes is not None for name in names)
+
+
+def load_object(target: str) -> Any:
+    """What "module:name" names. BackendError if it cannot be imported."""
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as e:
+        raise BackendError(f"{target} cannot be imported: {e}; install what it needs, see its extra") from e
