@@ -343,7 +343,7 @@ class Engine:
     def _count(self, scheduled: ScheduledStep) -> None:
         self._totals.steps += 1
         self._totals.prompt_tokens += sum(len(row.tokens) for row in scheduled.plan.extend)
-        self._totals.proposed += sum(len(row.drafts) for row in scheduled.plan.decode)
+        self._totals.proposed += int(scheduled.plan.decode.num_drafts.sum())
 
     def _count_gain(self, request: Request, tokens: int, verified: bool) -> None:
         for counters in (request.metrics, self._totals):

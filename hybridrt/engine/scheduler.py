@@ -8,7 +8,7 @@ from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.request import Request
 from hybridrt.errors import EngineError
 from hybridrt.runtime.sampler import SamplingTable
-from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, StateCopy, StepPlan, StepResult
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult
 from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
 
 Refuse = Callable[[Request, Exception], None]
@@ -116,13 +116,15 @@ class Scheduler:
     def _schedule_decode(self, step: ScheduledStep) -> None:
         """Adds a row for every request that can decode and finds a page."""
         ready = [r for r in self.running.values() if r.prefilled and r.tokens_left > 0]
+        rows: list[DecodeRow] = []
         for request, draft in self._with_drafts(ready):
             if request.row is None:
                 continue  # retracted for an earlier one
             if draft and not self._coordinator.grow(request, request.computed + 1 + len(draft), step.plan):
                 draft = NO_DRAFT
             if self._grow(request, step.plan):
-                self._add_decode(step, request, draft)
+                rows.append(self._add_decode(step, request, draft))
+        step.plan.decode = DecodeRows.of(rows)
 
     def _with_drafts(self, ready: list[Request]) -> list[tuple[Request, Draft]]:
         if self._drafter is None:
@@ -145,15 +147,16 @@ class Scheduler:
         self.waiting.appendleft(victim)
         return victim
 
-    def _add_decode(self, step: ScheduledStep, request: Request, draft: Draft) -> None:
+    def _add_decode(self, step: ScheduledStep, request: Request, draft: Draft) -> DecodeRow:
         assert request.row is not None
         index = len(request.output) + request.pending
-        step.plan.decode.append(DecodeRow(request.row.index, request.computed, index, draft.tokens, draft.parents))
+        row = DecodeRow(request.row.index, request.computed, index, draft.tokens, draft.parents)
         tokens = 1 + len(draft)
         step.rows.append((request, tokens))
         request.computed += tokens
         request.pending += tokens
         request.metrics.proposed += len(draft)
+        return row
 
     def _schedule_prefill(self, step: ScheduledStep, budget: int, refuse: Refuse | None) -> None:
         """Goes on with admitted prompts, then admits. Where a decode row found no page, none is left to admit with."""

@@ -16,7 +16,7 @@ from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.runtime.build import draft_config
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.sampler import SamplingTable
-from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepHandle, StepPlan
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepHandle, StepPlan
 from hybridrt.speculative.drafter import Draft, DraftRequest
 from hybridrt.speculative.tree import with_siblings
 
@@ -91,7 +91,9 @@ class DraftModelDrafter:
         launched = self._start([tenant for tenant, _ in behind])
         for step in range(1, max((steps for _, steps in behind), default=0)):
             going = [tenant for tenant, steps in behind if steps > step]
-            launched.append(self._launch(StepPlan(decode=[_decode_row(tenant, step) for tenant in going]), going))
+            launched.append(
+                self._launch(StepPlan(decode=DecodeRows.of(_decode_row(tenant, step) for tenant in going)), going)
+            )
         for part in launched:
             part.read(self._topk - 1)
         return [tenant.draft(n) for tenant, n in zip(tenants, most)]
