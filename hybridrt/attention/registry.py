@@ -10,7 +10,7 @@ import torch
 from hybridrt.attention.base import AttentionBackend, SegmentedAttnBackend
 from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
 from hybridrt.attention.paged import kernel_facts
-from hybridrt.attention.prefill_decode import HybridAttnBackend
+from hybridrt.attention.prefill_decode import PrefillDecodeAttnBackend
 from hybridrt.config import EngineConfig, ModelConfig
 from hybridrt.errors import BackendError
 from hybridrt.kernels.providers import is_installed, objection, require
@@ -120,7 +120,7 @@ def _full_attention(
     # A prefill backend that nobody named was chosen for prefill alone.
     named = config.prefill_attention_backend is not None
     mode = config.speculative.speculative_attention_mode if config.speculative and named else "decode"
-    return HybridAttnBackend(build(prefill), build(decode), mode)
+    return PrefillDecodeAttnBackend(build(prefill), build(decode), mode)
 
 
 def _check_linear_name(name: str, model_config: ModelConfig) -> None:
