@@ -117,7 +117,7 @@ def _full_attention(
     prefill = resolve_prefill_name(config, device, kv_pool.k.dtype, kv_pool.k.shape[-1])
     if prefill == decode:
         return build(decode)
-    # A prefill backend that nobody named was chosen for prefill alone.
+    # A prefill backend that no option names was chosen for prefill alone.
     named = config.prefill_attention_backend is not None
     mode = config.speculative.speculative_attention_mode if config.speculative and named else "decode"
     return PrefillDecodeAttnBackend(build(prefill), build(decode), mode)
