@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrt.attention.base import AttentionBackend
-from hybridrt.attention.hybrid_attention import HybridAttentionBackend
+from hybridrt.attention.window_history import WindowHistoryBackend
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import BackendError, ConfigError
@@ -76,7 +76,7 @@ class Bench:
         table = HybridReqToTokenPool(num_rows=7, max_context=64, page_size=4, mamba_pool=self.pool, device="cpu")
         self.slots = torch.arange(8, 0, -1)
         table.admit(torch.arange(1, 8), self.slots[1:])
-        self.backend = HybridAttentionBackend(CopiesTheQuery(), [self.adapter], table)
+        self.backend = WindowHistoryBackend(CopiesTheQuery(), [self.adapter], table)
         self.layer = SimpleNamespace(layer_id=0, attn=SimpleNamespace(layer_id=0), ssm_adapter=self.adapter)
         self.layer.project = lambda attended: attended.clone()
         self.lengths = [0] * 8
@@ -259,7 +259,7 @@ def test_two_layers_of_one_name_are_an_error(name: str, layer_id: int, what: str
     adapters = [make_adapter("disabled", name="a", layer_id=0), make_adapter("disabled", name=name, layer_id=layer_id)]
     table = HybridReqToTokenPool(num_rows=1, max_context=4, page_size=4, mamba_pool=None, device="cpu")
     with pytest.raises(BackendError, match=f"{what} belongs to two"):
-        HybridAttentionBackend(CopiesTheQuery(), adapters, table)
+        WindowHistoryBackend(CopiesTheQuery(), adapters, table)
 
 
 def test_the_layer_adds_both_branches_to_one_sum_over_ranks(

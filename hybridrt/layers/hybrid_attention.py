@@ -16,7 +16,7 @@ from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.kinds.registry import linear_kind, load_object
 from hybridrt.layers.attention import PlainAttention
-from hybridrt.layers.weights import Build, Target
+from hybridrt.layers.weights import Build, CheckpointTarget
 
 # Modes of a history branch, and the kind of recurrent layer that it then is.
 HISTORY_MODES: Mapping[str, str | None] = {
@@ -77,7 +77,7 @@ class HybridSSMAdapter(nn.Module):
         """All rows of a step, decode rows first: [T, hidden] to [T, hidden]. Mode "prefix_sum" takes any [T, *dims].
 
         Args:
-            batch: the step, as its backend (a HybridAttentionBackend) has planned it. None, or a backend that has
+            batch: the step, as its backend (a WindowHistoryBackend) has planned it. None, or a backend that has
                 planned nothing, is a run for shapes alone: zeros.
 
         Raises:
@@ -112,7 +112,7 @@ class HybridSSMAdapter(nn.Module):
         out: torch.Tensor = self.mixer.summand(x, replace(batch, attn_backend=backend))
         return torch.zeros_like(out) if self.mode == "benchmark" else out
 
-    def targets(self, key: str) -> dict[str, Target]:
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the recurrent layer under `key`; none where the mode has no weights."""
         return {} if self.mixer is None else self.mixer.targets(key)
 
