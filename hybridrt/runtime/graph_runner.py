@@ -219,7 +219,7 @@ class GraphRunner:
 
     def _upload(self, decode: DecodeRows, new_pages: np.ndarray | None) -> None:
         columns = pack_rows(decode, (), self.tokens, self.tree, size=self.max_bs, fill=self._fill, new_pages=new_pages)
-        self._staging.upload(columns, self.buffers.packed)
+        self._staging.copy_into(self.buffers.packed, columns)
 
     def _rows_and_lens(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.buffers.sections["rows"], self.buffers.sections["seq_lens"]

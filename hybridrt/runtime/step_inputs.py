@@ -6,7 +6,7 @@ their size. An eager step adds its chunks and the host's bookkeeping.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from math import prod
 
 import numpy as np
 import torch
@@ -147,24 +147,24 @@ def _flat(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
 
 
 def cut(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Sections:
-    """Views of `flat` [n] int32, one behind the other."""
-    starts, _ = _starts(shapes)
-    return {
-        name: flat[start : start + int(np.prod(shape))].view(shape)
-        for start, (name, shape) in zip(starts, shapes.items())
-    }
+    """Views of `flat` [packed_size] int32, one behind the other."""
+    sections, start = {}, 0
+    for name, shape in shapes.items():
+        size = prod(shape)
+        sections[name] = flat[start : start + size].view(shape)
+        start += _aligned(size)
+    return sections
 
 
 def packed_size(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Integers of a buffer that `cut` cuts."""
-    return _starts(shapes)[1]
+    return sum(_aligned(prod(shape)) for shape in shapes.values())
 
 
-def _starts(shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[int], int]:
-    """Where sections start, and the size of all. Each starts on 16 bytes: Triton compiles a kernel anew for every
-    combination of aligned and unaligned arguments."""
-    *starts, end = accumulate((-(-int(np.prod(shape)) // 4) * 4 for shape in shapes.values()), initial=0)
-    return starts, end
+def _aligned(size: int) -> int:
+    """Each section starts on 16 bytes: Triton compiles a kernel anew for every combination of aligned and unaligned
+    arguments."""
+    return size + -size % 4
 
 
 class StagingRing:
@@ -177,18 +177,21 @@ class StagingRing:
         self._events: list[torch.cuda.Event | None] = [None] * depth
         self._next = 0
 
-    def upload(self, sections: Mapping[str, np.ndarray], into: torch.Tensor | None = None) -> Sections:
-        """One copy for all sections, into `into` [packed_size] int32 or fresh device memory."""
-        shapes = {name: array.shape for name, array in sections.items()}
-        starts, size = _starts(shapes)
-        if into is None:
-            into = torch.empty(size, dtype=torch.int32, device=self.device)
-        staging = self._staging(into)
-        flat = staging.numpy()
-        for start, array in zip(starts, sections.values()):
-            flat[start : start + array.size] = array.reshape(-1)
-        self._copy(into, staging)
+    def upload(self, columns: Mapping[str, np.ndarray]) -> Sections:
+        """One copy for all columns, into fresh device memory."""
+        shapes = {name: column.shape for name, column in columns.items()}
+        into = torch.empty(packed_size(shapes), dtype=torch.int32, device=self.device)
+        self.copy_into(into, columns)
         return cut(into, shapes)
+
+    def copy_into(self, into: torch.Tensor, columns: Mapping[str, np.ndarray]) -> None:
+        """One copy for all columns, into [packed_size] int32, which `cut` cuts by their shapes."""
+        staging, start = self._staging(into), 0
+        flat = staging.numpy()
+        for column in columns.values():
+            flat[start : start + column.size] = column.reshape(-1)
+            start += _aligned(column.size)
+        self._copy(into, staging)
 
     def _staging(self, into: torch.Tensor) -> torch.Tensor:
         """Pinned memory for a copy to `into`; on a CPU `into` itself."""
