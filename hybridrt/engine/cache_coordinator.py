@@ -24,6 +24,7 @@ from hybridrt.engine.columns import UNLIMITED, RowColumns
 from hybridrt.engine.request import Request
 from hybridrt.errors import MemoryBudgetError, PoolError
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
+from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.mem_cache.prefix_cache import NoPrefixCache, PrefixCache, PrefixMatch
 from hybridrt.runtime.step import Admission, PageWrite, StateCopy, StepPlan
@@ -62,6 +63,11 @@ class CacheCoordinator:
         self._returns = 0
         self._demand = demand or PageDemand(page_size)
         self._prefix_cache: PrefixCache = prefix_cache or NoPrefixCache()
+
+    @classmethod
+    def of(cls, plan: MemoryPlan) -> "CacheCoordinator":
+        """Lends what a memory plan has."""
+        return cls(plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, demand=plan.demand)
 
     def check_fits(self, num_tokens: int) -> None:
         """Raises MemoryBudgetError if a request of num_tokens tokens in all could not run even alone."""
