@@ -206,12 +206,16 @@ def test_sums_of_any_rank() -> None:
 
 
 @pytest.mark.parametrize("mode", HISTORY_MODES)
-def test_runs_for_shapes_alone_give_zeros(mode: str) -> None:
+def test_a_step_that_is_not_planned_is_an_error_unless_the_branch_is_disabled(mode: str) -> None:
     bench, x = Bench(mode), torch.randn(3, HIDDEN)
     unplanned = bench.batch([1, 2, 3], [])
     for method in ("forward_history_branch", "forward_history_branch_decode", "forward_history_branch_prefill"):
         for arguments in ((x,), (x, None), (x, unplanned)):
-            assert torch.equal(getattr(bench.adapter, method)(*arguments), torch.zeros_like(x))
+            if mode == "disabled":
+                assert not getattr(bench.adapter, method)(*arguments).any()
+                continue
+            with pytest.raises(BackendError, match="no planned step"):
+                getattr(bench.adapter, method)(*arguments)
 
 
 def test_one_tensor_parallel_rank_speaks_for_a_sum() -> None:
