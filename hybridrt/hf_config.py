@@ -17,7 +17,7 @@ from hybridrt.errors import ConfigError, UnsupportedModelError, shown
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
-from hybridrt.kinds.registry import load_object
+from hybridrt.plugins import load_object
 
 FamilyFields = dict[str, Any]
 # Longest request of a model whose config.json sets no limit, since nothing in it counts positions.

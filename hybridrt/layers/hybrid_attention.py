@@ -14,9 +14,10 @@ from hybridrt.errors import BackendError, ConfigError
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
-from hybridrt.kinds.registry import linear_kind, load_object
+from hybridrt.kinds.registry import linear_kind
 from hybridrt.layers.attention import PlainAttention
 from hybridrt.layers.weights import Build, CheckpointTarget
+from hybridrt.plugins import load_object
 
 # Modes of a history branch, and the kind of recurrent layer that it then is.
 HISTORY_MODES: Mapping[str, str | None] = {
