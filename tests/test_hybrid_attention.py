@@ -18,6 +18,7 @@ from hybridrt.attention.window_history import WindowHistoryBackend
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import BackendError, ConfigError
+from hybridrt.families.swa_ssm import SwaSsmConfig
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.hybrid_attention import HISTORY_MODES, HybridSSMAdapter
@@ -25,7 +26,6 @@ from hybridrt.layers.weights import Build
 from hybridrt.mem_cache.mamba_pool import MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.loader import fill_dummy
-from hybridrt.models.swa_ssm_config import SwaSsmConfig
 from hybridrt.runtime.build import load_target
 from tests.by_hand import ByHand, Row
 from tests.checkpoints import CheckpointStore, swa_ssm, write

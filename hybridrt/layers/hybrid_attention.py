@@ -1,6 +1,5 @@
 """Sliding-window attention over recent tokens plus a history branch over all of them."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,7 @@ from hybridrt.attention.base import Rope
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import BackendError, ConfigError
+from hybridrt.families.swa_ssm import HISTORY_MODES
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
@@ -18,14 +18,6 @@ from hybridrt.kinds.registry import linear_kind
 from hybridrt.layers.attention import PlainAttention
 from hybridrt.layers.weights import Build, CheckpointTarget
 from hybridrt.plugins import load_object
-
-# Modes of a history branch, and the kind of recurrent layer that it then is.
-HISTORY_MODES: Mapping[str, str | None] = {
-    "disabled": None,
-    "prefix_sum": "prefix_sum",
-    "enabled": "mamba1",
-    "benchmark": "mamba1",
-}
 
 
 class HybridSSMAdapter(nn.Module):
