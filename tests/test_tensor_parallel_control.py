@@ -24,12 +24,11 @@ from hybridrt.distributed.control import TIMEOUT_VARIABLE, Link, rank_timeout
 from hybridrt.distributed.transfer.ranks import JoinTransfer
 from hybridrt.errors import ConfigError, MessageError, PeerGoneError, RankError
 from hybridrt.runtime import rank_start
+from hybridrt.runtime.drafting import DraftRow, DraftTask
 from hybridrt.runtime.messages import KINDS, decode, encode
-from hybridrt.runtime.mtp import DraftRow
 from hybridrt.runtime.ranks import Ranks
 from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StateCopy, StepPlan
 from hybridrt.sampling_params import SamplingParams
-from hybridrt.speculative.mtp import DraftTask
 from tests.checkpoints import CheckpointStore
 from tests.session import Session
 from tests.test_models_parity import requests

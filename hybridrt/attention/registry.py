@@ -14,9 +14,10 @@ from hybridrt.attention.prefill_decode import PrefillDecodeAttnBackend
 from hybridrt.config import EngineConfig, ModelConfig
 from hybridrt.errors import BackendError
 from hybridrt.kernels.providers import is_installed, objection, require
-from hybridrt.kinds.registry import kind_names, load_object
+from hybridrt.kinds.registry import kind_names
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.plugins import load_object
 
 # "module:class" of each full-attention backend; packages add theirs through the entry-point group below.
 FULL_ATTENTION = {

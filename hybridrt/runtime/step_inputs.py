@@ -125,7 +125,7 @@ def chunk_names(size: int) -> dict[str, str]:
 
 
 def _chunks(computed: np.ndarray, new: np.ndarray, sizes: Iterable[int]) -> Columns:
-    found = {}
+    found: Columns = {}
     for size in sizes:
         columns = chunk_columns(computed, new, size)
         found |= {packed: columns[name] for name, packed in chunk_names(size).items()}

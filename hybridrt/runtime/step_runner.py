@@ -8,14 +8,13 @@ import numpy as np
 import torch
 
 from hybridrt.attention.base import AttentionBackend
-from hybridrt.attention.registry import create_backend
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.kernels.chunk_plan import ChunkPlan, chunk_plan
-from hybridrt.runtime.build import Runtime, draft_pages, step_widths
+from hybridrt.runtime.build import Runtime, step_widths
+from hybridrt.runtime.drafting import DeviceDrafter, draft_method
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
-from hybridrt.runtime.mtp import MTPRunner
 from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, SamplingTable, Verification
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import DecodeRows, StepHandle, StepPlan
@@ -33,7 +32,7 @@ class StepRunner:
             by the host.
         graphs: by tokens of a row.
         arena: images of states that come from or go to other workers; None without EngineConfig.transfer_bytes.
-        mtp: the model's prediction head if that drafts.
+        drafter: the part of a drafter that runs beside the model; None without one.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -48,16 +47,8 @@ class StepRunner:
         self._staging = StagingRing(self.device)
         self._required = RowRequirements(self.plan.num_rows)
         self.arena: StateArena | None = None
-        self.mtp = self._make_mtp() if self.model.mtp is not None else None
-        self._packing = Packing(self._trees, self.mtp is not None, self.backend.chunk_sizes)
-
-    def _make_mtp(self) -> MTPRunner:
-        table = self.pools.req_to_token
-        backend = create_backend(
-            self.config, self.model_config, layers={}, kv_pool=self.pools.kv, req_to_token_pool=table,
-            device=self.device,
-        )  # fmt: skip
-        return MTPRunner(self.model, backend, table, self.sampler, self.plan, draft_pages(self.config), self.graphs)
+        self.drafter: DeviceDrafter | None = draft_method(self.config).device_drafter(self)
+        self._packing = Packing(self._trees, self.drafter is not None, self.backend.chunk_sizes)
 
     def capture(self, progress: bool = False) -> None:
         """Records steps as graphs, of every width that occurs."""
@@ -67,8 +58,8 @@ class StepRunner:
                 "graphs end at batch %d, not at cuda_graph_max_bs=%d: no more requests have state", rows, asked
             )
         self.graphs.update({tokens: self._capture(tokens, progress) for tokens in step_widths(self.config)})
-        if self.mtp is not None:
-            self.mtp.capture(asked or rows, progress)
+        if self.drafter is not None:
+            self.drafter.capture(asked or rows, progress)
         taken = sum(graphs.captured_bytes for graphs in self.graphs.values())
         logger.info("graphs of up to %d rows take %.2f GiB", min(asked or rows, rows), taken / 2**30)
 
@@ -82,7 +73,7 @@ class StepRunner:
             max_bs=self.config.cuda_graph_max_bs or self.plan.num_rows,
             spec_info=SpecInfo(tokens) if tokens > 1 else None,
             tree=self._trees and tokens > 1,
-            keep_hidden=self.mtp is not None,
+            keep_hidden=self.drafter is not None,
         )
         graphs.capture(progress)
         return graphs
@@ -110,8 +101,8 @@ class StepRunner:
     def _launch_graph(self, graphs: GraphRunner, decode: DecodeRows, new_pages: np.ndarray) -> LaunchedStep:
         logits, batch = graphs.replay(decode, new_pages), graphs.batch(len(decode))
         launched, accepted = self._draw_decode(decode, batch, graphs.buffers.sections, logits)
-        if self.mtp is not None:
-            self.mtp.follow(batch, graphs.buffers.hidden[: len(logits)], self.last_tokens, accepted, None)
+        if self.drafter is not None:
+            self.drafter.follow(batch, graphs.buffers.hidden[: len(logits)], self.last_tokens, accepted, None)
         return launched
 
     def _after_graph(self, plan: StepPlan) -> tuple[np.ndarray, StepPlan] | None:
@@ -146,8 +137,8 @@ class StepRunner:
         for departure in plan.exports:
             self.arena.export_state(departure)  # type: ignore[union-attr]
         launched, accepted = self._draw(plan, columns, sections, batch, hidden)
-        if self.mtp is not None:
-            self.mtp.follow(batch, hidden, self.last_tokens, accepted, sections)
+        if self.drafter is not None:
+            self.drafter.follow(batch, hidden, self.last_tokens, accepted, sections)
         return launched
 
     def _draw(
