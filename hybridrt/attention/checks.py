@@ -128,10 +128,11 @@ def _check_mode(batch: ForwardBatch) -> None:
         ForwardMode.DRAFT_EXTEND: True,
         ForwardMode.IDLE: not decode and not extend,
     }
-    if not fits.get(batch.forward_mode, False):
+    mode = batch.forward_mode
+    if not fits.get(mode, False):
         raise BackendError(
-            f"forward_mode is {getattr(batch.forward_mode, 'name', repr(batch.forward_mode))} in a batch of {batch.num_decode_rows} decode rows of "
-            f"{batch.tokens_per_row} tokens and {batch.num_extend_rows} extend rows; see ForwardMode"
+            f"forward_mode is {mode.name if mode in fits else repr(mode)} in a batch of {batch.num_decode_rows} decode "
+            f"rows of {batch.tokens_per_row} tokens and {batch.num_extend_rows} extend rows; see ForwardMode"
         )
 
 
