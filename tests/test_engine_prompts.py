@@ -136,7 +136,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     assert tokenizer.read == 0
     with pytest.raises(RequestError, match="64 characters"):
         rig.engine.add_request("a" * 64, PARAMS)
-    assert len(rig.engine.prepare("a" * 63, PARAMS)) == 63
+    assert len(rig.engine.prepare("a" * 63, PARAMS).tokens) == 63
 
 
 def test_ids_that_cannot_fit_are_refused_before_they_are_read() -> None:

@@ -9,6 +9,21 @@ from hybridrt.errors import RequestError, is_text, shown
 from hybridrt.sampling_params import SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt and parameters that an engine has checked and would take (`Engine.prepare`).
+
+    Attributes:
+        max_len: prompt + output tokens at which a sample ends.
+        stop_ids: tokens that end it.
+    """
+
+    tokens: list[int]
+    params: SamplingParams
+    max_len: int
+    stop_ids: frozenset[int]
+
+
 @dataclass(frozen=True)
 class EngineLimits:
     """What the engine must know of the model and its plan.
@@ -24,8 +39,8 @@ class EngineLimits:
     chunked_prefill_size: int
     eos_token_ids: Sequence[int] = ()
 
-    def prepare(self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> list[int]:
-        """Token ids of a prompt. Raises RequestError as `Engine.prepare` says."""
+    def prepare(self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> PreparedPrompt:
+        """Checks a prompt and its parameters. Raises RequestError as `Engine.prepare` says."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {type(params).__name__}; pass a hybridrt.SamplingParams")
         self._check_params(params, tokenizer)
@@ -38,7 +53,10 @@ class EngineLimits:
                 f"token id {shown(bad)} is outside the vocabulary; valid ids are 0 to {self.vocab_size - 1}"
             )
         self._check_length(len(tokens))
-        return tokens
+        longest = self.max_model_len
+        max_len = longest if params.max_tokens is None else min(longest, len(tokens) + params.max_tokens)
+        eos = () if params.ignore_eos else self.eos_token_ids
+        return PreparedPrompt(tokens, params, max_len, frozenset((*eos, *params.stop_token_ids)))
 
     def _check_params(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         """What parameters can be wrong about only beside a model."""
