@@ -207,12 +207,13 @@ class Scheduler:
                 budget -= self._add_extend(step, request, budget)
         while budget and self.waiting:
             request = self.waiting[0]
-            if self._blocked == (request.arrival, *self._coordinator.room()):
+            room = request.arrival, len(self.running), *self._coordinator.room()
+            if self._blocked == room:
                 break  # all is as it was when the request found no room
             if not self._packs(request, refuse):
                 continue
             if not self._coordinator.admit(request, len(self.running), step.plan):
-                self._blocked = request.arrival, *self._coordinator.room()
+                self._blocked = room
                 break
             self.running[request.arrival] = self.waiting.popleft()
             if self._drafter is not None:
