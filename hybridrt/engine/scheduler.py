@@ -158,14 +158,11 @@ class Scheduler:
         return self._drafter.propose(requests, (columns.max_output[rows] - columns.known[rows] - 1).tolist())
 
     def _decode_rows(self, rows: np.ndarray, drafts: Sequence[Draft]) -> DecodeRows:
-        columns, parents = self._coordinator.columns, None
-        computed, indices = columns.computed[rows], columns.known[rows] + columns.pending[rows]
+        columns = self._coordinator.columns
+        known = rows, columns.computed[rows], columns.known[rows] + columns.pending[rows]
         if not drafts:
-            return DecodeRows(rows, computed, indices, np.zeros_like(rows))
-        if any(draft.parents is not None for draft in drafts):
-            parents = int32s(p for d in drafts for p in (range(len(d)) if d.parents is None else d.parents))
-        tokens = int32s(token for draft in drafts for token in draft.tokens)
-        return DecodeRows(rows, computed, indices, int32s(map(len, drafts)), tokens, parents)
+            return DecodeRows(*known, np.zeros_like(rows))
+        return DecodeRows.with_drafts(*known, [d.tokens for d in drafts], [d.parents for d in drafts])
 
     def _find_pages(
         self, requests: Sequence[Request], drafts: list[Draft], short: Iterable[int], plan: StepPlan

@@ -70,7 +70,7 @@ class StaticBuffers:
 
     def poison(self) -> None:
         """Makes every value that a replay forgets to fill a visible mistake."""
-        for tensor in (self.packed, *self.inputs.parts):
+        for tensor in (self.packed, *self.inputs):
             tensor.fill_(POISON)
         if self.spec_info is not None and self.spec_info.tree_mask is not None:
             self.spec_info.tree_mask.fill_(True)

@@ -104,17 +104,21 @@ class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
     @classmethod
     def of(cls, rows: Iterable[DecodeRow]) -> "DecodeRows":
         """The columns of single rows."""
-        rows, parents = list(rows), None
-        if any(r.parents is not None for r in rows):
-            parents = int32s(p for r in rows for p in (range(len(r.drafts)) if r.parents is None else r.parents))
-        return cls(
-            rows=int32s(r.row for r in rows),
-            computed=int32s(r.computed for r in rows),
-            output_indices=int32s(r.output_index for r in rows),
-            num_drafts=int32s(len(r.drafts) for r in rows),
-            drafts=int32s(token for r in rows for token in r.drafts),
-            parents=parents,
-        )
+        rows = list(rows)
+        columns = (int32s(row[i] for row in rows) for i in range(3))
+        return cls.with_drafts(*columns, [r.drafts for r in rows], [r.parents for r in rows])
+
+    @classmethod
+    def with_drafts(
+        cls, rows: np.ndarray, computed: np.ndarray, output_indices: np.ndarray, drafts: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int] | None],
+    ) -> "DecodeRows":  # fmt: skip
+        """Columns of rows, and of each row its drafts and their parents, None for a chain."""
+        flat = None
+        if any(p is not None for p in parents):
+            flat = int32s(i for d, p in zip(drafts, parents) for i in (range(len(d)) if p is None else p))
+        counts, tokens = int32s(map(len, drafts)), int32s(token for d in drafts for token in d)
+        return cls(rows, computed, output_indices, counts, tokens, flat)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -1,7 +1,6 @@
 """The one place where the runtime makes a ForwardBatch: from device views of what `step_inputs` packed."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,27 +12,24 @@ from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.runtime.step_inputs import Sections
 
 
-class TokenInputs:
-    """What the model reads of each token: `input_ids`, `positions` and `out_cache_loc`, [T] int32 each."""
+class TokenInputs(NamedTuple):
+    """What the model reads of each token, [T] int32 each; see ForwardBatch."""
 
-    def __init__(self, input_ids: torch.Tensor, positions: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
-        self.input_ids, self.positions, self.out_cache_loc = input_ids, positions, out_cache_loc
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
 
     @classmethod
     def allocate(cls, count: int, device: torch.device) -> "TokenInputs":
         return cls(*(torch.zeros(count, dtype=torch.int32, device=device) for _ in range(3)))
 
-    @property
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.input_ids, self.positions, self.out_cache_loc
-
     def first(self, count: int) -> "TokenInputs":
         """Views of the first `count` tokens."""
-        return TokenInputs(*(part[:count] for part in self.parts))
+        return TokenInputs(*(part[:count] for part in self))
 
     def then(self, other: "TokenInputs") -> "TokenInputs":
         """These tokens, then those of `other`."""
-        return TokenInputs(*(torch.cat(pair) for pair in zip(self.parts, other.parts)))
+        return TokenInputs(*(torch.cat(pair) for pair in zip(self, other)))
 
     def fill_decode(
         self, sections: Sections, bs: int, spec: SpecInfo | None, last_tokens: torch.Tensor, table: HybridReqToTokenPool
@@ -43,7 +39,7 @@ class TokenInputs:
         num_drafts = None if spec is None else sections["num_drafts"][:bs]
         rows, seq_lens, new_pages = (sections[name][:bs] for name in ("rows", "seq_lens", "new_pages"))
         decode_inputs(
-            *self.parts, rows, seq_lens, new_pages, drafts, num_drafts, last_tokens, table.req_to_token, table.page_size
+            *self, rows, seq_lens, new_pages, drafts, num_drafts, last_tokens, table.req_to_token, table.page_size
         )
         if spec is not None and spec.tree_mask is not None:
             mask = spec.tree_mask[:bs]
@@ -59,31 +55,16 @@ def make_batch(
     inputs: TokenInputs,
     num_decode_rows: int,
     spec_info: SpecInfo | None,
-    *,
-    seq_lens_cpu: Sequence[int] | None = None,
-    query_lens_cpu: Sequence[int] | None = None,
-    chunk_plans: Mapping[int, Any] | None = None,
+    **of_the_host: Any,
 ) -> ForwardBatch:
-    """A step of real rows; see ForwardBatch. Its mode follows from its segments."""
+    """A step of real rows; its mode follows from its segments. `of_the_host`: what else ForwardBatch has."""
     mode = ForwardMode.TARGET_VERIFY if spec_info else ForwardMode.DECODE
     if num_decode_rows < len(rows):
         mode = ForwardMode.MIXED if num_decode_rows else ForwardMode.EXTEND
     return ForwardBatch(
-        forward_mode=mode,
-        input_ids=inputs.input_ids,
-        positions=inputs.positions,
-        req_pool_indices=rows,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        out_cache_loc=inputs.out_cache_loc,
-        num_real=len(rows),
-        num_decode_rows=num_decode_rows,
-        attn_backend=backend,
-        seq_lens_cpu=seq_lens_cpu,
-        query_lens_cpu=query_lens_cpu,
-        spec_info=spec_info,
-        chunk_plans=chunk_plans,
-    )
+        mode, inputs.input_ids, inputs.positions, rows, seq_lens, query_start_loc, inputs.out_cache_loc, len(rows),
+        num_decode_rows, backend, spec_info=spec_info, **of_the_host,
+    )  # fmt: skip
 
 
 def spec_info_of(sections: Sections, tokens: int, tree: bool) -> SpecInfo | None:
