@@ -105,8 +105,9 @@ class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
     def of(cls, rows: Iterable[DecodeRow]) -> "DecodeRows":
         """The columns of single rows."""
         rows = list(rows)
-        columns = (int32s(row[i] for row in rows) for i in range(3))
-        return cls.with_drafts(*columns, [r.drafts for r in rows], [r.parents for r in rows])
+        lines, computed = int32s(r.row for r in rows), int32s(r.computed for r in rows)
+        indices = int32s(r.output_index for r in rows)
+        return cls.with_drafts(lines, computed, indices, [r.drafts for r in rows], [r.parents for r in rows])
 
     @classmethod
     def with_drafts(
