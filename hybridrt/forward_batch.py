@@ -74,6 +74,8 @@ class ForwardBatch:
         num_real: rows that are not padding; they come first. Never guessed from lengths.
         num_decode_rows: rows of the decode segment, padding included.
         seq_lens_cpu, query_lens_cpu: host copies; upper bounds where the device knows better. None in a graph.
+        read_state_slots: [B - num_decode_rows] int32, the state slot that each extend row starts from, 0 for its own;
+            None: all start from their own. A row writes its own slot in any case.
     """
 
     forward_mode: ForwardMode
@@ -89,6 +91,7 @@ class ForwardBatch:
     seq_lens_cpu: Sequence[int] | None = None
     query_lens_cpu: Sequence[int] | None = None
     spec_info: SpecInfo | None = None
+    read_state_slots: torch.Tensor | None = None
 
     @property
     def batch_size(self) -> int:

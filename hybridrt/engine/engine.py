@@ -199,6 +199,7 @@ class Engine:
                 if scheduled is not None:
                     with Failing(partial(self._fail_step, scheduled)):
                         self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
+                        self._coordinator.launched(scheduled.plan)
                         self._count(scheduled)
             if scheduled is None and not self._launched and len(self._samples) > len(self._held):
                 raise EngineError(
@@ -375,6 +376,7 @@ class Engine:
             if tokens and request.finish_reason is None:
                 self._count_gain(request, len(tokens), verified=most > 1)
                 self._accept(request, tokens, logprobs)
+            request.broken |= min(tokens, default=0) < 0
         self._scheduler.complete(step, gained)
 
     def _accept(self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
@@ -414,6 +416,7 @@ class Engine:
 
     def _fail_step(self, step: ScheduledStep, cause: BaseException) -> None:
         for request, _ in step.rows:
+            request.broken = True
             if request.finish_reason is None:
                 self._fail(request, cause)
         self._scheduler.complete(step, [0] * len(step.rows))

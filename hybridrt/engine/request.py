@@ -111,6 +111,7 @@ class Request:
         prefill_tokens: tokens to compute before decoding starts: the prompt, and after a retraction the output too.
         arrived: the prefix that came from elsewhere, until admission takes it: a retracted request computes anew.
         export_to: bytes of the executor's arena for state and KV, once the prompt is computed; None leaves them.
+        broken: a step that named it failed, so its state and KV may not be what its tokens say.
         in_flight: launched steps that name the request and whose result has not been consumed.
         receiver: who gets its outputs, while there is one; None: whoever steps the engine.
     """
@@ -142,6 +143,7 @@ class Request:
     computed: int = 0
     settled: int = 0
     pending: int = 0
+    broken: bool = False
     in_flight: int = 0
     receiver: weakref.ref[Receiver] | None = None
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from hybridrt.attention.base import AttentionBackend
@@ -87,7 +88,7 @@ class ModelRunner:
         with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
             self._allocate(plan or self._make_plan(budget_bytes))
             if config.transfer_bytes:
-                self.arena = StateArena(self.target, self.pools, self.backend, config.transfer_bytes)
+                self.arena = StateArena(self.target, self.pools, config.transfer_bytes)
         if self.device.type == "cuda" and config.cuda_graph:
             with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
                 self.capture(progress)
@@ -189,6 +190,7 @@ class ModelRunner:
         fits = plan.decode and graphs and graphs.bucket(len(plan.decode))
         inputs = self._graph_inputs(plan, tokens) if fits else None
         with _given_up_on_failure(self.backend):
+            self._donate(plan.donations)
             if inputs is None or graphs is None:
                 return self._launch_eager(plan, tokens)
             decoded = self._launch_graph(graphs, inputs)
@@ -198,6 +200,12 @@ class ModelRunner:
             writes = [w for w in plan.page_writes if w.row not in set(inputs.rows)]
             rest = StepPlan(plan.admissions, writes, [], plan.extend, plan.imports, plan.exports)
             return JoinedSteps(decoded, self._launch_eager(rest, 1))
+
+    def _donate(self, rows: Sequence[int]) -> None:
+        """The slots of `rows` are the prefix cache's from here on: what their rings hold becomes part of them."""
+        pool = self.pools.req_to_token.mamba_pool
+        if rows and pool is not None:
+            pool.donate(self._staging.upload({"rows": np.array(rows, np.int32)})["rows"])
 
     def _launch_graph(self, graphs: GraphRunner, inputs: DecodeInputs) -> LaunchedStep:
         logits, n, buffers = graphs.replay(inputs), len(inputs.rows), graphs.buffers
@@ -321,6 +329,7 @@ class ModelRunner:
             seq_lens_cpu=[c + n for c, n in zip(computed, new)],
             query_lens_cpu=new,
             spec_info=spec,
+            read_state_slots=sections.get("read_slots"),
         )
 
     def _decode_ids(self, sections: Sections, rows: int, tokens: int) -> torch.Tensor:

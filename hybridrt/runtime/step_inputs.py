@@ -19,10 +19,10 @@ def pack_step(
 
     rows, seq_lens, query_start_loc describe the batch; token_rows, positions its tokens (of a tree: the places of its
     nodes in the KV cache); extend_ids the prompt tokens; with `following`, following_ids those behind each of them
-    (0 where it is sampled); drafts and num_drafts the proposed ones, [n, T - 1] padded; with `tree`, parents and
-    ancestors of all nodes (`tree_nodes`); sample_at the tokens to sample from, sample_rows and output_indices the rows
-    that do and the index of their first draw. The rest is bookkeeping: admissions (admit_rows, admit_slots and sampling
-    constants) and page-table entries.
+    (0 where it is sampled); where a chunk follows a cached prefix, read_slots of all chunks; drafts and num_drafts the
+    proposed ones, [n, T - 1] padded; with `tree`, parents and ancestors of all nodes (`tree_nodes`); sample_at the
+    tokens to sample from, sample_rows and output_indices the rows that do and the index of their first draw. The rest
+    is bookkeeping: admissions (admit_rows, admit_slots and sampling constants) and page-table entries.
     """
     lens = [tokens_per_row] * len(plan.decode) + [len(r.tokens) for r in plan.extend]
     computed = np.array([r.computed for r in plan.rows], np.int32)
@@ -43,11 +43,17 @@ def pack_step(
         "drafts": _flat([padded(r.drafts, tokens_per_row - 1) for r in plan.decode]),
         "num_drafts": np.array([len(r.drafts) for r in plan.decode], np.int32),
         **(tree_nodes(plan.decode, tokens_per_row) if tree else {}),
+        **_read_slots(plan),
         "sample_at": np.array([*range(decode_tokens), *(ends[i + 1] - 1 for i in sampling)], np.int32),
         "sample_rows": np.concatenate([rows[: len(plan.decode)], rows[sampling]]),
         "output_indices": np.array([r.output_index for r in plan.sampled], np.int32),
         **_bookkeeping(plan),
     }
+
+
+def _read_slots(plan: StepPlan) -> dict[str, np.ndarray]:
+    slots = [row.read_slot for row in plan.extend]
+    return {"read_slots": np.array(slots, np.int32)} if any(slots) else {}
 
 
 def tree_nodes(rows: Sequence[DecodeRow], width: int) -> dict[str, np.ndarray]:
