@@ -292,7 +292,7 @@ class MambaAttnBackendBase(AttentionBackend):
         buf = decode.buffers
         accepted = buf.accepted if accepted is None else accepted
         rows = (t[: len(accepted)] for t in (decode.rows, buf.slots, accepted, buf.start_positions))
-        self.mamba_pool.commit(*rows, path)
+        self.mamba_pool.commit(*rows, path=path)
 
     def _metadata(self) -> ForwardMetadata:
         assert self.metadata is not None, "init_forward_metadata comes before forward"
