@@ -139,14 +139,16 @@ def spoil(pools: Pools) -> None:
     pools.req_to_token.req_to_mamba_slot[1:] = -(2**30)
 
 
-def budget(path: Path, *, rows: int, pages: int, **config: Any) -> int:
-    """Bytes that hold `rows` running requests and `pages` KV pages, and no more."""
+def budget(path: Path, *, rows: int, pages: int, cache_slots: int = 0, **config: Any) -> int:
+    """Bytes that hold `rows` running requests, `cache_slots` states of cached prefixes and `pages` KV pages, and no
+    more."""
     engine_config = EngineConfig(
         str(path), **{"device": "cpu", "dtype": "float32", "max_running_requests": rows, **config}
     )
     target: Target = load_target(engine_config, TPGroup())[1]
     costs = make_plan(engine_config, target, budget_bytes=2**40).costs
-    return costs.fixed + (rows + 1) * (costs.row + costs.slot) + (pages + 1) * costs.page
+    states = (rows + 1 + cache_slots) * costs.slot
+    return costs.fixed + (rows + 1) * costs.row + states + (pages + 1) * costs.page
 
 
 def check_sample(checkpoint: Checkpoint, sample: Sample, what: str, tolerance: float = 5e-4) -> None:
