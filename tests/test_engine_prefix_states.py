@@ -117,6 +117,17 @@ def test_nothing_of_a_failed_step_is_kept_of_a_request_that_was_aborted_before()
     assert rig.pools.slots.num_cached == rig.pools.pages.num_cached == 0
 
 
+def test_nothing_is_kept_of_a_state_that_gave_no_finite_logits() -> None:
+    """The host reads that only after the abort."""
+    rig = rig_with_cache(late=2)
+    rig.executor.sample = lambda tenant: -1  # type: ignore[method-assign]
+    rig.add(TEXT[:3], "r", max_tokens=9, seed=1, ignore_eos=True)
+    rig.step()
+    rig.engine.abort("r")
+    rig.run()
+    assert rig.pools.slots.num_cached == rig.pools.pages.num_cached == 0
+
+
 def test_a_donation_outlives_a_launch_that_fails() -> None:
     rig = rig_with_cache(replay=True)
     rig.finish(TEXT[:4], max_tokens=3, ignore_eos=True, seed=1)
