@@ -1,6 +1,8 @@
 """hybridrt: a runtime for language models that mix softmax attention with recurrent layers."""
 
 import importlib
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +31,9 @@ from hybridrt.errors import (
 if TYPE_CHECKING:
     from hybridrt.config import EngineConfig, SpeculativeConfig
     from hybridrt.engine.engine import Engine
-    from hybridrt.engine.llm import LLM, Delta
+    from hybridrt.engine.llm import LLM
+    from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
     from hybridrt.engine.prompts import Prompt
-    from hybridrt.engine.request import FinishReason, RequestMetrics, RequestOutput
     from hybridrt.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -72,18 +74,31 @@ _HOME = {
     "SpeculativeConfig": "hybridrt.config",
     "Engine": "hybridrt.engine.engine",
     "LLM": "hybridrt.engine.llm",
-    "Delta": "hybridrt.engine.llm",
+    "Delta": "hybridrt.engine.outputs",
     "Prompt": "hybridrt.engine.prompts",
-    "FinishReason": "hybridrt.engine.request",
-    "RequestMetrics": "hybridrt.engine.request",
-    "RequestOutput": "hybridrt.engine.request",
+    "FinishReason": "hybridrt.engine.outputs",
+    "RequestMetrics": "hybridrt.engine.outputs",
+    "RequestOutput": "hybridrt.engine.outputs",
     "SamplingParams": "hybridrt.sampling_params",
 }
 
 # In a checkout models/ and mem_cache/ stand beside this package, and a checkout on sys.path hides an installed package.
+# Those two are packages of hybridrt, and nothing else of the checkout is.
 _package = Path(__file__).parent
+
+
+def _adopt(name: str) -> None:
+    """Makes a folder of the checkout the package hybridrt.<name>."""
+    folder = _package.parent / name
+    spec = spec_from_file_location(f"hybridrt.{name}", folder / "__init__.py", submodule_search_locations=[str(folder)])
+    assert spec is not None and spec.loader is not None
+    sys.modules[spec.name] = globals()[name] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[spec.name])
+
+
 if not (_package / "models").is_dir():
-    __path__.append(str(_package.parent))
+    _adopt("models")
+    _adopt("mem_cache")
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ _NAMES = ("free", "used by a request", "owned by the cache")
 class Slot(NamedTuple):
     """One tenancy of a pool entry. The entry's generation moves on when it is freed, so an old handle is recognised."""
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, which is of no use here
+    index: int  # type: ignore[assignment]  # hides tuple.index, which has no use here
     generation: int
 
 
@@ -89,6 +89,7 @@ class SlotAllocator:
 
     def evict(self, slots: Sequence[Slot]) -> None:
         """Frees entries of the cache. PoolError if they are not the cache's, or locked; nothing was freed."""
+        self._check_all(slots, _CACHED)
         locked = [slot.index for slot in slots if self._locks[slot.index]]
         if locked:
             raise PoolError(f"the cache gives up {self._what} {locked[0]}, which a running request has locked")
@@ -112,7 +113,7 @@ class SlotAllocator:
             self._locks[slot.index] -= 1
 
     def reclaim(self) -> None:
-        """Frees every entry, whoever holds it. Mends what a call that was broken off left."""
+        """Frees every entry, whoever holds it: after a call that was broken off, no ledger is right."""
         places = range(self._reserved, len(self._state))
         self._state[self._reserved :] = bytes(len(places))
         self._generation = [generation + 1 for generation in self._generation]

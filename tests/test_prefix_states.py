@@ -14,6 +14,7 @@ from tests.by_hand import ByHand, Row, assert_close
 from tests.checkpoints import CheckpointStore
 from tests.exact_prefix_cache import ExactPrefixCache
 from tests.levels import sweep
+from tests.samples import Samples
 from tests.session import Session, budget
 from tests.test_models_parity import prompts
 from tests.ties import check_greedy
@@ -66,10 +67,11 @@ class Bench:
         key = turn.length, turn.answered, turn.sampled
         if key not in self.alone:
             engine = self.session("classic").engine()
-            engine.add_request(self.prompt(turn), params(turn, 14))
+            engine.add_request(self.prompt(turn), params(turn, 14), "alone")
+            samples = Samples()
             while engine.has_unfinished():
-                outputs = engine.step()
-            self.alone[key] = outputs[0].token_ids
+                samples.add(engine.step())
+            self.alone[key] = samples["alone", 0].token_ids
         return self.alone[key][: turn.count]
 
 
@@ -99,7 +101,7 @@ def play(bench: Bench, turns: list[Turn], mode: str, chunk: int, overlap: bool) 
     wanted = [bench.tokens_alone(turn) for turn in turns]
     cache = ExactPrefixCache(PAGE if session.plan.num_pages else 0)
     engine = session.engine(chunk=chunk, overlap=overlap, prefix_cache=cache)
-    outputs: dict[str, Any] = {}
+    samples = Samples()
     step = 0
     while step <= 30 or engine.has_unfinished():
         for i, turn in enumerate(turns):
@@ -108,14 +110,14 @@ def play(bench: Bench, turns: list[Turn], mode: str, chunk: int, overlap: bool) 
             if turn.aborted == step:
                 engine.abort(str(i))
         if engine.has_unfinished():
-            outputs.update((out.request_id, out) for out in engine.step())
+            samples.add(engine.step())
         cache.check(session.coordinator)
         step += 1
         assert step < 2000
     session.assert_empty()
     assert not cache.locks
     for i, turn in enumerate(turns):
-        out = outputs[str(i)]
+        out = samples[str(i), 0]
         assert out.error is None
         expected = wanted[i][: len(out.token_ids)] if out.finish_reason == "abort" else wanted[i]
         if out.token_ids != expected:
