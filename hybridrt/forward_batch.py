@@ -76,6 +76,8 @@ class ForwardBatch:
         seq_lens_cpu, query_lens_cpu: host copies; upper bounds where the device knows better. None in a graph.
         chunk_plans: hybridrt.kernels.chunk_plan.ChunkPlan of the extend rows by chunk size, where they are on the
             device already; None: recurrent backends plan their chunks themselves.
+        read_state_slots: [B - num_decode_rows] int32, the state slot that each extend row starts from, 0 for its own;
+            None: all start from their own. A row writes its own slot in any case.
     """
 
     forward_mode: ForwardMode
@@ -92,6 +94,7 @@ class ForwardBatch:
     query_lens_cpu: Sequence[int] | None = None
     spec_info: SpecInfo | None = None
     chunk_plans: Mapping[int, Any] | None = None
+    read_state_slots: torch.Tensor | None = None
 
     @property
     def batch_size(self) -> int:

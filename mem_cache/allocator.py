@@ -20,6 +20,7 @@ class SlotAllocator:
     """Hands out the indices [reserved, reserved + num_slots) of a pool; those below `reserved` are scratch for padding.
 
     Every entry is free, used by one request, or owned by the cache, and free + used + cached == total always holds.
+    Requests that read an entry of the cache lock it; locks count, and a locked entry stays the cache's.
     Entries are reused last in, first out. Each method checks everything it was given before it changes anything.
 
     Args:
@@ -35,6 +36,7 @@ class SlotAllocator:
         self._reserved = reserved
         self._state = bytearray(end)
         self._generation = [0] * end
+        self._locks = [0] * end
         self._free = list(range(end - 1, reserved - 1, -1))
         self._num_cached = 0
 
@@ -73,6 +75,9 @@ class SlotAllocator:
             PoolError: an entry is not used by a request, or its handle is stale; nothing was freed.
         """
         self._move(slots, _USED, _FREE)
+        self._give_back(slots)
+
+    def _give_back(self, slots: Sequence[Slot]) -> None:
         for slot in reversed(slots):
             self._generation[slot.index] += 1
             self._free.append(slot.index)
@@ -82,20 +87,39 @@ class SlotAllocator:
         self._move(slots, _USED, _CACHED)
         self._num_cached += len(slots)
 
-    def from_cache(self, slots: Sequence[Slot]) -> None:
-        """Entries of the cache become the caller's, who may use or free them. PoolError if they are not the cache's."""
-        self._move(slots, _CACHED, _USED)
+    def evict(self, slots: Sequence[Slot]) -> None:
+        """Frees entries of the cache. PoolError if they are not the cache's, or locked; nothing was freed."""
+        self._check_all(slots, _CACHED)
+        locked = [slot.index for slot in slots if self._locks[slot.index]]
+        if locked:
+            raise PoolError(f"the cache gives up {self._what} {locked[0]}, which a running request has locked")
+        self._move(slots, _CACHED, _FREE)
         self._num_cached -= len(slots)
+        self._give_back(slots)
+
+    def lock(self, slots: Sequence[Slot]) -> None:
+        """Keeps entries of the cache from being evicted until `unlock`. PoolError if they are not the cache's."""
+        self._check_all(slots, _CACHED)
+        for slot in slots:
+            self._locks[slot.index] += 1
+
+    def unlock(self, slots: Sequence[Slot]) -> None:
+        """Takes one lock off each entry. PoolError if one is not locked; nothing has changed."""
+        self._check_all(slots, _CACHED)
+        loose = [slot.index for slot in slots if not self._locks[slot.index]]
+        if loose:
+            raise PoolError(f"{self._what} {loose[0]} is not locked")
+        for slot in slots:
+            self._locks[slot.index] -= 1
 
     def reclaim(self) -> None:
-        """Frees every entry that is not the cache's: after a call that was broken off, no request's ledger is right."""
+        """Frees every entry, whoever holds it: after a call that was broken off, no ledger is right."""
         places = range(self._reserved, len(self._state))
-        for i in places:
-            if self._state[i] != _CACHED:
-                self._state[i] = _FREE
-                self._generation[i] += 1
-        self._free = [i for i in reversed(places) if self._state[i] == _FREE]
-        self._num_cached = self.total - len(self._free)
+        self._state[self._reserved :] = bytes(len(places))
+        self._generation = [generation + 1 for generation in self._generation]
+        self._locks = [0] * len(self._locks)
+        self._free = list(reversed(places))
+        self._num_cached = 0
 
     def check(self) -> None:
         """Raises PoolError unless free + used + cached == total, each entry in exactly one of the three."""
@@ -104,6 +128,8 @@ class SlotAllocator:
             raise PoolError(f"{self._what}: {counts} are free, used, cached, but the counters say {self!r}")
         if len(set(self._free)) != len(self._free) or any(self._state[i] != _FREE for i in self._free):
             raise PoolError(f"the free list of {self._what} holds an entry twice or one that is in use: {self!r}")
+        if any(locks and state != _CACHED for locks, state in zip(self._locks, self._state, strict=True)):
+            raise PoolError(f"an entry of {self._what} is locked, but not the cache's: {self!r}")
 
     def __repr__(self) -> str:
         return (
@@ -112,6 +138,11 @@ class SlotAllocator:
         )
 
     def _move(self, slots: Sequence[Slot], source: int, target: int) -> None:
+        self._check_all(slots, source)
+        for index, _ in slots:
+            self._state[index] = target
+
+    def _check_all(self, slots: Sequence[Slot], source: int) -> None:
         state, generation = self._state, self._generation
         for index, tenancy in slots:
             if not self._reserved <= index < len(state):
@@ -122,5 +153,3 @@ class SlotAllocator:
                 raise PoolError(f"{self._what} {index} is {_NAMES[state[index]]}, not {_NAMES[source]}")
         if len({slot.index for slot in slots}) != len(slots):
             raise PoolError(f"the same {self._what} twice in one call: {[slot.index for slot in slots]}")
-        for index, _ in slots:
-            state[index] = target

@@ -1,12 +1,15 @@
-"""State of the recurrent layers: conv rings, recurrent state, and what speculation needs to roll back."""
+"""State of the recurrent layers, conv rings and what speculation needs to roll back, and every move of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hybridrt.errors import ConfigError
+from hybridrt.errors import ConfigError, PoolError
 from hybridrt.kernels.causal_conv1d import conv_window
+from hybridrt.kernels.slots import write_columns
+from hybridrt.kernels.state_commit import commit_conv_window, commit_intermediate
+from hybridrt.kernels.state_ring import RingFolds, advance_ring, fold_ring
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import check_replay, linear_kind, state_dtype
 
@@ -124,20 +127,33 @@ def _nbytes(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
 
 
 class MambaPool:
-    """Preallocated state of all recurrent layers: S slots, R running rows; slot 0 and row 0 are scratch."""
+    """Preallocated state of all recurrent layers: S slots, R running rows; slot 0 and row 0 are scratch.
+
+    Every move of state is a method here: nobody else writes slots, rings or cursors, but for the kernels of a layer,
+    which write the slots and rings that their step names. The state of a row is what its slot holds and, in replay
+    mode, the entries of its ring. Methods queue device work and wait for nothing; rows and slots are [n] integer
+    tensors on the pool's device.
+
+    Attributes:
+        row_slots: [R + 1] int32, the slot of each row.
+        ring_start, ring_length: [R + 1] int32 ring cursors of each row, shared by all layers: every layer sees the same
+            tokens.
+        stacks: layers of equal shape, their tensors with a leading dimension for them.
+    """
 
     def __init__(self, spec: MambaPoolSpec, *, num_slots: int, num_rows: int, device: torch.device | str) -> None:
         self.spec = spec
         self.num_slots = num_slots
         self.num_rows = num_rows
         self.width = ring_width(spec.tokens_per_step)
-        # One cursor pair a row, shared by all layers: every layer sees the same tokens.
-        self.ring_start = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
-        self.ring_length = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
-        self._slot_tensors: list[torch.Tensor] = []
-        self.stacks: list[tuple[Sequence[int], LayerCache]] = []  # layers of equal shape, a leading dimension for them
+        self.row_slots, self.ring_start, self.ring_length = torch.zeros(
+            (3, num_rows + 1), dtype=torch.int32, device=device
+        )
+        self.stacks: list[tuple[Sequence[int], LayerCache]] = []
         self._caches: dict[int, LayerCache] = {}
         self._shapes: dict[int, StateShape] = {}
+        self._layer_decays: dict[int, Callable[[], torch.Tensor | None]] = {}
+        self._decays: list[torch.Tensor | None] | None = None
         for shape, layer_ids in spec.groups.items():
             self._add_group(shape, layer_ids, device)
 
@@ -152,7 +168,6 @@ class MambaPool:
 
         slots = allocate(self.num_slots + 1, self.spec.slot_shapes(shape))
         rows = allocate(self.num_rows + 1, self.spec.row_shapes(shape))
-        self._slot_tensors += slots.values()
         self.stacks.append((layer_ids, LayerCache(**slots, **rows)))
         for i, layer_id in enumerate(layer_ids):
             self._caches[layer_id] = LayerCache(**{name: t[i] for name, t in (slots | rows).items()})
@@ -165,18 +180,138 @@ class MambaPool:
     def layer_cache(self, layer_id: int) -> LayerCache:
         return self._caches[layer_id]
 
-    def clear(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Zeroes the state of `slots` and empties the rings of `rows` ([n] int64 each): what a new tenant gets."""
-        for tensor in self._slot_tensors:
-            _as_words(tensor).index_fill_(1, slots, 0)
-        self.ring_start.index_fill_(0, rows, 0)
-        self.ring_length.index_fill_(0, rows, 0)
-
-    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copies the state of slots `source` to slots `destination` ([n] int64 each) in every layer."""
-        for tensor in self._slot_tensors:
-            tensor.index_copy_(1, destination, tensor.index_select(1, source))
-
     def conv_window(self, layer_id: int, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The K - 1 raw conv inputs before `positions`, oldest first: [n, conv_dim, K - 1]. For transfer and tests."""
+        """The K - 1 raw conv inputs before `positions`, oldest first: [n, conv_dim, K - 1]."""
         return conv_window(self._caches[layer_id].conv, slots, positions, self._shapes[layer_id].conv_kernel)
+
+    # -- whose state lies where ---------------------------------------------------------------------------------
+
+    def admit(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] int64 each."""
+        for _, cache in self.stacks:
+            for tensor in (cache.conv, cache.temporal):
+                _as_words(tensor).index_fill_(1, slots, 0)
+        self.row_slots[rows] = slots.int()
+        self._empty_rings(rows)
+
+    def donate(self, rows: torch.Tensor) -> torch.Tensor:
+        """Takes the slots from `rows`, each with the row's whole state in it, and returns them: [n] int32. The rows own
+        no slot until they are admitted again."""
+        self.fold(rows)
+        slots = self.row_slots[rows]
+        self.row_slots.index_fill_(0, rows.long(), 0)
+        return slots
+
+    def snapshot(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Copies the state of `rows` to `slots`. The rows keep their state as it is, ring entries included.
+
+        A slot keeps conv inputs by position in a ring of a few columns, so the copy is good for the row's next position
+        and no earlier one.
+        """
+        own, target = self.row_slots[rows].long(), slots.long()
+        replay = self.spec.mode == "replay"
+        for _, cache in self.stacks:
+            for tensor in (cache.conv,) if replay else (cache.conv, cache.temporal):
+                tensor.index_copy_(1, target, tensor.index_select(1, own))
+        if replay:
+            self._fold(self._rings(rows), slots.int())
+
+    def restore(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copies the state in `slots` into the slots that `rows` own and empties their rings."""
+        own, source = self.row_slots[rows].long(), slots.long()
+        for _, cache in self.stacks:
+            for tensor in (cache.conv, cache.temporal):
+                tensor.index_copy_(1, own, tensor.index_select(1, source))
+        self._empty_rings(rows)
+
+    def export(self, row: int, length: int) -> Iterator[torch.Tensor]:
+        """The state of a row after its `length` tokens, layer by layer: [1, conv_dim, K - 1] conv inputs, then
+        [1, *temporal]. The row's ring becomes part of its slot first."""
+        rows = torch.full_like(self.row_slots[:1], row)
+        self.fold(rows)
+        slots = self.row_slots[row : row + 1]
+        for layer_id in self.layer_ids:
+            yield self.conv_window(layer_id, slots, torch.full_like(slots, length))
+            yield self._caches[layer_id].temporal.index_select(0, slots)
+
+    def import_(self, row: int, length: int, parts: Iterator[torch.Tensor]) -> None:
+        """Writes what `export` gave into the slot of a row that has just been admitted."""
+        slots = self.row_slots[row : row + 1]
+        for layer_id in self.layer_ids:
+            cache, inputs = self._caches[layer_id], self._shapes[layer_id].conv_kernel - 1
+            columns = torch.arange(length - inputs, length, device=slots.device) % cache.conv.shape[2]
+            write_columns(cache.conv, slots, columns[None], next(parts).transpose(1, 2))
+            cache.temporal.index_copy_(0, slots.long(), next(parts))
+
+    # -- tokens become state ------------------------------------------------------------------------------------
+
+    def commit(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        accepted: torch.Tensor,
+        start_positions: torch.Tensor,
+        path: torch.Tensor | None = None,
+    ) -> None:
+        """The accepted tokens of a decode or verify step become part of the state of `rows`.
+
+        Args:
+            rows, slots, accepted: [n] int32; slot -1 or nothing accepted marks a padding row.
+            start_positions: [n] int32 position of each row's first token in the step.
+            path: [n, T] accepted nodes of a draft tree; None for a chain.
+        """
+        if self.spec.mode == "replay":
+            cursors = self.ring_start, self.ring_length
+            self._fold(
+                advance_ring(*cursors, rows, accepted, slots, width=self.width, widest=self.spec.tokens_per_step)
+            )
+            return
+        nodes, ends = accepted, None
+        if path is not None:
+            ends = start_positions + accepted - 1
+            last = path.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1).long()).squeeze(1).int() + 1
+            nodes = last.masked_fill(accepted == 0, 0)
+        for cache in self._caches.values():
+            assert cache.intermediate_ssm is not None, "one token a row is final in a pool without rings"
+            if cache.temporal.numel():
+                commit_intermediate(cache.temporal, cache.intermediate_ssm, slots, rows, nodes)
+            # A chain's conv inputs are in the ring already.
+            if ends is not None and cache.conv.numel():
+                assert cache.intermediate_conv_window is not None
+                commit_conv_window(cache.conv, cache.intermediate_conv_window, slots, rows, nodes, ends)
+
+    def fold(self, rows: torch.Tensor) -> None:
+        """Makes the ring entries of `rows` part of what their slots hold, and empties the rings."""
+        if self.spec.mode == "replay":
+            self._fold(self._rings(rows))
+            self._empty_rings(rows)
+
+    def set_decays(self, decays: Mapping[int, Callable[[], torch.Tensor | None]]) -> None:
+        """How to get, by layer, the [heads] float32 that turn ring gates into logs of decays; None where they are that
+        already. They are asked for when a ring is first folded, because weights may be loaded after the pool stands."""
+        self._layer_decays |= decays
+        self._decays = None
+
+    def stack_decays(self) -> list[torch.Tensor | None]:
+        """The decays of each stack, [L, heads]. They are made once, which must not happen while a graph is captured."""
+        if self._decays is None:
+            missing = [i for i in self._caches if i not in self._layer_decays]
+            if missing:
+                raise PoolError(f"the rings of layers {missing} cannot be folded: no backend has been built for them")
+            stacks = [[self._layer_decays[i]() for i in layer_ids] for layer_ids, _ in self.stacks]
+            self._decays = [None if None in decays else torch.stack(decays) for decays in stacks]  # type: ignore[arg-type]
+        return self._decays
+
+    def _rings(self, rows: torch.Tensor) -> RingFolds:
+        """All entries of the rings of `rows`."""
+        count = torch.full_like(self.ring_start[:1], len(rows))
+        return RingFolds(self.row_slots[rows], rows.int(), self.ring_start[rows], self.ring_length[rows], count)
+
+    def _fold(self, folds: RingFolds, write_slots: torch.Tensor | None = None) -> None:
+        """One launch for all layers of equal shape."""
+        for (_, cache), decay in zip(self.stacks, self.stack_decays(), strict=True):
+            fold_ring(cache.temporal, *cache.ring, decay, folds, write_slots=write_slots)
+
+    def _empty_rings(self, rows: torch.Tensor) -> None:
+        self.ring_start.index_fill_(0, rows.long(), 0)
+        self.ring_length.index_fill_(0, rows.long(), 0)

@@ -29,11 +29,15 @@ class MemoryPlan:
 
     Attributes:
         num_rows: R, requests that run together.
-        num_slots: S, recurrent state slots; 0 for a model without recurrent layers.
+        num_slots: S, recurrent state slots: one for each row, and those for cached prefixes; 0 for a model without
+            recurrent layers.
         num_pages: KV pages of `page_size` tokens; 0 for a model without attention layers.
         max_model_len: longest prompt + output of one request.
         budget_bytes: what pools may take; weight_bytes and activation_bytes were taken off before.
         demand: how many of the pages a request holds at a time; None: those of all its tokens.
+
+    Raises:
+        MemoryBudgetError: there are fewer state slots than rows.
     """
 
     num_rows: int
@@ -47,6 +51,18 @@ class MemoryPlan:
     activation_bytes: int = 0
     demand: PageDemand | None = None
 
+    def __post_init__(self) -> None:
+        if 0 < self.num_slots < self.num_rows:
+            raise MemoryBudgetError(
+                f"{self.num_slots} state slots for {self.num_rows} running requests, each of which needs one: plan at "
+                f"least {self.num_rows} slots, or at most {self.num_slots} rows"
+            )
+
+    @property
+    def cache_slots(self) -> int:
+        """State slots beyond those of running requests: the share of cached prefixes."""
+        return max(self.num_slots - self.num_rows, 0)
+
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pools, the scratch row, slot and page included."""
@@ -57,11 +73,12 @@ class MemoryPlan:
     def table(self) -> list[tuple[str, str, int]]:
         """(what, how many, bytes) lines of the plan, for people."""
         slots = self.num_slots + 1 if self.num_slots else 0
+        cached = f", {self.cache_slots} of them for cached prefixes" if self.cache_slots else ""
         arena = [("state transfer", "", self.costs.transfer)] if self.costs.transfer else []
         return [
             ("weights", "", self.weight_bytes),
             ("activations (peak)", "", self.activation_bytes),
-            ("recurrent state", f"{self.num_slots} slots", slots * self.costs.slot),
+            ("recurrent state", f"{self.num_slots} slots{cached}", slots * self.costs.slot),
             ("running requests", f"{self.num_rows} rows", (self.num_rows + 1) * self.costs.row),
             ("KV cache", f"{self.num_pages} pages of {self.page_size} tokens", (self.num_pages + 1) * self.costs.page),
             ("graph buffers, draft model", "", self.costs.fixed),
@@ -87,6 +104,7 @@ def plan_memory(
     max_model_len: int | None,
     model_limit: int,
     recurrent: bool,
+    cache_slots: int = 0,
     weight_bytes: int = 0,
     activation_bytes: int = 0,
 ) -> MemoryPlan:
@@ -97,25 +115,31 @@ def plan_memory(
         max_running_requests, max_model_len: what the user asked for; None lets the plan choose.
         default_rows: most rows when none were asked for.
         model_limit: positions that the model was made for.
+        cache_slots: state slots for cached prefixes, beside one for each row; none without recurrent layers.
 
     Raises:
-        MemoryBudgetError: the rows asked for, or one request of max_model_len, do not fit; says what would.
+        MemoryBudgetError: cache_slots is negative; or the rows asked for, the slots for cached prefixes, or one request
+            of max_model_len, do not fit; says what would.
     """
     if max_model_len is not None and max_model_len > model_limit:
         raise MemoryBudgetError(f"max_model_len is {max_model_len}, but the model was made for {model_limit} positions")
+    if cache_slots < 0:
+        raise MemoryBudgetError(f"cache_slots is {cache_slots}; pass 0 or more state slots for cached prefixes")
     per_request = costs.row + (costs.slot if recurrent else 0)
-    available = budget_bytes - costs.fixed - costs.transfer - per_request - costs.page  # row 0, slot 0 and page 0
+    cached = cache_slots if recurrent else 0
+    scratch = per_request + costs.page  # row 0, slot 0 and page 0
+    available = budget_bytes - costs.fixed - costs.transfer - cached * costs.slot - scratch
     need = demand.least(max_model_len) if max_model_len is not None else 1
     fitting_rows = (available - need * costs.page) // max(per_request, 1)
     rows = max_running_requests or _default_rows(default_rows, available, per_request, fitting_rows)
     if available < rows * per_request + need * costs.page:
-        raise MemoryBudgetError(_too_small(budget_bytes, available, per_request, costs, demand, rows, need))
+        raise MemoryBudgetError(_too_small(budget_bytes, available, per_request, costs, demand, rows, need, cached))
     most = demand.pool(rows, max_model_len or model_limit)
     pages = min((available - rows * per_request) // costs.page, most) if costs.page else 0
     fits = not costs.page or demand.least(model_limit) <= pages
     length = max_model_len or (model_limit if fits else pages * demand.page_size)
     return MemoryPlan(
-        rows, rows if recurrent else 0, pages, demand.page_size, length, costs, budget_bytes, weight_bytes,
+        rows, rows + cached if recurrent else 0, pages, demand.page_size, length, costs, budget_bytes, weight_bytes,
         activation_bytes, demand,
     )  # fmt: skip
 
@@ -125,8 +149,9 @@ def _default_rows(most: int, available: int, per_request: int, fitting: int) -> 
 
 
 def _too_small(
-    budget: int, available: int, per_request: int, costs: UnitCosts, demand: PageDemand, rows: int, need: int
-) -> str:
+    budget: int, available: int, per_request: int, costs: UnitCosts, demand: PageDemand, rows: int, need: int,
+    cached: int,
+) -> str:  # fmt: skip
     wanted = rows * per_request + need * costs.page
     fitting_rows = (available - need * costs.page) // max(per_request, 1)
     fitting_tokens = (available - rows * per_request) // max(costs.page, 1) * demand.page_size
@@ -135,6 +160,9 @@ def _too_small(
         hints.insert(0, f"lower max_running_requests from {rows} to {fitting_rows}")
     if fitting_tokens >= 1:
         hints.insert(0, f"lower max_model_len to {fitting_tokens}")
+    missing = -(-(wanted - available) // max(costs.slot, 1))
+    if missing <= cached:
+        hints.insert(0, f"lower cache_slots from {cached} to {cached - missing}")
     return (
         f"the pools' budget of {budget} bytes cannot hold {rows} running requests ({per_request / 2**20:.2f} MiB each) "
         f"and {need} KV pages of {demand.page_size} tokens ({costs.page / 2**20:.2f} MiB each): {', or '.join(hints)}"

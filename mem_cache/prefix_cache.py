@@ -2,9 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hybridrt.mem_cache.allocator import Slot
+
+
+class CacheEntries(NamedTuple):
+    """KV pages and state slots that change hands together."""
+
+    pages: Sequence[Slot] = ()
+    states: Sequence[Slot] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,39 +19,63 @@ class PrefixMatch:
     """A prefix that needs no computing, `length` tokens long.
 
     Attributes:
-        pages: the cache's whole KV pages of it, in order.
+        pages: the cache's whole KV pages of it, in order; none for a model without attention layers.
+        state: the cache's slot with the recurrent state after it; None for a model without recurrent layers. The
+            request's first step reads this slot and writes the request's own.
         staged: of a prefix that was computed elsewhere, where its state and KV lie in the executor's arena: they are
             copied into the request's own slot and pages as it is admitted.
     """
 
     length: int = 0
     pages: Sequence[Slot] = ()
+    state: Slot | None = None
     staged: int | None = None
+
+    @property
+    def entries(self) -> CacheEntries:
+        """What of the cache the match names."""
+        return CacheEntries(self.pages, () if self.state is None else (self.state,))
 
 
 class PrefixCache(Protocol):
-    """Maps token prefixes to KV pages that the cache owns (`SlotAllocator.to_cache`) and requests borrow under a lock.
+    """Maps token prefixes to KV pages and recurrent states.
 
-    Of a model with recurrent layers, a prefix counts as cached only where the state after it is kept as well.
+    A cache is bookkeeping alone: which tokens lead to which entries, and what to give up first. The coordinator's
+    allocators say who owns an entry, a request or the cache; the coordinator moves entries as `insert` and `evict` say.
     """
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest cached prefix, shorter than `tokens`: the last token is always computed, to give logits."""
+        """The longest cached prefix, shorter than `tokens`: the last token is always computed, to give logits. It has
+        both the KV and the state that the model needs, and ends where a page ends if there are pages."""
         ...
 
-    def lock(self, match: PrefixMatch) -> None:
-        """Keeps the match's pages, if it has any, from eviction until `unlock`. Locks count."""
+    def lock(self, entries: CacheEntries) -> None:
+        """Keeps entries of a match from eviction until they are unlocked. Locks count."""
         ...
 
-    def unlock(self, match: PrefixMatch) -> None: ...
-
-    def insert(self, tokens: Sequence[int], pages: Sequence[Slot]) -> Sequence[Slot]:
-        """Offers the pages of computed `tokens`; returns those the cache took over and now owns (the caller frees
-        what it owns of the rest)."""
+    def unlock(self, entries: CacheEntries) -> None:
+        """Takes one lock off each. A request unlocks the state of its match before the pages."""
         ...
 
-    def evict(self, num_pages: int) -> None:
-        """Frees unlocked pages of the cache, least recently used first, until num_pages are freed or none is left."""
+    def insert(self, tokens: Sequence[int], pages: Sequence[Slot], state: Slot | None, length: int) -> CacheEntries:
+        """Offers what a request leaves behind.
+
+        Args:
+            tokens: those that the pages hold KV of, in order; the last page may be partly filled.
+            pages: the request's pages. Those that its match had borrowed come first.
+            state: a slot that holds the state after `length` of the tokens; None: there is none to have.
+
+        Returns:
+            The entries that the cache takes over. The coordinator frees the rest.
+        """
+        ...
+
+    def evict(self, num_pages: int, num_states: int) -> CacheEntries:
+        """Gives up unlocked entries until so many are given up or none is left. The coordinator frees them."""
+        ...
+
+    def clear(self) -> None:
+        """Forgets everything, locks included. The coordinator has freed all entries."""
         ...
 
 
@@ -54,14 +85,17 @@ class NoPrefixCache:
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
         return PrefixMatch()
 
-    def lock(self, match: PrefixMatch) -> None:
+    def lock(self, entries: CacheEntries) -> None:
         pass
 
-    def unlock(self, match: PrefixMatch) -> None:
+    def unlock(self, entries: CacheEntries) -> None:
         pass
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[Slot]) -> Sequence[Slot]:
-        return ()
+    def insert(self, tokens: Sequence[int], pages: Sequence[Slot], state: Slot | None, length: int) -> CacheEntries:
+        return CacheEntries()
 
-    def evict(self, num_pages: int) -> None:
+    def evict(self, num_pages: int, num_states: int) -> CacheEntries:
+        return CacheEntries()
+
+    def clear(self) -> None:
         pass

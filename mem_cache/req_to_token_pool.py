@@ -14,7 +14,7 @@ class HybridReqToTokenPool:
     Attributes:
         req_to_token: [R + 1, max_context] int32 token slots, contiguous within a page. A model without attention layers
             has max_context 0: all of its tokens are at slot 0.
-        req_to_mamba_slot: [R + 1] int32.
+        req_to_mamba_slot: [R + 1] int32 state slots, which the state pool owns if there is one.
         mamba_pool: None for a model without recurrent layers.
     """
 
@@ -32,7 +32,8 @@ class HybridReqToTokenPool:
         self.max_context = -(-max_context // page_size) * page_size
         self.mamba_pool = mamba_pool
         self.req_to_token = torch.zeros((num_rows + 1, self.max_context), dtype=torch.int32, device=device)
-        self.req_to_mamba_slot = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+        no_slots = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+        self.req_to_mamba_slot = no_slots if mamba_pool is None else mamba_pool.row_slots
         self._offsets = torch.arange(page_size, dtype=torch.int32, device=device)
 
     @staticmethod
@@ -42,9 +43,8 @@ class HybridReqToTokenPool:
 
     def admit(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Gives each of `rows` its state slot, zeroed: no request reads another's state. [n] int64 each."""
-        self.req_to_mamba_slot[rows] = slots.int()
         if self.mamba_pool is not None:
-            self.mamba_pool.clear(slots, rows)
+            self.mamba_pool.admit(rows, slots)
 
     def write_pages(self, rows: torch.Tensor, page_indices: torch.Tensor, pages: torch.Tensor) -> None:
         """Page `page_indices[i]` of row `rows[i]` becomes KV page `pages[i]`, for all i at once. [n] int64 each. A

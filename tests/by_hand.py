@@ -145,7 +145,7 @@ class ByHand:
         found: dict[str, Tensor] = {}
         if self.mamba.spec.mode == "replay":
             index, spare = torch.tensor([[row], [self._spare_slot]], dtype=torch.int32)
-            self.backend.materialize(index, self.mamba.ring_length[index], spare)
+            self.mamba.snapshot(index, spare)
         for layer_id in self.mamba.layer_ids:
             source = self._spare_slot if self.mamba.spec.mode == "replay" else self.slot(row)
             found[f"state of layer {layer_id}"] = self.mamba.layer_cache(layer_id).temporal[source].clone()

@@ -9,6 +9,7 @@ from hybridrt.engine.limits import EngineLimits
 from hybridrt.engine.outputs import Delta
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.sampling_params import SamplingParams
+from tests.exact_prefix_cache import ExactPrefixCache
 from tests.mock_executor import MockDrafter, MockExecutor, tokens_alone
 from tests.samples import Sample, Samples
 
@@ -47,14 +48,17 @@ class Rig:
         tokenizer: Any = None,
         seed: int = 0,
         sliding_window: int | None = None,
+        cache: ExactPrefixCache | None = None,
+        replay: bool = False,
     ) -> None:
         slots = rows if slots is None else slots
         self.executor = MockExecutor(
             num_rows=rows, num_slots=slots, num_pages=pages, page_size=page_size, vocab=vocab, late=late,
-            sliding_window=sliding_window,
+            sliding_window=sliding_window, replay=replay,
         )  # fmt: skip
         demand = PageDemand(page_size, sliding_window, chunk, drafts + 1)
-        self.pools = CacheCoordinator(rows, slots, pages, page_size, demand=demand)
+        self.pools = CacheCoordinator(rows, slots, pages, page_size, cache, demand)
+        self.cache = cache
         limits = EngineLimits(vocab, max_model_len, chunk, (EOS,))
         drafter = MockDrafter(drafts, vocab, sliding_window) if drafts else None
         self.engine = Engine(self.executor, self.pools, limits, tokenizer, overlap=overlap, seed=seed, drafter=drafter)
@@ -65,7 +69,7 @@ class Rig:
 
     def step(self) -> list[Delta]:
         deltas = self.engine.step()
-        self.pools.check()
+        self.check()
         for delta in deltas:
             if delta.error is not None and isinstance(delta.error.__cause__, AssertionError):
                 raise delta.error.__cause__  # the executor's own checks
@@ -87,9 +91,16 @@ class Rig:
         return self.outputs[request_id, 0]
 
     def assert_empty(self) -> None:
-        self.pools.check()
+        self.check()
         for pool in (self.pools.rows, self.pools.slots, self.pools.pages):
-            assert pool.num_free == pool.total, f"leaked: {pool}"
+            assert not pool.num_used, f"leaked: {pool}"
+        assert self.cache is None or not self.cache.locks
+
+    def check(self) -> None:
+        """The ledgers; the cache's, if there is one, against the allocators'."""
+        self.pools.check()
+        if self.cache is not None:
+            self.cache.check(self.pools)
 
 
 def expected(

@@ -44,10 +44,13 @@ def tokens_alone(
 @dataclass
 class Tenant:
     """Whoever an admission put on a row; `steps` are the launched steps that name it, each with the position of its
-    first token there. `pages` maps all pages that it ever had, `next_page` numbers the next one."""
+    first token there. `pages` maps all pages that it ever had, `next_page` numbers the next one; `borrowed` says whose
+    the first of them were. `ring` holds decoded tokens that its slot lacks."""
 
     admission: Admission
     pages: dict[int, int] = field(default_factory=dict)
+    borrowed: dict[int, tuple["Tenant", int]] = field(default_factory=dict)
+    ring: list[int] = field(default_factory=list)
     next_page: int = 0
     steps: list[tuple["MockHandle", int]] = field(default_factory=list)
     length: int = 0
@@ -64,6 +67,7 @@ class Tenant:
 class MockHandle:
     def __init__(self, executor: "MockExecutor", plan: StepPlan, tenants: list[Tenant]) -> None:
         self.executor, self.plan, self.tenants = executor, plan, tenants
+        self.donors: list[Tenant] = []
         self.answer: StepResult | None = None
         self.error: Exception | None = None
         self.consumed = False
@@ -88,19 +92,24 @@ class MockHandle:
 
 
 class MockExecutor:
-    """`late`: how many launched steps it leaves undone until their results are asked for."""
+    """`late`: how many launched steps it leaves undone until their results are asked for. `replay`: what rows decode
+    becomes part of their slots when these are donated or exported, and now and then."""
 
     def __init__(
         self, *, num_rows: int, num_slots: int, num_pages: int, page_size: int, vocab: int, late: int = 0,
-        sliding_window: int | None = None,
+        sliding_window: int | None = None, replay: bool = False,
     ) -> None:  # fmt: skip
+        self.replay = replay
         self.vocab, self.page_size, self.late, self.window = vocab, page_size, late, sliding_window
         self.limits = {"row": num_rows, "slot": num_slots, "page": num_pages}
         self.rows: dict[int, Tenant] = {}
         self.owner: dict[tuple[str, int], Tenant] = {}
         self.page_owner: dict[int, tuple[Tenant, int]] = {}
+        self.borrowers: dict[int, list[Tenant]] = {}
+        self.slot_readers: dict[int, list[MockHandle]] = {}
         self.kv: dict[tuple[int, int], int] = {}
         self.state: dict[int, int] = {}
+        self.text: dict[int, list[int]] = {}  # by state slot: what its state stands for
         self.queue: list[MockHandle] = []
         self.unread: list[MockHandle] = []
         self.plans: list[StepPlan] = []
@@ -117,6 +126,10 @@ class MockExecutor:
             raise self.fail_launch[number]
         handle = MockHandle(self, plan, [])
         handle.error = self.fail_result.get(number)
+        for number in plan.donations:
+            self.donate(self.rows[number], handle)
+        cached = {row.row: row.computed // self.page_size for row in plan.extend}
+        cached |= {copy.row: 0 for copy in plan.imports}
         for admission in plan.admissions:
             tenant = Tenant(admission)
             self.take("row", admission.row, tenant)
@@ -127,8 +140,12 @@ class MockExecutor:
             tenant = self.rows[write.row]
             tenant.next_page = tenant.next_page or write.first_page
             assert write.first_page == tenant.next_page, "pages are appended without a gap"
+            admitted = any(tenant.admission is admission for admission in plan.admissions)
             for page in write.pages:
-                self.take_page(page, tenant)
+                if admitted and tenant.next_page < cached[write.row]:
+                    self.borrow_page(page, tenant)
+                else:
+                    self.take_page(page, tenant)
         for row in [*plan.decode, *plan.extend]:
             self.name(row, handle)
         assert plan.decode or plan.extend, "an empty step"
@@ -145,7 +162,23 @@ class MockExecutor:
         before = self.owner.get((kind, index))
         assert before is not tenant, f"{kind} {index} given twice to one request"
         assert before is None or all(step.consumed for step, _ in before.steps), f"{kind} {index} reused too early"
+        readers = self.slot_readers.pop(index, []) if kind == "slot" else []
+        assert all(step.consumed for step in readers), f"slot {index} reused before a step has read it"
         self.owner[kind, index] = tenant
+
+    def donate(self, tenant: Tenant, handle: MockHandle) -> None:
+        """The tenant's slot is the cache's from this step on."""
+        assert all(step.consumed for step, _ in tenant.steps), "a row that a launched step names donates its slot"
+        if self.owner.get(("slot", tenant.admission.slot)) is tenant:  # else a failed step has done it
+            del self.owner["slot", tenant.admission.slot]
+            handle.donors.append(tenant)
+
+    def borrow_page(self, page: int, tenant: Tenant) -> None:
+        """The next page of the tenant is the cache's, whoever filled it."""
+        tenant.borrowed[tenant.next_page] = self.page_owner[page]
+        self.borrowers.setdefault(page, []).append(tenant)
+        tenant.pages[tenant.next_page] = page
+        tenant.next_page += 1
 
     def take_page(self, page: int, tenant: Tenant) -> None:
         """The next page of the tenant. Whoever had it before, itself included, has no launched step that reads it."""
@@ -153,6 +186,8 @@ class MockExecutor:
         before, number = self.page_owner.get(page, (tenant, -1))
         for step, position in before.steps:
             assert step.consumed or number < self.first_page(position), f"page {page} reused too early"
+        borrowers = self.borrowers.pop(page, [])
+        assert all(step.consumed for b in borrowers for step, _ in b.steps), f"page {page} reused while it is lent"
         self.page_owner[page] = tenant, tenant.next_page
         tenant.pages[tenant.next_page] = page
         tenant.next_page += 1
@@ -170,19 +205,27 @@ class MockExecutor:
         if self.limits["slot"]:
             held.append(("slot", tenant.admission.slot))
         assert all(self.owner[thing] is tenant for thing in held), "a step names what belongs to another request"
+        if isinstance(row, ExtendRow) and row.read_slot:
+            assert ("slot", row.read_slot) not in self.owner, "a slot is read that is not the cache's"
+            self.slot_readers.setdefault(row.read_slot, []).append(handle)
         tokens = 1 + len(row.drafts) if isinstance(row, DecodeRow) else len(row.tokens)
         if self.limits["page"]:
             for number in range(self.first_page(row.computed), -(-(row.computed + tokens) // self.page_size)):
                 assert number in tenant.pages, "positions without a page"
                 owner = self.page_owner[tenant.pages[number]]
-                assert owner == (tenant, number), "a step names a page that belongs to another request"
+                wanted = tenant.borrowed.get(number, (tenant, number))
+                assert owner == wanted, "a step names a page that belongs to another request"
 
     def run_oldest(self) -> None:
         handle = self.queue.pop(0)
         plan, answers = handle.plan, []
+        for donor in handle.donors:
+            self.fold(donor)
         for row, tenant in zip([*plan.decode, *plan.extend], handle.tenants, strict=True):
             if any(tenant.admission is admission for admission in plan.admissions):
-                self.state[tenant.state] = 0
+                self.state[tenant.state], self.text[tenant.state] = 0, []
+                if isinstance(row, ExtendRow) and not any(copy.row == row.row for copy in plan.imports):
+                    self.start(row, tenant)
             for copy in plan.imports:
                 if copy.row == row.row:
                     self.import_state(tenant, copy)
@@ -196,9 +239,30 @@ class MockExecutor:
                     assert copy.length == tenant.length
                     start = max(tenant.length - self.window + 1, 0) if self.window else 0
                     tokens = [self.kv[self.place(tenant, i)] for i in range(start, tenant.length)]
+                    self.fold(tenant)
                     self.arena[copy.offset] = tokens, self.state[tenant.state]
         logprobs = [[TokenLogprobs(-0.5, {(t + 1) % self.vocab: -0.25}) for t in a] for a in answers]
         handle.answer = StepResult(tokens=answers, logprobs=list(logprobs))
+
+    def start(self, row: ExtendRow, tenant: Tenant) -> None:
+        """The first chunk of a tenant, maybe behind a prefix of the cache."""
+        assert bool(row.read_slot) == bool(row.computed and self.limits["slot"])
+        tenant.length = row.computed
+        if row.read_slot:
+            self.state[tenant.state] = self.state[row.read_slot]
+            self.text[tenant.state] = list(self.text[row.read_slot])
+            assert len(self.text[tenant.state]) == row.computed, "the state of another position"
+            if not self.limits["page"]:  # a model without attention layers: the context is all in the state
+                self.kv |= {self.place(tenant, i): token for i, token in enumerate(self.text[tenant.state])}
+        elif row.computed:  # no recurrent layer: the state stands for what the KV says
+            for position in range(row.computed):
+                self.state[tenant.state] = mix(self.state[tenant.state], self.kv[self.place(tenant, position)])
+
+    def fold(self, tenant: Tenant) -> None:
+        for token in tenant.ring:
+            self.state[tenant.state] = mix(self.state[tenant.state], token)
+        self.text[tenant.state] += tenant.ring
+        tenant.ring = []
 
     def decode(self, row: DecodeRow, tenant: Tenant) -> list[int]:
         assert tenant.last is not None and row.computed == tenant.length, "computed positions are contiguous"
@@ -228,12 +292,14 @@ class MockExecutor:
         tenant.length = copy.length - len(tokens)
         for token in tokens:
             self.write(tenant, token)
-        self.state[tenant.state] = state
+        self.state[tenant.state], self.text[tenant.state] = state, [0] * copy.length
 
     def write(self, tenant: Tenant, token: int) -> None:
         self.kv[self.place(tenant, tenant.length)] = token
-        self.state[tenant.state] = mix(self.state[tenant.state], token)
+        tenant.ring.append(token)
         tenant.length += 1
+        if not (self.replay and tenant.outputs) or len(tenant.ring) > 5:
+            self.fold(tenant)
 
     def place(self, tenant: Tenant, position: int) -> tuple[int, int]:
         if not self.limits["page"]:
@@ -243,7 +309,10 @@ class MockExecutor:
     def sample(self, tenant: Tenant) -> int:
         start = max(tenant.length - (self.window or tenant.length), 0)
         context = [self.kv[self.place(tenant, i)] for i in range(start, tenant.length)]
-        values = (*context, self.state[tenant.state], tenant.admission.seed, tenant.outputs)
+        state = self.state[tenant.state]
+        for token in tenant.ring:
+            state = mix(state, token)
+        values = (*context, state, tenant.admission.seed, tenant.outputs)
         tenant.last = mix(*values) % self.vocab
         tenant.outputs += 1
         return tenant.last

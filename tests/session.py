@@ -14,6 +14,7 @@ from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
 from hybridrt.mem_cache.memory_plan import MemoryPlan
+from hybridrt.mem_cache.prefix_cache import PrefixCache
 from hybridrt.runtime.build import Pools, Target, load_target, make_plan
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.ranks import Ranks
@@ -50,12 +51,20 @@ class Session:
     """
 
     def __init__(
-        self, path: Path, *, budget_bytes: int | None = None, ranks: Ranks | None = None, **config: Any
-    ) -> None:
+        self, path: Path, *, budget_bytes: int | None = None, ranks: Ranks | None = None, cache_slots: int = 0,
+        **config: Any,
+    ) -> None:  # fmt: skip
         defaults = {"device": "cpu", "dtype": "float32", "max_model_len": 160, "max_running_requests": 4}
         self.config = EngineConfig(str(path), **{**defaults, **config})
         self.split = TensorParallelExecutor(self.config, ranks=ranks) if ranks else None
-        self.runner = self.split.runner if self.split else ModelRunner(self.config, budget_bytes=budget_bytes)
+        plan = None
+        if cache_slots:
+            target = load_target(self.config, TPGroup())[1]
+            plan = make_plan(self.config, target, budget_bytes=budget_bytes, cache_slots=cache_slots)
+            budget_bytes = None
+        self.runner = (
+            self.split.runner if self.split else ModelRunner(self.config, budget_bytes=budget_bytes, plan=plan)
+        )
         self.plan: MemoryPlan = self.runner.plan
         self.logits: dict[tuple[int, int], Tensor] = {}
         self.plans: list[StepPlan] = []
@@ -74,11 +83,11 @@ class Session:
             self.logits[self._seeds[row], index] = line.clone()
         return self._sampler(logits, rows, output_indices, filters)
 
-    def engine(self, *, chunk: int = 8192, overlap: bool = False) -> Engine:
+    def engine(self, *, chunk: int = 8192, overlap: bool = False, prefix_cache: PrefixCache | None = None) -> Engine:
         plan, model = self.plan, self.runner.model_config
         demand = plan.demand and replace(plan.demand, step_tokens=chunk)
         pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
-        self.coordinator = CacheCoordinator(*pools, demand=demand)
+        self.coordinator = CacheCoordinator(*pools, prefix_cache, demand)
         limits = EngineLimits(model.vocab_size, plan.max_model_len, chunk, model.eos_token_ids)
         return Engine(self, self.coordinator, limits, overlap=overlap)
 
@@ -111,7 +120,7 @@ class Session:
     def assert_empty(self) -> None:
         for pool in (self.coordinator.rows, self.coordinator.slots, self.coordinator.pages):
             pool.check()
-            assert pool.num_free == pool.total, f"leaked: {pool}"
+            assert not pool.num_used, f"leaked: {pool}"
 
     def num_mixed(self) -> int:
         """Steps of the last run that held decode rows and prompt chunks."""
@@ -131,14 +140,16 @@ def spoil(pools: Pools) -> None:
     pools.req_to_token.req_to_mamba_slot[1:] = -(2**30)
 
 
-def budget(path: Path, *, rows: int, pages: int, **config: Any) -> int:
-    """Bytes that hold `rows` running requests and `pages` KV pages, and no more."""
+def budget(path: Path, *, rows: int, pages: int, cache_slots: int = 0, **config: Any) -> int:
+    """Bytes that hold `rows` running requests, `cache_slots` states of cached prefixes and `pages` KV pages, and no
+    more."""
     engine_config = EngineConfig(
         str(path), **{"device": "cpu", "dtype": "float32", "max_running_requests": rows, **config}
     )
     target: Target = load_target(engine_config, TPGroup())[1]
     costs = make_plan(engine_config, target, budget_bytes=2**40).costs
-    return costs.fixed + (rows + 1) * (costs.row + costs.slot) + (pages + 1) * costs.page
+    states = (rows + 1 + cache_slots) * costs.slot
+    return costs.fixed + (rows + 1) * costs.row + states + (pages + 1) * costs.page
 
 
 def check_sample(checkpoint: Checkpoint, sample: Sample, what: str, tolerance: float = 5e-4) -> None:

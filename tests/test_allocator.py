@@ -62,10 +62,43 @@ def test_an_entry_is_a_requests_or_the_caches_never_both() -> None:
     with pytest.raises(PoolError, match="owned by the cache"):
         pool.free([b, a])
     with pytest.raises(PoolError, match="not owned by the cache"):
-        pool.from_cache([b])
-    pool.from_cache([a])
-    pool.free([a, b])
+        pool.evict([b])
+    pool.evict([a])
+    pool.free([b])
     assert counts(pool) == (2, 0, 0)
+
+
+def test_the_cache_cannot_give_up_what_requests_have_locked() -> None:
+    pool = SlotAllocator(2, "slot")
+    a, b = pool.alloc(2)
+    with pytest.raises(PoolError, match="not owned by the cache"):
+        pool.lock([a])
+    pool.to_cache([a, b])
+    pool.lock([a])
+    pool.lock([a, b])
+    pool.unlock([a, b])
+    with pytest.raises(PoolError, match=f"gives up slot {a.index}, which a running request has locked"):
+        pool.evict([b, a])
+    assert counts(pool) == (0, 0, 2)
+    with pytest.raises(PoolError, match=f"slot {b.index} is not locked"):
+        pool.unlock([a, b])
+    pool.unlock([a])
+    pool.evict([b, a])
+    assert counts(pool) == (2, 0, 0)
+
+
+def test_reclaim_frees_everything_and_makes_all_handles_stale() -> None:
+    pool = SlotAllocator(3, "slot")
+    a, b = pool.alloc(2)
+    pool.to_cache([a])
+    pool.lock([a])
+    pool.reclaim()
+    assert counts(pool) == (3, 0, 0)
+    for old in (a, b):
+        with pytest.raises(PoolError, match="stale"):
+            pool.free([old])
+    pool.to_cache(pool.alloc(3))
+    assert counts(pool) == (0, 0, 3)
 
 
 def test_check_notices_a_ledger_that_disagrees() -> None:
@@ -96,8 +129,7 @@ def test_conservation_over_random_histories(total: int, history: list[tuple[str,
             cached += used[:n]
             del used[:n]
         elif op == "evict":
-            pool.from_cache(cached[:n])
-            pool.free(cached[:n])
+            pool.evict(cached[:n])
             del cached[:n]
         assert counts(pool) == (total - len(used) - len(cached), len(used), len(cached))
         assert len({slot.index for slot in used + cached}) == len(used) + len(cached)
@@ -107,4 +139,4 @@ def test_no_prefix_cache_matches_and_keeps_nothing() -> None:
     cache, pool = NoPrefixCache(), SlotAllocator(2, "page")
     match = cache.match([1, 2, 3])
     assert match.length == 0 and not match.pages
-    assert not cache.insert([1, 2, 3], pool.alloc(2))
+    assert not any(cache.insert([1, 2, 3], pool.alloc(2), None, 3))

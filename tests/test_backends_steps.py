@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardMode, SpecInfo
 from hybridrt.kernels.chunk_plan import plan_chunks
 from tests.by_hand import ByHand, Row, assert_close
@@ -182,32 +181,30 @@ def test_a_new_tenant_sees_nothing_of_the_last(name: str, mode: str, tokens: int
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if has_replay(name)])
-def test_materialize_at_any_length_consumes_nothing(name: str, checkpoints: CheckpointStore) -> None:
-    """The state after any prefix of the ring, for prefix snapshots, and the row decodes on as if nobody had asked."""
+def test_a_snapshot_consumes_nothing(name: str, checkpoints: CheckpointStore) -> None:
+    """At any fill of the ring: the state as a prefill leaves it, and the row decodes on as if none had been taken."""
     path = checkpoints[name].path
     hand, known = started(path, "replay", 1, {2: 5})
     generator = torch.Generator().manual_seed(2)
     tokens = known[2] + random_tokens(generator, 9)
-    for i in range(5, 14):
-        hand.decode(Row(2, i, [tokens[i]]))
-    before, spare = hand.snapshot(), 6
-    for count in (0, 1, 5, 9):
-        rows, slots = torch.tensor([[2], [spare]], dtype=torch.int32)
-        hand.backend.materialize(rows, torch.tensor([count], dtype=torch.int32), slots)
+    rows, spare = torch.tensor([[2], [6]])
+    for i in range(5, 15):
+        before = hand.snapshot()
+        with torch.inference_mode():
+            hand.mamba.snapshot(rows, spare)
+        assert set().union(*hand.touched(before).values()) == {6}
         plain = ByHand(path, rows=1)
         plain.admit(1)
-        plain.extend(Row(1, 0, tokens[: 5 + count]))
+        plain.extend(Row(1, 0, tokens[:i]))
+        where = torch.tensor([6, plain.slot(1)], dtype=torch.int32)
         for layer_id in hand.mamba.layer_ids:
             got, wanted = (h.mamba.layer_cache(layer_id).temporal for h in (hand, plain))
-            torch.testing.assert_close(got[spare], wanted[plain.slot(1)], rtol=0, atol=1e-5)
-    assert set().union(*hand.touched(before).values()) == {spare}
-
-
-def test_materialize_needs_a_ring(checkpoints: CheckpointStore) -> None:
-    hand, _ = started(checkpoints["falcon-plain"].path, "classic", 1, {1: 3})
-    one = torch.ones(1, dtype=torch.int32)
-    with pytest.raises(BackendError, match="replay"):
-        hand.backend.materialize(one, one, one)
+            torch.testing.assert_close(got[6], wanted[plain.slot(1)], rtol=0, atol=1e-5)
+            position = torch.tensor([i], dtype=torch.int32)
+            windows = [h.mamba.conv_window(layer_id, s, position) for h, s in zip((hand, plain), where.split(1))]
+            torch.testing.assert_close(*windows, rtol=0, atol=1e-5)
+        if i < 14:
+            hand.decode(Row(2, i, [tokens[i]]))
 
 
 PARENTS = [[-1, 0, 0, 1, 1, 2, 3], [-1, 0, 1, 2, 0, 4, 4]]

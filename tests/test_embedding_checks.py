@@ -137,6 +137,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a length without the new tokens": ({"seq_lens_cpu": [4, 3, 2]}, "row 2 has 3 new tokens and a length of 2"),
     "a slot outside the pool": ({"out_cache_loc": torch.full((5,), 10**6, dtype=torch.int32)}, "holds 1000000"),
     "a negative slot": ({"out_cache_loc": torch.full((5,), -1, dtype=torch.int32)}, "holds -1"),
+    "a slot to read for each row, decode rows too": (
+        {"read_state_slots": torch.zeros(3, dtype=torch.int32)},
+        "1 extend rows need one entry each",
+    ),
+    "a slot to read outside the pool": ({"read_state_slots": torch.tensor([99], dtype=torch.int32)}, "holds 99"),
     "a row outside the pool": ({"req_pool_indices": torch.tensor([1, 2, 77], dtype=torch.int32)}, "holds 77"),
 }
 

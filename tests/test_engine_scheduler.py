@@ -9,9 +9,9 @@ from hybridrt.engine.outputs import RequestMetrics
 from hybridrt.engine.request import Request
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.errors import PoolError
-from hybridrt.mem_cache.allocator import Slot, SlotAllocator
+from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.page_demand import PageDemand
-from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
 from hybridrt.runtime.step import StepPlan
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Draft, Drafter
@@ -270,8 +270,8 @@ def test_models_without_attention_or_without_recurrence_need_no_pages_or_slots()
 class OnePrefixCache:
     """Keeps the whole pages of the first request that offers any, and gives them up one by one from the end."""
 
-    def __init__(self, pages: SlotAllocator, page_size: int) -> None:
-        self.allocator, self.page_size = pages, page_size
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
         self.tokens: list[int] = []
         self.pages: list[Slot] = []
         self.locks = 0
@@ -284,32 +284,32 @@ class OnePrefixCache:
             n += 1
         return PrefixMatch(n * self.page_size, tuple(self.pages[:n]))
 
-    def lock(self, match: PrefixMatch) -> None:
-        self.locks += bool(match.pages)
+    def lock(self, entries: CacheEntries) -> None:
+        self.locks += bool(entries.pages)
 
-    def unlock(self, match: PrefixMatch) -> None:
-        self.locks -= bool(match.pages)
+    def unlock(self, entries: CacheEntries) -> None:
+        self.locks -= bool(entries.pages)
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[Slot]) -> Sequence[Slot]:
+    def insert(self, tokens: Sequence[int], pages: Sequence[Slot], state: Slot | None, length: int) -> CacheEntries:
         if self.pages:
-            return ()
+            return CacheEntries()
         whole = len(tokens) // self.page_size
         self.tokens, self.pages = list(tokens[: whole * self.page_size]), list(pages[:whole])
-        self.allocator.to_cache(self.pages)
-        return tuple(self.pages)
+        return CacheEntries(tuple(self.pages))
 
-    def evict(self, num_pages: int) -> None:
-        while num_pages > 0 and self.pages and not self.locks:
-            page = self.pages.pop()
-            self.allocator.from_cache([page])
-            self.allocator.free([page])
-            num_pages -= 1
+    def evict(self, num_pages: int, num_states: int) -> CacheEntries:
+        count = 0 if self.locks else min(num_pages, len(self.pages))
+        gone, self.pages = self.pages[len(self.pages) - count :], self.pages[: len(self.pages) - count]
+        return CacheEntries(gone)
+
+    def clear(self) -> None:
+        self.pages, self.locks = [], 0
 
 
 def test_a_prefix_cache_drops_in_behind_the_coordinator() -> None:
-    pages = SlotAllocator(8, "KV page")
-    cache = OnePrefixCache(pages, page_size=2)
-    pools = CacheCoordinator(4, 0, 8, 2, cache, pages)
+    cache = OnePrefixCache(page_size=2)
+    pools = CacheCoordinator(4, 0, 8, 2, cache)
+    pages = pools.pages
     scheduler = Scheduler(pools, 99)
     first, second, third = request(1, 7), request(1, 7), request(3, 15)
     plan = StepPlan()

@@ -6,7 +6,6 @@ import pytest
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.scheduler import Scheduler
 from hybridrt.errors import MemoryBudgetError
-from hybridrt.mem_cache.allocator import SlotAllocator
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.runtime.step import StepPlan
 from tests.engine_harness import Rig
@@ -107,20 +106,19 @@ def test_retraction_starts_over() -> None:
 
 
 def test_what_has_lost_its_beginning_is_not_offered_to_the_prefix_cache() -> None:
-    pages = SlotAllocator(30, "KV page")
-    cache = OnePrefixCache(pages, page_size=2)
-    pools, r = CacheCoordinator(4, 0, 30, 2, cache, pages, PageDemand(2, 4, 99)), request(1, 20)
+    cache = OnePrefixCache(page_size=2)
+    pools, r = CacheCoordinator(4, 0, 30, 2, cache, PageDemand(2, 4, 99)), request(1, 20)
     pools.admit(r, 0, StepPlan())
     r.computed = 20
     pools.settle(r, 20)
     pools.release(r)
-    assert not cache.pages and pages.num_free == 30
+    assert not cache.pages and pools.pages.num_free == 30
 
 
 def test_a_cached_prefix_is_borrowed_and_dropped_but_never_freed() -> None:
-    pages = SlotAllocator(30, "KV page")
-    cache = OnePrefixCache(pages, page_size=2)
-    pools = CacheCoordinator(4, 0, 30, 2, cache, pages, PageDemand(2, 4, 99))
+    cache = OnePrefixCache(page_size=2)
+    pools = CacheCoordinator(4, 0, 30, 2, cache, PageDemand(2, 4, 99))
+    pages = pools.pages
     first, second = request(1, 20), request(1, 31)
     pools.admit(first, 0, StepPlan())
     first.computed = 20

@@ -206,7 +206,7 @@ def test_the_first_backend_plans_and_commits_for_all() -> None:
     stack.admit(1)
     stack.extend(Row(1, 0, range(4)))
     mamba2, gdn = stack.backend.linear_attn_backends
-    assert mamba2.metadata.extend.slots is gdn.metadata.extend.slots
+    assert mamba2.metadata.extend.write_slots is gdn.metadata.extend.write_slots
     assert (mamba2.metadata.extend.plan.chunk_size, gdn.metadata.extend.plan.chunk_size) == (16, 8)
     stack.decode(Row(1, 4, [4]))
     assert stack.mamba.ring_length[1] == 1, "once, not once a kind"

@@ -42,6 +42,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
         "max_model_len": draw(st.none() | st.integers(1, limit)),
         "model_limit": limit,
         "recurrent": draw(st.booleans()),
+        "cache_slots": draw(st.sampled_from([0, 0, 1, 7])),
     }
 
 
@@ -60,7 +61,8 @@ def test_a_plan_keeps_its_promises(arguments: dict[str, Any]) -> None:
     assert isinstance(plan, MemoryPlan)
     assert plan.pool_bytes <= plan.budget_bytes == arguments["budget_bytes"]
     assert plan.num_rows == (arguments["max_running_requests"] or plan.num_rows) >= 1
-    assert plan.num_slots == (plan.num_rows if arguments["recurrent"] else 0)
+    assert plan.cache_slots == (arguments["cache_slots"] if arguments["recurrent"] else 0)
+    assert plan.num_slots == (plan.num_rows + plan.cache_slots if arguments["recurrent"] else 0)
     assert 1 <= plan.max_model_len <= arguments["model_limit"]
     assert plan.max_model_len == (arguments["max_model_len"] or plan.max_model_len)
     assert sum(size for _, _, size in plan.table()) == plan.pool_bytes
@@ -85,6 +87,8 @@ def test_an_error_names_numbers_that_work(arguments: dict[str, Any]) -> None:
         changes.append({"max_model_len": int(found[1])})
     if found := re.search(r"max_running_requests from \d+ to (\d+)", text):
         changes.append({"max_running_requests": int(found[1])})
+    if found := re.search(r"cache_slots from \d+ to (\d+)", text):
+        changes.append({"cache_slots": int(found[1])})
     needed = re.search(r"budget to (\d+) bytes", text)
     assert needed, text
     changes.append({"budget_bytes": int(needed[1])})
@@ -201,6 +205,22 @@ def test_too_small_a_budget_of_a_real_model(checkpoints: CheckpointStore) -> Non
     assert (plan.num_rows, plan.num_pages, plan.pool_bytes) == (2, 10, exact)
     with pytest.raises(MemoryBudgetError, match="max_model_len to 144"):
         Session(path, budget_bytes=exact - 1, max_running_requests=2)
+
+
+def test_fewer_state_slots_than_running_requests_are_refused() -> None:
+    plan = MemoryPlan(4, 6, 8, 16, 64, UnitCosts(1, 1, 1), 0)
+    assert plan.cache_slots == 2 and "6 slots, 2 of them for cached prefixes" in str(plan.table())
+    with pytest.raises(MemoryBudgetError, match="3 state slots for 4 running requests"):
+        replace(plan, num_slots=3)
+    assert replace(plan, num_slots=0).cache_slots == 0, "a model without recurrent layers"
+
+
+def test_slots_for_cached_prefixes_are_never_negative() -> None:
+    with pytest.raises(MemoryBudgetError, match="cache_slots is -1"):
+        plan_memory(
+            budget_bytes=10**6, costs=UnitCosts(1, 1, 1), demand=PageDemand(4), max_running_requests=2, default_rows=4,
+            max_model_len=64, model_limit=64, recurrent=True, cache_slots=-1,
+        )  # fmt: skip
 
 
 def test_the_plan_prints_itself(checkpoints: CheckpointStore) -> None:

@@ -66,7 +66,7 @@ def test_bytes_of_a_spec_are_those_of_a_pool() -> None:
     for spec in (SPEC, replace(SPEC, mode="replay"), replace(SPEC, mode="intermediate", tokens_per_step=3, tree=True)):
         pool = make(spec)
         tensors = [t for i in pool.layer_ids for t in vars(pool.layer_cache(i)).values() if t is not None]
-        tensors += [pool.ring_start, pool.ring_length]
+        tensors += [pool.ring_start, pool.ring_length]  # the page tables are charged with row_slots
         total = sum(t.numel() * t.element_size() for t in tensors)
         assert total == 6 * spec.slot_bytes() + 4 * spec.row_bytes()
 
@@ -80,7 +80,7 @@ def test_three_kinds_of_state_in_one_pool() -> None:
     assert cache.intermediate_ssm is not None and cache.intermediate_ssm.shape == (4, 2, 9, 4)
     for layer_id in pool.layer_ids:
         pool.layer_cache(layer_id).temporal[1:] = layer_id
-    pool.clear(torch.tensor([2]), torch.tensor([1]))
+    pool.admit(torch.tensor([1]), torch.tensor([2]))
     for layer_id in pool.layer_ids:
         found = [t.unique().tolist() for t in pool.layer_cache(layer_id).temporal]
         assert found == [[0], [layer_id], [0], *[[layer_id]] * 3]

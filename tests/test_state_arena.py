@@ -81,7 +81,7 @@ class Side:
         plan = MemoryPlan(ROWS, ROWS, ROWS * 16, PAGE, 64, UnitCosts(0, 0, 0), 0)
         self.pools = build_pools(EngineConfig("x", page_size=PAGE, speculative=speculative), target, plan)
         spoil(self.pools)
-        self.arena = StateArena(target, self.pools, None, 10_000)  # type: ignore[arg-type]  # asked in replay mode alone
+        self.arena = StateArena(target, self.pools, 10_000)
         self.slot = ROWS + 1 - row
         pages = torch.randperm(ROWS * 16, generator=torch.Generator().manual_seed(rank + 7 * tp))[:16] + 1
         self.pools.req_to_token.admit(torch.tensor([row]), torch.tensor([self.slot]))
@@ -218,7 +218,7 @@ def test_a_request_that_decodes_can_be_moved(name: str, ours: str, theirs: str, 
     source.extend(Row(2, 0, tokens[:20]))
     for i in range(20, 27):
         source.decode(Row(2, i, tokens[i : i + 1]))
-    arenas = [StateArena(hand.target, hand.pools, hand.backend, 1 << 16) for hand in (source, sink)]
+    arenas = [StateArena(hand.target, hand.pools, 1 << 16) for hand in (source, sink)]
     state, before = source.state(2, 27), source.snapshot()
     with torch.inference_mode():
         arenas[0].export_state(StateCopy(2, 27, 3))
@@ -238,7 +238,7 @@ def test_an_image_larger_than_its_room_is_not_written(wrong: str, checkpoints: C
     hand = ByHand(checkpoints["falcon-plain"].path)
     hand.admit(2)
     hand.extend(Row(2, 0, list(range(20))))
-    arena = StateArena(hand.target, hand.pools, hand.backend, 1 << 16)
+    arena = StateArena(hand.target, hand.pools, 1 << 16)
     needed, end = arena.layout.image_bytes(20), len(arena.buffer)
     offset, room = {
         "small room": (3, needed - 1), "end of the arena": (end - needed + 1, needed), "before the arena": (-1, needed)

@@ -34,15 +34,6 @@ class AttentionBackend(ABC):
         """The backend that serves a layer: this one, but for a composite."""
         return self
 
-    def materialize(self, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor) -> None:
-        """The recurrent state of `rows` after their first `lengths` ring entries, written to `write_slots` in every
-        layer, without consuming the ring. [n] int32 each.
-
-        Raises:
-            BackendError: the pool's state mode is not "replay": `temporal` is the state.
-        """
-        raise BackendError(f"{type(self).__name__} keeps no recurrent state")
-
     @abstractmethod
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Once per eager step, before the first layer."""

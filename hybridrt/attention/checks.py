@@ -108,6 +108,11 @@ def _check_shapes(batch: ForwardBatch) -> None:
         shape = getattr(batch, name).shape
         if shape != (count,):
             raise BackendError(f"{name} has shape {tuple(shape)}; {rows} rows and {tokens} tokens need ({count},)")
+    reads = batch.read_state_slots
+    if reads is not None and reads.shape != (batch.num_extend_rows,):
+        raise BackendError(
+            f"read_state_slots has shape {tuple(reads.shape)}; {batch.num_extend_rows} extend rows need one entry each"
+        )
     if not (0 <= batch.num_real <= rows and 0 <= batch.num_decode_rows <= rows):
         raise BackendError(
             f"num_real is {batch.num_real} and num_decode_rows {batch.num_decode_rows} in a batch of {rows} rows"

@@ -49,8 +49,8 @@ class GDNAttnBackend(MambaAttnBackendBase):
         q, k, v = layer.split_heads(causal_conv1d_varlen(inputs["mixed_qkv"], **self.conv_chunks(layer, segment)))
         g, beta = gdn_gates(inputs["a"], inputs["b"], layer.A_log, layer.dt_bias)
         out = chunk_gated_delta_rule(
-            q, k, v, g, beta, states=self.layer_cache(layer.layer_id).temporal, read_slots=segment.slots,
-            write_slots=segment.slots, has_initial_state=segment.has_initial_states,
+            q, k, v, g, beta, states=self.layer_cache(layer.layer_id).temporal, read_slots=segment.read_slots,
+            write_slots=segment.write_slots, has_initial_state=segment.has_initial_states,
             query_start_loc=segment.query_start_loc, plan=segment.plan,
         )  # fmt: skip
         return out.flatten(1)

@@ -112,9 +112,6 @@ class HybridLinearAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         return self.route(layer).forward(q, k, v, layer, batch, save_kv_cache, **kwargs)
 
-    def materialize(self, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor) -> None:
-        self.linear_attn_backends[0].materialize(rows, lengths, write_slots)
-
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         for backend in self.backends:
             backend.init_forward_metadata(batch)

@@ -4,6 +4,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,6 @@ from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
-from hybridrt.kernels.state_commit import commit_conv_window, commit_intermediate
-from hybridrt.kernels.state_ring import RingFolds, advance_ring, fold_ring
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
@@ -61,7 +60,7 @@ class MambaAttnBackendBase(AttentionBackend):
         self._uncommitted = False  # a planned step waits for commit_decode
         # By tokens of a row: captured graphs of decode and of verify steps each go on reading their own.
         self._graph_buffers: dict[int, tuple[DecodeBuffers, torch.Tensor]] = {}
-        self._decays: dict[int, torch.Tensor | None] = {}
+        self.mamba_pool.set_decays({i: partial(self.ring_decay, layer) for i, layer in layers.items()})
 
     @staticmethod
     def join(backends: Sequence["MambaAttnBackendBase"]) -> "MambaAttnBackendBase":
@@ -133,11 +132,12 @@ class MambaAttnBackendBase(AttentionBackend):
         """`causal_conv1d_varlen` of a mixer's prompt chunks: all that it takes but the inputs."""
         return {
             "weight": layer.conv_weight, "bias": layer.conv_bias, "conv": self.layer_cache(layer.layer_id).conv,
-            "read_slots": segment.slots, "write_slots": segment.slots, "query_start_loc": segment.query_start_loc,
-            "start_positions": segment.start_positions,
+            "read_slots": segment.read_slots, "write_slots": segment.write_slots,
+            "query_start_loc": segment.query_start_loc, "start_positions": segment.start_positions,
         }  # fmt: skip
 
-    def ring_decay(self, layer: Any) -> torch.Tensor | None:
+    @staticmethod
+    def ring_decay(layer: Any) -> torch.Tensor | None:
         """[heads] float32, times which a mixer's ring gates are logs of decays; None where they are that already."""
         return None
 
@@ -157,6 +157,8 @@ class MambaAttnBackendBase(AttentionBackend):
             slots = self.pools.get_mamba_indices(batch.req_pool_indices[: batch.num_real])
             check_range("req_to_mamba_slot", slots, self.mamba_pool.num_slots + 1)
             check_own("req_to_mamba_slot", slots)
+            if batch.read_state_slots is not None:
+                check_range("read_state_slots", batch.read_state_slots, self.mamba_pool.num_slots + 1)
         check_device_lengths(batch)
         split = batch.num_decode_rows
         decode, extends = None, dict[int, ExtendSegment]()
@@ -167,7 +169,7 @@ class MambaAttnBackendBase(AttentionBackend):
             slots = decode.buffers.slots
         if batch.num_extend_rows:
             extends = self._extend_segments(batch)
-            extend_slots = extends[self.chunk_size].slots
+            extend_slots = extends[self.chunk_size].write_slots
             slots = torch.cat((slots, extend_slots)) if split else extend_slots
         for member in self.members:
             extend = extends.get(member.chunk_size)
@@ -218,7 +220,10 @@ class MambaAttnBackendBase(AttentionBackend):
             slots[max(batch.num_real - split, 0) :] = -1
         starts = batch.query_start_loc[split:]
         positions = batch.seq_lens[split:] - (starts[1:] - starts[:-1])
-        shared = slots, starts - batch.num_decode_tokens, positions, positions > 0
+        reads = slots
+        if batch.read_state_slots is not None:
+            reads = torch.where(batch.read_state_slots > 0, batch.read_state_slots, slots)
+        shared = reads, slots, starts - batch.num_decode_tokens, positions, positions > 0
         plans = batch.chunk_plans
         if plans is None:
             lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
@@ -237,7 +242,7 @@ class MambaAttnBackendBase(AttentionBackend):
         query_start_loc = torch.arange(max_bs + 1, dtype=torch.int32, device=device) * tokens
         self._graph_buffers[tokens] = DecodeBuffers.allocate(max_bs, device), query_start_loc
         if self.mamba_pool.spec.mode == "replay":
-            self._stacks()  # the decays that it caches must not be made within a capture
+            self.mamba_pool.stack_decays()  # must not be made within a capture
 
     def init_forward_metadata_capture_cuda_graph(
         self,
@@ -295,64 +300,13 @@ class MambaAttnBackendBase(AttentionBackend):
     # -- the end of a step --------------------------------------------------------------------------------------
 
     def commit_decode(self, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None) -> None:
-        decode = self._metadata().decode
-        pool, self._uncommitted = self.mamba_pool, False
-        if decode is None or pool.spec.mode == "classic":
+        decode, self._uncommitted = self._metadata().decode, False
+        if decode is None or not self._needs_commit(decode.tokens_per_row):
             return
-        accepted = decode.buffers.accepted if accepted is None else accepted
-        rows, slots = decode.rows[: len(accepted)], decode.buffers.slots[: len(accepted)]
-        if pool.spec.mode == "replay":
-            cursors = pool.ring_start, pool.ring_length
-            self._fold(
-                advance_ring(*cursors, rows, accepted, slots, width=pool.width, widest=pool.spec.tokens_per_step)
-            )
-        elif decode.tokens_per_row > 1:
-            ends = None
-            if path is not None:
-                ends = decode.buffers.start_positions[: len(accepted)] + accepted - 1
-                last = path.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1).long()).squeeze(1).int() + 1
-                accepted = last.masked_fill(accepted == 0, 0)
-            for layer_id in (layer_id for member in self.members for layer_id in member.layers):
-                self._commit_layer(self.layer_cache(layer_id), slots, rows, accepted, ends)
-
-    @staticmethod
-    def _commit_layer(
-        cache: LayerCache, slots: torch.Tensor, rows: torch.Tensor, nodes: torch.Tensor, ends: torch.Tensor | None
-    ) -> None:
-        """Back to the state after node `nodes` - 1 of each row, which stands at position `ends` of a tree. A chain's
-        conv inputs are in the ring already."""
-        assert cache.intermediate_ssm is not None
-        if cache.temporal.numel():
-            commit_intermediate(cache.temporal, cache.intermediate_ssm, slots, rows, nodes)
-        if ends is not None and cache.conv.numel():
-            assert cache.intermediate_conv_window is not None
-            commit_conv_window(cache.conv, cache.intermediate_conv_window, slots, rows, nodes, ends)
-
-    def _fold(self, folds: RingFolds, write_slots: torch.Tensor | None = None) -> None:
-        """Makes the named ring entries part of the state, in all layers."""
-        for cache, decay in self._stacks():
-            fold_ring(cache.temporal, *cache.ring, decay, folds, write_slots=write_slots)
-
-    def _stacks(self) -> list[tuple[LayerCache, torch.Tensor | None]]:
-        """Layers of equal shape, which fold in one launch, and their decays, [L, heads]."""
-        return [
-            (cache, member._stacked_decay(layer_ids))
-            for member in self.members
-            for layer_ids, cache in member.mamba_pool.stacks
-            if layer_ids[0] in member.layers
-        ]
-
-    def _stacked_decay(self, layer_ids: Sequence[int]) -> torch.Tensor | None:
-        if layer_ids[0] not in self._decays:  # not in __init__: weights may be loaded after the backend is built
-            decays = [d for i in layer_ids if (d := self.ring_decay(self.layers[i])) is not None]
-            self._decays[layer_ids[0]] = torch.stack(decays) if decays else None
-        return self._decays[layer_ids[0]]
-
-    def materialize(self, rows: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor) -> None:
-        if self.mamba_pool.spec.mode != "replay":
-            raise BackendError("materialize reads a state ring; this pool has none (its state mode is not replay)")
-        slots, start = self.pools.get_mamba_indices(rows), self.mamba_pool.ring_start[rows]
-        self._fold(RingFolds(slots, rows, start, lengths, torch.full_like(rows[:1], len(rows))), write_slots)
+        buf = decode.buffers
+        accepted = buf.accepted if accepted is None else accepted
+        rows = (t[: len(accepted)] for t in (decode.rows, buf.slots, accepted, buf.start_positions))
+        self.mamba_pool.commit(*rows, path=path)
 
     def _metadata(self) -> ForwardMetadata:
         assert self.metadata is not None, "init_forward_metadata comes before forward"

@@ -41,6 +41,7 @@ class Mamba1AttnBackend(MambaAttnBackendBase):
             B, C = rms_norm(B, norms.B, norms.eps), rms_norm(C, norms.C, norms.eps)
         return selective_scan(
             x, dt, layer.A, B, C, D=layer.D, dt_bias=layer.dt_bias, z=z,
-            states=self.layer_cache(layer.layer_id).temporal, read_slots=segment.slots, write_slots=segment.slots,
-            has_initial_state=segment.has_initial_states, query_start_loc=segment.query_start_loc, plan=segment.plan,
+            states=self.layer_cache(layer.layer_id).temporal, read_slots=segment.read_slots,
+            write_slots=segment.write_slots, has_initial_state=segment.has_initial_states,
+            query_start_loc=segment.query_start_loc, plan=segment.plan,
         )  # fmt: skip

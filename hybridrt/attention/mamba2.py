@@ -56,13 +56,14 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
         z = inputs["z"].view(x.shape) if layer.norm is None else None
         y = mamba2_chunk_scan(
             x, inputs["dt"], layer.A, B, C, D=layer.D, dt_bias=layer.dt_bias, dt_limit=layer.config.dt_limit, z=z,
-            states=cache.temporal, read_slots=segment.slots, write_slots=segment.slots,
+            states=cache.temporal, read_slots=segment.read_slots, write_slots=segment.write_slots,
             has_initial_state=segment.has_initial_states, query_start_loc=segment.query_start_loc, plan=segment.plan,
             out=None if out is None else out.view(x.shape),
         )  # fmt: skip
         return y.flatten(1)
 
-    def ring_decay(self, layer: Any) -> torch.Tensor:
+    @staticmethod
+    def ring_decay(layer: Any) -> torch.Tensor:
         """Gates of the ring are time steps: A makes decays of them."""
         decay: torch.Tensor = layer.A
         return decay

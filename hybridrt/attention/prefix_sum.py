@@ -24,4 +24,5 @@ class PrefixSumAttnBackend(MambaAttnBackendBase):
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
         states = self.layer_cache(layer.layer_id).temporal
-        return prefix_sum_varlen(inputs["x"], states, segment.slots, segment.slots, segment.query_start_loc)
+        slots = segment.read_slots, segment.write_slots
+        return prefix_sum_varlen(inputs["x"], states, *slots, segment.query_start_loc)

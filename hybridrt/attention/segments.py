@@ -33,9 +33,11 @@ class DecodeSegment:
 
 @dataclass(frozen=True)
 class ExtendSegment:
-    """Prompt chunks of n rows, packed. query_start_loc counts from the segment's first token."""
+    """Prompt chunks of n rows, packed. query_start_loc counts from the segment's first token. A row starts from the
+    state in its `read_slots` entry and leaves its own in `write_slots`; -1 marks padding rows."""
 
-    slots: torch.Tensor
+    read_slots: torch.Tensor
+    write_slots: torch.Tensor
     query_start_loc: torch.Tensor
     start_positions: torch.Tensor
     has_initial_states: torch.Tensor

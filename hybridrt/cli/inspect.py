@@ -192,6 +192,7 @@ def _as_json(report: ModelReport) -> dict[str, Any]:
     written["fits"] = report.plan is not None
     if report.plan is not None:
         written["plan"]["pool_bytes"] = report.plan.pool_bytes
+        written["plan"]["cache_slots"] = report.plan.cache_slots
     return written
 
 

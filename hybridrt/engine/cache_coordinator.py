@@ -4,21 +4,28 @@ The ledger, for a request with `c` matched tokens (whole pages of the prefix cac
 
     what                  owner            from .. to                       freed by
     row                   the request      admit .. release                 release
-    slot                  the request      admit .. release                 release (models with recurrent layers)
+    slot                  the request      admit .. release                 release, or the cache that took it over
+    the match's state     the prefix cache locked from admit to settle      the cache's eviction, once unlocked
     pages[0 : c/page)     the prefix cache locked from admit to release     the cache's eviction, once unlocked
     pages[c/page : n)     the request      admit or grow .. release         release, or the cache that took them over
     the first of these    the request      .. settle                        settle, once out of every layer's window
     spare                 the request      settle .. extend                 extend makes them pages of later tokens
 
-A request whose first `c` tokens were computed elsewhere owns all of its pages: they are copied there as it is admitted.
+Slots are those of models with recurrent layers. The first step of a request reads the match's state and writes the
+request's own slot; once that step has been consumed, the match's state is unlocked. A request whose first `c` tokens
+were computed elsewhere owns all of its pages: they are copied there as it is admitted.
 
 `release` is for a request that no launched step still names: until the last such step has been consumed, the device may
-read and write what the request holds. `settle` lets go of pages that no step reads whose tokens come after the consumed
+read and write what the request holds. What it leaves is offered to the prefix cache. A slot that the cache takes is
+completed at the head of the next step, where the row's ring is folded into it (`donations`): no step reads it before.
+
+`settle` lets go of pages that no step reads whose tokens come after the consumed
 ones; while the prompt still wants pages, they go to the request itself, so that a prompt that was admitted never runs
 short of them.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from hybridrt.engine.columns import UNLIMITED, RowColumns
 from hybridrt.engine.request import Request
@@ -26,7 +33,7 @@ from hybridrt.errors import MemoryBudgetError, PoolError
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.mem_cache.page_demand import PageDemand
-from hybridrt.mem_cache.prefix_cache import NoPrefixCache, PrefixCache, PrefixMatch
+from hybridrt.mem_cache.prefix_cache import CacheEntries, NoPrefixCache, PrefixCache, PrefixMatch
 from hybridrt.runtime.step import Admission, PageWrite, StateCopy, StepPlan
 
 
@@ -38,12 +45,13 @@ class CacheCoordinator:
         num_slots: recurrent states; 0 if the model has no recurrent layer.
         num_pages: KV pages; 0 if the model has no attention layer.
         page_size: tokens in a page.
-        prefix_cache: owns pages of `page_allocator`; None keeps nothing.
-        page_allocator: the allocator that `prefix_cache` shares; None makes one.
+        prefix_cache: what requests leave behind for others; None keeps nothing.
         demand: how many pages requests hold, for a model whose attention layers all have a sliding window; None: all.
 
     Attributes:
         columns: what a step must know of the running requests.
+        donations: rows whose slots the prefix cache has taken over, for the next step to fold their rings. `launched`
+            takes them off.
     """
 
     def __init__(
@@ -53,13 +61,13 @@ class CacheCoordinator:
         num_pages: int,
         page_size: int,
         prefix_cache: PrefixCache | None = None,
-        page_allocator: SlotAllocator | None = None,
         demand: PageDemand | None = None,
     ) -> None:
         self.rows = SlotAllocator(num_rows, "request row")
         self.slots = SlotAllocator(num_slots, "state slot")
-        self.pages = page_allocator or SlotAllocator(num_pages, "KV page")
+        self.pages = SlotAllocator(num_pages, "KV page")
         self.columns = RowColumns(num_rows)
+        self.donations: list[int] = []
         self._returns = 0
         self._demand = demand or PageDemand(page_size)
         self._prefix_cache: PrefixCache = prefix_cache or NoPrefixCache()
@@ -84,14 +92,25 @@ class CacheCoordinator:
         """Lends a row, a slot and the pages that all of the request's known tokens want at a time; `computed` then says
         how many of them need no computing. False if not all is there with `headroom` free pages left: nothing is
         taken."""
-        if not self.rows.num_free or (self.slots.total and not self.slots.num_free):
+        if not self.rows.num_free:
             return False
+        match = request.arrived or self._prefix_cache.match(request.tokens)
+        # A match may have locked the one slot that the request could have had.
+        choices = [match] if match.state is None else [match, PrefixMatch()]
+        if not any(self._take(request, choice, headroom) for choice in choices):
+            return False
+        self.settle(request, 0)
+        self._plan_admission(request, plan)
+        return True
+
+    def _take(self, request: Request, match: PrefixMatch, headroom: int) -> bool:
+        """Lends what a request needs beside its match. False if not all is there: nothing is taken."""
+        self._check_match(match)
+        self._lock(match.entries)
         tokens = request.tokens
-        match = request.arrived or self._prefix_cache.match(tokens)
-        self._prefix_cache.lock(match)
         need = self._prompt_pages(len(tokens), len(match.pages))
-        if not self._pages_free(need + (headroom if self.pages.total else 0)):
-            self._prefix_cache.unlock(match)
+        if not self._make_room(need + (headroom if self.pages.total else 0), 1 if self.slots.total else 0):
+            self._unlock(match.entries)
             return False
         request.prefix, request.prefill_tokens, request.arrived = match, tokens, None
         request.settled = match.length
@@ -99,8 +118,6 @@ class CacheCoordinator:
         request.slot = self.slots.alloc(1)[0] if self.slots.total else None
         request.pages = [*match.pages, *self.pages.alloc(need)]
         self._fill_columns(request)
-        self.settle(request, 0)
-        self._plan_admission(request, plan)
         return True
 
     def room(self) -> tuple[int, ...]:
@@ -112,7 +129,7 @@ class CacheCoordinator:
         need = self._pages_for(num_tokens) - request.end_page
         if need <= 0:
             return True
-        if not self._pages_free(need):
+        if not self._make_room(need, 0):
             return False
         self._append(request, self.pages.alloc(need), plan)
         return True
@@ -130,6 +147,10 @@ class CacheCoordinator:
         """A step that computed `num_tokens` tokens of the request has been consumed, and all before it. Takes the pages
         that no later step reads, but for those that the rest of the prompt wants."""
         request.settled += num_tokens
+        if num_tokens and request.prefix.state is not None:
+            self._unlock(CacheEntries(states=request.prefix.entries.states))
+            request.prefix = replace(request.prefix, state=None)
+            self._returns += 1
         gone = self._demand.first_page(request.settled) - request.first_page
         if gone <= 0 or not request.pages:
             return
@@ -152,26 +173,44 @@ class CacheCoordinator:
                 f"row {request.row}"
             )
         own = request.pages[request.borrowed_pages :] + request.spare
-        # A prefix whose first pages have left the window is none.
-        whole = not request.first_page
-        taken = set(self._prefix_cache.insert(request.tokens[: request.computed], request.pages) if whole else ())
-        self._prefix_cache.unlock(request.prefix)
-        self.pages.free([page for page in own if page not in taken])
-        self.rows.free([request.row])
-        if request.slot is not None:
+        taken = self._offer(request)
+        self._unlock(request.prefix.entries)
+        self.pages.to_cache(taken.pages)
+        self.slots.to_cache(taken.states)
+        kept = set(taken.pages)
+        self.pages.free([page for page in own if page not in kept])
+        if taken.states:
+            self.donations.append(request.row.index)
+        elif request.slot is not None:
             self.slots.free([request.slot])
+        self.rows.free([request.row])
         request.row = request.slot = request.columns = None
         request.pages, request.spare, request.prefix, request.prefill_tokens = [], [], PrefixMatch(), ()
         request.settled = request.first_page = 0
         self._returns += 1
 
+    def _offer(self, request: Request) -> CacheEntries:
+        """What the prefix cache takes of a request that lets go. Nothing of one that failed: its state may be garbage.
+        Nor of one whose first pages have left the window: what is left is no prefix."""
+        if request.first_page or request.broken or request.error is not None:
+            return CacheEntries()
+        tokens, computed = request.tokens, request.computed
+        # A step may have computed tokens behind the last one that counts: the state then holds them, too.
+        state = request.slot if computed <= len(tokens) else None
+        return self._prefix_cache.insert(tokens[:computed], request.pages, state, computed)
+
+    def launched(self, plan: StepPlan) -> None:
+        """The step is on its way, and with it the donations that it names."""
+        del self.donations[: len(plan.donations)]
+
     def reclaim(self, requests: Iterable[Request]) -> None:
-        """Takes everything back from everybody after a change that was broken off: ledgers of requests may be wrong."""
+        """Takes everything back from all requests and the prefix cache, after a change that was broken off: no ledger
+        can be trusted."""
         for request in requests:
-            prefix, request.prefix = request.prefix, PrefixMatch()
-            self._prefix_cache.unlock(prefix)
             request.row = request.slot = request.columns = None
-            request.pages, request.spare = [], []
+            request.pages, request.spare, request.prefix = [], [], PrefixMatch()
+        self.donations.clear()
+        self._prefix_cache.clear()
         for allocator in (self.rows, self.slots, self.pages):
             allocator.reclaim()
         self._returns += 1
@@ -206,10 +245,35 @@ class CacheCoordinator:
         request.pages += fresh
         self.columns.capacity[request.row.index] = request.end_page * self._demand.page_size
 
-    def _pages_free(self, need: int) -> bool:
-        if need > self.pages.num_free:
-            self._prefix_cache.evict(need - self.pages.num_free)
-        return need <= self.pages.num_free
+    def _make_room(self, pages: int, slots: int) -> bool:
+        """Whether so many are free, once the prefix cache has given up what it can and must."""
+        short = max(pages - self.pages.num_free, 0), max(slots - self.slots.num_free, 0)
+        if any(short):
+            gone = self._prefix_cache.evict(*short)
+            self.pages.evict(gone.pages)
+            self.slots.evict(gone.states)
+        return pages <= self.pages.num_free and slots <= self.slots.num_free
+
+    def _lock(self, entries: CacheEntries) -> None:
+        self.pages.lock(entries.pages)
+        self.slots.lock(entries.states)
+        self._prefix_cache.lock(entries)
+
+    def _unlock(self, entries: CacheEntries) -> None:
+        self._prefix_cache.unlock(entries)
+        self.pages.unlock(entries.pages)
+        self.slots.unlock(entries.states)
+
+    def _check_match(self, match: PrefixMatch) -> None:
+        """Raises PoolError unless a match of the prefix cache has all that the model needs of it."""
+        if match.staged is not None or not match.length:
+            return
+        held = len(match.pages) * self._demand.page_size if self.pages.total else match.length
+        if held != match.length or (match.state is None) == bool(self.slots.total):
+            raise PoolError(
+                f"the prefix cache matched {match.length} tokens with {len(match.pages)} pages of "
+                f"{self._demand.page_size} tokens and {'no' if match.state is None else 'a'} state"
+            )
 
     def _plan_admission(self, request: Request, plan: StepPlan) -> None:
         assert request.row is not None

@@ -229,6 +229,7 @@ class Engine:
                 if scheduled is not None:
                     with Failing(partial(self._fail_step, scheduled)):
                         self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
+                        self._coordinator.launched(scheduled.plan)
                         self._totals.count_launch(scheduled.plan)
             if scheduled is None and not self._launched and len(self._samples) > len(self._held):
                 raise EngineError(
@@ -367,6 +368,8 @@ class Engine:
             gained.append(len(tokens))
             if tokens and request.finish_reason is None:
                 self._accept(request, tokens, logprobs, most > 1)
+            if -1 in tokens:  # whatever of them is read: the state behind them is not finite
+                request.broken = True
         self._scheduler.complete(step, gained)
 
     def _accept(
@@ -414,6 +417,7 @@ class Engine:
 
     def _fail_step(self, step: ScheduledStep, cause: BaseException) -> None:
         for request, _ in step.rows:
+            request.broken = True
             if request.finish_reason is None:
                 self._fail(request, cause)
         self._scheduler.complete(step, [0] * len(step.rows))

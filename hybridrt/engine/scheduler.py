@@ -89,6 +89,7 @@ class Scheduler:
         self._schedule_prefill(step, compress(requests, (~prefilled).tolist()), budget, refuse)
         if not step.rows:
             return None
+        step.plan.donations = list(self._coordinator.donations)
         self._in_flight += 1
         for request, _ in step.rows:
             request.in_flight += 1
@@ -241,10 +242,13 @@ class Scheduler:
         request.computed += len(chunk)
         last = request.prefilled
         following = 0 if last else request.prefill_tokens[request.computed]
-        step.plan.extend.append(ExtendRow(request.row.index, start, chunk, len(request.output), last, following))
+        state = request.prefix.state
+        read_slot = state.index if state is not None and start == request.prefix.length else 0
+        row = request.row.index
+        step.plan.extend.append(ExtendRow(row, start, chunk, len(request.output), last, following, read_slot))
         step.rows.append((request, int(last)))
         request.pending += int(last)
         if last and request.export_to is not None:
             room = request.export_to
-            step.plan.exports.append(StateCopy(request.row.index, request.computed, room.start, len(room)))
+            step.plan.exports.append(StateCopy(row, request.computed, room.start, len(room)))
         return len(chunk)

@@ -188,10 +188,11 @@ def kv_layer_ids(config: EngineConfig, target: Target) -> tuple[int, ...]:
 
 
 def make_plan(
-    config: EngineConfig, target: Target, *, budget_bytes: int | None = None, weights: int = 0, activations: int = 0
-) -> MemoryPlan:
+    config: EngineConfig, target: Target, *, budget_bytes: int | None = None, weights: int = 0, activations: int = 0,
+    cache_slots: int = 0,
+) -> MemoryPlan:  # fmt: skip
     """The memory plan of a run; `budget_bytes` None is what `target.device` has left for it: on a CPU `host_budget`, on
-    a GPU `device_budget`."""
+    a GPU `device_budget`. `cache_slots` state slots are for cached prefixes."""
     mc, spec = target.model_config, pool_spec(config, target)
     limit = mc.max_position_embeddings
     costs = UnitCosts(
@@ -210,6 +211,7 @@ def make_plan(
         max_model_len=config.max_model_len,
         model_limit=limit,
         recurrent=bool(spec.groups),
+        cache_slots=cache_slots,
         weight_bytes=weights,
         activation_bytes=activations,
     )

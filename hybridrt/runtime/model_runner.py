@@ -71,7 +71,7 @@ class ModelRunner(StepRunner):
             plan = plan or plan_pools(config, target, model, budget_bytes)
             super().__init__(Runtime.allocate(config, target, model, plan))
             if config.transfer_bytes:
-                self.arena = StateArena(target, self.pools, self.backend, config.transfer_bytes)
+                self.arena = StateArena(target, self.pools, config.transfer_bytes)
         if self.device.type == "cuda" and config.cuda_graph:
             with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
                 self.capture(progress)

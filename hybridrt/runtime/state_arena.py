@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrt.attention.base import AttentionBackend
 from hybridrt.distributed.conv_transfer import MambaSpec, Section, derive_mamba_conv_split
 from hybridrt.errors import PoolError
-from hybridrt.kernels.slots import write_columns
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_dtype, state_shape
 from hybridrt.mem_cache.kv_pool import KVPool
@@ -67,6 +65,12 @@ class ImageLayout:
         nbytes = self.kv_heads * self.kv_tokens(length) * self.head_dim * self.dtype.itemsize
         return found + [Section(nbytes, self.all_kv_heads)] * (2 * len(self.attention))
 
+    def state_parts(self) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of a row's recurrent state, in the image's order."""
+        for _, shape, _ in self.recurrent:
+            yield (1, shape.conv_dim, shape.conv_kernel - 1), self.dtype
+            yield (1, *shape.temporal), state_dtype(shape, self.state_dtype)
+
     def kv_tokens(self, length: int) -> int:
         """How many of the last tokens' keys and values an image holds."""
         return length if self.window is None else min(length, self.window - 1)
@@ -82,11 +86,11 @@ class StateArena:
     inputs since. An image holds none of these, so either side may keep its state its own way.
     """
 
-    def __init__(self, target: Target, pools: Pools, backend: AttentionBackend, transfer_bytes: int) -> None:
+    def __init__(self, target: Target, pools: Pools, transfer_bytes: int) -> None:
         self.layout = ImageLayout.of(target, pools.kv)
         self.buffer = torch.zeros(transfer_bytes, dtype=torch.uint8, device=target.device)
-        self._pools = pools
-        self._backend = backend
+        self._table = pools.req_to_token
+        self._kv = [tensor for layer_id in self.layout.attention for tensor in pools.kv.layer(layer_id)]
 
     def export_state(self, copy: StateCopy) -> None:
         """Pools to image. Nothing changes but where a state lies: a ring of inputs becomes part of its checkpoint.
@@ -95,9 +99,8 @@ class StateArena:
             PoolError: the image is larger than its room. Nothing has changed.
         """
         self._check_room(copy)
-        self._fold_ring(copy.row)
         offset = copy.offset
-        for tensor in self._kept(copy.row, copy.length):
+        for tensor in self._kept(copy):
             data = tensor.contiguous().view(-1).view(torch.uint8)
             self.buffer[offset : offset + len(data)] = data
             offset += len(data)
@@ -109,22 +112,13 @@ class StateArena:
             PoolError: the image would end outside the arena. Nothing has changed.
         """
         self._check_room(copy)
-        image = _Reader(self.buffer, copy.offset)
-        pool, layout = self._pools.req_to_token.mamba_pool, self.layout
-        slots = self._slots(copy.row)
-        for layer_id, shape, _ in layout.recurrent:
-            assert pool is not None
-            cache, inputs = pool.layer_cache(layer_id), shape.conv_kernel - 1
-            window = image.take((1, shape.conv_dim, inputs), layout.dtype)
-            columns = torch.arange(copy.length - inputs, copy.length, device=slots.device) % cache.conv.shape[2]
-            write_columns(cache.conv, slots, columns[None], window.transpose(1, 2))
-            dtype = state_dtype(shape, layout.state_dtype)
-            cache.temporal.index_copy_(0, slots.long(), image.take((1, *shape.temporal), dtype))
+        image, layout = _Reader(self.buffer, copy.offset), self.layout
+        if self._table.mamba_pool is not None:
+            self._table.mamba_pool.import_(copy.row, copy.length, map(image.take, *zip(*layout.state_parts())))
         places = self._places(copy)
-        for layer_id in layout.attention:
-            for tensor in self._pools.kv.layer(layer_id):
-                heads = image.take((layout.kv_heads, len(places), layout.head_dim), layout.dtype)
-                tensor.flatten(0, 1).index_copy_(0, places, heads.transpose(0, 1))
+        for tensor in self._kv:
+            heads = image.take((layout.kv_heads, len(places), layout.head_dim), layout.dtype)
+            tensor.flatten(0, 1).index_copy_(0, places, heads.transpose(0, 1))
 
     def _check_room(self, copy: StateCopy) -> None:
         """Its neighbours in the arena belong to other requests, or to another worker that reads them now."""
@@ -136,33 +130,16 @@ class StateArena:
                 f"of an arena of {end}"
             )
 
-    def _kept(self, row: int, length: int) -> Iterator[torch.Tensor]:
-        pool, slots = self._pools.req_to_token.mamba_pool, self._slots(row)
-        position = torch.full_like(slots, length)
-        for layer_id, _, _ in self.layout.recurrent:
-            assert pool is not None
-            yield pool.conv_window(layer_id, slots, position)
-            yield pool.layer_cache(layer_id).temporal.index_select(0, slots)
-        places = self._places(StateCopy(row, length, 0))
-        for layer_id in self.layout.attention:
-            for tensor in self._pools.kv.layer(layer_id):
-                yield tensor.flatten(0, 1).index_select(0, places).transpose(0, 1)
-
-    def _fold_ring(self, row: int) -> None:
-        pool, slots = self._pools.req_to_token.mamba_pool, self._slots(row)
-        if pool is None or pool.spec.mode != "replay":
-            return
-        start, length = pool.ring_start[row : row + 1], pool.ring_length[row : row + 1]
-        self._backend.materialize(torch.full_like(slots, row), length, slots)
-        start.zero_()
-        length.zero_()
-
-    def _slots(self, row: int) -> torch.Tensor:
-        return self._pools.req_to_token.req_to_mamba_slot[row : row + 1]
+    def _kept(self, copy: StateCopy) -> Iterator[torch.Tensor]:
+        if self._table.mamba_pool is not None:
+            yield from self._table.mamba_pool.export(copy.row, copy.length)
+        places = self._places(copy)
+        for tensor in self._kv:
+            yield tensor.flatten(0, 1).index_select(0, places).transpose(0, 1)
 
     def _places(self, copy: StateCopy) -> torch.Tensor:
         first = copy.length - self.layout.kv_tokens(copy.length)
-        return self._pools.req_to_token.req_to_token[copy.row, first : copy.length].long()
+        return self._table.req_to_token[copy.row, first : copy.length].long()
 
 
 class _Reader:

@@ -141,7 +141,12 @@ def int32s(values: Iterable[int]) -> np.ndarray:
 
 class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     """A chunk of a prompt. `sample` is set on the last chunk, whose last position gives the next token; on the others
-    `following` is the prompt's next token."""
+    `following` is the prompt's next token.
+
+    Attributes:
+        read_slot: the state slot that holds the state before the chunk, of a prefix that is cached; 0: the row's own.
+            The state behind the chunk goes to the row's own slot.
+    """
 
     row: int
     computed: int
@@ -149,12 +154,15 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     output_index: int
     sample: bool
     following: int = 0
+    read_slot: int = 0
 
 
 @dataclass(slots=True)
 class StepPlan:
     """Decode rows come first in the batch, then extend rows, each list in order. What `imports` says is copied in
-    before the rows are computed, what `exports` says is copied out afterwards; both name extend rows."""
+    before the rows are computed, what `exports` says is copied out afterwards; both name extend rows. Before anything
+    else, admissions included, each row in `donations` parts with its slot, which holds the row's whole state from then
+    on."""
 
     admissions: list[Admission] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
@@ -162,6 +170,7 @@ class StepPlan:
     extend: list[ExtendRow] = field(default_factory=list)
     imports: list[StateCopy] = field(default_factory=list)
     exports: list[StateCopy] = field(default_factory=list)
+    donations: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,8 @@ def pack_step(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
 
     query_start_loc [B + 1]; sample_at and sample_rows, the tokens to sample from and their rows; of the extend rows'
     tokens extend_ids, extend_rows, extend_positions and, with `following`, following_ids behind each (0 where it is
-    sampled); chunk plans; admit_rows and admit_slots; page-table entries (page_rows, page_indices, pages).
+    sampled); where a chunk follows a cached prefix, read_slots of all chunks; chunk plans; admit_rows and admit_slots;
+    page-table entries (page_rows, page_indices, pages).
     """
     extend, decoded = plan.extend, len(plan.decode) * tokens
     new = int32s(len(r.tokens) for r in extend)
@@ -60,6 +61,7 @@ def pack_step(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
         "extend_rows": np.repeat(extend_rows, new),
         "extend_positions": np.arange(decoded, decoded + new.sum(), dtype=np.int32) + starts,
         **({"following_ids": _flat([[*r.tokens[1:], r.following] for r in extend])} if packing.following else {}),
+        **_read_slots(plan),
         **_chunks(computed, new, packing.chunk_sizes),
         **_bookkeeping(plan),
     }  # fmt: skip
@@ -117,6 +119,11 @@ def tree_nodes(decode: DecodeRows, width: int, size: int) -> Columns:
 
 def _padded(column: np.ndarray, padding: int, value: int) -> np.ndarray:
     return np.concatenate((column, np.full(padding, value, np.int32))) if padding else column
+
+
+def _read_slots(plan: StepPlan) -> Columns:
+    slots = [row.read_slot for row in plan.extend]
+    return {"read_slots": int32s(slots)} if any(slots) else {}
 
 
 def chunk_names(size: int) -> dict[str, str]:

@@ -91,12 +91,19 @@ class StepRunner:
         fits = plan.decode and graphs and graphs.bucket(len(plan.decode))
         rest = self._after_graph(plan) if fits else None
         with _given_up_on_failure(self.backend):
+            self._donate(plan.donations)
             if rest is None or graphs is None:
                 return self._launch_eager(plan, tokens)
             new_pages, rest_plan = rest
             decoded = self._launch_graph(graphs, plan.decode, new_pages)
             # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
             return JoinedSteps(decoded, self._launch_eager(rest_plan, 1)) if plan.extend else decoded
+
+    def _donate(self, rows: Sequence[int]) -> None:
+        """The slots of `rows` are the prefix cache's from here on: what their rings hold becomes part of them."""
+        pool = self.pools.req_to_token.mamba_pool
+        if rows and pool is not None:
+            pool.donate(self._staging.upload({"rows": np.array(rows, np.int32)})["rows"])
 
     def _launch_graph(self, graphs: GraphRunner, decode: DecodeRows, new_pages: np.ndarray) -> LaunchedStep:
         logits, batch = graphs.replay(decode, new_pages), graphs.batch(len(decode))
@@ -213,6 +220,7 @@ class StepRunner:
             spec,
             seq_lens_cpu=columns["seq_lens"].tolist(),
             query_lens_cpu=[tokens] * n + new,
+            read_state_slots=sections.get("read_slots"),
             chunk_plans={size: _chunk_plan(columns, sections, new, size) for size in self._packing.chunk_sizes},
         )
 

@@ -178,9 +178,11 @@ class DraftModelDrafter(Drafter):
         tenants = [t for t in tenants if t.computed]
         if pool is None or not tenants:
             return
-        working = torch.tensor([t.row for t in tenants], device=self.runner.device)
-        backup = working + self._backup_offset
-        pool.copy(*((working, backup) if to_backup else (backup, working)))
+        rows = torch.tensor([t.row for t in tenants], device=self.runner.device)
+        if to_backup:
+            pool.snapshot(rows, rows + self._backup_offset)
+        else:
+            pool.restore(rows + self._backup_offset, rows)
 
 
 def _decode_row(tenant: _Tenant, step: int) -> DecodeRow:

@@ -1,0 +1,202 @@
+"""Prefixes with states on real tiny models: a request that starts from a cached state gets the tokens it gets alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrt.sampling_params import SamplingParams
+from tests.by_hand import ByHand, Row, assert_close
+from tests.checkpoints import CheckpointStore
+from tests.exact_prefix_cache import ExactPrefixCache
+from tests.levels import sweep
+from tests.samples import Samples
+from tests.session import Session, budget
+from tests.test_models_parity import prompts
+from tests.ties import check_greedy
+
+MODELS = ("falcon-plain", "qwen-plain", "jamba-plain", "falcon_mamba-plain")
+RINGS = ("falcon-plain", "qwen-plain")
+TEXT = prompts(40, seed=5)[0]
+MAX_LEN, PAGE, ROWS, PAGES, CACHE_SLOTS = 64, 4, 2, 26, 2
+STARTS = (1, 4, 5, 8, 12, 13, 24)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A prompt: the text's first tokens, maybe with what the model answered to them, and one more token."""
+
+    length: int
+    answered: bool
+    count: int
+    sampled: bool
+    arrives: int
+    aborted: int | None
+
+
+@dataclass
+class Bench:
+    checkpoints: CheckpointStore
+    name: str
+    sessions: dict[str, Session] = field(default_factory=dict)
+    alone: dict[tuple[int, bool, bool], list[int]] = field(default_factory=dict)
+
+    def session(self, mode: str) -> Session:
+        mode = mode if self.name in RINGS else "classic"
+        if mode not in self.sessions:
+            path = self.checkpoints[self.name].path
+            config: dict[str, Any] = {"page_size": PAGE, "state_mode": mode, "max_model_len": MAX_LEN}
+            config["max_running_requests"] = ROWS
+            bytes_ = budget(path, rows=ROWS, pages=PAGES, cache_slots=CACHE_SLOTS, **config)
+            self.sessions[mode] = Session(path, budget_bytes=bytes_, cache_slots=CACHE_SLOTS, **config)
+            assert self.sessions[mode].plan.num_slots == ROWS + CACHE_SLOTS
+        return self.sessions[mode]
+
+    def prompt(self, turn: Turn) -> list[int]:
+        """An answer of 8 tokens ends where a page ends if its prompt does, give or take the last one."""
+        if not turn.answered:
+            return TEXT[: turn.length]
+        first = Turn(turn.length, False, 8, turn.sampled, 0, None)
+        return [*TEXT[: turn.length], *self.tokens_alone(first), TEXT[0]]
+
+    def tokens_alone(self, turn: Turn) -> list[int]:
+        key = turn.length, turn.answered, turn.sampled
+        if key not in self.alone:
+            engine = self.session("classic").engine()
+            engine.add_request(self.prompt(turn), params(turn, 14), "alone")
+            samples = Samples()
+            while engine.has_unfinished():
+                samples.add(engine.step())
+            self.alone[key] = samples["alone", 0].token_ids
+        return self.alone[key][: turn.count]
+
+
+def params(turn: Turn, count: int) -> SamplingParams:
+    heat: dict[str, Any] = {"temperature": 0.9, "top_k": 20} if turn.sampled else {"temperature": 0.0}
+    return SamplingParams(max_tokens=count, ignore_eos=True, seed=9, **heat)
+
+
+@pytest.fixture(scope="module", params=sweep(MODELS, 2))
+def bench(request: pytest.FixtureRequest, checkpoints: CheckpointStore) -> Iterator[Bench]:
+    yield Bench(checkpoints, request.param)
+
+
+TURNS = st.builds(
+    Turn,
+    length=st.sampled_from(STARTS),
+    answered=st.booleans(),
+    count=st.sampled_from([1, 4, 5, 8, 9, 14]),
+    sampled=st.booleans(),
+    arrives=st.integers(0, 25),
+    aborted=st.none() | st.none() | st.integers(0, 30),
+)
+
+
+def play(bench: Bench, turns: list[Turn], mode: str, chunk: int, overlap: bool) -> ExactPrefixCache:
+    session = bench.session(mode)
+    wanted = [bench.tokens_alone(turn) for turn in turns]
+    cache = ExactPrefixCache(PAGE if session.plan.num_pages else 0)
+    engine = session.engine(chunk=chunk, overlap=overlap, prefix_cache=cache)
+    samples = Samples()
+    step = 0
+    while step <= 30 or engine.has_unfinished():
+        for i, turn in enumerate(turns):
+            if turn.arrives == step:
+                engine.add_request(bench.prompt(turn), params(turn, turn.count), str(i))
+            if turn.aborted == step:
+                engine.abort(str(i))
+        if engine.has_unfinished():
+            samples.add(engine.step())
+        cache.check(session.coordinator)
+        step += 1
+        assert step < 2000
+    session.assert_empty()
+    assert not cache.locks
+    for i, turn in enumerate(turns):
+        out = samples[str(i), 0]
+        assert out.error is None
+        expected = wanted[i][: len(out.token_ids)] if out.finish_reason == "abort" else wanted[i]
+        if out.token_ids != expected:
+            assert not turn.sampled, f"sampled tokens differ: {turn}"
+            oracle = bench.checkpoints[bench.name].logits(bench.prompt(turn), out.token_ids)
+            check_greedy(out.token_ids, oracle, f"{bench.name} {turn}")
+    return cache
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    turns=st.lists(TURNS, min_size=2, max_size=8),
+    mode=st.sampled_from(["classic", "replay", "replay"]),
+    chunk=st.sampled_from([1, 5, 64]),
+    overlap=st.booleans(),
+)
+def test_cached_tokens_equal_uncached_ones(
+    bench: Bench, turns: list[Turn], mode: str, chunk: int, overlap: bool
+) -> None:
+    play(bench, turns, mode, chunk, overlap)
+
+
+@pytest.mark.parametrize("mode", ["classic", "replay"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_second_turn_hits(bench: Bench, mode: str, overlap: bool) -> None:
+    """The answer's last token is never computed: the state stands behind 12 tokens, where a page ends."""
+    turns = [Turn(5, answered, 8, False, arrives, None) for answered, arrives in ((False, 0), (True, 14))]
+    cache = play(bench, turns, mode, 64, overlap)
+    first = [row.computed for plan in bench.session(mode).plans for row in plan.extend][-1]
+    assert (cache.hits, first) == (1, 12)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name, mode", [(name, "classic") for name in MODELS] + [(name, "replay") for name in RINGS])
+def test_a_row_goes_on_from_a_snapshot(name: str, mode: str, checkpoints: CheckpointStore) -> None:
+    """Snapshot at 13 tokens, decode on, restore: the row decodes the same again, bit for bit. So does another row whose
+    prompt starts from the snapshot's slot; it leaves that slot as it is."""
+    hand = ByHand(checkpoints[name].path, mode=mode)
+    hand.admit(2)
+    hand.extend(Row(2, 0, TEXT[:9]))
+    for i in range(9, 13):
+        hand.decode(Row(2, i, TEXT[i : i + 1]))
+    row, spare = torch.tensor([[2], [6]])
+    state = hand.state(2, 13)
+    hand.mamba.snapshot(row, spare)
+    for i in range(13, 19):
+        hand.decode(Row(2, i, [7]))
+    hand.mamba.restore(spare, row)
+    restored = hand.state(2, 13)
+    assert_close(restored, state, 0.0)
+    hand.mamba.snapshot(row, spare)
+    before = hand.snapshot()
+
+    hand.admit(3)
+    hand.pools.req_to_token.req_to_token[3, :13] = hand.pools.req_to_token.req_to_token[2, :13]
+    reader = hand.batch((), [Row(3, 13, TEXT[13:15])])
+    reader.read_state_slots = spare.int()
+    logits = hand.forward(reader)
+    touched = hand.touched(before)
+    assert not any(6 in touched[f"{what} {i}"] for i in hand.mamba.layer_ids for what in ("conv", "temporal"))
+    whole = ByHand(checkpoints[name].path, mode="classic")
+    whole.admit(1)
+    torch.testing.assert_close(logits, whole.extend(Row(1, 0, TEXT[:15]))[13:], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["falcon_mamba-plain", *RINGS])
+def test_a_donated_slot_holds_the_whole_state(name: str, checkpoints: CheckpointStore) -> None:
+    hand = ByHand(checkpoints[name].path, mode="replay" if name in RINGS else "classic")
+    hand.admit(2, 4)
+    hand.extend(Row(2, 0, TEXT[:9]), Row(4, 0, TEXT[:3]))
+    for i in range(6):
+        hand.decode(Row(2, 9 + i, TEXT[9 + i : 10 + i]), Row(4, 3 + i, [5]))
+    wanted, neighbour, own = hand.state(2, 15), hand.state(4, 9), hand.slot(2)
+    assert hand.mamba.donate(torch.tensor([2])).tolist() == [own]
+    assert hand.mamba.row_slots[2] == 0, "the row owns no slot any more"
+    assert_close(hand.state(4, 9), neighbour, 0.0)
+    for layer_id in hand.mamba.layer_ids:
+        assert torch.equal(hand.mamba.layer_cache(layer_id).temporal[own], wanted[f"state of layer {layer_id}"])
+    before = hand.snapshot()
+    hand.mamba.donate(torch.tensor([2]))
+    assert not set().union(*hand.touched(before).values()), "again, as after a launch that failed: nothing happens"
