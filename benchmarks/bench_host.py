@@ -37,8 +37,6 @@ SHAPE = {
 class NullModel:
     """Stands for the model: hidden states and logits are there at once."""
 
-    mtp = None
-
     def __init__(self, model: Any) -> None:
         self.config, self.dtype, self.device = model.config, model.dtype, model.device
         self._hidden = torch.zeros(1, HIDDEN)

@@ -13,7 +13,7 @@ from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.kernels.activation import relu2, silu_and_mul
 from hybridrt.kernels.chunk_plan import plan_chunks
-from hybridrt.kernels.gated_delta_rule import gdn_gates_reference
+from hybridrt.kernels.gated_delta_rule import gdn_gates
 from hybridrt.kernels.gdn_decode import split_qkv
 from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.rms_norm import add_rms_norm
@@ -262,7 +262,7 @@ def gdn_tokens(shape: StateShape, device: str, *lead: int) -> Args:
     qkv, a, b = normal(device, *lead, shape.conv_dim + 2 * heads).split([shape.conv_dim, heads, heads], -1)
     q, k, v = split_qkv(qkv, torch.empty(1, *shape.temporal, device="meta"))
     A_log, dt_bias = torch.full((heads,), -4.0, device=device), torch.zeros(heads, device=device)
-    g, beta = gdn_gates_reference(a, b, A_log, dt_bias)
+    g, beta = gdn_gates.reference(a, b, A_log, dt_bias)
     return {"q": q, "k": k, "v": v, "g": g, "beta": beta}
 
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 
 from hybridrt.errors import ConfigError, DeviceError
+from hybridrt.speculative.registry import load_method
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -96,9 +97,10 @@ class SpeculativeConfig:
     """Speculative decoding. `num_draft_tokens` drafts are verified with the last sampled token in one step.
 
     Args:
-        method: "ngram" (prompt lookup), "draft" (a smaller model) or "mtp" (the checkpoint's own prediction head).
+        method: "ngram" (prompt lookup), "draft" (a smaller model), "mtp" (the checkpoint's own prediction head), or
+            one that another package brings (hybridrt.speculative.registry).
         num_draft_tokens: drafts a step, 1 to 15; a verify step runs num_draft_tokens + 1 tokens a request.
-        draft_model: checkpoint of the drafter; required by method "draft" alone.
+        draft_model: checkpoint of the drafter; methods that take one, such as "draft", require it.
         state_mode: how recurrent state rolls back: "intermediate" keeps the state after every token, "replay"
             keeps recent inputs and recomputes; "auto" picks replay for chains where kernels exist.
         speculative_attention_mode: which full-attention backend verifies, the "prefill" or the "decode" one.
@@ -113,15 +115,21 @@ class SpeculativeConfig:
     topk: int = 1
 
     def __post_init__(self) -> None:
-        _one_of("method", self.method, ("ngram", "draft", "mtp"))
         _one_of("state_mode", self.state_mode, ("auto", "intermediate", "replay"))
         _one_of("speculative_attention_mode", self.speculative_attention_mode, ("prefill", "decode"))
         _in_range("num_draft_tokens", self.num_draft_tokens, 1, 15)
         _in_range("topk", self.topk, 1, 8)
-        if self.method == "draft" and self.draft_model is None:
-            raise ConfigError('method "draft" needs draft_model: a checkpoint that shares the target\'s tokenizer')
-        if self.method != "draft" and self.draft_model is not None:
-            raise ConfigError(f'draft_model goes with method="draft" and with no other; method is {self.method!r}')
+        if not isinstance(self.method, str):
+            raise ConfigError(f"method is {self.method!r}; it must be the name of a way to draft")
+        takes_model = load_method(self.method).takes_model
+        if takes_model and self.draft_model is None:
+            raise ConfigError(
+                f'method "{self.method}" needs draft_model: a checkpoint that shares the target\'s tokenizer'
+            )
+        if not takes_model and self.draft_model is not None:
+            raise ConfigError(
+                f'method "{self.method}" takes no draft_model; with method="draft" a smaller model drafts'
+            )
         if self.topk > 1 and self.state_mode == "replay":
             raise ConfigError('topk > 1 makes a tree, and state_mode="replay" verifies chains: use "intermediate"')
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hybridrt.engine.request import Request
 from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, StateCopy, StepPlan, StepResult, TokenLogprobs
-from hybridrt.speculative.drafter import Draft
+from hybridrt.speculative.drafter import Draft, Drafter
 
 MASK = 2**61 - 1
 
@@ -249,7 +249,7 @@ class MockExecutor:
         return tenant.last
 
 
-class MockDrafter:
+class MockDrafter(Drafter):
     """Proposes what will come, wrong from a token on that varies with the length so far."""
 
     def __init__(self, width: int, vocab: int, sliding_window: int | None = None) -> None:

@@ -116,7 +116,7 @@ def delta_net_step(batch: int, tokens: int, mode: str, state_dtype: torch.dtype 
     )  # fmt: skip
     if mode == "replay":
         pool = (part[None] for part in (states, *ring.values()))
-        fold_ring_triton(*pool, None, RingFolds(rows, rows, rows, rows, int32(1)), rows)
+        fold_ring_triton(*pool, None, RingFolds(rows, rows, rows, rows, int32(1)), write_slots=rows)
 
 
 def delta_net_prefill(rows: int, length: int) -> None:

@@ -73,8 +73,8 @@ class Layer:
         )  # fmt: skip
         pool = (part[None] for part in (self.states, values, keys, gates, self.per_head()))
         slots = int32(self.batch)
-        fold_ring_triton(*pool, RingFolds(slots, *rows.values(), count=int32(1)), slots)
-        advance_ring_triton(*rows.values(), slots, slots, width, self.tokens)
+        fold_ring_triton(*pool, RingFolds(slots, *rows.values(), count=int32(1)), write_slots=slots)
+        advance_ring_triton(*rows.values(), slots, slots, width=width, widest=self.tokens)
 
     def prefill(self, chunk_size: int) -> None:
         chunks = self.tokens // chunk_size

@@ -155,7 +155,7 @@ Script = Callable[[list[int], DraftRequest], list[int]]
 
 
 @dataclass
-class Scripted:
+class Scripted(Drafter):
     """Proposes what `script` makes of the tokens that will really come.
 
     Args:
@@ -199,7 +199,7 @@ def shifted(token: int, vocab: int = 131) -> int:
 
 
 @dataclass
-class AtRandom:
+class AtRandom(Drafter):
     """Proposes random tokens, as many as it may."""
 
     vocab: int

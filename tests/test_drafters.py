@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hybridrt.errors import EngineError
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.sampling_params import SamplingParams
-from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, DraftRequest
+from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest, tokens_between
 from hybridrt.speculative.ngram import NgramDrafter
 from hybridrt.speculative.tree import merge, with_siblings
 
@@ -21,19 +22,15 @@ class Asker:
 
     prompt: list[int]
     output: list[int] = field(default_factory=list)
+    arrival: int = 0
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     row: Slot | None = None
     computed: int = 0
     end_page: int = 0
-    finish_reason: str | None = None
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.prompt + self.output
 
 
-class AsMany:
+class AsMany(Drafter):
     """Proposes as many as it may, and notes how many that were."""
 
     def __init__(self) -> None:
@@ -47,11 +44,26 @@ class AsMany:
 def lengths(drafter: AdaptiveDrafter, request: Asker, kept: Sequence[int]) -> list[int]:
     """Drafts of one step after the other, of which `kept` stay (at most those that were proposed)."""
     found = []
+    drafter.begin(request)
     for count in kept:
         (draft,) = drafter.propose([request], [99])
         found.append(len(draft))
-        request.output += [1] * (min(count, len(draft)) + 1)
+        gain(drafter, [request], [min(count, len(draft)) + 1])
     return found
+
+
+def proposed(drafter: Drafter, request: Asker, most: int) -> Draft:
+    """The first proposal for a request."""
+    drafter.begin(request)
+    (draft,) = drafter.propose([request], [most])
+    return draft
+
+
+def gain(drafter: Drafter, requests: Sequence[Asker], gained: Sequence[int]) -> None:
+    """A step is over."""
+    for request, tokens in zip(requests, gained, strict=True):
+        request.output += [1] * tokens
+    drafter.after_step(requests, gained)
 
 
 def test_drafts_that_fail_become_fewer_until_there_are_none() -> None:
@@ -67,19 +79,22 @@ def test_drafts_that_all_stay_become_twice_as_many() -> None:
 
 
 def test_each_request_earns_for_itself_and_is_forgotten_when_it_ends() -> None:
-    drafter, lucky, unlucky = AdaptiveDrafter(AsMany(), 4), Asker([1]), Asker([2])
+    drafter, lucky, unlucky = AdaptiveDrafter(AsMany(), 4), Asker([1]), Asker([2], arrival=1)
+    drafter.begin(lucky)
+    drafter.begin(unlucky)
     for wanted in ([4, 4], [4, 2], [4, 1], [4, 0]):
         assert [len(d) for d in drafter.propose([lucky, unlucky], [9, 9])] == wanted
-        lucky.output += [1] * 5
-        unlucky.output += [1]
-    lucky.finish_reason = "length"
-    drafter.propose([unlucky], [9])
-    assert len(drafter._earned) == 1
+        gain(drafter, [lucky, unlucky], [5, 1])
+    drafter.end(lucky)
+    assert list(drafter._earned) == [unlucky.arrival]
+    drafter.begin(lucky)
+    assert [len(d) for d in drafter.propose([lucky, unlucky], [9, 9])] == [4, 0]
 
 
 def test_a_request_that_gained_nothing_keeps_its_length() -> None:
     """Its drafts were thrown away, not refused."""
     drafter, request = AdaptiveDrafter(AsMany(), 4), Asker([1])
+    drafter.begin(request)
     assert [len(drafter.propose([request], [9])[0]) for _ in range(5)] == [4] * 5
 
 
@@ -88,7 +103,7 @@ def test_more_than_asked_for_is_cut() -> None:
         def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
             return [Draft([7] * 20, [0] * 20) for _ in requests]
 
-    (draft,) = AdaptiveDrafter(TooMany(), 4).propose([Asker([1])], [3])
+    draft = proposed(AdaptiveDrafter(TooMany(), 4), Asker([1]), 3)
     assert (len(draft), draft.parents, draft.depth) == (3, [0, 0, 0], 1)
 
 
@@ -107,36 +122,104 @@ def test_a_draft_tree_names_parents_first() -> None:
     ([1, 2, 3, 4], 5, []), ([4], 3, []), ([2, 1, 3, 1], 3, []),  # one token is no match
 ])  # fmt: skip
 def test_prompt_lookup(text: list[int], most: int, wanted: list[int]) -> None:
-    (draft,) = NgramDrafter().propose([Asker(text)], [most])
+    draft = proposed(NgramDrafter(), Asker(text), most)
     assert (list(draft.tokens), draft.parents) == (wanted, None)
 
 
 def test_prompt_lookup_of_several_matches() -> None:
-    (draft,) = NgramDrafter(topk=3).propose([Asker([5, 1, 2, 8, 4, 1, 2, 7, 1, 2])], [4])
+    draft = proposed(NgramDrafter(topk=3), Asker([5, 1, 2, 8, 4, 1, 2, 7, 1, 2]), 4)
     assert (list(draft.tokens), draft.parents) == ([7, 8, 1, 4], [0, 0, 1, 2])
 
 
 def test_a_place_that_matches_twice_is_one_match() -> None:
     """Here by its three tokens before, and by two of them; the other place by two."""
-    (draft,) = NgramDrafter(topk=2).propose([Asker([1, 2, 8, 7, 1, 2, 9, 7, 1, 2])], [2])
+    draft = proposed(NgramDrafter(topk=2), Asker([1, 2, 8, 7, 1, 2, 9, 7, 1, 2]), 2)
     assert (list(draft.tokens), draft.parents) == ([9, 8], [0, 0])
 
 
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.lists(st.integers(1, 4), max_size=8), st.integers(1, 3))
-def test_an_index_that_grows_finds_what_a_new_one_finds(text: list[int], cuts: list[int], topk: int) -> None:
-    drafter, request = NgramDrafter(topk=topk), Asker(text[:1])
-    for cut in [*cuts, len(text)]:
-        request.output = text[1 : 1 + min(len(request.output) + cut, len(text) - 1)]
-        (fresh,) = NgramDrafter(topk=topk).propose([Asker(list(request.tokens))], [5])
-        assert drafter.propose([request], [5]) == [fresh]
+def scanned(text: list[int], most: int, topk: int) -> Draft:
+    """Prompt lookup without an index: the whole text is read for each size of n-gram."""
+    found: list[int] = []
+    for size in range(min(4, len(text) - 1), 1, -1):
+        ends = [end for end in range(len(text) - 1, size - 1, -1) if text[end - size : end] == text[-size:]]
+        found += [end for end in ends[:topk] if end not in found]
+    chains = []
+    for after in found[:topk]:
+        longer = list(text)
+        for position in range(after, after + most):
+            longer.append(longer[position])
+        chains.append(longer[after : after + most])
+    return merge(chains, most)
+
+
+@given(
+    text=st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    steps=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["", "retracted", "not asked"])), max_size=12),
+    topk=st.integers(1, 3),
+)
+def test_an_index_finds_what_a_scan_of_the_whole_text_finds(
+    text: list[int], steps: list[tuple[int, str]], topk: int
+) -> None:
+    """However many tokens a step gains, across retractions, and where a request is not asked in some steps."""
+    drafter, request = NgramDrafter(topk=topk), Asker(text[: len(text) // 2 + 1])
+    drafter.begin(request)
+    for gained, event in [(0, ""), *steps]:
+        done = len(request.prompt) + len(request.output)
+        request.output += text[done : done + gained]
+        drafter.after_step([request], [gained])
+        if event == "retracted":
+            drafter.end(request)
+            drafter.begin(request)
+        if event != "not asked":
+            known = [*request.prompt, *request.output]
+            assert drafter.propose([request], [5]) == [scanned(known, 5, topk)]
+
+
+def test_prompt_lookup_reads_the_new_tokens_alone() -> None:
+    """A step at 10,000 tokens reads no more of the text than one at 100."""
+
+    class Counted(list[int]):
+        """Counts what is read of it."""
+
+        read = 0
+
+        def __getitem__(self, item: Any) -> Any:
+            part = super().__getitem__(item)
+            self.read += len(part) if isinstance(item, slice) else 1
+            return part
+
+        def __iter__(self) -> Any:
+            raise AssertionError("the whole text is read")
+
+    costs = []
+    for length in (100, 10_000):
+        drafter, request = NgramDrafter(), Asker(Counted(i % 7 for i in range(length)))
+        output = request.output = Counted()
+        drafter.begin(request)
+        drafter.propose([request], [4])
+        prompt = request.prompt
+        assert isinstance(prompt, Counted)
+        before = prompt.read
+        for i in range(50):
+            output.append((length + i) % 7)
+            assert drafter.propose([request], [4])[0]
+        costs.append(prompt.read - before + output.read)
+    assert costs[0] == costs[1]
 
 
 def test_indices_of_finished_requests_go() -> None:
     drafter, request = NgramDrafter(), Asker([1, 2, 1, 2])
-    drafter.propose([request], [3])
-    request.finish_reason = "stop"
-    drafter.propose([Asker([5])], [3])
-    assert [index.request for index in drafter._indices.values()] != [request] and len(drafter._indices) == 1
+    drafter.begin(request)
+    drafter.end(request)
+    drafter.end(request)
+    assert not drafter._indices
+
+
+def test_tokens_between_two_positions() -> None:
+    request = Asker([1, 2, 3], [4, 5])
+    ranges = [(-2, 2), (0, 3), (1, 4), (3, 5), (4, 9), (5, 5), (7, 9)]
+    wanted = [[1, 2], [1, 2, 3], [2, 3, 4], [4, 5], [5], [], []]
+    assert [tokens_between(request, *positions) for positions in ranges] == wanted
 
 
 def test_continuations_share_what_they_begin_with() -> None:

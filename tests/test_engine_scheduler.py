@@ -14,7 +14,7 @@ from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import StepPlan
 from hybridrt.sampling_params import SamplingParams
-from hybridrt.speculative.drafter import Draft
+from hybridrt.speculative.drafter import Draft, Drafter
 from tests.engine_harness import Rig
 
 
@@ -189,7 +189,7 @@ def test_nobody_is_admitted_while_a_decode_row_lacks_a_page() -> None:
 
 
 def test_launched_tokens_are_upper_bounds_that_results_lower() -> None:
-    class Threes:
+    class Threes(Drafter):
         def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Draft]:
             return [Draft([7] * min(3, n)) for n in most]
 
@@ -208,7 +208,7 @@ def test_launched_tokens_are_upper_bounds_that_results_lower() -> None:
 
 
 def test_drafts_give_way_when_pages_are_short() -> None:
-    class Threes:
+    class Threes(Drafter):
         def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Draft]:
             return [Draft([7, 7, 7]) for _ in requests]
 

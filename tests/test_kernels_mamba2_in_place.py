@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridrt.kernels import mamba2_decode as module
-from hybridrt.kernels.mamba2_decode import mamba2_decode_reference
+from hybridrt.kernels.mamba2_decode import mamba2_decode
 from hybridrt.kernels.slots import consecutive
 from tests.mamba2_oracle import changed_rows, int32
 
@@ -33,12 +33,12 @@ def step(
     """Output, conv rings and states after one step; `in_place` False takes the general path."""
     terms = terms | {"conv": terms["conv"].clone(), "states": terms["states"].clone()}
     with monkeypatch.context() as patched:
-        forbidden = "causal_conv1d_update_reference" if in_place else "_one_token"
+        forbidden = "causal_conv1d_update" if in_place else "_one_token"
         patched.setattr(module, forbidden, None)
         if not in_place:
             patched.setattr(module, "consecutive", lambda slots: None)
         ids = int32(*slots)
-        out = mamba2_decode_reference(read_slots=ids, write_slots=ids, **terms)
+        out = mamba2_decode.reference(read_slots=ids, write_slots=ids, **terms)
     return [out, terms["conv"], terms["states"]]
 
 
@@ -75,7 +75,7 @@ def test_rows_that_are_not_in_the_batch_keep_their_bytes(monkeypatch: pytest.Mon
 def test_other_steps_take_the_general_path(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_one_token", None)
     ids = int32(1, 2)
-    mamba2_decode_reference(read_slots=ids, write_slots=ids, **inputs(2, 4, 2, 4, **changed))
+    mamba2_decode.reference(read_slots=ids, write_slots=ids, **inputs(2, 4, 2, 4, **changed))
 
 
 @pytest.mark.parametrize(

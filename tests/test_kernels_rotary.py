@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridrt.kernels.rms_norm import rms_norm
-from hybridrt.kernels.rotary import apply_rotary, qk_norm_rotary, qk_norm_rotary_reference, rotary_write_kv
+from hybridrt.kernels.rotary import apply_rotary, qk_norm_rotary, rotary_write_kv
 
 pytestmark = pytest.mark.usefixtures("provider")
 
@@ -60,7 +60,7 @@ def test_rotated_keys_and_values_land_in_their_slots(normed, rot):
     q, k = (x.unflatten(-1, (-1, 12)) for x in merged.split([36, 24], -1))
     v = torch.randn(4, 2, 20)[..., :12]
     weights = (torch.randn(12), torch.randn(12)) if normed else (None, None)
-    want_q, want_k = qk_norm_rotary_reference(q, k, positions, table(10, rot), *weights, 1e-6)
+    want_q, want_k = qk_norm_rotary.reference(q, k, positions, table(10, rot), *weights, 1e-6)
     want_v = v.clone()
     k_cache, v_cache = (torch.full((3, 8, 2, 12), torch.nan) for _ in range(2))
     slots = torch.tensor([17, 11, 8, 21], dtype=torch.int32)

@@ -10,14 +10,10 @@ from hybridrt.kernels.sampling import (
     STREAM_TOKEN,
     Penalties,
     filtered_logits,
-    filtered_logits_reference,
     greedy,
-    greedy_reference,
     sample,
-    sample_reference,
     token_logprobs,
     uniform,
-    uniform_reference,
 )
 from hybridrt.sampling_params import SamplingParams
 from tests.levels import sweep
@@ -80,7 +76,7 @@ def unmix(z):
 
 
 def test_uniform_is_uniform_open_and_uncorrelated():
-    values = uniform_reference(torch.arange(100), torch.zeros(100, dtype=torch.int64), 0, torch.arange(1000))
+    values = uniform.reference(torch.arange(100), torch.zeros(100, dtype=torch.int64), 0, torch.arange(1000))
     assert 0 < float(values.min()) < 1e-4 and 1 - 1e-4 < float(values.max()) < 1
     counts = torch.histc(values, 50, 0, 1)
     assert chi_square(counts, torch.full((50,), 2000.0)) < chi_square_limit(49)
@@ -305,7 +301,7 @@ def test_draws_follow_the_distribution(setting):
     torch.manual_seed(0)
     draws, logits = 20_000, torch.randn(12) * 1.5
     rows = torch.arange(draws)
-    tokens = sample_reference(
+    tokens = sample.reference(
         logits.expand(draws, -1),
         temperature=torch.full((draws,), 0.8),
         seeds=rows // 200,
@@ -366,14 +362,14 @@ def test_the_same_draws_over_many_blocks(small_blocks):
     temperature, keys = torch.linspace(0.4, 1.5, batch), torch.arange(batch)
     temperature[4] = 0
     arguments = {"temperature": temperature, **batch_settings(settings)}
-    torch.testing.assert_close(filtered_logits(logits, **arguments), filtered_logits_reference(logits, **arguments))
+    torch.testing.assert_close(filtered_logits(logits, **arguments), filtered_logits.reference(logits, **arguments))
     for chosen in ({"temperature": temperature}, arguments):
         got = sample(logits, seeds=keys, indices=keys + 1, **chosen)
-        assert torch.equal(got, sample_reference(logits, seeds=keys, indices=keys + 1, **chosen))
+        assert torch.equal(got, sample.reference(logits, seeds=keys, indices=keys + 1, **chosen))
     bitmask = torch.randint(-(2**31), 2**31, (batch, 10), dtype=torch.int64).int()
-    assert torch.equal(greedy(logits.half(), bitmask), greedy_reference(logits.half(), bitmask))
+    assert torch.equal(greedy(logits.half(), bitmask), greedy.reference(logits.half(), bitmask))
     ids = torch.arange(0, 303, 7)
-    assert torch.equal(uniform(keys, keys + 1, 2, ids), uniform_reference(keys, keys + 1, 2, ids))
+    assert torch.equal(uniform(keys, keys + 1, 2, ids), uniform.reference(keys, keys + 1, 2, ids))
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 8])

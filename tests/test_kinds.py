@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hybridrt import plugins
 from hybridrt.attention.linear import MambaAttnBackendBase
 from hybridrt.attention.registry import create_backend
 from hybridrt.cli.inspect import _symbol
@@ -17,17 +18,17 @@ from hybridrt.distributed.conv_transfer import MambaSpec, derive_mamba_conv_spli
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import BackendError, ConfigError, UnsupportedLayerError
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kinds import registry
 from hybridrt.kinds.base import LinearKind
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
-from hybridrt.kinds.registry import check_replay, kind_names, linear_kind, load_object, state_dtype, state_shape
+from hybridrt.kinds.registry import check_replay, kind_names, linear_kind, state_dtype, state_shape
 from hybridrt.layers.mamba2 import mamba2_segments
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts
+from hybridrt.plugins import load_object
 from hybridrt.runtime.build import Target, build_pools
 from tests.by_hand import ByHand, Row, assert_close
 from tests.outside_kind import OUTSIDE, OutsideConfig
@@ -48,8 +49,8 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An installed package names its kind in an entry point."""
     point = SimpleNamespace(name="outside", value="tests.outside_kind:OUTSIDE")
     wrong = SimpleNamespace(name="wrong", value="tests.outside_kind:OUTSIDE")
-    found = {registry.ENTRY_POINT_GROUP: [point, wrong]}
-    monkeypatch.setattr(registry, "entry_points", lambda group: found[group])
+    found = {"hybridrt.kinds": [point, wrong]}
+    monkeypatch.setattr(plugins, "entry_points", lambda group: found[group])
     linear_kind.cache_clear()
     yield
     linear_kind.cache_clear()

@@ -11,8 +11,8 @@ import torch
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import SpecInfo
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update_reference, causal_conv1d_varlen_reference
-from hybridrt.kernels.paged_attention import attention_decode_reference, attention_extend_reference
+from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
+from hybridrt.kernels.paged_attention import attention_decode, attention_extend
 from hybridrt.kernels.providers import select
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepPlan
@@ -150,7 +150,7 @@ def test_extend_with_windows_and_surplus_tokens(
         "q": torch.randn(23, 6, 8), "query_start_loc": torch.tensor([0, 7, 8, 20], dtype=torch.int32),
         "query_lens": new, "seq_lens_host": lengths, "sliding_window": window,
     }  # fmt: skip
-    op, want = select("attention_extend", "cpu", provider), attention_extend_reference(**args)
+    op, want = select("attention_extend", "cpu", provider), attention_extend.reference(**args)
     torch.testing.assert_close(op(**args), want, rtol=0, atol=1e-5)
     place = torch.full((23, 50), torch.nan)[:, :48].unflatten(1, (6, 8))
     assert op(**args, out=place) is place
@@ -163,7 +163,7 @@ def test_decode_with_windows(window: int | None, max_len: int | None) -> None:
     torch.manual_seed(0)
     args = paged([33, 4, 17]) | {"q": torch.randn(3, 2, 6, 8), "sliding_window": window, "max_len": max_len}
     got = select("attention_decode", "cpu", "sgl_kernel")(**args)
-    torch.testing.assert_close(got, attention_decode_reference(**args), rtol=0, atol=1e-5)
+    torch.testing.assert_close(got, attention_decode.reference(**args), rtol=0, atol=1e-5)
 
 
 def test_conv_of_prompts() -> None:
@@ -178,7 +178,7 @@ def test_conv_of_prompts() -> None:
     ring = torch.randn(5, 6, 8)
     rings = ring.clone(), ring.clone()
     got = select("causal_conv1d_varlen", "cpu", "sgl_kernel")(**args, conv=rings[0])
-    torch.testing.assert_close(got, causal_conv1d_varlen_reference(**args, conv=rings[1]))
+    torch.testing.assert_close(got, causal_conv1d_varlen.reference(**args, conv=rings[1]))
     torch.testing.assert_close(*rings)
 
 
@@ -194,7 +194,7 @@ def test_conv_of_decode_steps(tokens: int) -> None:
     ring = torch.randn(5, 6, 8)
     rings = ring.clone(), ring.clone()
     got = select("causal_conv1d_update", "cpu", "sgl_kernel")(**args, conv=rings[0])
-    torch.testing.assert_close(got, causal_conv1d_update_reference(**args, conv=rings[1]))
+    torch.testing.assert_close(got, causal_conv1d_update.reference(**args, conv=rings[1]))
     torch.testing.assert_close(*rings)
     with pytest.raises(BackendError, match="same slot"):
         select("causal_conv1d_update", "cpu", "sgl_kernel")(**args | {"write_slots": slots + 0}, conv=rings[0])

@@ -15,6 +15,7 @@ from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts, plan_memory
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.runtime.build import weight_bytes
 from hybridrt.speculative.draft_model import DraftModelDrafter
+from hybridrt.speculative.head import HeadRunner
 from tests.checkpoints import VOCAB, CheckpointStore
 from tests.mtp_oracle import HEADS, write_with_head
 from tests.session import Session, budget
@@ -116,8 +117,8 @@ def allocated(session: Session | DraftModelDrafter) -> int:
     table = runner.pools.req_to_token
     tensors = [runner.pools.kv.k, runner.pools.kv.v, table.req_to_token, table.req_to_mamba_slot, runner.last_tokens]
     tensors += vars(runner.sampling_table).values()
-    if runner.mtp is not None:
-        tensors += [runner.mtp.hidden, runner.mtp.ahead.hidden, runner.mtp.tokens]
+    if isinstance(head := runner.drafter, HeadRunner):
+        tensors += [head.hidden, head.ahead.hidden, head.tokens]
     if (mamba := table.mamba_pool) is not None:
         tensors += [mamba.ring_start, mamba.ring_length]
         for layer_id in mamba.layer_ids:

@@ -17,7 +17,7 @@ from hybridrt.errors import CheckpointError, ConfigError
 from hybridrt.models.loader import LoadReport, load_weights
 from hybridrt.runtime.build import empty_model, load_target
 from hybridrt.sampling_params import SamplingParams
-from hybridrt.speculative.drafter import Draft, DraftRequest
+from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from hybridrt.speculative.mtp import MTPDrafter
 from tests.checkpoints import falcon, nemotron, write
 from tests.mtp_oracle import HEADS, NaiveHead, without_head, write_with_head
@@ -100,7 +100,7 @@ def test_a_model_without_a_head_of_a_known_kind(make: Any, tmp_path: Path) -> No
 
 
 @dataclass
-class Watched:
+class Watched(Drafter):
     """Lets the head propose, keeps what it proposed, and proposes what is known to come, up to a wrong token, so that
     every number of drafts is accepted; in a tree where the head proposes one."""
 
@@ -113,7 +113,7 @@ class Watched:
         proposed = []
         for request, draft in zip(requests, self.inner.propose(requests, most), strict=True):
             self.calls += 1
-            self.seen.append((tuple(request.tokens), first_children(draft)))
+            self.seen.append(((*request.prompt, *request.output), first_children(draft)))
             coming = self.futures[request.seed][len(request.output) :]
             right = derive_seed(7, self.calls) % (len(draft) + 1)
             chain = [*coming[:right], *((t + 1) % 131 for t in coming[right:])][: len(draft)]

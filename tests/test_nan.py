@@ -74,7 +74,7 @@ def rigs(tmp_path_factory: pytest.TempPathFactory) -> Rigs:
     return Rigs(tmp_path_factory.mktemp("models"))
 
 
-class Anything:
+class Anything(Drafter):
     """Proposes any tokens that do not give NaN, few or many; bushy trees where `trees`."""
 
     def __init__(self, trees: bool) -> None:

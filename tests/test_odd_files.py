@@ -72,7 +72,7 @@ def test_every_odd_config_ends_in_a_typed_error(family: str, tmp_path: Path) -> 
         ({"key_multiplier": None}, ConfigError, "key_multiplier is None; it must be a number"),
         ({"ssm_multipliers": [1.0]}, ConfigError, "ssm_multipliers.*a list of 5"),
         ({"mamba_d_ssm": 2**20, "mamba_n_heads": 2**20, "mamba_d_head": 1, "mamba_n_groups": 2**20}, ConfigError,
-         "groups x states"),
+         "width of B"),
         ({"vocab_size": DEEP}, ConfigError, "config.json is not valid JSON"),
         ({"dtype": ["float32"]}, ConfigError, "dtype"),
         ({"model_type": "bert"}, ConfigError, "model_type is 'bert', but FalconH1ForCausalLM goes with 'falcon_h1'"),
@@ -300,3 +300,14 @@ def test_a_tokenizer_class_that_is_none(value: object, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"tokenizer_class is .*, which is no tokenizer"):
             load_tokenizer(tmp_path)
         (tmp_path / file).write_text(before)
+
+
+@pytest.mark.parametrize("value", [[], "long", {}])
+def test_a_tokenizer_that_fails_only_on_text_ends_in_a_typed_error(value: object, tmp_path: Path) -> None:
+    """transformers takes any `model_max_length`, and compares it with the length of the first text."""
+    file = write_tiny(tmp_path) / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": value}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    with pytest.raises(CheckpointError, match="tokenizer fails"):
+        tokenizer.encode("some text")

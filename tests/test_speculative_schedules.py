@@ -98,7 +98,7 @@ def make_drafter(rig: Rig, method: str, futures: dict[int, list[int]]) -> Drafte
     )
     if method in ("same", "other"):
         inner = draft_model(rig)
-    if rig.runner.mtp is not None:
+    if rig.runner.drafter is not None:
         inner = make_mtp(rig)
     return AdaptiveDrafter(inner, drafts, patience=5)
 
@@ -189,11 +189,17 @@ def test_any_history(
 
 
 @dataclass
-class Repeated:
+class Repeated(Drafter):
     """Asks twice."""
 
     inner: Drafter
     asked: int = 0
+
+    def begin(self, request: DraftRequest) -> None:
+        self.inner.begin(request)
+
+    def end(self, request: DraftRequest) -> None:
+        self.inner.end(request)
 
     def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
         first = self.inner.propose(requests, most)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hybridrt import LLM, SamplingParams
+from hybridrt.kernels.operation import Operation
 from scripts import file_table
 from tests.checkpoints import Make, falcon, jamba, nemotron, qwen
 from tests.tiny import write_tiny
@@ -21,9 +22,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt.models", "mem_cache": "hybridrt.mem_cache"}
 # Arrows point from the right to the left. Within a name they are free: the package's own files may import each other.
 ORDER = (
-    "errors", "distributed.channel", "distributed.control", "sampling_params", "config", "kinds", "hf_config",
-    "forward_batch", "kernels", "mem_cache", "attention", "distributed.groups", "distributed.conv_transfer", "layers",
-    "models", "runtime", "speculative", "engine", "distributed.transfer", "cli",
+    "errors", "plugins", "distributed.channel", "distributed.control", "sampling_params", "speculative.registry",
+    "config", "kinds", "families", "hf_config", "forward_batch", "kernels", "mem_cache", "attention",
+    "distributed.groups", "distributed.conv_transfer", "layers", "models", "speculative.drafter", "runtime",
+    "speculative", "engine", "distributed.transfer", "cli",
 )  # fmt: skip
 MAX_LINES = 450
 MAX_MODEL_LINES = 200
@@ -125,22 +127,22 @@ def test_bare_imports_of_models_are_a_lint_error(tmp_path: Path) -> None:
 
 
 class DepthProbe:
-    """Watches calls, and keeps for every kernel file the deepest stack of ours from LLM.generate to a function."""
+    """Watches calls, and keeps for every operation the deepest stack of ours from LLM.generate to its call."""
 
     def __init__(self) -> None:
         self.stacks: dict[str, list[str]] = {}
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event != "call" or not _is_kernel(frame) or (frame.f_back and _is_kernel(frame.f_back)):
+        if event != "call" or frame.f_code is not Operation.__call__.__code__ or _within_a_kernel(frame.f_back):
             return
         stack = list(_ours(frame))
-        kernel = Path(frame.f_code.co_filename).name
+        kernel = frame.f_locals["self"].name
         if any("llm.py:generate" in entry for entry in stack) and len(stack) > len(self.stacks.get(kernel, ())):
             self.stacks[kernel] = stack
 
 
-def _is_kernel(frame: FrameType) -> bool:
-    return Path(frame.f_code.co_filename).parent == ROOT / "hybridrt" / "kernels"
+def _within_a_kernel(frame: FrameType | None) -> bool:
+    return frame is not None and Path(frame.f_code.co_filename).parent == ROOT / "hybridrt" / "kernels"
 
 
 def _ours(frame: FrameType) -> Iterator[str]:

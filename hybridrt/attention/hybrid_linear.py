@@ -9,8 +9,9 @@ from hybridrt.attention.base import AttentionBackend
 from hybridrt.attention.linear import MambaAttnBackendBase
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kinds.registry import linear_kind, load_object
+from hybridrt.kinds.registry import linear_kind
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.plugins import load_object
 
 
 def linear_backends(mixers: Mapping[int, Any], req_to_token_pool: HybridReqToTokenPool) -> list[MambaAttnBackendBase]:

@@ -1,7 +1,6 @@
 """`hybridrt generate`: prompts in, text out as it comes."""
 
 import json
-import os
 import re
 import sys
 import time
@@ -16,6 +15,7 @@ import typer
 from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, SamplingOptions, SpeculativeOptions, option
 from hybridrt.engine.sampling_defaults import default_sampling_params
 from hybridrt.errors import RequestError
+from hybridrt.runtime.torchrun import world
 from hybridrt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -57,16 +57,19 @@ def generate(
     """
     if sampling.logprobs is not None and not json_lines:
         raise RequestError("--logprobs goes with --json, whose lines hold them; add it, or leave --logprobs out")
-    typed = [_checked(text) for text in prompts or [_read_stdin()]]
+    torchrun = world()
+    # Under torchrun all ranks share the input, and rank 0 reads it.
+    typed = [_checked(text) for text in prompts or ([""] if torchrun and torchrun.rank else [_read_stdin()])]
     from hybridrt.engine.llm import LLM
     from hybridrt.runtime.build import resolve_model_path
-    from hybridrt.runtime.rank_start import world_size
 
     path = resolve_model_path(model)
     params = replace(default_sampling_params(path), **sampling.given())
     jobs = _jobs(path, typed, chat, token_ids)  # what is wrong with them is said before weights are read
     start = time.monotonic()
-    with LLM(str(path), **{"tp_size": world_size() or 1, **engine.given(), **speculation.given(model)}) as llm:
+    with LLM(
+        str(path), **{"tp_size": torchrun.size if torchrun else 1, **engine.given(), **speculation.given(model)}
+    ) as llm:
         loaded = time.monotonic() - start
         if verbose:
             typer.echo(f"{path.name}: loaded in {loaded:.1f} s\n{llm.plan.summary()}", err=True)
@@ -108,8 +111,6 @@ def in_order(llm: "LLM", prompts: Sequence[str | list[int]], params: SamplingPar
 
 
 def _read_stdin() -> str:
-    if int(os.environ.get("RANK", 0)) > 0:
-        return ""  # under torchrun all ranks share the input, and rank 0 reads it
     advice = 'write one after the command, as in hybridrt generate "def main():", or pipe text in'
     if sys.stdin.isatty():
         raise RequestError(f"no prompt: {advice}")
@@ -197,7 +198,7 @@ def _write(text: str) -> None:
 
 
 def _print_json(llm: "LLM", jobs: Sequence[Job], params: SamplingParams) -> "list[RequestMetrics]":
-    """Writes a line for each sample, in order, with a progress bar beside it if somebody watches."""
+    """Writes a line for each sample, in order, with a progress bar if standard error is a terminal."""
     from tqdm.auto import tqdm
 
     finished: list[RequestMetrics] = []

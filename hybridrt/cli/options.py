@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from hybridrt.errors import ConfigError
+from hybridrt.speculative.registry import BUILT_IN, load_method
 
 EMBEDDED, EMBEDDED_DRAFT = "embedded", "embedded_draft"
 ModelOption = Annotated[
@@ -18,7 +19,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for program
 
 
 def option(text: str, default: str, metavar: str | None = None) -> Any:
-    """An option whose default is somebody else's: shown, not passed."""
+    """An option whose default another class sets: it is shown, not passed."""
     return typer.Option(help=f"{text} [{default}]", show_default=False, metavar=metavar)
 
 
@@ -70,7 +71,9 @@ class EngineOptions(_Overrides):
 class SpeculativeOptions:
     """Fields of SpeculativeConfig that a line can say, under names that say what they belong to."""
 
-    speculative: Annotated[str | None, option("Draft tokens and verify them at once.", "off", "ngram|draft|mtp")] = None
+    speculative: Annotated[str | None, option("Draft tokens and verify them at once.", "off", "|".join(BUILT_IN))] = (
+        None
+    )
     num_draft_tokens: Annotated[int | None, option("Drafts a step.", "4", "N")] = None
     draft_model: Annotated[str | None, option("Drafter of --speculative draft.", "the built-in model's", "NAME")] = None
 
@@ -85,9 +88,10 @@ class SpeculativeOptions:
         if self.speculative is None:
             if fields:
                 option_name = next(iter(fields)).replace("_", "-")
-                raise ConfigError(f"--{option_name} goes with --speculative ngram, draft or mtp")
+                *others, last = BUILT_IN
+                raise ConfigError(f"--{option_name} goes with --speculative {', '.join(others)} or {last}")
             return {}
-        if self.speculative == "draft" and model == EMBEDDED:
+        if model == EMBEDDED and load_method(self.speculative).takes_model:
             fields.setdefault("draft_model", EMBEDDED_DRAFT)
         from hybridrt.config import SpeculativeConfig
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hybridrt.engine.prompts import Prompt, text_or_ids, token_ids
 from hybridrt.engine.tokenizer import Tokenizer, encode_prompt
-from hybridrt.errors import RequestError, shown
+from hybridrt.errors import RequestError, is_text, shown
 from hybridrt.sampling_params import SamplingParams
 
 
@@ -90,7 +90,7 @@ class EngineLimits:
 
 def check_names(request_id: object, export_to: object) -> None:
     """Raises RequestError for what `Engine.add_request` cannot take as a request's id or as a place in an arena."""
-    if request_id is not None and not isinstance(request_id, str):
-        raise RequestError(f"request_id is {shown(request_id)}; pass a string, or None to get one")
+    if request_id is not None and not (isinstance(request_id, str) and is_text(request_id)):
+        raise RequestError(f"request_id is {shown(request_id)}; pass a string of text, or None to get one")
     if export_to is not None and not (isinstance(export_to, range) and 0 <= export_to.start < export_to.stop < 2**63):
         raise RequestError(f"export_to is {shown(export_to)}; pass a range of bytes in the arena, or None")

@@ -250,8 +250,9 @@ class LLM:
 
 
 def _shows_bars() -> bool:
-    """Progress bars reach somebody: standard error is a terminal, or tqdm has found a notebook."""
-    return issubclass(tqdm, tqdm_notebook) or sys.stderr.isatty()
+    """Progress bars reach somebody: standard error is a terminal, or tqdm has found a notebook. Python sets it to None
+    where it is closed."""
+    return issubclass(tqdm, tqdm_notebook) or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def _progress_bar(total: int, prompts: int) -> tqdm:

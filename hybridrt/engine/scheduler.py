@@ -97,12 +97,16 @@ class Scheduler:
                 self._coordinator.settle(request, new)
             elif not request.in_flight:
                 self._coordinator.release(request)
+        if self._drafter is not None:
+            moved = [(r, n) for (r, most), n in zip(step.rows, gained, strict=True) if most and r.finish_reason is None]
+            self._drafter.after_step([request for request, _ in moved], [tokens for _, tokens in moved])
 
     def remove(self, request: Request) -> None:
         """Forgets a finished request. What it holds is freed with the last launched step that names it."""
         if request.row is None:
             self.waiting.remove(request)
             return
+        self._end_drafts(request)
         del self.running[request.arrival]
         if not request.in_flight:
             self._coordinator.release(request)
@@ -110,8 +114,14 @@ class Scheduler:
     def clear(self) -> None:
         """Forgets all requests and all launched steps."""
         self.waiting.clear()
-        self.running.clear()
         self._in_flight = 0
+        while self.running:
+            _, request = self.running.popitem()
+            self._end_drafts(request)
+
+    def _end_drafts(self, request: Request) -> None:
+        if self._drafter is not None:
+            self._drafter.end(request)
 
     def _schedule_decode(self, step: ScheduledStep) -> None:
         """Adds a row for every request that can decode and finds a page."""
@@ -139,6 +149,7 @@ class Scheduler:
 
     def _retract_latest(self) -> Request:
         _, victim = self.running.popitem()
+        self._end_drafts(victim)
         self._coordinator.release(victim)
         victim.metrics.retractions += 1
         self.num_retractions += 1
@@ -167,6 +178,8 @@ class Scheduler:
             if not self._coordinator.admit(request, len(self.running), step.plan):
                 break
             self.running[request.arrival] = self.waiting.popleft()
+            if self._drafter is not None:
+                self._drafter.begin(request)
             budget -= self._add_extend(step, request, budget)
 
     @staticmethod

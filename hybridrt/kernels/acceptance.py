@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.draft_tree import node_depths
-from hybridrt.kernels.providers import register, select
-
-register("accept_chain", "torch", "hybridrt.kernels.acceptance:accept_chain_reference")
-register("accept_chain", "triton", "hybridrt.kernels.acceptance_triton:accept_chain_triton", priority=10)
-register("accept_tree", "torch", "hybridrt.kernels.acceptance:accept_tree_reference")
+from hybridrt.kernels.operation import by, operation
 
 
+@operation(by("triton"))
 def accept_chain(drawn: Tensor, drafts: Tensor, num_drafts: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
     """Inputs of each row that stay, the root included: 1 + leading drafts that equal their draws. [B] int32, >= 1.
 
@@ -30,10 +27,14 @@ def accept_chain(drawn: Tensor, drafts: Tensor, num_drafts: Tensor, rows: Tensor
         rows: [B] int32 request rows.
         last_tokens: [R + 1] int32; each row gets the draw behind the last input that stays, its next root.
     """
-    accepted: Tensor = select("accept_chain", drawn.device.type)(drawn, drafts, num_drafts, rows, last_tokens)
-    return accepted
+    index = torch.arange(drafts.shape[1], device=drafts.device)
+    same = (drawn[:, :-1] == drafts) & (index < num_drafts[:, None])
+    kept = same.int().cumprod(1).sum(1)
+    last_tokens[rows] = drawn.gather(1, kept[:, None])[:, 0].int()
+    return (1 + kept).int()
 
 
+@operation()
 def accept_tree(
     drawn: Tensor, drafts: Tensor, num_drafts: Tensor, parents: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -47,23 +48,6 @@ def accept_tree(
     Returns:
         (accepted [B] int32, nodes of the path; path [B, T] int64, the nodes themselves, the root first, then 0s).
     """
-    chosen: tuple[Tensor, Tensor] = select("accept_tree", drawn.device.type)(drawn, drafts, num_drafts, parents, mask)
-    return chosen
-
-
-def accept_chain_reference(
-    drawn: Tensor, drafts: Tensor, num_drafts: Tensor, rows: Tensor, last_tokens: Tensor
-) -> Tensor:
-    index = torch.arange(drafts.shape[1], device=drafts.device)
-    same = (drawn[:, :-1] == drafts) & (index < num_drafts[:, None])
-    kept = same.int().cumprod(1).sum(1)
-    last_tokens[rows] = drawn.gather(1, kept[:, None])[:, 0].int()
-    return (1 + kept).int()
-
-
-def accept_tree_reference(
-    drawn: Tensor, drafts: Tensor, num_drafts: Tensor, parents: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
     nodes = torch.arange(mask.shape[1], device=mask.device)
     chosen = drawn.gather(1, parents.clamp(min=0).long())[:, 1:] == drafts
     chosen = torch.cat((torch.ones_like(chosen[:, :1]), chosen), 1) & (nodes <= num_drafts[:, None])

@@ -7,25 +7,24 @@ alone: the columns that a rejected token wrote are overwritten before anything r
 Slots are int32 [B]; a row whose slots are -1 is padding: its output is zero and it touches no state.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
-from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.operation import by, operation
 from hybridrt.kernels.slots import live_tokens, pad_mask, read_columns, write_columns, write_rows
 
 Activation = Literal["silu"] | None
 
-_HERE = "hybridrt.kernels.causal_conv1d"
-for _op in ("causal_conv1d_varlen", "causal_conv1d_update"):
-    register(_op, "torch", f"{_HERE}:{_op}_reference")
-    register(_op, "triton", f"{_HERE}_triton:{_op}_triton", priority=10)
-    register(_op, "sgl_kernel", f"hybridrt.kernels.libraries.sgl_kernel:{_op}", priority=5)
+
+def _check_varlen(x: Tensor, weight: Tensor, bias: Tensor | None, conv: Tensor, *_: Any, **__: Any) -> None:
+    check_ring(conv, weight.shape[1], 1)
 
 
+@operation(by("triton"), by("sgl_kernel", priority=5), check=_check_varlen)
 def causal_conv1d_varlen(
     x: Tensor,
     weight: Tensor,
@@ -54,13 +53,36 @@ def causal_conv1d_varlen(
     Raises:
         ConfigError: the ring is too narrow for K taps, or Wc is not a power of two.
     """
-    check_ring(conv, weight.shape[1], 1)
-    out: Tensor = select("causal_conv1d_varlen", x.device.type)(
-        x, weight, bias, conv, read_slots, write_slots, query_start_loc, start_positions, activation=activation
-    )
-    return out
+    # Shifted sums over all tokens, then the first K - 1 of each row anew
+    num_tokens, taps = x.shape[0], weight.shape[1]
+    if num_tokens == 0:
+        return torch.empty_like(x)
+    first, end = query_start_loc[:-1, None], query_start_loc[1:, None]
+    window = _window(conv, read_slots, start_positions, taps)
+    offsets = torch.arange(taps - 1, device=x.device)
+
+    # One spare row at the end takes what the short rows do not have.
+    out = torch.empty(num_tokens + 1, x.shape[1], device=x.device)
+    _shifted_sum(x.float(), weight, bias, out[:-1])
+    head = first + offsets
+    head_x = torch.cat([window, x[head.clamp(max=num_tokens - 1)]], dim=1)
+    out[torch.where(head < end, head, num_tokens)] = _tap_sum(head_x, weight, bias, taps - 1)
+
+    last = end - first - (taps - 1) + offsets
+    carried = window.gather(1, (last + taps - 1).clamp(0, taps - 2).long()[:, :, None].expand(window.shape))
+    tail = torch.where((last >= 0)[:, :, None], x[(first + last).clamp(0, num_tokens - 1)], carried)
+    write_columns(conv, write_slots, _columns(conv, start_positions[:, None] + last), tail)
+    dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
+    return _activate(out[:-1], activation).masked_fill_(dead[:, None], 0.0).to(x.dtype)
 
 
+def _check_update(
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv: Tensor, *_: Any, parents: Tensor | None = None, **__: Any
+) -> None:
+    check_ring(conv, weight.shape[1], x.shape[1] if parents is None else 1)
+
+
+@operation(by("triton"), by("sgl_kernel", priority=5), check=_check_update)
 def causal_conv1d_update(
     x: Tensor,
     weight: Tensor,
@@ -94,79 +116,6 @@ def causal_conv1d_update(
     Raises:
         ConfigError: the ring is too narrow for K taps and T tokens, or Wc is not a power of two.
     """
-    check_ring(conv, weight.shape[1], x.shape[1] if parents is None else 1)
-    out: Tensor = select("causal_conv1d_update", x.device.type)(
-        x, weight, bias, conv, read_slots, write_slots, start_positions,
-        activation=activation, parents=parents, windows=windows, rows=rows,
-    )  # fmt: skip
-    return out
-
-
-def conv_window(conv: Tensor, slots: Tensor, positions: Tensor, kernel: int) -> Tensor:
-    """The K - 1 raw inputs before `positions` [B], oldest first: [B, C, K-1], conv's dtype, zero before position 0."""
-    return _window(conv, slots, positions, kernel).transpose(1, 2).contiguous()
-
-
-def check_ring(conv: Tensor, kernel: int, tokens: int) -> None:
-    """Raises ConfigError unless the ring of `conv` [S+1, C, Wc] serves `kernel` taps and steps of `tokens` tokens."""
-    width = conv.shape[2]
-    if width < kernel - 1 + tokens or width & (width - 1):
-        raise ConfigError(
-            f"conv ring of {width} columns cannot serve {kernel} taps and steps of {tokens} tokens; "
-            f"it must be a power of two >= {kernel - 1 + tokens}"
-        )
-
-
-def causal_conv1d_varlen_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    query_start_loc: Tensor,
-    start_positions: Tensor,
-    *,
-    activation: Activation = "silu",
-) -> Tensor:
-    """Plain-torch `causal_conv1d_varlen`: shifted sums over all tokens, then the first K - 1 of each row anew."""
-    num_tokens, taps = x.shape[0], weight.shape[1]
-    if num_tokens == 0:
-        return torch.empty_like(x)
-    first, end = query_start_loc[:-1, None], query_start_loc[1:, None]
-    window = _window(conv, read_slots, start_positions, taps)
-    offsets = torch.arange(taps - 1, device=x.device)
-
-    # One spare row at the end takes what the short rows do not have.
-    out = torch.empty(num_tokens + 1, x.shape[1], device=x.device)
-    _shifted_sum(x.float(), weight, bias, out[:-1])
-    head = first + offsets
-    head_x = torch.cat([window, x[head.clamp(max=num_tokens - 1)]], dim=1)
-    out[torch.where(head < end, head, num_tokens)] = _tap_sum(head_x, weight, bias, taps - 1)
-
-    last = end - first - (taps - 1) + offsets
-    carried = window.gather(1, (last + taps - 1).clamp(0, taps - 2).long()[:, :, None].expand(window.shape))
-    tail = torch.where((last >= 0)[:, :, None], x[(first + last).clamp(0, num_tokens - 1)], carried)
-    write_columns(conv, write_slots, _columns(conv, start_positions[:, None] + last), tail)
-    dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
-    return _activate(out[:-1], activation).masked_fill_(dead[:, None], 0.0).to(x.dtype)
-
-
-def causal_conv1d_update_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    start_positions: Tensor,
-    *,
-    activation: Activation = "silu",
-    parents: Tensor | None = None,
-    windows: Tensor | None = None,
-    rows: Tensor | None = None,
-) -> Tensor:
-    """Plain-torch `causal_conv1d_update`."""
     num_tokens, taps = x.shape[1], weight.shape[1]
     history = torch.cat([_window(conv, read_slots, start_positions, taps), x], dim=1)
     if parents is None:
@@ -182,6 +131,21 @@ def causal_conv1d_update_reference(
         assert inputs is not None and rows is not None
         write_rows(windows, torch.where(read_slots < 0, -1, rows), inputs[:, :, 1:].transpose(2, 3))
     return _activate(out, activation).masked_fill_(pad_mask(read_slots, 3), 0.0).to(x.dtype)
+
+
+def conv_window(conv: Tensor, slots: Tensor, positions: Tensor, kernel: int) -> Tensor:
+    """The K - 1 raw inputs before `positions` [B], oldest first: [B, C, K-1], conv's dtype, zero before position 0."""
+    return _window(conv, slots, positions, kernel).transpose(1, 2).contiguous()
+
+
+def check_ring(conv: Tensor, kernel: int, tokens: int) -> None:
+    """Raises ConfigError unless the ring of `conv` [S+1, C, Wc] serves `kernel` taps and steps of `tokens` tokens."""
+    width = conv.shape[2]
+    if width < kernel - 1 + tokens or width & (width - 1):
+        raise ConfigError(
+            f"conv ring of {width} columns cannot serve {kernel} taps and steps of {tokens} tokens; "
+            f"it must be a power of two >= {kernel - 1 + tokens}"
+        )
 
 
 def _columns(conv: Tensor, positions: Tensor) -> Tensor:

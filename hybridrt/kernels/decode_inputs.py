@@ -3,12 +3,10 @@
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.providers import register, select
-
-register("decode_inputs", "torch", "hybridrt.kernels.decode_inputs:decode_inputs_reference")
-register("decode_inputs", "triton", "hybridrt.kernels.decode_prep_triton:decode_inputs_triton", priority=10)
+from hybridrt.kernels.operation import by, operation
 
 
+@operation(by("triton", "hybridrt.kernels.decode_prep_triton:decode_inputs_triton"))
 def decode_inputs(
     input_ids: Tensor,
     positions: Tensor,
@@ -35,25 +33,6 @@ def decode_inputs(
         last_tokens: [R + 1] int32, last sampled token of each request row; -1, of logits that were not finite, is read
             as 0.
     """
-    select("decode_inputs", rows.device.type)(
-        input_ids, positions, out_cache_loc, rows, seq_lens, new_pages, drafts, num_drafts, last_tokens,
-        req_to_token, page_size,
-    )  # fmt: skip
-
-
-def decode_inputs_reference(
-    input_ids: Tensor,
-    positions: Tensor,
-    out_cache_loc: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    new_pages: Tensor,
-    drafts: Tensor | None,
-    num_drafts: Tensor | None,
-    last_tokens: Tensor,
-    req_to_token: Tensor,
-    page_size: int,
-) -> None:
     batch = rows.shape[0]
     tokens = input_ids.shape[0] // batch
     ids, where = input_ids.view(batch, tokens), positions.view(batch, tokens)

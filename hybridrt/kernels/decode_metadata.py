@@ -5,12 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.providers import register, select
-
-register("fill_decode_metadata", "torch", "hybridrt.kernels.decode_metadata:fill_decode_metadata_reference")
-register(
-    "fill_decode_metadata", "triton", "hybridrt.kernels.decode_prep_triton:fill_decode_metadata_triton", priority=10
-)
+from hybridrt.kernels.operation import by, operation
 
 
 @dataclass(frozen=True)
@@ -30,6 +25,10 @@ class DecodeBuffers:
     ring_start: Tensor
     ring_length: Tensor
 
+    @property
+    def device(self) -> torch.device:
+        return self.slots.device
+
     @classmethod
     def allocate(cls, rows: int, device: torch.device | str) -> "DecodeBuffers":
         return cls(*torch.zeros((5, rows), dtype=torch.int32, device=device))
@@ -40,6 +39,7 @@ class DecodeBuffers:
         return DecodeBuffers(*(t[:rows] for t in fields))
 
 
+@operation(by("triton", "hybridrt.kernels.decode_prep_triton:fill_decode_metadata_triton"))
 def fill_decode_metadata(
     out: DecodeBuffers,
     req_pool_indices: Tensor,
@@ -56,22 +56,6 @@ def fill_decode_metadata(
         req_pool_indices, seq_lens: [B] int32; seq_lens counts the step's tokens.
         req_to_mamba_slot, ring_start, ring_length: [R + 1] int32.
     """
-    select("fill_decode_metadata", req_pool_indices.device.type)(
-        out, req_pool_indices, seq_lens, num_real, tokens_per_row, req_to_mamba_slot, ring_start, ring_length
-    )
-
-
-def fill_decode_metadata_reference(
-    out: DecodeBuffers,
-    req_pool_indices: Tensor,
-    seq_lens: Tensor,
-    num_real: int,
-    tokens_per_row: int,
-    req_to_mamba_slot: Tensor,
-    ring_start: Tensor,
-    ring_length: Tensor,
-) -> None:
-    """Plain torch: the same with a handful of small operations."""
     torch.index_select(req_to_mamba_slot, 0, req_pool_indices, out=out.slots)
     torch.sub(seq_lens, tokens_per_row, out=out.start_positions)
     torch.index_select(ring_start, 0, req_pool_indices, out=out.ring_start)

@@ -14,30 +14,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
-from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.operation import by, operation
 from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
 
 L2_NORM_EPS = 1e-6
 
-for _op in ("gdn_gates", "chunk_gated_delta_rule", "recurrent_gated_delta_rule"):
-    register(_op, "torch", f"hybridrt.kernels.gated_delta_rule:{_op}_reference")
-for _op in ("gdn_gates", "chunk_gated_delta_rule"):
-    register(_op, "triton", f"hybridrt.kernels.gated_delta_rule_triton:{_op}_triton", priority=10)
 _STEP = "hybridrt.kernels.gdn_decode_triton:recurrent_gated_delta_rule_triton"
-register("recurrent_gated_delta_rule", "triton", _STEP, priority=10)
 _FLA = "hybridrt.kernels.libraries.fla:chunk_gated_delta_rule"
-register("chunk_gated_delta_rule", "fla", _FLA, priority=5)
 
 
+@operation(by("triton"))
 def gdn_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """g = -exp(A_log) softplus(a + dt_bias) (the log of the decay) and beta = sigmoid(b), float32.
 
     a, b `[..., Hv]` any float dtype; A_log, dt_bias `[Hv]`. Returns (g, beta) of a's shape.
     """
-    gates: tuple[Tensor, Tensor] = select("gdn_gates", a.device.type)(a, b, A_log, dt_bias)
-    return gates
+    return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), torch.sigmoid(b.float())
 
 
+@operation(by("triton"), by("fla", priority=5))
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -64,22 +59,22 @@ def chunk_gated_delta_rule(
     Returns:
         `[T, Hv, V]` in v's dtype.
     """
-    out: Tensor = select("chunk_gated_delta_rule", q.device.type)(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        states=states,
-        read_slots=read_slots,
-        write_slots=write_slots,
-        has_initial_state=has_initial_state,
-        query_start_loc=query_start_loc,
-        plan=plan,
-    )
-    return out
+    # The WY form (Yang et al. 2024, section 3.3): within a chunk the corrected values solve a triangular system
+    tokens = v.shape[0]
+    index, valid = _chunk_tokens(plan, tokens)
+    initial = read_rows(states, read_slots).float()
+    initial = torch.where(has_initial_state.view(-1, 1, 1, 1), initial, 0.0)
+    scaled_q = l2_normalize(q) * q.shape[-1] ** -0.5
+    chunks = _wy_chunks(*(_to_chunks(x, index, valid) for x in (scaled_q, l2_normalize(k), v, g, beta)))
+    out, final = _scan_chunks(chunks, initial, plan)
+    write_rows(states, write_slots, final)
+    out = out.masked_fill(pad_mask(write_slots, 4)[plan.seq_idx], 0)
+    packed = v.new_zeros(tokens + 1, *v.shape[1:])
+    packed[torch.where(valid, index, tokens)] = out.transpose(1, 2).to(v.dtype)
+    return packed[:tokens]
 
 
+@operation(by("triton", "hybridrt.kernels.gdn_decode_triton:recurrent_gated_delta_rule_triton"))
 def recurrent_gated_delta_rule(
     states: Tensor,
     q: Tensor,
@@ -107,59 +102,31 @@ def recurrent_gated_delta_rule(
     Returns:
         `[B, T, Hv, V]` in v's dtype.
     """
-    out: Tensor = select("recurrent_gated_delta_rule", q.device.type)(
-        states,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        read_slots=read_slots,
-        write_slots=write_slots,
-        intermediate_states=intermediate_states,
-        rows=rows,
-        parents=parents,
-    )
-    return out
+    padding = pad_mask(read_slots, 4)
+    main = read_rows(states, read_slots).float()
+    heads_per_key = v.shape[2] // k.shape[2]
+    # k and q side by side: one pass over the state serves both products.
+    pairs = torch.stack((l2_normalize(k), l2_normalize(q) * q.shape[-1] ** -0.5), -2)
+    pairs = pairs.repeat_interleave(heads_per_key, 2)
+    decay, v, beta = g.float().exp()[..., None, None], v.float(), beta.float().unsqueeze(-1)
+    out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    state = main
+    for t in range(v.shape[1]):
+        if parents is not None and intermediate_states is not None and rows is not None:
+            state = _parent_states(main, intermediate_states, rows, parents[:, t])
+        out[:, t], state = _delta_rule_step(state, pairs[:, t], v[:, t], decay[:, t], beta[:, t])
+        if intermediate_states is not None and rows is not None:
+            write_rows(intermediate_states[:, t], torch.where(read_slots < 0, -1, rows), state)
+        state = state.to(states.dtype).float()
+    if intermediate_states is None:
+        write_rows(states, write_slots, state)
+    return out.masked_fill_(padding, 0).to(q.dtype)
 
 
 def l2_normalize(x: Tensor) -> Tensor:
     """x / sqrt(sum(x^2) + 1e-6) over the last dim, in float32."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True).add_(L2_NORM_EPS))
-
-
-def gdn_gates_reference(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), torch.sigmoid(b.float())
-
-
-def chunk_gated_delta_rule_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    has_initial_state: Tensor,
-    query_start_loc: Tensor,
-    plan: ChunkPlan,
-) -> Tensor:
-    """The WY form (Yang et al. 2024, section 3.3): within a chunk the corrected values solve a triangular system."""
-    tokens = v.shape[0]
-    index, valid = _chunk_tokens(plan, tokens)
-    initial = read_rows(states, read_slots).float()
-    initial = torch.where(has_initial_state.view(-1, 1, 1, 1), initial, 0.0)
-    scaled_q = l2_normalize(q) * q.shape[-1] ** -0.5
-    chunks = _wy_chunks(*(_to_chunks(x, index, valid) for x in (scaled_q, l2_normalize(k), v, g, beta)))
-    out, final = _scan_chunks(chunks, initial, plan)
-    write_rows(states, write_slots, final)
-    out = out.masked_fill(pad_mask(write_slots, 4)[plan.seq_idx], 0)
-    packed = v.new_zeros(tokens + 1, *v.shape[1:])
-    packed[torch.where(valid, index, tokens)] = out.transpose(1, 2).to(v.dtype)
-    return packed[:tokens]
 
 
 @dataclass(frozen=True)
@@ -227,41 +194,6 @@ def _scan_chunks(chunks: _Chunks, state: Tensor, plan: ChunkPlan) -> tuple[Tenso
         following = chunks.decay[chunk] * state + values.transpose(-1, -2) @ chunks.keys[chunk]
         state = torch.where(active.view(-1, 1, 1, 1), following, state)
     return out[:count], state
-
-
-def recurrent_gated_delta_rule_reference(
-    states: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    intermediate_states: Tensor | None = None,
-    rows: Tensor | None = None,
-    parents: Tensor | None = None,
-) -> Tensor:
-    padding = pad_mask(read_slots, 4)
-    main = read_rows(states, read_slots).float()
-    heads_per_key = v.shape[2] // k.shape[2]
-    # k and q side by side: one pass over the state serves both products.
-    pairs = torch.stack((l2_normalize(k), l2_normalize(q) * q.shape[-1] ** -0.5), -2)
-    pairs = pairs.repeat_interleave(heads_per_key, 2)
-    decay, v, beta = g.float().exp()[..., None, None], v.float(), beta.float().unsqueeze(-1)
-    out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    state = main
-    for t in range(v.shape[1]):
-        if parents is not None and intermediate_states is not None and rows is not None:
-            state = _parent_states(main, intermediate_states, rows, parents[:, t])
-        out[:, t], state = _delta_rule_step(state, pairs[:, t], v[:, t], decay[:, t], beta[:, t])
-        if intermediate_states is not None and rows is not None:
-            write_rows(intermediate_states[:, t], torch.where(read_slots < 0, -1, rows), state)
-        state = state.to(states.dtype).float()
-    if intermediate_states is None:
-        write_rows(states, write_slots, state)
-    return out.masked_fill_(padding, 0).to(q.dtype)
 
 
 def _delta_rule_step(state: Tensor, pairs: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,18 +9,24 @@ It reads the merged projection and ends at the input of the gated norm, in one o
 Tokens of a row form a chain; draft trees go through `causal_conv1d_update` and `recurrent_gated_delta_rule`.
 """
 
+from typing import Any
+
 from torch import Tensor
 
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update_reference, check_ring
-from hybridrt.kernels.gated_delta_rule import gdn_gates_reference, recurrent_gated_delta_rule_reference
+from hybridrt.kernels.causal_conv1d import causal_conv1d_update, check_ring
+from hybridrt.kernels.gated_delta_rule import gdn_gates, recurrent_gated_delta_rule
 from hybridrt.kernels.gdn_replay import gdn_replay
-from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.operation import by, operation
 from hybridrt.kernels.state_ring import check_ring_width
 
-register("gdn_decode", "torch", "hybridrt.kernels.gdn_decode:gdn_decode_reference")
-register("gdn_decode", "triton", "hybridrt.kernels.gdn_decode_triton:gdn_decode_triton", priority=10)
+
+def _check(qkv: Tensor, *_: Any, weight: Tensor, conv: Tensor, gates: Tensor | None = None, **__: Any) -> None:
+    check_ring(conv, weight.shape[1], qkv.shape[1])
+    if gates is not None:
+        check_ring_width(gates.shape[2], qkv.shape[1])
 
 
+@operation(by("triton"), check=_check)
 def gdn_decode(
     qkv: Tensor,
     a: Tensor,
@@ -62,15 +68,19 @@ def gdn_decode(
     Raises:
         ConfigError: the conv ring or the state ring is too narrow for T tokens.
     """
-    check_ring(conv, weight.shape[1], qkv.shape[1])
-    if gates is not None:
-        check_ring_width(gates.shape[2], qkv.shape[1])
-    out: Tensor = select("gdn_decode", qkv.device.type)(
-        qkv, a, b, weight=weight, bias=bias, A_log=A_log, dt_bias=dt_bias, conv=conv, states=states,
-        read_slots=read_slots, write_slots=write_slots, start_positions=start_positions, values=values, keys=keys,
-        gates=gates, start=start, length=length, intermediate_states=intermediate_states, rows=rows,
-    )  # fmt: skip
-    return out
+    # The separate operations one after the other
+    conved = causal_conv1d_update.reference(qkv, weight, bias, conv, read_slots, write_slots, start_positions)
+    q, k, v = split_qkv(conved, states)
+    g, beta = gdn_gates.reference(a, b, A_log, dt_bias)
+    if values is None:
+        return recurrent_gated_delta_rule.reference(
+            states, q, k, v, g, beta, read_slots=read_slots, write_slots=write_slots,
+            intermediate_states=intermediate_states, rows=rows,
+        )  # fmt: skip
+    assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
+    return gdn_replay(
+        states, values, keys, gates, q, k, v, g, beta, slots=read_slots, rows=rows, start=start, length=length
+    )
 
 
 def split_qkv(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,40 +89,3 @@ def split_qkv(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     v_width = value_heads * value_dim
     q, k, v = qkv.split([*[(qkv.shape[-1] - v_width) // 2] * 2, v_width], -1)
     return q.unflatten(-1, (-1, key_dim)), k.unflatten(-1, (-1, key_dim)), v.unflatten(-1, (value_heads, value_dim))
-
-
-def gdn_decode_reference(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    weight: Tensor,
-    bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    conv: Tensor,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    start_positions: Tensor,
-    values: Tensor | None = None,
-    keys: Tensor | None = None,
-    gates: Tensor | None = None,
-    start: Tensor | None = None,
-    length: Tensor | None = None,
-    intermediate_states: Tensor | None = None,
-    rows: Tensor | None = None,
-) -> Tensor:
-    """The separate operations one after the other."""
-    conved = causal_conv1d_update_reference(qkv, weight, bias, conv, read_slots, write_slots, start_positions)
-    q, k, v = split_qkv(conved, states)
-    g, beta = gdn_gates_reference(a, b, A_log, dt_bias)
-    if values is None:
-        return recurrent_gated_delta_rule_reference(
-            states, q, k, v, g, beta, read_slots=read_slots, write_slots=write_slots,
-            intermediate_states=intermediate_states, rows=rows,
-        )  # fmt: skip
-    assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
-    return gdn_replay(
-        states, values, keys, gates, q, k, v, g, beta, slots=read_slots, rows=rows, start=start, length=length
-    )

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.mamba2_common import NO_LIMIT, skip_and_gate, time_step
-from hybridrt.kernels.providers import register, select
-from hybridrt.kernels.rms_norm import rms_norm_reference
+from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.rms_norm import rms_norm
 from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
-
-register("mamba1_update", "torch", "hybridrt.kernels.mamba1_update:mamba1_update_reference")
-register("mamba1_update", "triton", "hybridrt.kernels.mamba1_update_triton:mamba1_update_triton", priority=10)
 
 
 class BCNorms(NamedTuple):
@@ -30,6 +27,7 @@ class BCNorms(NamedTuple):
     eps: float
 
 
+@operation(by("triton"))
 def mamba1_update(
     states: Tensor,
     x: Tensor,
@@ -65,38 +63,13 @@ def mamba1_update(
     Returns:
         [B, T, I] in x's dtype.
     """
-    out: Tensor = select("mamba1_update", x.device.type)(
-        states, x, dt, A, B, C, D=D, dt_bias=dt_bias, z=z, norms=norms, read_slots=read_slots,
-        write_slots=write_slots, intermediate_states=intermediate_states, rows=rows, parents=parents,
-    )  # fmt: skip
-    return out
-
-
-def mamba1_update_reference(
-    states: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor,
-    dt_bias: Tensor,
-    z: Tensor,
-    norms: BCNorms | None = None,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    intermediate_states: Tensor | None = None,
-    rows: Tensor | None = None,
-    parents: Tensor | None = None,
-) -> Tensor:
-    """Plain-torch `mamba1_update`, a loop over T alone."""
+    # A loop over T alone
     pad = pad_mask(read_slots, 3)
     # Padding rows decay by one and add nothing, so writing them back leaves the scratch row 0 as it was.
     step = time_step(dt, dt_bias, NO_LIMIT).masked_fill_(pad, 0.0)
     inputs = (x.float() * step).masked_fill_(pad, 0.0)
     if norms is not None:
-        B, C = rms_norm_reference(B, norms.B, norms.eps), rms_norm_reference(C, norms.C, norms.eps)
+        B, C = rms_norm.reference(B, norms.B, norms.eps), rms_norm.reference(C, norms.C, norms.eps)
     keys, queries = B.masked_fill(pad, 0.0).float(), C.float()
     y = torch.empty(x.shape, device=x.device)
     initial = state = read_rows(states, read_slots).float()

@@ -16,18 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update_reference, check_ring
+from hybridrt.kernels.causal_conv1d import causal_conv1d_update, check_ring
 from hybridrt.kernels.mamba2_common import skip_and_gate, split_conv_channels, time_step
 from hybridrt.kernels.mamba2_replay import mamba2_replay
-from hybridrt.kernels.providers import register, select
-from hybridrt.kernels.selective_state_update import selective_state_update_reference
+from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.selective_state_update import selective_state_update
 from hybridrt.kernels.slots import consecutive
 from hybridrt.kernels.state_ring import check_ring_width
 
-register("mamba2_decode", "torch", "hybridrt.kernels.mamba2_decode:mamba2_decode_reference")
-register("mamba2_decode", "triton", "hybridrt.kernels.mamba2_decode_triton:mamba2_decode_triton", priority=10)
+
+def _check(xBC: Tensor, *_: Any, weight: Tensor, conv: Tensor, gates: Tensor | None = None, **__: Any) -> None:
+    check_ring(conv, weight.shape[1], xBC.shape[1])
+    if gates is not None:
+        check_ring_width(gates.shape[2], xBC.shape[1])
 
 
+@operation(by("triton"), check=_check)
 def mamba2_decode(
     xBC: Tensor,
     dt: Tensor,
@@ -73,44 +77,7 @@ def mamba2_decode(
     Raises:
         ConfigError: the conv ring or the state ring is too narrow for T tokens.
     """
-    check_ring(conv, weight.shape[1], xBC.shape[1])
-    if gates is not None:
-        check_ring_width(gates.shape[2], xBC.shape[1])
-    result: Tensor = select("mamba2_decode", xBC.device.type)(
-        xBC, dt, z, weight=weight, bias=bias, A=A, D=D, dt_bias=dt_bias, dt_limit=dt_limit, conv=conv, states=states,
-        read_slots=read_slots, write_slots=write_slots, start_positions=start_positions, values=values, keys=keys,
-        gates=gates, start=start, length=length, intermediate_states=intermediate_states, rows=rows,
-        out=out,
-    )  # fmt: skip
-    return result
-
-
-def mamba2_decode_reference(
-    xBC: Tensor,
-    dt: Tensor,
-    z: Tensor | None,
-    *,
-    weight: Tensor,
-    bias: Tensor | None,
-    A: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    conv: Tensor,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    start_positions: Tensor,
-    values: Tensor | None = None,
-    keys: Tensor | None = None,
-    gates: Tensor | None = None,
-    start: Tensor | None = None,
-    length: Tensor | None = None,
-    intermediate_states: Tensor | None = None,
-    rows: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Plain-torch `mamba2_decode`: the separate operations one after the other, but for the plain decode step."""
+    # The separate operations one after the other, but for the plain decode step
     heads: dict[str, Any] = {"A": A, "D": D, "dt_bias": dt_bias, "dt_limit": dt_limit}
     run = None
     if xBC.shape[1] == 1 and values is None and intermediate_states is None and read_slots is write_slots:
@@ -118,10 +85,10 @@ def mamba2_decode_reference(
     if run is not None:
         y = _one_token(xBC, dt, z, conv[run], states[run], start_positions, weight=weight, bias=bias, **heads)
         return y if out is None else out.copy_(y)
-    conved = causal_conv1d_update_reference(xBC, weight, bias, conv, read_slots, write_slots, start_positions)
+    conved = causal_conv1d_update.reference(xBC, weight, bias, conv, read_slots, write_slots, start_positions)
     x, B, C = split_conv_channels(conved, states.shape)
     if values is None:
-        y = selective_state_update_reference(
+        y = selective_state_update.reference(
             states, x, dt, B=B, C=C, z=z, read_slots=read_slots, write_slots=write_slots,
             intermediate_states=intermediate_states, rows=rows, **heads,
         )  # fmt: skip

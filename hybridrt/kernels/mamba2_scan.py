@@ -12,17 +12,13 @@ from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import ChunkPlan, chunk_tokens, ith_chunks, plan_chunks
 from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
-from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.operation import by, operation
 from hybridrt.kernels.slots import live_tokens, read_rows, write_rows
 
-__all__ = ["ChunkPlan", "mamba2_chunk_scan", "mamba2_chunk_scan_reference", "plan_chunks"]
-
-_HERE = "hybridrt.kernels.mamba2_scan"
-register("mamba2_chunk_scan", "torch", f"{_HERE}:mamba2_chunk_scan_reference")
-register("mamba2_chunk_scan", "triton", f"{_HERE}_triton:mamba2_chunk_scan_triton", priority=10)
-register("mamba2_chunk_scan", "mamba_ssm", "hybridrt.kernels.libraries.mamba_ssm:mamba2_chunk_scan", priority=5)
+__all__ = ["ChunkPlan", "mamba2_chunk_scan", "plan_chunks"]
 
 
+@operation(by("triton"), by("mamba_ssm", priority=5))
 def mamba2_chunk_scan(
     x: Tensor,
     dt: Tensor,
@@ -58,38 +54,8 @@ def mamba2_chunk_scan(
     Returns:
         [T, H, P] in x's dtype: `out`, if that is given.
     """
-    result: Tensor = select("mamba2_chunk_scan", x.device.type)(
-        x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_limit=dt_limit, z=z, states=states, read_slots=read_slots,
-        write_slots=write_slots, has_initial_state=has_initial_state, query_start_loc=query_start_loc, plan=plan,
-        snapshot_slots=snapshot_slots, out=out,
-    )  # fmt: skip
-    return result
-
-
-def mamba2_chunk_scan_reference(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    z: Tensor | None,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    has_initial_state: Tensor,
-    query_start_loc: Tensor,
-    plan: ChunkPlan,
-    snapshot_slots: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Plain-torch `mamba2_chunk_scan`: the i-th chunks of all requests at once, for each i.
-
-    This is the CPU path too; there it is fastest with chunks of 64 to 128 tokens.
-    """
+    # The i-th chunks of all requests at once, for each i. This is the CPU path too; there it is fastest with
+    # chunks of 64 to 128 tokens
     num_tokens = x.shape[0]
     dt = time_step(dt, dt_bias, dt_limit)
     fresh = ~has_initial_state.view(-1, 1, 1, 1)

@@ -9,16 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.activation import relu2_reference, silu_and_mul_reference
-from hybridrt.kernels.providers import register, select
-
-for _op, _file in (
-    ("router_softmax", "moe_router"), ("router_sigmoid_grouped", "moe_router"), ("fused_experts", "moe")
-):  # fmt: skip
-    register(_op, "torch", f"hybridrt.kernels.moe:{_op}_reference")
-    register(_op, "triton", f"hybridrt.kernels.{_file}_triton:{_op}_triton", priority=10)
+from hybridrt.kernels.activation import relu2, silu_and_mul
+from hybridrt.kernels.operation import by, operation
 
 
+@operation(by("triton", "hybridrt.kernels.moe_router_triton:router_softmax_triton"))
 def router_softmax(
     logits: Tensor,
     top_k: int,
@@ -37,12 +32,17 @@ def router_softmax(
     Returns:
         weights `[T, k + shared]` float32 and ids `[T, k + shared]` int32.
     """
-    routing: tuple[Tensor, Tensor] = select("router_softmax", logits.device.type)(
-        logits, top_k, renormalize, shared_gate, shared, rows
-    )
-    return routing
+    (tokens, experts), ids_of_shared = logits.shape, torch.arange(shared, device=logits.device)
+    weights, ids = torch.softmax(logits, -1, dtype=torch.float32).topk(top_k, -1)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if shared_gate is not None:
+        weights = torch.cat((weights, torch.sigmoid(shared_gate.float()).unsqueeze(1).expand(-1, shared)), 1)
+        ids = torch.cat((ids, (experts + ids_of_shared).expand(tokens, -1)), 1)
+    return _without_padding(weights, ids.int(), rows)
 
 
+@operation(by("triton", "hybridrt.kernels.moe_router_triton:router_sigmoid_grouped_triton"))
 def router_sigmoid_grouped(
     logits: Tensor,
     correction_bias: Tensor,
@@ -59,12 +59,18 @@ def router_sigmoid_grouped(
     the sum of its two best. Returns weights `[T, k]` float32 (the plain scores, over their sum if `renormalize`, times
     `scaling`) and ids `[T, k]` int32. rows as in `router_softmax`.
     """
-    routing: tuple[Tensor, Tensor] = select("router_sigmoid_grouped", logits.device.type)(
-        logits, correction_bias, top_k, n_group, topk_group, renormalize, scaling, rows
-    )
-    return routing
+    scores = torch.sigmoid(logits.float())
+    grouped = (scores + correction_bias).unflatten(1, (n_group, scores.shape[1] // n_group))
+    best_groups = grouped.topk(2, -1).values.sum(-1).topk(topk_group, -1).indices
+    excluded = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best_groups, False)
+    ids = grouped.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(1).topk(top_k, -1).indices
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return _without_padding(weights * scaling, ids.int(), rows)
 
 
+@operation(by("triton"))
 def fused_experts(
     x: Tensor,
     w_up: Tensor,
@@ -80,70 +86,7 @@ def fused_experts(
     x `[T, D]`; w_up `[E, 2I, D]` (gate rows, then up rows) if `gated` else `[E, I, D]`; w_down `[E, D, I]`; weights
     `[T, k]` float32; ids `[T, k]` int32, -1 for none (padding). Returns `[T, D]` in x's dtype, summed in float32.
     """
-    out: Tensor = select("fused_experts", x.device.type)(
-        x, w_up, w_down, weights, ids, activation=activation, gated=gated
-    )
-    return out
-
-
-def router_softmax_reference(
-    logits: Tensor,
-    top_k: int,
-    renormalize: bool,
-    shared_gate: Tensor | None = None,
-    shared: int = 0,
-    rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    (tokens, experts), ids_of_shared = logits.shape, torch.arange(shared, device=logits.device)
-    weights, ids = torch.softmax(logits, -1, dtype=torch.float32).topk(top_k, -1)
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    if shared_gate is not None:
-        weights = torch.cat((weights, torch.sigmoid(shared_gate.float()).unsqueeze(1).expand(-1, shared)), 1)
-        ids = torch.cat((ids, (experts + ids_of_shared).expand(tokens, -1)), 1)
-    return _without_padding(weights, ids.int(), rows)
-
-
-def router_sigmoid_grouped_reference(
-    logits: Tensor,
-    correction_bias: Tensor,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    renormalize: bool,
-    scaling: float,
-    rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    scores = torch.sigmoid(logits.float())
-    grouped = (scores + correction_bias).unflatten(1, (n_group, scores.shape[1] // n_group))
-    best_groups = grouped.topk(2, -1).values.sum(-1).topk(topk_group, -1).indices
-    excluded = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best_groups, False)
-    ids = grouped.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(1).topk(top_k, -1).indices
-    weights = scores.gather(1, ids)
-    if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return _without_padding(weights * scaling, ids.int(), rows)
-
-
-def _without_padding(weights: Tensor, ids: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights and ids `[T, k]` with those of row 0's tokens replaced by 0 and -1."""
-    if rows is None or not rows.shape[0]:
-        return weights, ids
-    padding = (rows == 0).repeat_interleave(ids.shape[0] // rows.shape[0]).unsqueeze(1)
-    return weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
-
-
-def fused_experts_reference(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    *,
-    activation: Literal["silu", "relu2"],
-    gated: bool,
-) -> Tensor:
-    """Token-expert pairs sorted by expert, one pair of matrix products for each expert that was hit."""
+    # Token-expert pairs sorted by expert, one pair of matrix products for each expert that was hit
     experts, top_k = w_up.shape[0], ids.shape[1]
     flat = ids.flatten().long()
     order = torch.where(flat < 0, experts, flat).argsort(stable=True)
@@ -161,10 +104,18 @@ def fused_experts_reference(
     return out.to(x.dtype)
 
 
+def _without_padding(weights: Tensor, ids: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights and ids `[T, k]` with those of row 0's tokens replaced by 0 and -1."""
+    if rows is None or not rows.shape[0]:
+        return weights, ids
+    padding = (rows == 0).repeat_interleave(ids.shape[0] // rows.shape[0]).unsqueeze(1)
+    return weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
+
+
 def _activate(hidden: Tensor, activation: Literal["silu", "relu2"], gated: bool) -> Tensor:
     if activation == "silu":
-        return silu_and_mul_reference(hidden) if gated else F.silu(hidden)
+        return silu_and_mul.reference(hidden) if gated else F.silu(hidden)
     if gated:
         gate, up = hidden.chunk(2, dim=-1)
-        return relu2_reference(gate).mul_(up)
-    return relu2_reference(hidden)
+        return relu2.reference(gate).mul_(up)
+    return relu2.reference(hidden)

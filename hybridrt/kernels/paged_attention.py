@@ -13,29 +13,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.libraries.common import attention_limits
-from hybridrt.kernels.providers import decline, register, select
+from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.providers import decline
 
-_TRITON = {"write_kv": "paged", "attention_decode": "paged", "attention_extend": "prefill"}
-for _op, _file in _TRITON.items():
-    register(_op, "torch", f"hybridrt.kernels.paged_attention:{_op}_reference")
-    register(_op, "triton", f"hybridrt.kernels.{_file}_attention_triton:{_op}_triton", priority=10)
-_LIBRARIES = "hybridrt.kernels.libraries"
 _FA3 = attention_limits(head_dims=(64, 96, 128, 192, 256), architectures=(8, 9))
-for _op in ("attention_decode", "attention_extend"):
-    register(_op, "sgl_kernel", f"{_LIBRARIES}.sgl_kernel:{_op}", priority=5, supports=_FA3)
 _FLASHINFER = attention_limits(head_dims=(64, 128, 256), architectures=(8, 9, 10, 12))
-register(
-    "attention_extend", "flashinfer", f"{_LIBRARIES}.flashinfer:attention_extend", priority=4, supports=_FLASHINFER
-)
 decline("attention_decode", "flashinfer", 'it plans on the host: attention_backend="flashinfer" does, once a step')
 
 
+@operation(by("triton"))
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
     """Store k, v `[T, Hkv, D]` at slots out_cache_loc `[T]` of the caches `[pages, page, Hkv, D]`, in place. What would
     go to page 0 is padding and dropped."""
-    select("write_kv", k.device.type)(k, v, k_cache, v_cache, out_cache_loc)
+    padding = out_cache_loc < k_cache.shape[1]
+    slots = out_cache_loc.long().masked_fill_(padding, 0)
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cells = cache.view(-1, *cache.shape[2:])
+        cells.index_copy_(0, slots, torch.where(padding[:, None, None], cells[:1], new.to(cache.dtype)))
 
 
+@operation(by("triton"), by("sgl_kernel", priority=5, supports=_FA3))
 def attention_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -64,85 +61,6 @@ def attention_decode(
     left there: heads contiguous, tokens at any distance, also between rows. ConfigError: a kernel cannot write to an
     `out` of other strides.
     """
-    result: Tensor = select("attention_decode", q.device.type)(
-        q,
-        k_cache,
-        v_cache,
-        req_to_token,
-        rows,
-        seq_lens,
-        scale=scale,
-        sliding_window=sliding_window,
-        tree_mask=tree_mask,
-        num_drafts=num_drafts,
-        max_len=max_len,
-        out=out,
-    )
-    return result
-
-
-def attention_extend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    req_to_token: Tensor,
-    rows: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    query_lens: Sequence[int],
-    seq_lens_host: Sequence[int],
-    out: Tensor | None = None,
-) -> Tensor:
-    """Causal attention of ragged chunks of new tokens, already in the cache, over prefix and chunk.
-
-    q `[T, Hq, D]`: row b's tokens are q[query_start_loc[b] : query_start_loc[b + 1]] and end at position seq_lens[b] -
-    1. query_lens and seq_lens_host are the host's copies of the lengths. The rest as in `attention_decode`. Returns
-    `[T, Hq, D]` in q's dtype; tokens past the last row are zeros. If `out`, of any token stride, is given, they
-    are left there.
-    """
-    result: Tensor = select("attention_extend", q.device.type)(
-        q,
-        k_cache,
-        v_cache,
-        req_to_token,
-        rows,
-        query_start_loc,
-        seq_lens,
-        scale=scale,
-        sliding_window=sliding_window,
-        query_lens=query_lens,
-        seq_lens_host=seq_lens_host,
-        out=out,
-    )
-    return result
-
-
-def write_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-    padding = out_cache_loc < k_cache.shape[1]
-    slots = out_cache_loc.long().masked_fill_(padding, 0)
-    for cache, new in ((k_cache, k), (v_cache, v)):
-        cells = cache.view(-1, *cache.shape[2:])
-        cells.index_copy_(0, slots, torch.where(padding[:, None, None], cells[:1], new.to(cache.dtype)))
-
-
-def attention_decode_reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    req_to_token: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    tree_mask: Tensor | None = None,
-    num_drafts: Tensor | None = None,
-    max_len: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
     batch, tokens, query_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     groups = query_heads // kv_heads
@@ -152,7 +70,7 @@ def attention_decode_reference(
     if tokens > 1 or sliding_window is not None or not _all_reach(seq_lens, context):
         last = seq_lens - 1 if num_drafts is None else seq_lens - tokens + num_drafts
         in_context = (position >= 0) & (position <= last.unsqueeze(1))
-        # Other slots may name another request's page or a stale one. What is masked is multiplied by zero all the same,
+        # Other slots may name another request's page or a stale one. What is masked is still multiplied by zero,
         # and 0 * NaN is NaN: the row's own last key stands in for it.
         stand_in = slots.gather(1, (last - position[:, 0]).clamp(min=0).long().unsqueeze(1))
         slots = torch.where(in_context, slots, stand_in)
@@ -175,6 +93,50 @@ def attention_decode_reference(
     if visible is not None:
         result.masked_fill_((seq_lens == 0).view(-1, 1, 1, 1), 0)
     return result if out is None else out.copy_(result)
+
+
+@operation(
+    by("triton", "hybridrt.kernels.prefill_attention_triton:attention_extend_triton"),
+    by("sgl_kernel", priority=5, supports=_FA3),
+    by("flashinfer", priority=4, supports=_FLASHINFER),
+)
+def attention_extend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    req_to_token: Tensor,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    query_lens: Sequence[int],
+    seq_lens_host: Sequence[int],
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of ragged chunks of new tokens, already in the cache, over prefix and chunk.
+
+    q `[T, Hq, D]`: row b's tokens are q[query_start_loc[b] : query_start_loc[b + 1]] and end at position seq_lens[b] -
+    1. query_lens and seq_lens_host are the host's copies of the lengths. The rest as in `attention_decode`. Returns
+    `[T, Hq, D]` in q's dtype; tokens past the last row are zeros. If `out`, of any token stride, is given, they
+    are left there.
+    """
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format) if out is None else out.zero_()
+    start = 0
+    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens_host, strict=True)):
+        end = start + query_len
+        if query_len > 0:
+            first = 0 if sliding_window is None else max(seq_len - query_len - sliding_window + 1, 0)
+            slots = req_to_token[:, first:seq_len].index_select(0, rows[row : row + 1]).view(-1)
+            keys, values = (
+                _gather(cache, slots).view(1, seq_len - first, *cache.shape[2:]).transpose(1, 2).to(q.dtype)
+                for cache in (k_cache, v_cache)
+            )
+            query = q[start:end].transpose(0, 1).unsqueeze(0)
+            out[start:end] = _causal_attention(query, keys, values, scale, sliding_window)[0].transpose(0, 1)
+        start = end
+    return out
 
 
 def _all_reach(seq_lens: Tensor, context: int) -> bool:
@@ -215,38 +177,6 @@ def _visible(
     depth = tree_mask.sum(-1) - 1  # a node's mask holds its ancestors and itself
     key_depth = torch.where(node < 0, node, depth.gather(1, clamped.squeeze(1)))
     return visible & (depth.unsqueeze(2) - key_depth.unsqueeze(1) < sliding_window)
-
-
-def attention_extend_reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    req_to_token: Tensor,
-    rows: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    query_lens: Sequence[int],
-    seq_lens_host: Sequence[int],
-    out: Tensor | None = None,
-) -> Tensor:
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format) if out is None else out.zero_()
-    start = 0
-    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens_host, strict=True)):
-        end = start + query_len
-        if query_len > 0:
-            first = 0 if sliding_window is None else max(seq_len - query_len - sliding_window + 1, 0)
-            slots = req_to_token[:, first:seq_len].index_select(0, rows[row : row + 1]).view(-1)
-            keys, values = (
-                _gather(cache, slots).view(1, seq_len - first, *cache.shape[2:]).transpose(1, 2).to(q.dtype)
-                for cache in (k_cache, v_cache)
-            )
-            query = q[start:end].transpose(0, 1).unsqueeze(0)
-            out[start:end] = _causal_attention(query, keys, values, scale, sliding_window)[0].transpose(0, 1)
-        start = end
-    return out
 
 
 def _causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:

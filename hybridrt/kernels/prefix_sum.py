@@ -10,15 +10,11 @@ import torch
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
-from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.operation import by, operation
 from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
 
-_HERE = "hybridrt.kernels.prefix_sum"
-for _op in ("prefix_sum_varlen", "prefix_sum_update"):
-    register(_op, "torch", f"{_HERE}:{_op}_reference")
-    register(_op, "triton", f"{_HERE}_triton:{_op}_triton", priority=10)
 
-
+@operation(by("triton"))
 def prefix_sum_varlen(
     x: Tensor, states: Tensor, read_slots: Tensor, write_slots: Tensor, query_start_loc: Tensor
 ) -> Tensor:
@@ -37,11 +33,21 @@ def prefix_sum_varlen(
     Raises:
         ConfigError: states and x do not hold as many numbers, or states are not float32.
     """
-    flat, sums = _flat(x, 1, states)
-    out: Tensor = select("prefix_sum_varlen", x.device.type)(flat, sums, read_slots, write_slots, query_start_loc)
-    return out.view(x.shape)
+    shape = x.shape
+    x, states = flat(x, 1, states)
+    out = torch.zeros_like(x)
+    lens = query_start_loc.diff().tolist()
+    first = 0
+    for row, (count, slot) in enumerate(zip(lens, read_slots.tolist(), strict=True)):
+        if count and slot >= 0:
+            sums = states[slot] + x[first : first + count].float().cumsum(0)
+            states[write_slots[row]] = sums[-1]
+            out[first : first + count] = sums
+        first += count
+    return out.view(shape)
 
 
+@operation(by("triton"))
 def prefix_sum_update(
     x: Tensor,
     states: Tensor,
@@ -65,15 +71,26 @@ def prefix_sum_update(
     Returns:
         [B, T, *dims] in x's dtype.
     """
-    flat, sums = _flat(x, 2, states)
-    stored = None if intermediate_states is None else intermediate_states.flatten(2)[:, : x.shape[1]]
-    # A tree is rare and small: its few loops over nodes need no kernel.
-    update = prefix_sum_update_reference if parents is not None else select("prefix_sum_update", x.device.type)
-    out: Tensor = update(flat, sums, read_slots, write_slots, stored, rows, parents)
-    return out.view(x.shape)
+    shape, stored = x.shape, stored_sums(intermediate_states, x.shape[1])
+    x, states = flat(x, 2, states)
+    initial = state = read_rows(states, read_slots)
+    out = torch.empty(x.shape, device=x.device)
+    for t in range(x.shape[1]):
+        if parents is not None:
+            parent = parents[:, t, None, None].long()
+            of_parent = out.gather(1, parent.clamp(min=0).expand(-1, 1, x.shape[2])).squeeze(1)
+            state = torch.where(parent[:, 0] < 0, initial, of_parent)
+        state = state + x[:, t].float()
+        out[:, t] = state
+    if stored is None:
+        write_rows(states, write_slots, state)
+    else:
+        assert rows is not None
+        write_rows(stored, torch.where(read_slots < 0, -1, rows), out)
+    return out.masked_fill_(pad_mask(read_slots, 3), 0.0).to(x.dtype).view(shape)
 
 
-def _flat(x: Tensor, leading: int, states: Tensor) -> tuple[Tensor, Tensor]:
+def flat(x: Tensor, leading: int, states: Tensor) -> tuple[Tensor, Tensor]:
     """x and states with one last dimension."""
     numbers = prod(x.shape[leading:])
     if states.dtype != torch.float32 or prod(states.shape[1:]) != numbers:
@@ -84,42 +101,6 @@ def _flat(x: Tensor, leading: int, states: Tensor) -> tuple[Tensor, Tensor]:
     return x.reshape(*x.shape[:leading], numbers), states.view(len(states), numbers)
 
 
-def prefix_sum_varlen_reference(
-    x: Tensor, states: Tensor, read_slots: Tensor, write_slots: Tensor, query_start_loc: Tensor
-) -> Tensor:
-    out = torch.zeros_like(x)
-    lens = query_start_loc.diff().tolist()
-    first = 0
-    for row, (count, slot) in enumerate(zip(lens, read_slots.tolist(), strict=True)):
-        if count and slot >= 0:
-            sums = states[slot] + x[first : first + count].float().cumsum(0)
-            states[write_slots[row]] = sums[-1]
-            out[first : first + count] = sums
-        first += count
-    return out
-
-
-def prefix_sum_update_reference(
-    x: Tensor,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    intermediate_states: Tensor | None,
-    rows: Tensor | None,
-    parents: Tensor | None,
-) -> Tensor:
-    initial = state = read_rows(states, read_slots)
-    out = torch.empty(x.shape, device=x.device)
-    for t in range(x.shape[1]):
-        if parents is not None:
-            parent = parents[:, t, None, None].long()
-            of_parent = out.gather(1, parent.clamp(min=0).expand(-1, 1, x.shape[2])).squeeze(1)
-            state = torch.where(parent[:, 0] < 0, initial, of_parent)
-        state = state + x[:, t].float()
-        out[:, t] = state
-    if intermediate_states is None:
-        write_rows(states, write_slots, state)
-    else:
-        assert rows is not None
-        write_rows(intermediate_states, torch.where(read_slots < 0, -1, rows), out)
-    return out.masked_fill_(pad_mask(read_slots, 3), 0.0).to(x.dtype)
+def stored_sums(intermediate_states: Tensor | None, tokens: int) -> Tensor | None:
+    """Where the sums after `tokens` tokens of each row are stored, [R+1, T, numbers]."""
+    return None if intermediate_states is None else intermediate_states.flatten(2)[:, :tokens]

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.prefix_sum import flat, prefix_sum_update, stored_sums
+
 COLUMNS, TOKENS = 32, 64  # of a program; tokens of one of its tiles at most
 
 
@@ -43,8 +45,9 @@ def _prefix_sum_kernel(  # type: ignore[no-untyped-def]
 def prefix_sum_varlen_triton(
     x: Tensor, states: Tensor, read_slots: Tensor, write_slots: Tensor, query_start_loc: Tensor
 ) -> Tensor:
-    """`prefix_sum_varlen` for x [T, C], states [S+1, C]."""
-    return _launch(x, states, read_slots, write_slots, query_start_loc, None, None, 0)
+    """Triton `prefix_sum_varlen`."""
+    numbers, sums = flat(x, 1, states)
+    return _launch(numbers, sums, read_slots, write_slots, query_start_loc, None, None, 0).view(x.shape)
 
 
 def prefix_sum_update_triton(
@@ -52,12 +55,20 @@ def prefix_sum_update_triton(
     states: Tensor,
     read_slots: Tensor,
     write_slots: Tensor,
-    intermediate_states: Tensor | None,
-    rows: Tensor | None,
-    parents: None,
+    *,
+    intermediate_states: Tensor | None = None,
+    rows: Tensor | None = None,
+    parents: Tensor | None = None,
 ) -> Tensor:
-    """`prefix_sum_update` of chains for x [B, T, C]."""
-    return _launch(x.flatten(0, 1), states, read_slots, write_slots, None, intermediate_states, rows, x.shape[1])
+    """Triton `prefix_sum_update` of chains. A tree is rare and small: the reference's few loops over nodes serve it."""
+    if parents is not None:
+        return prefix_sum_update.reference(
+            x, states, read_slots, write_slots, intermediate_states=intermediate_states, rows=rows, parents=parents
+        )
+    stored = stored_sums(intermediate_states, x.shape[1])
+    numbers, sums = flat(x, 2, states)
+    out = _launch(numbers.flatten(0, 1), sums, read_slots, write_slots, None, stored, rows, x.shape[1])
+    return out.view(x.shape)
 
 
 def _launch(

@@ -1,8 +1,8 @@
 """Which implementation of an operation runs.
 
-Every file of this package registers its operations here, once per provider: `torch` (the plain reference, always
-there), `triton` (ours, CUDA), and installed libraries. `select` picks the one of highest priority that is installed,
-runs on the device and supports the call; `HYBRIDRT_PROVIDERS="rms_norm=torch,sample=triton"` overrides it.
+Every operation of this package (`operation.py`) is registered here, once per provider: `torch` (the plain reference,
+always there), `triton` (ours, CUDA), and installed libraries. `select` picks the one of highest priority that is
+installed, runs on the device and supports the call; `HYBRIDRT_PROVIDERS="rms_norm=torch,sample=triton"` overrides it.
 Implementations are named "module:attribute" and imported when first picked, so that no optional package is imported
 before it is used. What a library cannot do as we need it is declared too, with the reason (`decline`).
 """
@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from hybridrt.errors import BackendError, ConfigError, ProviderNotInstalledError
@@ -56,7 +57,7 @@ class Implementation:
         """Raises ProviderNotInstalledError where the provider is installed and cannot be imported."""
         module, attribute = self.target.split(":")
         try:
-            function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+            function: Callable[..., Any] = attrgetter(attribute)(importlib.import_module(module))
         except ImportError as e:
             raise ProviderNotInstalledError(
                 f"provider {self.provider.name!r} of {self.op!r} is installed but cannot be imported: {e}"

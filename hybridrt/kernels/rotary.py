@@ -3,13 +3,9 @@
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.paged_attention import write_kv_reference
-from hybridrt.kernels.providers import register, select
-from hybridrt.kernels.rms_norm import rms_norm_reference
-
-for _op in ("qk_norm_rotary", "rotary_write_kv"):
-    register(_op, "torch", f"hybridrt.kernels.rotary:{_op}_reference")
-    register(_op, "triton", f"hybridrt.kernels.rotary_triton:{_op}_triton", priority=10)
+from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.paged_attention import write_kv
+from hybridrt.kernels.rms_norm import rms_norm
 
 
 def apply_rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,6 +18,7 @@ def apply_rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tu
     return qk_norm_rotary(q, k, positions, cos_sin, None, None, 0.0)
 
 
+@operation(by("triton"))
 def qk_norm_rotary(
     q: Tensor,
     k: Tensor,
@@ -32,11 +29,21 @@ def qk_norm_rotary(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """`apply_rotary` after a per-head RMS norm of q and k (Qwen3-Next); weights `[D]` float32, None for no norm."""
-    implementation = select("qk_norm_rotary", q.device.type)
-    rotated: tuple[Tensor, Tensor] = implementation(q, k, positions, cos_sin, q_weight, k_weight, eps)
-    return rotated
+    normed_q = q if q_weight is None else rms_norm.reference(q, q_weight, eps)
+    normed_k = k if k_weight is None else rms_norm.reference(k, k_weight, eps)
+    # One tensor for both: half as many operations, which is what a decode step on a CPU pays for.
+    heads = torch.cat((normed_q, normed_k), dim=1).float()
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).split(half, dim=-1)
+    first, second = heads[..., :half], heads[..., half : 2 * half]
+    rotated = (first * cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)
+    first.copy_(rotated)
+    rotated_q, rotated_k = heads.to(q.dtype).split((q.shape[1], k.shape[1]), dim=1)
+    return rotated_q, rotated_k
 
 
+@operation(by("triton"))
 def rotary_write_kv(
     q: Tensor,
     k: Tensor,
@@ -51,48 +58,6 @@ def rotary_write_kv(
     out_cache_loc: Tensor,
 ) -> Tensor:
     """`qk_norm_rotary`, then `write_kv` of the rotated k and of v `[T, Hkv, D]`. Returns the rotated q."""
-    rotated: Tensor = select("rotary_write_kv", q.device.type)(
-        q, k, v, positions, cos_sin, q_weight, k_weight, eps, k_cache, v_cache, out_cache_loc
-    )
-    return rotated
-
-
-def qk_norm_rotary_reference(
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    normed_q = q if q_weight is None else rms_norm_reference(q, q_weight, eps)
-    normed_k = k if k_weight is None else rms_norm_reference(k, k_weight, eps)
-    # One tensor for both: half as many operations, which is what a decode step on a CPU pays for.
-    heads = torch.cat((normed_q, normed_k), dim=1).float()
-    half = cos_sin.shape[1] // 2
-    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).split(half, dim=-1)
-    first, second = heads[..., :half], heads[..., half : 2 * half]
-    rotated = (first * cos).addcmul_(second, sin, value=-1)
-    second.mul_(cos).addcmul_(first, sin)
-    first.copy_(rotated)
-    rotated_q, rotated_k = heads.to(q.dtype).split((q.shape[1], k.shape[1]), dim=1)
-    return rotated_q, rotated_k
-
-
-def rotary_write_kv_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out_cache_loc: Tensor,
-) -> Tensor:
-    q, k = qk_norm_rotary_reference(q, k, positions, cos_sin, q_weight, k_weight, eps)
-    write_kv_reference(k, v, k_cache, v_cache, out_cache_loc)
+    q, k = qk_norm_rotary.reference(q, k, positions, cos_sin, q_weight, k_weight, eps)
+    write_kv.reference(k, v, k_cache, v_cache, out_cache_loc)
     return q

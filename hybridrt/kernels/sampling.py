@@ -9,14 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.providers import register, select
-
-for _op in ("uniform", "sample", "filtered_logits", "greedy", "token_logprobs"):
-    register(_op, "torch", f"hybridrt.kernels.sampling:{_op}_reference")
-for _op in ("uniform", "sample", "filtered_logits", "greedy"):
-    register(_op, "triton", f"hybridrt.kernels.sampling_triton:{_op}_triton", priority=10)
-for _op in ("sample", "filtered_logits"):
-    register(_op, "flashinfer", f"hybridrt.kernels.libraries.flashinfer:{_op}", priority=5)
+from hybridrt.kernels.operation import by, operation
 
 # SplitMix64's increment and finaliser constants (Steele, Lea and Flood 2014), as signed 64-bit integers.
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -47,6 +40,7 @@ class Penalties:
     prompt_mask: Tensor
 
 
+@operation(by("triton"))
 def uniform(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
     """Uniform float32 in (0, 1), a pure function of (seed, index, stream, id): `[B, n]` for seed, index `[B]` int64,
     ids `[n]`.
@@ -54,10 +48,13 @@ def uniform(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
     SplitMix64 seeded from (seed, index, stream) and read at counter `id`. The values are fine-grained near 0 (down to
     2^-64).
     """
-    values: Tensor = select("uniform", seed.device.type)(seed, index, stream, ids)
-    return values
+    key = _mix(_mix(seed + signed_64((stream + 1) * GOLDEN_GAMMA)) + index * GOLDEN_GAMMA)
+    bits = _mix(key.unsqueeze(1) + (ids.long() + 1) * GOLDEN_GAMMA)
+    # 63 bits, then the middle of their interval: 0 is never reached, and 1 only by rounding, which the clamp undoes.
+    return ((bits >> 1) & (2**63 - 1)).float().mul_(2.0**-63).clamp_(2.0**-64, 1 - 2.0**-24)
 
 
+@operation(by("triton"), by("flashinfer", priority=5))
 def filtered_logits(
     logits: Tensor,
     *,
@@ -76,18 +73,18 @@ def filtered_logits(
     most likely tokens with mass >= top_p (Holtzman et al. 2020); min-p those of at least min_p times the best one's
     probability (Nguyen et al. 2024).
     """
-    filtered: Tensor = select("filtered_logits", logits.device.type)(
-        logits,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        penalties=penalties,
-        bitmask=bitmask,
-    )
-    return filtered
+    logits = _allowed(logits.float(), bitmask)
+    if penalties is not None:
+        logits = _penalized(logits, penalties)
+    logits = logits / torch.where(temperature < MIN_TEMPERATURE, 1.0, temperature).unsqueeze(1)
+    if top_k is not None or top_p is not None:
+        logits = _top_k_top_p(logits, top_k, top_p)
+    if min_p is not None:
+        logits = logits.masked_fill(logits < (logits.amax(-1) + min_p.log()).unsqueeze(1), -torch.inf)
+    return logits
 
 
+@operation(by("triton"), by("flashinfer", priority=5))
 def sample(
     logits: Tensor,
     *,
@@ -106,41 +103,39 @@ def sample(
     seeds, indices `[B]` int64 (the request's seed, the position of the token in its output) key the draw, so neither
     batching nor overlap changes it. The rest as in `filtered_logits`.
     """
-    tokens: Tensor = select("sample", logits.device.type)(
+    # Gumbel-max: argmax(logit - log(e)) for exponential e; u near 0 matters, which is where `uniform` is fine-
+    # grained
+    logits = filtered_logits.reference(
         logits,
         temperature=temperature,
-        seeds=seeds,
-        indices=indices,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
         penalties=penalties,
         bitmask=bitmask,
     )
-    return tokens
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    noise = torch.log1p(uniform.reference(seeds, indices, STREAM_TOKEN, ids).neg_()).neg_().log_()
+    return _best(logits - noise.masked_fill_((temperature < MIN_TEMPERATURE).unsqueeze(1), 0))
 
 
+@operation(by("triton"))
 def greedy(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
     """The most likely allowed token of each row, `[B]` int64; of equal ones the first. -1 where there is none: an
     allowed logit is NaN or infinity, or all of them are -infinity."""
-    tokens: Tensor = select("greedy", logits.device.type)(logits, bitmask)
-    return tokens
+    return _best(_allowed(logits, bitmask))
 
 
+@operation()
 def token_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
     """log softmax(logits) at tokens `[B]` int64, and of the top_n best tokens. What stands at a token -1 means nothing.
 
     Returns (logprob `[B]` float32, top_ids `[B, top_n]` int64, top_logprobs `[B, top_n]` float32).
     """
-    logprobs: tuple[Tensor, Tensor, Tensor] = select("token_logprobs", logits.device.type)(logits, tokens, top_n)
-    return logprobs
-
-
-def uniform_reference(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
-    key = _mix(_mix(seed + signed_64((stream + 1) * GOLDEN_GAMMA)) + index * GOLDEN_GAMMA)
-    bits = _mix(key.unsqueeze(1) + (ids.long() + 1) * GOLDEN_GAMMA)
-    # 63 bits, then the middle of their interval: 0 is never reached, and 1 only by rounding, which the clamp undoes.
-    return ((bits >> 1) & (2**63 - 1)).float().mul_(2.0**-63).clamp_(2.0**-64, 1 - 2.0**-24)
+    logits = logits.float()
+    log_total = logits.logsumexp(-1, keepdim=True)
+    top_logits, top_ids = logits.topk(top_n, -1)
+    return (logits.gather(1, tokens.clamp(min=0).unsqueeze(1)) - log_total).squeeze(1), top_ids, top_logits - log_total
 
 
 def signed_64(value: int) -> int:
@@ -158,70 +153,10 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def sample_reference(
-    logits: Tensor,
-    *,
-    temperature: Tensor,
-    seeds: Tensor,
-    indices: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    penalties: Penalties | None = None,
-    bitmask: Tensor | None = None,
-) -> Tensor:
-    """Gumbel-max: argmax(logit - log(e)) for exponential e; u near 0 matters, which is where `uniform` is
-    fine-grained."""
-    logits = filtered_logits_reference(
-        logits,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        penalties=penalties,
-        bitmask=bitmask,
-    )
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    noise = torch.log1p(uniform_reference(seeds, indices, STREAM_TOKEN, ids).neg_()).neg_().log_()
-    return _best(logits - noise.masked_fill_((temperature < MIN_TEMPERATURE).unsqueeze(1), 0))
-
-
-def filtered_logits_reference(
-    logits: Tensor,
-    *,
-    temperature: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    penalties: Penalties | None = None,
-    bitmask: Tensor | None = None,
-) -> Tensor:
-    logits = _allowed(logits.float(), bitmask)
-    if penalties is not None:
-        logits = _penalized(logits, penalties)
-    logits = logits / torch.where(temperature < MIN_TEMPERATURE, 1.0, temperature).unsqueeze(1)
-    if top_k is not None or top_p is not None:
-        logits = _top_k_top_p(logits, top_k, top_p)
-    if min_p is not None:
-        logits = logits.masked_fill(logits < (logits.amax(-1) + min_p.log()).unsqueeze(1), -torch.inf)
-    return logits
-
-
-def greedy_reference(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
-    return _best(_allowed(logits, bitmask))
-
-
 def _best(logits: Tensor) -> Tensor:
     """The first largest entry of each row, -1 where that is not finite (a NaN counts as the largest)."""
     largest, tokens = logits.max(-1)
     return tokens.masked_fill_(~largest.isfinite(), -1)
-
-
-def token_logprobs_reference(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
-    logits = logits.float()
-    log_total = logits.logsumexp(-1, keepdim=True)
-    top_logits, top_ids = logits.topk(top_n, -1)
-    return (logits.gather(1, tokens.clamp(min=0).unsqueeze(1)) - log_total).squeeze(1), top_ids, top_logits - log_total
 
 
 def _allowed(logits: Tensor, bitmask: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ def _mix(z):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _uniform(seed, index, stream, ids):  # type: ignore[no-untyped-def]
-    """The values of `uniform_reference` for one row, bit for bit."""
+    """The values of `uniform.reference` for one row, bit for bit."""
     seed = seed.to(tl.uint64, bitcast=True) + (stream + 1).to(tl.uint64) * _GAMMA
     key = _mix(_mix(seed) + index.to(tl.uint64, bitcast=True) * _GAMMA)
     bits = _mix(key + (ids + 1).to(tl.uint64) * _GAMMA)

@@ -14,16 +14,14 @@ from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import ChunkPlan, chunk_tokens, ith_chunks
 from hybridrt.kernels.mamba2_common import NO_LIMIT, skip_and_gate, time_step
-from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.operation import by, operation
 from hybridrt.kernels.slots import live_tokens, read_rows, write_rows
-
-register("selective_scan", "torch", "hybridrt.kernels.selective_scan:selective_scan_reference")
-register("selective_scan", "triton", "hybridrt.kernels.selective_scan_triton:selective_scan_triton", priority=10)
 
 # Tokens of a block of the plain-torch scan: it runs BLOCK + chunk / BLOCK vectorised steps a chunk.
 _BLOCK = 4
 
 
+@operation(by("triton"))
 def selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -54,31 +52,7 @@ def selective_scan(
     Returns:
         [T, I] in x's dtype.
     """
-    out: Tensor = select("selective_scan", x.device.type)(
-        x, dt, A, B, C, D=D, dt_bias=dt_bias, z=z, states=states, read_slots=read_slots, write_slots=write_slots,
-        has_initial_state=has_initial_state, query_start_loc=query_start_loc, plan=plan,
-    )  # fmt: skip
-    return out
-
-
-def selective_scan_reference(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor,
-    dt_bias: Tensor,
-    z: Tensor,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    has_initial_state: Tensor,
-    query_start_loc: Tensor,
-    plan: ChunkPlan,
-) -> Tensor:
-    """Plain-torch `selective_scan`: the i-th chunks of all requests at once, for each i."""
+    # The i-th chunks of all requests at once, for each i
     num_tokens = x.shape[0]
     dt = time_step(dt, dt_bias, NO_LIMIT)
     state = read_rows(states, read_slots).float().masked_fill_(~has_initial_state.view(-1, 1, 1), 0.0)

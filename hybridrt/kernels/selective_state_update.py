@@ -11,17 +11,11 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
-from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.operation import by, operation
 from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
 
-_HERE = "hybridrt.kernels.selective_state_update"
-register("selective_state_update", "torch", f"{_HERE}:selective_state_update_reference")
-register("selective_state_update", "triton", f"{_HERE}_triton:selective_state_update_triton", priority=10)
-for _library, _priority in (("flashinfer", 5), ("mamba_ssm", 4)):
-    _target = f"hybridrt.kernels.libraries.{_library}:selective_state_update"
-    register("selective_state_update", _library, _target, priority=_priority)
 
-
+@operation(by("triton"), by("flashinfer", priority=5), by("mamba_ssm", priority=4))
 def selective_state_update(
     states: Tensor,
     x: Tensor,
@@ -56,32 +50,7 @@ def selective_state_update(
     Returns:
         [B, T, H, P] in x's dtype.
     """
-    out: Tensor = select("selective_state_update", x.device.type)(
-        states, x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_limit=dt_limit, z=z, read_slots=read_slots,
-        write_slots=write_slots, intermediate_states=intermediate_states, rows=rows, parents=parents,
-    )  # fmt: skip
-    return out
-
-
-def selective_state_update_reference(
-    states: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    z: Tensor | None,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    intermediate_states: Tensor | None = None,
-    rows: Tensor | None = None,
-    parents: Tensor | None = None,
-) -> Tensor:
-    """Plain-torch `selective_state_update`, a loop over T alone."""
+    # A loop over T alone
     pad = pad_mask(read_slots, 4)
     # Padding rows decay by one and add nothing, so writing them back leaves the scratch row 0 as it was.
     step = time_step(dt, dt_bias, dt_limit).masked_fill_(pad[..., 0], 0.0)

@@ -4,19 +4,16 @@ With 1 to MAX_TOKENS rows a matrix product costs what reading its weights costs,
 the norm is recomputed instead of stored, the activation applied before the output is written.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
-from hybridrt.kernels.activation import relu2_reference, silu_and_mul_reference
-from hybridrt.kernels.providers import register, select
-from hybridrt.kernels.rms_norm import rms_norm_reference
-
-register("skinny_linear", "torch", "hybridrt.kernels.skinny_linear:skinny_linear_reference")
-register("skinny_linear", "triton", "hybridrt.kernels.skinny_linear_triton:skinny_linear_triton", priority=10)
+from hybridrt.kernels.activation import relu2, silu_and_mul
+from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.rms_norm import rms_norm
 
 Activation = Literal["silu_and_mul", "relu2"]
 
@@ -31,6 +28,23 @@ def is_skinny(x: Tensor, weight: Tensor, activation: Activation | None) -> bool:
     return x.is_cuda and 0 < x.shape[0] <= most and weight.dtype in (torch.bfloat16, torch.float16)
 
 
+def _check(
+    x: Tensor,
+    *_: Any,
+    tail: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    **__: Any,
+) -> None:
+    if x.shape[0] > MAX_TOKENS:
+        raise ConfigError(f"skinny_linear takes at most {MAX_TOKENS} tokens, not {x.shape[0]}")
+    if residual is not None and norm_weight is None:
+        raise ConfigError("skinny_linear adds a residual only in front of a norm; pass norm_weight too")
+    if tail is not None and norm_weight is not None:
+        raise ConfigError("skinny_linear normalises one tensor; concatenate x and tail first")
+
+
+@operation(by("triton"), check=_check)
 def skinny_linear(
     x: Tensor,
     weight: Tensor,
@@ -59,40 +73,17 @@ def skinny_linear(
     Raises:
         ConfigError: too many tokens, a residual without a norm, or a tail with one.
     """
-    if x.shape[0] > MAX_TOKENS:
-        raise ConfigError(f"skinny_linear takes at most {MAX_TOKENS} tokens, not {x.shape[0]}")
-    if residual is not None and norm_weight is None:
-        raise ConfigError("skinny_linear adds a residual only in front of a norm; pass norm_weight too")
-    if tail is not None and norm_weight is not None:
-        raise ConfigError("skinny_linear normalises one tensor; concatenate x and tail first")
-    result: tuple[Tensor, Tensor | None] = select("skinny_linear", x.device.type)(
-        x, weight, bias, tail=tail, norm_weight=norm_weight, eps=eps, residual=residual, activation=activation
-    )
-    return result
-
-
-def skinny_linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    tail: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    residual: Tensor | None = None,
-    activation: Activation | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Plain-torch `skinny_linear`: the separate operations one after the other."""
+    # The separate operations one after the other
     dtype = x.dtype
     if tail is not None:
         x = torch.cat((x, tail), dim=-1)
     if residual is not None:
         x = residual = (x.float() + residual.float()).to(residual.dtype)
     if norm_weight is not None:
-        x = rms_norm_reference(x, norm_weight, eps).to(dtype)
+        x = rms_norm.reference(x, norm_weight, eps).to(dtype)
     y = F.linear(x, weight, bias)
     if activation == "silu_and_mul":
-        y = silu_and_mul_reference(y)
+        y = silu_and_mul.reference(y)
     elif activation == "relu2":
-        y = relu2_reference(y)
+        y = relu2.reference(y)
     return y, residual

@@ -6,16 +6,11 @@ Slots of -1 and rows that accepted nothing are padding: they touch nothing, scra
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.operation import by, operation
 from hybridrt.kernels.slots import write_columns, write_rows
 
-for _op in ("commit_intermediate", "commit_conv_window", "move_kv"):
-    register(_op, "torch", f"hybridrt.kernels.state_commit:{_op}_reference")
-register(
-    "commit_intermediate", "triton", "hybridrt.kernels.state_commit_triton:commit_intermediate_triton", priority=10
-)
 
-
+@operation(by("triton"))
 def commit_intermediate(temporal: Tensor, intermediate: Tensor, slots: Tensor, rows: Tensor, accepted: Tensor) -> None:
     """temporal[slots[b]] = intermediate[rows[b], accepted[b] - 1] where accepted[b] > 0, in place.
 
@@ -24,9 +19,11 @@ def commit_intermediate(temporal: Tensor, intermediate: Tensor, slots: Tensor, r
         slots, rows, accepted: [B] int32; slots -1 or accepted 0 leave everything as it is. Of a tree, `accepted` is
             the last accepted node + 1.
     """
-    select("commit_intermediate", temporal.device.type)(temporal, intermediate, slots, rows, accepted)
+    kept = slots.masked_fill(accepted == 0, -1)
+    write_rows(temporal, kept, intermediate[rows, (accepted - 1).clamp(min=0)])
 
 
+@operation()
 def commit_conv_window(
     conv: Tensor, windows: Tensor, slots: Tensor, rows: Tensor, accepted: Tensor, positions: Tensor
 ) -> None:
@@ -37,34 +34,18 @@ def commit_conv_window(
         slots, rows, accepted: as in `commit_intermediate`, node + 1.
         positions: [B] int32, absolute position of that node.
     """
-    select("commit_conv_window", conv.device.type)(conv, windows, slots, rows, accepted, positions)
-
-
-def move_kv(cache: Tensor, source: Tensor, destination: Tensor) -> None:
-    """Slot destination[i] takes what slot source[i] held before any moved, in all layers. Slot 0 is scratch.
-
-    Args:
-        cache: [A, pages, page_size, heads, dim]; source, destination: [n] int32 token slots.
-    """
-    select("move_kv", cache.device.type)(cache, source, destination)
-
-
-def commit_intermediate_reference(
-    temporal: Tensor, intermediate: Tensor, slots: Tensor, rows: Tensor, accepted: Tensor
-) -> None:
-    kept = slots.masked_fill(accepted == 0, -1)
-    write_rows(temporal, kept, intermediate[rows, (accepted - 1).clamp(min=0)])
-
-
-def commit_conv_window_reference(
-    conv: Tensor, windows: Tensor, slots: Tensor, rows: Tensor, accepted: Tensor, positions: Tensor
-) -> None:
     inputs = windows[rows, (accepted - 1).clamp(min=0)].transpose(1, 2)
     offsets = torch.arange(1 - inputs.shape[1], 1, device=conv.device)
     columns = (positions[:, None] + offsets) & (conv.shape[2] - 1)
     write_columns(conv, slots.masked_fill(accepted == 0, -1), columns, inputs)
 
 
-def move_kv_reference(cache: Tensor, source: Tensor, destination: Tensor) -> None:
+@operation()
+def move_kv(cache: Tensor, source: Tensor, destination: Tensor) -> None:
+    """Slot destination[i] takes what slot source[i] held before any moved, in all layers. Slot 0 is scratch.
+
+    Args:
+        cache: [A, pages, page_size, heads, dim]; source, destination: [n] int32 token slots.
+    """
     slots = cache.flatten(1, 2)
     slots.index_copy_(1, destination.long(), slots.index_select(1, source))

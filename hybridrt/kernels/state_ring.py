@@ -19,17 +19,14 @@ with a_i = A dt_i and w_i = dt_i in Mamba-2, a_i = log of the decay and w_i = 1 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
-from hybridrt.kernels.providers import register, select
+from hybridrt.kernels.operation import by, operation
 from hybridrt.kernels.slots import read_rows, write_rows
-
-for _op in ("advance_ring", "fold_ring"):
-    register(_op, "torch", f"hybridrt.kernels.state_ring:{_op}_reference")
-    register(_op, "triton", f"hybridrt.kernels.state_ring_triton:{_op}_triton", priority=10)
 
 
 @dataclass(frozen=True)
@@ -48,6 +45,18 @@ class RingFolds:
     count: Tensor
 
 
+def check_ring_width(width: int, tokens: int) -> None:
+    """Raises ConfigError unless a ring of `width` columns takes a step of `tokens` tokens."""
+    if width < tokens:
+        raise ConfigError(f"a state ring of {width} columns cannot take a step of {tokens} tokens: build the pool with "
+                          f"tokens_per_step={tokens}")  # fmt: skip
+
+
+def _check_advance(*_: Any, width: int, widest: int) -> None:
+    check_ring_width(width, widest)
+
+
+@operation(by("triton"), check=_check_advance)
 def advance_ring(
     start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, slots: Tensor, *, width: int, widest: int
 ) -> RingFolds:
@@ -60,11 +69,17 @@ def advance_ring(
         slots: [B] int32 state slots of the rows.
         width: W; widest: tokens of the widest step that may follow.
     """
-    check_ring_width(width, widest)
-    folds: RingFolds = select("advance_ring", start.device.type)(start, length, rows, accepted, slots, width, widest)
-    return folds
+    row = rows.long()
+    oldest, entries = start[row], length[row] + accepted
+    full = (accepted > 0) & (entries + widest > width)
+    start[row] = torch.where(full, (oldest + entries) % width, oldest)
+    length[row] = torch.where(full, 0, entries)
+    order = torch.argsort(full, descending=True, stable=True)
+    count = full.sum(dtype=torch.int32).view(1)
+    return RingFolds(slots[order], rows[order], oldest[order], entries[order], count)
 
 
+@operation(by("triton"))
 def fold_ring(
     states: Tensor,
     values: Tensor,
@@ -83,45 +98,11 @@ def fold_ring(
         states: [L, S+1, H, P, N]; values: [L, R+1, H, W, P]; keys: [L, R+1, G, W, N]; gates: [L, R+1, H, W].
         A: [L, H] float32 of Mamba-2 layers; None where the gates are logs of decays.
     """
-    target = folds.slots if write_slots is None else write_slots
-    select("fold_ring", states.device.type)(states, values, keys, gates, A, folds, target)
-
-
-def check_ring_width(width: int, tokens: int) -> None:
-    """Raises ConfigError unless a ring of `width` columns takes a step of `tokens` tokens."""
-    if width < tokens:
-        raise ConfigError(f"a state ring of {width} columns cannot take a step of {tokens} tokens: build the pool with "
-                          f"tokens_per_step={tokens}")  # fmt: skip
-
-
-def advance_ring_reference(
-    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, slots: Tensor, width: int, widest: int
-) -> RingFolds:
-    """Plain-torch `advance_ring`."""
-    row = rows.long()
-    oldest, entries = start[row], length[row] + accepted
-    full = (accepted > 0) & (entries + widest > width)
-    start[row] = torch.where(full, (oldest + entries) % width, oldest)
-    length[row] = torch.where(full, 0, entries)
-    order = torch.argsort(full, descending=True, stable=True)
-    count = full.sum(dtype=torch.int32).view(1)
-    return RingFolds(slots[order], rows[order], oldest[order], entries[order], count)
-
-
-def fold_ring_reference(
-    states: Tensor,
-    values: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    A: Tensor | None,
-    folds: RingFolds,
-    write_slots: Tensor,
-) -> None:
-    """Plain-torch `fold_ring`."""
     if states.device.type == "cpu" and not int(folds.count):
         return  # only a CPU knows without waiting
+    targets = folds.slots if write_slots is None else write_slots
     meant = torch.arange(len(folds.slots), device=states.device) < folds.count
-    read, write = (torch.where(meant, slots, -1) for slots in (folds.slots, write_slots))
+    read, write = (torch.where(meant, slots, -1) for slots in (folds.slots, targets))
     for layer in range(states.shape[0]):
         v, k, g = ring_entries(values[layer], keys[layer], gates[layer], folds.rows, folds.start)
         state = _folded(read_rows(states[layer], read), v, k, g, None if A is None else A[layer], folds.length)

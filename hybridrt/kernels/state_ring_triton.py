@@ -107,7 +107,7 @@ def exact_dot(a, b):  # type: ignore[no-untyped-def]
 
 
 def advance_ring_triton(
-    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, slots: Tensor, width: int, widest: int
+    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, slots: Tensor, *, width: int, widest: int
 ) -> RingFolds:
     """Triton `advance_ring`: one launch of one program."""
     batch = len(rows)
@@ -127,7 +127,8 @@ def fold_ring_triton(
     gates: Tensor,
     A: Tensor | None,
     folds: RingFolds,
-    write_slots: Tensor,
+    *,
+    write_slots: Tensor | None = None,
 ) -> None:
     """Triton `fold_ring`: one launch for all layers."""
     layers, _, heads, dim, state_dim = states.shape
@@ -136,8 +137,9 @@ def fold_ring_triton(
     tiles = len(folds.slots) * layers * heads * triton.cdiv(dim, block_p) * triton.cdiv(state_dim, block_n)
     if tiles == 0:
         return
+    targets = folds.slots if write_slots is None else write_slots
     _fold_kernel[(min(tiles, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(states.device)),)](
-        A, states, values, keys, gates, folds.slots, write_slots, folds.rows, folds.start, folds.length, folds.count,
+        A, states, values, keys, gates, folds.slots, targets, folds.rows, folds.start, folds.length, folds.count,
         states.stride(0), values.stride(0), keys.stride(0), gates.stride(0),
         states.stride(1), values.stride(1), keys.stride(1), gates.stride(1),
         L=layers, H=heads, P=dim, N=state_dim, G=keys.shape[2], W=gates.shape[3],

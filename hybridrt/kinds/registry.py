@@ -1,11 +1,8 @@
 """Names to kinds of recurrent layer: a module of this package each, or what other packages name in an entry point."""
 
-import importlib
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import entry_points
 from pkgutil import iter_modules
-from typing import Any
 
 import torch
 
@@ -13,16 +10,17 @@ from hybridrt import kinds
 from hybridrt.config import LinearConfig
 from hybridrt.errors import BackendError, ConfigError, UnsupportedLayerError
 from hybridrt.kinds.base import LinearKind, StateShape
+from hybridrt.plugins import Plugins
 
 # The other modules of this package each hold the KIND of their name.
-BUILT_IN = {module.name for module in iter_modules(kinds.__path__)} - {"base", "registry"}
+_BUILT_IN = {module.name for module in iter_modules(kinds.__path__)} - {"base", "registry"}
 # Packages add kinds: an entry point of this group names a LinearKind, "name = module:object".
-ENTRY_POINT_GROUP = "hybridrt.kinds"
+_KINDS = Plugins("hybridrt.kinds", {name: f"hybridrt.kinds.{name}:KIND" for name in _BUILT_IN})
 
 
 def kind_names() -> list[str]:
     """Every kind that `linear_kind` knows."""
-    return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+    return _KINDS.names()
 
 
 @cache
@@ -33,13 +31,10 @@ def linear_kind(name: str) -> LinearKind:
         UnsupportedLayerError: there is none of that name.
         BackendError: the package that should bring it cannot be imported, or brings something else.
     """
-    target = f"hybridrt.kinds.{name}:KIND" if name in BUILT_IN else None
-    if target is None:
-        target = next((p.value for p in entry_points(group=ENTRY_POINT_GROUP) if p.name == name), None)
-    if target is None:
+    kind = _KINDS.load(name)
+    if kind is None:
         known = ", ".join(map(repr, kind_names()))
         raise UnsupportedLayerError(f"{name!r} is no kind of recurrent layer; known are {known}")
-    kind = load_object(target)
     if not isinstance(kind, LinearKind) or kind.config.kind != name:
         raise BackendError(f"the entry point {name!r} gives {kind!r}; it must name a LinearKind of that name")
     return kind
@@ -78,12 +73,3 @@ def check_replay(names: Iterable[str]) -> None:
 def can_replay(names: Iterable[str]) -> bool:
     """Whether state mode "replay" exists for all of these kinds."""
     return all(linear_kind(name).ring_shapes is not None for name in names)
-
-
-def load_object(target: str) -> Any:
-    """What "module:name" names. BackendError if it cannot be imported."""
-    module, _, name = target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as e:
-        raise BackendError(f"{target} cannot be imported: {e}; install what it needs, see its extra") from e

@@ -19,7 +19,8 @@ from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loader import fill_dummy, has_own_head, load_weights
-from hybridrt.models.registry import make_mtp_head, model_class
+from hybridrt.models.registry import model_class
+from hybridrt.runtime.drafting import draft_method
 from hybridrt.runtime.host_memory import free_host_memory
 from hybridrt.runtime.sampler import SamplingTable
 
@@ -108,14 +109,8 @@ def empty_model(config: EngineConfig, target: Target, device: torch.device) -> C
     max_len = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
     max_len += config.num_verify_tokens - 1
     model = model_class(mc.architecture)(mc, tp=target.tp, dtype=target.dtype, device=device, max_len=max_len)
-    if uses_mtp(config):
-        model.attach_mtp(make_mtp_head(model))
+    draft_method(config).attach(model)
     return model
-
-
-def uses_mtp(config: EngineConfig) -> bool:
-    """The model's own prediction head drafts for it."""
-    return config.speculative is not None and config.speculative.method == "mtp"
 
 
 def build_model(config: EngineConfig, target: Target, path: Path, progress: bool) -> CausalLM:
@@ -154,25 +149,9 @@ def page_demand(config: EngineConfig, model_config: ModelConfig) -> PageDemand:
 
 
 def kv_layer_ids(config: EngineConfig, target: Target) -> tuple[int, ...]:
-    """Layers with keys and values: the model's attention layers, then those of its prediction head if that drafts."""
+    """Layers with keys and values: the model's attention layers, then those of its drafter."""
     mc = target.model_config
-    return mc.full_attention_layer_ids + (mc.mtp_attention_layer_ids if uses_mtp(config) else ())
-
-
-def draft_pages(config: EngineConfig) -> int:
-    """KV pages of every row beside those that requests are lent: a prediction head writes its drafts' keys and values
-    before the scheduler has lent pages for them. The first of them stands in a lent page, or begins a page."""
-    return -(-(config.num_verify_tokens - 2) // config.page_size) if uses_mtp(config) else 0
-
-
-def draft_config(config: EngineConfig) -> EngineConfig:
-    """How the draft model of a configuration runs: on the same device, uncut, its state written every step."""
-    assert config.speculative is not None and config.speculative.draft_model is not None
-    return replace(
-        config, model=config.speculative.draft_model, speculative=None, max_model_len=None, state_mode="classic",
-        attention_backend="auto", prefill_attention_backend=None, linear_attn_backend="auto", transfer_bytes=0,
-        tp_size=1,
-    )  # fmt: skip
+    return mc.full_attention_layer_ids + draft_method(config).kv_layers(mc)
 
 
 def make_plan(
@@ -184,9 +163,9 @@ def make_plan(
     limit = mc.max_position_embeddings
     costs = UnitCosts(
         slot=spec.slot_bytes(),
-        row=_row_bytes(config, target, config.max_model_len or limit),
-        page=_page_bytes(config, target),
-        fixed=_graph_bytes(config, target) + _draft_model_bytes(config),
+        row=row_bytes(config, target, config.max_model_len or limit),
+        page=page_bytes(config, target),
+        fixed=graph_bytes(config, target) + draft_method(config).fixed_bytes(config, target),
         transfer=config.transfer_bytes,
     )
     plan = plan_memory(
@@ -202,47 +181,20 @@ def make_plan(
         activation_bytes=activations,
     )
     # The length may have been cut to what fits: page tables are as long as it is.
-    return replace(plan, costs=replace(costs, row=_row_bytes(config, target, plan.max_model_len)))
+    return replace(plan, costs=replace(costs, row=row_bytes(config, target, plan.max_model_len)))
 
 
-def _row_bytes(config: EngineConfig, target: Target, max_len: int) -> int:
+def row_bytes(config: EngineConfig, target: Target, max_len: int) -> int:
     """Bytes of a running request beside its slot and its pages: rings, page table, sampling constants, last token, and
     what its drafter keeps of it."""
     table = HybridReqToTokenPool.row_bytes(_table_length(config, target, max_len), config.page_size)
     sampling = SamplingTable.row_bytes(target.model_config.vocab_size)
-    drafter = _draft_model_row_bytes(config, max_len) + _head_row_bytes(config, target)
+    method = draft_method(config)
+    drafter = method.row_bytes(config, target, max_len) + method.row_pages(config) * page_bytes(config, target)
     return pool_spec(config, target).row_bytes() + table + sampling + 4 + drafter
 
 
-def _head_row_bytes(config: EngineConfig, target: Target) -> int:
-    """Of the prediction head: two hidden states, a token and pages for drafts."""
-    if not uses_mtp(config):
-        return 0
-    page = _page_bytes(config, target)
-    return 2 * target.model_config.hidden_size * target.dtype.itemsize + 4 + draft_pages(config) * page
-
-
-def _draft_model_row_bytes(config: EngineConfig, max_len: int) -> int:
-    """Of a draft model: two state slots, and KV of the longest request with all of its drafts."""
-    if config.speculative is None or config.speculative.draft_model is None:
-        return 0
-    draft = draft_config(config)
-    _, target = load_target(draft, TPGroup())
-    longest = max_len + config.speculative.num_draft_tokens
-    pages = -(-longest // config.page_size) * _page_bytes(draft, target)
-    return 2 * pool_spec(draft, target).slot_bytes() + _row_bytes(draft, target, longest) + pages
-
-
-def _draft_model_bytes(config: EngineConfig) -> int:
-    """Weights and graphs of a draft model."""
-    if config.speculative is None or config.speculative.draft_model is None:
-        return 0
-    draft = draft_config(config)
-    _, target = load_target(draft, TPGroup())
-    return weight_bytes(empty_model(draft, target, torch.device("meta"))) + _graph_bytes(draft, target)
-
-
-def _page_bytes(config: EngineConfig, target: Target) -> int:
+def page_bytes(config: EngineConfig, target: Target) -> int:
     """Bytes of a KV page over all layers that attend."""
     layers = len(kv_layer_ids(config, target))
     return KVPool.page_bytes(layers, config.page_size, *kv_shape(target), target.dtype)
@@ -254,15 +206,17 @@ def _table_length(config: EngineConfig, target: Target, max_len: int) -> int:
     return max_len + config.num_verify_tokens - 1 if kv_layer_ids(config, target) else 0
 
 
-def _graph_bytes(config: EngineConfig, target: Target) -> int:
-    """The graphs' logits, their largest static buffers, and what a prediction head reads and writes."""
+def graph_bytes(config: EngineConfig, target: Target) -> int:
+    """The graphs' logits, their largest static buffers."""
+    tokens = graph_rows(config, target) * sum(step_widths(config))
+    return tokens * target.model_config.vocab_size * target.dtype.itemsize
+
+
+def graph_rows(config: EngineConfig, target: Target) -> int:
+    """Rows of the largest graph that a run may capture; 0 without graphs."""
     if target.device.type != "cuda" or not config.cuda_graph:
         return 0
-    rows = config.cuda_graph_max_bs or config.max_running_requests or DEFAULT_ROWS["cuda"]
-    vocab, hidden = target.model_config.vocab_size, target.model_config.hidden_size
-    tokens = sum(step_widths(config))
-    numbers = tokens * (vocab + hidden) + vocab if uses_mtp(config) else tokens * vocab
-    return rows * numbers * target.dtype.itemsize
+    return config.cuda_graph_max_bs or config.max_running_requests or DEFAULT_ROWS["cuda"]
 
 
 def step_widths(config: EngineConfig) -> list[int]:
@@ -276,8 +230,9 @@ def build_pools(config: EngineConfig, target: Target, plan: MemoryPlan) -> Pools
     device, spec = target.device, pool_spec(config, target)
     mamba = MambaPool(spec, num_slots=plan.num_slots, num_rows=plan.num_rows, device=device) if spec.groups else None
     heads, head_dim = kv_shape(target)
+    own = (plan.num_rows + 1) * draft_method(config).row_pages(config)
     kv = KVPool(
-        layer_ids=kv_layer_ids(config, target), num_pages=plan.num_pages + (plan.num_rows + 1) * draft_pages(config),
+        layer_ids=kv_layer_ids(config, target), num_pages=plan.num_pages + own,
         page_size=plan.page_size, num_kv_heads=heads, head_dim=head_dim, dtype=target.dtype, device=device,
     )  # fmt: skip
     table = HybridReqToTokenPool(

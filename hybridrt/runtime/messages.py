@@ -14,7 +14,7 @@ from hybridrt.errors import MessageError
 KINDS = {
     "serve": "hybridrt.config:EngineConfig",
     "step": "hybridrt.runtime.step:StepPlan",
-    "draft": "hybridrt.speculative.mtp:DraftTask",
+    "draft": "hybridrt.runtime.drafting:DraftTask",
     "transfer": "hybridrt.distributed.transfer.ranks:JoinTransfer",
 }
 _NAMES = {place: name for name, place in KINDS.items()}

@@ -18,7 +18,6 @@ from hybridrt.runtime.build import (
     build_model,
     build_pools,
     device_budget,
-    draft_pages,
     empty_model,
     host_budget,
     kv_layer_ids,
@@ -27,10 +26,10 @@ from hybridrt.runtime.build import (
     step_widths,
     weight_bytes,
 )
+from hybridrt.runtime.drafting import DeviceDrafter, draft_method
 from hybridrt.runtime.fit import plan_ahead
 from hybridrt.runtime.graph_runner import DecodeInputs, GraphRunner
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
-from hybridrt.runtime.mtp import MTPRunner
 from hybridrt.runtime.sampler import Accepted, Filters, Sampler, SamplingTable, Verification
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import Admission, ExtendRow, PageWrite, StepHandle, StepPlan
@@ -58,7 +57,7 @@ class ModelRunner:
         plan: rows, slots and pages that a scheduler may hand out.
         backend, pools: for those who drive the model themselves.
         arena: images of states that come from or go to other workers; None without EngineConfig.transfer_bytes.
-        mtp: the model's prediction head if that drafts.
+        drafter: the part of a drafter that runs beside the model; None without one.
     """
 
     def __init__(
@@ -121,17 +120,7 @@ class ModelRunner:
         self.last_tokens = torch.zeros(plan.num_rows + 1, dtype=torch.int32, device=self.device)
         self._staging = StagingRing(self.device)
         self._params: dict[int, SamplingParams] = {}
-        self.mtp: MTPRunner | None = None
-        if self.model.mtp is not None:
-            self.mtp = self._make_mtp(plan)
-
-    def _make_mtp(self, plan: MemoryPlan) -> MTPRunner:
-        table = self.pools.req_to_token
-        backend = create_backend(
-            self.config, self.model_config, layers={}, kv_pool=self.pools.kv, req_to_token_pool=table,
-            device=self.device,
-        )  # fmt: skip
-        return MTPRunner(self.model, backend, table, self.sampler, plan, draft_pages(self.config), self.graphs)
+        self.drafter: DeviceDrafter | None = draft_method(self.config).device_drafter(self)
 
     def _measure_activations(self) -> int:
         """Bytes that the largest prefill step takes beside weights and pools: one is run over small pools."""
@@ -145,7 +134,7 @@ class ModelRunner:
         before = torch.cuda.memory_allocated(self.device)
         self.launch(_probe_step(rows, length, pages)).result()
         peak = torch.cuda.max_memory_allocated(self.device) - before
-        del self.pools, self.backend, self.sampling_table, self.sampler, self.mtp
+        del self.pools, self.backend, self.sampling_table, self.sampler, self.drafter
         torch.cuda.empty_cache()
         return peak
 
@@ -157,8 +146,8 @@ class ModelRunner:
                 "graphs end at batch %d, not at cuda_graph_max_bs=%d: no more requests have state", rows, asked
             )
         self.graphs.update({tokens: self._capture(tokens, progress) for tokens in step_widths(self.config)})
-        if self.mtp is not None:
-            self.mtp.capture(asked or rows, progress)
+        if self.drafter is not None:
+            self.drafter.capture(asked or rows, progress)
         taken = sum(graphs.captured_bytes for graphs in self.graphs.values())
         logger.info("graphs of up to %d rows take %.2f GiB", min(asked or rows, rows), taken / 2**30)
 
@@ -172,7 +161,7 @@ class ModelRunner:
             max_bs=self.config.cuda_graph_max_bs or self.plan.num_rows,
             spec_info=SpecInfo(tokens) if tokens > 1 else None,
             tree=self._trees and tokens > 1,
-            keep_hidden=self.mtp is not None,
+            keep_hidden=self.drafter is not None,
         )
         graphs.capture(progress)
         return graphs
@@ -211,8 +200,8 @@ class ModelRunner:
             drafts = (buffers.drafts[:n], buffers.num_drafts[:n])
             verification = Verification(rows, indices, positions, *drafts, self.last_tokens, *tree)
             launched, accepted = self._verify(inputs.rows, verification, logits)
-        if self.mtp is not None:
-            self.mtp.follow(graphs.batch(n), buffers.hidden[: len(logits)], self.last_tokens, accepted, None)
+        if self.drafter is not None:
+            self.drafter.follow(graphs.batch(n), buffers.hidden[: len(logits)], self.last_tokens, accepted, None)
         return launched
 
     def _graph_inputs(self, plan: StepPlan, tokens: int) -> DecodeInputs | None:
@@ -236,7 +225,7 @@ class ModelRunner:
         )
 
     def _launch_eager(self, plan: StepPlan, tokens: int) -> StepHandle:
-        sections = self._staging.upload(pack_step(plan, tokens, self._trees and tokens > 1, self.mtp is not None))
+        sections = self._staging.upload(pack_step(plan, tokens, self._trees and tokens > 1, self.drafter is not None))
         self._bookkeep(sections)
         for arrival in plan.imports:
             self.arena.import_state(arrival)  # type: ignore[union-attr]  # launch has checked
@@ -248,8 +237,8 @@ class ModelRunner:
         for departure in plan.exports:
             self.arena.export_state(departure)  # type: ignore[union-attr]
         launched, accepted = self._draw(plan, sections, batch, hidden)
-        if self.mtp is not None:
-            self.mtp.follow(batch, hidden, self.last_tokens, accepted, sections)
+        if self.drafter is not None:
+            self.drafter.follow(batch, hidden, self.last_tokens, accepted, sections)
         return launched
 
     def _draw(

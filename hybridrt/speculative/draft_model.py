@@ -1,8 +1,8 @@
 """A smaller model as drafter, with pools of its own.
 
-Each request owns a row, a working state slot and a backup slot. A proposal first catches up on the tokens that were
-accepted since the last one, then saves the state to the backup and decodes on; the next proposal starts from the
-backup, so rejected drafts leave nothing behind. KV rolls back by position.
+Each request has a row, a working state slot and a backup slot while it runs. A proposal first catches up on the tokens
+that were accepted since the last one, then saves the state to the backup and decodes on; the next proposal starts from
+the backup, so rejected drafts leave nothing behind. KV rolls back by position.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,24 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hybridrt.config import EngineConfig
+from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.mem_cache.memory_plan import MemoryPlan
-from hybridrt.runtime.build import draft_config
+from hybridrt.runtime.build import (
+    Target,
+    empty_model,
+    graph_bytes,
+    load_target,
+    page_bytes,
+    pool_spec,
+    row_bytes,
+    weight_bytes,
+)
+from hybridrt.runtime.drafting import DraftMethod, Everywhere
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepHandle, StepPlan
-from hybridrt.speculative.drafter import Draft, DraftRequest
+from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.tree import with_siblings
 
 
@@ -51,7 +62,7 @@ class _Launched:
             tenant.siblings.append(likely[:siblings])
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(Drafter):
     """Runs the draft model for a proposal: a step a token or, with topk > 1, a step for every topk tokens, of which the
     model's own choice goes on; all are launched before the first is read. It is whole on rank 0, however many ranks the
     target is split over.
@@ -81,13 +92,20 @@ class DraftModelDrafter:
         self._tenants: dict[int, _Tenant] = {}
         self._pending = StepPlan()  # admissions that the next launch carries
 
+    def begin(self, request: DraftRequest) -> None:
+        self._tenants[request.arrival] = _Tenant(request, self._free.pop())
+
+    def end(self, request: DraftRequest) -> None:
+        tenant = self._tenants.pop(request.arrival, None)
+        if tenant is not None:
+            self._free.append(tenant.row)
+
     def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
         if not requests:
             return []
-        self._evict(requests)
-        tenants = [self._tenants.get(id(r)) or self._admit(r) for r in requests]
+        tenants = [self._tenants[request.arrival] for request in requests]
         # Who has no new token (its last drafts found no page, say) gets the same drafts again.
-        behind = [(t, -(-n // self._topk)) for t, n in zip(tenants, most) if t.computed < len(t.request.tokens)]
+        behind = [(t, -(-n // self._topk)) for t, n in zip(tenants, most) if t.computed < num_tokens(t.request)]
         launched = self._start([tenant for tenant, _ in behind])
         for step in range(1, max((steps for _, steps in behind), default=0)):
             going = [tenant for tenant, steps in behind if steps > step]
@@ -98,32 +116,25 @@ class DraftModelDrafter:
 
     def _start(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
         """From the state behind the tokens known last time to the first draft behind those known now."""
+        for tenant in tenants:
+            if not tenant.computed:
+                self._admit(tenant)
         self._recount([t for t in tenants if t.computed and t.request.params.uses_penalties])
         self._copy_state(tenants, to_backup=False)
         launched = self._catch_up(tenants)
         self._copy_state(tenants, to_backup=True)
         return launched
 
-    def _evict(self, requests: Sequence[DraftRequest]) -> None:
-        """Gives back the rows of requests that ended, and, if rows run short, of any that does not ask now."""
-        asking = {id(r) for r in requests}
-        newcomers = sum(key not in self._tenants for key in asking)
-        for key, tenant in list(self._tenants.items()):
-            if tenant.request.finish_reason is not None or (key not in asking and newcomers > len(self._free)):
-                self._free.append(tenant.row)
-                del self._tenants[key]
-
-    def _admit(self, request: DraftRequest) -> _Tenant:
-        tenant = self._tenants[id(request)] = _Tenant(request, self._free.pop())
+    def _admit(self, tenant: _Tenant) -> None:
         row, pages = tenant.row, self._pages
         self._pending.admissions.append(self._admission(tenant))
         self._pending.page_writes.append(PageWrite(row, 0, range(1 + (row - 1) * pages, 1 + row * pages)))
-        return tenant
 
     def _admission(self, tenant: _Tenant) -> Admission:
         request, row = tenant.request, tenant.row
         params = replace(request.params, logprobs=self._topk if self._topk > 1 else None)
-        return Admission(row, row, request.tokens, len(request.prompt), params, request.seed)
+        tokens = [*request.prompt, *request.output]
+        return Admission(row, row, tokens, len(request.prompt), params, request.seed)
 
     def _recount(self, tenants: Sequence[_Tenant]) -> None:
         """Penalties count what has become output, and no draft that failed."""
@@ -139,16 +150,16 @@ class DraftModelDrafter:
         launched = []
         for tenant in tenants:
             tenant.chain, tenant.siblings = [], []
-        while waiting := [t for t in tenants if t.computed < len(t.request.tokens)]:
+        while waiting := [t for t in tenants if t.computed < num_tokens(t.request)]:
             plan, self._pending, budget = self._pending, StepPlan(), self._chunk
             sampling = []
             for tenant in waiting:
-                tokens = tenant.request.tokens
-                chunk = tokens[tenant.computed : tenant.computed + budget]
+                request = tenant.request
+                chunk = tokens_between(request, tenant.computed, tenant.computed + budget)
                 if not chunk:
                     break
-                last = tenant.computed + len(chunk) == len(tokens)
-                plan.extend.append(ExtendRow(tenant.row, tenant.computed, chunk, len(tenant.request.output), last))
+                last = tenant.computed + len(chunk) == num_tokens(request)
+                plan.extend.append(ExtendRow(tenant.row, tenant.computed, chunk, len(request.output), last))
                 sampling += [tenant] * last
                 tenant.computed += len(chunk)
                 budget -= len(chunk)
@@ -180,3 +191,39 @@ def draft_plan(plan: MemoryPlan, slack: int) -> MemoryPlan:
     return replace(
         plan, num_slots=2 * plan.num_rows, num_pages=plan.num_rows * pages, max_model_len=plan.max_model_len + slack
     )
+
+
+def draft_config(config: EngineConfig) -> EngineConfig:
+    """How the draft model of a configuration runs: on the same device, uncut, its state written every step."""
+    assert config.speculative is not None and config.speculative.draft_model is not None
+    return replace(
+        config, model=config.speculative.draft_model, speculative=None, max_model_len=None, state_mode="classic",
+        attention_backend="auto", prefill_attention_backend=None, linear_attn_backend="auto", transfer_bytes=0,
+        tp_size=1,
+    )  # fmt: skip
+
+
+class DraftModelMethod(DraftMethod):
+    """A second model, whole on rank 0; every rank charges it, so that all plan alike."""
+
+    takes_model = True
+
+    def row_bytes(self, config: EngineConfig, target: Target, max_len: int) -> int:
+        """Two state slots, and KV of the longest request with all of its drafts."""
+        draft = draft_config(config)
+        _, own = load_target(draft, TPGroup())
+        longest = max_len + config.num_verify_tokens - 1
+        pages = -(-longest // config.page_size) * page_bytes(draft, own)
+        return 2 * pool_spec(draft, own).slot_bytes() + row_bytes(draft, own, longest) + pages
+
+    def fixed_bytes(self, config: EngineConfig, target: Target) -> int:
+        """Weights and graphs."""
+        draft = draft_config(config)
+        _, own = load_target(draft, TPGroup())
+        return weight_bytes(empty_model(draft, own, torch.device("meta"))) + graph_bytes(draft, own)
+
+    def drafter(self, runner: ModelRunner, everywhere: Everywhere) -> Drafter:
+        return DraftModelDrafter(runner.config, runner.plan, runner.model_config.vocab_size)
+
+
+METHOD = DraftModelMethod()

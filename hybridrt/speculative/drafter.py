@@ -1,5 +1,6 @@
-"""The protocol of drafters, what they propose, and the length that a request's drafts have earned."""
+"""What drafters are told and what they propose, and the length that a request's drafts have earned."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,13 +11,15 @@ from hybridrt.sampling_params import SamplingParams
 
 
 class DraftRequest(Protocol):
-    """What a drafter sees of a request; its identity is the object's.
+    """What a drafter sees of a request.
 
     Attributes:
+        arrival: its number, unique in an engine: what a drafter keeps of a request hangs on it.
         row: of the target's pools; None while the request does not run.
         computed: tokens with KV and state in the target.
     """
 
+    arrival: int
     prompt: list[int]
     output: list[int]
     params: SamplingParams
@@ -29,15 +32,16 @@ class DraftRequest(Protocol):
         """Pages of the target's KV are lent up to this one."""
         ...
 
-    @property
-    def finish_reason(self) -> str | None:
-        """None while the request runs."""
-        ...
 
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt, then output."""
-        ...
+def num_tokens(request: DraftRequest) -> int:
+    """Tokens that the host knows."""
+    return len(request.prompt) + len(request.output)
+
+
+def tokens_between(request: DraftRequest, start: int, end: int) -> list[int]:
+    """The known tokens at positions max(start, 0) to end - 1, prompt first, then output. Copies no others."""
+    start, split = max(start, 0), len(request.prompt)
+    return [*request.prompt[start:end], *request.output[max(start - split, 0) : max(end - split, 0)]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +86,36 @@ class Draft:
 NO_DRAFT = Draft()
 
 
-class Drafter(Protocol):
-    """Guesses continuations that a decode step verifies."""
+class Drafter(ABC):
+    """Guesses continuations that a decode step verifies.
 
+    What it keeps of a request lasts from `begin` to `end`: as long as the request holds a row of the target. At most as
+    many requests as the target has rows are begun at a time.
+    """
+
+    def begin(self, request: DraftRequest) -> None:  # noqa: B027  (optional)
+        """The request has got a row; its prompt is not computed yet. After a retraction it begins again."""
+
+    def end(self, request: DraftRequest) -> None:  # noqa: B027  (optional)
+        """The request has finished, or gives its row back. Does nothing for one that is not begun; may not fail."""
+
+    def after_step(self, requests: Sequence[DraftRequest], gained: Sequence[int]) -> None:  # noqa: B027  (optional)
+        """A step is over: each of these requests, none of which has finished, gained so many tokens of output."""
+
+    @abstractmethod
     def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
-        """For each request at most `most` tokens (0 or more) to follow its last known one."""
-        ...
+        """For each request, which is begun, at most `most` tokens (0 or more) to follow its last known one."""
 
 
 @dataclass(slots=True)
 class _Earned:
-    """How long a request's drafts may be, and what was proposed when it had `known` output tokens."""
+    """How long a request's drafts may be, and the depth of those whose outcome is not known yet."""
 
-    request: DraftRequest
     length: int
-    known: int
     depth: int = 0
 
 
-class AdaptiveDrafter:
+class AdaptiveDrafter(Drafter):
     """Stops paying for drafts that keep failing.
 
     A request starts with the whole length. A step that keeps no draft halves it, down to none; one that keeps as many
@@ -115,31 +130,36 @@ class AdaptiveDrafter:
         self.inner, self.longest, self.patience = inner, num_draft_tokens, patience
         self._earned: dict[int, _Earned] = {}
 
+    def begin(self, request: DraftRequest) -> None:
+        self._earned[request.arrival] = _Earned(self.longest)
+        self.inner.begin(request)
+
+    def end(self, request: DraftRequest) -> None:
+        self._earned.pop(request.arrival, None)
+        self.inner.end(request)
+
+    def after_step(self, requests: Sequence[DraftRequest], gained: Sequence[int]) -> None:
+        for request, tokens in zip(requests, gained, strict=True):
+            earned = self._earned[request.arrival]
+            if earned.depth and tokens == 1:
+                earned.length //= 2
+            elif earned.depth and tokens > earned.depth:
+                earned.length = min(earned.length * 2, self.longest)
+            earned.depth = 0
+        self.inner.after_step(requests, gained)
+
     def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
-        self._forget_finished()
-        lengths = [self._length(r) for r in requests]
-        allowed = [min(n, length) for n, length in zip(most, lengths)]
+        allowed = [min(n, self._allowed(r)) for r, n in zip(requests, most, strict=True)]
         asked = [i for i, n in enumerate(allowed) if n > 0]
         drafts = [NO_DRAFT for _ in requests]
         for i, draft in zip(asked, self.inner.propose([requests[i] for i in asked], [allowed[i] for i in asked])):
             drafts[i] = draft.first(allowed[i])
-        for request, length, draft in zip(requests, lengths, drafts):
-            self._earned[id(request)] = _Earned(request, length, len(request.output), draft.depth)
+        for request, draft in zip(requests, drafts):
+            self._earned[request.arrival].depth = draft.depth
         return drafts
 
-    def _length(self, request: DraftRequest) -> int:
-        """The length that the last step's outcome leaves."""
-        last = self._earned.get(id(request)) or _Earned(request, self.longest, len(request.output))
-        length, gained = last.length, len(request.output) - last.known
-        if last.depth and gained == 1:
-            length //= 2
-        elif last.depth and gained > last.depth:
-            length = min(length * 2, self.longest)
-        if length == 0 and len(request.output) % self.patience == 0:
-            return 1
-        return length
-
-    def _forget_finished(self) -> None:
-        done = [key for key, earned in self._earned.items() if earned.request.finish_reason is not None]
-        for key in done:
-            del self._earned[key]
+    def _allowed(self, request: DraftRequest) -> int:
+        earned = self._earned[request.arrival]
+        if earned.length == 0 and len(request.output) % self.patience == 0:
+            earned.length = 1
+        return earned.length

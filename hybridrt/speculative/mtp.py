@@ -1,32 +1,19 @@
 """The target's own multi-token-prediction head as drafter. Its states and KV belong to the target's rows and pages."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from hybridrt.config import EngineConfig, ModelConfig
+from hybridrt.models.base import CausalLM
+from hybridrt.models.registry import make_mtp_head
+from hybridrt.runtime.build import Target, graph_rows, step_widths
+from hybridrt.runtime.drafting import DraftMethod, DraftRow, DraftTask, Everywhere
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.mtp import DraftRow
-from hybridrt.runtime.step import StepHandle
-from hybridrt.speculative.drafter import Draft, DraftRequest
+from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
+from hybridrt.speculative.head import HeadRunner
 from hybridrt.speculative.tree import with_siblings
 
 
-@dataclass(frozen=True)
-class DraftTask:
-    """Has a runner's prediction head draft `steps` places (MTPRunner.draft): what every rank is told to do."""
-
-    rows: Sequence[DraftRow]
-    steps: int
-    topk: int
-
-    def __call__(self, runner: ModelRunner) -> StepHandle:
-        assert runner.mtp is not None, 'a runner with method "mtp" has a head'
-        return runner.mtp.draft(self.rows, self.steps, self.topk)
-
-
-Everywhere = Callable[[DraftTask], StepHandle]
-
-
-class MTPDrafter:
+class MTPDrafter(Drafter):
     """Draws a chain from the head; with topk > 1 one place of it for every topk drafts, and the likeliest other tokens
     beside it.
 
@@ -58,3 +45,38 @@ class MTPDrafter:
 def _row(request: DraftRequest) -> DraftRow:
     assert request.row is not None, "only running requests are drafted for"
     return DraftRow(request.row.index, request.computed, request.end_page, len(request.output), request.params)
+
+
+class MTPMethod(DraftMethod):
+    """A layer or more of the target, with KV in the target's pages."""
+
+    def attach(self, model: CausalLM) -> None:
+        model.attach_mtp(make_mtp_head(model))
+
+    def kv_layers(self, model: ModelConfig) -> tuple[int, ...]:
+        return model.mtp_attention_layer_ids
+
+    def row_pages(self, config: EngineConfig) -> int:
+        """The head writes its drafts' keys and values before the scheduler has lent pages for them. The first of them
+        stands in a lent page, or begins a page."""
+        return -(-(config.num_verify_tokens - 2) // config.page_size)
+
+    def row_bytes(self, config: EngineConfig, target: Target, max_len: int) -> int:
+        """Two hidden states and a token."""
+        return 2 * target.model_config.hidden_size * target.dtype.itemsize + 4
+
+    def fixed_bytes(self, config: EngineConfig, target: Target) -> int:
+        """The hidden states that the target's graphs keep, and the logits of the head's own."""
+        numbers = sum(step_widths(config)) * target.model_config.hidden_size + target.model_config.vocab_size
+        return graph_rows(config, target) * numbers * target.dtype.itemsize
+
+    def device_drafter(self, runner: ModelRunner) -> HeadRunner:
+        return HeadRunner(runner, self.row_pages(runner.config))
+
+    def drafter(self, runner: ModelRunner, everywhere: Everywhere) -> Drafter:
+        spec = runner.config.speculative
+        assert spec is not None
+        return MTPDrafter(everywhere, spec.num_draft_tokens, spec.topk)
+
+
+METHOD = MTPMethod()

@@ -1,28 +1,48 @@
 """Prompt lookup: what followed the last few tokens when they occurred before (Saxena 2023)."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
-from hybridrt.speculative.drafter import Draft, DraftRequest
+from hybridrt.runtime.drafting import DraftMethod, Everywhere
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.tree import merge
 
-Ngram = tuple[int, ...]
+
+class _Ngrams:
+    """Where each n-gram of one size ended in a request's text, the one that ends the text apart. No text is kept: a
+    hash stands for an n-gram, so that one in 2^64 pairs is taken for equal, which costs a draft that fails.
+
+    An end is the position of the token that follows; 0 is none.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._latest: dict[int, int] = {}  # end by hash
+        self._earlier = array("i")  # of each n-gram in order: the end of the same one before it
+
+    def extend(self, request: DraftRequest, known: int) -> None:
+        """Takes in the tokens since the last call."""
+        start, latest, earlier = len(self._earlier), self._latest, self._earlier
+        text = tokens_between(request, start, known - 1)
+        for end, ngram in enumerate(zip(*(text[i:] for i in range(self.size))), start + self.size):
+            key = hash(ngram)
+            earlier.append(latest.get(key, 0))
+            latest[key] = end
+
+    def ends(self, ngram: Sequence[int]) -> Iterator[int]:
+        """The latest first."""
+        end = self._latest.get(hash(tuple(ngram)), 0)
+        while end:
+            yield end
+            end = self._earlier[end - self.size]
 
 
-@dataclass(slots=True)
-class _Index:
-    """Of one request: positions after each n-gram, in order, of the text up to `done`."""
-
-    request: DraftRequest
-    after: dict[Ngram, list[int]] = field(default_factory=dict)
-    done: int = 1
-
-
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Looks the last `longest` tokens up in the request's own text, then fewer, down to `shortest`.
 
-    Each request has an index from n-gram to the positions after it, extended as the text grows, so that a proposal
-    costs the new tokens alone.
+    Each request has an index of its n-grams, extended as the text grows, so that a proposal costs the new tokens alone.
 
     Args:
         topk: matches whose continuations are proposed together: the latest ones of the longest n-gram first.
@@ -30,45 +50,47 @@ class NgramDrafter:
 
     def __init__(self, longest: int = 4, shortest: int = 2, topk: int = 1) -> None:
         self.longest, self.shortest, self.topk = longest, shortest, topk
-        self._indices: dict[int, _Index] = {}
+        self._indices: dict[int, list[_Ngrams]] = {}
+
+    def begin(self, request: DraftRequest) -> None:
+        self._indices[request.arrival] = [_Ngrams(size) for size in range(self.longest, self.shortest - 1, -1)]
+
+    def end(self, request: DraftRequest) -> None:
+        self._indices.pop(request.arrival, None)
 
     def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
-        done = [key for key, index in self._indices.items() if index.request.finish_reason is not None]
-        for key in done:
-            del self._indices[key]
-        return [self._lookup(request, n) for request, n in zip(requests, most)]
+        return [self._lookup(request, n) for request, n in zip(requests, most, strict=True)]
 
     def _lookup(self, request: DraftRequest, most: int) -> Draft:
-        text = request.tokens
-        return merge([_continue(text, after, most) for after in self._matches(request, text)], most)
+        return merge([_continue(request, after, most) for after in self._matches(request)], most)
 
-    def _matches(self, request: DraftRequest, text: list[int]) -> list[int]:
+    def _matches(self, request: DraftRequest) -> list[int]:
         """Positions after at most `topk` earlier occurrences of what ends the text."""
-        index, found = self._index(request, text), list[int]()
-        for size in range(min(self.longest, len(text) - 1), self.shortest - 1, -1):
-            latest_first = reversed(index.get(tuple(text[-size:]), ()))
-            for after in latest_first:
-                if len(found) == self.topk:
-                    return found
-                if after not in found:
-                    found.append(after)
+        known, found = num_tokens(request), list[int]()
+        tail = tokens_between(request, known - self.longest, known)
+        for ngrams in self._indices[request.arrival]:
+            ngrams.extend(request, known)
+            for end in islice(ngrams.ends(tail[-ngrams.size :]), self.topk):
+                if len(found) < self.topk and end not in found:
+                    found.append(end)
         return found
 
-    def _index(self, request: DraftRequest, text: list[int]) -> dict[Ngram, list[int]]:
-        """Positions after each n-gram, up to but without the one that ends the text."""
-        index = self._indices.setdefault(id(request), _Index(request))
-        for end in range(index.done, len(text)):
-            for size in range(self.shortest, min(self.longest, end) + 1):
-                positions = index.after.setdefault(tuple(text[end - size : end]), [])
-                positions.append(end)
-                del positions[: -self.topk]
-        index.done = max(index.done, len(text))
-        return index.after
 
-
-def _continue(text: list[int], after: int, most: int) -> list[int]:
+def _continue(request: DraftRequest, after: int, most: int) -> list[int]:
     """Tokens from `after` on; a match that runs into the end of the text goes on with what it predicted."""
-    drafts: list[int] = []
-    for position in range(after, after + most):
-        drafts.append(text[position] if position < len(text) else drafts[position - len(text)])
+    drafts = tokens_between(request, after, after + most)
+    period = num_tokens(request) - after
+    while len(drafts) < most:
+        drafts.append(drafts[-period])
     return drafts
+
+
+class NgramMethod(DraftMethod):
+    """On the host alone."""
+
+    def drafter(self, runner: ModelRunner, everywhere: Everywhere) -> Drafter:
+        assert runner.config.speculative is not None
+        return NgramDrafter(topk=runner.config.speculative.topk)
+
+
+METHOD = NgramMethod()

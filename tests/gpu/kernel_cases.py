@@ -13,7 +13,7 @@ from benchmarks.common import gdn_of, mamba1_of, mamba2_of
 from hybridrt.config import ModelConfig
 from hybridrt.hf_config import read_model_config
 from hybridrt.kernels.chunk_plan import plan_chunks
-from hybridrt.kernels.gated_delta_rule import gdn_gates_reference
+from hybridrt.kernels.gated_delta_rule import gdn_gates as gdn_gates_op
 from hybridrt.kernels.gdn_decode import split_qkv
 from hybridrt.kernels.mamba1_update import BCNorms
 from hybridrt.kernels.mamba2_common import split_conv_channels
@@ -335,7 +335,7 @@ def gdn_tokens(config: ModelConfig, tokenwise: Callable[..., list[Tensor]]) -> d
     heads = shape.temporal[0]
     qkv, a, b = tokenwise(shape.conv_dim, heads, heads)
     q, k, v = split_qkv(qkv, torch.empty(1, *shape.temporal, device="meta"))
-    g, beta = gdn_gates_reference(a, b, *gdn_heads(heads).values())
+    g, beta = gdn_gates_op.reference(a, b, *gdn_heads(heads).values())
     return {"q": q, "k": k, "v": v, "g": g, "beta": beta}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridrt import SamplingParams, SpeculativeConfig
-from hybridrt.runtime.mtp import DraftRow
+from hybridrt.runtime.drafting import DraftRow
 from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepPlan
 from tests.checkpoints import CheckpointStore
 from tests.gpu.rig import FAMILIES, PRODUCTION, Rows, no_waiting, sleep
@@ -87,7 +87,7 @@ def test_no_synchronisation_behind_a_prediction_head(graphs: bool, tmp_path: Pat
     speculative = SpeculativeConfig("mtp", num_draft_tokens=DRAFTS)
     rows = Rows(tmp_path, [5, 9, 1, 30, 17, 3, 8], speculative=speculative, cuda_graph=graphs)
     rows.admit(2, 9, ALL_FILTERS)
-    head = rows.runner.mtp
+    head = rows.runner.drafter
     assert head is not None
     asking = [DraftRow(r, rows.computed[r], rows.computed[r] // 4 + 1, 9, ALL_FILTERS) for r in (1, 2, 5)]
     for i in range(8):

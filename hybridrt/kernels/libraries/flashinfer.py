@@ -11,7 +11,9 @@ from flashinfer.sampling import top_k_mask_logits, top_p_renorm_probs
 from torch import Tensor
 
 from hybridrt.kernels.libraries.common import broadcast_heads, clamped, page_numbers, refuse
-from hybridrt.kernels.sampling import MIN_TEMPERATURE, Penalties, filtered_logits_reference, sample_reference
+from hybridrt.kernels.sampling import MIN_TEMPERATURE, Penalties
+from hybridrt.kernels.sampling import filtered_logits as filtered_logits_op
+from hybridrt.kernels.sampling import sample as sample_op
 from hybridrt.kernels.slots import pad_mask
 
 LIBRARY = "flashinfer"
@@ -208,7 +210,7 @@ def filtered_logits(
     bitmask: Tensor | None = None,
 ) -> Tensor:
     """`filtered_logits`: top-k and top-p by flashinfer, the rest by plain torch."""
-    rest = filtered_logits_reference(logits, temperature=temperature, penalties=penalties, bitmask=bitmask)
+    rest = filtered_logits_op.reference(logits, temperature=temperature, penalties=penalties, bitmask=bitmask)
     if top_k is not None:
         vocabulary = rest.shape[1]
         rest = top_k_mask_logits(rest, torch.where((top_k <= 0) | (top_k > vocabulary), vocabulary, top_k))
@@ -216,7 +218,7 @@ def filtered_logits(
         kept = top_p_renorm_probs(rest.softmax(-1), top_p) > 0
         rest = rest.masked_fill(~kept & (top_p < 1)[:, None], -torch.inf)
     ones = torch.ones_like(temperature)
-    return rest if min_p is None else filtered_logits_reference(rest, temperature=ones, min_p=min_p)
+    return rest if min_p is None else filtered_logits_op.reference(rest, temperature=ones, min_p=min_p)
 
 
 def sample(
@@ -237,4 +239,4 @@ def sample(
         logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalties=penalties, bitmask=bitmask
     )
     tempered = torch.where(temperature < MIN_TEMPERATURE, 0.0, 1.0)
-    return sample_reference(filtered, temperature=tempered, seeds=seeds, indices=indices)
+    return sample_op.reference(filtered, temperature=tempered, seeds=seeds, indices=indices)

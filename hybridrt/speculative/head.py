@@ -9,34 +9,21 @@ model's KV pool, in the same requests' pages.
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import torch
 
-from hybridrt.attention.base import AttentionBackend
+from hybridrt.attention.registry import create_backend
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
-from hybridrt.mem_cache.memory_plan import MemoryPlan
-from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
+from hybridrt.runtime.drafting import DraftRow
 from hybridrt.runtime.graph_runner import DecodeInputs, GraphRunner
 from hybridrt.runtime.launched_step import LaunchedStep
-from hybridrt.runtime.sampler import Accepted, Filters, Sampler
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.sampler import Accepted, Filters
 from hybridrt.runtime.step import StepHandle
 from hybridrt.runtime.step_inputs import Sections, StagingRing
-from hybridrt.sampling_params import SamplingParams
 
 AHEAD = 0  # no step has rows of so many tokens
-
-
-class DraftRow(msgspec.Struct, frozen=True, array_like=True):
-    """A row to draft for: `computed` tokens have KV, pages are lent up to `end_page`, and the first token to draft is
-    number `output_index` of the request's output."""
-
-    row: int
-    computed: int
-    end_page: int
-    output_index: int
-    params: SamplingParams
 
 
 class HeadStep:
@@ -56,36 +43,30 @@ class HeadStep:
         return self.model.logits(hidden)
 
 
-class MTPRunner:
-    """Runs the prediction head of `model`.
+class HeadRunner:
+    """Runs the prediction head of a runner's model, as its DeviceDrafter.
 
     Args:
-        backend: softmax attention over the model's KV pool, the head's layers among it.
-        plan: what the pool lends; behind its pages come `draft_pages` of each row, for drafts ahead of what is lent.
-        sampler: the model's own; drafts are drawn as the model draws, with the same random numbers.
-        graphs: the model's, by tokens of a row; the head's own steps get the number AHEAD among them.
+        runner: its pools stand. The head draws with its sampler: drafts as the model would draw, with the same random
+            numbers.
+        own_pages: of each row, behind the pages that the runner's pool lends: for drafts ahead of what is lent.
 
     Attributes:
         hidden: [R + 1, hidden], the head's last hidden state of each row, from which its first draft is drawn.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        backend: AttentionBackend,
-        table: HybridReqToTokenPool,
-        sampler: Sampler,
-        plan: MemoryPlan,
-        draft_pages: int,
-        graphs: dict[int, GraphRunner],
-    ) -> None:
-        self.model, self.backend, self.table, self.sampler = model, backend, table, sampler
-        self.ahead = HeadStep(model, plan.num_rows)
+    def __init__(self, runner: ModelRunner, own_pages: int) -> None:
+        self.model, self.table, self.sampler = runner.model, runner.pools.req_to_token, runner.sampler
+        self.backend = create_backend(
+            runner.config, runner.model_config, layers={}, kv_pool=runner.pools.kv, req_to_token_pool=self.table,
+            device=runner.device,
+        )  # fmt: skip
+        self.ahead = HeadStep(self.model, runner.plan.num_rows)
         self.hidden = torch.zeros_like(self.ahead.hidden)
-        self.tokens = torch.zeros(plan.num_rows + 1, dtype=torch.int32, device=model.device)
-        self._first_page, self._pages = plan.num_pages + 1, draft_pages
-        self._staging = StagingRing(model.device)
-        self._graphs = graphs
+        self.tokens = torch.zeros(runner.plan.num_rows + 1, dtype=torch.int32, device=runner.device)
+        self._first_page, self._pages = runner.plan.num_pages + 1, own_pages
+        self._staging = StagingRing(runner.device)
+        self._graphs = runner.graphs  # by tokens of a row; the head's own steps get the number AHEAD among them
 
     def capture(self, max_bs: int, progress: bool = False) -> None:
         """Records the steps that draft ahead as graphs."""
@@ -104,14 +85,7 @@ class MTPRunner:
         accepted: Accepted | None,
         sections: Sections | None,
     ) -> None:
-        """Behind a step that the model has run and whose tokens are drawn.
-
-        Args:
-            batch, hidden: the step and the model's hidden states [T, hidden].
-            last_tokens: [R + 1] int32, last token drawn for each row.
-            accepted: of a verify step.
-            sections: of a step with extend rows, packed with `following`.
-        """
+        """As DeviceDrafter.follow."""
         n, split = batch.num_decode_rows, batch.num_decode_tokens
         rows, ids = batch.req_pool_indices[:n], last_tokens[batch.req_pool_indices[:n]]
         ends = torch.arange(n, device=rows.device)

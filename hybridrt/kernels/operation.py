@@ -1,0 +1,74 @@
+"""An operation: a plain-torch reference, and the other implementations that a call may go to."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from hybridrt.kernels.providers import Supports, register, select
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class By:
+    """A further implementation of an operation: who provides it, where it stands, and when it is picked."""
+
+    provider: str
+    target: str | None
+    priority: int
+    supports: Supports | None
+
+
+def by(provider: str, target: str | None = None, *, priority: int = 10, supports: Supports | None = None) -> By:
+    """Declares that `provider` implements the operation.
+
+    Args:
+        target: "module:attribute". None is the usual place: for triton `<name>_triton` in `<file>_triton.py` beside the
+            operation, for a library `<name>` in `libraries/<provider>.py`.
+        priority, supports: as in `hybridrt.kernels.providers.register`.
+    """
+    return By(provider, target, priority, supports)
+
+
+class Operation(Generic[P, R]):
+    """A function with several implementations of one signature. A call goes to the one that `providers.select` picks
+    for the device of the first argument: a tensor, or a record with a `device`.
+
+    Attributes:
+        reference: the plain-torch implementation, which also carries the signature and the documentation.
+    """
+
+    def __init__(self, reference: Callable[P, R], check: Callable[..., None] | None) -> None:
+        self.name, self.reference = reference.__name__, reference
+        self._check = check
+        functools.update_wrapper(self, reference)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._check is not None:
+            self._check(*args, **kwargs)
+        first: Any = args[0] if args else next(iter(kwargs.values()))
+        result: R = select(self.name, first.device.type)(*args, **kwargs)
+        return result
+
+
+def operation(*others: By, check: Callable[..., None] | None = None) -> Callable[[Callable[P, R]], Operation[P, R]]:
+    """Makes a plain-torch reference an operation.
+
+    Args:
+        others: its implementations beside the reference. All take the reference's arguments.
+        check: called with the arguments before any implementation; it raises where they do not fit together. It names
+            the arguments that it looks at and takes the others as `*_` and `**_`.
+    """
+
+    def decorate(reference: Callable[P, R]) -> Operation[P, R]:
+        module, name = reference.__module__, reference.__name__
+        register(name, "torch", f"{module}:{name}.reference")
+        for other in others:
+            library = f"hybridrt.kernels.libraries.{other.provider}:{name}"
+            usual = f"{module}_triton:{name}_triton" if other.provider == "triton" else library
+            register(name, other.provider, other.target or usual, priority=other.priority, supports=other.supports)
+        return Operation(reference, check)
+
+    return decorate

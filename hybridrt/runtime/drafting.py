@@ -1,0 +1,141 @@
+"""What a method of drafting declares to the runtime: memory, layers, and its parts on the host and the device."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import torch
+
+from hybridrt.config import EngineConfig, ModelConfig
+from hybridrt.errors import BackendError, ConfigError
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.models.base import CausalLM
+from hybridrt.runtime.sampler import Accepted
+from hybridrt.runtime.step import StepHandle
+from hybridrt.runtime.step_inputs import Sections
+from hybridrt.sampling_params import SamplingParams
+from hybridrt.speculative.drafter import Drafter
+from hybridrt.speculative.registry import MethodBase, load_method
+
+if TYPE_CHECKING:
+    from hybridrt.runtime.build import Target
+    from hybridrt.runtime.model_runner import ModelRunner
+
+
+class DraftRow(msgspec.Struct, frozen=True, array_like=True):
+    """A row to draft for: `computed` tokens have KV, pages are lent up to `end_page`, and the first token to draft is
+    number `output_index` of the request's output."""
+
+    row: int
+    computed: int
+    end_page: int
+    output_index: int
+    params: SamplingParams
+
+
+class DeviceDrafter(Protocol):
+    """The part of a drafter that every rank runs beside the model. It follows each step, and drafts between steps."""
+
+    def capture(self, max_bs: int, progress: bool = False) -> None:
+        """Records its own steps as graphs of up to `max_bs` rows, and adds them to `ModelRunner.graphs`."""
+        ...
+
+    def follow(
+        self,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        last_tokens: torch.Tensor,
+        accepted: Accepted | None,
+        sections: Sections | None,
+    ) -> None:
+        """Behind a step that the model has run and whose tokens are drawn. Nothing may wait for the host.
+
+        Args:
+            batch, hidden: the step and the model's hidden states [T, hidden].
+            last_tokens: [R + 1] int32, last token drawn for each row.
+            accepted: of a verify step.
+            sections: of a step with extend rows, packed with `following`.
+        """
+        ...
+
+    def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
+        """Launches `steps` drafts for each row.
+
+        Returns:
+            Of each row, as its tokens: for every place its draft, then the `topk` likeliest tokens there.
+        """
+        ...
+
+
+class DraftTask(msgspec.Struct, frozen=True):
+    """Has a runner's device drafter draft `steps` places: what every rank is told to do."""
+
+    rows: Sequence[DraftRow]
+    steps: int
+    topk: int
+
+    def __call__(self, runner: "ModelRunner") -> StepHandle:
+        if runner.drafter is None:
+            raise ConfigError("a task to draft on a runner without a device drafter")
+        return runner.drafter.draft(self.rows, self.steps, self.topk)
+
+
+# Calls a task with the runner of every rank; returns what the first one's call returns.
+Everywhere = Callable[[DraftTask], StepHandle]
+
+
+class DraftMethod(MethodBase):
+    """A way of drafting. A subclass overrides what the method needs; the defaults need nothing.
+
+    Methods of bytes and pages are asked before anything is loaded, for one rank. The plan charges what they say.
+    """
+
+    def attach(self, model: CausalLM) -> None:
+        """Adds layers to the target, their weights unset: a prediction head. ConfigError if it cannot have them."""
+
+    def kv_layers(self, model: ModelConfig) -> tuple[int, ...]:
+        """Layers beyond the target's own whose keys and values stand in every KV page of its pool."""
+        return ()
+
+    def row_pages(self, config: EngineConfig) -> int:
+        """KV pages of every row in the target's pool, beside those that requests are lent."""
+        return 0
+
+    def row_bytes(self, config: EngineConfig, target: "Target", max_len: int) -> int:
+        """Bytes for each running request of at most `max_len` tokens, `row_pages` apart."""
+        return 0
+
+    def fixed_bytes(self, config: EngineConfig, target: "Target") -> int:
+        """Bytes that do not depend on rows: weights outside the target, buffers of graphs."""
+        return 0
+
+    def device_drafter(self, runner: "ModelRunner") -> DeviceDrafter | None:
+        """The part that runs beside the target on every rank, over its pools; None without one. The graphs of a target
+        with one keep the hidden states."""
+        return None
+
+    def drafter(self, runner: "ModelRunner", everywhere: Everywhere) -> Drafter:
+        """The part that proposes, on rank 0.
+
+        Args:
+            runner: the target's, complete.
+            everywhere: reaches the device drafters of all ranks.
+
+        Raises:
+            ConfigError: it cannot draft for this target.
+        """
+        raise NotImplementedError
+
+
+_NOTHING = DraftMethod()  # of a run without speculation
+
+
+def draft_method(config: EngineConfig) -> DraftMethod:
+    """The method that a configuration names; without speculation one that needs nothing. BackendError if an entry point
+    leads to something else."""
+    if config.speculative is None:
+        return _NOTHING
+    method = load_method(config.speculative.method)
+    if not isinstance(method, DraftMethod):
+        raise BackendError(f"method {config.speculative.method!r} leads to {method!r}; it must be a DraftMethod")
+    return method

@@ -1,0 +1,46 @@
+"""Names to ways of drafting: those of this package, and those that other packages name in an entry point."""
+
+from functools import cache
+
+from hybridrt.errors import BackendError, ConfigError
+from hybridrt.plugins import Plugins
+
+# "module:object" of each method's record; packages add theirs: an entry point of this group names a
+# hybridrt.runtime.drafting.DraftMethod, "name = module:object".
+BUILT_IN = {
+    "ngram": "hybridrt.speculative.ngram:METHOD",
+    "draft": "hybridrt.speculative.draft_model:METHOD",
+    "mtp": "hybridrt.speculative.mtp:METHOD",
+}
+_DRAFTERS = Plugins("hybridrt.drafters", BUILT_IN)
+
+
+class MethodBase:
+    """Base of `hybridrt.runtime.drafting.DraftMethod`: what a SpeculativeConfig asks of its method.
+
+    Attributes:
+        takes_model: the method needs SpeculativeConfig.draft_model; other methods refuse it.
+    """
+
+    takes_model = False
+
+
+def drafter_names() -> list[str]:
+    """Every name that `load_method` knows."""
+    return _DRAFTERS.names()
+
+
+@cache
+def load_method(name: str) -> MethodBase:
+    """The method of a name.
+
+    Raises:
+        ConfigError: there is none of that name.
+        BackendError: the package that should bring it cannot be imported, or brings something else.
+    """
+    method = _DRAFTERS.load(name)
+    if method is None:
+        raise ConfigError(f"method is {name!r}; it must be one of {', '.join(map(repr, drafter_names()))}")
+    if not isinstance(method, MethodBase):
+        raise BackendError(f"the entry point {name!r} gives {method!r}; it must name a DraftMethod")
+    return method

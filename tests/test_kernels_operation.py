@@ -1,0 +1,57 @@
+"""Operations: who implements them, what is checked before a call, and what a call sees."""
+
+import inspect
+
+import pytest
+import torch
+
+from hybridrt.errors import ConfigError
+from hybridrt.kernels import providers
+from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.rms_norm import rms_norm
+
+
+def _check(x, *_, limit, **__):
+    if len(x) > limit:
+        raise ConfigError(f"{len(x)} numbers are more than {limit}")
+
+
+@pytest.fixture
+def doubled(monkeypatch):
+    monkeypatch.setattr(providers, "_IMPLEMENTATIONS", {})
+
+    @operation(by("triton"), by("fla", priority=3), by("flashinfer", "elsewhere:it"), check=_check)
+    def double(x, *, limit):
+        """Twice x."""
+        return 2 * x
+
+    globals()["double"] = double  # where its reference is looked up
+    yield double
+    del globals()["double"]
+    providers.select.cache_clear()
+
+
+def test_implementations_stand_where_they_usually_do(doubled):
+    found = providers._IMPLEMENTATIONS["double"]
+    assert {name: (i.target, i.priority) for name, i in found.items()} == {
+        "torch": (f"{__name__}:double.reference", 0),
+        "triton": (f"{__name__}_triton:double_triton", 10),
+        "fla": ("hybridrt.kernels.libraries.fla:double", 3),
+        "flashinfer": ("elsewhere:it", 10),
+    }
+
+
+def test_a_call_on_a_cpu_is_the_reference(doubled):
+    assert doubled(torch.ones(2), limit=2).tolist() == [2, 2]
+    assert doubled(x=torch.ones(1), limit=2).tolist() == [2]
+
+
+def test_arguments_are_checked_before_an_implementation_sees_them(doubled):
+    with pytest.raises(ConfigError, match="3 numbers are more than 2"):
+        doubled(torch.ones(3), limit=2)
+    assert doubled.reference(torch.ones(3), limit=2).tolist() == [2, 2, 2]
+
+
+def test_an_operation_shows_its_signature_and_documentation():
+    assert list(inspect.signature(rms_norm).parameters) == ["x", "weight", "eps"]
+    assert "over the last dim" in str(rms_norm.__doc__)
