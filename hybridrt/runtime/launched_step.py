@@ -58,8 +58,9 @@ class LaunchedStep:
         if self._event is not None:
             self._event.synchronize()
         rows = self._tokens.tolist() if self._tokens is not None else []
-        counts = self._accepted.tolist() if self._accepted is not None else [None] * len(rows)
-        tokens = [row[:count] for row, count in zip(rows, counts)]
+        tokens = rows
+        if self._accepted is not None:
+            tokens = [row[:count] for row, count in zip(rows, self._accepted.tolist(), strict=True)]
         if not self._logprobs:
             return StepResult(tokens, [None] * len(rows))
         own, top_ids, top = (t.tolist() for t in self._logprobs)
