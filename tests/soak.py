@@ -8,11 +8,8 @@ import torch
 
 from hybridrt import SamplingParams, SpeculativeConfig
 from hybridrt.config import EngineConfig
-from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine
-from hybridrt.engine.limits import EngineLimits
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.speculative.make import make_drafter
 from tests.checkpoints import VOCAB, CheckpointStore
 from tests.samples import Sample, Samples
 from tests.session import budget
@@ -44,12 +41,8 @@ class Soak:
         } | changes
         config = EngineConfig(str(path), chunked_prefill_size=CHUNK, page_size=4, **fields)
         self.runner = ModelRunner(config, budget_bytes=budget(path, rows=5, pages=40, page_size=4, **fields))
-        plan, model = self.runner.plan, self.runner.model_config
-        pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
-        self.coordinator = CacheCoordinator(*pools, demand=plan.demand)
-        limits = EngineLimits(model.vocab_size, plan.max_model_len, CHUNK, model.eos_token_ids)
-        drafter = make_drafter(self.runner) if config.speculative else None
-        self.engine = Engine(self.runner, self.coordinator, limits, overlap=config.overlap, drafter=drafter)
+        self.engine = Engine.from_config(config, self.runner, overlap=config.overlap)
+        self.coordinator = self.engine._coordinator
         self.random = random.Random(seed)
         self.running: dict[str, tuple[list[int], SamplingParams, int]] = {}  # and how many samples still run
         self.greedy: list[tuple[list[int], Sample]] = []

@@ -58,9 +58,8 @@ class LaunchedStep:
         if self._event is not None:
             self._event.synchronize()
         rows = self._tokens.tolist() if self._tokens is not None else []
-        tokens = rows
-        if self._accepted is not None:
-            tokens = [row[:count] for row, count in zip(rows, self._accepted.tolist(), strict=True)]
+        counts = self._accepted.tolist() if self._accepted is not None else None
+        tokens = rows if counts is None else [row[:count] for row, count in zip(rows, counts)]
         if not self._logprobs:
             return StepResult(tokens, [None] * len(rows))
         own, top_ids, top = (t.tolist() for t in self._logprobs)
