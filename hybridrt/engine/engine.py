@@ -390,7 +390,8 @@ class Engine:
             if reason is not None:
                 self._finish(request, reason)
             elif request.stream:
-                request.read_text()
+                if request.detokenizer is not None:
+                    request.read_text()
                 self._notify(request)
         except Exception as e:
             self._fail(request, e)

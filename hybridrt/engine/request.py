@@ -130,15 +130,14 @@ class Request:
             EngineError: a token stands for logits that are not finite.
         """
         output, most = self.output, self.max_len - len(self.prompt)
+        stop_ids, stop_strings = self.stop_ids, self.params.stop
         for i, token in enumerate(tokens):
             if token < 0:
                 raise EngineError(NOT_FINITE)
             output.append(token)
-            if self.logprobs is not None and logprobs:
+            if logprobs is not None and self.logprobs is not None:
                 self.logprobs.append({token: logprobs[i].logprob, **logprobs[i].top})
-            if token in self.stop_ids:
-                return "stop"
-            if self.params.stop and self.read_text():
+            if token in stop_ids or (stop_strings and self.read_text()):
                 return "stop"
             if len(output) >= most:
                 return "length"
