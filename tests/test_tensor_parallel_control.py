@@ -47,9 +47,8 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     """Every field of every part, and a small message."""
     session = Session(checkpoints["falcon-split"].path, page_size=4)
     session.run(requests(1, 17, steps=4), chunk=7, gap=2)
-    full = replace(
-        session.plans[0], decode=DecodeRows.of([DecodeRow(1, 2, 3, [4, 5], [0, 0])] * 64), imports=[StateCopy(1, 0, 8)]
-    )
+    rows = DecodeRows.of([DecodeRow(1, 2, 3, [4, 5], [0, 0])] * 64)
+    full = replace(session.plans[0], decode=rows, imports=[StateCopy(1, 0, 8)], donations=[2])
     full.exports = full.imports * 2
     assert all(getattr(full, field.name) for field in fields(full))
     for plan in [StepPlan(), full, *session.plans]:
