@@ -49,7 +49,7 @@ class Scheduler:
     Args:
         coordinator: lends rows, slots and pages.
         chunked_prefill_size: tokens of a step, decode rows counted with their drafts.
-        drafter: proposes drafts; the rows of a step then wait for their previous tokens.
+        drafter: proposes drafts; the rows of a step then wait for their previous tokens, and decode all together.
     """
 
     def __init__(
@@ -73,6 +73,8 @@ class Scheduler:
         Args:
             refuse: ends a waiting request that no step can pack, and takes it out of the queue (`remove`); None raises.
         """
+        if self._drafter is not None and self._rows_apart():
+            return None
         step = ScheduledStep()
         self._schedule_decode(step)
         decode_tokens = sum(tokens for _, tokens in step.rows)
@@ -122,6 +124,12 @@ class Scheduler:
     def _end_drafts(self, request: Request) -> None:
         if self._drafter is not None:
             self._drafter.end(request)
+
+    def _rows_apart(self) -> bool:
+        """Some requests can decode now, others once a launched step has given the tokens that their drafts follow. A
+        step of the first alone would split the rows for good: each half would wait while the other half runs."""
+        waiting = {r.pending > 0 for r in self.running.values() if r.prefilled and r.tokens_left > 0}
+        return len(waiting) == 2
 
     def _schedule_decode(self, step: ScheduledStep) -> None:
         """Adds a row for every request that can decode and finds a page."""

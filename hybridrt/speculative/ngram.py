@@ -22,12 +22,16 @@ class _Ngrams:
         self._latest: dict[int, int] = {}  # end by hash
         self._earlier = array("i")  # of each n-gram in order: the end of the same one before it
 
-    def extend(self, request: DraftRequest, known: int) -> None:
-        """Takes in the tokens since the last call."""
-        start, latest, earlier = len(self._earlier), self._latest, self._earlier
-        text = tokens_between(request, start, known - 1)
-        for end, ngram in enumerate(zip(*(text[i:] for i in range(self.size))), start + self.size):
-            key = hash(ngram)
+    @property
+    def start(self) -> int:
+        """Of the first n-gram that is not taken in."""
+        return len(self._earlier)
+
+    def extend(self, text: Sequence[int], start: int) -> None:
+        """Takes in what `text` adds. It begins at position `start`, no later than self.start, and goes to the end."""
+        latest, earlier, new = self._latest, self._earlier, text[self.start - start : -1]
+        ngrams = zip(*(new[i:] for i in range(self.size)))
+        for end, key in enumerate(map(hash, ngrams), self.start + self.size):
             earlier.append(latest.get(key, 0))
             latest[key] = end
 
@@ -66,11 +70,12 @@ class NgramDrafter(Drafter):
 
     def _matches(self, request: DraftRequest) -> list[int]:
         """Positions after at most `topk` earlier occurrences of what ends the text."""
-        known, found = num_tokens(request), list[int]()
-        tail = tokens_between(request, known - self.longest, known)
-        for ngrams in self._indices[request.arrival]:
-            ngrams.extend(request, known)
-            for end in islice(ngrams.ends(tail[-ngrams.size :]), self.topk):
+        index, found = self._indices[request.arrival], list[int]()
+        start = index[0].start  # the longest n-grams reach back furthest
+        text = tokens_between(request, start, num_tokens(request))
+        for ngrams in index:
+            ngrams.extend(text, start)
+            for end in islice(ngrams.ends(text[-ngrams.size :]), self.topk):
                 if len(found) < self.topk and end not in found:
                     found.append(end)
         return found
