@@ -41,7 +41,9 @@ def num_tokens(request: DraftRequest) -> int:
 def tokens_between(request: DraftRequest, start: int, end: int) -> list[int]:
     """The known tokens at positions max(start, 0) to end - 1, prompt first, then output. Copies no others."""
     start, split = max(start, 0), len(request.prompt)
-    return [*request.prompt[start:end], *request.output[max(start - split, 0) : max(end - split, 0)]]
+    if start >= split:
+        return request.output[start - split : max(end - split, 0)]
+    return request.prompt[start:end] + request.output[: max(end - split, 0)]
 
 
 @dataclass(frozen=True, slots=True)
