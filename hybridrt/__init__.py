@@ -1,6 +1,8 @@
 """hybridrt: a runtime for language models that mix softmax attention with recurrent layers."""
 
 import importlib
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,9 +83,22 @@ _HOME = {
 }
 
 # In a checkout models/ and mem_cache/ stand beside this package, and a checkout on sys.path hides an installed package.
+# Those two are packages of hybridrt, and nothing else of the checkout is.
 _package = Path(__file__).parent
+
+
+def _adopt(name: str) -> None:
+    """Makes a folder of the checkout the package hybridrt.<name>."""
+    folder = _package.parent / name
+    spec = spec_from_file_location(f"hybridrt.{name}", folder / "__init__.py", submodule_search_locations=[str(folder)])
+    assert spec is not None and spec.loader is not None
+    sys.modules[spec.name] = globals()[name] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[spec.name])
+
+
 if not (_package / "models").is_dir():
-    __path__.append(str(_package.parent))
+    _adopt("models")
+    _adopt("mem_cache")
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from hybridrt.config_json import FLAG, NULL, OBJECT, TEXT, Kind, either, integer, list_of, number, one_of
+from hybridrt.config_json import FLAG, NULL, OBJECT, TEXT, Kind, either, integer, list_of, number
 
 Kinds = Mapping[str, Kind]
 # A matrix of the largest sizes, stacked for the most experts, still has fewer than 2**63 bytes.
@@ -51,84 +51,4 @@ ATTENTION: Kinds = {
     "head_dim": either(NULL, SIZE),
     "max_position_embeddings": POSITIONS,
     "intermediate_size": SIZE,
-}
-_FALCON_H1: Kinds = {
-    **COMMON,
-    **ATTENTION,
-    **dict.fromkeys(("mamba_expand", "mamba_n_heads", "mamba_n_groups"), SIZE),
-    "mamba_d_ssm": either(NULL, SIZE),
-    "mamba_d_state": STATE,
-    "mamba_d_conv": TAPS,
-    "mamba_chunk_size": CHUNK,
-    "time_step_limit": DT_LIMIT,
-    "rms_norm_eps": EPSILON,
-    "rope_parameters": OBJECT,
-    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias", "mamba_rms_norm", "mamba_norm_before_gate"), FLAG),
-    **dict.fromkeys(("attention_bias", "projectors_bias", "mlp_bias"), FLAG),
-    **dict.fromkeys(("lm_head_multiplier", "embedding_multiplier", "key_multiplier"), MULTIPLIER),
-    **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), MULTIPLIER),
-    **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), MULTIPLIER),
-    "ssm_multipliers": list_of(MULTIPLIER, 5),
-    "mlp_multipliers": list_of(MULTIPLIER, 2),
-}
-_FALCON_MAMBA: Kinds = {
-    **COMMON,
-    **dict.fromkeys(("intermediate_size", "time_step_rank"), SIZE),
-    "state_size": STATE,
-    "conv_kernel": TAPS,
-    "max_position_embeddings": either(NULL, POSITIONS),
-    **dict.fromkeys(("layer_norm_epsilon", "mixer_rms_eps"), EPSILON),
-    **dict.fromkeys(("use_conv_bias", "use_bias", "residual_in_fp32"), FLAG),
-}
-_JAMBA: Kinds = {
-    **COMMON,
-    **ATTENTION,
-    **dict.fromkeys(("mamba_expand", "mamba_dt_rank"), SIZE),
-    "mamba_d_state": STATE,
-    "mamba_d_conv": TAPS,
-    **dict.fromkeys(("num_experts", "num_experts_per_tok", "attn_layer_offset", "expert_layer_offset"), COUNT),
-    **dict.fromkeys(("attn_layer_period", "expert_layer_period"), PERIOD),
-    "rms_norm_eps": EPSILON,
-    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
-}
-_NEMOTRON_H: Kinds = {
-    **COMMON,
-    **ATTENTION,
-    **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "n_groups"), SIZE),
-    "ssm_state_size": STATE,
-    "conv_kernel": TAPS,
-    "chunk_size": CHUNK,
-    "time_step_limit": DT_LIMIT,
-    **dict.fromkeys(("layers_block_type", "mtp_layers_block_type"), list_of(TEXT)),
-    "num_nextn_predict_layers": COUNT,
-    **dict.fromkeys(("n_routed_experts", "num_experts_per_tok"), COUNT),
-    **dict.fromkeys(("n_group", "topk_group"), integer(1, MAX_EXPERTS)),
-    **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), SIZE),
-    "moe_latent_size": either(NULL, SIZE),
-    "routed_scaling_factor": MULTIPLIER,
-    "layer_norm_epsilon": EPSILON,
-    **dict.fromkeys(("use_bias", "use_conv_bias", "mlp_bias", "norm_topk_prob"), FLAG),
-}
-_QWEN3_NEXT: Kinds = {
-    **COMMON,
-    **ATTENTION,
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), SIZE),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), STATE),
-    "linear_conv_kernel_dim": TAPS,
-    "layer_types": list_of(one_of("linear_attention", "full_attention")),
-    **dict.fromkeys(("num_experts", "num_experts_per_tok"), COUNT),
-    "decoder_sparse_step": PERIOD,
-    "mlp_only_layers": list_of(integer(0, MAX_LAYERS)),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), SIZE),
-    "num_nextn_predict_layers": either(NULL, COUNT),
-    "rms_norm_eps": EPSILON,
-    "rope_parameters": OBJECT,
-    **dict.fromkeys(("attention_bias", "norm_topk_prob"), FLAG),
-}
-KINDS: Mapping[str, Kinds] = {
-    "FalconH1ForCausalLM": _FALCON_H1,
-    "FalconMambaForCausalLM": _FALCON_MAMBA,
-    "JambaForCausalLM": _JAMBA,
-    "NemotronHForCausalLM": _NEMOTRON_H,
-    "Qwen3NextForCausalLM": _QWEN3_NEXT,
 }

@@ -87,7 +87,7 @@ class MessageError(PeerGoneError):
 
 
 def shown(value: object) -> str:
-    """A value that somebody passed, short enough for an error's text whatever it is."""
+    """A value for an error's text: its repr, cut to 80 characters."""
     try:
         text = repr(value)
     except Exception:  # an integer of thousands of digits, or a class whose __repr__ fails

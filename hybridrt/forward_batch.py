@@ -1,6 +1,6 @@
 """What travels through a step: ForwardBatch, and the backend interface that it carries.
 
-Shapes: T tokens, B rows (requests), V verified tokens a row. A batch is a *decode segment*, rows [0, num_decode_rows)
+Shapes: N tokens, B rows (requests), T tokens verified a row. A batch is a *decode segment*, rows [0, num_decode_rows)
 with `tokens_per_row` tokens each, followed by an *extend segment*, the remaining rows with any number of tokens each.
 """
 
@@ -28,9 +28,9 @@ class SpecInfo:
     """The draft tokens of a verify step.
 
     Attributes:
-        tokens_per_row: V, drafts + 1.
-        parents: [B, V] int32, index of each node's parent in its row, -1 for the root; None for a chain.
-        tree_mask: [B, V, V] bool, True where a node sees another (itself included); None for a chain.
+        tokens_per_row: T, drafts + 1.
+        parents: [B, T] int32, index of each node's parent in its row, -1 for the root; None for a chain.
+        tree_mask: [B, T, T] bool, True where a node sees another (itself included); None for a chain.
         num_drafts: [B] int32, how many of a row's tokens after the root are drafts; the rest is padding, whose
             out_cache_loc is 0. None: all are.
     """
@@ -66,11 +66,11 @@ class ForwardBatch:
     """One step of the model, as tensors on its device and the host copies of the lengths.
 
     Attributes:
-        input_ids, positions: [T] int64; positions count from 0 in each request.
+        input_ids, positions: [N] int32; positions count from 0 in each request.
         req_pool_indices: [B] int32 request rows; 0 for padding rows.
         seq_lens: [B] int32 tokens of each request after this step.
         query_start_loc: [B + 1] int32 offsets of the rows' tokens.
-        out_cache_loc: [T] int32 KV slots of the new tokens; those of page 0 are padding and not written.
+        out_cache_loc: [N] int32 KV slots of the new tokens; those of page 0 are padding and not written.
         num_real: rows that are not padding; they come first. Never guessed from lengths.
         num_decode_rows: rows of the decode segment, padding included.
         seq_lens_cpu, query_lens_cpu: host copies; upper bounds where the device knows better. None in a graph.
@@ -96,7 +96,7 @@ class ForwardBatch:
 
     @property
     def tokens_per_row(self) -> int:
-        """Tokens of each row of the decode segment: 1, or V when verifying."""
+        """Tokens of each row of the decode segment: 1, or T when verifying."""
         return self.spec_info.tokens_per_row if self.spec_info else 1
 
     @property

@@ -12,7 +12,7 @@ _NAMES = ("free", "used by a request", "owned by the cache")
 class Slot(NamedTuple):
     """One tenancy of a pool entry. The entry's generation moves on when it is freed, so an old handle is recognised."""
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody wants here
+    index: int  # type: ignore[assignment]  # hides tuple.index, which has no use here
     generation: int
 
 
@@ -88,7 +88,7 @@ class SlotAllocator:
         self._num_cached -= len(slots)
 
     def reclaim(self) -> None:
-        """Frees every entry that is not the cache's, whoever holds it. Mends what a call that was broken off left."""
+        """Frees every entry that is not the cache's: after a call that was broken off, no request's ledger is right."""
         places = range(self._reserved, len(self._state))
         for i in places:
             if self._state[i] != _CACHED:

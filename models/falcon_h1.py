@@ -4,7 +4,7 @@
               └─ Mamba-2 ───┘
 
 All of a block's input projections are one GEMM and both output projections another; the mu-P multipliers of the
-checkpoint are folded into those weights when they are loaded (Falcon-H1 report, TII 2025).
+checkpoint scale those weights when they are loaded (Falcon-H1 report, TII 2025).
 """
 
 from typing import Any, cast
@@ -17,7 +17,7 @@ from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kinds.mamba2 import Mamba2Config
-from hybridrt.layers.attention import RadixAttention, qkv_segments
+from hybridrt.layers.attention import AttentionLayer, qkv_segments
 from hybridrt.layers.branch import Branch
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
@@ -36,7 +36,7 @@ class FalconH1Block(nn.Module):
         hf, mamba, hidden = config.hf, config.linear_of(Mamba2Config), config.hidden_size
         name, tp, device = f"layers.{layer_id}", build.tp, build.device
         self.hf, self.branch = hf, branch
-        self.attn = RadixAttention(config.attention, layer_id, tp)
+        self.attn = AttentionLayer(config.attention, layer_id, tp)
         norm = self._gated_norm(name, config, build)
         self.mamba = Mamba2Mixer(f"{name}.mamba", mamba, layer_id, conv_bias=hf.mamba_conv_bias, norm=norm, build=build)
         ssm_parts, qkv_parts = mamba2_segments(mamba, tp), qkv_segments(config.attention, tp)
@@ -85,13 +85,13 @@ class FalconH1Block(nn.Module):
         by_input = {n: m * hf.ssm_in_multiplier for n, m in by_output.items()}
         found: CheckpointMap = {
             **self.in_proj.targets(
-                f"{key}.mamba.in_proj", ssm_names, bias=hf.mamba_proj_bias, fold=by_input, bias_fold=by_output
+                f"{key}.mamba.in_proj", ssm_names, bias=hf.mamba_proj_bias, scale=by_input, bias_scale=by_output
             ),
             **self.out_proj.targets(
-                f"{key}.mamba.out_proj", "ssm", bias=hf.projectors_bias, fold=hf.ssm_out_multiplier
+                f"{key}.mamba.out_proj", "ssm", bias=hf.projectors_bias, scale=hf.ssm_out_multiplier
             ),
             **self.out_proj.targets(
-                f"{key}.self_attn.o_proj", "attn", bias=hf.attention_bias, fold=hf.attention_out_multiplier
+                f"{key}.self_attn.o_proj", "attn", bias=hf.attention_bias, scale=hf.attention_out_multiplier
             ),
             **self.mamba.targets(f"{key}.mamba"),
             **self.mlp.targets(f"{key}.feed_forward", *hf.mlp_multipliers),
@@ -99,9 +99,13 @@ class FalconH1Block(nn.Module):
             **self.mlp_norm.targets(f"{key}.pre_ff_layernorm"),
         }
         for name, multiplier in (("q", 1.0), ("k", hf.key_multiplier), ("v", 1.0)):
-            fold = {name: multiplier * hf.attention_in_multiplier}
+            scale = {name: multiplier * hf.attention_in_multiplier}
             found |= self.in_proj.targets(
-                f"{key}.self_attn.{name}_proj", [name], bias=hf.attention_bias, fold=fold, bias_fold={name: multiplier}
+                f"{key}.self_attn.{name}_proj",
+                [name],
+                bias=hf.attention_bias,
+                scale=scale,
+                bias_scale={name: multiplier},
             )
         return found
 
@@ -119,7 +123,7 @@ class FalconH1ForCausalLM(CausalLM):
         blocks = nn.ModuleList(FalconH1Block(config, i, branch, build) for i in range(len(config.layers)))
         self.layers = cast(list[FalconH1Block], blocks)
         # The head's multiplier commutes with the head, so the norm before it takes it, tied or not.
-        self.norm = RMSNorm("norm", config.hidden_size, hf.rms_norm_eps, device=device, fold=hf.lm_head_multiplier)
+        self.norm = RMSNorm("norm", config.hidden_size, hf.rms_norm_eps, device=device, scale=hf.lm_head_multiplier)
         self.rope = Rope(rotary_table(config, max_len, device))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

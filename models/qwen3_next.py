@@ -17,7 +17,7 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.activation import sigmoid_mul
 from hybridrt.kinds.gdn import GDNConfig
-from hybridrt.layers.attention import RadixAttention, qkv_segments
+from hybridrt.layers.attention import AttentionLayer, qkv_segments
 from hybridrt.layers.gdn import GDNMixer
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.mlp import GatedMLP
@@ -35,7 +35,7 @@ class GatedAttention(nn.Module):
         super().__init__()
         attention, hidden = config.attention, config.hidden_size
         self.config, self.has_bias = attention, config.hf.attention_bias
-        self.attn = RadixAttention(attention, layer_id, build.tp)
+        self.attn = AttentionLayer(attention, layer_id, build.tp)
         width = attention.num_heads * attention.head_dim
         parts = [*qkv_segments(attention, build.tp), Segment("gate", width)]
         names = [s.name for s in parts] if self.has_bias else []

@@ -1,31 +1,15 @@
-"""Architectures by the name that config.json gives them, imported when first asked for."""
-
-import importlib
+"""The class that builds a model, and its prediction head, by the family of its config.json."""
 
 from hybridrt.config import ModelConfig
-from hybridrt.errors import ConfigError, UnsupportedModelError
+from hybridrt.errors import ConfigError
+from hybridrt.families.registry import family_of
 from hybridrt.models.base import CausalLM, MTPHead
-
-MODELS = {
-    "FalconH1ForCausalLM": "hybridrt.models.falcon_h1",
-    "FalconMambaForCausalLM": "hybridrt.models.falcon_mamba",
-    "JambaForCausalLM": "hybridrt.models.jamba",
-    "NemotronHForCausalLM": "hybridrt.models.nemotron_h",
-    "Qwen3NextForCausalLM": "hybridrt.models.qwen3_next",
-    "SwaSsmForCausalLM": "hybridrt.models.swa_ssm",
-}
-# Their multi-token-prediction heads, "module:class".
-MTP_HEADS = {
-    "NemotronHForCausalLM": "hybridrt.models.nemotron_h_mtp:NemotronHMTP",
-    "Qwen3NextForCausalLM": "hybridrt.models.qwen3_next_mtp:Qwen3NextMTP",
-}
+from hybridrt.plugins import load_object
 
 
 def model_class(architecture: str) -> type[CausalLM]:
     """The class that implements an architecture; UnsupportedModelError lists those there are."""
-    if architecture not in MODELS:
-        raise UnsupportedModelError(f"architecture {architecture!r} is not supported; supported are {sorted(MODELS)}")
-    cls: type[CausalLM] = getattr(importlib.import_module(MODELS[architecture]), architecture)
+    cls: type[CausalLM] = load_object(family_of(architecture).model)
     return cls
 
 
@@ -36,12 +20,11 @@ def make_mtp_head(model: CausalLM) -> MTPHead:
         ConfigError: it describes none, or one of a kind that is not implemented.
     """
     config: ModelConfig = model.config
-    target = MTP_HEADS.get(config.architecture)
+    target = family_of(config.architecture).mtp_head
     if target is None or not config.mtp_layers or any(spec.linear for spec in config.mtp_layers):
         raise ConfigError(
             f'method "mtp" needs a model with one multi-token-prediction head of attention and feed-forward layers; '
             f'this {config.architecture} has none by its config.json: use "ngram" or "draft"'
         )
-    module, _, name = target.partition(":")
-    head: MTPHead = getattr(importlib.import_module(module), name)(model)
+    head: MTPHead = load_object(target)(model)
     return head

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hybridrt.attention.base import Rope
-from hybridrt.attention.hybrid_attention import HybridAttentionBackend
+from hybridrt.attention.window_history import WindowHistoryBackend
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
@@ -60,7 +60,7 @@ class SwaSsmBlock(nn.Module):
 class SwaSsmForCausalLM(CausalLM):
     """The decoder. A checkpoint may hold history branches that a layer's mode has no use for."""
 
-    composite = HybridAttentionBackend
+    composite = WindowHistoryBackend
 
     def __init__(
         self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device, max_len: int

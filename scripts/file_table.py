@@ -14,6 +14,7 @@ BEGIN, END = "<!-- files -->", "<!-- end of files -->"
 SECTIONS = (
     ("What everything else knows", ("hybridrt",)),
     ("Kinds of recurrent layers", ("hybridrt/kinds",)),
+    ("Families of models: how their config.json is read", ("hybridrt/families",)),
     ("Kernels: one operation a file, its Triton kernel beside it", ("hybridrt/kernels",)),
     ("Kernels of installed libraries", ("hybridrt/kernels/libraries",)),
     ("Memory", ("mem_cache",)),

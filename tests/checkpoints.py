@@ -19,7 +19,7 @@ Make = Callable[[], tuple[Any, Any]]
 
 
 def falcon(**changes: Any) -> Make:
-    """Falcon-H1: every multiplier differs from 1, so that a fold that is lost or doubled shows."""
+    """Falcon-H1: every multiplier differs from 1, so that one that is lost or applied twice shows."""
     fields: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,

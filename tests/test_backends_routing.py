@@ -12,7 +12,7 @@ from hybridrt.attention.base import AttentionBackend, SegmentedAttnBackend
 from hybridrt.attention.gdn import GDNAttnBackend
 from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
 from hybridrt.attention.mamba2 import Mamba2AttnBackend
-from hybridrt.attention.prefill_decode import HybridAttnBackend
+from hybridrt.attention.prefill_decode import HybridAttnBackend, PrefillDecodeAttnBackend
 from hybridrt.attention.torch_native import TorchNativeAttnBackend
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.errors import BackendError, ConfigError, ProviderNotInstalledError
@@ -59,9 +59,10 @@ class Instrumented(SegmentedAttnBackend):
         return self.fill
 
 
-def split(speculative: str = "decode") -> tuple[HybridAttnBackend, list[tuple[str, str]]]:
+def split(speculative: str = "decode") -> tuple[PrefillDecodeAttnBackend, list[tuple[str, str]]]:
     log: list[tuple[str, str]] = []
-    return HybridAttnBackend(Instrumented("prefill", 1, log, 5), Instrumented("decode", 2, log, 7), speculative), log
+    both = Instrumented("prefill", 1, log, 5), Instrumented("decode", 2, log, 7)
+    return HybridAttnBackend(*both, speculative), log  # the name that serving runtimes know
 
 
 def step(
@@ -170,7 +171,7 @@ def test_needing_host_lengths_is_passed_on() -> None:
     assert not backend.needs_host_lens
     eager = Instrumented("decode", 2, [])
     eager.needs_host_lens = True
-    assert HybridAttnBackend(Instrumented("prefill", 1, []), eager, "decode").needs_host_lens
+    assert PrefillDecodeAttnBackend(Instrumented("prefill", 1, []), eager, "decode").needs_host_lens
 
 
 class Linear(Instrumented):
@@ -403,7 +404,7 @@ def test_prefill_and_decode_backends_are_split_when_asked(
     monkeypatch.setattr(registry, "load_attention_backend", lambda name, d: Other if name == "other" else load(name, d))
     path = checkpoints["falcon-plain"].path
     hand, plain = ByHand(path, prefill_attention_backend="other"), ByHand(path)
-    assert isinstance(hand.backend.full_attn_backend, HybridAttnBackend)
+    assert isinstance(hand.backend.full_attn_backend, PrefillDecodeAttnBackend)
     assert isinstance(hand.backend.linear_attn_backend, Mamba2AttnBackend)
     for each in (hand, plain):
         each.admit(1, 2)

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrt.attention.base import AttentionBackend
-from hybridrt.attention.hybrid_attention import HybridAttentionBackend
+from hybridrt.attention.window_history import WindowHistoryBackend
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import BackendError, ConfigError
+from hybridrt.families.swa_ssm import SwaSsmConfig
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.hybrid_attention import HISTORY_MODES, HybridSSMAdapter
@@ -25,7 +26,6 @@ from hybridrt.layers.weights import Build
 from hybridrt.mem_cache.mamba_pool import MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.loader import fill_dummy
-from hybridrt.models.swa_ssm_config import SwaSsmConfig
 from hybridrt.runtime.build import load_target
 from tests.by_hand import ByHand, Row
 from tests.checkpoints import CheckpointStore, swa_ssm, write
@@ -76,7 +76,7 @@ class Bench:
         table = HybridReqToTokenPool(num_rows=7, max_context=64, page_size=4, mamba_pool=self.pool, device="cpu")
         self.slots = torch.arange(8, 0, -1)
         table.admit(torch.arange(1, 8), self.slots[1:])
-        self.backend = HybridAttentionBackend(CopiesTheQuery(), [self.adapter], table)
+        self.backend = WindowHistoryBackend(CopiesTheQuery(), [self.adapter], table)
         self.layer = SimpleNamespace(layer_id=0, attn=SimpleNamespace(layer_id=0), ssm_adapter=self.adapter)
         self.layer.project = lambda attended: attended.clone()
         self.lengths = [0] * 8
@@ -206,12 +206,16 @@ def test_sums_of_any_rank() -> None:
 
 
 @pytest.mark.parametrize("mode", HISTORY_MODES)
-def test_runs_for_shapes_alone_give_zeros(mode: str) -> None:
+def test_a_step_that_is_not_planned_is_an_error_unless_the_branch_is_disabled(mode: str) -> None:
     bench, x = Bench(mode), torch.randn(3, HIDDEN)
     unplanned = bench.batch([1, 2, 3], [])
     for method in ("forward_history_branch", "forward_history_branch_decode", "forward_history_branch_prefill"):
         for arguments in ((x,), (x, None), (x, unplanned)):
-            assert torch.equal(getattr(bench.adapter, method)(*arguments), torch.zeros_like(x))
+            if mode == "disabled":
+                assert not getattr(bench.adapter, method)(*arguments).any()
+                continue
+            with pytest.raises(BackendError, match="no planned step"):
+                getattr(bench.adapter, method)(*arguments)
 
 
 def test_one_tensor_parallel_rank_speaks_for_a_sum() -> None:
@@ -259,7 +263,7 @@ def test_two_layers_of_one_name_are_an_error(name: str, layer_id: int, what: str
     adapters = [make_adapter("disabled", name="a", layer_id=0), make_adapter("disabled", name=name, layer_id=layer_id)]
     table = HybridReqToTokenPool(num_rows=1, max_context=4, page_size=4, mamba_pool=None, device="cpu")
     with pytest.raises(BackendError, match=f"{what} belongs to two"):
-        HybridAttentionBackend(CopiesTheQuery(), adapters, table)
+        WindowHistoryBackend(CopiesTheQuery(), adapters, table)
 
 
 def test_the_layer_adds_both_branches_to_one_sum_over_ranks(

@@ -72,7 +72,7 @@ def test_every_odd_config_ends_in_a_typed_error(family: str, tmp_path: Path) -> 
         ({"key_multiplier": None}, ConfigError, "key_multiplier is None; it must be a number"),
         ({"ssm_multipliers": [1.0]}, ConfigError, "ssm_multipliers.*a list of 5"),
         ({"mamba_d_ssm": 2**20, "mamba_n_heads": 2**20, "mamba_d_head": 1, "mamba_n_groups": 2**20}, ConfigError,
-         "groups x states"),
+         "width of B"),
         ({"vocab_size": DEEP}, ConfigError, "config.json is not valid JSON"),
         ({"dtype": ["float32"]}, ConfigError, "dtype"),
         ({"model_type": "bert"}, ConfigError, "model_type is 'bert', but FalconH1ForCausalLM goes with 'falcon_h1'"),

@@ -177,6 +177,13 @@ def test_checkout_hides_an_installed_package_whole(installed: Path) -> None:
     assert files == [str(ROOT / "models" / "registry.py"), str(ROOT / "mem_cache" / "allocator.py")]
 
 
+def test_nothing_else_of_a_checkout_is_part_of_the_package(installed: Path) -> None:
+    code = (
+        "import importlib.util as i; print([i.find_spec(f'hybridrt.{n}') for n in ('tests', 'benchmarks', 'scripts')])"
+    )
+    assert python(installed, ROOT, "-c", code) == "[None, None, None]\n"
+
+
 @pytest.mark.parametrize("module", ["benchmarks.bench_cpu"])
 def test_benchmarks_run_from_the_checkout(installed: Path, module: str) -> None:
     assert "usage" in python(installed, ROOT, "-m", module, "--help")

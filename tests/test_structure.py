@@ -23,9 +23,9 @@ PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt.models", "mem_cache": "h
 # Arrows point from the right to the left. Within a name they are free: the package's own files may import each other.
 ORDER = (
     "errors", "plugins", "distributed.channel", "distributed.control", "sampling_params", "speculative.registry",
-    "config", "kinds", "hf_config", "forward_batch", "kernels", "mem_cache", "attention", "distributed.groups",
-    "distributed.conv_transfer", "layers", "models", "speculative.drafter", "runtime", "speculative", "engine",
-    "distributed.transfer", "cli",
+    "config", "kinds", "families", "hf_config", "forward_batch", "kernels", "mem_cache", "attention",
+    "distributed.groups", "distributed.conv_transfer", "layers", "models", "speculative.drafter", "runtime",
+    "speculative", "engine", "distributed.transfer", "cli",
 )  # fmt: skip
 MAX_LINES = 450
 MAX_MODEL_LINES = 200

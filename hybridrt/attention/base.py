@@ -144,7 +144,7 @@ class SegmentedAttnBackend(AttentionBackend):
         Args:
             q, k, v: [T, heads * head_dim] of the new tokens.
             rope: how to rotate q and k first; None if they are rotated, or the model rotates nothing.
-            layer: who asks: layer_id, scale and head counts.
+            layer: the layer that calls: layer_id, scale and head counts.
             save_kv_cache: write k and v into the pool first.
             out: [T, heads * head_dim], where the result may be left; what is returned counts.
         Returns:

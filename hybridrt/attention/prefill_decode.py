@@ -11,7 +11,7 @@ from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 _SPECULATIVE = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 
 
-class HybridAttnBackend(SegmentedAttnBackend):
+class PrefillDecodeAttnBackend(SegmentedAttnBackend):
     """Decode and idle steps go to the decode backend, extend to the prefill backend, mixed ones by segment; verify
     and draft-extend to the one that `speculative_attention_mode` names. Both share one KV pool.
 
@@ -109,3 +109,7 @@ class HybridAttnBackend(SegmentedAttnBackend):
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self.decode_backend.get_cuda_graph_seq_len_fill_value()
+
+
+# The name that serving runtimes know.
+HybridAttnBackend = PrefillDecodeAttnBackend

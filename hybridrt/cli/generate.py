@@ -190,7 +190,7 @@ def _write(text: str) -> None:
 
 
 def _print_json(llm: "LLM", jobs: Sequence[Job], params: SamplingParams) -> "list[RequestOutput]":
-    """Writes a line for each sample, in order, with a progress bar beside it if somebody watches."""
+    """Writes a line for each sample, in order, with a progress bar if standard error is a terminal."""
     from tqdm.auto import tqdm
 
     finished: list[RequestOutput] = []

@@ -19,7 +19,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for program
 
 
 def option(text: str, default: str, metavar: str | None = None) -> Any:
-    """An option whose default is somebody else's: shown, not passed."""
+    """An option whose default another class sets: it is shown, not passed."""
     return typer.Option(help=f"{text} [{default}]", show_default=False, metavar=metavar)
 
 

@@ -214,7 +214,7 @@ class SocketChannel:
                 self._outgoing.popleft()
 
     def _read(self) -> None:
-        """Reads a bounded amount, so that a peer that sends without end holds up nobody else."""
+        """Reads a bounded amount, so that a peer that sends without end does not delay other peers."""
         try:
             for _ in range(_AT_ONCE // _PIECE):
                 if self._gone is not None:

@@ -58,7 +58,7 @@ class Listener:
         self._strangers: deque[_Stranger] = deque()  # the longest wait first
 
     def fileno(self) -> int:
-        """For select and its kin: readable when somebody connects."""
+        """For select and similar calls: readable when a connection waits."""
         return self._socket.fileno()
 
     def accept(self) -> list[SocketChannel]:
@@ -79,7 +79,7 @@ class Listener:
         return found
 
     def close(self) -> None:
-        """Closes the socket and whoever waits. Channels stay open. Closing again does nothing."""
+        """Closes the socket and the connections that are not authenticated yet; channels stay open. May be repeated."""
         for stranger in self._strangers:
             stranger.socket.close()
         self._strangers.clear()

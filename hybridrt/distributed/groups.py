@@ -85,7 +85,7 @@ class Communicator:
     def abort(self) -> None:
         """Kernels on this rank's GPU that wait for another rank give up; from any thread, and without waiting."""
         if self._nccl is not None and self._aborting is None:
-            # NCCL returns once no graph exists that was captured with it, so somebody else waits for that.
+            # NCCL returns once no graph exists that was captured with it, so the exit hook waits for that.
             self._aborting = threading.Thread(target=self._nccl.abort, daemon=True)
             self._aborting.start()
 

@@ -89,7 +89,7 @@ def _close_row(  # type: ignore[no-untyped-def]
     """Leaves the K - 1 inputs that end a row in its ring. Only the row's first program touches the ring at all.
 
     Every thread has read its taps, and the old columns that a short row keeps, before one column is written. Columns
-    of positions before 0 carry whatever they hold: nobody reads them.
+    of positions before 0 carry what they hold; no kernel reads them.
     """
     column = tl.arange(0, WC)
     age = (position + length - 1 - column) & (WC - 1)

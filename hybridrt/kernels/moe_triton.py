@@ -205,7 +205,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     place = block * SIZE + rank % SIZE
     tl.store(layout_ptr + place, p, mask=expert >= 0)
     tl.store(block_expert_ptr + block, expert, mask=(expert >= 0) & (rank % SIZE == 0))
-    # Behind the last pair of an expert its block is empty, and behind the last block there are blocks of nobody.
+    # Behind the last pair of an expert its block is empty, and behind the last block there are blocks of no expert.
     gap = 1 + tl.arange(0, SIZE)
     empty = ((expert >= 0) & (rank == count - 1))[:, None] & ((rank % SIZE)[:, None] + gap[None, :] < SIZE)
     tl.store(layout_ptr + place[:, None] + gap[None, :], tl.full([BLOCK_P, SIZE], 0, tl.int32) + pairs, mask=empty)

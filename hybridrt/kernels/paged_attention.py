@@ -70,7 +70,7 @@ def attention_decode(
     if tokens > 1 or sliding_window is not None or not _all_reach(seq_lens, context):
         last = seq_lens - 1 if num_drafts is None else seq_lens - tokens + num_drafts
         in_context = (position >= 0) & (position <= last.unsqueeze(1))
-        # Other slots may name another request's page or a stale one. What is masked is multiplied by zero all the same,
+        # Other slots may name another request's page or a stale one. What is masked is still multiplied by zero,
         # and 0 * NaN is NaN: the row's own last key stands in for it.
         stand_in = slots.gather(1, (last - position[:, 0]).clamp(min=0).long().unsqueeze(1))
         slots = torch.where(in_context, slots, stand_in)

@@ -265,9 +265,9 @@ def matvec_tile(rows: int, columns: int) -> Tile:
 
 
 def matmul_tile(rows: int, columns: int, tokens: int) -> Tile:
-    """Tile of the kernel for several tokens: 64 rows, stages for two or three programs a multiprocessor. Blocks of rows
-    too few for two a multiprocessor are shared, all of them; where a few are left over after whole waves, these few, so
-    that nobody waits for them."""
+    """Tile of the kernel for several tokens: 64 rows, stages for two or three programs a multiprocessor. Where there
+    are fewer than two blocks of rows a multiprocessor, several programs share each block. Where a few blocks are left
+    over after whole waves, several programs share each of these: the last wave is then as short as the others."""
     blocks = triton.cdiv(rows, 64)
     left = blocks % MULTIPROCESSORS
     if blocks <= MULTIPROCESSORS:

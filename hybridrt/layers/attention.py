@@ -1,4 +1,4 @@
-"""The softmax-attention layer: what the batch's backend must know of who asks, and a plain layer with projections."""
+"""The softmax-attention layer: what a backend reads of a layer, and a plain layer with projections."""
 
 import torch
 from torch import nn
@@ -8,10 +8,10 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, Target
+from hybridrt.layers.weights import Build, CheckpointTarget
 
 
-class RadixAttention:
+class AttentionLayer:
     """Attention of one layer on one rank, as `backend.forward(q, k, v, layer, batch)` takes its layer; keys and values
     live in the backend's KV pool, under `layer_id`. Ranks share KV heads where there are fewer heads than ranks.
 
@@ -44,7 +44,7 @@ class PlainAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
         super().__init__()
         attention, hidden = config.attention, config.hidden_size
-        self.attn = RadixAttention(attention, layer_id, build.tp)
+        self.attn = AttentionLayer(attention, layer_id, build.tp)
         self.qkv = ColumnLinear(f"{name}.qkv", hidden, qkv_segments(attention, build.tp), build=build)
         width = attention.num_heads * attention.head_dim
         self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width)], hidden, build=build)
@@ -55,7 +55,7 @@ class PlainAttention(nn.Module):
         q, k, v = projected.split((self.attn.q_size, self.attn.kv_size, self.attn.kv_size), dim=-1)
         return self.o_proj.onto(residual, batch.attn_backend.forward(q, k, v, self.attn, batch))
 
-    def targets(self, key: str) -> dict[str, Target]:
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the four projections under `key`."""
         found = self.o_proj.targets(f"{key}.o_proj", "x")
         for name in ("q", "k", "v"):

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.layers.linear import DenseMethod
-from hybridrt.layers.weights import Build, Target, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, whole
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -44,7 +44,7 @@ class VocabParallelEmbedding(nn.Module):
         """[n, hidden] to [n, vocab]: the head, or the embedding where the model ties them."""
         return self.tp.all_gather_last(self.method.apply(x, self.weight, None))[:, : self.vocab_size]
 
-    def targets(self, key: str) -> dict[str, Target]:
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
         return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data, self._select)}
 
     def _select(self, t: torch.Tensor) -> torch.Tensor:

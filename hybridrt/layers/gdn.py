@@ -8,7 +8,7 @@ from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
-from hybridrt.layers.weights import Build, Target, Transform, parameter, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, Transform, parameter, whole
 
 
 class GDNMixer(nn.Module):
@@ -65,14 +65,14 @@ class GDNMixer(nn.Module):
             v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
         )
 
-    def targets(self, key: str) -> dict[str, Target]:
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets under `key` of a Qwen3-Next checkpoint, whose projections are interleaved by key head."""
         c, ratio = self.config, self.config.num_v_heads // self.config.num_k_heads
         dims = [c.head_k_dim, c.head_k_dim, ratio * c.head_v_dim, ratio * c.head_v_dim]
         qkvz = _deinterleave(c.num_k_heads, dims)
         ba = _deinterleave(c.num_k_heads, [ratio, ratio])
 
-        def heads(name: str, dest: torch.Tensor) -> Target:
+        def heads(name: str, dest: torch.Tensor) -> CheckpointTarget:
             return whole(f"{self.name}.{name}", dest, lambda t: self.tp.shard(t, 0))
 
         return {

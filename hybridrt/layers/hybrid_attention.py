@@ -1,6 +1,5 @@
 """Sliding-window attention over recent tokens plus a history branch over all of them."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,21 +10,14 @@ from hybridrt.attention.base import Rope
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import BackendError, ConfigError
+from hybridrt.families.swa_ssm import HISTORY_MODES
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.kinds.registry import linear_kind
 from hybridrt.layers.attention import PlainAttention
-from hybridrt.layers.weights import Build, Target
+from hybridrt.layers.weights import Build, CheckpointTarget
 from hybridrt.plugins import load_object
-
-# Modes of a history branch, and the kind of recurrent layer that it then is.
-HISTORY_MODES: Mapping[str, str | None] = {
-    "disabled": None,
-    "prefix_sum": "prefix_sum",
-    "enabled": "mamba1",
-    "benchmark": "mamba1",
-}
 
 
 class HybridSSMAdapter(nn.Module):
@@ -78,11 +70,10 @@ class HybridSSMAdapter(nn.Module):
         """All rows of a step, decode rows first: [T, hidden] to [T, hidden]. Mode "prefix_sum" takes any [T, *dims].
 
         Args:
-            batch: the step, as its backend (a HybridAttentionBackend) has planned it. None, or a backend that has
-                planned nothing, is a run for shapes alone: zeros.
+            batch: the step, as its backend (a WindowHistoryBackend) has planned it. Mode "disabled" needs none.
 
         Raises:
-            BackendError: hidden_states has not the step's number of tokens.
+            BackendError: there is no planned step, or hidden_states has not the step's number of tokens.
         """
         return self._forward(hidden_states, batch)
 
@@ -99,11 +90,13 @@ class HybridSSMAdapter(nn.Module):
         return self._forward(hidden_states, batch, decode=False)
 
     def _forward(self, x: torch.Tensor, batch: ForwardBatch | None, decode: bool | None = None) -> torch.Tensor:
-        if self.mode == "disabled" or batch is None:
+        if self.mode == "disabled":
             return torch.zeros_like(x)
-        backend = batch.attn_backend.route(self.mixer)
-        if backend.metadata is None:
-            return torch.zeros_like(x)
+        backend = batch.attn_backend.route(self.mixer) if batch is not None else None
+        if batch is None or backend.metadata is None:
+            raise BackendError(
+                f"history branch {self.name!r} has no planned step: pass the batch that its backend has planned"
+            )
         if decode is not None:
             backend = backend.segment(decode=decode)
         if len(x) != backend.metadata.num_tokens:
@@ -113,7 +106,7 @@ class HybridSSMAdapter(nn.Module):
         out: torch.Tensor = self.mixer.summand(x, replace(batch, attn_backend=backend))
         return torch.zeros_like(out) if self.mode == "benchmark" else out
 
-    def targets(self, key: str) -> dict[str, Target]:
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the recurrent layer under `key`; none where the mode has no weights."""
         return {} if self.mixer is None else self.mixer.targets(key)
 

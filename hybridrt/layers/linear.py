@@ -15,7 +15,7 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.kernels.activation import relu2, silu_and_mul
 from hybridrt.kernels.skinny_linear import Activation, is_skinny, skinny_linear
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, Piece, Target, Transform, parameter
+from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter
 
 # What a block adds and what it is to be added to, [T, hidden] each; None where the first has been added already.
 Summands = tuple[torch.Tensor, torch.Tensor | None]
@@ -51,7 +51,7 @@ class DenseMethod:
         return weight
 
     def slot(self, weight: nn.Parameter, dim: int, start: int, size: int) -> torch.Tensor:
-        """Where a segment of the checkpoint lands, and where its fold is applied."""
+        """Where a segment of the checkpoint lands, and where its scale is applied."""
         return weight.data.narrow(dim, start, size)
 
     def apply(
@@ -150,21 +150,21 @@ class ColumnLinear(_SegmentedLinear):
         names: Sequence[str],
         *,
         bias: bool = False,
-        fold: Mapping[str, float] | None = None,
-        bias_fold: Mapping[str, float] | None = None,
+        scale: Mapping[str, float] | None = None,
+        bias_scale: Mapping[str, float] | None = None,
         rearrange: Transform | None = None,
-    ) -> dict[str, Target]:
+    ) -> dict[str, CheckpointTarget]:
         """Targets of `key`.weight (and .bias), whose rows are the segments `names` one after the other.
 
         Args:
-            fold, bias_fold: multipliers by segment name; they differ where a multiplier acts on the input.
+            scale, bias_scale: multipliers by segment name; they differ where a multiplier acts on the input.
             rearrange: brings the checkpoint's row order into that of `names` first.
         """
-        pieces = self._pieces(names, "weight", self.weight, fold or {}, rearrange)
+        pieces = self._pieces(names, "weight", self.weight, scale or {}, rearrange)
         found = {f"{key}.weight": pieces}
         if bias:
             assert self.bias is not None
-            found[f"{key}.bias"] = self._pieces(names, "bias", self.bias, bias_fold or {}, rearrange)
+            found[f"{key}.bias"] = self._pieces(names, "bias", self.bias, bias_scale or {}, rearrange)
         return found
 
     def _pieces(
@@ -172,15 +172,15 @@ class ColumnLinear(_SegmentedLinear):
         names: Sequence[str],
         kind: str,
         param: nn.Parameter,
-        fold: Mapping[str, float],
+        scale: Mapping[str, float],
         rearrange: Transform | None,
-    ) -> Target:
+    ) -> CheckpointTarget:
         pieces = []
         for name in names:
             take, start_size = self._take(names, name, 0), self.spans[name]
             select = take if rearrange is None else _compose(rearrange, take)
             dest = self.method.slot(param, 0, *start_size)
-            pieces.append(Piece(f"{self.name}.{name}.{kind}", dest, select, fold.get(name, 1.0)))
+            pieces.append(Piece(f"{self.name}.{name}.{kind}", dest, select, scale.get(name, 1.0)))
         return tuple(pieces)
 
 
@@ -227,16 +227,16 @@ class RowLinear(_SegmentedLinear):
         there need not be copied together."""
         return list(like.new_empty(like.shape[0], sum(self.sizes)).split(self.sizes, dim=-1))
 
-    def targets(self, key: str, name: str, *, bias: bool = False, fold: float = 1.0) -> dict[str, Target]:
-        """Targets of `key`.weight (and .bias), the matrix that reads segment `name`. `fold` scales its output."""
+    def targets(self, key: str, name: str, *, bias: bool = False, scale: float = 1.0) -> dict[str, CheckpointTarget]:
+        """Targets of `key`.weight (and .bias), the matrix that reads segment `name`. `scale` scales its output."""
         start, size = self.spans[name]
         dest = self.method.slot(self.weight, 1, start, size)
-        found: dict[str, Target] = {
-            f"{key}.weight": (Piece(f"{self.name}.{name}.weight", dest, self._take([name], name, 1), fold),)
+        found: dict[str, CheckpointTarget] = {
+            f"{key}.weight": (Piece(f"{self.name}.{name}.weight", dest, self._take([name], name, 1), scale),)
         }
         if bias:
             assert self.bias is not None
-            piece = Piece(f"{self.name}.{name}.bias", self.bias.data, lambda t: t, fold, accumulate=True)
+            piece = Piece(f"{self.name}.{name}.bias", self.bias.data, lambda t: t, scale, accumulate=True)
             found[f"{key}.bias"] = (piece,)
         return found
 

@@ -11,7 +11,7 @@ from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, Target, Transform, parameter, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, Transform, parameter, whole
 
 _NORMED = ("dt", "b", "c")
 
@@ -99,10 +99,10 @@ class Mamba1Mixer(nn.Module):
         _, b, c = self.norms
         return BCNorms(b.weight, c.weight, b.eps)
 
-    def targets(self, key: str) -> dict[str, Target]:
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of a whole mixer under `key`, in the spelling that Mamba, Falcon-Mamba and Jamba share."""
 
-        def channels(name: str, dest: torch.Tensor, select: Transform = lambda t: t) -> Target:
+        def channels(name: str, dest: torch.Tensor, select: Transform = lambda t: t) -> CheckpointTarget:
             return whole(f"{self.name}.{name}", dest, lambda t: self.tp.shard(select(t), 0))
 
         found = {

@@ -9,7 +9,7 @@ from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import Segment
 from hybridrt.layers.norm import GatedRMSNorm
-from hybridrt.layers.weights import Build, Target, Transform, parameter, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, Transform, parameter, whole
 
 
 def mamba2_segments(config: Mamba2Config, tp: TPGroup) -> list[Segment]:
@@ -76,10 +76,10 @@ class Mamba2Mixer(nn.Module):
         groups = (self.shape.groups, self.state_size)
         return x.unflatten(-1, (self.heads, self.head_dim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
 
-    def targets(self, key: str) -> dict[str, Target]:
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the conv, A_log, D, dt_bias and the norm under `key` (the projections are the model's)."""
 
-        def heads(name: str, dest: torch.Tensor, select: Transform = lambda t: t) -> Target:
+        def heads(name: str, dest: torch.Tensor, select: Transform = lambda t: t) -> CheckpointTarget:
             return whole(f"{self.name}.{name}", dest, lambda t: self.tp.shard(select(t), 0))
 
         found = {

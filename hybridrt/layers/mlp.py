@@ -6,7 +6,7 @@ from torch import nn
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, Target
+from hybridrt.layers.weights import Build, CheckpointTarget
 
 
 class GatedMLP(nn.Module):
@@ -36,12 +36,12 @@ class GatedMLP(nn.Module):
         h, residual = norm_linear(norm, self.gate_up, x, residual, "silu_and_mul")
         return self.down.onto(residual, h)
 
-    def targets(self, key: str, gate_fold: float = 1.0, down_fold: float = 1.0) -> dict[str, Target]:
-        fold, bias = {"gate": gate_fold}, self.has_bias
+    def targets(self, key: str, gate_scale: float = 1.0, down_scale: float = 1.0) -> dict[str, CheckpointTarget]:
+        scale, bias = {"gate": gate_scale}, self.has_bias
         return {
-            **self.gate_up.targets(f"{key}.gate_proj", ["gate"], bias=bias, fold=fold, bias_fold=fold),
+            **self.gate_up.targets(f"{key}.gate_proj", ["gate"], bias=bias, scale=scale, bias_scale=scale),
             **self.gate_up.targets(f"{key}.up_proj", ["up"], bias=bias),
-            **self.down.targets(f"{key}.down_proj", "x", bias=bias, fold=down_fold),
+            **self.down.targets(f"{key}.down_proj", "x", bias=bias, scale=down_scale),
         }
 
 
@@ -75,7 +75,7 @@ class Relu2MLP(nn.Module):
         h, residual = norm_linear(norm, self.up, x, residual, "relu2")
         return self.down.onto(residual, h)
 
-    def targets(self, key: str) -> dict[str, Target]:
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
         return {
             **self.up.targets(f"{key}.up_proj", ["up"], bias=self.has_bias),
             **self.down.targets(f"{key}.down_proj", "x", bias=self.has_bias),

@@ -10,7 +10,7 @@ from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.moe import fused_experts, router_sigmoid_grouped, router_softmax
 from hybridrt.layers.linear import DenseMethod, Summands
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, Target, parameter, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, parameter, whole
 
 
 class SoftmaxRouter(nn.Module):
@@ -39,11 +39,11 @@ class SoftmaxRouter(nn.Module):
         choice = self.top_k, self.renormalize, gate, self.shared_experts
         return router_softmax(logits[:, : self.num_experts], *choice, batch.padded_rows)
 
-    def targets(self, key: str) -> dict[str, Target]:
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
         rows = self.method.slot(self.weight, 0, 0, self.num_experts)
         return {f"{key}.weight": whole(f"{self.name}.weight", rows)}
 
-    def shared_gate_targets(self, key: str) -> dict[str, Target]:
+    def shared_gate_targets(self, key: str) -> dict[str, CheckpointTarget]:
         row = self.method.slot(self.weight, 0, self.num_experts, 1)
         return {f"{key}.weight": whole(f"{self.name}.shared_gate.weight", row)}
 
@@ -66,7 +66,7 @@ class SigmoidGroupRouter(nn.Module):
         logits = F.linear(x.float(), self.weight)
         return router_sigmoid_grouped(logits, self.correction, *self.choice, batch.padded_rows)
 
-    def targets(self, key: str) -> dict[str, Target]:
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
         return {
             f"{key}.weight": whole(f"{self.name}.weight", self.weight.data),
             f"{key}.e_score_correction_bias": whole(f"{self.name}.correction", self.correction.data),
@@ -103,9 +103,9 @@ class Experts(nn.Module):
         names = ("gate", "up") if self.gated else ("up",)
         return list(zip(names, self.up.data.split(self.local, dim=1), strict=True))
 
-    def targets(self, key: str) -> dict[str, Target]:
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of `key`.{expert}.{gate,up,down}_proj.weight."""
-        found: dict[str, Target] = {}
+        found: dict[str, CheckpointTarget] = {}
         for e in range(self.num_experts):
             for name, dest in self._up_parts():
                 found[f"{key}.{e}.{name}_proj.weight"] = whole(f"{self.name}.{e}.{name}", dest[e], self._rows)
@@ -113,7 +113,7 @@ class Experts(nn.Module):
             found[f"{key}.{e}.down_proj.weight"] = down
         return found
 
-    def shared_targets(self, key: str) -> dict[str, Target]:
+    def shared_targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of `key`.{gate,up,down}_proj.weight."""
 
         size = self.local * self.tp.size

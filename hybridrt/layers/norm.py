@@ -6,7 +6,7 @@ from torch import nn
 
 from hybridrt.kernels.gated_norm import gated_rms_norm
 from hybridrt.kernels.rms_norm import add_rms_norm, rms_norm
-from hybridrt.layers.weights import Build, Target, parameter, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, parameter, whole
 
 
 class RMSNorm(nn.Module):
@@ -14,7 +14,7 @@ class RMSNorm(nn.Module):
 
     Args:
         zero_centered: the checkpoint stores w - 1 (Qwen3-Next).
-        fold: multiplier of the output, folded into w.
+        scale: multiplier of the output; w is multiplied by it.
         learned: False for w = 1, of which a checkpoint knows nothing.
     """
 
@@ -22,10 +22,10 @@ class RMSNorm(nn.Module):
 
     def __init__(
         self, name: str, size: int, eps: float, *, device: torch.device, zero_centered: bool = False,
-        fold: float = 1.0, learned: bool = True,
+        scale: float = 1.0, learned: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.name, self.eps, self.zero_centered, self.fold, self.learned = name, eps, zero_centered, fold, learned
+        self.name, self.eps, self.zero_centered, self.scale, self.learned = name, eps, zero_centered, scale, learned
         if learned:
             self.weight = parameter(size, dtype=torch.float32, device=device, dummy="ones")
         else:
@@ -37,12 +37,12 @@ class RMSNorm(nn.Module):
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)
 
-    def targets(self, key: str) -> dict[str, Target]:
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
         if not self.learned:
             return {}
         offset = 1.0 if self.zero_centered else 0.0
         return {
-            f"{key}.weight": whole(f"{self.name}.weight", self.weight.data, lambda t: t.float() + offset, self.fold)
+            f"{key}.weight": whole(f"{self.name}.weight", self.weight.data, lambda t: t.float() + offset, self.scale)
         }
 
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
-from hybridrt.layers.weights import Build, Target
+from hybridrt.layers.weights import Build, CheckpointTarget
 
 
 class PrefixSumMixer(nn.Module):
@@ -24,6 +24,6 @@ class PrefixSumMixer(nn.Module):
         sums: torch.Tensor = backend.forward(None, None, None, self, batch, x=hidden_states)
         return sums if self.tp.rank == 0 else torch.zeros_like(sums)
 
-    def targets(self, key: str) -> dict[str, Target]:
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """None: there are no weights."""
         return {}

@@ -41,18 +41,18 @@ class Piece:
         name: unique within the model; the loader checks that each piece is filled exactly once.
         dest: the view to fill.
         select: takes the whole checkpoint tensor to this rank's part of it, in dest's shape.
-        fold: multiplier (mu-P and the like) applied in float32 before rounding to the parameter's dtype.
+        scale: multiplier (mu-P and the like) applied in float32 before rounding to the parameter's dtype.
         accumulate: add to dest instead of writing: biases that one merged output shares.
     """
 
     name: str
     dest: torch.Tensor
     select: Transform
-    fold: float = 1.0
+    scale: float = 1.0
     accumulate: bool = False
 
     def fill(self, key: str, tensor: torch.Tensor) -> None:
-        """Copies (folded, in dest's dtype); CheckpointError if shapes disagree or the dtype is not in WEIGHT_DTYPES."""
+        """Copies (scaled, in dest's dtype); CheckpointError if shapes disagree or the dtype is not in WEIGHT_DTYPES."""
         if tensor.dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
                 f"{key} holds {tensor.dtype}, and {self.name} takes bfloat16, float16 or float32; quantised "
@@ -67,18 +67,18 @@ class Piece:
                 f"{key}: {self.name} takes shape {tuple(self.dest.shape)}, the checkpoint's {tuple(tensor.shape)} "
                 f"gives {tuple(part.shape)}; config.json and weights do not belong together"
             )
-        if self.fold != 1.0:
-            part = part.float() * self.fold
+        if self.scale != 1.0:
+            part = part.float() * self.scale
         if self.accumulate:
             self.dest.add_(part.to(self.dest.device, torch.float32).to(self.dest.dtype))
         else:
             self.dest.copy_(part)
 
 
-Target = tuple[Piece, ...]
-CheckpointMap = dict[str, Target]
+CheckpointTarget = tuple[Piece, ...]
+CheckpointMap = dict[str, CheckpointTarget]
 
 
-def whole(name: str, dest: torch.Tensor, select: Transform = lambda t: t, fold: float = 1.0) -> Target:
+def whole(name: str, dest: torch.Tensor, select: Transform = lambda t: t, scale: float = 1.0) -> CheckpointTarget:
     """The target of a tensor that fills one parameter (or view) by itself."""
-    return (Piece(name, dest, select, fold),)
+    return (Piece(name, dest, select, scale),)

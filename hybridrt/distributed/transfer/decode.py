@@ -320,7 +320,7 @@ class DecodeWorker:
 
     def _end_overdue(self) -> None:
         """Gives up workers that owe an answer, and reads that do not end. Who has work of ours is asked now and then
-        whether it is still there; time in which nobody called us does not count, as answers wait in the channel."""
+        whether it is still there; time between two calls does not count, because answers wait in the channel."""
         now = time.monotonic()
         for name, peer in list(self._workers.items()):
             if peer.asked is not None and now - peer.asked > 0.75 * self._timeout:
@@ -333,7 +333,7 @@ class DecodeWorker:
                 self._lost(attempt, TransferError(f"an image could not be read within {self._timeout:g} seconds"))
 
     def _hand_out(self) -> None:
-        """Prompts to whoever has least to do, first come, first served, while the arena has room for their images."""
+        """Sends prompts, oldest first, to the worker with the fewest, while the arena has room for their images."""
         while self._waiting:
             pull, name = self._waiting[0], min(self._workers, key=self._load, default=None)
             try:

@@ -65,7 +65,7 @@ class PrefillCounters:
 class PrefillWorker:
     """Serves any number of decode workers. `serve` runs it; `step` moves it on.
 
-    A decode worker that sends anything but the messages it may send loses its connection, and nobody else anything.
+    A decode worker that sends a message of another kind than it may send loses its connection. Others are not affected.
 
     Args:
         side: engine, handshake and arena of this side.

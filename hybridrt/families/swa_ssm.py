@@ -10,10 +10,17 @@ from hybridrt.config import AttentionConfig, LayerSpec, LinearConfig
 from hybridrt.config_json import NULL, check_fields, either, list_of, one_of
 from hybridrt.config_kinds import ATTENTION, COMMON, EPSILON, LAYERS, POSITIONS, ROPE, SIZE, STATE, TAPS, Kinds
 from hybridrt.errors import ConfigError
+from hybridrt.families.base import Family, FamilyFields
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
-from hybridrt.layers.hybrid_attention import HISTORY_MODES
 
+# Modes of a history branch, and the kind of recurrent layer that it then is.
+HISTORY_MODES: Mapping[str, str | None] = {
+    "disabled": None,
+    "prefix_sum": "prefix_sum",
+    "enabled": "mamba1",
+    "benchmark": "mamba1",
+}
 ARCHITECTURE = "SwaSsmForCausalLM"
 # What a config.json holds beside the fields below; read elsewhere or of no concern here.
 _COMMON = frozenset(
@@ -22,7 +29,7 @@ _COMMON = frozenset(
         "pad_token_id",
     }
 )  # fmt: skip
-KINDS: Kinds = {
+FIELDS: Kinds = {
     **COMMON,
     **ATTENTION,
     "num_hidden_layers": LAYERS,
@@ -96,7 +103,7 @@ class SwaSsmConfig:
         mode = self.history_mode
         return (mode,) * self.num_hidden_layers if isinstance(mode, str) else tuple(mode)
 
-    def family_fields(self) -> dict[str, Any]:
+    def describe(self) -> FamilyFields:
         """What of a ModelConfig this family decides."""
         kinds = [HISTORY_MODES[mode] for mode in self.history_modes]
         states: tuple[LinearConfig, ...] = (
@@ -121,7 +128,7 @@ class SwaSsmConfig:
         unknown = sorted(set(raw) - known - _COMMON)
         if unknown:
             raise ConfigError(f"config.json of {ARCHITECTURE} holds {unknown}; known are {sorted(known)}")
-        check_fields(raw, KINDS, file)
+        check_fields(raw, FIELDS, file)
         try:
             return cls(**{name: value for name, value in raw.items() if name in known})
         except TypeError as e:
@@ -132,3 +139,12 @@ class SwaSsmConfig:
         path.mkdir(parents=True, exist_ok=True)
         found = {"architectures": [ARCHITECTURE], "model_type": "swa_ssm", **asdict(self), **more}
         (path / "config.json").write_text(json.dumps(found, indent=2) + "\n")
+
+
+FAMILY = Family(
+    architecture=ARCHITECTURE,
+    model=f"hybridrt.models.swa_ssm:{ARCHITECTURE}",
+    read=SwaSsmConfig.from_json,
+    fields={},  # `read` has compared them
+    describe=SwaSsmConfig.describe,
+)

@@ -12,7 +12,7 @@ from hybridrt.forward_batch import ForwardBatch
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
 
-class HybridAttentionBackend(HybridLinearAttnBackend):
+class WindowHistoryBackend(HybridLinearAttnBackend):
     """Adds the history branch of a layer to its window's attention, on partial sums: after the attention's output
     projection and before the sum over tensor-parallel ranks.
 
@@ -45,7 +45,7 @@ class HybridAttentionBackend(HybridLinearAttnBackend):
         mixers: Mapping[int, Any],
         full_attn_layers: Collection[int],
         req_to_token_pool: HybridReqToTokenPool,
-    ) -> "HybridAttentionBackend":
+    ) -> "WindowHistoryBackend":
         """The composite of a model, whose `mixers` are history branches."""
         return cls(full_attn_backend, list(mixers.values()), req_to_token_pool)
 

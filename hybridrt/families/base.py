@@ -1,0 +1,49 @@
+"""What the runtime must know of a family of models: how its config.json is read, and which class builds it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridrt.config import AttentionConfig
+from hybridrt.config_kinds import Kinds
+from hybridrt.errors import ConfigError
+
+FamilyFields = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of models.
+
+    Attributes:
+        architecture: its name in config.json.
+        model: "module:class" of its CausalLM.
+        fields: the values that the fields of its config.json may have: every field that the model or its plan reads.
+        describe: from the object that holds these fields to what the family decides of a ModelConfig: `layers`,
+            `linear`, `attention` and, where it has a prediction head, `mtp_layers`. Raises ConfigError.
+        config_class: the class of transformers that reads its config.json.
+        read: for a family that transformers does not know: (config.json's object, its path) to the object that
+            `describe` takes. Exactly one of `config_class` and `read` is given.
+        mtp_head: "module:class" of its multi-token-prediction head.
+    """
+
+    architecture: str
+    model: str
+    fields: Kinds
+    describe: Callable[[Any], FamilyFields]
+    config_class: str | None = None
+    read: Callable[[Mapping[str, Any], Path], Any] | None = None
+    mtp_head: str | None = None
+
+
+def attention_config(hf: Any, rotary: bool = True) -> AttentionConfig:
+    """Grouped-query attention by the names that transformers gives its fields; without rotary no positions."""
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    if hf.num_attention_heads % hf.num_key_value_heads:
+        raise ConfigError(
+            f"num_attention_heads {hf.num_attention_heads} is no multiple of num_key_value_heads "
+            f"{hf.num_key_value_heads}"
+        )
+    rope = dict(hf.rope_parameters) if rotary else None
+    return AttentionConfig(hf.num_attention_heads, hf.num_key_value_heads, head_dim, rope)

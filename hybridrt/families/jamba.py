@@ -1,0 +1,47 @@
+"""Jamba: Mamba-1 blocks with one of attention every few layers, each followed by an MLP or experts."""
+
+from typing import Any
+
+from hybridrt.config import LayerSpec
+from hybridrt.config_json import FLAG
+from hybridrt.config_kinds import ATTENTION, COMMON, COUNT, EPSILON, PERIOD, SIZE, STATE, TAPS, Kinds
+from hybridrt.families.base import Family, FamilyFields, attention_config
+from hybridrt.kinds.mamba1 import Mamba1Config
+
+FIELDS: Kinds = {
+    **COMMON,
+    **ATTENTION,
+    **dict.fromkeys(("mamba_expand", "mamba_dt_rank"), SIZE),
+    "mamba_d_state": STATE,
+    "mamba_d_conv": TAPS,
+    **dict.fromkeys(("num_experts", "num_experts_per_tok", "attn_layer_offset", "expert_layer_offset"), COUNT),
+    **dict.fromkeys(("attn_layer_period", "expert_layer_period"), PERIOD),
+    "rms_norm_eps": EPSILON,
+    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
+}
+
+
+def _describe(hf: Any) -> FamilyFields:
+    mamba = Mamba1Config(
+        intermediate_size=hf.mamba_expand * hf.hidden_size,
+        state_size=hf.mamba_d_state,
+        conv_kernel=hf.mamba_d_conv,
+        dt_rank=int(hf.mamba_dt_rank),
+    )
+
+    def layer(kind: str, experts: int) -> LayerSpec:
+        full = kind == "attention"
+        return LayerSpec(full, None if full else "mamba1", "moe" if experts > 1 else "mlp")
+
+    layers = tuple(map(layer, hf.layers_block_type, hf.layers_num_experts))
+    # Jamba rotates nothing: its attention layers take positions from the recurrent layers around them.
+    return {"layers": layers, "linear": {"mamba1": mamba}, "attention": attention_config(hf, rotary=False)}
+
+
+FAMILY = Family(
+    architecture="JambaForCausalLM",
+    model="hybridrt.models.jamba:JambaForCausalLM",
+    config_class="JambaConfig",
+    fields=FIELDS,
+    describe=_describe,
+)

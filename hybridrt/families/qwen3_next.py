@@ -1,0 +1,57 @@
+"""Qwen3-Next: three Gated Delta Net blocks to one of gated attention, each followed by an MLP or experts."""
+
+from typing import Any
+
+from hybridrt.config import LayerSpec
+from hybridrt.config_json import FLAG, NULL, OBJECT, either, integer, list_of, one_of
+from hybridrt.config_kinds import ATTENTION, COMMON, COUNT, EPSILON, MAX_LAYERS, PERIOD, SIZE, STATE, TAPS, Kinds
+from hybridrt.families.base import Family, FamilyFields, attention_config
+from hybridrt.kinds.gdn import GDNConfig
+
+FIELDS: Kinds = {
+    **COMMON,
+    **ATTENTION,
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), SIZE),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), STATE),
+    "linear_conv_kernel_dim": TAPS,
+    "layer_types": list_of(one_of("linear_attention", "full_attention")),
+    **dict.fromkeys(("num_experts", "num_experts_per_tok"), COUNT),
+    "decoder_sparse_step": PERIOD,
+    "mlp_only_layers": list_of(integer(0, MAX_LAYERS)),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), SIZE),
+    "num_nextn_predict_layers": either(NULL, COUNT),
+    "rms_norm_eps": EPSILON,
+    "rope_parameters": OBJECT,
+    **dict.fromkeys(("attention_bias", "norm_topk_prob"), FLAG),
+}
+
+
+def _describe(hf: Any) -> FamilyFields:
+    gdn = GDNConfig(
+        num_k_heads=hf.linear_num_key_heads,
+        num_v_heads=hf.linear_num_value_heads,
+        head_k_dim=hf.linear_key_head_dim,
+        head_v_dim=hf.linear_value_head_dim,
+        conv_kernel=hf.linear_conv_kernel_dim,
+    )
+
+    def layer(i: int, kind: str) -> LayerSpec:
+        full = kind == "full_attention"
+        sparse = hf.num_experts > 0 and i not in hf.mlp_only_layers and (i + 1) % hf.decoder_sparse_step == 0
+        return LayerSpec(full, None if full else "gdn", "moe" if sparse else "mlp")
+
+    layers = tuple(layer(i, kind) for i, kind in enumerate(hf.layer_types))
+    # Published configs leave the number out, and one head is in their checkpoints.
+    one_head = getattr(hf, "num_nextn_predict_layers", 1) == 1
+    head = (LayerSpec(True, None, "moe" if hf.num_experts > 0 else "mlp"),) if one_head else ()
+    return {"layers": layers, "linear": {"gdn": gdn}, "attention": attention_config(hf), "mtp_layers": head}
+
+
+FAMILY = Family(
+    architecture="Qwen3NextForCausalLM",
+    model="hybridrt.models.qwen3_next:Qwen3NextForCausalLM",
+    config_class="Qwen3NextConfig",
+    fields=FIELDS,
+    describe=_describe,
+    mtp_head="hybridrt.models.qwen3_next_mtp:Qwen3NextMTP",
+)

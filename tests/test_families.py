@@ -1,0 +1,57 @@
+"""Families of models: their records, and one that another package brings."""
+
+import json
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from hybridrt import LLM, SamplingParams, plugins
+from hybridrt.errors import BackendError, UnsupportedModelError
+from hybridrt.families.registry import architectures, family_of
+from hybridrt.models.registry import model_class
+from tests.checkpoints import jamba
+from tests.outside_family import ARCHITECTURE, FAMILY, OutsideForCausalLM
+from tests.tiny import write_tiny
+
+POINTS = {ARCHITECTURE: "tests.outside_family:FAMILY", "WrongForCausalLM": "tests.outside_family:FAMILY"}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package whose entry points name a family, and one under a wrong name."""
+    points = [EntryPoint(name, value, "hybridrt.families") for name, value in POINTS.items()]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: points if group == "hybridrt.families" else [])
+    family_of.cache_clear()
+    yield
+    family_of.cache_clear()
+
+
+@pytest.mark.parametrize("architecture", architectures())
+def test_a_record_names_what_there_is(architecture: str) -> None:
+    family = family_of(architecture)
+    assert family.architecture == architecture == model_class(architecture).__name__
+    assert (family.config_class is None) != (family.read is None)
+    assert family.mtp_head is None or plugins.load_object(family.mtp_head)
+
+
+def test_a_family_of_another_package_runs(installed: None, tmp_path: Path) -> None:
+    assert family_of(ARCHITECTURE) is FAMILY and model_class(ARCHITECTURE) is OutsideForCausalLM
+    file = write_tiny(tmp_path, jamba(), tokenizer=False) / "config.json"
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+    def tokens() -> list[int]:
+        with LLM(str(tmp_path), load_format="dummy", device="cpu", max_model_len=64, max_running_requests=2) as llm:
+            return llm.generate([[5, 6, 7]], params)[0].token_ids
+
+    theirs = tokens()
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [ARCHITECTURE]}))
+    assert tokens() == theirs
+
+
+def test_families_that_are_unknown_or_wrong_are_refused(installed: None) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'Nope' is not supported; supported are FalconH1ForCausalLM"):
+        family_of("Nope")
+    with pytest.raises(BackendError, match="must name a Family of that name"):
+        family_of("WrongForCausalLM")
