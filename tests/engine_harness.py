@@ -55,7 +55,7 @@ class Rig:
         demand = PageDemand(page_size, sliding_window, chunk, drafts + 1)
         self.pools = CacheCoordinator(rows, slots, pages, page_size, demand=demand)
         limits = EngineLimits(vocab, max_model_len, chunk, (EOS,))
-        drafter = MockDrafter(drafts, vocab, sliding_window) if drafts else None
+        self.drafter = drafter = MockDrafter(drafts, vocab, sliding_window) if drafts else None
         self.engine = Engine(self.executor, self.pools, limits, tokenizer, overlap=overlap, seed=seed, drafter=drafter)
         self.outputs: dict[tuple[str, int], RequestOutput] = {}
 
@@ -94,6 +94,7 @@ class Rig:
         self.pools.check()
         for pool in (self.pools.rows, self.pools.slots, self.pools.pages):
             assert pool.num_free == pool.total, f"leaked: {pool}"
+        assert self.drafter is None or not self.drafter.begun
 
 
 def expected(

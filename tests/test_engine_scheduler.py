@@ -229,6 +229,32 @@ def test_rows_that_wait_for_their_tokens_rejoin_the_others() -> None:
     assert sizes == [2] * 11, "12 steps of one row each, two at a time, would decode half as much"
 
 
+def test_rows_without_drafts_are_launched_before_their_tokens_are_known() -> None:
+    class Hopeless(Watching):
+        """Waits for request 1 while its output is short, and proposes nothing."""
+
+        def waits(self, request: DraftRequest) -> bool:
+            return request.arrival == 1 and len(request.output) < 3
+
+        def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
+            return [Draft() for _ in requests]
+
+    bench = Bench([2, 2], chunk=99)
+    bench.scheduler = Scheduler(bench.pools, 99, Hopeless())
+    for r in bench.requests:
+        bench.scheduler.add(r)
+    bench.run()
+    for _ in range(2):
+        step = bench.launch()
+        assert bench.scheduler.schedule() is None, "request 0 could go on, and would leave request 1 behind"
+        bench.complete(step)
+    launched = [bench.launch(), bench.launch()]
+    assert [[row.row for row in step.plan.decode] for step in launched] == [[1, 2], [1, 2]]
+    assert [row.computed for row in launched[1].plan.decode] == [5, 5]
+    for step in launched:
+        bench.complete(step)
+
+
 def test_a_drafter_is_told_who_has_a_row() -> None:
     """Requests begin when they are admitted, and end with a retraction, an abort, or with all others at once."""
     bench = Bench([4, 4], pages=10, chunk=99)

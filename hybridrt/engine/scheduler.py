@@ -49,7 +49,7 @@ class Scheduler:
     Args:
         coordinator: lends rows, slots and pages.
         chunked_prefill_size: tokens of a step, decode rows counted with their drafts.
-        drafter: proposes drafts; the rows of a step then wait for their previous tokens, and decode all together.
+        drafter: proposes drafts; a step then waits for the tokens that they follow, and all rows decode together.
     """
 
     def __init__(
@@ -73,10 +73,12 @@ class Scheduler:
         Args:
             refuse: ends a waiting request that no step can pack, and takes it out of the queue (`remove`); None raises.
         """
-        if self._drafter is not None and self._rows_apart():
-            return None
+        ready = [r for r in self.running.values() if r.prefilled and r.tokens_left > 0]
+        waiting = self._wait_for_tokens(ready)
+        if 0 < len(waiting) < len(ready):
+            return None  # a step of the others would split the rows for good: each half would wait for the other's step
         step = ScheduledStep()
-        self._schedule_decode(step)
+        self._schedule_decode(step, [] if waiting else ready)
         decode_tokens = sum(tokens for _, tokens in step.rows)
         budget = max(self._chunk - decode_tokens, (self._chunk + 1) // 2)
         self._schedule_prefill(step, budget, refuse)
@@ -125,15 +127,17 @@ class Scheduler:
         if self._drafter is not None:
             self._drafter.end(request)
 
-    def _rows_apart(self) -> bool:
-        """Some requests can decode now, others once a launched step has given the tokens that their drafts follow. A
-        step of the first alone would split the rows for good: each half would wait while the other half runs."""
-        waiting = {r.pending > 0 for r in self.running.values() if r.prefilled and r.tokens_left > 0}
-        return len(waiting) == 2
+    def _wait_for_tokens(self, ready: list[Request]) -> list[Request]:
+        """Those whose next step follows tokens that a launched step has yet to give."""
+        drafter = self._drafter
+        if drafter is None:
+            return []
+        # A launched step brings a request one pending token at most, or more if it verifies drafts: where the request
+        # will stand is then open.
+        return [r for r in ready if r.pending and (r.pending > r.in_flight or drafter.waits(r))]
 
-    def _schedule_decode(self, step: ScheduledStep) -> None:
-        """Adds a row for every request that can decode and finds a page."""
-        ready = [r for r in self.running.values() if r.prefilled and r.tokens_left > 0]
+    def _schedule_decode(self, step: ScheduledStep, ready: list[Request]) -> None:
+        """Adds a row for every request of `ready` that finds a page."""
         for request, draft in self._with_drafts(ready):
             if request.row is None:
                 continue  # retracted for an earlier one
@@ -146,8 +150,9 @@ class Scheduler:
         if self._drafter is None:
             return [(request, NO_DRAFT) for request in ready]
         known = [request for request in ready if not request.pending]
-        drafts = self._drafter.propose(known, [request.tokens_left - 1 for request in known])
-        return list(zip(known, drafts, strict=True))
+        proposed = self._drafter.propose(known, [request.tokens_left - 1 for request in known])
+        drafts = {request.arrival: draft for request, draft in zip(known, proposed, strict=True)}
+        return [(request, drafts.get(request.arrival, NO_DRAFT)) for request in ready]
 
     def _grow(self, request: Request, plan: StepPlan) -> bool:
         while not self._coordinator.grow(request, request.computed + 1, plan):
