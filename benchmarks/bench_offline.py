@@ -43,11 +43,9 @@ def decode_ms(llm: LLM, batch: int, context: int, params: SamplingParams) -> flo
 
 def run_until(llm: LLM, ids: list[str], tokens: int) -> int:
     """Steps until every request has `tokens` tokens; returns the fewest that any has then."""
-    progress = dict.fromkeys(ids, 0)
-    while min(progress.values()) < tokens:
-        for output in llm.engine.step():
-            progress[output.request_id] = len(output.token_ids)
-    return min(progress.values())
+    while (fewest := min(llm.engine.gained(request) or 0 for request in ids)) < tokens:
+        llm.engine.step()
+    return fewest
 
 
 def prefill_tokens_per_s(llm: LLM, count: int, length: int) -> float:

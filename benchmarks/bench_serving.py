@@ -35,8 +35,8 @@ class Timing:
     tokens: list[float] = field(default_factory=list)
 
     def saw(self, count: int, now: float) -> None:
-        """The output holds `count` tokens now."""
-        self.tokens += [now] * (count - len(self.tokens))
+        """`count` tokens came now."""
+        self.tokens += [now] * count
 
     @property
     def first(self) -> float:
@@ -85,9 +85,9 @@ def serve(llm: LLM, work: Sequence[Work]) -> tuple[list[Timing], float]:
         if not engine.has_unfinished():
             time.sleep(max(work[due].arrival - now, 0.0))
             continue
-        outputs, seen = engine.step(), time.perf_counter() - start
-        for out in outputs:
-            timings[int(out.request_id)].saw(len(out.token_ids), seen)
+        deltas, seen = engine.step(), time.perf_counter() - start
+        for delta in deltas:
+            timings[int(delta.request_id)].saw(len(delta.token_ids), seen)
     return timings, time.perf_counter() - start
 
 

@@ -31,9 +31,9 @@ from hybridrt.errors import (
 if TYPE_CHECKING:
     from hybridrt.config import EngineConfig, SpeculativeConfig
     from hybridrt.engine.engine import Engine
-    from hybridrt.engine.llm import LLM, Delta
+    from hybridrt.engine.llm import LLM
+    from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
     from hybridrt.engine.prompts import Prompt
-    from hybridrt.engine.request import FinishReason, RequestMetrics, RequestOutput
     from hybridrt.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -74,11 +74,11 @@ _HOME = {
     "SpeculativeConfig": "hybridrt.config",
     "Engine": "hybridrt.engine.engine",
     "LLM": "hybridrt.engine.llm",
-    "Delta": "hybridrt.engine.llm",
+    "Delta": "hybridrt.engine.outputs",
     "Prompt": "hybridrt.engine.prompts",
-    "FinishReason": "hybridrt.engine.request",
-    "RequestMetrics": "hybridrt.engine.request",
-    "RequestOutput": "hybridrt.engine.request",
+    "FinishReason": "hybridrt.engine.outputs",
+    "RequestMetrics": "hybridrt.engine.outputs",
+    "RequestOutput": "hybridrt.engine.outputs",
     "SamplingParams": "hybridrt.sampling_params",
 }
 

@@ -92,4 +92,14 @@ def shown(value: object) -> str:
         text = repr(value)
     except Exception:  # an integer of thousands of digits, or a class whose __repr__ fails
         text = f"a value of type {type(value).__name__}"
+    text = " ".join(text.split())  # arrays take several lines
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def is_text(value: str) -> bool:
+    """False for a string with a lone surrogate: no encoding, and so no tokenizer and no message, takes it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -7,7 +7,7 @@ from itertools import islice
 from numbers import Integral, Real
 from typing import Any
 
-from hybridrt.errors import RequestError, shown
+from hybridrt.errors import RequestError, is_text, shown
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 256
@@ -25,17 +25,23 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
         raise RequestError(f"{name} is {shown(value)}; it must be {allowed}")
 
 
+def is_number(value: object, kind: type) -> bool:
+    """True for numbers of `kind`, Integral or Real, of Python and numpy. A bool is none, nor is a numpy duration,
+    although it claims to be both."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        return False
+    return getattr(getattr(value, "dtype", None), "kind", "") != "m"
+
+
 def _integer(name: str, value: Any, low: int, high: int, allowed: str) -> int:
     """`value`, a Python or numpy integer in [low, high], as a Python integer."""
-    integer = isinstance(value, Integral) and not isinstance(value, bool)
-    _require(integer and low <= value <= high, name, value, allowed)
+    _require(is_number(value, Integral) and low <= value <= high, name, value, allowed)
     return int(value)
 
 
 def _number(name: str, value: Any, low: float, high: float, allowed: str) -> float:
     """`value`, a Python or numpy number in [low, high], as a float. NaN is in no range."""
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    _require(number and low <= value <= high, name, value, allowed)
+    _require(is_number(value, Real) and low <= value <= high, name, value, allowed)
     return float(value)
 
 
@@ -132,6 +138,7 @@ class SamplingParams:
         for s in stop:
             ok = isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS
             _require(ok, "stop", s, f"strings of 1 to {MAX_STOP_CHARACTERS} characters")
+            _require(is_text(s), "stop", s, "text: it holds a lone surrogate, which no output can hold")
         ids = _entries("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         ids = tuple(_integer("stop_token_ids", t, 0, _INT32_MAX, "integers >= 0 from the vocabulary") for t in ids)
         return {"stop": stop, "stop_token_ids": ids}

@@ -6,10 +6,11 @@ from typing import Any
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
-from hybridrt.engine.request import RequestOutput
+from hybridrt.engine.outputs import Delta
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.sampling_params import SamplingParams
 from tests.mock_executor import MockDrafter, MockExecutor, tokens_alone
+from tests.samples import Sample, Samples
 
 VOCAB = 23
 EOS = 7
@@ -57,24 +58,19 @@ class Rig:
         limits = EngineLimits(vocab, max_model_len, chunk, (EOS,))
         self.drafter = drafter = MockDrafter(drafts, vocab, sliding_window) if drafts else None
         self.engine = Engine(self.executor, self.pools, limits, tokenizer, overlap=overlap, seed=seed, drafter=drafter)
-        self.outputs: dict[tuple[str, int], RequestOutput] = {}
+        self.outputs = Samples()
 
     def add(self, prompt: Sequence[int] | str, request_id: str | None = None, **params: Any) -> str:
         return self.engine.add_request(prompt, SamplingParams(**params), request_id)
 
-    def step(self) -> list[RequestOutput]:
-        outputs = self.engine.step()
+    def step(self) -> list[Delta]:
+        deltas = self.engine.step()
         self.pools.check()
-        for output in outputs:
-            if output.error is not None and isinstance(output.error.__cause__, AssertionError):
-                raise output.error.__cause__  # the executor's own checks
-            key = output.request_id, output.index
-            before = self.outputs.get(key)
-            assert before is None or before.finish_reason is None, "an output after the last one"
-            assert before is None or output.token_ids[: len(before.token_ids)] == before.token_ids
-            assert before is None or output.text.startswith(before.text), "text that was shown is taken back"
-            self.outputs[key] = output
-        return outputs
+        for delta in deltas:
+            if delta.error is not None and isinstance(delta.error.__cause__, AssertionError):
+                raise delta.error.__cause__  # the executor's own checks
+        self.outputs.add(deltas)
+        return deltas
 
     def run(self, most: int = 3000) -> None:
         for _ in range(most):
@@ -84,7 +80,7 @@ class Rig:
         assert not self.engine.has_unfinished(), f"not done after {most} steps: {self.engine.counters()}"
         self.assert_empty()
 
-    def finish(self, prompt: Sequence[int] | str, **params: Any) -> RequestOutput:
+    def finish(self, prompt: Sequence[int] | str, **params: Any) -> Sample:
         """The output of one request, run to its end."""
         request_id = self.add(prompt, **params)
         self.run()

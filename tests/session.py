@@ -98,8 +98,9 @@ class Session:
             for out in engine.step() if engine.has_unfinished() else ():
                 sample = samples[int(out.request_id)]
                 assert out.error is None, out.error
-                sample.tokens, sample.finish_reason = out.token_ids, out.finish_reason
-                sample.retractions = out.metrics.retractions
+                sample.tokens += out.token_ids
+                if out.metrics is not None:
+                    sample.finish_reason, sample.retractions = out.finish_reason, out.metrics.retractions
             self.coordinator.check()
             steps += 1
         self.assert_empty()

@@ -11,10 +11,10 @@ from hybridrt.config import EngineConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
-from hybridrt.engine.request import RequestOutput
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.speculative.make import make_drafter
 from tests.checkpoints import VOCAB, CheckpointStore
+from tests.samples import Sample, Samples
 from tests.session import budget
 from tests.ties import check_greedy
 
@@ -52,7 +52,8 @@ class Soak:
         self.engine = Engine(self.runner, self.coordinator, limits, overlap=config.overlap, drafter=drafter)
         self.random = random.Random(seed)
         self.running: dict[str, tuple[SamplingParams, int]] = {}  # and how many samples still run
-        self.greedy: list[RequestOutput] = []
+        self.greedy: list[Sample] = []
+        self.samples = Samples()
 
     def run(self, steps: int) -> None:
         """`steps` steps, the pools' ledgers checked after each, then until nothing is left."""
@@ -85,13 +86,15 @@ class Soak:
         )  # fmt: skip
 
     def step(self) -> None:
-        for out in self.engine.step():
-            assert out.error is None, out.error
-            if out.finish_reason is not None:
-                self.finish(out)
+        deltas = self.engine.step()
+        self.samples.add(deltas)
+        for delta in deltas:
+            assert delta.error is None, delta.error
+            if delta.finish_reason is not None:
+                self.finish(self.samples.pop((delta.request_id, delta.index)))
         self.coordinator.check()
 
-    def finish(self, out: RequestOutput) -> None:
+    def finish(self, out: Sample) -> None:
         params, left = self.running.pop(out.request_id)
         if left > 1:
             self.running[out.request_id] = params, left - 1

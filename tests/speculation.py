@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
-from hybridrt.engine.around import derive_seed
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
-from hybridrt.engine.request import RequestOutput
+from hybridrt.engine.request import derive_seed
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
+from tests.samples import Sample, Samples
 from tests.session import budget
 
 LENGTH = 96
@@ -72,10 +72,10 @@ class Rig:
 
     def run(
         self, asks: Sequence[Ask], drafter: Drafter | None = None, chunk: int = 8192, overlap: bool = False
-    ) -> dict[Key, RequestOutput]:
+    ) -> dict[Key, Sample]:
         """The last output of every sample; the ledgers hold after every step and the counters add up at the end."""
         engine = self.engine(drafter, chunk, overlap)
-        found: dict[Key, RequestOutput] = {}
+        found = Samples()
         steps = 0
         while engine.has_unfinished() or steps <= max(a.arrival for a in asks):
             for i, ask in enumerate(asks):
@@ -83,9 +83,9 @@ class Rig:
                     engine.add_request(ask.prompt, ask.params, str(i))
                 if ask.abort is not None and ask.arrival + ask.abort == steps:
                     engine.abort(str(i))
-            for output in engine.step() if engine.has_unfinished() else ():
-                assert output.error is None, output.error
-                found[output.request_id, output.index] = output
+            deltas = engine.step() if engine.has_unfinished() else []
+            assert [delta.error for delta in deltas if delta.error is not None] == []
+            found.add(deltas)
             self.coordinator.check()
             steps += 1
             assert steps < 2000
@@ -93,12 +93,12 @@ class Rig:
         self._assert_done(found)
         return found
 
-    def futures(self, asks: Sequence[Ask]) -> dict[Key, RequestOutput]:
+    def futures(self, asks: Sequence[Ask]) -> dict[Key, Sample]:
         """The samples of all requests as they would be without speculation, aborts and stops."""
         forever = [Ask(a.prompt, replace(a.params, stop_token_ids=())) for a in asks]
         return self.run(forever)
 
-    def _assert_done(self, found: dict[Key, RequestOutput]) -> None:
+    def _assert_done(self, found: dict[Key, Sample]) -> None:
         for pool in (self.coordinator.rows, self.coordinator.slots, self.coordinator.pages):
             assert pool.num_free == pool.total, f"leaked: {pool}"
         metrics, counters = [o.metrics for o in found.values()], self.counters
@@ -124,7 +124,7 @@ def until_stop(ask: Ask, tokens: list[int]) -> tuple[list[int], str]:
     return (tokens, "length") if end is None else (tokens[: end + 1], "stop")
 
 
-def assert_same(asks: Sequence[Ask], found: dict[Key, RequestOutput], futures: dict[Key, RequestOutput]) -> None:
+def assert_same(asks: Sequence[Ask], found: dict[Key, Sample], futures: dict[Key, Sample]) -> None:
     """Tokens, reasons and log-probabilities of `found` are those of `futures` up to a stop; of an aborted sample, a
     beginning of them."""
     assert found.keys() == futures.keys()

@@ -16,7 +16,7 @@ from hybridrt import LLM, EngineConfig, SamplingParams
 from hybridrt.cli.app import app
 from hybridrt.cli.options import EngineOptions, SamplingOptions
 from hybridrt.engine.engine import Engine
-from hybridrt.engine.request import RequestOutput
+from hybridrt.engine.outputs import Delta, RequestOutput
 from hybridrt.errors import EngineError
 from hybridrt.runtime import build
 from hybridrt.runtime.model_runner import ModelRunner
@@ -213,7 +213,7 @@ def test_unknown_names_are_answered_with_known_ones(tmp_path: Path) -> None:
 
 
 def test_a_failure_on_the_way_is_status_1(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Engine) -> list[RequestOutput]:
+    def broken(self: Engine) -> list[Delta]:
         raise EngineError("the device\nis gone")
 
     monkeypatch.setattr(Engine, "step", broken)
@@ -240,7 +240,7 @@ def test_traceback_is_shown_on_request(tiny: Path) -> None:
 
 
 def test_an_interrupt_ends_with_status_130(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: Engine) -> list[RequestOutput]:
+    def interrupted(self: Engine) -> list[Delta]:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "step", interrupted)

@@ -155,3 +155,20 @@ def test_a_file_that_cannot_be_read_is_one_line(file: str, tmp_path: Path) -> No
 def test_traceback_shows_where_a_stream_failed() -> None:
     done = shell("$H --traceback --help >/dev/full")
     assert done.returncode != 0 and b"Traceback" in done.stderr and b"No space left" in done.stderr
+
+
+def test_a_script_without_standard_error_loads_and_generates(tiny: Path, tmp_path: Path) -> None:
+    """Python sets sys.stderr to None there; the progress bars asked whether it is a terminal."""
+    script, found = tmp_path / "script.py", tmp_path / "found"
+    script.write_text(
+        "from hybridrt import LLM, SamplingParams\n"
+        f"llm = LLM({str(tiny)!r}, load_format='dummy', device='cpu', max_running_requests=2)\n"
+        "outputs = llm.generate([[5], [6]], SamplingParams(max_tokens=2, ignore_eos=True))\n"
+        f"open({str(found)!r}, 'w').write(str([len(o.token_ids) for o in outputs]))\n"
+    )
+    assert shell(f"{sys.executable} {script} <&- >&- 2>&-").returncode == 0
+    assert found.read_text() == "[2, 2]"
+
+
+def test_a_stop_string_with_a_lone_surrogate_is_one_line(tiny: Path) -> None:
+    check_one_line(run(tiny, "x", "--stop", os.fsdecode(b"\xff")), "lone surrogate")

@@ -159,9 +159,53 @@ def test_a_state_slot_outside_the_pool_is_refused(make: Make) -> None:
         hand.forward(batch)
 
 
+@pytest.mark.parametrize("page", [10**4, -1])
+def test_a_page_outside_the_pool_that_is_only_read_is_refused(page: int, make: Make) -> None:
+    """No new token is written there. A negative number would count from the pool's end."""
+    hand = make()
+    hand.admit(1)
+    hand.extend(Row(1, 0, [5, 6, 7, 8, 9]))
+    batch = hand.batch([Row(1, 5, [4])])
+    hand.pools.req_to_token.write_pages(torch.tensor([1]), torch.tensor([0]), torch.tensor([page]))
+    with pytest.raises(BackendError, match=f"req_to_token holds {page * 4}"):
+        hand.forward(batch)
+
+
+@pytest.mark.parametrize("mode", ["decode", 1, None])
+def test_a_mode_that_is_none_is_refused(mode: Any, make: Make) -> None:
+    hand = make()
+    with pytest.raises(BackendError, match=f"forward_mode is {mode!r}"):
+        hand.forward(replace(decoding(hand), forward_mode=mode))
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [([0, 0], "req_to_mamba_slot of row 0 is 0, which is scratch"),
+     ([2, 2], "req_to_mamba_slot of row 1 is 2, which belongs to another row")],
+)  # fmt: skip
+def test_debugging_finds_state_slots_that_are_shared_or_missing(
+    slots: list[int], message: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a row was not admitted: requests would read each other's state."""
+    monkeypatch.setattr(checks, "DEBUG", True)
+    hand = make()
+    batch = decoding(hand)
+    hand.pools.req_to_token.req_to_mamba_slot[1:3] = torch.tensor(slots).int()
+    with pytest.raises(BackendError, match=message):
+        hand.forward(batch)
+
+
+def test_debugging_finds_a_row_that_is_there_twice(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "DEBUG", True)
+    hand = make()
+    with pytest.raises(BackendError, match="req_pool_indices of row 1 is 1, which belongs to another row"):
+        hand.forward(replace(decoding(hand), req_pool_indices=torch.tensor([1, 1], dtype=torch.int32)))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"query_start_loc": torch.tensor([1, 2, 3, 6], dtype=torch.int32)}, "query_start_loc begins with 1"),
         ({"seq_lens": torch.tensor([5, 3, 3], dtype=torch.int32)}, "seq_lens of row 0 is 5"),
         ({"seq_lens": torch.tensor([4, 3, 2], dtype=torch.int32)}, "seq_lens gives 2 for row 2"),
         ({"query_start_loc": torch.tensor([0, 1, 2, 4], dtype=torch.int32)}, "query_start_loc gives 2 for row 2"),

@@ -31,25 +31,21 @@ class WordTokenizer:
 
 def feed(detokenizer: Detokenizer, tokens: Sequence[int]) -> list[str]:
     """Text shown after each token."""
-    shown = []
+    shown = [""]
     for token in tokens:
-        detokenizer.append(token)
-        detokenizer.advance()
-        shown.append(detokenizer.visible_text)
-    return shown
+        detokenizer.advance([token])
+        shown.append(shown[-1] + detokenizer.take(final=False))
+    return shown[1:]
 
 
-def take_until_stopped(detokenizer: Detokenizer, tokens: Sequence[int]) -> int:
-    """Feeds tokens up to the one that completes a stop string; returns how many. Nothing shown is ever taken back."""
+def take_until_stopped(detokenizer: Detokenizer, tokens: Sequence[int]) -> tuple[int, str]:
+    """Feeds tokens up to the one that completes a stop string; returns how many, and all text."""
     shown = ""
     for i, token in enumerate(tokens):
-        detokenizer.append(token)
-        stopped = detokenizer.advance()
-        assert (detokenizer.text if stopped else detokenizer.visible_text).startswith(shown)
-        shown = detokenizer.visible_text
-        if stopped:
-            return i + 1
-    return len(tokens)
+        if detokenizer.advance([token]):
+            return i + 1, shown + detokenizer.take(final=True)
+        shown += detokenizer.take(final=False)
+    return len(tokens), shown + detokenizer.take(final=True)
 
 
 @given(st.text(alphabet=sorted(set(TEXT)), max_size=20), st.binary(max_size=4))
@@ -59,7 +55,8 @@ def test_split_characters_never_show_as_replacements(text: str, prompt: bytes) -
     for before, after in pairwise(shown):
         assert after.startswith(before)
     assert all("\N{REPLACEMENT CHARACTER}" not in s and text.startswith(s) for s in shown)
-    assert not detokenizer.finish() and detokenizer.text == text
+    assert not detokenizer.finish([])
+    assert "".join(shown[-1:]) + detokenizer.take(final=True) == text
 
 
 def test_what_is_complete_shows_at_once() -> None:
@@ -69,11 +66,10 @@ def test_what_is_complete_shows_at_once() -> None:
 @given(st.binary(max_size=24))
 def test_streamed_text_equals_the_text_decoded_at_once(data: bytes) -> None:
     streamed, at_once = Detokenizer(ByteTokenizer(), [65]), Detokenizer(ByteTokenizer(), [65])
-    feed(streamed, list(data))
-    for token in data:
-        at_once.append(token)
-    streamed.finish(), at_once.finish()
-    assert streamed.text == at_once.text == data.decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
+    shown = "".join(feed(streamed, list(data))[-1:])
+    streamed.finish([]), at_once.finish(data)
+    text = data.decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
+    assert shown + streamed.take(final=True) == at_once.take(final=True) == text
 
 
 def test_bytes_that_are_no_character_show_once_the_text_goes_on() -> None:
@@ -82,9 +78,9 @@ def test_bytes_that_are_no_character_show_once_the_text_goes_on() -> None:
 
 def test_an_unfinished_character_at_the_end_is_dropped() -> None:
     detokenizer = Detokenizer(ByteTokenizer(), [65])
-    feed(detokenizer, list("x\N{EURO SIGN}".encode())[:-1])
-    detokenizer.finish()
-    assert detokenizer.text == "x"
+    assert feed(detokenizer, list("x\N{EURO SIGN}".encode())[:-1])[-1] == "x"
+    detokenizer.finish([])
+    assert detokenizer.take(final=True) == ""
 
 
 def test_output_reads_as_the_prompts_continuation() -> None:
@@ -98,31 +94,29 @@ def test_tokens_without_text_do_not_lose_the_space_after_them() -> None:
 
 def test_a_stop_string_across_tokens_cuts_before_its_first_match() -> None:
     detokenizer = Detokenizer(ByteTokenizer(), [65], stop=StopStrings(["END", "Nothing"]))
-    taken = take_until_stopped(detokenizer, b"so it ENENDs")
-    assert (taken, detokenizer.text) == (11, "so it EN")
-    assert not detokenizer.finish() and detokenizer.text == "so it EN"
+    assert take_until_stopped(detokenizer, b"so it ENENDs") == (11, "so it EN")
+    assert not detokenizer.finish([]) and detokenizer.take(final=True) == ""
 
 
 def test_the_first_of_several_stop_strings_wins() -> None:
     detokenizer = Detokenizer(ByteTokenizer(), [65], stop=StopStrings(["cd", "bcd"]))
-    for token in b"abcd":
-        detokenizer.append(token)
-    assert detokenizer.finish() and detokenizer.text == "a"
+    assert detokenizer.finish(b"abcd") and detokenizer.take(final=True) == "a"
 
 
 def test_a_possible_stop_string_is_held_back_until_it_is_none() -> None:
     detokenizer = Detokenizer(ByteTokenizer(), [65], stop=StopStrings(["END", "DO"]))
     assert feed(detokenizer, b"E.ENxEN") == ["", "E.", "E.", "E.", "E.ENx", "E.ENx", "E.ENx"]
-    detokenizer.finish()
-    assert detokenizer.text == "E.ENxEN", "the end of the text releases it"
+    detokenizer.finish([])
+    assert detokenizer.take(final=True) == "EN", "the end of the text releases it"
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_stopping_agrees_with_a_search_of_the_whole_text(text: str, stops: list[str]) -> None:
     detokenizer = Detokenizer(ByteTokenizer(), [65], stop=StopStrings(stops))
-    seen = text[: take_until_stopped(detokenizer, text.encode())]
+    count, shown = take_until_stopped(detokenizer, text.encode())
+    seen = text[:count]
     cuts = [seen.index(s) for s in stops if s in seen]
-    assert detokenizer.text == (seen[: min(cuts)] if cuts else text)
+    assert shown == (seen[: min(cuts)] if cuts else text)
     assert not any(s in seen[:-1] for s in stops), "it stops at the token that completes a stop string"
 
 
@@ -132,9 +126,8 @@ def test_a_stop_string_hidden_behind_an_unfinished_character_is_found_at_the_end
             return b"".join([b"END\xe2", b"A"][t] for t in token_ids).decode(errors="replace")
 
     detokenizer = Detokenizer(Pairs(), [1], stop=StopStrings(["END"]))
-    detokenizer.append(0)
-    assert not detokenizer.advance()
-    assert detokenizer.finish() and detokenizer.text == ""
+    assert not detokenizer.advance([0])
+    assert detokenizer.finish([]) and detokenizer.take(final=True) == ""
 
 
 def test_load_tokenizer(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -152,7 +145,8 @@ def test_load_tokenizer(tmp_path) -> None:  # type: ignore[no-untyped-def]
     ids = tokenizer.encode(TEXT)
     assert len(ids) == len(TEXT.encode()) and tokenizer.decode([*ids, tokenizer.hf.eos_token_id]) == TEXT
     detokenizer = Detokenizer(tokenizer, ids)
-    assert "\N{REPLACEMENT CHARACTER}" not in "".join(feed(detokenizer, ids)) and detokenizer.text == TEXT
+    shown = feed(detokenizer, ids)
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(shown) and shown[-1] == TEXT
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         load_tokenizer(tmp_path)

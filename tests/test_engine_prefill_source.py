@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.engine.around import derive_seed
+from hybridrt.engine.request import derive_seed
 from hybridrt.errors import RequestError, TransferError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.sampling_params import SamplingParams

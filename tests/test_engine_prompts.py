@@ -74,6 +74,9 @@ NO_PROMPTS: list[tuple[Any, str]] = [
     (torch.tensor([1.0]), "a 1-D Tensor of torch.float32"),
     (torch.tensor([[1]]), "a 2-D Tensor of torch.int64"),
     (torch.tensor([True]), "a 1-D Tensor of torch.bool"),
+    (np.array([1], "m8[s]"), "a 1-D ndarray of timedelta64[s]"),
+    (torch.tensor([1, 2], device="meta"), "a 1-D meta Tensor of torch.int64"),
+    (torch.tensor([1, 2]).to_sparse(), "a 1-D sparse_coo Tensor of torch.int64"),
     ({}, "a dictionary with {}"),
     ({"text": "a"}, "a dictionary with {'text': str}"),
     ({"prompt": 5}, "a dictionary with {'prompt': int}"),
@@ -95,9 +98,10 @@ def test_what_is_no_prompt_is_refused_by_its_type(llm: LLM, index: int) -> None:
     assert llm.engine.counters() == before
 
 
-@pytest.mark.parametrize("bad", ["a", 1.0, None, True, np.float32(1), torch.tensor([1]), np.array([1]), [1]])
+@pytest.mark.parametrize("bad", ["a", 1.0, None, True, np.float32(1), torch.tensor([1]), np.array([1]), [1],
+                                 np.timedelta64(3, "s"), torch.tensor(3, device="meta")])  # fmt: skip
 def test_what_is_no_token_id_is_refused_by_its_place_and_type(llm: LLM, bad: Any) -> None:
-    with pytest.raises(RequestError, match=r"token id 1 of the prompt is .*, a (\d-D )?" + type(bad).__name__):
+    with pytest.raises(RequestError, match=r"token id 1 of the prompt is .*, a (\d-D )?(meta )?" + type(bad).__name__):
         llm.generate([5, bad], PARAMS)
 
 
@@ -132,7 +136,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     assert tokenizer.read == 0
     with pytest.raises(RequestError, match="64 characters"):
         rig.engine.add_request("a" * 64, PARAMS)
-    assert len(rig.engine.prepare("a" * 63, PARAMS)) == 63
+    assert len(rig.engine.prepare("a" * 63, PARAMS).tokens) == 63
 
 
 def test_ids_that_cannot_fit_are_refused_before_they_are_read() -> None:

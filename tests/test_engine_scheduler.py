@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.request import Request, RequestMetrics
+from hybridrt.engine.outputs import RequestMetrics
+from hybridrt.engine.request import Request
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.errors import PoolError
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator

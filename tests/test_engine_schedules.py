@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridrt.engine.around import derive_seed
+from hybridrt.engine.request import derive_seed
 from hybridrt.errors import MemoryBudgetError
 from hybridrt.sampling_params import SamplingParams
 from tests.engine_harness import VOCAB, Rig, expected

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from hybridrt.engine.llm import LLM, Delta
+from hybridrt.engine.delta_queue import DeltaQueue
+from hybridrt.engine.llm import LLM
+from hybridrt.engine.outputs import Delta
 from hybridrt.sampling_params import SamplingParams
 from tests.engine_harness import Rig
 from tests.fake_llm import FIVE, VOCAB, FakeRunner, assert_clean, make
@@ -154,16 +156,12 @@ def test_the_interrupted_reader_of_a_stream_leaves_nothing(monkeypatch: pytest.M
     assert info.value is not None and isinstance(runner, FakeRunner)
 
 
-def test_requests_of_a_receiver_that_has_gone_end_with_the_next_step() -> None:
-    class Receiver:
-        def put(self, output: object) -> None:
-            pass
-
+def test_requests_of_a_queue_that_has_gone_end_with_the_next_step() -> None:
     rig = Rig()
-    receiver = Receiver()
-    rig.engine.add_request([1], LONG, receiver=receiver)
+    queue = DeltaQueue()
+    rig.engine.add_request([1], LONG, queue=queue)
     assert rig.step() == [] and rig.engine.counters().running == 1
-    del receiver
+    del queue
     assert rig.step() == rig.engine.drain() == [], "what it gave goes nowhere"
     assert rig.engine.counters().aborted == 1
     rig.assert_empty()

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.distributed.groups import TPGroup
-from hybridrt.engine.around import derive_seed
-from hybridrt.engine.request import RequestOutput
+from hybridrt.engine.request import derive_seed
 from hybridrt.errors import CheckpointError, ConfigError
 from hybridrt.models.loader import LoadReport, load_weights
 from hybridrt.runtime.build import empty_model, load_target
@@ -22,11 +21,12 @@ from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from hybridrt.speculative.mtp import MTPDrafter
 from tests.checkpoints import falcon, nemotron, write
 from tests.mtp_oracle import HEADS, NaiveHead, without_head, write_with_head
+from tests.samples import Sample
 from tests.speculation import Ask, Rig, assert_same, bushy
 
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [3, 99, 3, 99, 3], [77, 21, 60])
 Chain = tuple[tuple[int, ...], tuple[int, ...]]
-Outputs = dict[tuple[str, int], RequestOutput]
+Outputs = dict[tuple[str, int], Sample]
 
 
 class Store:

@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrt.engine.around import derive_seed
-from hybridrt.engine.request import RequestOutput
+from hybridrt.engine.request import derive_seed
 from hybridrt.errors import EngineError
 from hybridrt.runtime.build import Pools
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest
 from hybridrt.speculative.ngram import NgramDrafter
 from tests.checkpoints import VOCAB, falcon, falcon_mamba, jamba, nemotron, qwen, swa_ssm, write
+from tests.samples import Sample, Samples
 from tests.speculation import Ask, Rig
 
 BAD = 0  # its embedding is NaN; it is never sampled
@@ -93,26 +93,26 @@ class Anything(Drafter):
 
 def play(
     rig: Rig, asks: Sequence[Ask], chunk: int = 8192, overlap: bool = False, ngrams: bool = False, watch: bool = True
-) -> list[RequestOutput]:
+) -> list[Sample]:
     """The last output of each request; a request may fail. With `watch`, scratch is finite after every step."""
     drafter: Drafter | None = None
     if spec := rig.config.speculative:
         inner: Drafter = NgramDrafter(topk=spec.topk) if ngrams else Anything(spec.topk > 1)
         drafter = AdaptiveDrafter(inner, spec.num_draft_tokens, patience=1000)
     engine = rig.engine(drafter, chunk, overlap)
-    found: dict[int, RequestOutput] = {}
+    found = Samples()
     steps = 0
     while engine.has_unfinished() or steps <= max(a.arrival for a in asks):
         for i, ask in enumerate(asks):
             if ask.arrival == steps:
                 engine.add_request(ask.prompt, ask.params, str(i))
-        found |= {int(out.request_id): out for out in (engine.step() if engine.has_unfinished() else ())}
+        found.add(engine.step() if engine.has_unfinished() else ())
         rig.coordinator.check()
         if watch:
             assert_scratch_is_finite(rig)
         steps += 1
     assert rig.coordinator.rows.num_free == rig.coordinator.rows.total
-    return [found[i] for i in range(len(asks))]
+    return [found[str(i), 0] for i in range(len(asks))]
 
 
 def tensors(pools: Pools) -> Iterator[tuple[str, Tensor]]:
@@ -137,7 +137,7 @@ def clean(rig: Rig) -> None:
         tensor.zero_()
 
 
-def failed(output: RequestOutput) -> bool:
+def failed(output: Sample) -> bool:
     """Whether it ended because of NaN; no other failure is known."""
     if output.error is None:
         return False
@@ -160,7 +160,7 @@ def healthy() -> list[Ask]:
     ]
 
 
-def assert_same(got: Sequence[RequestOutput], want: Sequence[RequestOutput]) -> None:
+def assert_same(got: Sequence[Sample], want: Sequence[Sample]) -> None:
     ends = [[(out.token_ids, out.finish_reason, failed(out)) for out in outputs] for outputs in (got, want)]
     assert ends[0] == ends[1]
 

@@ -300,3 +300,14 @@ def test_a_tokenizer_class_that_is_none(value: object, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"tokenizer_class is .*, which is no tokenizer"):
             load_tokenizer(tmp_path)
         (tmp_path / file).write_text(before)
+
+
+@pytest.mark.parametrize("value", [[], "long", {}])
+def test_a_tokenizer_that_fails_only_on_text_ends_in_a_typed_error(value: object, tmp_path: Path) -> None:
+    """transformers takes any `model_max_length`, and compares it with the length of the first text."""
+    file = write_tiny(tmp_path) / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": value}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    with pytest.raises(CheckpointError, match="tokenizer fails"):
+        tokenizer.encode("some text")

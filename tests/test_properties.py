@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hybridrt.sampling_params import SamplingParams
 from tests.checkpoints import CheckpointStore
 from tests.levels import sweep
+from tests.samples import Samples
 from tests.session import Session, budget
 from tests.test_models_parity import prompts
 from tests.ties import check_greedy
@@ -66,10 +67,10 @@ class Bench:
         if (prompt, sampled) not in self.alone:
             session = self.session(1, MAX_LEN // 4, "classic", alone=True)
             engine = session.engine()
-            engine.add_request(PROMPTS[prompt], params(prompt, sampled, LONGEST))
+            engine.add_request(PROMPTS[prompt], params(prompt, sampled, LONGEST), stream=False)
             while engine.has_unfinished():
-                outputs = engine.step()
-            self.alone[prompt, sampled] = outputs[0].token_ids
+                deltas = engine.step()
+            self.alone[prompt, sampled] = deltas[0].token_ids
         return self.alone[prompt, sampled]
 
     def params_of(self, plan: Plan) -> SamplingParams:
@@ -114,7 +115,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(
     """Random arrivals, lengths, stops and aborts; pools too small for all; chunked prefill; retraction; overlap."""
     session = bench.session(rows, pages, state_mode)
     engine = session.engine(chunk=chunk, overlap=overlap)
-    outputs: dict[str, Any] = {}
+    outputs = Samples()
     step = 0
     while step <= 30 or engine.has_unfinished():
         for i, plan in enumerate(plans):
@@ -123,13 +124,13 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(
             if plan.aborted == step:
                 engine.abort(str(i))
         if engine.has_unfinished():
-            outputs.update((out.request_id, out) for out in engine.step())
+            outputs.add(engine.step())
         session.coordinator.check()
         step += 1
         assert step < 2000
     session.assert_empty()
     for i, plan in enumerate(plans):
-        out = outputs[str(i)]
+        out = outputs[str(i), 0]
         assert out.error is None
         wanted, reason = bench.expected(plan)
         if out.finish_reason == "abort":
@@ -161,16 +162,16 @@ def test_order_and_neighbours_change_nothing(bench: Bench, order: int) -> None:
         engine = session.engine(chunk=16, overlap=bool(order % 2))
         for i in which:
             engine.add_request(PROMPTS[i], params(i, bool(i % 2), 12), str(i))
-        outputs: dict[str, Any] = {}
+        outputs = Samples()
         for step in range(10_000):
             if not engine.has_unfinished():
                 break
             if step == 6:
                 for i in dropped:
                     engine.abort(str(i))
-            outputs.update((out.request_id, out) for out in engine.step())
+            outputs.add(engine.step())
         session.assert_empty()
         for i in which:
-            tokens = outputs[str(i)].token_ids
+            tokens = outputs[str(i), 0].token_ids
             assert tokens == bench.tokens_alone(i, bool(i % 2))[: len(tokens)]
             assert len(tokens) == 12 or i in dropped

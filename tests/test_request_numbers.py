@@ -92,6 +92,27 @@ def test_numbers_that_no_buffer_holds_are_refused_by_name(name: str, value: Any)
         SamplingParams(**{name: value})
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "temperature", "top_p", "top_k", "seed", "n", "stop_token_ids"])
+def test_a_duration_is_no_number(name: str) -> None:
+    """numpy says that it is an integer."""
+    value: Any = np.timedelta64(1, "s")
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(**{name: [value] if name == "stop_token_ids" else value})
+
+
+def test_a_stop_string_with_a_lone_surrogate_is_refused() -> None:
+    """Ranks could not be told of it: the step failed, with every request in it."""
+    with pytest.raises(RequestError, match="lone surrogate"):
+        SamplingParams(stop=["end", "\udcff"])
+
+
+@pytest.mark.parametrize("value", [np.ones((3, 3)), "a\n b"])
+def test_a_refused_value_is_shown_on_one_line(value: Any) -> None:
+    with pytest.raises(RequestError) as info:
+        SamplingParams(temperature=value)
+    assert "\n" not in str(info.value)
+
+
 def test_numpy_numbers_are_kept_as_pythons() -> None:
     params = SamplingParams(
         max_tokens=np.int64(3), temperature=np.float32(0.5), top_p=np.float64(0.25), top_k=np.uint8(4),  # type: ignore[arg-type]
@@ -133,7 +154,7 @@ def test_candidates_beyond_the_vocabulary_are_all_of_it(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [("request_id", 5), ("request_id", b"a"), ("request_id", ["a"]), ("export_to", 5),
-     ("export_to", range(0, 2**63 + 1)),
+     ("request_id", "\ud800"), ("export_to", range(0, 2**63 + 1)),
      ("export_to", 1.5), ("export_to", True), ("export_to", "0")],
 )  # fmt: skip
 def test_names_and_places_of_a_request_are_checked(llm: LLM, argument: str, value: Any) -> None:

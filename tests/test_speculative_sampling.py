@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrt.engine.around import derive_seed
+from hybridrt.engine.request import derive_seed
 from hybridrt.kernels.acceptance import accept_chain
 from hybridrt.kernels.sampling import sample
 from hybridrt.runtime.sampler import Filters, Sampler, SamplingTable, Verification

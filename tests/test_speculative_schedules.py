@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridrt.engine.around import derive_seed
+from hybridrt.engine.request import derive_seed
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.draft_model import DraftModelDrafter
 from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest

@@ -12,7 +12,6 @@ from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
-from hybridrt.engine.request import RequestOutput
 from hybridrt.errors import ConfigError
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.rank_start import start_ranks
@@ -23,6 +22,7 @@ from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
 from hybridrt.speculative.make import make_drafter
 from tests.checkpoints import SPLIT, Checkpoint, CheckpointStore
 from tests.mtp_oracle import HEADS, write_with_head
+from tests.samples import Sample, Samples
 from tests.session import Session, check_sample, greedy
 from tests.speculation import Scripted, shifted
 from tests.test_models_parity import prompts, requests
@@ -90,7 +90,7 @@ def test_rings_of_recent_inputs(name: str, groups: Groups, checkpoints: Checkpoi
 
 def outputs(
     executor: ModelRunner | TensorParallelExecutor, params: Sequence[SamplingParams], drafter: Drafter | None = None
-) -> list[RequestOutput]:
+) -> list[Sample]:
     """One request each, of prompts that differ."""
     runner = executor if isinstance(executor, ModelRunner) else executor.runner
     plan, model = runner.plan, runner.model_config
@@ -99,11 +99,11 @@ def outputs(
     engine = Engine(executor, pools, limits, overlap=False, drafter=drafter)
     for i, (prompt, wanted) in enumerate(zip(prompts(*range(5, 5 + len(params))), params)):
         engine.add_request(prompt, wanted, str(i))
-    found = {}
+    found = Samples()
     while engine.has_unfinished():
-        found.update({output.request_id: output for output in engine.step()})
+        found.add(engine.step())
     assert [output.error for output in found.values() if output.error] == []
-    return [found[str(i)] for i in range(len(params))]
+    return [found[str(i), 0] for i in range(len(params))]
 
 
 def config(checkpoint: Checkpoint, **changes: Any) -> EngineConfig:

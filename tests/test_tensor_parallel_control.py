@@ -28,6 +28,7 @@ from hybridrt.runtime.drafting import DraftRow, DraftTask
 from hybridrt.runtime.messages import KINDS, decode, encode
 from hybridrt.runtime.ranks import Ranks
 from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StateCopy, StepPlan
+from hybridrt.runtime.torchrun import World
 from hybridrt.sampling_params import SamplingParams
 from tests.checkpoints import CheckpointStore
 from tests.session import Session
@@ -221,12 +222,10 @@ def test_a_time_out_that_is_none_is_refused(text: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("key", [None, "", "short"])
 def test_ranks_on_several_hosts_need_a_key(key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.delenv(rank_start.KEY_VARIABLE, raising=False)
     if key is not None:
         monkeypatch.setenv(rank_start.KEY_VARIABLE, key)
     with pytest.raises(ConfigError, match=rank_start.KEY_VARIABLE):
-        rank_start.torchrun_ranks("cpu")
+        rank_start.torchrun_ranks(World(0, 4, 0, 2), "cpu")
     with pytest.raises(ConfigError, match=rank_start.KEY_VARIABLE):
-        rank_start.torchrun_place()
+        rank_start.torchrun_place(World(1, 4, 1, 2))

@@ -14,8 +14,8 @@ from hybridrt.distributed.transfer.prefill import PrefillWorker
 from hybridrt.distributed.transfer.reader import ImageReader
 from hybridrt.distributed.transfer.side import WorkerSide
 from hybridrt.distributed.transfer.transport import InProcessTransport
-from hybridrt.engine.request import RequestOutput
 from hybridrt.runtime.state_arena import ImageLayout
+from tests.samples import Samples
 
 SMALL: dict[str, Any] = dict(
     load_format="dummy", device="cpu", max_model_len=96, max_running_requests=3, page_size=4, transfer_bytes=1 << 17,
@@ -74,12 +74,15 @@ class Decoder:
         self.engine = llm.engine
         transport = InProcessTransport(hub, "decode", self.side.arena, piece=1500)
         self.worker = DecodeWorker(self.side, [ImageReader(transport, self.side.layout)], **options)
-        self.outputs: dict[tuple[str, int], RequestOutput] = {}
+        self.outputs = Samples()
 
     def step(self) -> None:
         self.worker.regions.check()
-        for output in self.engine.step():
-            self.outputs[output.request_id, output.index] = output
+        for delta in self.engine.step():
+            sample = self.outputs.get((delta.request_id, delta.index))
+            if sample is not None and sample.finish_reason is not None:
+                del self.outputs[delta.request_id, delta.index]  # its id has come again
+            self.outputs.add([delta])
 
     def tokens(self, request_id: str) -> list[int]:
         return self.outputs[request_id, 0].token_ids

@@ -56,11 +56,29 @@ def check_range(name: str, values: torch.Tensor, end: int) -> None:
             raise BackendError(f"{name} holds {least if least < 0 else most}; valid are 0 to {end - 1}")
 
 
+def check_own(name: str, values: torch.Tensor) -> None:
+    """With HYBRIDRT_DEBUG=1: each real row of a batch has one of its own. Waits for the device.
+
+    Raises:
+        BackendError: two rows share one, or a row has number 0, which is scratch.
+    """
+    if not DEBUG:
+        return
+    seen: set[int] = set()
+    for row, value in enumerate(values.tolist()):
+        if value == 0 or value in seen:
+            why = "is scratch" if value == 0 else "belongs to another row of the batch"
+            raise BackendError(f"{name} of row {row} is {value}, which {why}")
+        seen.add(value)
+
+
 def check_device_lengths(batch: ForwardBatch) -> None:
     """With HYBRIDRT_DEBUG=1: lengths and positions on the device against the host's copies. Waits for the device."""
     if not DEBUG or not batch.batch_size:
         return
     starts, lens = batch.query_start_loc, batch.seq_lens
+    if int(starts[0]):
+        raise BackendError(f"query_start_loc begins with {int(starts[0])}; it must begin with 0")
     new = starts.diff()
     real, split = batch.num_real, batch.num_decode_rows
     if batch.query_lens_cpu is not None and batch.seq_lens_cpu is not None:
@@ -110,10 +128,11 @@ def _check_mode(batch: ForwardBatch) -> None:
         ForwardMode.DRAFT_EXTEND: True,
         ForwardMode.IDLE: not decode and not extend,
     }
-    if not fits[batch.forward_mode]:
+    mode = batch.forward_mode
+    if not fits.get(mode, False):
         raise BackendError(
-            f"forward_mode is {batch.forward_mode.name} in a batch of {batch.num_decode_rows} decode rows of "
-            f"{batch.tokens_per_row} tokens and {batch.num_extend_rows} extend rows; see ForwardMode"
+            f"forward_mode is {mode.name if mode in fits else repr(mode)} in a batch of {batch.num_decode_rows} decode "
+            f"rows of {batch.tokens_per_row} tokens and {batch.num_extend_rows} extend rows; see ForwardMode"
         )
 
 

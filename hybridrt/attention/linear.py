@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from hybridrt.attention.base import AttentionBackend, check_graph_tokens
-from hybridrt.attention.checks import check_batch, check_device_lengths, check_graph_step, check_range, may_look
+from hybridrt.attention.checks import (
+    check_batch,
+    check_device_lengths,
+    check_graph_step,
+    check_own,
+    check_range,
+    may_look,
+)
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment, ForwardMetadata
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
@@ -149,6 +156,7 @@ class MambaAttnBackendBase(AttentionBackend):
             check_range("req_pool_indices", batch.req_pool_indices, self.pools.num_rows + 1)
             slots = self.pools.get_mamba_indices(batch.req_pool_indices[: batch.num_real])
             check_range("req_to_mamba_slot", slots, self.mamba_pool.num_slots + 1)
+            check_own("req_to_mamba_slot", slots)
         check_device_lengths(batch)
         split = batch.num_decode_rows
         decode, extends = None, dict[int, ExtendSegment]()

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 
 from hybridrt.attention.base import Rope, SegmentedAttnBackend, check_graph_tokens
-from hybridrt.attention.checks import check_batch, check_device_lengths, check_graph_step, check_range, may_look
+from hybridrt.attention.checks import (
+    check_batch,
+    check_device_lengths,
+    check_graph_step,
+    check_own,
+    check_range,
+    may_look,
+)
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.providers import select
 from hybridrt.kernels.state_commit import move_kv
@@ -63,11 +70,21 @@ class PagedKVBackend(SegmentedAttnBackend):
         k = self.kv_pool.k
         return select(op, k.device.type, self.provider, **kernel_facts(k.device, k.dtype, k.shape[-1]))
 
+    def _check_places(self, batch: ForwardBatch) -> None:
+        """Rows, and the KV slots that the step writes and reads. Waits for the device."""
+        table, rows, size = self.req_to_token_pool, batch.req_pool_indices, self.kv_pool.page_size
+        num_slots = (self.kv_pool.num_pages + 1) * size
+        check_range("req_pool_indices", rows, table.num_rows + 1)
+        check_own("req_pool_indices", rows[: batch.num_real])
+        check_range("out_cache_loc", batch.out_cache_loc, num_slots)
+        pages = table.req_to_token[:, ::size][rows]  # by their first slots
+        starts = torch.arange(pages.shape[1], device=pages.device) * size
+        check_range("req_to_token", pages[starts < batch.seq_lens[:, None]], num_slots)
+
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         check_batch(batch)
         if may_look(batch.seq_lens.device):
-            check_range("req_pool_indices", batch.req_pool_indices, self.req_to_token_pool.num_rows + 1)
-            check_range("out_cache_loc", batch.out_cache_loc, (self.kv_pool.num_pages + 1) * self.kv_pool.page_size)
+            self._check_places(batch)
         check_device_lengths(batch)
         split = batch.num_decode_rows
         num_drafts = batch.spec_info.num_drafts if batch.spec_info else None

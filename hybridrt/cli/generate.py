@@ -1,10 +1,10 @@
 """`hybridrt generate`: prompts in, text out as it comes."""
 
 import json
-import os
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,11 +15,12 @@ import typer
 from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, SamplingOptions, SpeculativeOptions, option
 from hybridrt.engine.sampling_defaults import default_sampling_params
 from hybridrt.errors import RequestError
+from hybridrt.runtime.torchrun import world
 from hybridrt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from hybridrt.engine.llm import LLM
-    from hybridrt.engine.request import RequestMetrics, RequestOutput
+    from hybridrt.engine.outputs import Delta, RequestMetrics
 
 LABEL_WIDTH = 60
 
@@ -56,16 +57,19 @@ def generate(
     """
     if sampling.logprobs is not None and not json_lines:
         raise RequestError("--logprobs goes with --json, whose lines hold them; add it, or leave --logprobs out")
-    typed = [_checked(text) for text in prompts or [_read_stdin()]]
+    torchrun = world()
+    # Under torchrun all ranks share the input, and rank 0 reads it.
+    typed = [_checked(text) for text in prompts or ([""] if torchrun and torchrun.rank else [_read_stdin()])]
     from hybridrt.engine.llm import LLM
     from hybridrt.runtime.build import resolve_model_path
-    from hybridrt.runtime.rank_start import world_size
 
     path = resolve_model_path(model)
     params = replace(default_sampling_params(path), **sampling.given())
     jobs = _jobs(path, typed, chat, token_ids)  # what is wrong with them is said before weights are read
     start = time.monotonic()
-    with LLM(str(path), **{"tp_size": world_size() or 1, **engine.given(), **speculation.given(model)}) as llm:
+    with LLM(
+        str(path), **{"tp_size": torchrun.size if torchrun else 1, **engine.given(), **speculation.given(model)}
+    ) as llm:
         loaded = time.monotonic() - start
         if verbose:
             typer.echo(f"{path.name}: loaded in {loaded:.1f} s\n{llm.plan.summary()}", err=True)
@@ -76,35 +80,37 @@ def generate(
             echo = sys.stdout.isatty() if echo is None else echo
             finished = _print_text(llm, jobs, params, as_ids, echo and not chat)
     if verbose:
-        for output in finished:
-            typer.echo(_timing(output.metrics), err=True)
+        for metrics in finished:
+            typer.echo(_timing(metrics), err=True)
 
 
-def in_order(llm: "LLM", prompts: Sequence[str | list[int]], params: SamplingParams) -> Iterator["RequestOutput"]:
-    """Runs all prompts together and yields their samples in the order of the prompts: the first that is not finished
-    as it grows, those after it once it is their turn.
+def in_order(llm: "LLM", prompts: Sequence[str | list[int]], params: SamplingParams, stream: bool) -> Iterator["Delta"]:
+    """Runs all prompts together and yields deltas of their samples in the order of the prompts: those of the first
+    sample that has not ended as they come, those of later samples once it is their turn.
+
+    Args:
+        stream: False: one delta a sample, with all of it.
 
     Raises:
         RequestError: a prompt cannot be taken; nothing has been yielded.
         EngineError: a sample failed.
     """
-    ids = [llm.engine.add_request(prompt, params) for prompt in prompts]
-    latest: dict[tuple[str, int], RequestOutput] = {}
+    ids = [llm.engine.add_request(prompt, params, stream=stream) for prompt in prompts]
+    waiting: dict[tuple[str, int], list[Delta]] = defaultdict(list)
     for key in ((request_id, index) for request_id in ids for index in range(params.n)):
         reason = None
         while reason is None:
-            while key not in latest:
-                latest.update(((o.request_id, o.index), o) for o in llm.engine.step())
-            output = latest.pop(key)
-            if output.error is not None:
-                raise output.error
-            reason = output.finish_reason
-            yield output
+            while key not in waiting:
+                for delta in llm.engine.step():
+                    waiting[delta.request_id, delta.index].append(delta)
+            for delta in waiting.pop(key):
+                if delta.error is not None:
+                    raise delta.error
+                reason = delta.finish_reason
+                yield delta
 
 
 def _read_stdin() -> str:
-    if int(os.environ.get("RANK", 0)) > 0:
-        return ""  # under torchrun all ranks share the input, and rank 0 reads it
     advice = 'write one after the command, as in hybridrt generate "def main():", or pipe text in'
     if sys.stdin.isatty():
         raise RequestError(f"no prompt: {advice}")
@@ -156,20 +162,22 @@ def _token_ids(text: str) -> list[int]:
 
 def _print_text(
     llm: "LLM", jobs: Sequence[Job], params: SamplingParams, as_ids: bool, echo: bool
-) -> "list[RequestOutput]":
+) -> "list[RequestMetrics]":
     """Writes each sample as it grows; several get a label each."""
-    finished: list[RequestOutput] = []
-    shown = ""
+    finished: list[RequestMetrics] = []
+    separator = ""
     _write(_heading(jobs, 0, params.n, echo))
-    for output in in_order(llm, [job.prompt for job in jobs], params):
-        text = " ".join(map(str, output.token_ids)) if as_ids else output.text
-        _write(text[len(shown) :])
-        shown = text
-        if output.finish_reason is not None:
-            finished.append(output)
+    for delta in in_order(llm, [job.prompt for job in jobs], params, stream=True):
+        if as_ids:
+            _write("".join(f"{separator if i == 0 else ' '}{token}" for i, token in enumerate(delta.token_ids)))
+            separator = " "
+        else:
+            _write(delta.text)
+        if delta.metrics is not None:
+            finished.append(delta.metrics)
             more = len(finished) < len(jobs) * params.n
             _write("\n" + ("\n" + _heading(jobs, len(finished), params.n, echo) if more else ""))
-            shown = ""
+            separator = ""
     return finished
 
 
@@ -189,31 +197,31 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _print_json(llm: "LLM", jobs: Sequence[Job], params: SamplingParams) -> "list[RequestOutput]":
+def _print_json(llm: "LLM", jobs: Sequence[Job], params: SamplingParams) -> "list[RequestMetrics]":
     """Writes a line for each sample, in order, with a progress bar if standard error is a terminal."""
     from tqdm.auto import tqdm
 
-    finished: list[RequestOutput] = []
+    finished: list[RequestMetrics] = []
     total = len(jobs) * params.n
     hidden = total < 2 or not sys.stderr.isatty()
     with tqdm(total=total, disable=hidden, unit="sample", desc="generate") as bar:
-        for output in in_order(llm, [job.prompt for job in jobs], params):
-            if output.finish_reason is not None:
-                bar.update()
-                typer.echo(json.dumps(_as_json(jobs[len(finished) // params.n], output)))
-                finished.append(output)
+        for delta in in_order(llm, [job.prompt for job in jobs], params, stream=False):
+            assert delta.metrics is not None, "the sample has ended"
+            bar.update()
+            typer.echo(json.dumps(_as_json(jobs[len(finished) // params.n], delta, delta.metrics)))
+            finished.append(delta.metrics)
     return finished
 
 
-def _as_json(job: Job, output: "RequestOutput") -> dict[str, Any]:
+def _as_json(job: Job, sample: "Delta", metrics: "RequestMetrics") -> dict[str, Any]:
     return {
         "prompt": job.text,
-        "index": output.index,
-        "text": output.text,
-        "token_ids": output.token_ids,
-        "finish_reason": output.finish_reason,
-        "logprobs": output.logprobs,
-        "metrics": timings(output.metrics),
+        "index": sample.index,
+        "text": sample.text,
+        "token_ids": sample.token_ids,
+        "finish_reason": sample.finish_reason,
+        "logprobs": sample.logprobs,
+        "metrics": timings(metrics),
     }
 
 

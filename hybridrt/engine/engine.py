@@ -8,15 +8,14 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 
-from hybridrt.engine.around import EngineCounters, PrefillSource, derive_seed
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.detokenizer import Detokenizer
-from hybridrt.engine.limits import EngineLimits, check_names
-from hybridrt.engine.outbox import Outbox
+from hybridrt.engine.delta_queue import Abandonment, DeltaQueue
+from hybridrt.engine.limits import EngineLimits, PreparedPrompt, check_names
+from hybridrt.engine.outputs import Delta, EngineCounters, FinishReason
+from hybridrt.engine.prefill_source import PrefillSource
 from hybridrt.engine.prompts import Prompt
-from hybridrt.engine.request import FinishReason, Receiver, Request, RequestMetrics, RequestOutput
+from hybridrt.engine.request import Request, derive_seed, new_samples
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
-from hybridrt.engine.stop_strings import StopStrings
 from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.engine.turns import Change, Failing, Turns
 from hybridrt.errors import EngineError, RequestError
@@ -24,11 +23,6 @@ from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import Executor, StepHandle, StepResult, TokenLogprobs
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Drafter
-
-NOT_FINITE = (
-    "the model's logits are not finite (NaN or infinity): its weights are damaged, or its numbers leave the range of "
-    "its dtype on this prompt; other requests are not affected"
-)
 
 
 class Engine:
@@ -39,7 +33,7 @@ class Engine:
     middle, the next call ends all requests with an error and goes on from an empty engine.
 
     A sample that fails (its step raised, or its text could not be made) ends alone, with finish_reason "abort" and
-    `RequestOutput.error`; the others go on.
+    `Delta.error`; the others go on.
 
     A process that serves should call `gc.collect()` and `gc.freeze()` once its engine stands: else a full collection
     looks through everything that torch has imported, for a tenth of a second or more between two steps. `gc.unfreeze()`
@@ -77,18 +71,18 @@ class Engine:
         self._seed = seed
         self._num_requests = 0
         self._arrivals = count()
-        self._eos = frozenset(limits.eos_token_ids)
         self.prefill_source: PrefillSource | None = None
         self._samples: dict[str, list[Request]] = {}
         self._held: set[str] = set()
         self._launched: deque[tuple[ScheduledStep, StepHandle]] = deque()
-        self._outbox = Outbox()
+        self._deltas = DeltaQueue()
+        self._abandoned = Abandonment()
         self._change = Change(self._recover)
         self.turns = Turns(self._change.begin)
         self._totals = EngineCounters()
 
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Token ids of a prompt that the engine would take. Changes nothing.
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
+        """What `submit` takes. Changes nothing.
 
         Args:
             prompt: as in hybridrt.engine.prompts: text or token ids, as they are or under their name.
@@ -98,9 +92,9 @@ class Engine:
                 tokenizer; or the parameters do not fit the vocabulary.
             MemoryBudgetError: the request could not run even alone.
         """
-        tokens = self.limits.prepare(prompt, params, self._tokenizer)
-        self._coordinator.check_fits(self._max_len(tokens, params))
-        return tokens
+        prepared = self.limits.prepare(prompt, params, self._tokenizer)
+        self._coordinator.check_fits(prepared.max_len)
+        return prepared
 
     def add_request(
         self,
@@ -110,35 +104,44 @@ class Engine:
         *,
         stream: bool = True,
         export_to: range | None = None,
-        receiver: Receiver | None = None,
+        queue: DeltaQueue | None = None,
     ) -> str:
-        """Queues a prompt and returns its id.
+        """`prepare`, then `submit`. Raises what they raise; the engine is then unchanged."""
+        return self.submit(self.prepare(prompt, params), request_id, stream=stream, export_to=export_to, queue=queue)
+
+    def submit(
+        self,
+        prepared: PreparedPrompt,
+        request_id: str | None = None,
+        *,
+        stream: bool = True,
+        export_to: range | None = None,
+        queue: DeltaQueue | None = None,
+    ) -> str:
+        """Queues a prompt that this engine has prepared, and returns its id.
 
         Args:
-            stream: hand out outputs while the request runs; False hands out the finished samples alone.
+            stream: give deltas while the request runs; False gives one delta a sample, at its end.
             export_to: bytes of the executor's arena for state and KV of the prompt, once they are computed.
-            receiver: gets the outputs instead of the callers of `step` and `drain`. It is referenced weakly: once it
-                has gone, the next step aborts the request.
+            queue: gets the deltas instead of the callers of `step` and `drain`. It is referenced weakly: once it has
+                gone, the next step aborts the request.
 
         Raises:
-            RequestError, MemoryBudgetError: as `prepare`; or the id is taken or no string, or `export_to` is no range.
-                The engine is unchanged.
+            RequestError: the id is taken or no string, or `export_to` is no range. The engine is unchanged.
         """
-        tokens = self.prepare(prompt, params)
         check_names(request_id, export_to)
-        stop = StopStrings(params.stop) if params.stop else None
         with self.turns.now:
             if request_id is None:
                 names = (f"request-{i}" for i in count(self._num_requests))
                 request_id = next(name for name in names if name not in self._samples)
             if request_id in self._samples:
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
-            seed = derive_seed(self._seed, self._num_requests) if params.seed is None else params.seed
-            samples = [self._new_request(request_id, i, tokens, params, seed, stop, stream) for i in range(params.n)]
-            owner = self._outbox.owner(receiver)
+            seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed
+            samples = new_samples(request_id, prepared, seed, self._arrivals, self._tokenizer)
+            reader = self._abandoned.watch(self._deltas if queue is None else queue)
             for request in samples:
-                request.export_to, request.receiver = export_to, owner
-            source = self.prefill_source if len(tokens) > 1 else None
+                request.stream, request.export_to, request.queue = stream, export_to, reader
+            source = self.prefill_source if len(prepared.tokens) > 1 else None
             with self._change:
                 self._num_requests += 1
                 self._samples[request_id] = samples
@@ -146,7 +149,7 @@ class Engine:
                 if source is None:
                     self._queue(request_id, None)
             if source is not None:
-                source.request(request_id, tokens[:-1])
+                source.request(request_id, prepared.tokens[:-1])
         return request_id
 
     def start(self, request_id: str, arrived: PrefixMatch | None = None) -> None:
@@ -170,21 +173,22 @@ class Engine:
             with self._change:
                 self._queue(request_id, arrived)
 
-    def step(self) -> list[RequestOutput]:
-        """`run_step`, then hands out what has come.
+    def step(self) -> list[Delta]:
+        """`run_step`, then takes the deltas.
 
         Returns:
-            An output for every sample that moved, each with all its tokens so far; none of requests with a receiver.
+            One delta for every sample that has gained something since the last `step` or `drain`, or has ended; none
+            of requests with a queue of their own.
 
         Raises:
             EngineError: as `run_step`.
         """
         self.run_step()
-        return self._outbox.take()
+        return self._deltas.take()
 
     def run_step(self) -> None:
-        """Launches the next step, if anything can run, and reads the oldest one once more than enough are launched.
-        The next `step` or `drain` hands out what it gave.
+        """Launches the next step, if anything can run. Then reads the oldest launched step, unless that is the one
+        step which may stay launched. The next `step` or `drain` returns what it gave.
 
         Raises:
             EngineError: requests wait, but nothing runs and nothing can: a pool lost entries. Or another thread is
@@ -199,7 +203,7 @@ class Engine:
                 if scheduled is not None:
                     with Failing(partial(self._fail_step, scheduled)):
                         self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
-                        self._count(scheduled)
+                        self._totals.count_launch(scheduled.plan)
             if scheduled is None and not self._launched and len(self._samples) > len(self._held):
                 raise EngineError(
                     f"nothing can be scheduled and nothing is running: {self.counters()}; abort the requests"
@@ -207,13 +211,13 @@ class Engine:
             if len(self._launched) > (self._most_in_flight if scheduled is not None else 0):
                 self._consume()
 
-    def drain(self) -> list[RequestOutput]:
+    def drain(self) -> list[Delta]:
         """Reads every launched step and launches none: afterwards finished requests hold nothing."""
         self.settle()
-        return self._outbox.take()
+        return self._deltas.take()
 
     def settle(self) -> None:
-        """Waits for every launched step; the next `step` or `drain` hands out what they gave."""
+        """Waits for every launched step; the next `step` or `drain` returns what they gave."""
         with self.turns.now:
             self._end_abandoned()
             while self._launched:
@@ -230,9 +234,9 @@ class Engine:
         with self.turns.now:
             self._abort(self._unfinished())
 
-    def abandon(self, receiver: Receiver) -> None:
-        """The next step aborts the receiver's requests. Any thread may call this at any time, a step included."""
-        self._outbox.abandon(receiver)
+    def abandon(self, queue: DeltaQueue) -> None:
+        """The next step aborts the queue's requests. Any thread may call this at any time, a step included."""
+        self._abandoned.note(queue)
 
     def fail(self, request_id: str, cause: BaseException) -> bool:
         """Ends a request as `abort` does, with an error that says why."""
@@ -251,8 +255,8 @@ class Engine:
         return min(len(request.output) for request in samples) if samples else None
 
     def has_unfinished(self) -> bool:
-        """True while `step` has something to do: requests, launched steps, or outputs not handed out."""
-        return bool(self._samples or self._launched or self._outbox.outputs)
+        """True while `step` has something to do: requests, launched steps, or deltas not taken."""
+        return bool(self._samples or self._launched or self._deltas)
 
     def counters(self) -> EngineCounters:
         """A snapshot."""
@@ -265,31 +269,6 @@ class Engine:
             free_rows=pools.rows.num_free,
             free_slots=pools.slots.num_free,
             free_pages=pools.pages.num_free,
-        )
-
-    def _max_len(self, tokens: list[int], params: SamplingParams) -> int:
-        longest = self.limits.max_model_len
-        return longest if params.max_tokens is None else min(longest, len(tokens) + params.max_tokens)
-
-    def _new_request(
-        self, request_id: str, index: int, tokens: list[int], params: SamplingParams, seed: int,
-        stop: StopStrings | None, stream: bool,
-    ) -> Request:  # fmt: skip
-        eos = frozenset() if params.ignore_eos else self._eos
-        tokenizer = self._tokenizer
-        return Request(
-            request_id=request_id,
-            index=index,
-            arrival=next(self._arrivals),
-            prompt=tokens,
-            params=params,
-            seed=derive_seed(seed, index) if index else seed,
-            max_len=self._max_len(tokens, params),
-            stop_ids=eos.union(params.stop_token_ids),
-            stream=stream,
-            metrics=RequestMetrics(prompt_tokens=len(tokens), arrival_time=time.monotonic()),
-            detokenizer=Detokenizer(tokenizer, tokens, stop) if tokenizer is not None else None,
-            logprobs=None if params.logprobs is None else [],
         )
 
     def _queue(self, request_id: str, arrived: PrefixMatch | None) -> None:
@@ -313,9 +292,9 @@ class Engine:
             self._fail(request, e)
 
     def _end_abandoned(self) -> None:
-        """Aborts requests whose receiver was abandoned, or has gone."""
-        if self._outbox.abandoned:
-            self._abort(self._outbox.take_abandoned(self._unfinished()))
+        """Aborts requests whose queue was abandoned, or has gone."""
+        if self._abandoned:
+            self._abort(self._abandoned.take(self._unfinished()))
 
     def _unfinished(self) -> list[Request]:
         return [request for samples in self._samples.values() for request in samples]
@@ -332,24 +311,12 @@ class Engine:
         self._coordinator.reclaim(requests)
         for request in requests:
             if request.finish_reason is None:
-                request.finish_reason = "abort"
-                request.error = EngineError(f"request {request.request_id!r} failed: an exception broke a step off")
-                request.metrics.finish_time = time.monotonic()
-                self._totals.failed += 1
-            self._outbox.put(request)
+                error = EngineError(f"request {request.request_id!r} failed: an exception broke a step off")
+                request.end("abort", error)
+                self._totals.count_end("abort", error)
+            self._notify(request)
         self._samples.clear()
         self._held.clear()
-
-    def _count(self, scheduled: ScheduledStep) -> None:
-        self._totals.steps += 1
-        self._totals.prompt_tokens += sum(len(row.tokens) for row in scheduled.plan.extend)
-        self._totals.proposed += sum(len(row.drafts) for row in scheduled.plan.decode)
-
-    def _count_gain(self, request: Request, tokens: int, verified: bool) -> None:
-        for counters in (request.metrics, self._totals):
-            counters.accepted += tokens - 1
-            counters.target_steps += 1
-            counters.verify_steps += verified
 
     def _consume(self) -> None:
         """Reads the oldest launched step. An interrupt while waiting for it leaves it launched."""
@@ -370,47 +337,54 @@ class Engine:
         gains = iter(zip(result.tokens, result.logprobs, strict=True))
         gained = []
         for request, most in step.rows:
-            tokens, logprobs = next(gains) if most else ([], None)
+            tokens, logprobs = next(gains) if most else ((), None)
             gained.append(len(tokens))
             if tokens and request.finish_reason is None:
-                self._count_gain(request, len(tokens), verified=most > 1)
-                self._accept(request, tokens, logprobs)
+                self._accept(request, tokens, logprobs, most > 1)
         self._scheduler.complete(step, gained)
 
-    def _accept(self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
-        """Appends what a step gained, up to the token that ends the request; the surplus is dropped."""
-        if request.metrics.first_token_time is None:
-            request.metrics.first_token_time = time.monotonic()
+    def _accept(
+        self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, verified: bool
+    ) -> None:
+        """Gives a request what a step gained, and ends it with its last token."""
+        metrics, totals, known = request.metrics, self._totals, len(request.output)
+        if metrics.first_token_time is None:
+            metrics.first_token_time = time.monotonic()
+        metrics.target_steps += 1
+        totals.target_steps += 1
+        if verified:
+            for counters in (metrics, totals):
+                counters.accepted += len(tokens) - 1
+                counters.verify_steps += 1
         try:
-            for i, token in enumerate(tokens):
-                if token < 0:
-                    raise EngineError(NOT_FINITE)
-                self._totals.output_tokens += 1
-                reason = request.append(token, logprobs[i] if logprobs else None)
-                if reason is not None:
-                    return self._finish(request, reason)
-            if request.stream:
-                self._outbox.put(request)
+            reason = request.append(tokens, logprobs)
+            if reason is not None:
+                self._finish(request, reason)
+            elif request.stream:
+                request.read_text()
+                self._notify(request)
         except Exception as e:
             self._fail(request, e)
+        totals.output_tokens += len(request.output) - known
 
     def _finish(self, request: Request, reason: FinishReason, error: EngineError | None = None) -> None:
-        # A stop string may be hidden in text that was held back for an unfinished character.
-        if error is None and request.detokenizer is not None and request.detokenizer.finish() and reason == "length":
-            reason = "stop"
-        request.finish_reason, request.error = reason, error
-        request.metrics.finish_time = time.monotonic()
+        request.end(reason, error)
+        self._totals.count_end(reason, error)
         if request.request_id not in self._held:
             self._scheduler.remove(request)
-        self._totals.finished += reason != "abort"
-        self._totals.failed += error is not None
-        self._totals.aborted += reason == "abort" and error is None
-        self._outbox.put(request)
+        self._notify(request)
         samples = self._samples[request.request_id]
         samples.remove(request)
         if not samples:
             del self._samples[request.request_id]
             self._held.discard(request.request_id)
+
+    @staticmethod
+    def _notify(request: Request) -> None:
+        """Tells the request's reader, if there still is one, that a delta can be taken."""
+        queue = request.queue() if request.queue is not None else None
+        if queue is not None:
+            queue.put(request)
 
     def _fail_step(self, step: ScheduledStep, cause: BaseException) -> None:
         for request, _ in step.rows:

@@ -5,8 +5,23 @@ from dataclasses import dataclass
 
 from hybridrt.engine.prompts import Prompt, text_or_ids, token_ids
 from hybridrt.engine.tokenizer import Tokenizer, encode_prompt
-from hybridrt.errors import RequestError, shown
+from hybridrt.errors import RequestError, is_text, shown
 from hybridrt.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt and parameters that an engine has checked and would take (`Engine.prepare`).
+
+    Attributes:
+        max_len: prompt + output tokens at which a sample ends.
+        stop_ids: tokens that end it.
+    """
+
+    tokens: list[int]
+    params: SamplingParams
+    max_len: int
+    stop_ids: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -24,8 +39,8 @@ class EngineLimits:
     chunked_prefill_size: int
     eos_token_ids: Sequence[int] = ()
 
-    def prepare(self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> list[int]:
-        """Token ids of a prompt. Raises RequestError as `Engine.prepare` says."""
+    def prepare(self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> PreparedPrompt:
+        """Checks a prompt and its parameters. Raises RequestError as `Engine.prepare` says."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {type(params).__name__}; pass a hybridrt.SamplingParams")
         self._check_params(params, tokenizer)
@@ -38,7 +53,10 @@ class EngineLimits:
                 f"token id {shown(bad)} is outside the vocabulary; valid ids are 0 to {self.vocab_size - 1}"
             )
         self._check_length(len(tokens))
-        return tokens
+        longest = self.max_model_len
+        max_len = longest if params.max_tokens is None else min(longest, len(tokens) + params.max_tokens)
+        eos = () if params.ignore_eos else self.eos_token_ids
+        return PreparedPrompt(tokens, params, max_len, frozenset((*eos, *params.stop_token_ids)))
 
     def _check_params(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         """What parameters can be wrong about only beside a model."""
@@ -72,7 +90,7 @@ class EngineLimits:
 
 def check_names(request_id: object, export_to: object) -> None:
     """Raises RequestError for what `Engine.add_request` cannot take as a request's id or as a place in an arena."""
-    if request_id is not None and not isinstance(request_id, str):
-        raise RequestError(f"request_id is {shown(request_id)}; pass a string, or None to get one")
+    if request_id is not None and not (isinstance(request_id, str) and is_text(request_id)):
+        raise RequestError(f"request_id is {shown(request_id)}; pass a string of text, or None to get one")
     if export_to is not None and not (isinstance(export_to, range) and 0 <= export_to.start < export_to.stop < 2**63):
         raise RequestError(f"export_to is {shown(export_to)}; pass a range of bytes in the arena, or None")

@@ -1,8 +1,7 @@
 """LLM: a model, its engine and its tokenizer behind two methods, `generate` and `stream`."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import overload
 
@@ -11,10 +10,11 @@ from tqdm.notebook import tqdm_notebook
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
+from hybridrt.engine.delta_queue import DeltaQueue
 from hybridrt.engine.engine import Engine
-from hybridrt.engine.limits import EngineLimits
+from hybridrt.engine.limits import EngineLimits, PreparedPrompt
+from hybridrt.engine.outputs import Delta, RequestOutput
 from hybridrt.engine.prompts import Prompt, as_prompts
-from hybridrt.engine.request import FinishReason, RequestOutput
 from hybridrt.engine.sampling_defaults import default_sampling_params
 from hybridrt.engine.tokenizer import load_tokenizer
 from hybridrt.errors import EngineError, RequestError
@@ -23,41 +23,6 @@ from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor, check_world
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.make import make_drafter
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What a sample gained: new text, new token ids (either may be empty), and with the last one the finish reason."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-    index: int = 0
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _Inbox:
-    """Latest outputs of a call's samples by (request id, index), which samples still run, and the first failure. The
-    engine references it weakly, so that requests end with the call, whatever becomes of that."""
-
-    unfinished: set[tuple[str, int]] = field(default_factory=set)
-    latest: dict[tuple[str, int], RequestOutput] = field(default_factory=dict)
-    error: EngineError | None = None
-
-    def put(self, output: RequestOutput) -> None:
-        self.latest[output.request_id, output.index] = output
-        if output.finish_reason is not None:
-            self.unfinished.discard((output.request_id, output.index))
-        self.error = self.error or output.error
-
-    def take(self) -> list[RequestOutput]:
-        """What has come since the last `take`."""
-        outputs, self.latest = list(self.latest.values()), {}
-        return outputs
-
-    def raise_error(self) -> None:
-        if self.error is not None:
-            raise self.error
 
 
 class LLM:
@@ -175,23 +140,26 @@ class LLM:
             EngineError: a step failed. As after an interrupt, what else was started is aborted and nothing is leaked.
         """
         batch = self._prepare(as_prompts(prompts), sampling_params)
-        engine, inbox = self.engine, _Inbox()
-        total = sum(params.n for _, params in batch)
+        engine, queue = self.engine, DeltaQueue()
+        total = sum(prepared.params.n for prepared in batch)
+        ended: dict[tuple[str, int], Delta] = {}
         with Interrupts() as interrupts, _progress_bar(total, len(batch)) as bar:
             try:
                 with engine.turns:
-                    ids = [self._open(inbox, tokens, params, stream=False) for tokens, params in batch]
-                while inbox.unfinished:
+                    ids = [engine.submit(prepared, stream=False, queue=queue) for prepared in batch]
+                while len(ended) < total:
                     with engine.turns:
-                        if inbox.unfinished:  # else another thread's step was the last
+                        if not queue:
                             engine.run_step()
-                    inbox.raise_error()
+                        deltas = queue.take()
+                    _raise_error(deltas)
+                    ended.update({(delta.request_id, delta.index): delta for delta in deltas})
                     interrupts.check()
-                    bar.update(total - len(inbox.unfinished) - bar.n)
-                return [_group(inbox, i, params.n) for i, (_, params) in zip(ids, batch, strict=True)]
+                    bar.update(len(deltas))
+                return [_output(request_id, prepared, ended) for request_id, prepared in zip(ids, batch, strict=True)]
             finally:
                 with engine.turns:
-                    engine.abandon(inbox)
+                    engine.abandon(queue)
                     engine.settle()
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
@@ -204,7 +172,7 @@ class LLM:
             EngineError: while iterating: a step failed.
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        return self._stream(self.engine.prepare(prompt, params), params)
+        return self._stream(self.engine.prepare(prompt, params))
 
     def close(self) -> None:
         """Aborts whatever runs and lets go of the model and the pools. Closing again does nothing, or what an exception
@@ -251,56 +219,68 @@ class LLM:
 
     def _prepare(
         self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[tuple[list[int], SamplingParams]]:
+    ) -> list[PreparedPrompt]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or self.default_sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts and {len(sampling_params)} SamplingParams; pass one for all, or one each"
             )
-        return [(self.engine.prepare(p, params), params) for p, params in zip(prompts, sampling_params, strict=True)]
+        return [self.engine.prepare(p, params) for p, params in zip(prompts, sampling_params, strict=True)]
 
-    def _open(self, inbox: _Inbox, tokens: list[int], params: SamplingParams, stream: bool) -> str:
-        request_id = self.engine.add_request(tokens, params, stream=stream, receiver=inbox)
-        inbox.unfinished.update((request_id, index) for index in range(params.n))
-        return request_id
-
-    def _stream(self, tokens: list[int], params: SamplingParams) -> Iterator[Delta]:
-        engine, inbox, sent = self.engine, _Inbox(), [(0, 0)] * params.n
+    def _stream(self, prepared: PreparedPrompt) -> Iterator[Delta]:
+        engine, queue, running = self.engine, DeltaQueue(), prepared.params.n
         try:
             with engine.turns:
-                self._open(inbox, tokens, params, stream=True)
-            while inbox.unfinished or inbox.latest:
-                for output in self._next(engine, inbox):
-                    chars, ids = sent[output.index]
-                    sent[output.index] = len(output.text), len(output.token_ids)
-                    yield Delta(output.text[chars:], output.token_ids[ids:], output.finish_reason, output.index)
+                engine.submit(prepared, queue=queue)
+            while running:
+                with engine.turns:
+                    if not queue:
+                        self.engine.run_step()
+                    deltas = queue.take()
+                    running -= sum(delta.finish_reason is not None for delta in deltas)
+                    if not running or any(delta.error for delta in deltas):
+                        engine.abandon(queue)
+                        engine.settle()  # what is launched for it is over: it holds nothing
+                _raise_error(deltas)
+                yield from deltas
         finally:
             # The collector may come by here in any thread, in the middle of a step: this only leaves a mark.
-            engine.abandon(inbox)
-
-    def _next(self, engine: Engine, inbox: _Inbox) -> list[RequestOutput]:
-        """What has come; if nothing has, what a step brings."""
-        with engine.turns:
-            if not inbox.latest:
-                self.engine.run_step()
-            if inbox.error or not inbox.unfinished:
-                engine.abandon(inbox)
-                engine.settle()  # what is launched for it is over: it holds nothing
-            inbox.raise_error()
-            return inbox.take()
+            engine.abandon(queue)
 
 
 def _shows_bars() -> bool:
-    """Progress bars reach somebody: standard error is a terminal, or tqdm has found a notebook."""
-    return issubclass(tqdm, tqdm_notebook) or sys.stderr.isatty()
+    """Progress bars reach somebody: standard error is a terminal, or tqdm has found a notebook. Python sets it to None
+    where it is closed."""
+    return issubclass(tqdm, tqdm_notebook) or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def _progress_bar(total: int, prompts: int) -> tqdm:
     return tqdm(total=total, disable=prompts < 2 or not _shows_bars(), unit="sample", desc="generate")
 
 
-def _group(inbox: _Inbox, request_id: str, n: int) -> RequestOutput:
-    first, *others = (inbox.latest[request_id, i] for i in range(n))
-    first.siblings = tuple(others)
+def _raise_error(deltas: Sequence[Delta]) -> None:
+    for delta in deltas:
+        if delta.error is not None:
+            raise delta.error
+
+
+def _output(request_id: str, prepared: PreparedPrompt, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
+    """The samples of a prompt, each of whose tokens came in one delta."""
+    first, *siblings = (_sample(prepared.tokens, ended[request_id, index]) for index in range(prepared.params.n))
+    first.siblings = tuple(siblings)
     return first
+
+
+def _sample(prompt: list[int], delta: Delta) -> RequestOutput:
+    assert delta.finish_reason is not None and delta.metrics is not None, "it has ended"
+    return RequestOutput(
+        request_id=delta.request_id,
+        index=delta.index,
+        prompt_token_ids=prompt,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        finish_reason=delta.finish_reason,
+        logprobs=delta.logprobs,
+        metrics=delta.metrics,
+    )

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from hybridrt.errors import RequestError, shown
+from hybridrt.sampling_params import is_number
 
 TokenIds = Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]] | torch.Tensor
 
@@ -87,7 +88,7 @@ def is_token_id(value: object) -> bool:
     """True for integers of Python, numpy and torch; a bool is none."""
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return value.ndim == 0 and _is_integer_array(value)
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return is_number(value, Integral)
 
 
 def _only_value(prompt: Mapping[Any, Any]) -> object:
@@ -102,7 +103,9 @@ def _only_value(prompt: Mapping[Any, Any]) -> object:
 
 def _is_integer_array(array: npt.NDArray[Any] | torch.Tensor) -> bool:
     if isinstance(array, np.ndarray):
-        return np.issubdtype(array.dtype, np.integer)
+        return array.dtype.kind in "iu"  # a duration, too, is one of numpy's integers
+    if array.is_meta or array.is_quantized or array.layout is not torch.strided:
+        return False
     return not array.dtype.is_floating_point and not array.dtype.is_complex and array.dtype != torch.bool
 
 
@@ -113,6 +116,8 @@ def _refused(value: object) -> RequestError:
 def _kind(value: object) -> str:
     """The type's name; of an array also how many dimensions it has and of what."""
     name = type(value).__name__
+    if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
+        name = f"{'meta' if value.is_meta else str(value.layout).removeprefix('torch.')} {name}"
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return f"{value.ndim}-D {name} of {value.dtype}"
     return name

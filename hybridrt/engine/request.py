@@ -1,95 +1,26 @@
-"""A request as the host sees it, and what its caller gets."""
+"""A request as the host sees it."""
 
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
 
+from hybridrt.engine.delta_queue import DeltaQueue
 from hybridrt.engine.detokenizer import Detokenizer
+from hybridrt.engine.limits import PreparedPrompt
+from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics
+from hybridrt.engine.stop_strings import StopStrings
+from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.errors import EngineError
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import TokenLogprobs
 from hybridrt.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort"]
-
-
-class DraftRates:
-    """What drafts bring, from the counters of a request or of an engine."""
-
-    __slots__ = ()
-    accepted: int
-    output_tokens: int
-    target_steps: int
-    verify_steps: int
-
-    @property
-    def mean_accepted_length(self) -> float | None:
-        """Inputs that a verify step keeps, the last known token included: 1 if every draft fails. None without one."""
-        return 1 + self.accepted / self.verify_steps if self.verify_steps else None
-
-    @property
-    def tokens_per_target_step(self) -> float | None:
-        """Output tokens over steps of the target that gave some; 1 without speculation. None before the first."""
-        return self.output_tokens / self.target_steps if self.target_steps else None
-
-
-@dataclass(slots=True)
-class RequestMetrics(DraftRates):
-    """Times are seconds of `time.monotonic()`. `proposed` and `accepted` count drafts of speculative decoding,
-    `target_steps` the steps that gave the request tokens, `verify_steps` those of them with drafts."""
-
-    prompt_tokens: int
-    arrival_time: float
-    first_token_time: float | None = None
-    finish_time: float | None = None
-    output_tokens: int = 0
-    retractions: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    target_steps: int = 0
-    verify_steps: int = 0
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """A sample as it stood when it was handed out.
-
-    Attributes:
-        request_id: what `add_request` returned.
-        index: which of the prompt's `n` samples.
-        token_ids: all output tokens so far, the token that stopped the sample included.
-        text: their text so far, without the stopping token or stop string; "" without a tokenizer. While the sample
-            runs, what may turn out to be the start of a stop string is held back.
-        finish_reason: "stop", "length" or "abort"; None while the sample runs.
-        logprobs: for every token, token id -> log-probability of it and of the likeliest; None if not asked for.
-        metrics: the request's own counters, which go on counting while it runs.
-        error: why the request failed; finish_reason is then "abort".
-        siblings: the samples 1 to n - 1 of the same prompt, on sample 0 as `LLM.generate` returns it.
-    """
-
-    request_id: str
-    index: int
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason | None
-    logprobs: list[dict[int, float]] | None
-    metrics: RequestMetrics
-    error: EngineError | None = None
-    siblings: "tuple[RequestOutput, ...]" = ()
-
-    @property
-    def outputs(self) -> "list[RequestOutput]":
-        """All `n` samples of the prompt, this one first."""
-        return [self, *self.siblings]
-
-
-class Receiver(Protocol):
-    """Gets the outputs of requests, one by one, as they come."""
-
-    def put(self, output: RequestOutput) -> None: ...
+NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity): its weights are damaged, or its numbers leave the range of "
+    "its dtype on this prompt; other requests are not affected"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +35,10 @@ class Request:
         arrival: order of arrival, unique.
         max_len: prompt + output tokens at which the request ends.
         stop_ids: tokens that end it.
-        stream: the caller wants outputs while it runs, not the last one alone.
+        stream: its reader gets deltas while it runs; False: one delta at its end.
+        told: tokens that are in deltas already.
+        decoded: tokens that the detokenizer has read.
+        queue: its reader's queue, while there is one.
         row, slot, pages, spare, prefix: what the cache coordinator lent; see there.
         first_page: which of the request's pages pages[0] is: those before it have left the sliding window.
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
@@ -112,7 +46,6 @@ class Request:
         arrived: the prefix that came from elsewhere, until admission takes it: a retracted request computes anew.
         export_to: bytes of the executor's arena for state and KV, once the prompt is computed; None leaves them.
         in_flight: launched steps that name the request and whose result has not been consumed.
-        receiver: who gets its outputs, while there is one; None: whoever steps the engine.
     """
 
     request_id: str
@@ -123,8 +56,8 @@ class Request:
     seed: int
     max_len: int
     stop_ids: frozenset[int]
-    stream: bool
     metrics: RequestMetrics
+    stream: bool = True
     detokenizer: Detokenizer | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] | None = None
@@ -143,7 +76,9 @@ class Request:
     settled: int = 0
     pending: int = 0
     in_flight: int = 0
-    receiver: weakref.ref[Receiver] | None = None
+    told: int = 0
+    decoded: int = 0
+    queue: weakref.ref[DeltaQueue] | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -170,39 +105,90 @@ class Request:
         """The launched steps compute all of `prefill_tokens`."""
         return self.computed >= len(self.prefill_tokens)
 
-    def append(self, token: int, logprobs: TokenLogprobs | None) -> FinishReason | None:
-        """Takes the next output token; returns why the request ends with it, or None."""
-        self.output.append(token)
-        self.metrics.output_tokens += 1
-        if self.logprobs is not None and logprobs is not None:
-            self.logprobs.append({token: logprobs.logprob, **logprobs.top})
-        if token in self.stop_ids:
-            return "stop"
-        if self.detokenizer is not None:
-            self.detokenizer.append(token)
-            if self.params.stop and self.detokenizer.advance():
-                return "stop"
-        return "length" if len(self.prompt) + len(self.output) >= self.max_len else None
+    def append(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> FinishReason | None:
+        """Takes what a step gained, up to the token that ends the request; the surplus is dropped.
 
-    def snapshot(self) -> RequestOutput:
-        """The output so far. Its lists are copies."""
-        detokenizer = self.detokenizer
-        if detokenizer is None:
-            text = ""
-        elif self.finish_reason is None:
-            detokenizer.advance()
-            text = detokenizer.visible_text
-        else:
-            text = detokenizer.text
-        logprobs = None if self.logprobs is None else list(self.logprobs)
-        return RequestOutput(
-            request_id=self.request_id,
-            index=self.index,
-            prompt_token_ids=list(self.prompt),
-            token_ids=list(self.output),
-            text=text,
-            finish_reason=self.finish_reason,
-            logprobs=logprobs,
-            metrics=self.metrics,
-            error=self.error,
+        Returns:
+            Why the request ends, or None.
+
+        Raises:
+            EngineError: a token stands for logits that are not finite.
+        """
+        output, most = self.output, self.max_len - len(self.prompt)
+        for i, token in enumerate(tokens):
+            if token < 0:
+                raise EngineError(NOT_FINITE)
+            output.append(token)
+            if self.logprobs is not None and logprobs:
+                self.logprobs.append({token: logprobs[i].logprob, **logprobs[i].top})
+            if token in self.stop_ids:
+                return "stop"
+            if self.params.stop and self.read_text():
+                return "stop"
+            if len(output) >= most:
+                return "length"
+        return None
+
+    def read_text(self) -> bool:
+        """Makes text of the tokens since the last call. True if a stop string has appeared in it."""
+        tokens = self.output[self.decoded :]
+        self.decoded += len(tokens)
+        return bool(tokens) and self.detokenizer is not None and self.detokenizer.advance(tokens)
+
+    def end(self, reason: FinishReason, error: EngineError | None = None) -> None:
+        """Ends the request. Without an error all of its text is made: a stop string may be hidden in what was held back
+        for an unfinished character."""
+        if error is None and self.detokenizer is not None:
+            rest = self.output[self.decoded :]
+            if rest and rest[-1] in self.stop_ids:
+                del rest[-1]
+            stopped = self.detokenizer.finish(rest)
+            reason = "stop" if stopped and reason == "length" else reason
+        self.metrics.output_tokens = len(self.output)
+        self.metrics.finish_time = time.monotonic()
+        self.finish_reason, self.error = reason, error
+
+    def delta(self) -> Delta:
+        """What is new since the last delta; with the last one why the request ended, and its metrics."""
+        tokens = self.output[self.told :]
+        self.told += len(tokens)
+        reason, detokenizer, logprobs = self.finish_reason, self.detokenizer, self.logprobs
+        if logprobs is not None:
+            self.logprobs = []
+        text = detokenizer.take(reason is not None) if detokenizer is not None else ""
+        metrics = self.metrics if reason is not None else None
+        return Delta(self.request_id, self.index, tokens, text, logprobs, reason, metrics, self.error)
+
+
+def new_samples(
+    request_id: str, prepared: PreparedPrompt, seed: int, arrivals: Iterator[int], tokenizer: Tokenizer | None
+) -> list[Request]:
+    """The `n` samples of a prompt."""
+    tokens, params = prepared.tokens, prepared.params
+    stop = StopStrings(params.stop) if params.stop else None
+    return [
+        Request(
+            request_id=request_id,
+            index=index,
+            arrival=next(arrivals),
+            prompt=tokens,
+            params=params,
+            seed=derive_seed(seed, index) if index else seed,
+            max_len=prepared.max_len,
+            stop_ids=prepared.stop_ids,
+            metrics=RequestMetrics(prompt_tokens=len(tokens), arrival_time=time.monotonic()),
+            detokenizer=Detokenizer(tokenizer, tokens, stop) if tokenizer is not None else None,
+            logprobs=None if params.logprobs is None else [],
         )
+        for index in range(params.n)
+    ]
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Seed number `index` of the stream that `seed` starts, in [0, 2**63): SplitMix64 (Steele, Lea and Flood 2014),
+    whose output at step i is a hash of seed + i * 0x9E3779B97F4A7C15."""
+    mask = 2**64 - 1
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) >> 1

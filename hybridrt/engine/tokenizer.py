@@ -45,7 +45,8 @@ class HFTokenizer:
         return max(map(len, self.hf.get_vocab())) * (1 if plain else _COMPOSED)
 
     def encode(self, text: str) -> list[int]:
-        return list(self.hf.encode(text))
+        """Raises CheckpointError where the tokenizer's files are damaged in a way that only shows here."""
+        return self._encode(text)
 
     def encode_chat(self, text: str) -> list[int]:
         """Token ids of a conversation that consists of one message of the user, in the model's chat template.
@@ -64,7 +65,15 @@ class HFTokenizer:
                 "model's format yourself"
             ) from e
         # The template writes the special tokens itself: encoding it as a prompt would put a second one before it.
-        return list(self.hf.encode(wrapped, add_special_tokens=False))
+        return self._encode(wrapped, add_special_tokens=False)
+
+    def _encode(self, text: str, **options: bool) -> list[int]:
+        try:
+            return list(self.hf.encode(text, **options))
+        except Exception as e:  # transformers checks little of what the files say before it uses it
+            raise CheckpointError(
+                f"the model's tokenizer fails ({type(e).__name__}: {e}); repair its files, or pass token ids instead"
+            ) from e
 
     def decode(self, token_ids: Sequence[int]) -> str:
         # Cleaning up spaces would change text that has already been streamed.

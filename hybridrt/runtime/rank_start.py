@@ -26,6 +26,7 @@ from hybridrt.distributed.control import Link, rank_timeout
 from hybridrt.distributed.groups import Communicator
 from hybridrt.errors import ConfigError, PeerGoneError, RankError
 from hybridrt.runtime.ranks import LOOPBACK, Ranks
+from hybridrt.runtime.torchrun import World, master_host
 
 KEY_VARIABLE = "HYBRIDRT_TP_KEY"
 STARTING_S = 300.0
@@ -125,41 +126,39 @@ def rank_device(kind: str, local_rank: int) -> torch.device:
     return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
 
 
-def world_size() -> int | None:
-    """How many processes torchrun started, this one among them; None if it did not start this one."""
-    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
-
-
-def torchrun_place() -> Place:
+def torchrun_place(world: World) -> Place:
     """The place that rank 0 of torchrun's processes has made.
 
     Raises:
-        ConfigError: the ranks run on several hosts and HYBRIDRT_TP_KEY is not set.
-        RankError: the place is not this user's.
+        ConfigError: the ranks run on several hosts and HYBRIDRT_TP_KEY is not set, or torchrun's environment is not
+            whole.
+        RankError: the place is not this user's, or rank 0 does not come.
     """
-    key = _torchrun_key()
+    key = _torchrun_key(world)
     store = _torchrun_store()
-    where = store.get(_PLACE).decode()
-    return find_place(where) if key is None else Place(os.environ["MASTER_ADDR"], int(where), key, store)
+    try:
+        where = store.get(_PLACE).decode()
+    except RuntimeError as e:  # torch.distributed's own errors are
+        raise RankError(f"tensor-parallel rank 0 did not come: {e}") from e
+    return find_place(where) if key is None else Place(master_host(), int(where), key, store)
 
 
 @cache
-def torchrun_ranks(kind: str) -> Ranks:
+def torchrun_ranks(world: World, kind: str) -> Ranks:
     """Rank 0's view of torchrun's processes, once for the life of this process; they leave when it ends.
 
     Raises:
-        ConfigError: the ranks run on several hosts and HYBRIDRT_TP_KEY is not set.
+        ConfigError: the ranks run on several hosts and HYBRIDRT_TP_KEY is not set, or torchrun's environment is not
+            whole.
         RankError: not all ranks came.
     """
-    key, size, timeout = _torchrun_key(), world_size(), rank_timeout()
-    assert size is not None
+    key, timeout = _torchrun_key(world), rank_timeout()
     store = _torchrun_store()
     place, listener = _open_here() if key is None else _open_to_hosts(store, key)
     store.set(_PLACE, place.directory or str(place.port))
-    links = _await(listener, size)
+    links = _await(listener, world.size)
     listener.close()
-    device = rank_device(kind, int(os.environ.get("LOCAL_RANK", 0)))
-    comm = place.communicator(0, size, device)
+    comm = place.communicator(0, world.size, rank_device(kind, world.local_rank))
     ranks = _connected(Ranks(comm, links, directory=place.directory, timeout=timeout))
     atexit.register(ranks.close)
     return ranks
@@ -171,11 +170,11 @@ def _connected(ranks: Ranks) -> Ranks:
     return ranks
 
 
-def _torchrun_key() -> bytes | None:
+def _torchrun_key(world: World) -> bytes | None:
     """What ranks on several hosts prove to each other that they hold; None where all run on one host."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+    if world.one_host:
         return None
-    key = os.environ.get(KEY_VARIABLE, "").encode()
+    key = os.fsencode(os.environ.get(KEY_VARIABLE, ""))
     if len(key) < MIN_KEY_BYTES:
         raise ConfigError(
             f"{KEY_VARIABLE} has {len(key)} characters; ranks on several hosts need the same secret on each, of "
@@ -185,7 +184,12 @@ def _torchrun_key() -> bytes | None:
 
 
 def _torchrun_store() -> dist.Store:
-    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=STARTING_S)))
+    """Raises RankError where torch.distributed cannot open it, or not reach it; ConfigError if it is not said where."""
+    where = f"{master_host()}:{os.environ.get('MASTER_PORT')}"
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=STARTING_S)))
+    except (RuntimeError, ValueError) as e:  # a port in use, a host that is not found, a port that is none
+        raise RankError(f"torchrun's store at MASTER_ADDR:MASTER_PORT = {where} cannot be used: {e}") from e
     return store
 
 
@@ -199,7 +203,7 @@ def _open_here() -> tuple[Place, Listener]:
 
 
 def _open_to_hosts(store: dist.Store, key: bytes) -> tuple[Place, Listener]:
-    host = os.environ["MASTER_ADDR"]
+    host = master_host()
     listener = Listener((host, 0), key)
     return Place(host, listener.port, key, store), listener
 

@@ -13,6 +13,7 @@ from hybridrt.distributed.control import TIMEOUT_S, Link, disown_in_child
 from hybridrt.distributed.groups import Communicator
 from hybridrt.errors import ConfigError, HybridrtError, PeerGoneError, RankError
 from hybridrt.runtime.messages import encode
+from hybridrt.runtime.torchrun import master_host
 
 LOST = 75  # exit status of a rank that ended because another one did
 NAMING_S = 5.0  # a process ends a moment after its connections do
@@ -49,6 +50,11 @@ class Ranks:
         disown_in_child(self)
         for rank, link in enumerate(links, 1):
             threading.Thread(target=self._watch, args=(rank, link), daemon=True).start()
+
+    @property
+    def host(self) -> str:
+        """Where the other ranks reach this one: on this host alone, if all of them run on it."""
+        return LOOPBACK if self._directory is not None else master_host()
 
     @property
     def here(self) -> bool:

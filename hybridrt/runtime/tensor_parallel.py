@@ -1,6 +1,5 @@
 """Rank 0 of a tensor-parallel run: every step goes to the other ranks, then runs here."""
 
-import os
 import time
 import weakref
 from collections.abc import Callable
@@ -17,9 +16,10 @@ from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.interrupts import Interrupts
 from hybridrt.runtime.messages import encode
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.rank_start import rank_device, start_ranks, torchrun_place, torchrun_ranks, world_size
+from hybridrt.runtime.rank_start import rank_device, start_ranks, torchrun_place, torchrun_ranks
 from hybridrt.runtime.ranks import Ranks
 from hybridrt.runtime.step import StepHandle, StepPlan, StepResult
+from hybridrt.runtime.torchrun import world
 
 POLL_S = 20e-6
 
@@ -46,7 +46,7 @@ class TensorParallelExecutor:
 
     def __init__(self, config: EngineConfig, *, progress: bool = False, ranks: Ranks | None = None) -> None:
         kind = check_split(config)
-        started = ranks is None and world_size() is None
+        started = ranks is None and world() is None
         self._ranks = ranks or _find_ranks(config.tp_size, kind)
         comm = self._ranks.comm
         self._ranks.begin(config)
@@ -58,6 +58,11 @@ class TensorParallelExecutor:
             _end(self._ranks, {}, started)
             raise
         self._finalizer = weakref.finalize(self, _end, self._ranks, self.runner.graphs, started)
+
+    @property
+    def host(self) -> str:
+        """Where the other ranks reach this process."""
+        return self._ranks.host
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """As ModelRunner.launch, on all ranks. Ctrl-C comes before or after it: ranks that stopped in the middle of a
@@ -130,22 +135,22 @@ def check_split(config: EngineConfig) -> str:
 
 def check_world(tp_size: int) -> None:
     """ConfigError unless torchrun, if it started this process, started as many as there are ranks."""
-    started = world_size()
-    if started not in (None, tp_size):
+    started = world()
+    if started is not None and started.size != tp_size:
         raise ConfigError(
-            f"torchrun started {started} processes (WORLD_SIZE) and tp_size is {tp_size}: pass tp_size={started}, or "
-            f"start {tp_size}"
+            f"torchrun started {started.size} processes (WORLD_SIZE) and tp_size is {tp_size}: pass "
+            f"tp_size={started.size}, or start {tp_size}"
         )
 
 
 def _find_ranks(size: int, kind: str) -> Ranks:
     """torchrun's processes, or as many started here. A rank above 0 serves in here and then ends its process."""
-    if world_size() is None:
+    here = world()
+    if here is None:
         return start_ranks(size, kind)
-    rank = int(os.environ["RANK"])
-    if rank > 0:
-        raise SystemExit(serve(torchrun_place(), rank, size, rank_device(kind, int(os.environ.get("LOCAL_RANK", 0)))))
-    return torchrun_ranks(kind)
+    if here.rank > 0:
+        raise SystemExit(serve(torchrun_place(here), here.rank, size, rank_device(kind, here.local_rank)))
+    return torchrun_ranks(here, kind)
 
 
 def _end(ranks: Ranks, graphs: dict[int, GraphRunner], started: bool) -> None:

@@ -12,7 +12,8 @@ from hybridrt.distributed.transfer.messages import MOST_JOBS, TO_PREFILL, TO_PRE
 from hybridrt.distributed.transfer.reader import Reader
 from hybridrt.distributed.transfer.regions import RegionAllocator
 from hybridrt.distributed.transfer.side import WorkerSide
-from hybridrt.engine.request import RequestOutput
+from hybridrt.engine.limits import PreparedPrompt
+from hybridrt.engine.outputs import Delta
 from hybridrt.errors import HandshakeError, HybridrtError, MessageError, OutOfSlotsError, PeerGoneError
 from hybridrt.sampling_params import SamplingParams
 
@@ -42,7 +43,7 @@ class _Job:
 
     peer: _Peer
     key: str
-    tokens: list[int]
+    prompt: PreparedPrompt | None = None
     offset: int | None = None
     request_id: str | None = None
     deadline: float | None = None
@@ -176,9 +177,9 @@ class PrefillWorker:
         """Queues a prompt. Its region is sized by what the engine says that it will compute."""
         if key in peer.jobs or len(peer.jobs) >= MOST_JOBS:
             raise MessageError(f"a prompt has a key that is in use, or {MOST_JOBS} are under way")
-        job = peer.jobs[key] = _Job(peer, key, tokens)
+        job = peer.jobs[key] = _Job(peer, key)
         try:
-            job.tokens = self._engine.prepare(tokens, _PREFILL)
+            job.prompt = self._engine.prepare(tokens, _PREFILL)
         except HybridrtError as e:
             self._fail(job, e)
         else:
@@ -199,11 +200,12 @@ class PrefillWorker:
         """Starts prompts, first come, first served, while the arena has room for what they will leave there."""
         while self._waiting:
             job = self._waiting[0]
-            nbytes = self._layout.image_bytes(len(job.tokens))
+            assert job.prompt is not None, "what waits was prepared"
+            nbytes = self._layout.image_bytes(len(job.prompt.tokens))
             try:
                 job.offset = self.regions.alloc(nbytes)
                 room = range(job.offset, job.offset + nbytes)
-                job.request_id = self._engine.add_request(job.tokens, _PREFILL, stream=False, export_to=room)
+                job.request_id = self._engine.submit(job.prompt, stream=False, export_to=room)
             except OutOfSlotsError as e:
                 if self.regions.num_used:
                     return
@@ -214,13 +216,13 @@ class PrefillWorker:
                 self._waiting.popleft()
                 self._computing[job.request_id] = job
 
-    def _report(self, outputs: Sequence[RequestOutput]) -> None:
-        for output in outputs:
-            job = self._computing.pop(output.request_id, None)
+    def _report(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:  # one a request, at its end
+            job = self._computing.pop(delta.request_id, None)
             if job is None:
                 continue  # dropped since
-            if output.error is not None:
-                self._fail(job, output.error)
+            if delta.error is not None:
+                self._fail(job, delta.error)
                 continue
             self._totals.computed += 1
             job.deadline = time.monotonic() + self._timeout

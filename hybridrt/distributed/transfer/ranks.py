@@ -1,6 +1,5 @@
 """All ranks of a tensor-parallel worker: each opens its own arena to the network, and rank 0 tells it what to read."""
 
-import os
 import secrets
 import threading
 import time
@@ -15,7 +14,6 @@ from hybridrt.distributed.transfer.reader import ImageReader, Order, Reader
 from hybridrt.distributed.transfer.side import WorkerSide
 from hybridrt.errors import PeerGoneError, RankError, TransferError
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.ranks import LOOPBACK
 
 _POLL_SECONDS = 0.0002
 _JOIN_SECONDS = 60.0
@@ -45,7 +43,7 @@ def _join(side: WorkerSide, serve: bool, devices: str) -> list["RemoteReader"]:
     """The readers of the other ranks, in order."""
     if side.split is None:
         return []
-    host, key = os.environ.get("MASTER_ADDR", LOOPBACK), secrets.token_bytes(32)
+    host, key = side.split.host, secrets.token_bytes(32)
     listener, joined = Listener((host, 0), key), dict[int, RemoteReader]()
     try:
         side.split.call(JoinTransfer(host, listener.port, key, serve, devices))

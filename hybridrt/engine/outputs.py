@@ -1,0 +1,140 @@
+"""What an engine gives its callers: deltas, whole outputs, and counters."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from hybridrt.errors import EngineError
+from hybridrt.runtime.step import StepPlan
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class DraftRates:
+    """What drafts bring, from the counters of a request or of an engine."""
+
+    __slots__ = ()
+    accepted: int
+    output_tokens: int
+    target_steps: int
+    verify_steps: int
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Inputs that a verify step keeps, the last known token included: 1 if every draft fails. None without one."""
+        return 1 + self.accepted / self.verify_steps if self.verify_steps else None
+
+    @property
+    def tokens_per_target_step(self) -> float | None:
+        """Output tokens over steps of the target that gave some; 1 without speculation. None before the first."""
+        return self.output_tokens / self.target_steps if self.target_steps else None
+
+
+@dataclass(slots=True)
+class RequestMetrics(DraftRates):
+    """Times are seconds of `time.monotonic()`. `proposed` and `accepted` count drafts of speculative decoding,
+    `target_steps` the steps that gave the request tokens, `verify_steps` those of them with drafts. `output_tokens` is
+    set when the sample ends."""
+
+    prompt_tokens: int
+    arrival_time: float
+    first_token_time: float | None = None
+    finish_time: float | None = None
+    output_tokens: int = 0
+    retractions: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    target_steps: int = 0
+    verify_steps: int = 0
+
+
+@dataclass(slots=True)
+class EngineCounters(DraftRates):
+    """Since the engine was built: steps, tokens, drafts (as RequestMetrics counts them) and how samples ended. Now:
+    requests that run and wait, and free entries of the pools."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    target_steps: int = 0
+    verify_steps: int = 0
+    retractions: int = 0
+    running: int = 0
+    waiting: int = 0
+    free_rows: int = 0
+    free_slots: int = 0
+    free_pages: int = 0
+
+    def count_launch(self, plan: StepPlan) -> None:
+        """A step was launched."""
+        self.steps += 1
+        self.prompt_tokens += sum(len(row.tokens) for row in plan.extend)
+        self.proposed += sum(len(row.drafts) for row in plan.decode)
+
+    def count_end(self, reason: FinishReason, error: EngineError | None) -> None:
+        """A sample has ended."""
+        self.finished += reason != "abort"
+        self.failed += error is not None
+        self.aborted += reason == "abort" and error is None
+
+
+class Delta(msgspec.Struct):
+    """What a sample has gained since its last delta. The deltas of a sample, joined in order, are its output.
+
+    Plain data: `msgspec.msgpack.encode(deltas, enc_hook=str)` carries a step's deltas, each error as its text.
+
+    Attributes:
+        request_id: what `add_request` returned.
+        index: which of the prompt's `n` samples.
+        token_ids: new output tokens, the token that stopped the sample included. They may come before their text.
+        text: new text, without the stopping token or stop string; "" without a tokenizer. Text is held back while its
+            last character is unfinished, or while it may be the start of a stop string.
+        logprobs: for every new token, token id -> log-probability of it and of the likeliest; None if not asked for.
+        finish_reason: "stop", "length" or "abort" in the last delta; None before.
+        metrics: the sample's counters, in the last delta; None before.
+        error: why the request failed; finish_reason is then "abort".
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[dict[int, float]] | None = None
+    finish_reason: FinishReason | None = None
+    metrics: RequestMetrics | None = None
+    error: EngineError | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A whole sample, as `LLM.generate` returns it.
+
+    Attributes:
+        index: which of the prompt's `n` samples.
+        prompt_token_ids: one list, which the prompt's samples share.
+        token_ids: all output tokens, the token that stopped the sample included.
+        text: their text, without the stopping token or stop string; "" without a tokenizer.
+        logprobs: for every token, token id -> log-probability of it and of the likeliest; None if not asked for.
+        siblings: the samples 1 to n - 1 of the same prompt, on sample 0.
+    """
+
+    request_id: str
+    index: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    logprobs: list[dict[int, float]] | None
+    metrics: RequestMetrics
+    siblings: "tuple[RequestOutput, ...]" = ()
+
+    @property
+    def outputs(self) -> "list[RequestOutput]":
+        """All `n` samples of the prompt, this one first."""
+        return [self, *self.siblings]

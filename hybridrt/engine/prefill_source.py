@@ -1,0 +1,17 @@
+"""The protocol of what computes an engine's prompts elsewhere."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class PrefillSource(Protocol):
+    """Computes prompts elsewhere, all but their last token. It must call `Engine.start` or `Engine.fail` for every
+    request, unless the request has ended before."""
+
+    def request(self, request_id: str, tokens: Sequence[int]) -> None:
+        """Begins, and returns at once."""
+        ...
+
+    def advance(self) -> None:
+        """Called at the head of every step; never waits for long."""
+        ...
