@@ -60,7 +60,7 @@ class Rig:
         self.pools = CacheCoordinator(rows, slots, pages, page_size, cache, demand)
         self.cache = cache
         limits = EngineLimits(vocab, max_model_len, chunk, (EOS,))
-        drafter = MockDrafter(drafts, vocab, sliding_window) if drafts else None
+        self.drafter = drafter = MockDrafter(drafts, vocab, sliding_window) if drafts else None
         self.engine = Engine(self.executor, self.pools, limits, tokenizer, overlap=overlap, seed=seed, drafter=drafter)
         self.outputs = Samples()
 
@@ -95,6 +95,7 @@ class Rig:
         for pool in (self.pools.rows, self.pools.slots, self.pools.pages):
             assert not pool.num_used, f"leaked: {pool}"
         assert self.cache is None or not self.cache.locks
+        assert self.drafter is None or not self.drafter.begun
 
     def check(self) -> None:
         """The ledgers; the cache's, if there is one, against the allocators'."""

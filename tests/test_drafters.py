@@ -27,6 +27,7 @@ class Asker:
     seed: int = 0
     row: Slot | None = None
     computed: int = 0
+    pending: int = 0
     end_page: int = 0
 
 
@@ -76,6 +77,20 @@ def test_drafts_that_all_stay_become_twice_as_many() -> None:
     drafter = AdaptiveDrafter(AsMany(), 7)
     assert lengths(drafter, Asker([1]), [0, 0, 9, 9, 9, 9]) == [7, 3, 1, 2, 4, 7]
     assert lengths(drafter, Asker([1]), [3, 3, 6, 1]) == [7, 7, 7, 7], "some stay: as many again"
+
+
+def test_a_request_that_has_earned_no_drafts_waits_for_no_tokens() -> None:
+    """Until the token at which one draft is tried again, pending ones counted."""
+    drafter, request = AdaptiveDrafter(AsMany(), 4, patience=8), Asker([1])
+    drafter.begin(request)
+    waits = []
+    for _ in range(12):
+        drafter.propose([request], [9])
+        request.pending = 1
+        waits.append(drafter.waits(request))
+        request.pending = 0
+        gain(drafter, [request], [1])
+    assert waits == [True, True, True, *[False] * 4, True, True, False, False, False]
 
 
 def test_each_request_earns_for_itself_and_is_forgotten_when_it_ends() -> None:

@@ -14,7 +14,7 @@ from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
 from hybridrt.runtime.step import StepPlan
 from hybridrt.sampling_params import SamplingParams
-from hybridrt.speculative.drafter import Draft, Drafter
+from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from tests.engine_harness import Rig
 
 
@@ -186,6 +186,96 @@ def test_nobody_is_admitted_while_a_decode_row_lacks_a_page() -> None:
     bench.pools.pages.free([spare])
     step = bench.launch()
     assert step.plan.decode.rows.tolist() == [1] and not step.plan.admissions, "the page goes to the decode row"
+
+
+class Watching(Drafter):
+    """Proposes one token for each request, and notes which requests have begun."""
+
+    def __init__(self) -> None:
+        self.begun: dict[int, int] = {}
+        self.gained: dict[int, int] = {}
+
+    def begin(self, request: DraftRequest) -> None:
+        assert request.arrival not in self.begun and request.row is not None
+        self.begun[request.arrival] = len(request.output)
+
+    def end(self, request: DraftRequest) -> None:
+        del self.begun[request.arrival]
+
+    def after_step(self, requests: Sequence[DraftRequest], gained: Sequence[int]) -> None:
+        for request, tokens in zip(requests, gained, strict=True):
+            self.gained[request.arrival] = self.gained.get(request.arrival, 0) + tokens
+            assert self.begun[request.arrival] + self.gained[request.arrival] == len(request.output)
+
+    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
+        assert all(request.arrival in self.begun for request in requests)
+        return [Draft([7] * min(1, n)) for n in most]
+
+
+def test_rows_that_wait_for_their_tokens_rejoin_the_others() -> None:
+    """A prompt ends in a step of its own while the other rows decode: from the next step on all decode together."""
+    bench = Bench([2], chunk=99)
+    bench.scheduler = Scheduler(bench.pools, 99, Watching())
+    bench.scheduler.add(bench.requests[0])
+    bench.run()
+    first = bench.launch()
+    bench.scheduler.add(request(1, 5))
+    launched, sizes = [first, bench.launch()], []
+    for _ in range(12):
+        bench.complete(launched.pop(0))
+        step = bench.scheduler.schedule()
+        if step is not None:
+            launched.append(step)
+            sizes.append(len(step.plan.decode))
+    assert sizes == [2] * 11, "12 steps of one row each, two at a time, would decode half as much"
+
+
+def test_rows_without_drafts_are_launched_before_their_tokens_are_known() -> None:
+    class Hopeless(Watching):
+        """Waits for request 1 while its output is short, and proposes nothing."""
+
+        def waits(self, request: DraftRequest) -> bool:
+            return request.arrival == 1 and len(request.output) < 3
+
+        def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
+            return [Draft() for _ in requests]
+
+    bench = Bench([2, 2], chunk=99)
+    bench.scheduler = Scheduler(bench.pools, 99, Hopeless())
+    for r in bench.requests:
+        bench.scheduler.add(r)
+    bench.run()
+    for _ in range(2):
+        step = bench.launch()
+        assert bench.scheduler.schedule() is None, "request 0 could go on, and would leave request 1 behind"
+        bench.complete(step)
+    launched = [bench.launch(), bench.launch()]
+    assert [[row.row for row in step.plan.decode] for step in launched] == [[1, 2], [1, 2]]
+    assert [row.computed for row in launched[1].plan.decode] == [5, 5]
+    for step in launched:
+        bench.complete(step)
+
+
+def test_a_drafter_is_told_who_has_a_row() -> None:
+    """Requests begin when they are admitted, and end with a retraction, an abort, or with all others at once."""
+    bench = Bench([4, 4], pages=10, chunk=99)
+    drafter = Watching()
+    bench.scheduler = Scheduler(bench.pools, 99, drafter)
+    for r in bench.requests:
+        bench.scheduler.add(r)
+    bench.run()
+    assert drafter.begun == {0: 0, 1: 0} and drafter.gained == {0: 1, 1: 1}
+    bench.run()
+    bench.run()
+    assert bench.scheduler.num_retractions == 1 and list(drafter.begun) == [0]
+    bench.requests[0].finish_reason = "abort"
+    bench.scheduler.remove(bench.requests[0])
+    assert not drafter.begun
+    drafter.gained.clear()
+    bench.run()
+    assert list(drafter.begun) == [1] and drafter.begun[1] > 0, "it goes on with its output"
+    bench.scheduler.clear()
+    assert not drafter.begun
 
 
 def test_launched_tokens_are_upper_bounds_that_results_lower() -> None:

@@ -52,7 +52,7 @@ class Scheduler:
     Args:
         coordinator: lends rows, slots and pages.
         chunked_prefill_size: tokens of a step, decode rows counted with their drafts.
-        drafter: proposes drafts; the rows of a step then wait for their previous tokens.
+        drafter: proposes drafts; a step then waits for the tokens that they follow, and all rows decode together.
     """
 
     def __init__(
@@ -77,13 +77,17 @@ class Scheduler:
         Args:
             refuse: ends a waiting request that no step can pack, and takes it out of the queue (`remove`); None raises.
         """
-        step, columns, requests = ScheduledStep(), self._coordinator.columns, list(self.running.values())
+        columns, requests = self._coordinator.columns, list(self.running.values())
         rows = int32s(request.row.index for request in requests)  # type: ignore[union-attr]  # who runs has a row
         prefilled = columns.prefilled(rows)
         ready = prefilled & columns.unfinished(rows)
-        if self._drafter is not None:
-            ready &= columns.pending[rows] == 0
-        self._schedule_decode(step, list(compress(requests, ready.tolist())), rows[ready])
+        decoding = list(compress(requests, ready.tolist()))
+        waiting = self._wait_for_tokens(decoding)
+        if 0 < len(waiting) < len(decoding):
+            return None  # a step of the others would split the rows for good: each half would wait for the other's step
+        step = ScheduledStep()
+        if not waiting:
+            self._schedule_decode(step, decoding, rows[ready])
         decode_tokens = sum(tokens for _, tokens in step.rows)
         budget = max(self._chunk - decode_tokens, (self._chunk + 1) // 2)
         self._schedule_prefill(step, compress(requests, (~prefilled).tolist()), budget, refuse)
@@ -134,6 +138,15 @@ class Scheduler:
         if self._drafter is not None:
             self._drafter.end(request)
 
+    def _wait_for_tokens(self, ready: list[Request]) -> list[Request]:
+        """Those whose next step follows tokens that a launched step has yet to give."""
+        drafter = self._drafter
+        if drafter is None:
+            return []
+        # A launched step brings a request one pending token at most, or more if it verifies drafts: where the request
+        # will stand is then open.
+        return [r for r in ready if r.pending and (r.pending > r.in_flight or drafter.waits(r))]
+
     def _schedule_decode(self, step: ScheduledStep, requests: list[Request], rows: np.ndarray) -> None:
         """Adds those of the requests, which can decode and hold `rows`, that find a page."""
         columns = self._coordinator.columns
@@ -152,11 +165,14 @@ class Scheduler:
         step.rows += zip(requests, tokens.tolist())
 
     def _propose(self, requests: Sequence[Request], rows: np.ndarray) -> list[Draft]:
-        """A draft for each request; empty without a drafter."""
+        """A draft for each request, NO_DRAFT for one whose last token is still on the way; empty without a drafter."""
         if self._drafter is None:
             return []
         columns = self._coordinator.columns
-        return self._drafter.propose(requests, (columns.max_output[rows] - columns.known[rows] - 1).tolist())
+        known = columns.pending[rows] == 0
+        most = (columns.max_output[rows] - columns.known[rows] - 1)[known].tolist()
+        proposed = iter(self._drafter.propose(list(compress(requests, known.tolist())), most))
+        return [next(proposed) if ends_known else NO_DRAFT for ends_known in known.tolist()]
 
     def _decode_rows(self, rows: np.ndarray, drafts: Sequence[Draft]) -> DecodeRows:
         columns = self._coordinator.columns

@@ -17,6 +17,7 @@ class DraftRequest(Protocol):
         arrival: its number, unique in an engine: what a drafter keeps of a request hangs on it.
         row: of the target's pools; None while the request does not run.
         computed: tokens with KV and state in the target.
+        pending: tokens that launched steps draw and the host does not know yet; 0 where drafts are proposed.
     """
 
     arrival: int
@@ -26,6 +27,7 @@ class DraftRequest(Protocol):
     seed: int
     row: Slot | None
     computed: int
+    pending: int
 
     @property
     def end_page(self) -> int:
@@ -41,7 +43,9 @@ def num_tokens(request: DraftRequest) -> int:
 def tokens_between(request: DraftRequest, start: int, end: int) -> list[int]:
     """The known tokens at positions max(start, 0) to end - 1, prompt first, then output. Copies no others."""
     start, split = max(start, 0), len(request.prompt)
-    return [*request.prompt[start:end], *request.output[max(start - split, 0) : max(end - split, 0)]]
+    if start >= split:
+        return request.output[start - split : max(end - split, 0)]
+    return request.prompt[start:end] + request.output[: max(end - split, 0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,11 @@ class Drafter(ABC):
     def after_step(self, requests: Sequence[DraftRequest], gained: Sequence[int]) -> None:  # noqa: B027  (optional)
         """A step is over: each of these requests, none of which has finished, gained so many tokens of output."""
 
+    def waits(self, request: DraftRequest) -> bool:
+        """Whether the next step of a request with pending tokens must wait for them, because it may hold drafts. All
+        rows then wait with it. False: its next step holds none. A step that verifies drafts is always waited for."""
+        return True
+
     @abstractmethod
     def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
         """For each request, which is begun, at most `most` tokens (0 or more) to follow its last known one."""
@@ -119,7 +128,7 @@ class AdaptiveDrafter(Drafter):
     """Stops paying for drafts that keep failing.
 
     A request starts with the whole length. A step that keeps no draft halves it, down to none; one that keeps as many
-    as could stay doubles it. At none, every `patience` tokens one draft is tried again.
+    as could stay doubles it. At none, every `patience` tokens one draft is tried again; no step between waits for it.
 
     Args:
         inner: who proposes; what it proposes too much is cut.
@@ -148,6 +157,10 @@ class AdaptiveDrafter(Drafter):
             earned.depth = 0
         self.inner.after_step(requests, gained)
 
+    def waits(self, request: DraftRequest) -> bool:
+        earned = self._earned[request.arrival]
+        return (earned.length > 0 or self._tries_again(request)) and self.inner.waits(request)
+
     def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
         allowed = [min(n, self._allowed(r)) for r, n in zip(requests, most, strict=True)]
         asked = [i for i, n in enumerate(allowed) if n > 0]
@@ -160,6 +173,9 @@ class AdaptiveDrafter(Drafter):
 
     def _allowed(self, request: DraftRequest) -> int:
         earned = self._earned[request.arrival]
-        if earned.length == 0 and len(request.output) % self.patience == 0:
+        if earned.length == 0 and self._tries_again(request):
             earned.length = 1
         return earned.length
+
+    def _tries_again(self, request: DraftRequest) -> bool:
+        return (len(request.output) + request.pending) % self.patience == 0

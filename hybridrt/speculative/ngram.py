@@ -1,8 +1,7 @@
 """Prompt lookup: what followed the last few tokens when they occurred before (Saxena 2023)."""
 
 from array import array
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
 from hybridrt.runtime.drafting import DraftMethod, Everywhere
 from hybridrt.runtime.step_runner import StepRunner
@@ -11,32 +10,38 @@ from hybridrt.speculative.tree import merge
 
 
 class _Ngrams:
-    """Where each n-gram of one size ended in a request's text, the one that ends the text apart. No text is kept: a
-    hash stands for an n-gram, so that one in 2^64 pairs is taken for equal, which costs a draft that fails.
+    """Where each n-gram of one size ended in a request's text: an end is the position of the token that follows, and 0
+    is none.
 
-    An end is the position of the token that follows; 0 is none.
+    No text is kept. A hash stands for an n-gram: where two have the same one, a draft fails.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._latest: dict[int, int] = {}  # end by hash
-        self._earlier = array("i")  # of each n-gram in order: the end of the same one before it
+        self.earlier = array("i")  # of each n-gram in order: the end of the same one before it
 
-    def extend(self, request: DraftRequest, known: int) -> None:
-        """Takes in the tokens since the last call."""
-        start, latest, earlier = len(self._earlier), self._latest, self._earlier
-        text = tokens_between(request, start, known - 1)
-        for end, ngram in enumerate(zip(*(text[i:] for i in range(self.size))), start + self.size):
-            key = hash(ngram)
+    def extend(self, text: Sequence[int], start: int) -> None:
+        """Takes in all n-grams up to the end of the text.
+
+        Args:
+            text: from position `start` on, which is no later than that of the first n-gram that is not known yet.
+        """
+        latest, earlier = self._latest, self.earlier
+        new = text[len(earlier) - start :]
+        ngrams = zip(*[new[i:] for i in range(self.size)])
+        for end, key in enumerate(map(hash, ngrams), len(earlier) + self.size):
             earlier.append(latest.get(key, 0))
             latest[key] = end
 
-    def ends(self, ngram: Sequence[int]) -> Iterator[int]:
-        """The latest first."""
-        end = self._latest.get(hash(tuple(ngram)), 0)
-        while end:
-            yield end
-            end = self._earlier[end - self.size]
+    def matches(self, most: int) -> list[int]:
+        """Ends of at most `most` earlier occurrences of the last n-gram, the latest first."""
+        found: list[int] = []
+        end = self.earlier[-1] if self.earlier else 0
+        while end and len(found) < most:
+            found.append(end)
+            end = self.earlier[end - self.size]
+        return found
 
 
 class NgramDrafter(Drafter):
@@ -66,14 +71,13 @@ class NgramDrafter(Drafter):
 
     def _matches(self, request: DraftRequest) -> list[int]:
         """Positions after at most `topk` earlier occurrences of what ends the text."""
-        known, found = num_tokens(request), list[int]()
-        tail = tokens_between(request, known - self.longest, known)
-        for ngrams in self._indices[request.arrival]:
-            ngrams.extend(request, known)
-            for end in islice(ngrams.ends(tail[-ngrams.size :]), self.topk):
-                if len(found) < self.topk and end not in found:
-                    found.append(end)
-        return found
+        index, found = self._indices[request.arrival], list[int]()
+        start = len(index[0].earlier)  # the longest n-grams reach back furthest
+        text = tokens_between(request, start, num_tokens(request))
+        for ngrams in index:
+            ngrams.extend(text, start)
+            found += [end for end in ngrams.matches(self.topk) if end not in found]
+        return found[: self.topk]
 
 
 def _continue(request: DraftRequest, after: int, most: int) -> list[int]:

@@ -72,8 +72,9 @@ class GpuSession(Session):
         self._parts.clear()
         sleep(self._random.randint(0, self._most_sleep))
         handle = (self.split or self.runner).launch(plan)
-        if plan.sampled:
-            keys = [(self._seeds[row.row], row.output_index) for row in plan.sampled]
+        sampled = [*plan.decode, *(row for row in plan.extend if row.sample)]
+        if sampled:
+            keys = [(self._seeds[row.row], row.output_index) for row in sampled]
             self.logits.update(zip(keys, torch.cat(self._parts), strict=True))
         return handle
 

@@ -59,7 +59,8 @@ class Twin:
     def replay(self, inputs: DecodeRows, bucket: int, accepted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Logits of the real rows, and the pools after the step and its commit."""
         self.graphs.bucket = lambda rows: bucket  # type: ignore[method-assign]
-        self.runner.backend.linear_attn_backend.metadata = None
+        for backend in self.runner.backend.linear_attn_backends:
+            backend.metadata = None
         logits = self.graphs.replay(inputs, self.last_pages(inputs)).clone()
         if self.tokens > 1:
             self.runner.backend.commit_decode(accepted)
