@@ -5,10 +5,12 @@
 The model, the backend, the graphs and the sampler are replaced by doubles that return at once. What remains is the work
 of the host: `launch` packs the step and keeps the books of the pools, `rest` schedules, consumes and hands out outputs.
 Each figure is the median over steps in which all requests decode, on a CPU, in milliseconds.
+Rows with "text" have a tokenizer.
 """
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -22,6 +24,7 @@ import torch
 from benchmarks.common import environment, save, settle
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.forward_batch import SpecInfo
+from hybridrt.runtime.build import ASSETS
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.sampler import Accepted, Verification
 
@@ -75,9 +78,11 @@ class NullSampler:
         return Accepted(torch.full((rows, width), 5), torch.ones(rows, dtype=torch.int32))
 
 
-def build(directory: str, rows: int, context: int, steps: int, drafts: int) -> LLM:
-    """An LLM of one tiny layer whose executor packs every step and computes nothing."""
+def build(directory: str, rows: int, context: int, steps: int, drafts: int = 0, text: bool = False) -> LLM:
+    """An LLM of one tiny layer whose executor packs every step and computes nothing; `text`: with a tokenizer."""
     (Path(directory) / "config.json").write_text(json.dumps(SHAPE))
+    for name in ("tokenizer.json", "tokenizer_config.json") if text else ():
+        shutil.copy(ASSETS / "embedded" / name, directory)
     speculative = SpeculativeConfig(num_draft_tokens=drafts) if drafts else None
     llm = LLM(
         directory, device="cpu", load_format="dummy", max_model_len=context + steps + 64, max_running_requests=rows,
@@ -117,9 +122,9 @@ def clock(owner: Any, name: str, seconds: list[float]) -> Iterator[None]:
         setattr(owner, name, method)
 
 
-def measure(rows: int, context: int, steps: int, stream: bool, drafts: int) -> dict[str, Any]:
+def measure(rows: int, context: int, steps: int, stream: bool, drafts: int, text: bool) -> dict[str, Any]:
     """Medians over `steps` decode steps of `rows` requests that have `context` tokens of context."""
-    with tempfile.TemporaryDirectory() as directory, build(directory, rows, context, steps, drafts) as llm:
+    with tempfile.TemporaryDirectory() as directory, build(directory, rows, context, steps, drafts, text) as llm:
         engine = llm.engine
         generator = torch.Generator().manual_seed(0)
         params = SamplingParams(max_tokens=steps + 32, temperature=0.0, ignore_eos=True)
@@ -138,7 +143,8 @@ def measure(rows: int, context: int, steps: int, stream: bool, drafts: int) -> d
                 engine.step()
                 totals.append(time.perf_counter() - start)
     launch, total = (statistics.median(seconds) * 1e3 for seconds in (launches, totals))
-    what = f"{rows} rows, {context} tokens, {'streams' if stream else 'no streams'}" + (", n-gram" if drafts else "")
+    what = f"{rows} rows, {context} tokens, {'streams' if stream else 'no streams'}"
+    what += (", n-gram" if drafts else "") + (", text" if text else "")
     return {"what": what, "launch_ms": launch, "rest_ms": total - launch, "total_ms": total}
 
 
@@ -152,8 +158,8 @@ def main() -> None:
     print(environment())
     rows = []
     for context in args.contexts:
-        for stream, drafts in ((False, 0), (True, 0), (False, 4)):
-            rows.append(measure(args.rows, context, args.steps, stream, drafts))
+        for stream, drafts, text in ((False, 0, False), (True, 0, False), (True, 0, True), (False, 4, False)):
+            rows.append(measure(args.rows, context, args.steps, stream, drafts, text))
             row = rows[-1]
             print(f"{row['what']:44} launch {row['launch_ms']:7.3f}  rest {row['rest_ms']:7.3f}  "
                   f"total {row['total_ms']:7.3f} ms", flush=True)  # fmt: skip

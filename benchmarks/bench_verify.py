@@ -32,7 +32,8 @@ from hybridrt.kernels.sampling import greedy
 from hybridrt.mem_cache.memory_plan import GIB, MemoryPlan
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.build import Target, build_model, build_pools, load_target, make_plan, pool_spec
-from hybridrt.runtime.graph_runner import DecodeInputs, GraphRunner
+from hybridrt.runtime.graph_runner import GraphRunner
+from hybridrt.runtime.step import DecodeRows, int32s
 
 WARM, STEPS = 4, 30  # a ring of 16 folds about every fifteenth step
 
@@ -64,15 +65,15 @@ class Rig:
         """Launches a step of rows that have `computed` tokens and keep `kept` inputs each; how many they have then."""
         n, drafts = len(computed), self.tokens - 1
         logits = self.graphs.replay(
-            DecodeInputs(
-                rows=range(1, n + 1), seq_lens=[c + self.tokens for c in computed], output_indices=[0] * n,
-                new_pages=[-1] * n, num_drafts=[drafts] * n, drafts=[5 + i % 100 for i in range(n * drafts)],
+            DecodeRows(
+                int32s(range(1, n + 1)), int32s(computed), int32s([0] * n), int32s([drafts] * n),
+                int32s(5 + i % 100 for i in range(n * drafts)),
             )
         )  # fmt: skip
-        drawn, buffers = greedy(logits), self.graphs.buffers
-        if buffers.drafts is not None:
-            drafted = buffers.drafts[:n], buffers.num_drafts[:n]
-            accept_chain(drawn.view(n, -1), *drafted, buffers.rows[:n], self.graphs.last_tokens)
+        drawn, buffers = greedy(logits), self.graphs.buffers.sections
+        if drafts:
+            drafted = buffers["drafts"][:n], buffers["num_drafts"][:n]
+            accept_chain(drawn.view(n, -1), *drafted, buffers["rows"][:n], self.graphs.last_tokens)
             counts = torch.tensor(kept, dtype=torch.int32, pin_memory=self.device.type == "cuda")
             self.backend.commit_decode(counts.to(self.device, non_blocking=True))
         return [c + k for c, k in zip(computed, kept)]

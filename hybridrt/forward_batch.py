@@ -4,7 +4,7 @@ Shapes: N tokens, B rows (requests), T tokens verified a row. A batch is a *deco
 with `tokens_per_row` tokens each, followed by an *extend segment*, the remaining rows with any number of tokens each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -74,6 +74,8 @@ class ForwardBatch:
         num_real: rows that are not padding; they come first. Never guessed from lengths.
         num_decode_rows: rows of the decode segment, padding included.
         seq_lens_cpu, query_lens_cpu: host copies; upper bounds where the device knows better. None in a graph.
+        chunk_plans: hybridrt.kernels.chunk_plan.ChunkPlan of the extend rows by chunk size, where they are on the
+            device already; None: recurrent backends plan their chunks themselves.
     """
 
     forward_mode: ForwardMode
@@ -89,6 +91,7 @@ class ForwardBatch:
     seq_lens_cpu: Sequence[int] | None = None
     query_lens_cpu: Sequence[int] | None = None
     spec_info: SpecInfo | None = None
+    chunk_plans: Mapping[int, Any] | None = None
 
     @property
     def batch_size(self) -> int:

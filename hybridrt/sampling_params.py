@@ -50,7 +50,8 @@ def _entries(name: str, value: Any, most: int) -> tuple[Any, ...]:
     if value is None:
         return ()
     collection = isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping))
-    _require(collection, name, value, "a sequence")
+    # A numpy or torch scalar says that it can be iterated over, too.
+    _require(collection and getattr(value, "ndim", 1) == 1, name, value, "a sequence")
     entries = tuple(islice(value, most + 1))
     if len(entries) > most:
         raise RequestError(f"{name} has more than {most} entries; pass at most {most}")

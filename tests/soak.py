@@ -8,11 +8,8 @@ import torch
 
 from hybridrt import SamplingParams, SpeculativeConfig
 from hybridrt.config import EngineConfig
-from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine
-from hybridrt.engine.limits import EngineLimits
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.speculative.make import make_drafter
 from tests.checkpoints import VOCAB, CheckpointStore
 from tests.samples import Sample, Samples
 from tests.session import budget
@@ -44,15 +41,11 @@ class Soak:
         } | changes
         config = EngineConfig(str(path), chunked_prefill_size=CHUNK, page_size=4, **fields)
         self.runner = ModelRunner(config, budget_bytes=budget(path, rows=5, pages=40, page_size=4, **fields))
-        plan, model = self.runner.plan, self.runner.model_config
-        pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
-        self.coordinator = CacheCoordinator(*pools, demand=plan.demand)
-        limits = EngineLimits(model.vocab_size, plan.max_model_len, CHUNK, model.eos_token_ids)
-        drafter = make_drafter(self.runner) if config.speculative else None
-        self.engine = Engine(self.runner, self.coordinator, limits, overlap=config.overlap, drafter=drafter)
+        self.engine = Engine.from_config(config, self.runner, overlap=config.overlap)
+        self.coordinator = self.engine._coordinator
         self.random = random.Random(seed)
-        self.running: dict[str, tuple[SamplingParams, int]] = {}  # and how many samples still run
-        self.greedy: list[Sample] = []
+        self.running: dict[str, tuple[list[int], SamplingParams, int]] = {}  # and how many samples still run
+        self.greedy: list[tuple[list[int], Sample]] = []
         self.samples = Samples()
 
     def run(self, steps: int) -> None:
@@ -73,7 +66,7 @@ class Soak:
         while self.random.random() < chance:
             prompt = [self.random.randrange(3, VOCAB) for _ in range(self.random.choice((1, 2, 7, 30, 60)))]
             params = self.params()
-            self.running[self.engine.add_request(prompt, params)] = params, params.n
+            self.running[self.engine.add_request(prompt, params)] = prompt, params, params.n
 
     def params(self) -> SamplingParams:
         pick = self.random.choice
@@ -95,11 +88,11 @@ class Soak:
         self.coordinator.check()
 
     def finish(self, out: Sample) -> None:
-        params, left = self.running.pop(out.request_id)
+        prompt, params, left = self.running.pop(out.request_id)
         if left > 1:
-            self.running[out.request_id] = params, left - 1
+            self.running[out.request_id] = prompt, params, left - 1
         if params.greedy and out.finish_reason != "abort":
-            self.greedy.append(out)
+            self.greedy.append((prompt, out))
 
 
 def soak(run: int, steps: int, device: str, checkpoints: CheckpointStore) -> dict[str, int]:
@@ -111,8 +104,8 @@ def soak(run: int, steps: int, device: str, checkpoints: CheckpointStore) -> dic
     soak.run(steps * 3 // 4)
     assert _allocated(device) == before
     if soak.runner.target.dtype == torch.float32:
-        for out in soak.random.sample(soak.greedy, min(CHECKED, len(soak.greedy))):
-            check_greedy(out.token_ids, checkpoints[name].logits(out.prompt_token_ids, out.token_ids), name)
+        for prompt, out in soak.random.sample(soak.greedy, min(CHECKED, len(soak.greedy))):
+            check_greedy(out.token_ids, checkpoints[name].logits(prompt, out.token_ids), name)
     counters = soak.engine.counters()
     return {name: getattr(counters, name) for name in ("steps", "finished", "aborted", "retractions", "accepted")}
 

@@ -1,16 +1,22 @@
 """Text as tokens come: split characters, stop strings, and what may be shown before the end is known."""
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
-from hypothesis import given
+import tokenizers
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from hybridrt.engine.detokenizer import Detokenizer
 from hybridrt.engine.stop_strings import StopStrings
 from hybridrt.engine.tokenizer import HFTokenizer, load_tokenizer
 from hybridrt.errors import CheckpointError
+from hybridrt.runtime.build import ASSETS
 from tests.engine_harness import ByteTokenizer
 
 TEXT = "a ba\N{GREEK SMALL LETTER PI} \N{EURO SIGN}\N{GRINNING FACE}b"
@@ -130,16 +136,67 @@ def test_a_stop_string_hidden_behind_an_unfinished_character_is_found_at_the_end
     assert detokenizer.finish([]) and detokenizer.take(final=True) == ""
 
 
-def test_load_tokenizer(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    assert load_tokenizer(tmp_path) is None
+def byte_level() -> Any:
+    """A token is a byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    raw = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>").save_pretrained(tmp_path)
+    return raw
+
+
+def metaspace() -> Any:
+    """As sentencepiece with byte fallback: words with their space, bytes; the first space is dropped."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581a", "\u2581cat", "\u2581", "s", "\u20ac"]
+    raw = tokenizers.Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], byte_fallback=True))
+    space = decoders.Replace("\u2581", " ")
+    raw.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return raw
+
+
+@cache
+def tokenizer_of(name: str) -> HFTokenizer:
+    if name == "embedded":
+        embedded = load_tokenizer(ASSETS / "embedded")
+        assert embedded is not None
+        return embedded
+    raw = {"byte_level": byte_level, "metaspace": metaspace}[name]()
+    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>"))
+
+
+@pytest.mark.parametrize("name", ["byte_level", "metaspace", "embedded"])
+@settings(deadline=None)
+@given(st.data())
+def test_streamed_text_is_that_of_the_tokenizer(name: str, data: st.DataObject) -> None:
+    """Prompts that end within a character, bytes that are none, special tokens, spaces at the seam."""
+    tokenizer = tokenizer_of(name)
+    token = st.one_of(st.integers(0, len(tokenizer.hf) - 1), st.sampled_from(tokenizer.encode("\u20ac a")))
+    prompt, output = data.draw(st.lists(token, max_size=6)), data.draw(st.lists(token, max_size=16))
+    streamed, at_once = Detokenizer(tokenizer, prompt), Detokenizer(tokenizer, prompt)
+    shown = "".join(feed(streamed, output)[-1:])
+    streamed.finish([]), at_once.finish(output)
+    whole = tokenizer.hf.decode([*prompt, *output], skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
+    text = whole[len(tokenizer.decode(prompt)) :]
+    assert at_once.take(final=True) == text
+    # Byte fallback reads a run of bytes anew with each: what it took for characters may have been shown before.
+    if "\N{REPLACEMENT CHARACTER}" not in tokenizer.decode([*prompt, *output]) or name == "byte_level":
+        assert shown + streamed.take(final=True) == text
+
+
+def test_special_tokens_in_a_row_are_not_decoded_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tokenizer_of("embedded")
+    lengths = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: (lengths.append(len(ids)), decode(ids))[1])
+    end = tokenizer.hf.eos_token_id
+    tokens = [*tokenizer.encode("a"), *[end] * 50, *tokenizer.encode(" b")]
+    assert feed(Detokenizer(tokenizer, [end]), tokens)[-1] == "a b"
+    assert max(lengths) < 20
+
+
+def test_load_tokenizer(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    assert load_tokenizer(tmp_path) is None
+    PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<eos>").save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert isinstance(tokenizer, HFTokenizer)
     ids = tokenizer.encode(TEXT)

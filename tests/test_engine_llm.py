@@ -10,6 +10,7 @@ import torch
 
 from hybridrt.config import EngineConfig
 from hybridrt.engine import llm as llm_module
+from hybridrt.engine.limits import EngineLimits
 from hybridrt.engine.llm import LLM
 from hybridrt.errors import EngineError, HybridrtError, MemoryBudgetError, RequestError
 from hybridrt.sampling_params import SamplingParams
@@ -252,3 +253,26 @@ def test_progress_is_shown_on_a_terminal_for_several_prompts(monkeypatch: pytest
         updates.clear()
         llm.generate(prompts, FIVE)
         assert bars[-1]["disable"] is disabled and bars[-1]["total"] == sum(updates) == len(prompts)
+
+
+def test_a_prompt_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = ByteTokenizer()
+    read: list[str] = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text: (read.append(text), encode(text))[1])
+    llm, _ = make(monkeypatch, tokenizer)
+    outputs = llm.generate(["ab", "cd"], SamplingParams(max_tokens=2, ignore_eos=True, n=2))
+    list(llm.stream("ef", FIVE))
+    assert read == ["ab", "cd", "ef"]
+    first, second = outputs[0].outputs
+    assert first.prompt_token_ids is second.prompt_token_ids
+
+
+def test_token_ids_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, _ = make(monkeypatch)
+    checked: list[object] = []
+    prepare = EngineLimits.prepare
+    monkeypatch.setattr(EngineLimits, "prepare", lambda *args: (checked.append(args[1]), prepare(*args))[1])
+    llm.generate([[1], [2]], FIVE)
+    list(llm.stream([3], FIVE))
+    assert checked == [[1], [2], [3]]

@@ -3,13 +3,17 @@
 import time
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
+from hybridrt.engine.delta_queue import DeltaQueue
+from hybridrt.engine.outputs import Delta
 from hybridrt.engine.request import derive_seed
 from hybridrt.errors import EngineError, MemoryBudgetError, RequestError
 from hybridrt.sampling_params import SamplingParams
 from tests.engine_harness import EOS, VOCAB, ByteTokenizer, Rig
 from tests.mock_executor import tokens_alone
+from tests.samples import Samples
 
 ENDLESS = dict(max_tokens=30, ignore_eos=True, seed=1)
 
@@ -219,6 +223,59 @@ def test_a_delta_holds_what_was_gained_alone() -> None:
     assert [len(d.token_ids) for d in deltas] == [1] * 5
     assert [d.finish_reason for d in deltas] == [None] * 4 + ["length"]
     assert [d.metrics is None for d in deltas] == [True] * 4 + [False]
+
+
+def test_a_reader_that_lags_gets_the_gains_of_several_steps_in_one_delta() -> None:
+    rig = Rig(tokenizer=ByteTokenizer(), vocab=128)
+    queue = DeltaQueue()
+    params = SamplingParams(max_tokens=9, ignore_eos=True, seed=0, logprobs=1, n=2)
+    name = rig.engine.add_request([1], params, queue=queue)
+    taken = []
+    while rig.engine.has_unfinished():
+        rig.engine.run_step()
+        if len(rig.executor.plans) % 4 == 0:
+            taken.append(queue.take())
+    taken.append(queue.take())
+    assert max(len(delta.token_ids) for deltas in taken for delta in deltas) > 1
+    assert all(len({delta.index for delta in deltas}) == len(deltas) for deltas in taken), "one a sample"
+    samples = Samples()
+    for deltas in taken:
+        samples.add(deltas)
+    for index in range(2):
+        tokens = tokens_alone([1], derive_seed(0, 1) if index else 0, 9, 128)
+        sample = samples[name, index]
+        assert (sample.token_ids, sample.text) == (tokens, ByteTokenizer().decode(tokens))
+        assert sample.logprobs is not None and len(sample.logprobs) == 9
+    assert queue.take() == [] and not queue
+
+
+def test_deltas_are_plain_data() -> None:
+    rig = Rig(overlap=False)
+    rig.add([1], max_tokens=2, ignore_eos=True, seed=0, logprobs=1)
+    failing = rig.add([2], **ENDLESS)
+    deltas = rig.step()
+    rig.engine.fail(failing, ValueError("why"))
+    while rig.engine.has_unfinished():
+        deltas += rig.step()
+    sent = msgspec.msgpack.encode(deltas, enc_hook=str)
+    came = msgspec.msgpack.decode(sent, type=list[Delta], dec_hook=lambda kind, text: kind(text))
+    assert any(delta.error is not None for delta in came)
+    for ours, theirs in zip(deltas, came, strict=True):
+        assert str(ours.error) == str(theirs.error)
+        ours.error = theirs.error = None
+    assert came == deltas
+
+
+def test_text_is_made_once_where_it_is_read_at_the_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = ByteTokenizer()
+    rig = Rig(tokenizer=tokenizer, vocab=128)
+    decoded: list[int] = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: (decoded.append(len(ids)), decode(ids))[1])
+    rig.engine.add_request([1], SamplingParams(max_tokens=20, ignore_eos=True, seed=0), stream=False)
+    before = len(decoded)
+    rig.run()
+    assert len(decoded) == before + 1 and decoded[-1] == 21
 
 
 def test_without_streaming_only_the_last_output_comes() -> None:

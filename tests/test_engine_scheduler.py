@@ -185,7 +185,7 @@ def test_nobody_is_admitted_while_a_decode_row_lacks_a_page() -> None:
     assert bench.scheduler.schedule() is None
     bench.pools.pages.free([spare])
     step = bench.launch()
-    assert step.plan.decode[0].row == 1 and not step.plan.admissions, "the page goes to the decode row"
+    assert step.plan.decode.rows.tolist() == [1] and not step.plan.admissions, "the page goes to the decode row"
 
 
 class Watching(Drafter):
@@ -294,7 +294,7 @@ def test_launched_tokens_are_upper_bounds_that_results_lower() -> None:
     r.output += [0, 0]
     bench.scheduler.complete(step, [2])
     assert (r.computed, r.pending) == (4, 0)
-    assert bench.launch().plan.decode[0].computed == 4
+    assert bench.launch().plan.decode.computed.tolist() == [4]
 
 
 def test_drafts_give_way_when_pages_are_short() -> None:

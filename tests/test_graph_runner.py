@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import SpecInfo
 from hybridrt.kernels.moe import fused_experts
-from hybridrt.runtime.graph_runner import ClosureRecorder, DecodeInputs, GraphRunner, buckets
+from hybridrt.runtime.graph_runner import ClosureRecorder, GraphRunner, buckets
+from hybridrt.runtime.step import DecodeRow, DecodeRows
 from tests.by_hand import ByHand, Row, assert_close
 from tests.checkpoints import CheckpointStore, has_replay
 from tests.session import Session, check_sample
@@ -35,16 +37,10 @@ def runner_of(hand: ByHand, max_bs: int = ROWS, **changes: Any) -> GraphRunner:
     return graphs
 
 
-def inputs_of(rows: Sequence[Row], tokens: int) -> DecodeInputs:
+def inputs_of(rows: Sequence[Row], tokens: int) -> DecodeRows:
     """The graph finds the first token of a row itself; the others are drafts."""
-    return DecodeInputs(
-        rows=[r.row for r in rows],
-        seq_lens=[r.computed + tokens for r in rows],
-        output_indices=[0] * len(rows),
-        new_pages=[-1] * len(rows),
-        num_drafts=[tokens - 1] * len(rows),
-        drafts=[t for r in rows for t in r.tokens[1:]],
-    )
+    assert all(len(r.tokens) == tokens for r in rows)
+    return DecodeRows.of(DecodeRow(r.row, r.computed, 0, r.tokens[1:]) for r in rows)
 
 
 def twins(path: Any, mode: str, tokens: int) -> tuple[ByHand, ByHand, dict[int, int]]:
@@ -159,9 +155,8 @@ def test_new_pages_are_entered_by_the_graph(checkpoints: CheckpointStore) -> Non
     graphs = runner_of(hand)
     page = int(hand.pools.req_to_token.req_to_token[5, 16]) // 4
     hand.pools.req_to_token.req_to_token[5, 16:] = 0
-    inputs = inputs_of([Row(5, 16, [15])], 1)
-    inputs.new_pages = [page]
-    assert torch.equal(graphs.replay(inputs), padded_step(eager, [Row(5, 16, [15])], 0))
+    got = graphs.replay(inputs_of([Row(5, 16, [15])], 1), np.array([page]))
+    assert torch.equal(got, padded_step(eager, [Row(5, 16, [15])], 0))
     assert hand.pools.req_to_token.req_to_token[5, 16:20].tolist() == [page * 4 + i for i in range(4)]
 
 
@@ -226,10 +221,10 @@ def test_an_engine_on_graphs_gives_the_same_tokens(name: str, state_mode: str, c
     graphs.capture()
     replay = graphs.replay
 
-    def counting(inputs: DecodeInputs) -> Tensor:
+    def counting(decode: DecodeRows, new_pages: np.ndarray) -> Tensor:
         nonlocal replayed
         replayed += 1
-        return replay(inputs)
+        return replay(decode, new_pages)
 
     graphs.replay = counting  # type: ignore[method-assign]
     runner.graphs = {1: graphs}

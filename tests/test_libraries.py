@@ -15,7 +15,7 @@ from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_v
 from hybridrt.kernels.paged_attention import attention_decode, attention_extend
 from hybridrt.kernels.providers import select
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepPlan
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
 from hybridrt.sampling_params import SamplingParams
 from tests.by_hand import ByHand, Row
 from tests.checkpoints import CheckpointStore
@@ -114,7 +114,11 @@ def test_pages_that_arrive_with_the_step(backend: str, tmp_path: Path) -> None:
         found = tokens.setdefault(name, [])
         for computed, page in ((3, 4), (4, 12), (5, 12), (6, 3), (7, 3)):
             writes = [PageWrite(1, computed // 2, [page])] if computed % 2 == 0 else []
-            found += runner.launch(StepPlan(page_writes=writes, decode=[DecodeRow(1, computed, 0)])).result().tokens
+            found += (
+                runner.launch(StepPlan(page_writes=writes, decode=DecodeRows.of([DecodeRow(1, computed, 0)])))
+                .result()
+                .tokens
+            )
     assert tokens[backend] == tokens["torch"]
 
 

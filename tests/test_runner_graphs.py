@@ -10,7 +10,7 @@ from hybridrt.forward_batch import ForwardMode, SpecInfo
 from hybridrt.runtime import graph_runner
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepPlan
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
 from hybridrt.sampling_params import SamplingParams
 from tests.tiny import write_tiny
 
@@ -48,7 +48,7 @@ def test_verify_and_plain_steps_in_turn(path: str, mode: str) -> None:
     with_graphs, eager = runner(path, mode, True), runner(path, mode, False)
     computed = [len(prompt) for prompt in PROMPTS]
     for drafts in ([(7, 8, 9), (4,), ()], [(), (), ()], [(), (3, 3, 3), (5, 6)], [(), (), ()]):
-        decode = [DecodeRow(i + 1, computed[i], 0, drafts[i]) for i in range(3)]
+        decode = DecodeRows.of(DecodeRow(i + 1, computed[i], 0, drafts[i]) for i in range(3))
         tokens = with_graphs.launch(StepPlan(decode=decode)).result().tokens
         assert tokens == eager.launch(StepPlan(decode=decode)).result().tokens
         computed = [done + len(gained) for done, gained in zip(computed, tokens, strict=True)]
@@ -70,7 +70,7 @@ def test_what_graphs_take_and_where_they_end_is_said(
     with caplog.at_level(logging.INFO):
         made.capture()
     assert made.graphs[1].captured_bytes == 1 << 30  # buckets of 2 and 1
-    ends, take = (record.getMessage() for record in caplog.records if record.name == "hybridrt.runtime.model_runner")
+    ends, take = (record.getMessage() for record in caplog.records if record.name == "hybridrt.runtime.step_runner")
     assert "graphs end at batch 2, not at cuda_graph_max_bs=9" in ends and "up to 2 rows take 1.00 GiB" in take
 
 

@@ -8,7 +8,7 @@ import torch
 
 from hybridrt.config import EngineConfig
 from hybridrt.errors import MemoryBudgetError
-from hybridrt.runtime import model_runner
+from hybridrt.runtime import build, model_runner
 from hybridrt.runtime.model_runner import ModelRunner
 from tests.tiny import write_tiny
 
@@ -24,6 +24,6 @@ def test_out_of_memory(broken: str, advice: str, tmp_path: Path, monkeypatch: py
     def fail(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 20 GiB")
 
-    monkeypatch.setattr(model_runner, broken, fail)
+    monkeypatch.setattr(model_runner if hasattr(model_runner, broken) else build, broken, fail)
     with pytest.raises(MemoryBudgetError, match=rf"{advice}.*20 GiB"):
         ModelRunner(EngineConfig(str(write_tiny(tmp_path, tokenizer=False)), device="cpu", load_format="dummy"))

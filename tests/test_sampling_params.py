@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hybridrt.errors import HybridrtError, RequestError
@@ -18,6 +19,7 @@ BAD: list[tuple[str, Any]] = [
     *((name, v) for name in ("presence_penalty", "frequency_penalty") for v in (-2.1, 2.1, math.nan)),
     *(("stop", v) for v in ([""], [3])),
     *(("stop_token_ids", v) for v in ([-1], [1.5], [True])),
+    *((name, np.array(3)) for name in ("stop", "stop_token_ids")),
     *(("seed", v) for v in (-1, 2**63, 0.5)),
     *(("logprobs", v) for v in (-1, 65, True, 1.0)),
     *(("n", v) for v in (0, 1025, True, 1.0)),

@@ -120,9 +120,10 @@ def test_drafts_are_verified_on_all_ranks(
     spoilt = Scripted(coming, lambda tokens, request: [*tokens[:-1], *map(shifted, tokens[-1:])])
     speculative = SpeculativeConfig(num_draft_tokens=3, state_mode=state_mode)
     executor = TensorParallelExecutor(config(checkpoint, tp_size=2, speculative=speculative), ranks=groups[2])
-    for output in outputs(executor, [greedy(16, seed=0), greedy(16, seed=1)], AdaptiveDrafter(spoilt, 3)):
+    samples = outputs(executor, [greedy(16, seed=0), greedy(16, seed=1)], AdaptiveDrafter(spoilt, 3))
+    for prompt, output in zip(prompts(5, 6), samples, strict=True):
         assert 0 < output.metrics.accepted < output.metrics.proposed
-        check_greedy(output.token_ids, checkpoint.logits(output.prompt_token_ids, output.token_ids), name)
+        check_greedy(output.token_ids, checkpoint.logits(prompt, output.token_ids), name)
     executor.close()
 
 
@@ -135,7 +136,7 @@ def test_a_draft_model_is_whole_on_rank_0(groups: Groups, checkpoints: Checkpoin
     (output,) = outputs(executor, [greedy(16)], make_drafter(executor.runner))
     executor.close()
     assert output.metrics.accepted == output.metrics.proposed > 0
-    check_greedy(output.token_ids, checkpoint.logits(output.prompt_token_ids, output.token_ids), "draft model")
+    check_greedy(output.token_ids, checkpoint.logits(prompts(5)[0], output.token_ids), "draft model")
 
 
 @pytest.mark.parametrize("name", ["qwen", "nemotron-latent_groups"])

@@ -27,7 +27,7 @@ from hybridrt.runtime import rank_start
 from hybridrt.runtime.drafting import DraftRow, DraftTask
 from hybridrt.runtime.messages import KINDS, decode, encode
 from hybridrt.runtime.ranks import Ranks
-from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StateCopy, StepPlan
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StateCopy, StepPlan
 from hybridrt.runtime.torchrun import World
 from hybridrt.sampling_params import SamplingParams
 from tests.checkpoints import CheckpointStore
@@ -40,14 +40,16 @@ PARAMS = SamplingParams(top_k=3, stop=["a"], stop_token_ids=[7], seed=2**62, log
 
 def plain(value: Any) -> Any:
     """With lists for all sequences: an empty tuple comes back as a list."""
-    return msgspec.json.decode(msgspec.json.encode(value))
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=np.ndarray.tolist))
 
 
 def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     """Every field of every part, and a small message."""
     session = Session(checkpoints["falcon-split"].path, page_size=4)
     session.run(requests(1, 17, steps=4), chunk=7, gap=2)
-    full = replace(session.plans[0], decode=[DecodeRow(1, 2, 3, [4, 5], [0, 0])] * 64, imports=[StateCopy(1, 0, 8)])
+    full = replace(
+        session.plans[0], decode=DecodeRows.of([DecodeRow(1, 2, 3, [4, 5], [0, 0])] * 64), imports=[StateCopy(1, 0, 8)]
+    )
     full.exports = full.imports * 2
     assert all(getattr(full, field.name) for field in fields(full))
     for plan in [StepPlan(), full, *session.plans]:
@@ -94,13 +96,18 @@ class Runs:
 
 
 def refused() -> Iterator[dict[str, Any]]:
-    whole, pack = encode(StepPlan(decode=[DecodeRow(1, 2, 3)])), msgspec.msgpack.encode
+    whole, pack = encode(StepPlan(decode=DecodeRows.of([DecodeRow(1, 2, 3)]))), msgspec.msgpack.encode
     yield from ({}, {"type": None}, {"type": []}, {"type": "os"}, {"type": "step"}, {"type": "step", "body": "text"})
     yield {"type": "step", "body": pickle.dumps(Runs())}
     yield {"type": "step", "body": whole["body"][:-1]}
     yield {"type": "step", "body": whole["body"] + b"\0"}
     yield {"type": "step", "body": b"\x91" * 100_000}
-    plans: list[Any] = [[], {"decode": [["1", 2, 3]]}, {"decode": [[1, 2]]}, {"decode": [[1, 2, 2**63]], "extend": 5}]
+    plans: list[Any] = [[], {"decode": [["1", 2, 3]]}, {"decode": [[1, 2]]}, {"decode": [], "extend": 5}]
+    one, two = bytes(4), bytes(8)
+    plans += [
+        {"decode": columns} for columns in ([1], [one], [b"123"], [one, one, one, one, one], [two, one, one, one])
+    ]
+    plans += [{"decode": [one, b"\xff" * 4, one, one]}, {"decode": [one, one, one, b"\1\0\0\0", one, two]}]
     plans.append({"admissions": [[1, 1, [1], 1, {"top_p": 7}, 0]]})
     yield from ({"type": "step", "body": pack(plan)} for plan in plans)
     for config in ({}, {"model": 5}, {"model": "m", "tp_size": 0}, {"model": "m", "speculative": {"method": "os"}}):
@@ -114,7 +121,11 @@ def test_malformed_messages_are_refused_and_run_nothing() -> None:
 
 
 def test_spoilt_bytes_are_refused_or_still_a_plan() -> None:
-    plan = StepPlan([Admission(1, 1, [5] * 40, 40, PARAMS, 3)], [PageWrite(1, 0, [7])], [DecodeRow(2, 3, 4, [5], [0])])
+    plan = StepPlan(
+        [Admission(1, 1, [5] * 40, 40, PARAMS, 3)],
+        [PageWrite(1, 0, [7])],
+        DecodeRows.of([DecodeRow(2, 3, 4, [5], [0])]),
+    )
     body, rng = encode(plan)["body"], random.Random(0)
     for _ in range(2000):
         spoilt = bytearray(body)

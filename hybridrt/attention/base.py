@@ -25,6 +25,11 @@ class AttentionBackend(ABC):
         """The recurrent side, for blocks that run both in parallel; a composite has one."""
         raise BackendError(f"{type(self).__name__} has no recurrent side; the model needs HybridLinearAttnBackend")
 
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Which chunk plans a batch with extend rows may bring along; () where nothing is recurrent."""
+        return ()
+
     def route(self, layer: Any) -> "AttentionBackend":
         """The backend that serves a layer: this one, but for a composite."""
         return self

@@ -86,6 +86,10 @@ class HybridLinearAttnBackend(AttentionBackend):
             )
         return self.linear_attn_backends[0]
 
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        return tuple(size for backend in self.backends for size in backend.chunk_sizes)
+
     def route(self, layer: Any) -> AttentionBackend:
         """The backend that serves a layer. BackendError if none does."""
         role = layer.layer_id, getattr(layer, "kind", None)

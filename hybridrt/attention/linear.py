@@ -219,9 +219,15 @@ class MambaAttnBackendBase(AttentionBackend):
         starts = batch.query_start_loc[split:]
         positions = batch.seq_lens[split:] - (starts[1:] - starts[:-1])
         shared = slots, starts - batch.num_decode_tokens, positions, positions > 0
-        lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
-        sizes = dict.fromkeys(member.chunk_size for member in self.members)
-        return {size: ExtendSegment(*shared, plan_chunks(*lens, size, slots.device)) for size in sizes}
+        plans = batch.chunk_plans
+        if plans is None:
+            lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+            plans = {size: plan_chunks(*lens, size, slots.device) for size in self.chunk_sizes}
+        return {size: ExtendSegment(*shared, plans[size]) for size in self.chunk_sizes}
+
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(member.chunk_size for member in self.members))
 
     # -- graphs -------------------------------------------------------------------------------------------------
 

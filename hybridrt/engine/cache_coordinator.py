@@ -20,9 +20,11 @@ short of them.
 
 from collections.abc import Iterable
 
+from hybridrt.engine.columns import UNLIMITED, RowColumns
 from hybridrt.engine.request import Request
 from hybridrt.errors import MemoryBudgetError, PoolError
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
+from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.mem_cache.prefix_cache import NoPrefixCache, PrefixCache, PrefixMatch
 from hybridrt.runtime.step import Admission, PageWrite, StateCopy, StepPlan
@@ -39,6 +41,9 @@ class CacheCoordinator:
         prefix_cache: owns pages of `page_allocator`; None keeps nothing.
         page_allocator: the allocator that `prefix_cache` shares; None makes one.
         demand: how many pages requests hold, for a model whose attention layers all have a sliding window; None: all.
+
+    Attributes:
+        columns: what a step must know of the running requests.
     """
 
     def __init__(
@@ -54,8 +59,15 @@ class CacheCoordinator:
         self.rows = SlotAllocator(num_rows, "request row")
         self.slots = SlotAllocator(num_slots, "state slot")
         self.pages = page_allocator or SlotAllocator(num_pages, "KV page")
+        self.columns = RowColumns(num_rows)
+        self._returns = 0
         self._demand = demand or PageDemand(page_size)
         self._prefix_cache: PrefixCache = prefix_cache or NoPrefixCache()
+
+    @classmethod
+    def of(cls, plan: MemoryPlan) -> "CacheCoordinator":
+        """Lends what a memory plan has."""
+        return cls(plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, demand=plan.demand)
 
     def check_fits(self, num_tokens: int) -> None:
         """Raises MemoryBudgetError if a request of num_tokens tokens in all could not run even alone."""
@@ -82,13 +94,18 @@ class CacheCoordinator:
             self._prefix_cache.unlock(match)
             return False
         request.prefix, request.prefill_tokens, request.arrived = match, tokens, None
-        request.computed = request.settled = match.length
+        request.settled = match.length
         request.row = self.rows.alloc(1)[0]
         request.slot = self.slots.alloc(1)[0] if self.slots.total else None
         request.pages = [*match.pages, *self.pages.alloc(need)]
+        self._fill_columns(request)
         self.settle(request, 0)
         self._plan_admission(request, plan)
         return True
+
+    def room(self) -> tuple[int, ...]:
+        """Changes with whatever may let a request in that `admit` found no room for."""
+        return self.rows.num_free, self.slots.num_free, self.pages.num_free, self._returns
 
     def grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Lends pages until KV of `num_tokens` tokens fits. False if there are too few: nothing is taken."""
@@ -121,6 +138,7 @@ class CacheCoordinator:
         wanted = self._pages_for(len(request.prefill_tokens)) - request.end_page - len(request.spare)
         request.spare += own[: max(wanted, 0)]
         self.pages.free(own[max(wanted, 0) :])
+        self._returns += 1
 
     def release(self, request: Request) -> None:
         """Takes everything back; the prefix cache may keep pages of computed tokens.
@@ -142,24 +160,37 @@ class CacheCoordinator:
         self.rows.free([request.row])
         if request.slot is not None:
             self.slots.free([request.slot])
-        request.row = request.slot = None
+        request.row = request.slot = request.columns = None
         request.pages, request.spare, request.prefix, request.prefill_tokens = [], [], PrefixMatch(), ()
-        request.computed = request.settled = request.first_page = 0
+        request.settled = request.first_page = 0
+        self._returns += 1
 
     def reclaim(self, requests: Iterable[Request]) -> None:
         """Takes everything back from everybody after a change that was broken off: ledgers of requests may be wrong."""
         for request in requests:
             prefix, request.prefix = request.prefix, PrefixMatch()
             self._prefix_cache.unlock(prefix)
-            request.row = request.slot = None
+            request.row = request.slot = request.columns = None
             request.pages, request.spare = [], []
         for allocator in (self.rows, self.slots, self.pages):
             allocator.reclaim()
+        self._returns += 1
 
     def check(self) -> None:
         """Raises PoolError unless free + used + cached == total in every allocator."""
         for allocator in (self.rows, self.slots, self.pages):
             allocator.check()
+
+    def _fill_columns(self, request: Request) -> None:
+        assert request.row is not None
+        columns, row = self.columns, request.row.index
+        request.columns = columns
+        columns.computed[row] = request.prefix.length
+        columns.prefill_end[row] = len(request.prefill_tokens)
+        columns.known[row], columns.pending[row] = len(request.output), 0
+        columns.max_output[row] = request.max_len - len(request.prompt)
+        pages = self.pages.total
+        columns.capacity[row] = request.end_page * self._demand.page_size if pages else UNLIMITED
 
     def _pages_for(self, num_tokens: int) -> int:
         return self._demand.whole(num_tokens) if self.pages.total else 0
@@ -173,6 +204,7 @@ class CacheCoordinator:
         assert request.row is not None
         plan.page_writes.append(PageWrite(request.row.index, request.end_page, [page.index for page in fresh]))
         request.pages += fresh
+        self.columns.capacity[request.row.index] = request.end_page * self._demand.page_size
 
     def _pages_free(self, need: int) -> bool:
         if need > self.pages.num_free:

@@ -12,6 +12,10 @@ _CONTEXT = 6  # prompt tokens that decide how the first output token reads (lead
 class Detokenizer:
     """Decodes a small window again with new tokens, because a token's text depends on its neighbours.
 
+    tokenizers.decoders.DecodeStream does not serve: it raises where byte fallback reads a run of bytes anew (a newline,
+    then a byte that is no character), gives the prompt's text as output where the prompt ends within a character, and
+    keeps what it holds back at the end.
+
     The first `_read` tokens of the window are text already, of `_known` characters; what the whole window's text has
     beyond them is new, and becomes text once it does not end within a character.
 
@@ -37,7 +41,10 @@ class Detokenizer:
         window += tokens
         text = self._tokenizer.decode(window)
         known = self._known
-        if len(text) <= known or text.endswith(_INCOMPLETE):
+        if len(text) <= known:
+            del window[self._read : -_CONTEXT]  # special tokens in a row: decoding all of them again costs their square
+            return False
+        if text.endswith(_INCOMPLETE):
             return False
         self._window = window = window[self._read :]
         self._read, self._known = len(window), len(self._tokenizer.decode(window))

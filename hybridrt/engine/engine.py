@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 
+from hybridrt.config import EngineConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.delta_queue import Abandonment, DeltaQueue
 from hybridrt.engine.limits import EngineLimits, PreparedPrompt, check_names
@@ -20,9 +21,12 @@ from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.engine.turns import Change, Failing, Turns
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import Executor, StepHandle, StepResult, TokenLogprobs
+from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Drafter
+from hybridrt.speculative.make import make_drafter
 
 
 class Engine:
@@ -80,6 +84,28 @@ class Engine:
         self._change = Change(self._recover)
         self.turns = Turns(self._change.begin)
         self._totals = EngineCounters()
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        runner: ModelRunner,
+        tokenizer: Tokenizer | None = None,
+        *,
+        split: TensorParallelExecutor | None = None,
+        overlap: bool | None = None,
+    ) -> "Engine":
+        """An engine over a runner built from `config`, or over the `split` of all ranks whose first the runner is.
+
+        Args:
+            overlap: None follows `config` on a GPU. It is off on a CPU, where a launched step has already run.
+        """
+        plan, model = runner.plan, runner.model_config
+        limits = EngineLimits(model.vocab_size, plan.max_model_len, config.chunked_prefill_size, model.eos_token_ids)
+        overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
+        drafter = make_drafter(runner, split.everywhere if split else None) if config.speculative else None
+        pools = CacheCoordinator.of(plan)
+        return cls(split or runner, pools, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter)
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
         """What `submit` takes. Changes nothing.
@@ -361,7 +387,8 @@ class Engine:
             if reason is not None:
                 self._finish(request, reason)
             elif request.stream:
-                request.read_text()
+                if request.detokenizer is not None:
+                    request.read_text()
                 self._notify(request)
         except Exception as e:
             self._fail(request, e)

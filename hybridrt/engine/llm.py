@@ -9,10 +9,9 @@ from tqdm.auto import tqdm
 from tqdm.notebook import tqdm_notebook
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
-from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.delta_queue import DeltaQueue
 from hybridrt.engine.engine import Engine
-from hybridrt.engine.limits import EngineLimits, PreparedPrompt
+from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.outputs import Delta, RequestOutput
 from hybridrt.engine.prompts import Prompt, as_prompts
 from hybridrt.engine.sampling_defaults import default_sampling_params
@@ -22,7 +21,6 @@ from hybridrt.runtime.interrupts import Interrupts
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor, check_world
 from hybridrt.sampling_params import SamplingParams
-from hybridrt.speculative.make import make_drafter
 
 
 class LLM:
@@ -101,7 +99,7 @@ class LLM:
         self.plan = runner.plan
         self.default_sampling_params = default_sampling_params(runner.model_path)
         self.tokenizer = load_tokenizer(runner.model_path)
-        self._engine: Engine | None = self._build_engine(runner)
+        self._engine: Engine | None = Engine.from_config(self.config, runner, self.tokenizer, split=self._split)
 
     @property
     def engine(self) -> Engine:
@@ -196,26 +194,6 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-    def _build_engine(self, runner: ModelRunner) -> Engine:
-        plan, model = runner.plan, runner.model_config
-        limits = EngineLimits(
-            vocab_size=model.vocab_size,
-            max_model_len=plan.max_model_len,
-            chunked_prefill_size=self.config.chunked_prefill_size,
-            eos_token_ids=model.eos_token_ids,
-        )
-        pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
-        coordinator = CacheCoordinator(*pools, demand=plan.demand)
-        # On a CPU a launched step has already run: launching ahead of its tokens would only compute surplus ones.
-        overlap = self.config.overlap and runner.device.type == "cuda"
-        drafter = None
-        if self.config.speculative:
-            drafter = make_drafter(runner, self._split.everywhere if self._split else None)
-        return Engine(
-            self._split or runner, coordinator, limits, self.tokenizer, overlap=overlap, seed=self.config.seed,
-            drafter=drafter,
-        )  # fmt: skip
 
     def _prepare(
         self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None

@@ -75,7 +75,7 @@ class EngineCounters(DraftRates):
         """A step was launched."""
         self.steps += 1
         self.prompt_tokens += sum(len(row.tokens) for row in plan.extend)
-        self.proposed += sum(len(row.drafts) for row in plan.decode)
+        self.proposed += int(plan.decode.num_drafts.sum())
 
     def count_end(self, reason: FinishReason, error: EngineError | None) -> None:
         """A sample has ended."""

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from hybridrt.engine.columns import RowColumns
 from hybridrt.engine.delta_queue import DeltaQueue
 from hybridrt.engine.detokenizer import Detokenizer
 from hybridrt.engine.limits import PreparedPrompt
@@ -27,9 +28,7 @@ NOT_FINITE = (
 class Request:
     """Host state of one sample.
 
-    What the host knows trails what is launched. `prompt` and `output` are known. `computed` and `pending` are upper
-    bounds that hold once every launched step has run: tokens with KV and state, and tokens sampled but not read yet
-    (a verify step may gain fewer than it could; its result then lowers both bounds).
+    `prompt` and `output` are known. What is launched for a request that runs stands in `columns`, at its row.
 
     Attributes:
         arrival: order of arrival, unique.
@@ -70,11 +69,10 @@ class Request:
     first_page: int = 0
     prefix: PrefixMatch = field(default_factory=PrefixMatch)
     prefill_tokens: Sequence[int] = ()
+    columns: RowColumns | None = None
     arrived: PrefixMatch | None = None
     export_to: range | None = None
-    computed: int = 0
     settled: int = 0
-    pending: int = 0
     in_flight: int = 0
     told: int = 0
     decoded: int = 0
@@ -86,9 +84,24 @@ class Request:
         return self.prompt + self.output
 
     @property
-    def tokens_left(self) -> int:
-        """Tokens that may still be launched: none beyond `max_len` even if every launched one is kept."""
-        return self.max_len - len(self.prompt) - len(self.output) - self.pending
+    def computed(self) -> int:
+        """Tokens with KV and state once every launched step has run; 0 while the request does not run."""
+        return int(self.columns.computed[self.row.index]) if self.columns is not None and self.row is not None else 0
+
+    @computed.setter
+    def computed(self, tokens: int) -> None:
+        assert self.columns is not None and self.row is not None, "only a request that runs computes"
+        self.columns.computed[self.row.index] = tokens
+
+    @property
+    def pending(self) -> int:
+        """Tokens sampled but not read yet."""
+        return int(self.columns.pending[self.row.index]) if self.columns is not None and self.row is not None else 0
+
+    @pending.setter
+    def pending(self, tokens: int) -> None:
+        assert self.columns is not None and self.row is not None, "only a request that runs samples"
+        self.columns.pending[self.row.index] = tokens
 
     @property
     def end_page(self) -> int:
@@ -115,15 +128,14 @@ class Request:
             EngineError: a token stands for logits that are not finite.
         """
         output, most = self.output, self.max_len - len(self.prompt)
+        stop_ids, stop_strings = self.stop_ids, self.params.stop
         for i, token in enumerate(tokens):
             if token < 0:
                 raise EngineError(NOT_FINITE)
             output.append(token)
-            if self.logprobs is not None and logprobs:
+            if logprobs is not None and self.logprobs is not None:
                 self.logprobs.append({token: logprobs[i].logprob, **logprobs[i].top})
-            if token in self.stop_ids:
-                return "stop"
-            if self.params.stop and self.read_text():
+            if token in stop_ids or (stop_strings and self.read_text()):
                 return "stop"
             if len(output) >= most:
                 return "length"

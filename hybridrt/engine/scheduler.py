@@ -1,14 +1,17 @@
 """Which requests run in the next step, and with what. Host integers only; the device is never waited for."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+
+import numpy as np
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.request import Request
 from hybridrt.errors import EngineError
 from hybridrt.runtime.sampler import SamplingTable
-from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, StateCopy, StepPlan, StepResult
+from hybridrt.runtime.step import Admission, DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult, int32s
 from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
 
 Refuse = Callable[[Request, Exception], None]
@@ -63,6 +66,7 @@ class Scheduler:
         self._chunk = chunked_prefill_size
         self._drafter = drafter
         self._in_flight = 0
+        self._blocked: tuple[int, ...] = ()  # the request that found no room last, and the room that there was
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -73,15 +77,18 @@ class Scheduler:
         Args:
             refuse: ends a waiting request that no step can pack, and takes it out of the queue (`remove`); None raises.
         """
-        ready = [r for r in self.running.values() if r.prefilled and r.tokens_left > 0]
-        waiting = self._wait_for_tokens(ready)
-        if 0 < len(waiting) < len(ready):
+        step, columns, requests = ScheduledStep(), self._coordinator.columns, list(self.running.values())
+        rows = int32s(request.row.index for request in requests)  # type: ignore[union-attr]  # who runs has a row
+        prefilled = columns.prefilled(rows)
+        ready = prefilled & columns.unfinished(rows)
+        waiting = self._wait_for_tokens(requests, rows, ready)
+        if waiting.any() and not waiting[ready].all():
             return None  # a step of the others would split the rows for good: each half would wait for the other's step
-        step = ScheduledStep()
-        self._schedule_decode(step, [] if waiting else ready)
+        ready &= ~waiting
+        self._schedule_decode(step, list(compress(requests, ready.tolist())), rows[ready])
         decode_tokens = sum(tokens for _, tokens in step.rows)
         budget = max(self._chunk - decode_tokens, (self._chunk + 1) // 2)
-        self._schedule_prefill(step, budget, refuse)
+        self._schedule_prefill(step, compress(requests, (~prefilled).tolist()), budget, refuse)
         if not step.rows:
             return None
         self._in_flight += 1
@@ -92,11 +99,12 @@ class Scheduler:
     def complete(self, step: ScheduledStep, gained: Sequence[int]) -> None:
         """A launched step is over; its rows gained so many tokens each. Frees what finished requests still held."""
         self._in_flight -= 1
-        computed = [*gained[: len(step.plan.decode)], *(len(row.tokens) for row in step.plan.extend)]
-        for (request, most), tokens, new in zip(step.rows, gained, computed, strict=True):
+        decode, extend = step.plan.decode, step.plan.extend
+        rows = int32s([*decode.rows.tolist(), *(row.row for row in extend)])
+        self._coordinator.columns.complete(rows, int32s(most for _, most in step.rows), int32s(gained))
+        computed = [*gained[: len(decode)], *(len(row.tokens) for row in extend)]
+        for (request, _), new in zip(step.rows, computed, strict=True):
             request.in_flight -= 1
-            request.pending -= most
-            request.computed -= most - tokens
             if request.finish_reason is None:
                 self._coordinator.settle(request, new)
             elif not request.in_flight:
@@ -127,32 +135,71 @@ class Scheduler:
         if self._drafter is not None:
             self._drafter.end(request)
 
-    def _wait_for_tokens(self, ready: list[Request]) -> list[Request]:
-        """Those whose next step follows tokens that a launched step has yet to give."""
-        drafter = self._drafter
-        if drafter is None:
-            return []
-        # A launched step brings a request one pending token at most, or more if it verifies drafts: where the request
-        # will stand is then open.
-        return [r for r in ready if r.pending and (r.pending > r.in_flight or drafter.waits(r))]
+    def _wait_for_tokens(self, requests: Sequence[Request], rows: np.ndarray, ready: np.ndarray) -> np.ndarray:
+        """Which of the ready requests follow, with their next step, tokens that a launched step has yet to give."""
+        if self._drafter is None:
+            return np.zeros_like(ready)
+        waiting = ready & (self._coordinator.columns.pending[rows] > 0)
+        for i in np.flatnonzero(waiting).tolist():
+            request = requests[i]
+            # A launched step brings a request one pending token at most, or more if it verifies drafts: where the
+            # request will stand is then open.
+            waiting[i] = request.pending > request.in_flight or self._drafter.waits(request)
+        return waiting
 
-    def _schedule_decode(self, step: ScheduledStep, ready: list[Request]) -> None:
-        """Adds a row for every request of `ready` that finds a page."""
-        for request, draft in self._with_drafts(ready):
+    def _schedule_decode(self, step: ScheduledStep, requests: list[Request], rows: np.ndarray) -> None:
+        """Adds those of the requests, which can decode and hold `rows`, that find a page."""
+        columns = self._coordinator.columns
+        drafts = self._propose(requests, rows)
+        counts = int32s(map(len, drafts)) if drafts else np.zeros_like(rows)
+        short = np.flatnonzero(columns.computed[rows] + counts >= columns.capacity[rows])
+        if len(short):
+            found = self._find_pages(requests, drafts, short.tolist(), step.plan)
+            rows, requests = rows[found], [requests[i] for i in found]
+            drafts = [drafts[i] for i in found] if drafts else []
+        for request, draft in zip(requests, drafts):
+            request.metrics.proposed += len(draft)
+        step.plan.decode = self._decode_rows(rows, drafts)
+        tokens = step.plan.decode.num_drafts + 1
+        columns.launch(rows, tokens)
+        step.rows += zip(requests, tokens.tolist())
+
+    def _propose(self, requests: Sequence[Request], rows: np.ndarray) -> list[Draft]:
+        """A draft for each request, an empty one while tokens are pending; nothing without a drafter."""
+        if self._drafter is None:
+            return []
+        columns = self._coordinator.columns
+        known = columns.pending[rows] == 0
+        most = columns.max_output[rows] - columns.known[rows] - 1
+        asked = list(compress(requests, known.tolist()))
+        drafts = iter(self._drafter.propose(asked, most[known].tolist()))
+        return [next(drafts) if is_known else NO_DRAFT for is_known in known.tolist()]
+
+    def _decode_rows(self, rows: np.ndarray, drafts: Sequence[Draft]) -> DecodeRows:
+        columns, parents = self._coordinator.columns, None
+        computed, indices = columns.computed[rows], columns.known[rows] + columns.pending[rows]
+        if not drafts:
+            return DecodeRows(rows, computed, indices, np.zeros_like(rows))
+        if any(draft.parents is not None for draft in drafts):
+            parents = int32s(p for d in drafts for p in (range(len(d)) if d.parents is None else d.parents))
+        tokens = int32s(token for draft in drafts for token in draft.tokens)
+        return DecodeRows(rows, computed, indices, int32s(map(len, drafts)), tokens, parents)
+
+    def _find_pages(
+        self, requests: Sequence[Request], drafts: list[Draft], short: Iterable[int], plan: StepPlan
+    ) -> list[int]:
+        """Lends pages to the requests at the places `short`. Drafts without a page are dropped. Returns the places of
+        all requests whose input has a page."""
+        lacking = set[int]()
+        for i in short:
+            request = requests[i]
             if request.row is None:
                 continue  # retracted for an earlier one
-            if draft and not self._coordinator.grow(request, request.computed + 1 + len(draft), step.plan):
-                draft = NO_DRAFT
-            if self._grow(request, step.plan):
-                self._add_decode(step, request, draft)
-
-    def _with_drafts(self, ready: list[Request]) -> list[tuple[Request, Draft]]:
-        if self._drafter is None:
-            return [(request, NO_DRAFT) for request in ready]
-        known = [request for request in ready if not request.pending]
-        proposed = self._drafter.propose(known, [request.tokens_left - 1 for request in known])
-        drafts = {request.arrival: draft for request, draft in zip(known, proposed, strict=True)}
-        return [(request, drafts.get(request.arrival, NO_DRAFT)) for request in ready]
+            if drafts and not self._coordinator.grow(request, request.computed + 1 + len(drafts[i]), plan):
+                drafts[i] = NO_DRAFT
+            if not self._grow(request, plan):
+                lacking.add(i)
+        return [i for i, request in enumerate(requests) if i not in lacking and request.row is not None]
 
     def _grow(self, request: Request, plan: StepPlan) -> bool:
         while not self._coordinator.grow(request, request.computed + 1, plan):
@@ -169,26 +216,22 @@ class Scheduler:
         self.waiting.appendleft(victim)
         return victim
 
-    def _add_decode(self, step: ScheduledStep, request: Request, draft: Draft) -> None:
-        assert request.row is not None
-        index = len(request.output) + request.pending
-        step.plan.decode.append(DecodeRow(request.row.index, request.computed, index, draft.tokens, draft.parents))
-        tokens = 1 + len(draft)
-        step.rows.append((request, tokens))
-        request.computed += tokens
-        request.pending += tokens
-        request.metrics.proposed += len(draft)
-
-    def _schedule_prefill(self, step: ScheduledStep, budget: int, refuse: Refuse | None) -> None:
+    def _schedule_prefill(
+        self, step: ScheduledStep, admitted: Iterable[Request], budget: int, refuse: Refuse | None
+    ) -> None:
         """Goes on with admitted prompts, then admits. Where a decode row found no page, none is left to admit with."""
-        for request in self.running.values():
-            if budget and not request.prefilled:
+        for request in admitted:
+            if budget and request.row is not None:  # it may just have been retracted
                 budget -= self._add_extend(step, request, budget)
         while budget and self.waiting:
             request = self.waiting[0]
+            room = request.arrival, len(self.running), *self._coordinator.room()
+            if self._blocked == room:
+                break  # all is as it was when the request found no room
             if not self._packs(request, refuse):
                 continue
             if not self._coordinator.admit(request, len(self.running), step.plan):
+                self._blocked = room
                 break
             self.running[request.arrival] = self.waiting.popleft()
             if self._drafter is not None:

@@ -1,10 +1,13 @@
 """How a ragged prefill is cut into chunks that no request shares and that do not move with the prefix."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+CHUNK_COLUMNS = ("cu_chunk_seqlens", "seq_idx", "first_chunk", "last_chunk")
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,37 @@ def plan_chunks(
     computed: Sequence[int], new: Sequence[int], chunk_size: int, device: torch.device | str = "cpu"
 ) -> ChunkPlan:
     """Plans the chunks of requests with `computed` tokens in their state and `new` ones to add (host integers)."""
-    ends, seq_idx, first, last = [0], list[int](), list[int](), list[int]()
-    for request, (done, count) in enumerate(zip(computed, new, strict=True)):
-        lengths = _chunk_lengths(done, count, chunk_size)
-        first.append(len(seq_idx) if lengths else 0)
-        seq_idx += [request] * len(lengths)
-        last.append(len(seq_idx) - 1 if lengths else -1)
-        for length in lengths:
-            ends.append(ends[-1] + length)
-    longest = max((b - a + 1 for a, b in zip(first, last, strict=True)), default=0)
-    starts, requests, firsts, lasts = _to_device((ends, seq_idx, first, last), device)
-    return ChunkPlan(starts, requests, firsts, lasts, longest, chunk_size, ends[-1], tuple(new))
+    columns = chunk_columns(np.array(computed, np.int32), np.array(new, np.int32), chunk_size)
+    return chunk_plan(dict(zip(columns, _to_device(list(columns.values()), device))), columns, new, chunk_size)
+
+
+def chunk_plan(
+    on_device: Mapping[str, Tensor], columns: Mapping[str, np.ndarray], new: Sequence[int], chunk_size: int
+) -> ChunkPlan:
+    """The plan whose `columns` (`chunk_columns`) were copied to a device."""
+    longest = int((columns["last_chunk"] - columns["first_chunk"]).max(initial=-1)) + 1
+    return ChunkPlan(
+        **on_device, max_chunks_per_seq=longest, chunk_size=chunk_size, num_tokens=sum(new), lengths=tuple(new)
+    )
+
+
+def chunk_columns(computed: np.ndarray, new: np.ndarray, chunk_size: int) -> dict[str, np.ndarray]:
+    """The tensors of a ChunkPlan by name, as host arrays of int32; `computed` and `new` are [B] int32."""
+    ends = computed + new
+    first = computed // chunk_size
+    counts = np.where(new > 0, -(-ends // chunk_size) - first, 0)
+    before = np.cumsum(counts) - counts
+    request = np.repeat(np.arange(len(new)), counts)
+    number = first[request] + np.arange(len(request)) - before[request]  # of the chunk in its request
+    starts = np.cumsum(new) - new - computed  # of the request's position 0 among the new tokens
+    chunk_ends = starts[request] + np.minimum((number + 1) * chunk_size, ends[request])
+    columns = (
+        np.concatenate(([0], chunk_ends)),
+        request,
+        np.where(counts > 0, before, 0),
+        np.where(counts > 0, before + counts - 1, -1),
+    )
+    return {name: column.astype(np.int32) for name, column in zip(CHUNK_COLUMNS, columns)}
 
 
 def ith_chunks(plan: ChunkPlan, i: int) -> tuple[Tensor | slice, Tensor]:
@@ -65,15 +88,9 @@ def chunk_tokens(plan: ChunkPlan, chunk: Tensor) -> tuple[Tensor, Tensor]:
     return token.clamp(max=end - 1), token < end
 
 
-def _to_device(parts: Sequence[list[int]], device: torch.device | str) -> Iterator[Tensor]:
-    """int32 tensors of all parts, in one copy. Each starts on 16 bytes: Triton compiles a kernel anew for every
+def _to_device(columns: Sequence[np.ndarray], device: torch.device | str) -> Iterator[Tensor]:
+    """int32 tensors of all columns, in one copy. Each starts on 16 bytes: Triton compiles a kernel anew for every
     combination of aligned and unaligned arguments."""
-    aligned = [part + [0] * (-len(part) % 4) for part in parts]
-    packed = torch.tensor([n for part in aligned for n in part], dtype=torch.int32).to(device, non_blocking=True)
-    return (t[: len(part)] for t, part in zip(packed.split([len(part) for part in aligned]), parts))
-
-
-def _chunk_lengths(done: int, count: int, chunk_size: int) -> list[int]:
-    boundary = min(count, chunk_size - done % chunk_size)
-    full, rest = divmod(count - boundary, chunk_size)
-    return [n for n in (boundary, *[chunk_size] * full, rest) if n]
+    aligned = [np.pad(column, (0, -len(column) % 4)) for column in columns]
+    packed = torch.from_numpy(np.concatenate(aligned)).to(device, non_blocking=True)
+    return (t[: len(c)] for t, c in zip(packed.split([len(part) for part in aligned]), columns))

@@ -92,7 +92,7 @@ class HybridSSMAdapter(nn.Module):
     def _forward(self, x: torch.Tensor, batch: ForwardBatch | None, decode: bool | None = None) -> torch.Tensor:
         if self.mode == "disabled":
             return torch.zeros_like(x)
-        backend = batch.attn_backend.route(self.mixer) if batch is not None else None
+        backend: Any = None if batch is None else batch.attn_backend.route(self.mixer)
         if batch is None or backend.metadata is None:
             raise BackendError(
                 f"history branch {self.name!r} has no planned step: pass the batch that its backend has planned"

@@ -19,7 +19,7 @@ from hybridrt.speculative.registry import MethodBase, load_method
 
 if TYPE_CHECKING:
     from hybridrt.runtime.build import Target
-    from hybridrt.runtime.model_runner import ModelRunner
+    from hybridrt.runtime.step_runner import StepRunner
 
 
 class DraftRow(msgspec.Struct, frozen=True, array_like=True):
@@ -37,7 +37,7 @@ class DeviceDrafter(Protocol):
     """The part of a drafter that every rank runs beside the model. It follows each step, and drafts between steps."""
 
     def capture(self, max_bs: int, progress: bool = False) -> None:
-        """Records its own steps as graphs of up to `max_bs` rows, and adds them to `ModelRunner.graphs`."""
+        """Records its own steps as graphs of up to `max_bs` rows, and adds them to `StepRunner.graphs`."""
         ...
 
     def follow(
@@ -74,7 +74,7 @@ class DraftTask(msgspec.Struct, frozen=True):
     steps: int
     topk: int
 
-    def __call__(self, runner: "ModelRunner") -> StepHandle:
+    def __call__(self, runner: "StepRunner") -> StepHandle:
         if runner.drafter is None:
             raise ConfigError("a task to draft on a runner without a device drafter")
         return runner.drafter.draft(self.rows, self.steps, self.topk)
@@ -109,12 +109,12 @@ class DraftMethod(MethodBase):
         """Bytes that do not depend on rows: weights outside the target, buffers of graphs."""
         return 0
 
-    def device_drafter(self, runner: "ModelRunner") -> DeviceDrafter | None:
+    def device_drafter(self, runner: "StepRunner") -> DeviceDrafter | None:
         """The part that runs beside the target on every rank, over its pools; None without one. The graphs of a target
         with one keep the hidden states."""
         return None
 
-    def drafter(self, runner: "ModelRunner", everywhere: Everywhere) -> Drafter:
+    def drafter(self, runner: "StepRunner", everywhere: Everywhere) -> Drafter:
         """The part that proposes, on rank 0.
 
         Args:

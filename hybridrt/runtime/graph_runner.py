@@ -8,7 +8,6 @@ the same backend hooks, so a CPU test of the closure tests the metadata of the g
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,37 +18,12 @@ from hybridrt.attention.base import AttentionBackend
 from hybridrt.config import ModelConfig
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
-from hybridrt.kernels.decode_inputs import decode_inputs
-from hybridrt.kernels.draft_tree import tree_mask, tree_positions
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.step import DecodeRow
-from hybridrt.runtime.step_inputs import StagingRing, tree_nodes
+from hybridrt.runtime.step import DecodeRows
+from hybridrt.runtime.step_batch import TokenInputs, make_batch, spec_info_of
+from hybridrt.runtime.step_inputs import StagingRing, cut, pack_rows, packed_size
 
 POISON = -(2**30)  # as an index it is out of every range
-FIELDS = ("rows", "seq_lens", "output_indices", "new_pages", "num_drafts")
-
-
-@dataclass
-class DecodeInputs:
-    """One step for n rows, as host integers; the fields of `packed` are [n] int32.
-
-    Attributes:
-        rows: request rows; seq_lens: lengths that count the step's tokens.
-        output_indices: index of the token that each row samples.
-        new_pages: KV page of the row's last draft (its one token if T is 1) if it is new, else -1.
-        num_drafts: drafts of each row.
-        drafts: [n, T - 1] proposed tokens, padded and flattened; empty if T is 1.
-        parents, ancestors: [n, T] of draft trees, flattened (hybridrt.runtime.step_inputs.tree_nodes); else empty.
-    """
-
-    rows: Sequence[int]
-    seq_lens: Sequence[int]
-    output_indices: Sequence[int]
-    new_pages: Sequence[int]
-    num_drafts: Sequence[int]
-    drafts: Sequence[int] = ()
-    parents: Sequence[int] = ()
-    ancestors: Sequence[int] = ()
 
 
 class StepModel(Protocol):
@@ -69,53 +43,37 @@ class StepModel(Protocol):
 
 
 class StaticBuffers:
-    """What a replay fills and a graph reads, for max_bs rows of T tokens. `packed` arrives in one copy.
+    """What a replay fills and a graph reads, for max_bs rows of T tokens.
 
     Args:
         keep_hidden: also the final hidden states, `hidden` [max_bs * T, hidden] (else empty).
+
+    Attributes:
+        packed: one copy fills it; `sections` are its views (hybridrt.runtime.step_inputs.pack_rows).
+        inputs: of all tokens, which the graph derives from `sections`.
+        spec_info: what a verify step says of its drafts, over these buffers; None if T is 1.
     """
 
     def __init__(
         self, model: StepModel, max_bs: int, tokens: int, *, tree: bool = False, keep_hidden: bool = False
     ) -> None:
         device, dtype = model.device, model.dtype
-        self.max_bs, self.tokens, self.tree = max_bs, tokens, tree
-        count, nodes = len(FIELDS), tokens if tree else 0
-        sizes = [count, tokens - 1, nodes, nodes]
-        self.packed = torch.zeros(sum(sizes) * max_bs, dtype=torch.int32, device=device)
-        fields, *parts = self.packed.split([size * max_bs for size in sizes])
-        self.rows, self.seq_lens, self.output_indices, self.new_pages, self.num_drafts = fields.view(count, max_bs)
-        drafts, self.parents, self.ancestors = (part.view(max_bs, -1) if len(part) else part for part in parts)
-        self.drafts = drafts if tokens > 1 else None
-        self.tree_mask = torch.zeros((max_bs, nodes, nodes), dtype=torch.bool, device=device)
-        self.input_ids, self.positions, self.out_cache_loc = torch.zeros(
-            (3, max_bs * tokens), dtype=torch.int32, device=device
-        )
+        columns = pack_rows(DecodeRows(), (), tokens, tree, size=max_bs)
+        shapes = {name: column.shape for name, column in columns.items()}
+        self.packed = torch.zeros(packed_size(shapes), dtype=torch.int32, device=device)
+        self.sections = cut(self.packed, shapes)
+        self.inputs = TokenInputs.allocate(max_bs * tokens, device)
+        self.spec_info = spec_info_of(self.sections, tokens, tree)
         self.logits = torch.zeros(max_bs * tokens, model.config.vocab_size, dtype=dtype, device=device)
         kept = max_bs * tokens if keep_hidden else 0
         self.hidden = torch.zeros(kept, model.config.hidden_size, dtype=dtype, device=device)
 
-    def pack(self, inputs: DecodeInputs, seq_len_fill: int) -> np.ndarray:
-        """The host image of `packed`: real rows first, then padding up to max_bs."""
-        n, max_bs = len(inputs.rows), self.max_bs
-        image = np.zeros(self.packed.shape[0], np.int32)
-        fields = image[: len(FIELDS) * max_bs].reshape(len(FIELDS), max_bs)
-        for line, name in zip(fields, FIELDS):
-            line[:n] = getattr(inputs, name)
-        fields[1, n:], fields[3, n:] = seq_len_fill, -1
-        start = len(FIELDS) * max_bs
-        image[start : start + n * (self.tokens - 1)] = inputs.drafts
-        if self.tree:
-            lines = image[start + max_bs * (self.tokens - 1) :].reshape(2, max_bs, self.tokens)
-            lines[:] = [[part] for part in tree_nodes([DecodeRow(0, 0, 0)], self.tokens).values()]
-            lines[:, :n] = np.reshape([inputs.parents, inputs.ancestors], (2, n, self.tokens))
-        return image
-
     def poison(self) -> None:
         """Makes every value that a replay forgets to fill a visible mistake."""
-        for tensor in (self.packed, self.input_ids, self.positions, self.out_cache_loc):
+        for tensor in (self.packed, *self.inputs.parts):
             tensor.fill_(POISON)
-        self.tree_mask.fill_(True)
+        if self.spec_info is not None and self.spec_info.tree_mask is not None:
+            self.spec_info.tree_mask.fill_(True)
         self.logits.fill_(float("nan"))
         self.hidden.fill_(float("nan"))
 
@@ -208,20 +166,15 @@ class GraphRunner:
         device = model.device
         self.poisoned = device.type != "cuda"
         self.recorder: Recorder = recorder or (ClosureRecorder() if self.poisoned else CudaGraphRecorder())
+        self.tree = tree
         self.buffers = StaticBuffers(model, self.max_bs, self.tokens, tree=tree, keep_hidden=keep_hidden)
-        self.spec_info = self._spec_info() if spec_info else None
+        self.spec_info = self.buffers.spec_info
         self._staging = StagingRing(device)
         self._fill = backend.get_cuda_graph_seq_len_fill_value() + self.tokens - 1
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * self.tokens
         backend.init_cuda_graph_state(self.max_bs, self.max_bs * self.tokens)
         self._replays: dict[int, Callable[[], None]] = {}
         self.captured_bytes = 0
-
-    def _spec_info(self) -> SpecInfo:
-        """What a verify step says of its drafts, over the static buffers."""
-        buffers = self.buffers
-        parents, mask = (buffers.parents, buffers.tree_mask) if buffers.tree else (None, None)
-        return SpecInfo(self.tokens, parents, mask, buffers.num_drafts)
 
     @torch.inference_mode()
     def capture(self, progress: bool = False, sizes: Sequence[int] = ()) -> None:
@@ -230,9 +183,9 @@ class GraphRunner:
         free = _free_bytes(self.model.device)
         with tqdm(sorted(sizes or buckets(self.max_bs))[::-1], desc="capturing graphs", disable=not progress) as bar:
             for bs in bar:
-                self._upload(DecodeInputs([], [], [], [], []))
+                self._upload(DecodeRows(), None)
                 hook = self.backend.init_forward_metadata_capture_cuda_graph
-                hook(bs, bs * self.tokens, self.buffers.rows, self.buffers.seq_lens, self.mode, self.spec_info)
+                hook(bs, bs * self.tokens, *self._rows_and_lens(), self.mode, self.spec_info)
                 self._replays[bs] = self.recorder(self._bind(bs))
                 self.captured_bytes = free - _free_bytes(self.model.device)
                 bar.set_postfix_str(f"{self.captured_bytes / 2**30:.2f} GiB")
@@ -242,54 +195,47 @@ class GraphRunner:
         return min((bs for bs in self._replays if bs >= rows), default=None)
 
     @torch.inference_mode()
-    def replay(self, inputs: DecodeInputs) -> torch.Tensor:
+    def replay(self, decode: DecodeRows, new_pages: np.ndarray | None = None) -> torch.Tensor:
         """One step: one host-to-device copy, the backends' metadata, the graph.
+
+        Args:
+            new_pages: [n] int32, KV page of each row's last draft (its one token if T is 1) where it is new, else -1;
+                None: none is.
 
         Returns:
             [n * T, vocab] logits, a view that the next replay overwrites.
         """
-        n = len(inputs.rows)
+        n = len(decode)
         bs = self.bucket(n)
         assert bs is not None, "bucket() says which batches have a graph"
         if self.poisoned:
             self.buffers.poison()
-        self._upload(inputs)
-        lens = list(inputs.seq_lens) if self.backend.needs_host_lens else None
+        self._upload(decode, new_pages)
+        lens = (decode.computed + self.tokens).tolist() if self.backend.needs_host_lens else None
         hook = self.backend.init_forward_metadata_replay_cuda_graph
-        hook(bs, n, self.buffers.rows, self.buffers.seq_lens, self.mode, self.spec_info, lens)
+        hook(bs, n, *self._rows_and_lens(), self.mode, self.spec_info, lens)
         self._replays[bs]()
         return self.buffers.logits[: n * self.tokens]
 
-    def _upload(self, inputs: DecodeInputs) -> None:
-        self._staging.copy_into(self.buffers.packed, self.buffers.pack(inputs, self._fill))
+    def _upload(self, decode: DecodeRows, new_pages: np.ndarray | None) -> None:
+        columns = pack_rows(decode, (), self.tokens, self.tree, size=self.max_bs, fill=self._fill, new_pages=new_pages)
+        self._staging.copy_into(self.buffers.packed, columns)
+
+    def _rows_and_lens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.buffers.sections["rows"], self.buffers.sections["seq_lens"]
 
     def batch(self, rows: int) -> ForwardBatch:
         """The first `rows` rows of the step, over views of the static buffers."""
-        buffers, total = self.buffers, rows * self.tokens
-        return ForwardBatch(
-            self.mode, buffers.input_ids[:total], buffers.positions[:total], buffers.rows[:rows],
-            buffers.seq_lens[:rows], self._starts[: rows + 1], buffers.out_cache_loc[:total], rows, rows, self.backend,
-            spec_info=self.spec_info,
-        )  # fmt: skip
+        lines, lens = (t[:rows] for t in self._rows_and_lens())
+        inputs = self.buffers.inputs.first(rows * self.tokens)
+        return make_batch(self.backend, lines, lens, self._starts[: rows + 1], inputs, rows, self.spec_info)
 
     def _bind(self, bs: int) -> Callable[[], None]:
         """The step of one bucket, over views of the static buffers."""
         buffers, total = self.buffers, bs * self.tokens
-        rows, seq_lens, new_pages = buffers.rows[:bs], buffers.seq_lens[:bs], buffers.new_pages[:bs]
-        drafts = num_drafts = None
-        if buffers.drafts is not None:
-            drafts, num_drafts = buffers.drafts[:bs], buffers.num_drafts[:bs]
-        inputs = (buffers.input_ids[:total], buffers.positions[:total], buffers.out_cache_loc[:total])
 
         def step() -> None:
-            table = self.pool.req_to_token
-            decode_inputs(
-                *inputs, rows, seq_lens, new_pages, drafts, num_drafts, self.last_tokens, table, self.pool.page_size
-            )
-            if self.spec_info is not None and self.spec_info.tree_mask is not None:
-                mask = self.spec_info.tree_mask[:bs]
-                mask.copy_(tree_mask(buffers.ancestors[:bs]))
-                inputs[1].copy_(tree_positions(inputs[1], mask))
+            buffers.inputs.first(total).fill_decode(buffers.sections, bs, self.spec_info, self.last_tokens, self.pool)
             hidden = self.model(self.batch(bs))
             if buffers.hidden.numel():
                 buffers.hidden[:total].copy_(hidden)

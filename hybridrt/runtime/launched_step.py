@@ -58,8 +58,8 @@ class LaunchedStep:
         if self._event is not None:
             self._event.synchronize()
         rows = self._tokens.tolist() if self._tokens is not None else []
-        counts = self._accepted.tolist() if self._accepted is not None else [None] * len(rows)
-        tokens = [row[:count] for row, count in zip(rows, counts)]
+        counts = self._accepted.tolist() if self._accepted is not None else None
+        tokens = rows if counts is None else [row[:count] for row, count in zip(rows, counts)]
         if not self._logprobs:
             return StepResult(tokens, [None] * len(rows))
         own, top_ids, top = (t.tolist() for t in self._logprobs)

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from hybridrt.errors import MessageError
 
@@ -55,12 +56,24 @@ def decode(message: dict[str, Any]) -> Any:
 @cache
 def _decoder(name: str) -> msgspec.msgpack.Decoder:
     module, _, kind = KINDS[name].partition(":")
-    return msgspec.msgpack.Decoder(getattr(importlib.import_module(module), kind))
+    return msgspec.msgpack.Decoder(getattr(importlib.import_module(module), kind), dec_hook=_column)
 
 
-def _plain(value: Any) -> int | list[int]:
-    """What stands for integers in a plan: a range, or an integer of NumPy's."""
+def _plain(value: Any) -> int | list[int] | bytes:
+    """What stands for integers in a plan: a column, a range, or an integer of NumPy's."""
+    if isinstance(value, np.ndarray):
+        return value.astype("<i4", casting="safe", copy=False).tobytes()
     return list(value) if isinstance(value, range) else operator.index(value)
+
+
+def _column(kind: type, value: Any) -> np.ndarray:
+    """[n] int32 that were sent as bytes. What a column may hold is 0 or more."""
+    if kind is not np.ndarray or not isinstance(value, bytes):
+        raise ValueError(f"{type(value).__name__} where bytes of a column belong")
+    column = np.frombuffer(value, "<i4")
+    if column.size and column.min() < 0:
+        raise ValueError(f"a column holds {column.min()}")
+    return column
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)

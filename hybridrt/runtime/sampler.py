@@ -1,7 +1,9 @@
 """From logits to tokens: per-row constants that live on the device, and the greedy or sampled tail of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import numpy as np
 import torch
@@ -12,6 +14,9 @@ from hybridrt.runtime.step import Admission
 from hybridrt.sampling_params import SamplingParams
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+_DRAWS, _TOP_K, _TOP_P, _MIN_P, _PENALTIES = (1 << i for i in range(5))
 
 
 @dataclass(frozen=True)
@@ -25,14 +30,48 @@ class Filters:
     penalties: bool
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams]) -> "Filters":
-        return cls(
-            greedy=all(p.greedy for p in params),
-            top_k=any(p.top_k > 0 for p in params),
-            top_p=any(p.top_p < 1 for p in params),
-            min_p=any(p.min_p > 0 for p in params),
-            penalties=any(p.uses_penalties for p in params),
-        )
+    def of(cls, params: Iterable[SamplingParams]) -> "Filters":
+        return cls.of_bits(reduce(or_, map(_bits, params), 0))
+
+    @classmethod
+    def of_bits(cls, bits: int) -> "Filters":
+        """What any row's `_bits` ask for."""
+        used = (bool(bits & bit) for bit in (_TOP_K, _TOP_P, _MIN_P, _PENALTIES))
+        return cls(not bits & _DRAWS, *used)
+
+
+def _bits(params: SamplingParams) -> int:
+    """The parts of sampling that a request uses."""
+    return (
+        _DRAWS * (not params.greedy)
+        | _TOP_K * (params.top_k > 0)
+        | _TOP_P * (params.top_p < 1)
+        | _MIN_P * (params.min_p > 0)
+        | _PENALTIES * params.uses_penalties
+    )
+
+
+class RowRequirements:
+    """What the requests of all rows want of a step's sampling, by request row, on the host."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._bits = np.zeros(num_rows + 1, np.uint8)
+        self._logprobs = np.full(num_rows + 1, -1, np.int64)
+
+    def admit(self, admissions: Iterable[Admission]) -> None:
+        for a in admissions:
+            self._bits[a.row] = _bits(a.params)
+            self._logprobs[a.row] = -1 if a.params.logprobs is None else a.params.logprobs
+
+    def filters(self, rows: np.ndarray) -> Filters:
+        """What any of the rows [n] uses."""
+        return Filters.of_bits(int(np.bitwise_or.reduce(self._bits[rows])))
+
+    def logprobs(self, rows: np.ndarray) -> Sequence[int | None]:
+        """How many alternatives to its token each of the rows [n] wants, None for no log-probabilities; empty if no row
+        wants any."""
+        wanted = self._logprobs[rows]
+        return [None if n < 0 else n for n in wanted.tolist()] if wanted.max(initial=-1) >= 0 else ()
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 The parts of a plan are msgspec structs, which are encoded as arrays: a plan goes to every rank in every step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
 from hybridrt.sampling_params import SamplingParams
 
@@ -54,21 +55,83 @@ class StateCopy(msgspec.Struct, frozen=True, array_like=True):
     room: int | None = None
 
 
-class DecodeRow(msgspec.Struct, frozen=True, array_like=True):
-    """One decode token. Its input is the last token sampled for the row, which only the device may know yet.
-
-    Attributes:
-        computed: tokens whose KV and state are written before this step: the input's position.
-        output_index: index, in the request's output, of the token sampled here; with the seed it keys the draw.
-        drafts: proposed continuations to verify after the input (speculative decoding).
-        parents: None for a chain; of a tree, the index of each draft's parent among (input, *drafts), parents first.
-    """
+class DecodeRow(NamedTuple):
+    """One of `DecodeRows`: the same fields, of one row."""
 
     row: int
     computed: int
     output_index: int
     drafts: Sequence[int] = ()
     parents: Sequence[int] | None = None
+
+
+def no_integers() -> np.ndarray:
+    """[0] int32."""
+    return np.empty(0, np.int32)
+
+
+class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """The decode rows of a step as columns, [n] int32 unless said otherwise. The input of a row is the last token
+    sampled for it, which only the device may know yet.
+
+    Attributes:
+        rows: request rows.
+        computed: tokens whose KV and state are written before this step: the input's position.
+        output_indices: index, in the request's output, of the token sampled here; with the seed it keys the draw.
+        num_drafts: proposed tokens to verify after the input (speculative decoding).
+        drafts: [sum(num_drafts)] int32, row after row.
+        parents: None if all drafts are chains; else [sum(num_drafts)] int32, the index of each draft's parent among
+            (input, *drafts) of its row, parents first.
+
+    Raises:
+        ValueError: the columns do not belong together.
+    """
+
+    rows: np.ndarray = msgspec.field(default_factory=no_integers)
+    computed: np.ndarray = msgspec.field(default_factory=no_integers)
+    output_indices: np.ndarray = msgspec.field(default_factory=no_integers)
+    num_drafts: np.ndarray = msgspec.field(default_factory=no_integers)
+    drafts: np.ndarray = msgspec.field(default_factory=no_integers)
+    parents: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        n, total = len(self.rows), int(self.num_drafts.sum())
+        if not n == len(self.computed) == len(self.output_indices) == len(self.num_drafts):
+            raise ValueError(f"columns of {n} decode rows differ in length")
+        if len(self.drafts) != total or (self.parents is not None and len(self.parents) != total):
+            raise ValueError(f"{len(self.drafts)} drafts where num_drafts counts {total}")
+
+    @classmethod
+    def of(cls, rows: Iterable[DecodeRow]) -> "DecodeRows":
+        """The columns of single rows."""
+        rows, parents = list(rows), None
+        if any(r.parents is not None for r in rows):
+            parents = int32s(p for r in rows for p in (range(len(r.drafts)) if r.parents is None else r.parents))
+        return cls(
+            rows=int32s(r.row for r in rows),
+            computed=int32s(r.computed for r in rows),
+            output_indices=int32s(r.output_index for r in rows),
+            num_drafts=int32s(len(r.drafts) for r in rows),
+            drafts=int32s(token for r in rows for token in r.drafts),
+            parents=parents,
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[DecodeRow]:
+        """Row by row, as Python integers."""
+        end = 0
+        columns = (self.rows, self.computed, self.output_indices, self.num_drafts)
+        drafts, parents = self.drafts.tolist(), None if self.parents is None else self.parents.tolist()
+        for row, computed, index, count in zip(*(column.tolist() for column in columns)):
+            start, end = end, end + count
+            yield DecodeRow(row, computed, index, drafts[start:end], parents and parents[start:end])
+
+
+def int32s(values: Iterable[int]) -> np.ndarray:
+    """[n] int32."""
+    return np.fromiter(values, np.int32)
 
 
 class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
@@ -90,20 +153,10 @@ class StepPlan:
 
     admissions: list[Admission] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
-    decode: list[DecodeRow] = field(default_factory=list)
+    decode: DecodeRows = field(default_factory=DecodeRows)
     extend: list[ExtendRow] = field(default_factory=list)
     imports: list[StateCopy] = field(default_factory=list)
     exports: list[StateCopy] = field(default_factory=list)
-
-    @property
-    def rows(self) -> list[DecodeRow | ExtendRow]:
-        """All rows in batch order."""
-        return [*self.decode, *self.extend]
-
-    @property
-    def sampled(self) -> list[DecodeRow | ExtendRow]:
-        """The rows that a result has tokens for, in its order."""
-        return [*self.decode, *(row for row in self.extend if row.sample)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,94 +1,170 @@
-"""Packs a StepPlan into one host buffer, moved to the device in one copy, and cuts it into named views there."""
+"""Packs a StepPlan into one host buffer, moved to the device in one copy, and cuts it into named views there.
 
-from collections.abc import Sequence
-from itertools import accumulate
+Eager steps and graphs share the columns of `pack_rows`. A graph's buffers hold nothing else, and its rows are padded to
+their size. An eager step adds its chunks and the host's bookkeeping.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
 
+from hybridrt.kernels.chunk_plan import CHUNK_COLUMNS, chunk_columns
 from hybridrt.runtime.sampler import SamplingTable
-from hybridrt.runtime.step import DecodeRow, StepPlan
+from hybridrt.runtime.step import DecodeRows, ExtendRow, StepPlan, int32s, no_integers
 
+Columns = dict[str, np.ndarray]
 Sections = dict[str, torch.Tensor]
 
 
-def pack_step(
-    plan: StepPlan, tokens_per_row: int = 1, tree: bool = False, following: bool = False
-) -> dict[str, np.ndarray]:
-    """All integers of a step as int32 sections (floats and int64 as their bits).
+@dataclass(frozen=True)
+class Packing:
+    """What the model and its drafter need of a step.
 
-    rows, seq_lens, query_start_loc describe the batch; token_rows, positions its tokens (of a tree: the places of its
-    nodes in the KV cache); extend_ids the prompt tokens; with `following`, following_ids those behind each of them
-    (0 where it is sampled); drafts and num_drafts the proposed ones, [n, T - 1] padded; with `tree`, parents and
-    ancestors of all nodes (`tree_nodes`); sample_at the tokens to sample from, sample_rows and output_indices the rows
-    that do and the index of their first draw. The rest is bookkeeping: admissions (admit_rows, admit_slots and sampling
-    constants) and page-table entries.
+    Attributes:
+        tree: drafts are trees: `parents` and `ancestors` are packed.
+        following: the token behind each prompt token is packed too, for a prediction head.
+        chunk_sizes: of the recurrent layers' prefill (`ChunkPlan`).
     """
-    lens = [tokens_per_row] * len(plan.decode) + [len(r.tokens) for r in plan.extend]
-    computed = np.array([r.computed for r in plan.rows], np.int32)
-    rows = np.array([r.row for r in plan.rows], np.int32)
-    ends = list(accumulate(lens, initial=0))
-    sampling = [len(plan.decode) + i for i, row in enumerate(plan.extend) if row.sample]
-    decode_tokens = ends[len(plan.decode)]
-    offsets = np.tile(np.arange(tokens_per_row, dtype=np.int32), len(plan.decode))
+
+    tree: bool = False
+    following: bool = False
+    chunk_sizes: tuple[int, ...] = ()
+
+
+def pack_step(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
+    """All integers of an eager step as int32 sections (floats and int64 as their bits): the admissions' constants,
+    `pack_rows`, and
+
+    query_start_loc [B + 1]; sample_at and sample_rows, the tokens to sample from and their rows; of the extend rows'
+    tokens extend_ids, extend_rows, extend_positions and, with `following`, following_ids behind each (0 where it is
+    sampled); chunk plans; admit_rows and admit_slots; page-table entries (page_rows, page_indices, pages).
+    """
+    extend, decoded = plan.extend, len(plan.decode) * tokens
+    new = int32s(len(r.tokens) for r in extend)
+    computed = int32s(r.computed for r in extend)
+    ends = decoded + np.cumsum(new, dtype=np.int32)
+    sampling = np.fromiter((r.sample for r in extend), bool)
+    rows = pack_rows(plan.decode, extend, tokens, packing.tree)
+    extend_rows = rows["rows"][len(plan.decode) :]
+    starts = np.repeat(computed + new - ends, new)  # a token's position less its place in the batch
     return {
-        **SamplingTable.pack(plan.admissions),  # first: its int64 seeds need an even offset
-        "rows": rows,
-        "seq_lens": computed + np.array(lens, np.int32),
-        "query_start_loc": np.array(ends, np.int32),
-        "token_rows": _token_rows(plan, rows, lens, offsets),
-        "positions": np.arange(ends[-1], dtype=np.int32) + np.repeat(computed - np.array(ends[:-1], np.int32), lens),
-        "extend_ids": _flat([r.tokens for r in plan.extend]),
-        **({"following_ids": _flat([[*r.tokens[1:], r.following] for r in plan.extend])} if following else {}),
-        "drafts": _flat([padded(r.drafts, tokens_per_row - 1) for r in plan.decode]),
-        "num_drafts": np.array([len(r.drafts) for r in plan.decode], np.int32),
-        **(tree_nodes(plan.decode, tokens_per_row) if tree else {}),
-        "sample_at": np.array([*range(decode_tokens), *(ends[i + 1] - 1 for i in sampling)], np.int32),
-        "sample_rows": np.concatenate([rows[: len(plan.decode)], rows[sampling]]),
-        "output_indices": np.array([r.output_index for r in plan.sampled], np.int32),
+        **SamplingTable.pack(plan.admissions),
+        **rows,
+        "query_start_loc": np.concatenate((np.arange(0, decoded + 1, tokens, dtype=np.int32), ends)),
+        "sample_at": np.concatenate((np.arange(decoded, dtype=np.int32), ends[sampling] - 1)),
+        "sample_rows": np.concatenate((plan.decode.rows, extend_rows[sampling])),
+        "extend_ids": _flat([r.tokens for r in extend]),
+        "extend_rows": np.repeat(extend_rows, new),
+        "extend_positions": np.arange(decoded, decoded + new.sum(), dtype=np.int32) + starts,
+        **({"following_ids": _flat([[*r.tokens[1:], r.following] for r in extend])} if packing.following else {}),
+        **_chunks(computed, new, packing.chunk_sizes),
         **_bookkeeping(plan),
+    }  # fmt: skip
+
+
+def pack_rows(
+    decode: DecodeRows, extend: Sequence[ExtendRow], tokens: int, tree: bool, *, size: int | None = None,
+    fill: int = 0, new_pages: np.ndarray | None = None,
+) -> Columns:  # fmt: skip
+    """The columns of a step's rows, decode rows of T `tokens` first.
+
+    rows and seq_lens [B], which count the step's tokens; output_indices of those that sample; of the decode rows alone
+    new_pages (the KV page of the last draft if the step's graph enters it, else -1), num_drafts, drafts [n, T - 1] and,
+    with `tree`, parents and ancestors [n, T] of all nodes (`tree_nodes`), flattened.
+
+    Args:
+        size: pads decode rows to so many, with lengths of `fill`; for steps without extend rows.
+    """
+    n = len(decode)
+    rows, lens, indices = decode.rows, decode.computed + tokens, decode.output_indices
+    if extend:
+        rows = np.concatenate((rows, int32s(r.row for r in extend)))
+        lens = np.concatenate((lens, int32s(r.computed + len(r.tokens) for r in extend)))
+        indices = np.concatenate((indices, int32s(r.output_index for r in extend if r.sample)))
+    size = n if size is None else size
+    padding = size - n
+    columns = {
+        "rows": _padded(rows, padding, 0),
+        "seq_lens": _padded(lens, padding, fill),
+        "output_indices": _padded(indices, padding, 0),
+        "new_pages": np.full(size, -1, np.int32),
+        "num_drafts": _padded(decode.num_drafts, padding, 0),
     }
+    if new_pages is not None:
+        columns["new_pages"][:n] = new_pages
+    if tokens > 1:
+        columns["drafts"] = drafts = np.zeros((size, tokens - 1), np.int32)
+        drafts[:n][np.arange(tokens - 1) < decode.num_drafts[:, None]] = decode.drafts
+        columns |= tree_nodes(decode, tokens, size) if tree else {}
+    return columns
 
 
-def tree_nodes(rows: Sequence[DecodeRow], width: int) -> dict[str, np.ndarray]:
-    """`parents` (-1 for the root) and `ancestors` (as bits, the node's own among them) of each row's `width` nodes,
-    [n * width] int32 each. Chains are trees too; padding nodes continue the row as a chain."""
-    parents = np.tile(np.arange(-1, width - 1, dtype=np.int32), (len(rows), 1))
-    ancestors = np.tile((2 << np.arange(width, dtype=np.int32)) - 1, (len(rows), 1)).astype(np.int32)
-    for i, row in enumerate(rows):
-        if row.parents is None:
-            continue
-        parents[i, 1 : 1 + len(row.parents)] = row.parents
-        for node in range(1, width):
-            ancestors[i, node] = ancestors[i, parents[i, node]] | 1 << node
-    return {"parents": parents.reshape(-1), "ancestors": ancestors.reshape(-1)}
+def tree_nodes(decode: DecodeRows, width: int, size: int) -> Columns:
+    """`parents` (-1 for the root) and `ancestors` (as bits, the node's own among them) of the `width` nodes of each of
+    `size` rows, [size, width] int32 each. Chains are trees too; padding continues a row as a chain."""
+    parents = np.tile(np.arange(-1, width - 1, dtype=np.int32), (size, 1))
+    if decode.parents is not None:
+        real = np.arange(width - 1) < decode.num_drafts[:, None]
+        parents[: len(decode), 1:][real] = decode.parents
+    ancestors = np.ones((size, width), np.int32)
+    for node in range(1, width):
+        ancestors[:, node] = ancestors[np.arange(size), parents[:, node]] | 1 << node
+    return {"parents": parents, "ancestors": ancestors}
 
 
-def _token_rows(plan: StepPlan, rows: np.ndarray, lens: Sequence[int], offsets: np.ndarray) -> np.ndarray:
-    """Request row of each token; padding drafts get row 0, whose KV slots are scratch: the row has no page for them."""
-    token_rows = np.repeat(rows, lens)
-    drafts = np.repeat([len(r.drafts) for r in plan.decode], len(offsets) // max(len(plan.decode), 1))
-    token_rows[: len(offsets)][offsets > drafts] = 0
-    return token_rows
+def _padded(column: np.ndarray, padding: int, value: int) -> np.ndarray:
+    return np.concatenate((column, np.full(padding, value, np.int32))) if padding else column
 
 
-def _bookkeeping(plan: StepPlan) -> dict[str, np.ndarray]:
+def chunk_names(size: int) -> dict[str, str]:
+    """The tensors of a ChunkPlan of a chunk size, and the names that they are packed under."""
+    return {name: f"{name} of {size}" for name in CHUNK_COLUMNS}
+
+
+def _chunks(computed: np.ndarray, new: np.ndarray, sizes: Iterable[int]) -> Columns:
+    found: Columns = {}
+    for size in sizes:
+        columns = chunk_columns(computed, new, size)
+        found |= {packed: columns[name] for name, packed in chunk_names(size).items()}
+    return found
+
+
+def _bookkeeping(plan: StepPlan) -> Columns:
     return {
-        "admit_rows": np.array([a.row for a in plan.admissions], np.int32),
-        "admit_slots": np.array([a.slot for a in plan.admissions], np.int32),
+        "admit_rows": int32s(a.row for a in plan.admissions),
+        "admit_slots": int32s(a.slot for a in plan.admissions),
         "page_rows": _flat([[w.row] * len(w.pages) for w in plan.page_writes]),
         "page_indices": _flat([np.arange(w.first_page, w.first_page + len(w.pages)) for w in plan.page_writes]),
         "pages": _flat([w.pages for w in plan.page_writes]),
     }
 
 
-def padded(drafts: Sequence[int], width: int) -> list[int]:
-    """Drafts of a row, filled up with token 0."""
-    return [*drafts, *[0] * (width - len(drafts))]
-
-
 def _flat(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.asarray(p, np.int32) for p in parts]) if parts else np.empty(0, np.int32)
+    return np.concatenate([np.asarray(p, np.int32) for p in parts]) if parts else no_integers()
+
+
+def cut(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Sections:
+    """Views of `flat` [packed_size] int32, one behind the other."""
+    sections, start = {}, 0
+    for name, shape in shapes.items():
+        size = prod(shape)
+        sections[name] = flat[start : start + size].view(shape)
+        start += _aligned(size)
+    return sections
+
+
+def packed_size(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Integers of a buffer that `cut` cuts."""
+    return sum(_aligned(prod(shape)) for shape in shapes.values())
+
+
+def _aligned(size: int) -> int:
+    """Each section starts on 16 bytes: Triton compiles a kernel anew for every combination of aligned and unaligned
+    arguments."""
+    return size + -size % 4
 
 
 class StagingRing:
@@ -101,34 +177,39 @@ class StagingRing:
         self._events: list[torch.cuda.Event | None] = [None] * depth
         self._next = 0
 
-    def upload(self, sections: dict[str, np.ndarray]) -> Sections:
-        """One copy for all sections, into fresh device memory. Each starts on 16 bytes: Triton compiles a kernel anew
-        for every combination of aligned and unaligned arguments."""
-        sizes = [array.size for array in sections.values()]
-        starts = list(accumulate((size + -size % 4 for size in sizes), initial=0))
-        flat = np.zeros(starts[-1], np.int32)
-        for start, array in zip(starts, sections.values()):
-            flat[start : start + array.size] = array
-        if self.device.type == "cpu":
-            on_device = torch.from_numpy(flat)
-        else:
-            on_device = torch.empty(flat.size, dtype=torch.int32, device=self.device)
-            self.copy_into(on_device, flat)
-        return {name: on_device[start : start + size] for name, start, size in zip(sections, starts, sizes)}
+    def upload(self, columns: Mapping[str, np.ndarray]) -> Sections:
+        """One copy for all columns, into fresh device memory."""
+        shapes = {name: column.shape for name, column in columns.items()}
+        into = torch.empty(packed_size(shapes), dtype=torch.int32, device=self.device)
+        self.copy_into(into, columns)
+        return cut(into, shapes)
 
-    def copy_into(self, destination: torch.Tensor, flat: np.ndarray) -> None:
-        """Copies [n] int32 into a preallocated device tensor of the same size."""
+    def copy_into(self, into: torch.Tensor, columns: Mapping[str, np.ndarray]) -> None:
+        """One copy for all columns, into [packed_size] int32, which `cut` cuts by their shapes."""
+        staging, start = self._staging(into), 0
+        flat = staging.numpy()
+        for column in columns.values():
+            flat[start : start + column.size] = column.reshape(-1)
+            start += _aligned(column.size)
+        self._copy(into, staging)
+
+    def _staging(self, into: torch.Tensor) -> torch.Tensor:
+        """Pinned memory for a copy to `into`; on a CPU `into` itself."""
         if self.device.type == "cpu":
-            destination.copy_(torch.from_numpy(flat))
-            return
-        i = self._next
-        self._next = (i + 1) % len(self._pinned)
+            return into
+        i, size = self._next, into.numel()
         event, staging = self._events[i], self._pinned[i]
         if event is not None:
             event.synchronize()  # three copies back: done long ago unless the host runs far ahead
-        if staging is None or staging.numel() < flat.size:
-            staging = self._pinned[i] = torch.empty(max(flat.size, 4096) * 2, dtype=torch.int32, pin_memory=True)
-        staging[: flat.size].numpy()[:] = flat
-        destination.copy_(staging[: flat.size], non_blocking=True)
-        event = self._events[i] = event or torch.cuda.Event()
+        if staging is None or staging.numel() < size:
+            staging = self._pinned[i] = torch.empty(max(size, 4096) * 2, dtype=torch.int32, pin_memory=True)
+        return staging[:size]
+
+    def _copy(self, into: torch.Tensor, staging: torch.Tensor) -> None:
+        if self.device.type == "cpu":
+            return
+        into.copy_(staging, non_blocking=True)
+        i = self._next
+        event = self._events[i] = self._events[i] or torch.cuda.Event()
         event.record()
+        self._next = (i + 1) % len(self._pinned)

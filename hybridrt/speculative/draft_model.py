@@ -27,7 +27,8 @@ from hybridrt.runtime.build import (
 from hybridrt.runtime.drafting import DraftMethod, Everywhere
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.sampler import SamplingTable
-from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepHandle, StepPlan
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepHandle, StepPlan
+from hybridrt.runtime.step_runner import StepRunner
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.tree import with_siblings
 
@@ -109,7 +110,9 @@ class DraftModelDrafter(Drafter):
         launched = self._start([tenant for tenant, _ in behind])
         for step in range(1, max((steps for _, steps in behind), default=0)):
             going = [tenant for tenant, steps in behind if steps > step]
-            launched.append(self._launch(StepPlan(decode=[_decode_row(tenant, step) for tenant in going]), going))
+            launched.append(
+                self._launch(StepPlan(decode=DecodeRows.of(_decode_row(tenant, step) for tenant in going)), going)
+            )
         for part in launched:
             part.read(self._topk - 1)
         return [tenant.draft(n) for tenant, n in zip(tenants, most)]
@@ -222,7 +225,7 @@ class DraftModelMethod(DraftMethod):
         _, own = load_target(draft, TPGroup())
         return weight_bytes(empty_model(draft, own, torch.device("meta"))) + graph_bytes(draft, own)
 
-    def drafter(self, runner: ModelRunner, everywhere: Everywhere) -> Drafter:
+    def drafter(self, runner: StepRunner, everywhere: Everywhere) -> Drafter:
         return DraftModelDrafter(runner.config, runner.plan, runner.model_config.vocab_size)
 
 

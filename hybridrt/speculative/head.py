@@ -16,12 +16,13 @@ from hybridrt.attention.registry import create_backend
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.drafting import DraftRow
-from hybridrt.runtime.graph_runner import DecodeInputs, GraphRunner
+from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.launched_step import LaunchedStep
-from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.sampler import Accepted, Filters
-from hybridrt.runtime.step import StepHandle
+from hybridrt.runtime.step import DecodeRow, DecodeRows, StepHandle
+from hybridrt.runtime.step_batch import TokenInputs, make_batch
 from hybridrt.runtime.step_inputs import Sections, StagingRing
+from hybridrt.runtime.step_runner import StepRunner
 
 AHEAD = 0  # no step has rows of so many tokens
 
@@ -55,7 +56,7 @@ class HeadRunner:
         hidden: [R + 1, hidden], the head's last hidden state of each row, from which its first draft is drawn.
     """
 
-    def __init__(self, runner: ModelRunner, own_pages: int) -> None:
+    def __init__(self, runner: StepRunner, own_pages: int) -> None:
         self.model, self.table, self.sampler = runner.model, runner.pools.req_to_token, runner.sampler
         self.backend = create_backend(
             runner.config, runner.model_config, layers={}, kv_pool=runner.pools.kv, req_to_token_pool=self.table,
@@ -130,15 +131,16 @@ class HeadRunner:
 
     def _advance(self, rows: Sequence[DraftRow], sections: Sections, step: int) -> torch.Tensor:
         """The head's own step number `step`, 1 being the first: [n, vocab] logits behind the last drafts."""
-        n, lens = len(rows), [r.computed + step for r in rows]
-        graphs, zeros = self._graphs.get(AHEAD), [0] * n
+        n, graphs = len(rows), self._graphs.get(AHEAD)
         if graphs is not None and graphs.bucket(n):
-            return graphs.replay(DecodeInputs([r.row for r in rows], lens, zeros, [-1] * n, zeros))
+            return graphs.replay(DecodeRows.of(DecodeRow(r.row, r.computed + step - 1, 0) for r in rows))
         index, positions = sections["rows"], sections["computed"] + (step - 1)
-        batch = ForwardBatch(
-            ForwardMode.DECODE, self.tokens[index].clamp(min=0), positions, index, positions + 1,
-            torch.arange(n + 1, dtype=torch.int32, device=index.device), self.table.token_slots(index, positions), n, n,
-            self.backend, seq_lens_cpu=lens, query_lens_cpu=[1] * n,
+        ids = self.tokens[index].clamp(min=0)
+        inputs = TokenInputs(ids, positions, self.table.token_slots(index, positions))
+        starts = torch.arange(n + 1, dtype=torch.int32, device=index.device)
+        batch = make_batch(
+            self.backend, index, positions + 1, starts, inputs, n, None,
+            seq_lens_cpu=[r.computed + step for r in rows], query_lens_cpu=[1] * n,
         )  # fmt: skip
         self.backend.init_forward_metadata(batch)
         return self.ahead.logits(self.ahead(batch))

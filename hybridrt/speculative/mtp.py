@@ -7,7 +7,7 @@ from hybridrt.models.base import CausalLM
 from hybridrt.models.registry import make_mtp_head
 from hybridrt.runtime.build import Target, graph_rows, step_widths
 from hybridrt.runtime.drafting import DraftMethod, DraftRow, DraftTask, Everywhere
-from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.step_runner import StepRunner
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from hybridrt.speculative.head import HeadRunner
 from hybridrt.speculative.tree import with_siblings
@@ -70,10 +70,10 @@ class MTPMethod(DraftMethod):
         numbers = sum(step_widths(config)) * target.model_config.hidden_size + target.model_config.vocab_size
         return graph_rows(config, target) * numbers * target.dtype.itemsize
 
-    def device_drafter(self, runner: ModelRunner) -> HeadRunner:
+    def device_drafter(self, runner: StepRunner) -> HeadRunner:
         return HeadRunner(runner, self.row_pages(runner.config))
 
-    def drafter(self, runner: ModelRunner, everywhere: Everywhere) -> Drafter:
+    def drafter(self, runner: StepRunner, everywhere: Everywhere) -> Drafter:
         spec = runner.config.speculative
         assert spec is not None
         return MTPDrafter(everywhere, spec.num_draft_tokens, spec.topk)

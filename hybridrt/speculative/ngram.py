@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence
 
 from hybridrt.runtime.drafting import DraftMethod, Everywhere
-from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.step_runner import StepRunner
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.tree import merge
 
@@ -92,7 +92,7 @@ def _continue(request: DraftRequest, after: int, most: int) -> list[int]:
 class NgramMethod(DraftMethod):
     """On the host alone."""
 
-    def drafter(self, runner: ModelRunner, everywhere: Everywhere) -> Drafter:
+    def drafter(self, runner: StepRunner, everywhere: Everywhere) -> Drafter:
         assert runner.config.speculative is not None
         return NgramDrafter(topk=runner.config.speculative.topk)
 

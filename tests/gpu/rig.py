@@ -14,7 +14,7 @@ from hybridrt.config import EngineConfig
 from hybridrt.runtime.build import Pools
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.sampler import Filters
-from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepHandle, StepPlan
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepHandle, StepPlan
 from hybridrt.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB
 from tests.session import Sample, Session, spoil
@@ -127,7 +127,7 @@ class Rows:
 
     def decode_plan(self, *rows: int) -> StepPlan:
         """A decode step of rows, counted as computed."""
-        plan = StepPlan(decode=[DecodeRow(row, self.computed[row], self.computed[row]) for row in rows])
+        plan = StepPlan(decode=DecodeRows.of(DecodeRow(row, self.computed[row], self.computed[row]) for row in rows))
         for row in rows:
             self.computed[row] += 1
         return plan

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.runtime.graph_runner import DecodeInputs
+from hybridrt.runtime.step import DecodeRow, DecodeRows
 from tests.checkpoints import Checkpoint, falcon, nemotron, qwen, write
 from tests.gpu.rig import PRODUCTION, Rows
 
@@ -39,7 +39,7 @@ def forced_logits(path: Path, tokens: list[int], **config: Any) -> Tensor:
     logits = torch.empty(len(tokens), runner.model_config.vocab_size, device=runner.device)
     for i in range(len(tokens)):
         runner.last_tokens[1] = teacher[i]
-        logits[i] = runner.graphs[1].replay(DecodeInputs([1], [i + 2], [0], [-1], [0]))[0]
+        logits[i] = runner.graphs[1].replay(DecodeRows.of([DecodeRow(1, i + 1, 0)]))[0]
     return logits.cpu()
 
 

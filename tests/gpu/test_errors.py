@@ -11,6 +11,7 @@ from hybridrt import LLM, SamplingParams
 from hybridrt.config import EngineConfig
 from hybridrt.errors import DeviceError, MemoryBudgetError
 from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.step_runner import StepRunner
 from tests.gpu.kernel_cases import CONFIGS
 from tests.gpu.rig import PRODUCTION
 
@@ -77,7 +78,7 @@ def test_pools_do_not_fit() -> None:
 @pytest.mark.parametrize("more", [1 * MIB, 20 * MIB])
 def test_graphs_do_not_fit(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Already for their buffers, and only for what a step takes."""
-    monkeypatch.setattr(ModelRunner, "_allocate", limited(ModelRunner._allocate, more))
+    monkeypatch.setattr(StepRunner, "__init__", limited(StepRunner.__init__, more))
     with pytest.raises(MemoryBudgetError, match="capturing graphs: lower memory_fraction or cuda_graph_max_bs"):
         ModelRunner(EngineConfig(MODEL, **LARGE), budget_bytes=30 * 2**30)
 

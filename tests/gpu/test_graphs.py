@@ -4,13 +4,15 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from hybridrt.config import SpeculativeConfig
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
-from hybridrt.runtime.graph_runner import CudaGraphRecorder, DecodeInputs, GraphRunner
+from hybridrt.runtime.graph_runner import CudaGraphRecorder, GraphRunner
+from hybridrt.runtime.step import DecodeRow, DecodeRows
 from tests.checkpoints import CheckpointStore
 from tests.gpu.rig import DECODING, DEVICE, PRODUCTION, VERIFYING, Rows, changed_entries, pool_tensors, same_bits
 
@@ -35,21 +37,18 @@ class Twin:
         for name, tensor in self.tensors.items():
             tensor.copy_(self.before[name])
 
-    def inputs(self, chosen: list[int]) -> DecodeInputs:
+    def inputs(self, chosen: list[int]) -> DecodeRows:
         """A step of the chosen rows, each with a random number of random drafts."""
-        random, page_size, width = self.rows.random, self.runner.plan.page_size, self.tokens - 1
-        counts = [random.randint(0, width) for _ in chosen]
-        drafts = [token for count in counts for token in [*self.rows.prompt(count), *[0] * (width - count)]]
-        computed = [self.rows.computed[row] for row in chosen]
-        return DecodeInputs(
-            rows=chosen,
-            seq_lens=[c + self.tokens for c in computed],
-            output_indices=[0] * len(chosen),
-            # Every page is known already; a graph must cope with hearing of one again.
-            new_pages=[self.page(row, c + n, page_size) for row, c, n in zip(chosen, computed, counts)],
-            num_drafts=counts,
-            drafts=drafts,
+        counts = [self.rows.random.randint(0, self.tokens - 1) for _ in chosen]
+        return DecodeRows.of(
+            DecodeRow(row, self.rows.computed[row], 0, self.rows.prompt(count)) for row, count in zip(chosen, counts)
         )
+
+    def last_pages(self, inputs: DecodeRows) -> np.ndarray:
+        """The page of each row's last draft, [n] int32. Every page is known already; a graph must cope with hearing of
+        one again."""
+        size = self.runner.plan.page_size
+        return np.array([self.page(r.row, r.computed + len(r.drafts), size) for r in inputs], np.int32)
 
     def page(self, row: int, position: int, page_size: int) -> int:
         """The KV page of a position; -1 in a model without attention, whose requests have no pages."""
@@ -57,36 +56,36 @@ class Twin:
         return pages[position // page_size] if pages else -1
 
     @torch.inference_mode()
-    def replay(self, inputs: DecodeInputs, bucket: int, accepted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def replay(self, inputs: DecodeRows, bucket: int, accepted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Logits of the real rows, and the pools after the step and its commit."""
         self.graphs.bucket = lambda rows: bucket  # type: ignore[method-assign]
         self.runner.backend.linear_attn_backend.metadata = None
-        logits = self.graphs.replay(inputs).clone()
+        logits = self.graphs.replay(inputs, self.last_pages(inputs)).clone()
         if self.tokens > 1:
             self.runner.backend.commit_decode(accepted)
         return logits, self.snapshot()
 
     @torch.inference_mode()
-    def eager(self, inputs: DecodeInputs, bucket: int, accepted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def eager(self, inputs: DecodeRows, bucket: int, accepted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         batch = self.batch(inputs, bucket)
         self.runner.backend.init_forward_metadata(batch)
         logits = self.runner.model.logits(self.runner.model(batch))
         self.runner.backend.commit_decode(accepted if self.tokens > 1 else None)
-        return logits[: len(inputs.rows) * self.tokens], self.snapshot()
+        return logits[: len(inputs) * self.tokens], self.snapshot()
 
-    def batch(self, inputs: DecodeInputs, bucket: int) -> ForwardBatch:
+    def batch(self, inputs: DecodeRows, bucket: int) -> ForwardBatch:
         """The step as an eager batch of `bucket` rows: padding rows are row 0, padding drafts the root once more."""
-        device, tokens, padding = self.runner.device, self.tokens, bucket - len(inputs.rows)
+        device, tokens, padding = self.runner.device, self.tokens, bucket - len(inputs)
 
         def int32(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
-        rows = int32([*inputs.rows, *[0] * padding])
-        seq_lens = int32([*inputs.seq_lens, *[tokens] * padding])
-        counts = int32([*inputs.num_drafts, *[0] * padding])
+        found = [*inputs, *[DecodeRow(0, 0, 0)] * padding]
+        rows, seq_lens = int32([r.row for r in found]), int32([r.computed + tokens for r in found])
+        counts = int32([len(r.drafts) for r in found])
         offsets = torch.arange(tokens, dtype=torch.int32, device=device)
         positions = seq_lens[:, None] - tokens + offsets
-        drafts = int32([*inputs.drafts, *[0] * padding * (tokens - 1)]).view(bucket, -1)
+        drafts = int32([t for r in found for t in [*r.drafts, *[0] * (tokens - 1 - len(r.drafts))]]).view(bucket, -1)
         roots = self.runner.last_tokens[rows, None]
         ids = torch.cat((roots, torch.where(offsets[1:] <= counts[:, None], drafts, roots)), 1)
         token_rows = torch.where(offsets <= counts[:, None], rows[:, None], 0)
@@ -98,7 +97,7 @@ class Twin:
             seq_lens=seq_lens,
             query_start_loc=torch.arange(bucket + 1, dtype=torch.int32, device=device) * tokens,
             out_cache_loc=self.runner.pools.req_to_token.token_slots(token_rows, positions).view(-1),
-            num_real=len(inputs.rows),
+            num_real=len(inputs),
             num_decode_rows=bucket,
             attn_backend=self.runner.backend,
             spec_info=SpecInfo(tokens, num_drafts=counts) if tokens > 1 else None,
@@ -108,7 +107,7 @@ class Twin:
         """`real` random rows in the graph of `bucket` rows."""
         what = f"{real} rows in the bucket of {bucket}"
         inputs = self.inputs(self.rows.random.sample(range(1, len(LENGTHS) + 1), real))
-        kept = [self.rows.random.randint(1, 1 + count) for count in inputs.num_drafts]
+        kept = [self.rows.random.randint(1, 1 + count) for count in inputs.num_drafts.tolist()]
         accepted = torch.tensor([*kept, *[0] * (bucket - real)], dtype=torch.int32, device=self.runner.device)
         self.restore()
         logits, after = self.replay(inputs, bucket, accepted)
@@ -122,13 +121,12 @@ class Twin:
             changed = changed_entries(self.before[name], tensor)
             assert changed <= touched.get(name.partition(" of ")[0], set()), f"{what}: {name}, entries {changed}"
 
-    def touched(self, inputs: DecodeInputs) -> dict[str, set[int]]:
+    def touched(self, inputs: DecodeRows) -> dict[str, set[int]]:
         """Entries that a step of these rows may change. Padding leaves no trace."""
-        page_size, rows = self.runner.plan.page_size, set(inputs.rows)
+        page_size, rows = self.runner.plan.page_size, set(inputs.rows.tolist())
         pages: set[int] = set()
-        for row, count in zip(inputs.rows, inputs.num_drafts):
-            first = self.rows.computed[row]
-            pages |= {self.page(row, p, page_size) for p in range(first, first + count + 1)}
+        for r in inputs:
+            pages |= {self.page(r.row, r.computed + i, page_size) for i in range(len(r.drafts) + 1)}
         slots = {self.rows.slots[row - 1] for row in rows}
         of_rows = ("ring start", "ring length", "ring_values", "ring_keys", "ring_gates", "intermediate_ssm")
         return (

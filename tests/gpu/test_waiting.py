@@ -10,7 +10,7 @@ import torch
 
 from hybridrt import SamplingParams, SpeculativeConfig
 from hybridrt.runtime.drafting import DraftRow
-from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, PageWrite, StepPlan
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
 from tests.checkpoints import CheckpointStore
 from tests.gpu.rig import FAMILIES, PRODUCTION, Rows, no_waiting, sleep
 from tests.mtp_oracle import HEADS, write_with_head
@@ -40,7 +40,7 @@ def mixed(rows: Rows) -> StepPlan:
 def verify(rows: Rows) -> StepPlan:
     """Rows with all drafts, with some and without; the next step starts behind whatever is accepted, or before."""
     counts = {1: DRAFTS, 2: 1, 5: 0}
-    return StepPlan(decode=[DecodeRow(r, rows.computed[r], 9, rows.prompt(n)) for r, n in counts.items()])
+    return StepPlan(decode=DecodeRows.of(DecodeRow(r, rows.computed[r], 9, rows.prompt(n)) for r, n in counts.items()))
 
 
 def warm_rows(checkpoints: CheckpointStore, name: str, plan: Plan, **config: Any) -> Rows:

@@ -1,0 +1,251 @@
+"""Runs steps: turns a StepPlan into tokens, over a model, its pools and its backend."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from hybridrt.attention.base import AttentionBackend
+from hybridrt.errors import ConfigError
+from hybridrt.forward_batch import ForwardBatch, SpecInfo
+from hybridrt.kernels.chunk_plan import ChunkPlan, chunk_plan
+from hybridrt.runtime.build import Runtime, step_widths
+from hybridrt.runtime.drafting import DeviceDrafter, draft_method
+from hybridrt.runtime.graph_runner import GraphRunner
+from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
+from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, SamplingTable, Verification
+from hybridrt.runtime.state_arena import StateArena
+from hybridrt.runtime.step import DecodeRows, StepHandle, StepPlan
+from hybridrt.runtime.step_batch import TokenInputs, make_batch, spec_info_of
+from hybridrt.runtime.step_inputs import Columns, Packing, Sections, StagingRing, chunk_names, pack_step
+
+logger = logging.getLogger(__name__)
+
+
+class StepRunner:
+    """Launches steps over a Runtime, whose parts are attributes here too. Captures nothing unless told (`capture`).
+
+    Attributes:
+        last_tokens: [R + 1] int32, the next input of every row: sampled here, read by the next step, never waited for
+            by the host.
+        graphs: by tokens of a row.
+        arena: images of states that come from or go to other workers; None without EngineConfig.transfer_bytes.
+        drafter: the part of a drafter that runs beside the model; None without one.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.config, self.target, self.model = runtime.config, runtime.target, runtime.model
+        self.plan, self.pools, self.backend = runtime.plan, runtime.pools, runtime.backend
+        self.model_config, self.device = runtime.target.model_config, runtime.target.device
+        self._trees = self.config.speculative is not None and self.config.speculative.topk > 1
+        self.graphs: dict[int, GraphRunner] = {}
+        self.sampling_table = SamplingTable(self.plan.num_rows, self.model_config.vocab_size, self.device)
+        self.sampler = Sampler(self.sampling_table)
+        self.last_tokens = torch.zeros(self.plan.num_rows + 1, dtype=torch.int32, device=self.device)
+        self._staging = StagingRing(self.device)
+        self._required = RowRequirements(self.plan.num_rows)
+        self.arena: StateArena | None = None
+        self.drafter: DeviceDrafter | None = draft_method(self.config).device_drafter(self)
+        self._packing = Packing(self._trees, self.drafter is not None, self.backend.chunk_sizes)
+
+    def capture(self, progress: bool = False) -> None:
+        """Records steps as graphs, of every width that occurs."""
+        asked, rows = self.config.cuda_graph_max_bs, self.plan.num_rows
+        if asked is not None and asked > rows:
+            logger.warning(
+                "graphs end at batch %d, not at cuda_graph_max_bs=%d: no more requests have state", rows, asked
+            )
+        self.graphs.update({tokens: self._capture(tokens, progress) for tokens in step_widths(self.config)})
+        if self.drafter is not None:
+            self.drafter.capture(asked or rows, progress)
+        taken = sum(graphs.captured_bytes for graphs in self.graphs.values())
+        logger.info("graphs of up to %d rows take %.2f GiB", min(asked or rows, rows), taken / 2**30)
+
+    def _capture(self, tokens: int, progress: bool) -> GraphRunner:
+        """Graphs of decode steps (tokens 1) or verify steps."""
+        graphs = GraphRunner(
+            model=self.model,
+            backend=self.backend,
+            req_to_token_pool=self.pools.req_to_token,
+            last_tokens=self.last_tokens,
+            max_bs=self.config.cuda_graph_max_bs or self.plan.num_rows,
+            spec_info=SpecInfo(tokens) if tokens > 1 else None,
+            tree=self._trees and tokens > 1,
+            keep_hidden=self.drafter is not None,
+        )
+        graphs.capture(progress)
+        return graphs
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Queues one step on the device and returns at once; see hybridrt.runtime.step.Executor."""
+        self._check_drafts(plan.decode)
+        if (plan.imports or plan.exports) and self.arena is None:
+            raise ConfigError("states cannot come or go without an arena: set transfer_bytes")
+        self._required.admit(plan.admissions)
+        # `step_widths` has all widths; where no row has drafts, a plain step serves.
+        tokens = self.config.num_verify_tokens if plan.decode.num_drafts.any() else 1
+        graphs = self.graphs.get(tokens)
+        fits = plan.decode and graphs and graphs.bucket(len(plan.decode))
+        rest = self._after_graph(plan) if fits else None
+        with _given_up_on_failure(self.backend):
+            if rest is None or graphs is None:
+                return self._launch_eager(plan, tokens)
+            new_pages, rest_plan = rest
+            decoded = self._launch_graph(graphs, plan.decode, new_pages)
+            # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
+            return JoinedSteps(decoded, self._launch_eager(rest_plan, 1)) if plan.extend else decoded
+
+    def _launch_graph(self, graphs: GraphRunner, decode: DecodeRows, new_pages: np.ndarray) -> LaunchedStep:
+        logits, batch = graphs.replay(decode, new_pages), graphs.batch(len(decode))
+        launched, accepted = self._draw_decode(decode, batch, graphs.buffers.sections, logits)
+        if self.drafter is not None:
+            self.drafter.follow(batch, graphs.buffers.hidden[: len(logits)], self.last_tokens, accepted, None)
+        return launched
+
+    def _after_graph(self, plan: StepPlan) -> tuple[np.ndarray, StepPlan] | None:
+        """The page that a graph enters for each decode row, -1 for none, and what of the plan is left to an eager step;
+        None where all of it must run eagerly."""
+        decode = plan.decode
+        places = np.full(self.plan.num_rows + 1, -1)
+        places[decode.rows] = np.arange(len(decode))
+        pages, left = np.full(len(decode), -1, np.int32), []
+        for write in plan.page_writes:
+            i = places[write.row]
+            if i < 0:
+                left.append(write)
+                continue
+            last_page = (decode.computed[i] + decode.num_drafts[i]) // self.plan.page_size
+            if len(write.pages) != 1 or write.first_page != last_page:
+                return None
+            pages[i] = write.pages[0]
+        return pages, StepPlan(plan.admissions, left, DecodeRows(), plan.extend, plan.imports, plan.exports)
+
+    def _launch_eager(self, plan: StepPlan, tokens: int) -> StepHandle:
+        columns = pack_step(plan, tokens, self._packing)
+        sections = self._staging.upload(columns)
+        self._bookkeep(sections)
+        for arrival in plan.imports:
+            self.arena.import_state(arrival)  # type: ignore[union-attr]  # launch has checked
+        batch = self._batch(plan, columns, sections, tokens)
+        self.backend.init_forward_metadata(batch)
+        hidden = self.model(batch)
+        if plan.decode and tokens == 1:
+            self.backend.commit_decode()
+        for departure in plan.exports:
+            self.arena.export_state(departure)  # type: ignore[union-attr]
+        launched, accepted = self._draw(plan, columns, sections, batch, hidden)
+        if self.drafter is not None:
+            self.drafter.follow(batch, hidden, self.last_tokens, accepted, sections)
+        return launched
+
+    def _draw(
+        self, plan: StepPlan, columns: Columns, sections: Sections, batch: ForwardBatch, hidden: torch.Tensor
+    ) -> tuple[StepHandle, Accepted | None]:
+        """Tokens of the rows that gain some, and what a verify step keeps."""
+        sampling = columns["sample_rows"]
+        if not len(sampling):
+            return LaunchedStep(None), None
+        logits = self.model.logits(hidden.index_select(0, sections["sample_at"]))
+        rows, indices = sections["sample_rows"], sections["output_indices"]
+        if batch.spec_info is None:
+            return self._sample(sampling, rows, indices, logits), None
+        n, split = len(plan.decode), batch.num_decode_tokens
+        verified, accepted = self._draw_decode(plan.decode, batch, sections, logits[:split])
+        if n == len(sampling):
+            return verified, accepted
+        return JoinedSteps(verified, self._sample(sampling[n:], rows[n:], indices[n:], logits[split:])), accepted
+
+    def _draw_decode(
+        self, decode: DecodeRows, batch: ForwardBatch, sections: Sections, logits: torch.Tensor
+    ) -> tuple[LaunchedStep, Accepted | None]:
+        """Tokens of a step's decode rows [n], and what a verify step keeps. `sections` may hold further rows."""
+        n, spec = len(decode), batch.spec_info
+        rows, indices = batch.req_pool_indices[:n], sections["output_indices"][:n]
+        if spec is None:
+            return self._sample(decode.rows, rows, indices, logits), None
+        tree = () if spec.parents is None or spec.tree_mask is None else (spec.parents[:n], spec.tree_mask[:n])
+        verification = Verification(
+            rows, indices, batch.positions[: batch.num_decode_tokens].view(n, -1), sections["drafts"][:n],
+            sections["num_drafts"][:n], self.last_tokens, *tree,
+        )  # fmt: skip
+        return self._verify(decode.rows, verification, logits)
+
+    def _check_drafts(self, decode: DecodeRows) -> None:
+        most, width = int(decode.num_drafts.max(initial=0)), self.config.num_verify_tokens
+        if most >= width:
+            raise ConfigError(f"{most} drafts in a row; this runner verifies {width - 1}: raise num_draft_tokens")
+        if not self._trees and decode.parents is not None:
+            raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
+
+    def _bookkeep(self, sections: Sections) -> None:
+        """Mirrors the host's allocation: pages, slots, zeroed state, sampling constants."""
+        table = self.pools.req_to_token
+        if sections["admit_rows"].numel():
+            rows = sections["admit_rows"].long()
+            table.admit(rows, sections["admit_slots"].long())
+            self.sampling_table.admit(rows, sections)
+        if sections["pages"].numel():
+            table.write_pages(*(sections[name].long() for name in ("page_rows", "page_indices", "pages")))
+
+    def _batch(self, plan: StepPlan, columns: Columns, sections: Sections, tokens: int) -> ForwardBatch:
+        n, table = len(plan.decode), self.pools.req_to_token
+        new = [len(r.tokens) for r in plan.extend]
+        decoded, chunks, spec = None, None, None
+        if n:
+            decoded, spec = TokenInputs.allocate(n * tokens, self.device), spec_info_of(sections, tokens, self._trees)
+            decoded.fill_decode(sections, n, spec, self.last_tokens, table)
+        if new:
+            positions = sections["extend_positions"]
+            places = table.token_slots(sections["extend_rows"], positions)
+            chunks = TokenInputs(sections["extend_ids"], positions, places)
+        inputs = decoded.then(chunks) if decoded and chunks else decoded or chunks
+        assert inputs is not None, "a step has rows"
+        return make_batch(
+            self.backend,
+            sections["rows"],
+            sections["seq_lens"],
+            sections["query_start_loc"],
+            inputs,
+            n,
+            spec,
+            seq_lens_cpu=columns["seq_lens"].tolist(),
+            query_lens_cpu=[tokens] * n + new,
+            chunk_plans={size: _chunk_plan(columns, sections, new, size) for size in self._packing.chunk_sizes},
+        )
+
+    def _sample(
+        self, request_rows: np.ndarray, rows: torch.Tensor, output_indices: torch.Tensor, logits: torch.Tensor
+    ) -> LaunchedStep:
+        tokens = self.sampler(logits, rows, output_indices, self._required.filters(request_rows))
+        self.last_tokens[rows] = tokens.int()
+        wanted = self._required.logprobs(request_rows)
+        return LaunchedStep(tokens[:, None], None, *requested_logprobs(logits, tokens, wanted))
+
+    def _verify(
+        self, request_rows: np.ndarray, step: Verification, logits: torch.Tensor
+    ) -> tuple[LaunchedStep, Accepted]:
+        """Acceptance, then the commit of the state that it keeps."""
+        kept = self.sampler.verify(logits, step, self._required.filters(request_rows))
+        self.backend.commit_decode(kept.counts, kept.path)
+        logprobs = requested_logprobs(logits, kept.tokens, self._required.logprobs(request_rows), kept.path)
+        return LaunchedStep(kept.tokens, kept.counts, *logprobs), kept
+
+
+def _chunk_plan(columns: Columns, sections: Sections, new: Sequence[int], size: int) -> ChunkPlan:
+    """The plan whose columns were packed under the chunk size."""
+    names = chunk_names(size)
+    on_host = {name: columns[packed] for name, packed in names.items()}
+    return chunk_plan({name: sections[packed] for name, packed in names.items()}, on_host, new, size)
+
+
+@contextmanager
+def _given_up_on_failure(backend: AttentionBackend) -> Iterator[None]:
+    """A step that fails inside is never committed; those after it are none the worse."""
+    try:
+        yield
+    except BaseException:
+        backend.drop_step()
+        raise
