@@ -78,8 +78,11 @@ class PagedKVBackend(SegmentedAttnBackend):
         check_own("req_pool_indices", rows[: batch.num_real])
         check_range("out_cache_loc", batch.out_cache_loc, num_slots)
         pages = table.req_to_token[:, ::size][rows]  # by their first slots
-        starts = torch.arange(pages.shape[1], device=pages.device) * size
-        check_range("req_to_token", pages[starts < batch.seq_lens[:, None]], num_slots)
+        starts, lens = torch.arange(pages.shape[1], device=pages.device) * size, batch.seq_lens.clone()
+        spec, split = batch.spec_info, batch.num_decode_rows
+        if spec is not None and spec.num_drafts is not None:  # padding drafts, the last tokens of a row, have no page
+            lens[:split] -= spec.tokens_per_row - 1 - spec.num_drafts[:split]
+        check_range("req_to_token", pages[starts < lens[:, None]], num_slots)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         check_batch(batch)

@@ -77,17 +77,15 @@ class Scheduler:
         Args:
             refuse: ends a waiting request that no step can pack, and takes it out of the queue (`remove`); None raises.
         """
-        columns, requests = self._coordinator.columns, list(self.running.values())
+        step, columns, requests = ScheduledStep(), self._coordinator.columns, list(self.running.values())
         rows = int32s(request.row.index for request in requests)  # type: ignore[union-attr]  # who runs has a row
         prefilled = columns.prefilled(rows)
         ready = prefilled & columns.unfinished(rows)
-        decoding = list(compress(requests, ready.tolist()))
-        waiting = self._wait_for_tokens(decoding)
-        if 0 < len(waiting) < len(decoding):
+        waiting = self._wait_for_tokens(requests, rows, ready)
+        if waiting.any() and not waiting[ready].all():
             return None  # a step of the others would split the rows for good: each half would wait for the other's step
-        step = ScheduledStep()
-        if not waiting:
-            self._schedule_decode(step, decoding, rows[ready])
+        ready &= ~waiting
+        self._schedule_decode(step, list(compress(requests, ready.tolist())), rows[ready])
         decode_tokens = sum(tokens for _, tokens in step.rows)
         budget = max(self._chunk - decode_tokens, (self._chunk + 1) // 2)
         self._schedule_prefill(step, compress(requests, (~prefilled).tolist()), budget, refuse)
@@ -138,14 +136,17 @@ class Scheduler:
         if self._drafter is not None:
             self._drafter.end(request)
 
-    def _wait_for_tokens(self, ready: list[Request]) -> list[Request]:
-        """Those whose next step follows tokens that a launched step has yet to give."""
-        drafter = self._drafter
-        if drafter is None:
-            return []
-        # A launched step brings a request one pending token at most, or more if it verifies drafts: where the request
-        # will stand is then open.
-        return [r for r in ready if r.pending and (r.pending > r.in_flight or drafter.waits(r))]
+    def _wait_for_tokens(self, requests: Sequence[Request], rows: np.ndarray, ready: np.ndarray) -> np.ndarray:
+        """Which of the ready requests follow, with their next step, tokens that a launched step has yet to give."""
+        if self._drafter is None:
+            return np.zeros_like(ready)
+        waiting = ready & (self._coordinator.columns.pending[rows] > 0)
+        for i in np.flatnonzero(waiting).tolist():
+            request = requests[i]
+            # A launched step brings a request one pending token at most, or more if it verifies drafts: where the
+            # request will stand is then open.
+            waiting[i] = request.pending > request.in_flight or self._drafter.waits(request)
+        return waiting
 
     def _schedule_decode(self, step: ScheduledStep, requests: list[Request], rows: np.ndarray) -> None:
         """Adds those of the requests, which can decode and hold `rows`, that find a page."""
@@ -165,14 +166,15 @@ class Scheduler:
         step.rows += zip(requests, tokens.tolist())
 
     def _propose(self, requests: Sequence[Request], rows: np.ndarray) -> list[Draft]:
-        """A draft for each request, NO_DRAFT for one whose last token is still on the way; empty without a drafter."""
+        """A draft for each request, an empty one while tokens are pending; nothing without a drafter."""
         if self._drafter is None:
             return []
         columns = self._coordinator.columns
         known = columns.pending[rows] == 0
-        most = (columns.max_output[rows] - columns.known[rows] - 1)[known].tolist()
-        proposed = iter(self._drafter.propose(list(compress(requests, known.tolist())), most))
-        return [next(proposed) if ends_known else NO_DRAFT for ends_known in known.tolist()]
+        most = columns.max_output[rows] - columns.known[rows] - 1
+        asked = list(compress(requests, known.tolist()))
+        drafts = iter(self._drafter.propose(asked, most[known].tolist()))
+        return [next(drafts) if is_known else NO_DRAFT for is_known in known.tolist()]
 
     def _decode_rows(self, rows: np.ndarray, drafts: Sequence[Draft]) -> DecodeRows:
         columns = self._coordinator.columns
