@@ -31,7 +31,7 @@ from hybridrt.kernels.acceptance import accept_chain
 from hybridrt.kernels.sampling import greedy
 from hybridrt.mem_cache.memory_plan import GIB, MemoryPlan
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.build import Target, build_model, build_pools, load_target, make_plan, pool_spec
+from hybridrt.runtime.build import RunTarget, build_model, build_pools, load_target, make_plan, pool_spec
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.step import DecodeRows, int32s
 
@@ -41,7 +41,9 @@ WARM, STEPS = 4, 30  # a ring of 16 folds about every fifteenth step
 class Rig:
     """Graphs of `sizes` rows over pools of their own. Row r has state slot r and an equal share of the KV pages."""
 
-    def __init__(self, config: EngineConfig, target: Target, model: CausalLM, plan: MemoryPlan, sizes: Sequence[int]):
+    def __init__(
+        self, config: EngineConfig, target: RunTarget, model: CausalLM, plan: MemoryPlan, sizes: Sequence[int]
+    ):
         pools, self.tokens, self.device = build_pools(config, target, plan), config.num_verify_tokens, target.device
         table = pools.req_to_token
         self.backend = create_backend(
@@ -111,7 +113,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def fitting(config: EngineConfig, target: Target) -> tuple[EngineConfig, Target, MemoryPlan]:
+def fitting(config: EngineConfig, target: RunTarget) -> tuple[EngineConfig, RunTarget, MemoryPlan]:
     """The plan, with the state in bfloat16 where float32 does not fit the device."""
     plan = make_plan(config, target, budget_bytes=2**60)
     free = torch.cuda.mem_get_info()[0] if target.device.type == "cuda" else 2**60
@@ -154,7 +156,7 @@ class Bench:
             print(self.plain[state_dtype], flush=True)
         return self.plain[state_dtype]
 
-    def _measure(self, config: EngineConfig, target: Target, plan: MemoryPlan) -> list[dict[str, Any]]:
+    def _measure(self, config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> list[dict[str, Any]]:
         args, found = self.args, []
         rig = Rig(config, target, self.model, plan, args.batches)
         for batch in args.batches:
@@ -177,7 +179,7 @@ class Bench:
         return replace(self.base, speculative=SpeculativeConfig(num_draft_tokens=drafts, state_mode=mode))
 
     @staticmethod
-    def _resolve(config: EngineConfig) -> tuple[EngineConfig, Target]:
+    def _resolve(config: EngineConfig) -> tuple[EngineConfig, RunTarget]:
         return config, load_target(config, TPGroup())[1]
 
 

@@ -25,7 +25,7 @@ SECTIONS = (
     ("Runtime: steps on a device", ("hybridrt/runtime",)),
     ("Speculative decoding", ("hybridrt/speculative",)),
     ("Engine: requests on the host", ("hybridrt/engine",)),
-    ("State transfer", ("hybridrt/transfer", "hybridrt/distributed/transfer")),
+    ("State transfer", ("hybridrt/transfer",)),
     ("Command line", ("hybridrt/cli",)),
     ("Benchmarks, examples and scripts", ("benchmarks", "examples", "scripts")),
 )

@@ -19,10 +19,10 @@ if not torch.cuda.is_available():
 import triton
 
 from hybridrt.kernels import providers
-from tests import ties
+from tests.support import ties
 
 if TYPE_CHECKING:
-    from tests.checkpoints import CheckpointStore
+    from tests.support.checkpoints import CheckpointStore
 
 torch.set_num_threads(1)
 
@@ -38,8 +38,8 @@ def _uninitialised_memory_is_nan() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> "CheckpointStore":
-    """Tiny checkpoints by name (tests.checkpoints.CASES), each written once."""
-    from tests.checkpoints import CheckpointStore  # transformers takes seconds to import
+    """Tiny checkpoints by name (tests.support.checkpoints.CASES), each written once."""
+    from tests.support.checkpoints import CheckpointStore  # transformers takes seconds to import
 
     return CheckpointStore(tmp_path_factory.mktemp("checkpoints"))
 

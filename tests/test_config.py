@@ -26,8 +26,8 @@ from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.runtime.build import resolve_model_path, resolve_state_mode
-from tests.checkpoints import CheckpointStore
-from tests.session import Session
+from tests.support.checkpoints import CheckpointStore
+from tests.support.session import Session
 
 
 def config_of(checkpoint: Path, target: Path, **changes: Any) -> Path:

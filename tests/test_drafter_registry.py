@@ -15,8 +15,8 @@ from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.speculative import registry
 from hybridrt.speculative.drafter import AdaptiveDrafter
 from hybridrt.speculative.registry import BUILT_IN, drafter_names, load_method
-from tests.checkpoints import CheckpointStore
-from tests.outside_drafter import OUTSIDE, FirstFollowers
+from tests.support.checkpoints import CheckpointStore
+from tests.support.outside_drafter import OUTSIDE, FirstFollowers
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 def outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An installed package names its methods in entry points."""
     targets = {"first": "OUTSIDE", "wrong": "FirstFollowers", "absent": "Absent"}
-    points = [SimpleNamespace(name=n, value=f"tests.outside_drafter:{t}") for n, t in targets.items()]
+    points = [SimpleNamespace(name=n, value=f"tests.support.outside_drafter:{t}") for n, t in targets.items()]
     monkeypatch.setattr(plugins, "entry_points", lambda group: points if group == "hybridrt.drafters" else [])
     load_method.cache_clear()
     yield
@@ -43,7 +43,7 @@ def test_names_are_those_of_this_package_and_of_others() -> None:
     ("guess", ConfigError, r"'guess'.*'absent', 'draft', 'first', 'mtp', 'ngram'"),
     (["ngram"], ConfigError, r"method is \['ngram'\]"),
     ("wrong", BackendError, "'wrong' gives .*must name a DraftMethod"),
-    ("absent", BackendError, "tests.outside_drafter:Absent cannot be imported"),
+    ("absent", BackendError, "tests.support.outside_drafter:Absent cannot be imported"),
 ])  # fmt: skip
 def test_a_name_that_leads_to_no_method_is_refused_at_once(method: str, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):

@@ -7,8 +7,8 @@ import pytest
 
 from examples import embed_backends
 from hybridrt import LLM, EngineConfig, SamplingParams
-from tests.checkpoints import Make, falcon, jamba, nemotron, qwen
-from tests.tiny import write_tiny
+from tests.support.checkpoints import Make, falcon, jamba, nemotron, qwen
+from tests.support.tiny import write_tiny
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], list(range(20, 60))]
 

@@ -11,11 +11,14 @@ from hybridrt import LLM, SamplingParams, plugins
 from hybridrt.errors import BackendError, UnsupportedModelError
 from hybridrt.families.registry import architectures, family_of
 from hybridrt.models.registry import model_class
-from tests.checkpoints import jamba
-from tests.outside_family import ARCHITECTURE, FAMILY, OutsideForCausalLM
-from tests.tiny import write_tiny
+from tests.support.checkpoints import jamba
+from tests.support.outside_family import ARCHITECTURE, FAMILY, OutsideForCausalLM
+from tests.support.tiny import write_tiny
 
-POINTS = {ARCHITECTURE: "tests.outside_family:FAMILY", "WrongForCausalLM": "tests.outside_family:FAMILY"}
+POINTS = {
+    ARCHITECTURE: "tests.support.outside_family:FAMILY",
+    "WrongForCausalLM": "tests.support.outside_family:FAMILY",
+}
 
 
 @pytest.fixture

@@ -29,10 +29,10 @@ from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts
 from hybridrt.plugins import load_object
-from hybridrt.runtime.build import Target, build_pools
-from tests.by_hand import ByHand, Row, assert_close
-from tests.outside_kind import OUTSIDE, OutsideConfig
-from tests.session import spoil
+from hybridrt.runtime.build import RunTarget, build_pools
+from tests.support.by_hand import ByHand, Row, assert_close
+from tests.support.outside_kind import OUTSIDE, OutsideConfig
+from tests.support.session import spoil
 
 HIDDEN, ROWS, CPU = 12, 4, torch.device("cpu")
 CONFIGS: dict[str, LinearConfig] = {
@@ -47,8 +47,8 @@ CONFIGS: dict[str, LinearConfig] = {
 @pytest.fixture(autouse=True)
 def outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An installed package names its kind in an entry point."""
-    point = SimpleNamespace(name="outside", value="tests.outside_kind:OUTSIDE")
-    wrong = SimpleNamespace(name="wrong", value="tests.outside_kind:OUTSIDE")
+    point = SimpleNamespace(name="outside", value="tests.support.outside_kind:OUTSIDE")
+    wrong = SimpleNamespace(name="wrong", value="tests.support.outside_kind:OUTSIDE")
     found = {"hybridrt.kinds": [point, wrong]}
     monkeypatch.setattr(plugins, "entry_points", lambda group: found[group])
     linear_kind.cache_clear()
@@ -93,7 +93,7 @@ class Stack(ByHand):
         config = ModelConfig("X", 9, HIDDEN, specs, attention, linear, 128, torch.float32, False, (), None)
         speculative = SpeculativeConfig(num_draft_tokens=tokens - 1) if tokens > 1 else None
         self.config = EngineConfig("x", device="cpu", page_size=4, speculative=speculative)
-        self.target = Target(config, CPU, torch.float32, torch.float32, mode, TPGroup())
+        self.target = RunTarget(config, CPU, torch.float32, torch.float32, mode, TPGroup())
         plan = MemoryPlan(ROWS, ROWS + 1, 0, 4, 128, UnitCosts(0, 0, 0), 0)
         self.pools = build_pools(self.config, self.target, plan)
         mixers = {i: layer.mixer for i, layer in enumerate(layers) if layer}

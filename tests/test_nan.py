@@ -17,9 +17,9 @@ from hybridrt.runtime.build import Pools
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest
 from hybridrt.speculative.ngram import NgramDrafter
-from tests.checkpoints import VOCAB, falcon, falcon_mamba, jamba, nemotron, qwen, swa_ssm, write
-from tests.samples import Sample, Samples
-from tests.speculation import Ask, Rig
+from tests.support.checkpoints import VOCAB, falcon, falcon_mamba, jamba, nemotron, qwen, swa_ssm, write
+from tests.support.samples import Sample, Samples
+from tests.support.speculation import Ask, Rig
 
 BAD = 0  # its embedding is NaN; it is never sampled
 LATE = range(118, VOCAB)  # so are theirs, and they are sampled: a request that has been well computes NaN from there on

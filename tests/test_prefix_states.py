@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.sampling_params import SamplingParams
-from tests.by_hand import ByHand, Row, assert_close
-from tests.checkpoints import CheckpointStore
-from tests.exact_prefix_cache import ExactPrefixCache
-from tests.levels import sweep
-from tests.samples import Samples
-from tests.session import Session, budget
-from tests.test_models_parity import prompts
-from tests.ties import check_greedy
+from tests.models.test_models_parity import prompts
+from tests.support.by_hand import ByHand, Row, assert_close
+from tests.support.checkpoints import CheckpointStore
+from tests.support.exact_prefix_cache import ExactPrefixCache
+from tests.support.levels import sweep
+from tests.support.samples import Samples
+from tests.support.session import Session, budget
+from tests.support.ties import check_greedy
 
 MODELS = ("falcon-plain", "qwen-plain", "jamba-plain", "falcon_mamba-plain")
 RINGS = ("falcon-plain", "qwen-plain")

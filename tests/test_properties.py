@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.sampling_params import SamplingParams
-from tests.checkpoints import CheckpointStore
-from tests.levels import sweep
-from tests.samples import Samples
-from tests.session import Session, budget
-from tests.test_models_parity import prompts
-from tests.ties import check_greedy
+from tests.models.test_models_parity import prompts
+from tests.support.checkpoints import CheckpointStore
+from tests.support.levels import sweep
+from tests.support.samples import Samples
+from tests.support.session import Session, budget
+from tests.support.ties import check_greedy
 
 HISTORY = "swa_ssm-plain"
 MODELS = ("falcon-groups_no_conv_bias_tied", "nemotron-one_group_biases", "qwen-dense_by_number", HISTORY)

@@ -56,7 +56,7 @@ def test_bars_show_on_terminals_and_in_notebooks(
 
 @pytest.mark.slow
 def test_types_fit_what_runs(tmp_path: Path) -> None:
-    """mypy takes tests/typed_prompts.py, and refuses the lines that it says are wrong (as unused ignores otherwise)."""
+    """mypy takes typed_prompts.py, and refuses the lines that it says are wrong (as unused ignores otherwise)."""
     pytest.importorskip("mypy")
     options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(tmp_path), "--follow-imports=silent"]
     command = [sys.executable, "-m", "mypy", *options, str(ROOT / "tests" / "typed_prompts.py")]

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.checkpoints import CheckpointStore
-from tests.soak import RUNS, soak
+from tests.support.checkpoints import CheckpointStore
+from tests.support.soak import RUNS, soak
 
 Record = Callable[[str, object], None]
 

@@ -15,8 +15,8 @@ import pytest
 from hybridrt import LLM, SamplingParams
 from hybridrt.kernels.operation import Operation
 from scripts import file_table
-from tests.checkpoints import Make, falcon, jamba, nemotron, qwen
-from tests.tiny import write_tiny
+from tests.support.checkpoints import Make, falcon, jamba, nemotron, qwen
+from tests.support.tiny import write_tiny
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt.models", "mem_cache": "hybridrt.mem_cache"}
@@ -25,7 +25,7 @@ ORDER = (
     "errors", "plugins", "distributed.channel", "distributed.control", "sampling_params", "speculative.registry",
     "config", "kinds", "families", "hf_config", "forward_batch", "kernels", "mem_cache", "attention",
     "distributed.groups", "distributed.conv_transfer", "layers", "models", "speculative.drafter", "runtime",
-    "speculative", "engine", "distributed.transfer", "cli",
+    "speculative", "engine", "transfer", "cli",
 )  # fmt: skip
 MAX_LINES = 450
 MAX_MODEL_LINES = 200

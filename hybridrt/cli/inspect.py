@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hybridrt.config import EngineConfig, LayerSpec
     from hybridrt.kinds.base import StateShape
     from hybridrt.mem_cache.memory_plan import MemoryPlan
-    from hybridrt.runtime.build import Target
+    from hybridrt.runtime.build import RunTarget
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def describe_model(config: "EngineConfig") -> ModelReport:
     )
 
 
-def _plan(config: "EngineConfig", target: "Target", weights: int) -> "tuple[MemoryPlan | None, str | None]":
+def _plan(config: "EngineConfig", target: "RunTarget", weights: int) -> "tuple[MemoryPlan | None, str | None]":
     """The memory plan, or None and why there is none."""
     from hybridrt.runtime.fit import plan_ahead
 
@@ -130,7 +130,7 @@ def _plan(config: "EngineConfig", target: "Target", weights: int) -> "tuple[Memo
         return None, str(e)
 
 
-def _layers(config: "EngineConfig", target: "Target") -> Iterator[LayerKind]:
+def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerKind]:
     from hybridrt.kinds.registry import state_shape
     from hybridrt.mem_cache.kv_pool import KVPool
     from hybridrt.runtime.build import kv_shape, pool_spec
@@ -146,7 +146,7 @@ def _layers(config: "EngineConfig", target: "Target") -> Iterator[LayerKind]:
         yield LayerKind(_symbol(layer), _mixer(layer, target, shapes), layer.ffn or "-", backends or "-", state, kv)
 
 
-def _attention_backends(config: "EngineConfig", target: "Target") -> str:
+def _attention_backends(config: "EngineConfig", target: "RunTarget") -> str:
     """Name of the backend that decodes, and after a slash of the one that prefills if that is another."""
     from hybridrt.attention.registry import load_attention_backend, resolve_attention_name, resolve_prefill_name
 
@@ -168,7 +168,7 @@ def _symbol(layer: "LayerSpec") -> str:
     return "*" if layer.attention else {"mlp": "-", "moe": "E"}[layer.ffn or "mlp"]
 
 
-def _mixer(layer: "LayerSpec", target: "Target", shapes: "dict[str, StateShape]") -> str:
+def _mixer(layer: "LayerSpec", target: "RunTarget", shapes: "dict[str, StateShape]") -> str:
     attention = target.model_config.attention
     parts = []
     if layer.attention:

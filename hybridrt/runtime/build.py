@@ -42,7 +42,7 @@ class Pools:
 
 
 @dataclass(frozen=True)
-class Target:
+class RunTarget:
     """Where and in which numbers a model runs, and how its recurrent state is kept."""
 
     model_config: ModelConfig
@@ -53,7 +53,7 @@ class Target:
     tp: TPGroup
 
     @classmethod
-    def resolve(cls, config: EngineConfig, model_config: ModelConfig, tp: TPGroup) -> "Target":
+    def resolve(cls, config: EngineConfig, model_config: ModelConfig, tp: TPGroup) -> "RunTarget":
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, model_config.dtype, device)
         mode = resolve_state_mode(config, model_config.linear, device)
@@ -69,14 +69,14 @@ class Runtime:
     """
 
     config: EngineConfig
-    target: Target
+    target: RunTarget
     model: CausalLM
     plan: MemoryPlan
     pools: Pools
     backend: AttentionBackend
 
     @classmethod
-    def allocate(cls, config: EngineConfig, target: Target, model: CausalLM, plan: MemoryPlan) -> "Runtime":
+    def allocate(cls, config: EngineConfig, target: RunTarget, model: CausalLM, plan: MemoryPlan) -> "Runtime":
         """The model's pools as planned, and a backend over them."""
         pools = build_pools(config, target, plan)
         backend = create_backend(
@@ -135,7 +135,7 @@ def resolve_model_path(name: str) -> Path:
         raise ConfigError(f"{name} is no directory here, and the hub does not give it: {e}") from e
 
 
-def empty_model(config: EngineConfig, target: Target, device: torch.device) -> CausalLM:
+def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -> CausalLM:
     """The model with its weights unset. On the "meta" device it takes no memory: enough to count bytes."""
     mc = target.model_config
     # Padding drafts stand past the last position that a request may have.
@@ -146,7 +146,7 @@ def empty_model(config: EngineConfig, target: Target, device: torch.device) -> C
     return model
 
 
-def build_model(config: EngineConfig, target: Target, path: Path, progress: bool) -> CausalLM:
+def build_model(config: EngineConfig, target: RunTarget, path: Path, progress: bool) -> CausalLM:
     """The model, loaded or filled with seeded random weights, in inference mode."""
     mc = target.model_config
     if mc.tie_word_embeddings and config.load_format != "dummy" and has_own_head(path):
@@ -160,7 +160,7 @@ def build_model(config: EngineConfig, target: Target, path: Path, progress: bool
     return model.eval()
 
 
-def pool_spec(config: EngineConfig, target: Target) -> MambaPoolSpec:
+def pool_spec(config: EngineConfig, target: RunTarget) -> MambaPoolSpec:
     """What the recurrent layers of the model keep."""
     mc, spec = target.model_config, config.speculative
     groups = {state_shape(c, target.tp.size): mc.linear_layer_ids(kind) for kind, c in mc.linear.items()}
@@ -169,7 +169,7 @@ def pool_spec(config: EngineConfig, target: Target) -> MambaPoolSpec:
     return MambaPoolSpec(groups, target.dtype, target.state_dtype, config.num_verify_tokens, target.state_mode, tree)
 
 
-def kv_shape(target: Target) -> tuple[int, int]:
+def kv_shape(target: RunTarget) -> tuple[int, int]:
     """KV heads on this rank, and their dimension."""
     attention = target.model_config.attention
     return max(attention.num_kv_heads // target.tp.size, 1), attention.head_dim
@@ -181,14 +181,14 @@ def page_demand(config: EngineConfig, model_config: ModelConfig) -> PageDemand:
     return PageDemand(config.page_size, window, config.chunked_prefill_size, config.num_verify_tokens)
 
 
-def kv_layer_ids(config: EngineConfig, target: Target) -> tuple[int, ...]:
+def kv_layer_ids(config: EngineConfig, target: RunTarget) -> tuple[int, ...]:
     """Layers with keys and values: the model's attention layers, then those of its drafter."""
     mc = target.model_config
     return mc.full_attention_layer_ids + draft_method(config).kv_layers(mc)
 
 
 def make_plan(
-    config: EngineConfig, target: Target, *, budget_bytes: int | None = None, weights: int = 0, activations: int = 0,
+    config: EngineConfig, target: RunTarget, *, budget_bytes: int | None = None, weights: int = 0, activations: int = 0,
     cache_slots: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     """The memory plan of a run; `budget_bytes` None is what `target.device` has left for it: on a CPU `host_budget`, on
@@ -219,7 +219,7 @@ def make_plan(
     return replace(plan, costs=replace(costs, row=row_bytes(config, target, plan.max_model_len)))
 
 
-def row_bytes(config: EngineConfig, target: Target, max_len: int) -> int:
+def row_bytes(config: EngineConfig, target: RunTarget, max_len: int) -> int:
     """Bytes of a running request beside its slot and its pages: rings, page table, sampling constants, last token, and
     what its drafter keeps of it."""
     table = HybridReqToTokenPool.row_bytes(_table_length(config, target, max_len), config.page_size)
@@ -229,25 +229,25 @@ def row_bytes(config: EngineConfig, target: Target, max_len: int) -> int:
     return pool_spec(config, target).row_bytes() + table + sampling + 4 + drafter
 
 
-def page_bytes(config: EngineConfig, target: Target) -> int:
+def page_bytes(config: EngineConfig, target: RunTarget) -> int:
     """Bytes of a KV page over all layers that attend."""
     layers = len(kv_layer_ids(config, target))
     return KVPool.page_bytes(layers, config.page_size, *kv_shape(target), target.dtype)
 
 
-def _table_length(config: EngineConfig, target: Target, max_len: int) -> int:
+def _table_length(config: EngineConfig, target: RunTarget, max_len: int) -> int:
     """Positions of a page table: the drafts of a last verify step may reach beyond the longest request. Without
     attention layers there is no KV to point at."""
     return max_len + config.num_verify_tokens - 1 if kv_layer_ids(config, target) else 0
 
 
-def graph_bytes(config: EngineConfig, target: Target) -> int:
+def graph_bytes(config: EngineConfig, target: RunTarget) -> int:
     """The graphs' logits, their largest static buffers."""
     tokens = graph_rows(config, target) * sum(step_widths(config))
     return tokens * target.model_config.vocab_size * target.dtype.itemsize
 
 
-def graph_rows(config: EngineConfig, target: Target) -> int:
+def graph_rows(config: EngineConfig, target: RunTarget) -> int:
     """Rows of the largest graph that a run may capture; 0 without graphs."""
     if target.device.type != "cuda" or not config.cuda_graph:
         return 0
@@ -260,7 +260,7 @@ def step_widths(config: EngineConfig) -> list[int]:
     return [1] if widest == 1 else [widest, 1]
 
 
-def build_pools(config: EngineConfig, target: Target, plan: MemoryPlan) -> Pools:
+def build_pools(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> Pools:
     """Allocates everything that the plan counts."""
     device, spec = target.device, pool_spec(config, target)
     mamba = MambaPool(spec, num_slots=plan.num_slots, num_rows=plan.num_rows, device=device) if spec.groups else None
@@ -277,7 +277,7 @@ def build_pools(config: EngineConfig, target: Target, plan: MemoryPlan) -> Pools
     return Pools(kv, table)
 
 
-def _default_budget(config: EngineConfig, target: Target) -> int:
+def _default_budget(config: EngineConfig, target: RunTarget) -> int:
     if target.device.type == "cpu":
         return host_budget(target.tp)
     return device_budget(target.device, config.memory_fraction)
@@ -296,10 +296,10 @@ def device_budget(device: torch.device, fraction: float) -> int:
     return int(total * fraction) - (total - free - cached)
 
 
-def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, Target]:
+def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
     """Resolves the model's path and reads its configuration; touches no weights."""
     path = resolve_model_path(config.model)
-    return path, Target.resolve(config, read_model_config(path), tp)
+    return path, RunTarget.resolve(config, read_model_config(path), tp)
 
 
 def weight_bytes(model: Any) -> int:

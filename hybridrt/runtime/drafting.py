@@ -18,7 +18,7 @@ from hybridrt.speculative.drafter import Drafter
 from hybridrt.speculative.registry import MethodBase, load_method
 
 if TYPE_CHECKING:
-    from hybridrt.runtime.build import Target
+    from hybridrt.runtime.build import RunTarget
     from hybridrt.runtime.step_runner import StepRunner
 
 
@@ -101,11 +101,11 @@ class DraftMethod(MethodBase):
         """KV pages of every row in the target's pool, beside those that requests are lent."""
         return 0
 
-    def row_bytes(self, config: EngineConfig, target: "Target", max_len: int) -> int:
+    def row_bytes(self, config: EngineConfig, target: "RunTarget", max_len: int) -> int:
         """Bytes for each running request of at most `max_len` tokens, `row_pages` apart."""
         return 0
 
-    def fixed_bytes(self, config: EngineConfig, target: "Target") -> int:
+    def fixed_bytes(self, config: EngineConfig, target: "RunTarget") -> int:
         """Bytes that do not depend on rows: weights outside the target, buffers of graphs."""
         return 0
 

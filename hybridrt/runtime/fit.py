@@ -3,18 +3,18 @@
 from hybridrt.config import EngineConfig
 from hybridrt.errors import MemoryBudgetError
 from hybridrt.mem_cache.memory_plan import GIB, MemoryPlan
-from hybridrt.runtime.build import CPU_SHARE, Target, device_budget, make_plan
+from hybridrt.runtime.build import CPU_SHARE, RunTarget, device_budget, make_plan
 from hybridrt.runtime.host_memory import free_host_memory
 
 
-def free_bytes(config: EngineConfig, target: Target) -> int:
+def free_bytes(config: EngineConfig, target: RunTarget) -> int:
     """Bytes that weights and pools of this rank may take together. Ranks on a CPU share the memory equally."""
     if target.device.type == "cuda":
         return device_budget(target.device, config.memory_fraction)
     return free_host_memory() // target.tp.size
 
 
-def plan_ahead(config: EngineConfig, target: Target, weights: int, budget_bytes: int | None = None) -> MemoryPlan:
+def plan_ahead(config: EngineConfig, target: RunTarget, weights: int, budget_bytes: int | None = None) -> MemoryPlan:
     """The memory plan, as far as it is known without a run: one on a GPU measures its activations and takes them off,
     too.
 
@@ -33,14 +33,14 @@ def plan_ahead(config: EngineConfig, target: Target, weights: int, budget_bytes:
     return make_plan(config, target, budget_bytes=budget_bytes, weights=weights)
 
 
-def table_bytes(config: EngineConfig, target: Target) -> int:
+def table_bytes(config: EngineConfig, target: RunTarget) -> int:
     """Bytes at the peak of making the table of rotary embeddings, which has a row for each position."""
     mc = target.model_config
     positions = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
     return 3 * 4 * positions * mc.attention.head_dim if mc.attention.rope is not None else 0
 
 
-def _too_large(config: EngineConfig, target: Target, weights: int, free: int) -> str:
+def _too_large(config: EngineConfig, target: RunTarget, weights: int, free: int) -> str:
     hints = ["a larger device"]
     if target.dtype.itemsize > 2:
         hints.insert(0, 'dtype="bfloat16"')

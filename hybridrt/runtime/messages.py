@@ -16,7 +16,7 @@ KINDS = {
     "serve": "hybridrt.config:EngineConfig",
     "step": "hybridrt.runtime.step:StepPlan",
     "draft": "hybridrt.runtime.drafting:DraftTask",
-    "transfer": "hybridrt.distributed.transfer.ranks:JoinTransfer",
+    "transfer": "hybridrt.transfer.ranks:JoinTransfer",
 }
 _NAMES = {place: name for name, place in KINDS.items()}
 

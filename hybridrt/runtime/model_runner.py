@@ -12,8 +12,8 @@ from hybridrt.errors import ConfigError, MemoryBudgetError
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.build import (
+    RunTarget,
     Runtime,
-    Target,
     build_model,
     device_budget,
     empty_model,
@@ -77,7 +77,7 @@ class ModelRunner(StepRunner):
                 self.capture(progress)
 
 
-def plan_pools(config: EngineConfig, target: Target, model: CausalLM, budget_bytes: int | None) -> MemoryPlan:
+def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_bytes: int | None) -> MemoryPlan:
     """What the pools hold beside the loaded model; see ModelRunner."""
     peak, tp = 0, target.tp
     if budget_bytes is None and target.device.type == "cuda":
@@ -88,7 +88,7 @@ def plan_pools(config: EngineConfig, target: Target, model: CausalLM, budget_byt
     return make_plan(config, target, budget_bytes=budget_bytes, weights=weight_bytes(model), activations=peak)
 
 
-def _measure_activations(config: EngineConfig, target: Target, model: CausalLM) -> int:
+def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalLM) -> int:
     """Bytes that the largest prefill step takes beside weights and pools: one is run over small pools."""
     limit = target.model_config.max_position_embeddings
     length = min(config.chunked_prefill_size, config.max_model_len or limit, limit)

@@ -10,7 +10,7 @@ from hybridrt.errors import PoolError
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_dtype, state_shape
 from hybridrt.mem_cache.kv_pool import KVPool
-from hybridrt.runtime.build import Pools, Target
+from hybridrt.runtime.build import Pools, RunTarget
 from hybridrt.runtime.step import StateCopy
 
 
@@ -36,7 +36,7 @@ class ImageLayout:
     tp_size: int
 
     @classmethod
-    def of(cls, target: Target, kv: KVPool) -> "ImageLayout":
+    def of(cls, target: RunTarget, kv: KVPool) -> "ImageLayout":
         mc, tp = target.model_config, target.tp.size
         recurrent = sorted(
             (layer_id, state_shape(config, tp), state_shape(config).groups)
@@ -86,7 +86,7 @@ class StateArena:
     inputs since. An image holds none of these, so either side may keep its state its own way.
     """
 
-    def __init__(self, target: Target, pools: Pools, transfer_bytes: int) -> None:
+    def __init__(self, target: RunTarget, pools: Pools, transfer_bytes: int) -> None:
         self.layout = ImageLayout.of(target, pools.kv)
         self.buffer = torch.zeros(transfer_bytes, dtype=torch.uint8, device=target.device)
         self._table = pools.req_to_token

@@ -15,7 +15,7 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.runtime.build import (
-    Target,
+    RunTarget,
     empty_model,
     graph_bytes,
     load_target,
@@ -213,7 +213,7 @@ class DraftModelMethod(DraftMethod):
 
     takes_model = True
 
-    def row_bytes(self, config: EngineConfig, target: Target, max_len: int) -> int:
+    def row_bytes(self, config: EngineConfig, target: RunTarget, max_len: int) -> int:
         """Two state slots, and KV of the longest request with all of its drafts."""
         draft = draft_config(config)
         _, own = load_target(draft, TPGroup())
@@ -221,7 +221,7 @@ class DraftModelMethod(DraftMethod):
         pages = -(-longest // config.page_size) * page_bytes(draft, own)
         return 2 * pool_spec(draft, own).slot_bytes() + row_bytes(draft, own, longest) + pages
 
-    def fixed_bytes(self, config: EngineConfig, target: Target) -> int:
+    def fixed_bytes(self, config: EngineConfig, target: RunTarget) -> int:
         """Weights and graphs."""
         draft = draft_config(config)
         _, own = load_target(draft, TPGroup())

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hybridrt.config import EngineConfig, ModelConfig
 from hybridrt.models.base import CausalLM
 from hybridrt.models.registry import make_mtp_head
-from hybridrt.runtime.build import Target, graph_rows, step_widths
+from hybridrt.runtime.build import RunTarget, graph_rows, step_widths
 from hybridrt.runtime.drafting import DraftMethod, DraftRow, DraftTask, Everywhere
 from hybridrt.runtime.step_runner import StepRunner
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
@@ -61,11 +61,11 @@ class MTPMethod(DraftMethod):
         stands in a lent page, or begins a page."""
         return -(-(config.num_verify_tokens - 2) // config.page_size)
 
-    def row_bytes(self, config: EngineConfig, target: Target, max_len: int) -> int:
+    def row_bytes(self, config: EngineConfig, target: RunTarget, max_len: int) -> int:
         """Two hidden states and a token."""
         return 2 * target.model_config.hidden_size * target.dtype.itemsize + 4
 
-    def fixed_bytes(self, config: EngineConfig, target: Target) -> int:
+    def fixed_bytes(self, config: EngineConfig, target: RunTarget) -> int:
         """The hidden states that the target's graphs keep, and the logits of the head's own."""
         numbers = sum(step_widths(config)) * target.model_config.hidden_size + target.model_config.vocab_size
         return graph_rows(config, target) * numbers * target.dtype.itemsize

@@ -16,8 +16,8 @@ from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.sampler import Filters
 from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepHandle, StepPlan
 from hybridrt.sampling_params import SamplingParams
-from tests.checkpoints import VOCAB
-from tests.session import Sample, Session, spoil
+from tests.support.checkpoints import VOCAB
+from tests.support.session import Sample, Session, spoil
 
 DEVICE = "cuda"
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -7,8 +7,8 @@ import pytest
 from triton.runtime.jit import JITFunction
 
 from hybridrt import LLM, SamplingParams
-from tests.checkpoints import VOCAB, CheckpointStore
 from tests.gpu.rig import DEVICE, FAMILIES, PRODUCTION
+from tests.support.checkpoints import VOCAB, CheckpointStore
 
 pytestmark = PRODUCTION
 ROWS = 24

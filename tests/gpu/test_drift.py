@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hybridrt.runtime.step import DecodeRow, DecodeRows
-from tests.checkpoints import Checkpoint, falcon, nemotron, qwen, write
 from tests.gpu.rig import PRODUCTION, Rows
+from tests.support.checkpoints import Checkpoint, falcon, nemotron, qwen, write
 
 pytestmark = PRODUCTION
 STEPS = int(os.environ.get("HYBRIDRT_DRIFT_STEPS", "8000"))

@@ -13,8 +13,8 @@ from hybridrt.config import SpeculativeConfig
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.runtime.graph_runner import CudaGraphRecorder, GraphRunner
 from hybridrt.runtime.step import DecodeRow, DecodeRows
-from tests.checkpoints import CheckpointStore
 from tests.gpu.rig import DECODING, DEVICE, PRODUCTION, VERIFYING, Rows, changed_entries, pool_tensors, same_bits
+from tests.support.checkpoints import CheckpointStore
 
 pytestmark = PRODUCTION
 LENGTHS = [1 + 7 * i % 40 for i in range(17)]  # more rows than the bucket of 16 holds

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from hybridrt import LLM, SpeculativeConfig
-from tests.checkpoints import CheckpointStore
 from tests.gpu.rig import DECODING, DEVICE, FAMILIES, GPU, MAMBA1, VERIFYING, GpuSession
-from tests.session import budget, check_sample, greedy
-from tests.test_models_parity import requests
-from tests.ties import check_greedy
+from tests.models.test_models_parity import requests
+from tests.support.checkpoints import CheckpointStore
+from tests.support.session import budget, check_sample, greedy
+from tests.support.ties import check_greedy
 
 pytestmark = GPU
 LENGTHS = (1, 2, 17, 40)

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import Checkpoint
 from tests.gpu.rig import DEVICE, GPU
-from tests.mtp_oracle import HEADS, NaiveHead, write_with_head
-from tests.speculation import Rig
-from tests.test_mtp import assert_chains, greedy_asks, watch
-from tests.ties import check_greedy
+from tests.speculative.test_mtp import assert_chains, greedy_asks, watch
+from tests.support.checkpoints import Checkpoint
+from tests.support.mtp_oracle import HEADS, NaiveHead, write_with_head
+from tests.support.speculation import Rig
+from tests.support.ties import check_greedy
 
 pytestmark = GPU
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from hybridrt import LLM, SamplingParams
-from tests.checkpoints import CheckpointStore
 from tests.gpu.rig import DEVICE, FAMILIES, GPU, STATE_MODES, GpuSession
-from tests.session import Sample
-from tests.test_models_parity import prompts, requests
+from tests.models.test_models_parity import prompts, requests
+from tests.support.checkpoints import CheckpointStore
+from tests.support.session import Sample
 
 pytestmark = GPU
 LENGTHS = (33, 1, 70, 9, 50, 2)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.checkpoints import CheckpointStore
 from tests.gpu.rig import DEVICE, PRODUCTION
-from tests.soak import RUNS, soak
+from tests.support.checkpoints import CheckpointStore
+from tests.support.soak import RUNS, soak
 
 pytestmark = PRODUCTION
 STEPS = int(os.environ.get("HYBRIDRT_SOAK_STEPS", "20000"))

@@ -10,11 +10,11 @@ from hybridrt.errors import EngineError
 from hybridrt.runtime.rank_start import start_ranks
 from hybridrt.runtime.ranks import Ranks
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
-from tests.checkpoints import SPLIT, CheckpointStore
 from tests.gpu.rig import GPU, GpuSession
-from tests.session import check_sample, greedy
-from tests.test_models_parity import requests
-from tests.ties import check_greedy
+from tests.models.test_models_parity import requests
+from tests.support.checkpoints import SPLIT, CheckpointStore
+from tests.support.session import check_sample, greedy
+from tests.support.ties import check_greedy
 
 pytestmark = [*GPU, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 

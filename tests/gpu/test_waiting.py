@@ -11,9 +11,9 @@ import torch
 from hybridrt import SamplingParams, SpeculativeConfig
 from hybridrt.runtime.drafting import DraftRow
 from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
-from tests.checkpoints import CheckpointStore
 from tests.gpu.rig import FAMILIES, PRODUCTION, Rows, no_waiting, sleep
-from tests.mtp_oracle import HEADS, write_with_head
+from tests.support.checkpoints import CheckpointStore
+from tests.support.mtp_oracle import HEADS, write_with_head
 
 pytestmark = PRODUCTION
 ALL_FILTERS = SamplingParams(

@@ -1,0 +1,372 @@
+"""The decode worker: lets prefill workers compute its engine's prompts and fetches what they computed."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from hybridrt.distributed.channel import TIMEOUT_S, Channel, Message
+from hybridrt.errors import ConfigError, MessageError, OutOfSlotsError, PeerGoneError, TransferError
+from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.transfer.handshake import Handshake
+from hybridrt.transfer.messages import MOST_JOBS, TO_DECODE, TO_DECODE_FIRST, kind_of
+from hybridrt.transfer.reader import Order, Reader
+from hybridrt.transfer.reads import tp_ratio
+from hybridrt.transfer.regions import RegionAllocator
+from hybridrt.transfer.side import WorkerSide
+
+MAX_ATTEMPTS = 3
+_IDLE_SECONDS = 0.0005
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    """A prompt to be computed elsewhere, and how many attempts at it have begun."""
+
+    request_id: str
+    tokens: list[int]
+    attempts: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """A prompt on its way through a prefill worker.
+
+    Attributes:
+        key: names it in messages and reads; request ids and prompts may come again.
+        worker: who computes it.
+        offset: where its image shall lie.
+        pull: the prompt; None once nothing can come of this attempt.
+        reading: readers whose reads have not ended; their memory must be left alone.
+        error: why this attempt is lost, as soon as a read says so.
+        deadline: when reads that have not ended are given up.
+    """
+
+    key: str
+    worker: str
+    offset: int
+    pull: _Pull | None
+    length: int
+    reading: set[int] = field(default_factory=set)
+    error: TransferError | None = None
+    deadline: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A prefill worker: when its last message came, and since when it owes an answer."""
+
+    channel: Channel
+    heard: float
+    asked: float | None = None
+
+
+@dataclass(slots=True)
+class DecodeCounters:
+    """Since the worker was built: prompts fetched and their bytes on this rank, attempts that were repeated, prompts
+    computed here after all, and requests that failed. Now: workers, prompts under way, bytes of the arena in use."""
+
+    fetched: int = 0
+    bytes_fetched: int = 0
+    retried: int = 0
+    computed_here: int = 0
+    failed: int = 0
+    workers: int = 0
+    under_way: int = 0
+    bytes_used: int = 0
+
+
+class DecodeWorker:
+    """Becomes the `prefill_source` of an engine, which is then used as ever.
+
+    A request waits outside the scheduler, without row, slot or page, until its state lies in the arena; the engine
+    copies it in as it admits the request. So whatever happens to a prefill worker, this engine's other requests go on.
+
+    Args:
+        side: engine, handshake and arena of this side.
+        readers: one for each rank.
+        compute_here: without a prefill worker that can do it, prompts are computed by this engine; otherwise the
+            request fails.
+        timeout: seconds after which a prefill worker that answers nothing, or whose image cannot be read, is given up.
+            It must be longer than the longest step of a prefill worker.
+
+    Raises:
+        ConfigError: the engine has a decode worker already.
+    """
+
+    def __init__(
+        self,
+        side: WorkerSide,
+        readers: Sequence[Reader],
+        *,
+        compute_here: bool = True,
+        timeout: float = TIMEOUT_S,
+    ) -> None:
+        if side.engine.prefill_source is not None:
+            raise ConfigError("this LLM has a decode worker already; close that one first")
+        self.regions = RegionAllocator(side.arena.numel())
+        self._side = side
+        self._engine, self._handshake, self._layout = side.engine, side.handshake, side.layout
+        self._readers = list(readers)
+        self._compute_here, self._timeout = compute_here, timeout
+        self._workers: dict[str, _Peer] = {}
+        self._numbers = count()
+        self._waiting: deque[_Pull] = deque()
+        self._attempts: dict[str, _Attempt] = {}  # by key
+        self._arriving: dict[str, int] = {}  # started requests, and the images that the engine may not have read yet
+        self._totals = DecodeCounters()
+        side.engine.prefill_source = self
+
+    def connect(self, channel: Channel) -> str:
+        """Agrees with a prefill worker, which gets its share of the prompts from then on. Returns its name.
+
+        Raises:
+            HandshakeError: the two sides differ. No byte has moved.
+            TransferError: their numbers of ranks do not fit, or the worker does not answer (PeerGoneError).
+        """
+        name = f"worker-{next(self._numbers)}"
+        connected: list[Reader] = []
+        try:
+            hello = self._first_message(channel)
+            theirs = Handshake.of_message(hello)
+            self._handshake.check(theirs)
+            tp_ratio(self._handshake.tp_size, theirs.tp_size)
+            if len(hello["ranks"]) != theirs.tp_size:
+                raise MessageError(f"{len(hello['ranks'])} arenas of {theirs.tp_size} ranks are described")
+            for reader in self._readers:
+                connected.append(reader)
+                reader.connect(name, hello["ranks"])
+            channel.send(self._handshake.to_message())
+        except BaseException:
+            channel.close()
+            for reader in connected:
+                reader.disconnect(name)
+            raise
+        self._workers[name] = _Peer(channel, time.monotonic())
+        return name
+
+    def request(self, request_id: str, tokens: Sequence[int]) -> None:
+        self._forget_ended(request_id)
+        self._waiting.append(_Pull(request_id, list(tokens)))
+
+    def advance(self) -> None:
+        """Frees what the engine is done with, reads messages, looks after reads, and hands out what waits."""
+        self._free()
+        over = self._ended_reads()
+        # A worker that has let go of an image has closed its channel before: this is heard here, behind the reads' end.
+        heard = [self._hear(name) for name in list(self._workers)]
+        self._take_in(over)
+        self._end_overdue()
+        self._hand_out()
+        engine = self._engine.counters()
+        if self._under_way() and not (over or any(heard) or engine.running or engine.waiting):
+            time.sleep(_IDLE_SECONDS)  # all wait for other workers
+
+    def counters(self) -> DecodeCounters:
+        """A snapshot."""
+        workers, used = len(self._workers), self.regions.num_used
+        return replace(self._totals, workers=workers, under_way=self._under_way(), bytes_used=used)
+
+    def close(self) -> None:
+        """Leaves all workers and the engine, after the last read has ended or been given up. What waits goes on without
+        prefill workers. Closing again does nothing."""
+        if self._engine.prefill_source is not self:
+            return
+        self._engine.prefill_source = None
+        try:
+            self._free()
+            for name in list(self._workers):
+                self._lose(name, PeerGoneError("the decode worker was closed"))
+            self._hand_out()
+            deadline = time.monotonic() + self._timeout
+            while self._attempts and time.monotonic() < deadline:
+                self._take_in(self._ended_reads())
+                time.sleep(_IDLE_SECONDS)
+        finally:
+            for reader in self._readers:
+                reader.close()
+
+    def _under_way(self) -> int:
+        return len(self._waiting) + sum(attempt.pull is not None for attempt in self._attempts.values())
+
+    def _first_message(self, channel: Channel) -> Message:
+        deadline = time.monotonic() + self._timeout
+        while not (messages := channel.receive()):
+            if time.monotonic() > deadline:
+                raise PeerGoneError(f"the prefill worker has said nothing for {self._timeout:g} seconds")
+            time.sleep(_IDLE_SECONDS)
+        if len(messages) > 1:
+            raise MessageError("the prefill worker says more than it was asked")
+        kind_of(messages[0], TO_DECODE_FIRST)
+        return messages[0]
+
+    def _hear(self, name: str) -> bool:
+        peer = self._workers.get(name)
+        if peer is None:
+            return False
+        try:
+            messages = peer.channel.receive()
+            for message in messages:
+                self._listen(name, message)
+        except PeerGoneError as e:
+            if name in self._workers:
+                self._lose(name, e)
+            return True
+        if messages:
+            peer.heard, peer.asked = time.monotonic(), None
+        return bool(messages)
+
+    def _listen(self, name: str, message: Message) -> None:
+        kind = kind_of(message, TO_DECODE)
+        attempt = self._attempts.get(message["key"]) if kind != "pong" else None
+        if attempt is None or attempt.worker != name or attempt.pull is None:
+            return  # a sign of life, or an answer to what we have taken back
+        if attempt.reading:
+            raise MessageError("the prefill worker answers twice")
+        if kind == "failed":
+            self._lost(attempt, TransferError(message["error"]))
+        else:
+            self._fetch(attempt, message["offset"])
+
+    def _fetch(self, attempt: _Attempt, source: int) -> None:
+        attempt.reading = set(range(len(self._readers)))
+        attempt.deadline = time.monotonic() + self._timeout
+        for reader in self._readers:
+            reader.fetch(Order(attempt.key, attempt.worker, attempt.length, source, attempt.offset))
+
+    def _ended_reads(self) -> list[_Attempt]:
+        """Attempts of which the last read has ended. They count as being read until `_take_in`."""
+        over = []
+        for i, reader in enumerate(self._readers):
+            for key, error in reader.poll().items():
+                attempt = self._attempts[key]
+                attempt.error = attempt.error or error
+                if attempt.reading == {i}:
+                    over.append(attempt)
+                else:
+                    attempt.reading.remove(i)
+        return over
+
+    def _take_in(self, over: Sequence[_Attempt]) -> None:
+        for attempt in over:
+            attempt.reading.clear()
+            if attempt.pull is None:
+                self._release(attempt)
+            elif attempt.error is not None:
+                self._lost(attempt, attempt.error)
+            else:
+                self._arrived(attempt, attempt.pull)
+
+    def _arrived(self, attempt: _Attempt, pull: _Pull) -> None:
+        self._totals.fetched += 1
+        self._totals.bytes_fetched += self._layout.image_bytes(attempt.length)
+        self._arriving[pull.request_id] = attempt.offset
+        del self._attempts[attempt.key]
+        self._dismiss(attempt)
+        self._engine.start(pull.request_id, PrefixMatch(attempt.length, staged=attempt.offset))
+
+    def _lost(self, attempt: _Attempt, error: TransferError) -> None:
+        """An attempt comes to nothing: its prompt gets another one, or none. Its memory is free once its reads end."""
+        pull, attempt.pull = attempt.pull, None
+        self._release(attempt)
+        if pull is None:
+            return
+        if self._workers and pull.attempts < MAX_ATTEMPTS:
+            self._totals.retried += 1
+            self._waiting.appendleft(pull)
+        else:
+            self._without_worker(pull, error)
+
+    def _release(self, attempt: _Attempt) -> None:
+        if not attempt.reading:
+            del self._attempts[attempt.key]
+            self.regions.free(attempt.offset)
+            self._dismiss(attempt)
+
+    def _without_worker(self, pull: _Pull, error: Exception) -> None:
+        if self._compute_here:
+            self._totals.computed_here += 1
+            self._engine.start(pull.request_id)
+        else:
+            self._totals.failed += 1
+            self._engine.fail(pull.request_id, error)
+
+    def _dismiss(self, attempt: _Attempt) -> None:
+        """Tells the worker that we need its image no longer."""
+        if attempt.worker in self._workers:
+            self._send(attempt.worker, {"type": "done", "key": attempt.key})
+
+    def _free(self) -> None:
+        """Images that the engine has taken in, and whatever belongs to requests that have ended."""
+        pulls = [*self._waiting, *(a.pull for a in self._attempts.values() if a.pull is not None)]
+        for request_id in {*self._arriving, *(pull.request_id for pull in pulls)}:
+            gained = self._engine.gained(request_id)
+            if gained is None:
+                self._forget_ended(request_id)
+            elif gained:
+                self.regions.free(self._arriving.pop(request_id))
+
+    def _forget_ended(self, request_id: str) -> None:
+        """A request has ended, or its id is used again: what is on its way for it is of no use."""
+        if request_id in self._arriving:
+            self._engine.settle()
+            self.regions.free(self._arriving.pop(request_id))
+        self._waiting = deque(pull for pull in self._waiting if pull.request_id != request_id)
+        for attempt in list(self._attempts.values()):
+            if attempt.pull is not None and attempt.pull.request_id == request_id:
+                attempt.pull = None
+                self._release(attempt)
+
+    def _end_overdue(self) -> None:
+        """Gives up workers that owe an answer, and reads that do not end. Who has work of ours is asked now and then
+        whether it is still there; time between two calls does not count, because answers wait in the channel."""
+        now = time.monotonic()
+        for name, peer in list(self._workers.items()):
+            if peer.asked is not None and now - peer.asked > 0.75 * self._timeout:
+                self._lose(name, PeerGoneError(f"the prefill worker has said nothing for {self._timeout:g} seconds"))
+            elif peer.asked is None and now - peer.heard > 0.25 * self._timeout and self._load(name):
+                peer.asked = now
+                self._send(name, {"type": "ping"})
+        for attempt in list(self._attempts.values()):
+            if attempt.pull is not None and attempt.reading and now > attempt.deadline:
+                self._lost(attempt, TransferError(f"an image could not be read within {self._timeout:g} seconds"))
+
+    def _hand_out(self) -> None:
+        """Sends prompts, oldest first, to the worker with the fewest, while the arena has room for their images."""
+        while self._waiting:
+            pull, name = self._waiting[0], min(self._workers, key=self._load, default=None)
+            try:
+                if name is None:
+                    raise TransferError("no prefill worker is connected")
+                if self._load(name) >= MOST_JOBS:
+                    return
+                offset = self.regions.alloc(self._layout.image_bytes(len(pull.tokens)))
+            except (TransferError, OutOfSlotsError) as e:
+                if name is not None and (self._arriving or any(a.pull for a in self._attempts.values())):
+                    return  # room will come
+                self._waiting.popleft()
+                self._without_worker(pull, e)
+                continue
+            self._waiting.popleft()
+            pull.attempts += 1
+            key = f"{pull.request_id}-{next(self._numbers)}"
+            self._attempts[key] = _Attempt(key, name, offset, pull, len(pull.tokens))
+            self._send(name, {"type": "prefill", "key": key, "tokens": pull.tokens})
+
+    def _load(self, name: str) -> int:
+        return sum(attempt.worker == name for attempt in self._attempts.values())
+
+    def _send(self, name: str, message: Message) -> None:
+        try:
+            self._workers[name].channel.send(message)
+        except PeerGoneError as e:
+            self._lose(name, e)
+
+    def _lose(self, name: str, error: PeerGoneError) -> None:
+        """Forgets a worker. What it computed is lost, even if it is being read: it may be written over by now."""
+        self._workers.pop(name).channel.close()
+        for reader in self._readers:
+            reader.disconnect(name)
+        for attempt in [a for a in self._attempts.values() if a.worker == name]:
+            self._lost(attempt, error)

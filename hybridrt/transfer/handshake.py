@@ -1,0 +1,114 @@
+"""What two workers must agree on before any state moves between them."""
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hybridrt.config import EngineConfig
+from hybridrt.distributed.channel import Message
+from hybridrt.errors import HandshakeError, MessageError
+from hybridrt.kinds.base import StateShape
+from hybridrt.kinds.registry import state_shape
+from hybridrt.mem_cache.mamba_pool import ring_width
+from hybridrt.runtime.build import RunTarget
+from hybridrt.transfer.digest import model_digest
+
+VERSION = 2
+_MOST_TEXT = 1 << 16
+
+
+def _carried() -> Any:
+    return field(metadata={"carried": True})
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """One side's word on everything that the bytes and the meaning of a state depend on.
+
+    Attributes:
+        version: of the messages and the image.
+        model: a digest of the checkpoint's configuration and of samples of its weights: a name may lie.
+        conv_dtype: of conv inputs, keys and values.
+        state_dtype: of the recurrent state.
+        conv_layout: kinds of recurrent layer, sub-projections with their widths before sharding, K, and which layers.
+        kv_layout: attention layers, KV heads before sharding, head dimension, sliding window.
+        chunk_size: tokens of a scan's chunk: it decides how a prefill rounds.
+        draft_length: drafts that a verify step may hold.
+        ring_width: columns of the conv ring and of the state ring.
+        page_size: tokens in a KV page.
+        tp_size: ranks. The two sides may differ here: that is what the reads are planned for.
+    """
+
+    version: int
+    model: str
+    conv_dtype: str
+    state_dtype: str
+    conv_layout: str
+    kv_layout: str
+    chunk_size: int
+    draft_length: int
+    ring_width: str
+    page_size: int
+    tp_size: int = _carried()
+
+    @classmethod
+    def of(cls, config: EngineConfig, target: RunTarget, model_path: Path) -> "Handshake":
+        """What a worker that runs `config` says."""
+        mc, tokens = target.model_config, config.num_verify_tokens
+        linear = [(state_shape(c), mc.linear_layer_ids(kind), c) for kind, c in sorted(mc.linear.items())]
+        attention = mc.attention
+        widths = [shape.conv_width(tokens) for shape, _, _ in linear]
+        return cls(
+            version=VERSION,
+            model=model_digest(model_path, config),
+            conv_dtype=_name(target.dtype),
+            state_dtype=_name(target.state_dtype),
+            conv_layout="; ".join(f"{_conv(shape)} in layers {_ids(ids)}" for shape, ids, _ in linear),
+            kv_layout=f"{attention.num_kv_heads} x {attention.head_dim}, window {attention.sliding_window} in layers "
+            + _ids(mc.full_attention_layer_ids),
+            chunk_size=max((c.chunk_size for _, _, c in linear), default=0),
+            draft_length=tokens - 1,
+            ring_width=f"conv {max(widths, default=0)}, state {ring_width(tokens)}",
+            page_size=config.page_size,
+            tp_size=target.tp.size,
+        )
+
+    def check(self, theirs: "Handshake") -> None:
+        """Raises HandshakeError, which names the first field that differs and may not, and both its values."""
+        for f in fields(self):
+            here, there = getattr(self, f.name), getattr(theirs, f.name)
+            if here != there and "carried" not in f.metadata:
+                raise HandshakeError(f.name, here, there)
+
+    def to_message(self) -> Message:
+        return {"type": "hello", "handshake": asdict(self)}
+
+    @classmethod
+    def of_message(cls, message: Message) -> "Handshake":
+        """Raises HandshakeError if it has other fields: from another version of this code; MessageError if a field is
+        of another type."""
+        data = message["handshake"]
+        ours, theirs = sorted(f.name for f in fields(cls)), sorted(data)
+        if ours != theirs:
+            there = f"one with {', '.join(theirs)[:200] or 'nothing'}"
+            raise HandshakeError("version", f"{VERSION} with {', '.join(ours)}", there)
+        for f in fields(cls):
+            value = data[f.name]
+            if type(value) is not f.type or (type(value) is str and len(value) > _MOST_TEXT):
+                raise MessageError(f"{f.name} of a handshake is not what it must be")
+        if data["tp_size"] < 1:
+            raise MessageError(f"tp_size of a handshake is {data['tp_size']}; a worker has at least one rank")
+        return cls(**data)
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _conv(shape: StateShape) -> str:
+    parts = ", ".join(f"{name} {width}" for name, width in shape.segments)
+    return f"{shape.kind} ({parts}) x {shape.conv_kernel - 1}, state {list(shape.temporal)}"
+
+
+def _ids(layer_ids: tuple[int, ...]) -> str:
+    return ",".join(map(str, layer_ids))

@@ -1,0 +1,270 @@
+"""The prefill worker: computes prompts for decode workers and keeps each state until it has been fetched."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from hybridrt.distributed.channel import Channel, Message
+from hybridrt.distributed.channel_listener import Listener
+from hybridrt.engine.limits import PreparedPrompt
+from hybridrt.engine.outputs import Delta
+from hybridrt.errors import HandshakeError, HybridrtError, MessageError, OutOfSlotsError, PeerGoneError
+from hybridrt.sampling_params import SamplingParams
+from hybridrt.transfer.handshake import Handshake
+from hybridrt.transfer.messages import MOST_JOBS, TO_PREFILL, TO_PREFILL_FIRST, kind_of, shortened
+from hybridrt.transfer.reader import Reader
+from hybridrt.transfer.regions import RegionAllocator
+from hybridrt.transfer.side import WorkerSide
+
+MOST_PEERS = 256
+TIMEOUT_S = 120.0
+LINGER_S = 1.0
+
+# The one token that ends a prefill is drawn and dropped: the decode side computes the prompt's last token itself.
+_PREFILL = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+_IDLE_SECONDS = 0.0005
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A decode worker, its prompts by key, and when its silence ends it if it has not agreed with us by then."""
+
+    channel: Channel
+    deadline: float
+    agreed: bool = False
+    jobs: dict[str, "_Job"] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A prompt. `offset` says where its image lies, once there is room for it; `request_id` names it to the engine
+    while it is being computed; `deadline` is when an image that has not been fetched is dropped."""
+
+    peer: _Peer
+    key: str
+    prompt: PreparedPrompt | None = None
+    offset: int | None = None
+    request_id: str | None = None
+    deadline: float | None = None
+
+
+@dataclass(slots=True)
+class PrefillCounters:
+    """Since the worker was built: prompts computed, failed, and images that were not fetched in time; connections
+    refused. Now: decode workers, jobs, and bytes of the arena in use."""
+
+    computed: int = 0
+    failed: int = 0
+    dropped: int = 0
+    refused: int = 0
+    peers: int = 0
+    jobs: int = 0
+    bytes_used: int = 0
+
+
+class PrefillWorker:
+    """Serves any number of decode workers. `serve` runs it; `step` moves it on.
+
+    A decode worker that sends a message of another kind than it may send loses its connection. Others are not affected.
+
+    Args:
+        side: engine, handshake and arena of this side.
+        ranks: one reader for each rank, whose description lets others read its arena.
+        listener: where decode workers connect; None takes them from `attach` alone.
+        timeout: seconds that an image waits to be fetched. A decode worker that takes longer loses its connection.
+        linger: seconds that such an image then still stays, so that the decode worker knows before it is overwritten.
+
+    Attributes:
+        port: where it listens, 0 without a listener.
+        key: what decode workers need to connect; None without a listener.
+    """
+
+    def __init__(
+        self,
+        side: WorkerSide,
+        ranks: Sequence[Reader],
+        listener: Listener | None = None,
+        *,
+        key: str | None = None,
+        timeout: float = TIMEOUT_S,
+        linger: float = LINGER_S,
+    ) -> None:
+        self.port, self.key = listener.port if listener else 0, key
+        self.regions = RegionAllocator(side.arena.numel())
+        self._engine, self._layout, self._listener = side.engine, side.layout, listener
+        self._handshake, self._ranks = side.handshake, list(ranks)
+        self._timeout, self._linger = timeout, linger
+        self._peers: list[_Peer] = []
+        self._waiting: deque[_Job] = deque()
+        self._computing: dict[str, _Job] = {}
+        self._lingering: deque[tuple[float, int]] = deque()  # regions of lost connections, and when they are freed
+        self._totals = PrefillCounters()
+
+    def attach(self, channel: Channel) -> None:
+        """Takes a decode worker, and says what this one runs. One too many is refused: its channel is closed."""
+        try:
+            if len(self._peers) >= MOST_PEERS:
+                raise PeerGoneError(f"{MOST_PEERS} decode workers are connected")
+            channel.send(self._handshake.to_message() | {"ranks": [rank.description for rank in self._ranks]})
+        except PeerGoneError:
+            self._totals.refused += 1
+            channel.close()
+            return
+        self._peers.append(_Peer(channel, time.monotonic() + self._timeout))
+
+    def serve(self) -> None:
+        """Works until interrupted."""
+        while True:
+            if not self.step():
+                time.sleep(_IDLE_SECONDS)
+
+    def step(self) -> bool:
+        """Reads messages, begins what there is room for, and runs one step of the engine. False: nothing to do."""
+        for channel in self._listener.accept() if self._listener else ():
+            self.attach(channel)
+        heard = [self._hear(peer) for peer in list(self._peers)]
+        self._end_overdue()
+        self._begin()
+        busy = self._engine.has_unfinished()
+        if busy:
+            self._report(self._engine.step())
+        return busy or any(heard)
+
+    def counters(self) -> PrefillCounters:
+        """A snapshot."""
+        refused = self._totals.refused + (self._listener.refused if self._listener else 0)
+        jobs = sum(len(peer.jobs) for peer in self._peers)
+        used = self.regions.num_used
+        return replace(self._totals, refused=refused, peers=len(self._peers), jobs=jobs, bytes_used=used)
+
+    def close(self) -> None:
+        """Drops every decode worker and whatever was computed for them."""
+        for peer in list(self._peers):
+            self._drop_peer(peer)
+        if self._listener is not None:
+            self._listener.close()
+        for rank in self._ranks:
+            rank.close()
+
+    def _hear(self, peer: _Peer) -> bool:
+        try:
+            messages = peer.channel.receive()
+            for message in messages:
+                if peer in self._peers:
+                    self._obey(peer, message)
+        except (PeerGoneError, HandshakeError) as e:
+            self._totals.refused += isinstance(e, (HandshakeError, MessageError))
+            self._drop_peer(peer)
+            return True
+        return bool(messages)
+
+    def _obey(self, peer: _Peer, message: Message) -> None:
+        if not peer.agreed:
+            kind_of(message, TO_PREFILL_FIRST)
+            self._handshake.check(Handshake.of_message(message))
+            peer.agreed = True
+            return
+        kind = kind_of(message, TO_PREFILL)
+        if kind == "ping":
+            peer.channel.send({"type": "pong"})
+        elif kind == "prefill":
+            self._take(peer, message["key"], message["tokens"])
+        elif message["key"] in peer.jobs:  # "done": fetched, or of no use any more
+            self._drop(peer.jobs[message["key"]])
+
+    def _take(self, peer: _Peer, key: str, tokens: list[int]) -> None:
+        """Queues a prompt. Its region is sized by what the engine says that it will compute."""
+        if key in peer.jobs or len(peer.jobs) >= MOST_JOBS:
+            raise MessageError(f"a prompt has a key that is in use, or {MOST_JOBS} are under way")
+        job = peer.jobs[key] = _Job(peer, key)
+        try:
+            job.prompt = self._engine.prepare(tokens, _PREFILL)
+        except HybridrtError as e:
+            self._fail(job, e)
+        else:
+            self._waiting.append(job)
+
+    def _end_overdue(self) -> None:
+        """Drops decode workers that leave an image unfetched, or never say what they run; frees what lingered."""
+        now = time.monotonic()
+        for peer in list(self._peers):
+            late = sum(job.deadline is not None and now > job.deadline for job in peer.jobs.values())
+            self._totals.dropped += late
+            if late or (not peer.agreed and now > peer.deadline):
+                self._drop_peer(peer)
+        while self._lingering and self._lingering[0][0] <= now:
+            self.regions.free(self._lingering.popleft()[1])
+
+    def _begin(self) -> None:
+        """Starts prompts, first come, first served, while the arena has room for what they will leave there."""
+        while self._waiting:
+            job = self._waiting[0]
+            assert job.prompt is not None, "what waits was prepared"
+            nbytes = self._layout.image_bytes(len(job.prompt.tokens))
+            try:
+                job.offset = self.regions.alloc(nbytes)
+                room = range(job.offset, job.offset + nbytes)
+                job.request_id = self._engine.submit(job.prompt, stream=False, export_to=room)
+            except OutOfSlotsError as e:
+                if self.regions.num_used:
+                    return
+                self._fail(job, e)
+            except HybridrtError as e:
+                self._fail(job, e)
+            else:
+                self._waiting.popleft()
+                self._computing[job.request_id] = job
+
+    def _report(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:  # one a request, at its end
+            job = self._computing.pop(delta.request_id, None)
+            if job is None:
+                continue  # dropped since
+            if delta.error is not None:
+                self._fail(job, delta.error)
+                continue
+            self._totals.computed += 1
+            job.deadline = time.monotonic() + self._timeout
+            self._send(job.peer, {"type": "ready", "key": job.key, "offset": job.offset})
+
+    def _fail(self, job: _Job, error: HybridrtError) -> None:
+        self._totals.failed += 1
+        self._forget(job)
+        text = shortened(f"{type(error).__name__}: {error}")
+        self._send(job.peer, {"type": "failed", "key": job.key, "error": text})
+
+    def _send(self, peer: _Peer, message: Message) -> None:
+        try:
+            peer.channel.send(message)
+        except PeerGoneError:
+            self._drop_peer(peer)
+
+    def _drop_peer(self, peer: _Peer) -> None:
+        """Ends a connection. Images that may be being read stay for a moment: the reads' end and ours may cross."""
+        if peer not in self._peers:
+            return
+        self._peers.remove(peer)
+        peer.channel.close()
+        for job in list(peer.jobs.values()):
+            if job.deadline is not None and job.offset is not None and self._linger:
+                self._lingering.append((time.monotonic() + self._linger, job.offset))
+                job.offset = None
+            self._drop(job)
+
+    def _drop(self, job: _Job) -> None:
+        """A job that is fetched, or of no use."""
+        if job.request_id is not None and job.request_id in self._computing:
+            del self._computing[job.request_id]
+            self._engine.abort(job.request_id)
+        self._forget(job)
+
+    def _forget(self, job: _Job) -> None:
+        """Frees what a job holds, once no launched step writes there."""
+        del job.peer.jobs[job.key]
+        if job in self._waiting:
+            self._waiting.remove(job)
+        if job.offset is not None:
+            self._engine.settle()
+            self.regions.free(job.offset)
+            job.offset = None

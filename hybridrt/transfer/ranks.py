@@ -1,0 +1,188 @@
+"""All ranks of a tensor-parallel worker: each opens its own arena to the network, and rank 0 tells it what to read."""
+
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from hybridrt.distributed.channel import Message, SocketChannel
+from hybridrt.distributed.channel_listener import Listener
+from hybridrt.errors import PeerGoneError, RankError, TransferError
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.transfer.messages import FROM_RANK, FROM_RANK_FIRST, TO_RANK, kind_of, shortened
+from hybridrt.transfer.nixl_transport import NixlTransport
+from hybridrt.transfer.reader import ImageReader, Order, Reader
+from hybridrt.transfer.side import WorkerSide
+
+_POLL_SECONDS = 0.0002
+_JOIN_SECONDS = 60.0
+ANSWER_S = 30.0  # that a rank may take to answer
+
+
+def open_ranks(side: WorkerSide, serve: bool, devices: str) -> list[Reader]:
+    """Opens the arenas of all ranks over NIXL, and returns what reads into each.
+
+    Args:
+        serve, devices: see NixlTransport.
+
+    Raises:
+        ProviderNotInstalledError: NIXL is not installed or cannot be loaded.
+        ConfigError: UCX cannot use these devices.
+        RankError: a rank cannot join; says why.
+    """
+    readers: list[Reader] = [ImageReader(NixlTransport(side.arena, serve, devices), side.layout)]
+    try:
+        return [*readers, *_join(side, serve, devices)]
+    except BaseException:
+        readers[0].close()
+        raise
+
+
+def _join(side: WorkerSide, serve: bool, devices: str) -> list["RemoteReader"]:
+    """The readers of the other ranks, in order."""
+    if side.split is None:
+        return []
+    host, key = side.split.host, secrets.token_bytes(32)
+    listener, joined = Listener((host, 0), key), dict[int, RemoteReader]()
+    try:
+        side.split.call(JoinTransfer(host, listener.port, key, serve, devices))
+        deadline = time.monotonic() + _JOIN_SECONDS
+        while len(joined) < side.layout.tp_size - 1:
+            side.split.check()
+            if time.monotonic() > deadline:
+                found = len(joined) + 1
+                raise RankError(f"{found} of {side.layout.tp_size} ranks joined in {_JOIN_SECONDS:.0f} seconds")
+            for channel in listener.accept():
+                reader = RemoteReader(channel)
+                joined[reader.rank] = reader
+            time.sleep(_POLL_SECONDS)
+    except BaseException:
+        for reader in joined.values():
+            reader.close()
+        raise
+    finally:
+        listener.close()
+    return [joined[rank] for rank in sorted(joined)]
+
+
+@dataclass(frozen=True)
+class JoinTransfer:
+    """What rank 0 has the others do: open their arena, then serve rank 0, which listens at `host`:`port` and knows
+    `key`, from a thread of its own."""
+
+    host: str
+    port: int
+    key: bytes
+    serve: bool
+    devices: str
+
+    def __call__(self, runner: ModelRunner) -> None:
+        assert runner.arena is not None
+        rank = runner.target.tp.rank
+        transport = NixlTransport(runner.arena.buffer, self.serve, self.devices)
+        reader = ImageReader(transport, runner.arena.layout, rank)
+        channel = SocketChannel.connect((self.host, self.port), self.key, _JOIN_SECONDS)
+        channel.send({"type": "joined", "rank": rank, "description": reader.description})
+        threading.Thread(target=serve_reads, args=(channel, reader), daemon=True).start()
+
+
+def serve_reads(channel: SocketChannel, reader: Reader) -> None:
+    """Does what a RemoteReader at the other end asks for, until it closes the channel."""
+    under_way = 0
+    try:
+        while True:
+            for message in channel.receive():
+                under_way += message.get("type") == "fetch"
+                _obey(channel, reader, message)
+            for key, error in reader.poll().items():
+                under_way -= 1
+                channel.send({"type": "ended", "key": key, "error": error and shortened(error)})
+            if under_way:
+                time.sleep(_POLL_SECONDS)
+            else:
+                channel.wait(1.0)
+    except PeerGoneError:
+        channel.close()
+        reader.close()
+
+
+def _obey(channel: SocketChannel, reader: Reader, message: Message) -> None:
+    kind = kind_of(message, TO_RANK)
+    if kind == "fetch":
+        reader.fetch(Order(**{name: value for name, value in message.items() if name != "type"}))
+    elif kind == "disconnect":
+        reader.disconnect(message["worker"])
+    else:
+        error = None
+        try:
+            reader.connect(message["worker"], message["descriptions"])
+        except TransferError as e:
+            error = shortened(e)
+        channel.send({"type": "connected", "error": error})
+
+
+class RemoteReader:
+    """The ImageReader of another rank of this worker, over a channel. A rank that is gone, or that does not answer
+    within `timeout` seconds, raises RankError."""
+
+    def __init__(self, channel: SocketChannel, timeout: float = ANSWER_S) -> None:
+        self._channel, self._timeout = channel, timeout
+        self._ended: dict[str, TransferError | None] = {}
+        try:
+            hello = channel.expect(timeout)
+            kind_of(hello, FROM_RANK_FIRST)
+        except PeerGoneError as e:
+            channel.close()
+            raise RankError(f"a tensor-parallel rank did not join the transfer: {e}") from e
+        self.rank: int = hello["rank"]
+        self.description: str = hello["description"]
+
+    def connect(self, worker: str, descriptions: Sequence[str]) -> None:
+        self._tell({"type": "connect", "worker": worker, "descriptions": list(descriptions)})
+        error = self._answer()["error"]
+        if error is not None:
+            raise TransferError(f"rank {self.rank}: {error}")
+
+    def disconnect(self, worker: str) -> None:
+        self._tell({"type": "disconnect", "worker": worker})
+
+    def fetch(self, order: Order) -> None:
+        self._tell({"type": "fetch", **asdict(order)})
+
+    def poll(self) -> dict[str, TransferError | None]:
+        self._hear()
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _tell(self, message: Message) -> None:
+        try:
+            self._channel.send(message)
+        except PeerGoneError as e:
+            raise RankError(f"a tensor-parallel rank takes no reads any more: {e}") from e
+
+    def _hear(self) -> Message | None:
+        """Notes which reads have ended; returns the answer to what was asked, if it has come."""
+        answer = None
+        try:
+            for message in self._channel.receive():
+                if kind_of(message, FROM_RANK) == "ended":
+                    error = message["error"]
+                    self._ended[message["key"]] = error and TransferError(f"rank {self.rank}: {error}")
+                else:
+                    answer = message
+        except PeerGoneError as e:
+            raise RankError(f"a tensor-parallel rank was lost: {e}") from e
+        return answer
+
+    def _answer(self) -> Message:
+        deadline = time.monotonic() + self._timeout
+        while (answer := self._hear()) is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise RankError(f"tensor-parallel rank {self.rank} has not answered for {self._timeout:g} seconds")
+            self._channel.wait(left)
+        return answer

@@ -1,0 +1,113 @@
+"""A decode rank's reads of images: which are under way, and how they ended."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hybridrt.distributed.conv_transfer import PageRead
+from hybridrt.errors import TransferError
+from hybridrt.runtime.state_arena import ImageLayout
+from hybridrt.transfer.reads import image_reads
+from hybridrt.transfer.transport import Read, Transport
+
+
+@dataclass(frozen=True)
+class Order:
+    """One image to fetch: of a request's first `length` tokens, which lies at byte `source` of the arenas of all ranks
+    of prefill worker `worker`, to byte `destination` of our own. `key` names it until it is over."""
+
+    key: str
+    worker: str
+    length: int
+    source: int
+    destination: int
+
+
+@dataclass(slots=True)
+class _Fetch:
+    worker: str
+    reads: list[Read] = field(default_factory=list)
+    error: TransferError | None = None
+
+
+class Reader(Protocol):
+    """What fetches images for one rank of a worker: an ImageReader, or one in another process.
+
+    Attributes:
+        description: what others need to read this rank's arena.
+    """
+
+    description: str
+
+    def connect(self, worker: str, descriptions: Sequence[str]) -> None:
+        """Makes the arenas of all ranks of a prefill worker readable. Raises TransferError."""
+        ...
+
+    def disconnect(self, worker: str) -> None:
+        """Forgets a worker, once the last read of its images has ended."""
+        ...
+
+    def fetch(self, order: Order) -> None:
+        """Starts the reads of an image; `poll` says when they are over."""
+        ...
+
+    def poll(self) -> dict[str, TransferError | None]:
+        """Fetches that have ended since the last call, with what went wrong. Their memory is no longer written to."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ImageReader:
+    """Reads of this process. Nothing here waits."""
+
+    def __init__(self, transport: Transport, layout: ImageLayout, rank: int = 0) -> None:
+        self.description = transport.describe()
+        self._transport, self._layout, self._rank = transport, layout, rank
+        self._peers: dict[str, list[str]] = {}
+        self._leaving: set[str] = set()
+        self._fetches: dict[str, _Fetch] = {}
+
+    def connect(self, worker: str, descriptions: Sequence[str]) -> None:
+        peers = self._peers[worker] = list[str]()
+        for description in descriptions:
+            peers.append(self._transport.connect(description))
+
+    def disconnect(self, worker: str) -> None:
+        self._leaving.add(worker)
+
+    def fetch(self, order: Order) -> None:
+        fetch = self._fetches[order.key] = _Fetch(order.worker)
+        peers, layout = self._peers[order.worker], self._layout
+        try:
+            sections = layout.sections(order.length)
+            for source, reads in image_reads(sections, self._rank, layout.tp_size, len(peers)):
+                placed = [PageRead(r.source + order.source, r.destination + order.destination, r.nbytes) for r in reads]
+                fetch.reads.append(self._transport.read(peers[source], placed))
+        except TransferError as e:
+            fetch.error = e
+
+    def poll(self) -> dict[str, TransferError | None]:
+        ended = {key: fetch.error for key, fetch in self._fetches.items() if self._over(fetch)}
+        for key in ended:
+            del self._fetches[key]
+        for worker in self._leaving - {fetch.worker for fetch in self._fetches.values()}:
+            self._leaving.remove(worker)
+            for peer in self._peers.pop(worker, ()):
+                self._transport.disconnect(peer)
+        return ended
+
+    def close(self) -> None:
+        self._transport.close()
+
+    @staticmethod
+    def _over(fetch: _Fetch) -> bool:
+        going = []
+        for read in fetch.reads:
+            try:
+                if not read.done():
+                    going.append(read)
+            except TransferError as e:
+                fetch.error = fetch.error or e
+        fetch.reads = going
+        return not going

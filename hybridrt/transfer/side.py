@@ -1,0 +1,50 @@
+"""What a worker brings to a transfer, whichever side it is on."""
+
+from dataclasses import dataclass
+
+import torch
+
+from hybridrt.engine.engine import Engine
+from hybridrt.engine.llm import LLM
+from hybridrt.errors import ConfigError
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.state_arena import ImageLayout
+from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
+from hybridrt.transfer.handshake import Handshake
+
+
+@dataclass(frozen=True)
+class WorkerSide:
+    """One side of transfers.
+
+    Attributes:
+        engine: what runs the requests.
+        handshake: what the other side must agree with.
+        layout: of the images on each rank.
+        arena: rank 0's memory for them, [transfer_bytes] uint8.
+        split: what leads the other ranks; None if there are none.
+    """
+
+    engine: Engine
+    handshake: Handshake
+    layout: ImageLayout
+    arena: torch.Tensor
+    split: TensorParallelExecutor | None = None
+
+    @classmethod
+    def of(cls, llm: LLM) -> "WorkerSide":
+        """The side of an LLM that was built with `transfer_bytes`.
+
+        Raises:
+            ConfigError: it was built without.
+        """
+        executor = llm.engine.executor
+        split = executor if isinstance(executor, TensorParallelExecutor) else None
+        runner = split.runner if split else executor
+        assert isinstance(runner, ModelRunner)
+        if runner.arena is None:
+            raise ConfigError(
+                "this LLM has no arena for states that come or go; build it with transfer_bytes, for example 2**28"
+            )
+        handshake = Handshake.of(runner.config, runner.target, runner.model_path)
+        return cls(llm.engine, handshake, runner.arena.layout, runner.arena.buffer, split)

@@ -1,0 +1,113 @@
+"""Workers over NIXL and TCP: one LLM computes prompts, another one generates."""
+
+import ipaddress
+import os
+from collections.abc import Iterable, Sequence
+
+from hybridrt.distributed.channel import TIMEOUT_S, SocketChannel
+from hybridrt.distributed.channel_listener import Listener
+from hybridrt.engine.llm import LLM
+from hybridrt.errors import ConfigError
+from hybridrt.transfer.decode import DecodeWorker
+from hybridrt.transfer.keys import VARIABLE, Key, find_key, new_key
+from hybridrt.transfer.prefill import TIMEOUT_S as FETCH_S
+from hybridrt.transfer.prefill import PrefillWorker
+from hybridrt.transfer.ranks import open_ranks
+from hybridrt.transfer.side import WorkerSide
+
+
+def prefill_worker(
+    llm: LLM,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    key: Key | None = None,
+    timeout: float = FETCH_S,
+    devices: str | None = None,
+) -> PrefillWorker:
+    """A prefill worker that listens at `host`:`port` (0: a free port, which `worker.port` tells). `serve` runs it.
+
+    Args:
+        key: what decode workers must know to connect, as text or as a Path of a file; None: the environment variable
+            HYBRIDRT_TRANSFER_KEY or, without it, a new key, which `worker.key` tells.
+        timeout: seconds that an image waits to be fetched, and that a decode worker may take to read a message. One
+            that takes longer loses its connection.
+        devices: network devices that UCX uses and listens on, as UCX_NET_DEVICES has them. None: the loopback device
+            if `host` is a loopback address, else what UCX chooses; the environment variable goes first.
+
+    Raises:
+        ConfigError: the LLM was built without transfer_bytes, the key is too short, or nothing can listen there.
+        ProviderNotInstalledError: NIXL is not installed or cannot be loaded; says why.
+    """
+    side, found = WorkerSide.of(llm), find_key(key) or new_key()
+    listener = Listener((host, port), found.encode(), _seconds(timeout))
+    try:
+        ranks = open_ranks(side, True, _devices(devices, [host]))
+    except BaseException:
+        listener.close()
+        raise
+    return PrefillWorker(side, ranks, listener, key=found, timeout=timeout)
+
+
+def decode_worker(
+    llm: LLM,
+    prefill: Sequence[tuple[str, int]],
+    *,
+    key: Key | None = None,
+    compute_here: bool = True,
+    timeout: float = TIMEOUT_S,
+    devices: str | None = None,
+) -> DecodeWorker:
+    """Lets the prefill workers at these addresses compute the prompts of `llm`, which is then used as ever.
+
+    Args:
+        key: the key of the prefill workers, as text or as a Path of a file; None: the environment variable
+            HYBRIDRT_TRANSFER_KEY.
+        compute_here: prompts that no prefill worker can compute are computed by `llm` itself; otherwise they fail.
+        timeout: seconds after which a prefill worker that does not answer is given up. Must be longer than its longest
+            step.
+        devices: as for `prefill_worker`; None: the loopback device if all addresses are loopback addresses.
+
+    Raises:
+        AuthenticationError: a worker has another key.
+        HandshakeError: a worker runs something else; says what.
+        TransferError: a worker does not answer (PeerGoneError), or its number of ranks does not fit.
+        ConfigError: no key is given, `llm` has a decode worker already, or as for `prefill_worker`.
+        ProviderNotInstalledError: as for `prefill_worker`.
+
+    After an error `llm` is as it was.
+    """
+    side, found = WorkerSide.of(llm), find_key(key)
+    if found is None:
+        raise ConfigError(f"no transfer key: pass key=, the prefill worker's `key`, or set {VARIABLE}")
+    if llm.engine.prefill_source is not None:
+        raise ConfigError("this LLM has a decode worker already; close that one first")
+    _seconds(timeout)
+    readers = open_ranks(side, False, _devices(devices, [host for host, _ in prefill]))
+    worker = DecodeWorker(side, readers, compute_here=compute_here, timeout=timeout)
+    try:
+        for address in prefill:
+            worker.connect(SocketChannel.connect(address, found.encode(), timeout))
+    except BaseException:
+        worker.close()
+        raise
+    return worker
+
+
+def _seconds(timeout: float) -> float:
+    if not 0 < timeout < 1e6:
+        raise ConfigError(f"timeout is {timeout}; it is a number of seconds above 0")
+    return timeout
+
+
+def _devices(devices: str | None, hosts: Iterable[str]) -> str:
+    if devices is not None or "UCX_NET_DEVICES" in os.environ:
+        return devices or ""
+    return "lo" if all(map(_is_loopback, hosts)) else ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,85 @@
+"""A decode step asks the device nothing: no operation whose result the host would have to wait for."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.runtime.test_graph_runner import inputs_of, runner_of
+from tests.support.by_hand import ByHand, Row
+from tests.support.checkpoints import CheckpointStore
+from tests.support.session import Session, greedy
+
+WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero", "equal"}
+MODELS = ("falcon-norm_after_gate", "nemotron-plain", "qwen-dense")
+
+
+class Questions(TorchDispatchMode):
+    """Collects the operations that wait for values: `.item()`, `bool(t)`, nonzero, unique, boolean masks as indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masks = [t for t in (args[1] if name in ("index", "index_put", "index_put_") else ()) if t is not None]
+        if name in WAITING or any(t.dtype in (torch.bool, torch.uint8) for t in masks):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_questions_are_noticed() -> None:
+    tensor = torch.arange(3)
+    for ask in (lambda: tensor[0].item(), lambda: bool(tensor[1] > 0), lambda: tensor[tensor > 1], tensor.nonzero):
+        with Questions() as questions:
+            ask()
+        assert questions.found
+    with Questions() as questions:
+        _ = tensor[tensor] + tensor.clamp(min=1)
+    assert not questions.found
+
+
+@pytest.mark.parametrize(("mode", "tokens"), [("classic", 1), ("replay", 1), ("intermediate", 3), ("replay", 3)])
+@pytest.mark.parametrize("name", MODELS)
+def test_decode_and_verify_steps(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
+    """Planning, all layers and the commit; eagerly and as a graph, padded."""
+    hand = ByHand(checkpoints[name].path, mode=mode, tokens=tokens)
+    hand.admit(1, 2, 3)
+    hand.extend(*(Row(row, 0, [5, 6, 7]) for row in (1, 2, 3)))
+    rows = [Row(row, 3, [10 + row] * tokens) for row in (1, 2, 3)]
+    graphs, batch = runner_of(hand), hand.batch(rows, padding=1)
+    accepted = torch.tensor([1, 1, 1, 0], dtype=torch.int32) if tokens > 1 else None
+    with Questions() as questions, torch.inference_mode():
+        graphs.replay(inputs_of(rows, tokens))
+        if tokens > 1:
+            hand.backend.commit_decode(accepted)
+        hand.backend.init_forward_metadata(batch)
+        hand.model.logits(hand.model(batch))
+        hand.backend.commit_decode(accepted)
+    assert not questions.found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_and_sampled_steps_of_the_runner(name: str, checkpoints: CheckpointStore) -> None:
+    """Everything between a plan and a handle on its tokens."""
+    session = Session(checkpoints[name].path)
+    sampler = session._sampler
+    engine = session.engine()
+    engine.add_request([5, 6, 7], greedy(30))
+    engine.add_request([5, 6], greedy(30, presence_penalty=0.5))
+    for _ in range(3):
+        engine.step()
+    session.runner.sampler = sampler
+    questions = Questions()
+    launch = session.runner.launch
+
+    def watched(plan: Any) -> Any:
+        with questions:
+            return launch(plan)
+
+    session.runner.launch = watched  # type: ignore[method-assign]
+    for _ in range(5):
+        engine.step()
+    assert not questions.found

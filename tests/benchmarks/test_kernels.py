@@ -1,0 +1,56 @@
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.bench_kernels import callables
+from benchmarks.kernel_cases import DECODE, PREFILL, Args, Case, Load, linears
+from benchmarks.timeline import Span, draw
+from hybridrt.hf_config import read_model_config
+from tests.support.checkpoints import falcon, jamba, nemotron, qwen
+from tests.support.tiny import write_tiny
+
+MODELS = {"falcon": falcon(), "nemotron": nemotron("M*-ME"), "qwen": qwen(), "jamba": jamba()}
+
+
+def results(case: Case, args: Args, name: str) -> list[Tensor]:
+    """What one way to compute a case returns, and what it leaves in the states."""
+    own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in args.items()}
+    own |= {"write_slots": own["read_slots"]} if "read_slots" in own else {}
+    found = dict(callables(case, "cpu"))[name](own)
+    outputs = found if isinstance(found, tuple) else (found,)
+    return [outputs[0], *(own[key] for key in ("states", "conv") if key in own)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cases_are_what_the_operations_take(name, tmp_path):
+    """And what is beside them computes the same. (On a CPU the references stand in for the kernels.)"""
+    config = read_model_config(write_tiny(tmp_path, MODELS[name], tokenizer=False))
+    torch.manual_seed(0)
+    loads = [(DECODE, Load(2, context=20)), (PREFILL, Load(2, 19))]
+    found = [case for ops, load in loads for cases in ops.values() for case in cases(config, load, "cpu")]
+    assert {case.op for case in found} >= {"attention_decode", "attention_extend", "skinny_linear", "add_rms_norm"}
+    for case in found:
+        args = case.make()
+        wanted = results(case, args, "torch")
+        assert all(part.isfinite().all() for part in wanted), case.op
+        for other in case.baselines:
+            torch.testing.assert_close(results(case, args, other)[0], wanted[0], rtol=0.02, atol=0.02)
+        assert (case.bytes > 0) != (case.flops > 0) and case.copies >= 1, case.op
+
+
+def test_linears_of_a_model_with_their_norms_and_activations(tmp_path):
+    found = linears(read_model_config(write_tiny(tmp_path, nemotron("M*-"), tokenizer=False)))
+    kinds = {name: key[2:] for key, name in found.items()}
+    assert kinds["in_proj"] == kinds["qkv"] == (True, None) and kinds["up"] == (True, "relu2")
+    assert kinds["out_proj"] == kinds["head"] == (False, None)
+
+
+def test_a_timeline_names_its_kernels(tmp_path: Path) -> None:
+    spans = [Span("stream", 7, 0.0, 30.0), Span("attention <decode>", 13, 5.0, 20.0), Span("stream", 7, 31.0, 60.0)]
+    draw(spans, tmp_path / "step.svg")
+    text = (tmp_path / "step.svg").read_text(encoding="utf-8")
+    ElementTree.fromstring(text)
+    assert "stream: 59 µs" in text and "attention &lt;decode&gt;: 15 µs" in text and "3 launches in 0.06 ms" in text

@@ -1,0 +1,47 @@
+"""The load generator: arrivals at the rate asked for, times that belong to the right request."""
+
+import argparse
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench_serving import Timing, arriving, make_work, measure, percentile, summary
+from hybridrt import LLM
+from tests.support.tiny import write_tiny
+
+ARGS = argparse.Namespace(requests=12, prompt=10, output=6, shares=[0.5], temperature=0.0, seed=3)
+
+
+def test_percentiles_are_values_that_were_seen() -> None:
+    values = [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert [percentile(values, share) for share in (1, 20, 21, 50, 99, 100)] == [1.0, 1.0, 2.0, 3.0, 5.0, 5.0]
+
+
+def test_timings() -> None:
+    timing = Timing(2.0)
+    for count, now in ((0, 2.5), (1, 3.0), (1, 3.5), (3, 4.0)):
+        timing.saw(count, now)
+    assert timing.first == 1.0 and timing.gaps == [1.0, 0.0]
+    row = summary("x", [timing, Timing(0.0, [1.0])], 4.0)
+    assert (row["requests/s"], row["tok/s"], row["first token p50 ms"]) == (0.5, 1.0, 1000.0)
+    assert (row["between tokens p50 ms"], row["between tokens p99 ms"]) == (0.0, 1000.0)
+
+
+def test_arrivals_have_the_rate_asked_for() -> None:
+    work = make_work(argparse.Namespace(**(vars(ARGS) | {"requests": 4000})), 50)
+    times = [item.arrival for item in arriving(work, 20.0, 1)]
+    assert times == sorted(times) and times[-1] == pytest.approx(200.0, rel=0.05)
+    gaps = [b - a for a, b in pairwise(times)]
+    assert sum(gap > 0.05 for gap in gaps) / len(gaps) == pytest.approx(2.718281828**-1, abs=0.03)
+
+
+def test_every_token_is_seen(tmp_path: Path) -> None:
+    model = str(write_tiny(tmp_path, tokenizer=False))
+    llm = LLM(model, load_format="dummy", device="cpu", max_model_len=32, max_running_requests=3)
+    rows = measure(llm, ARGS)
+    expected = sum(item.params.max_tokens or 0 for item in make_work(ARGS, llm.model_config.vocab_size))
+    assert [row["load"] for row in rows] == ["saturated", "50%"]
+    for row in rows:
+        assert row["tok/s"] / row["requests/s"] * ARGS.requests == pytest.approx(expected)
+        assert 0 < row["first token p50 ms"] <= row["first token p99 ms"]

@@ -1,0 +1,247 @@
+"""`hybridrt inspect` and `hybridrt doctor`: what they say is what the runtime does."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from typer.testing import CliRunner, Result
+
+from hybridrt import EngineConfig
+from hybridrt.cli import doctor as doctor_module
+from hybridrt.cli import tables
+from hybridrt.cli.app import app
+from hybridrt.cli.inspect import describe_model
+from hybridrt.cli.tables import bytes_text, count_text, ranges_text
+from hybridrt.hf_config import read_model_config
+from hybridrt.kernels import providers
+from hybridrt.runtime import build, fit
+from hybridrt.runtime.model_runner import ModelRunner
+from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, nemotron, qwen
+from tests.support.tiny import write_tiny
+
+FAMILIES: dict[str, tuple[Make, str]] = {
+    "falcon": (falcon(num_hidden_layers=3), "HHH"),
+    "nemotron": (nemotron("M*-ME"), "M*-ME"),
+    "qwen": (qwen(num_hidden_layers=8), "GGG*GGG*"),
+    "falcon_mamba": (falcon_mamba(), "MM"),
+    "jamba": (jamba(num_hidden_layers=4, expert_layer_period=1, expert_layer_offset=0), "M*MM"),
+}
+SMALL = {"max_running_requests": 3, "max_model_len": 64, "device": "cpu"}
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, [*arguments])
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    make, symbols = FAMILIES[request.param]
+    return write_tiny(tmp_path, make, tokenizer=False), symbols
+
+
+@pytest.mark.parametrize("options", [{}, {"state_mode": "replay", "mamba_ssm_dtype": "bfloat16"}])
+def test_report_is_what_a_runner_allocates(model: tuple[Path, str], options: dict[str, Any]) -> None:
+    if "mamba1" in read_model_config(model[0]).linear:
+        options = {k: v for k, v in options.items() if k != "state_mode"}
+    config = EngineConfig(str(model[0]), load_format="dummy", **SMALL, **options)
+    report, runner = describe_model(config), ModelRunner(config)
+    assert report.weight_bytes == build.weight_bytes(runner.model)
+    assert report.num_parameters == sum(p.numel() for p in runner.model.parameters())
+    kv, mamba = runner.pools.kv, runner.pools.req_to_token.mamba_pool
+    assert report.kv_bytes_per_token * kv.k.shape[1] * kv.page_size == kv.k.nbytes + kv.v.nbytes
+    assert mamba is not None
+    for i, layer in enumerate(report.layers):
+        cached = vars(mamba.layer_cache(i)).values() if i in mamba.layer_ids else ()
+        assert layer.state_bytes == sum(t[0].nbytes for t in cached if t is not None)
+    assert report.plan is not None
+    assert (report.plan.num_rows, report.plan.num_pages) == (runner.plan.num_rows, runner.plan.num_pages)
+
+
+def test_table_shows_the_stack_and_a_row_for_each_kind(model: tuple[Path, str]) -> None:
+    path, symbols = model
+    result = run("inspect", str(path), "--device", "cpu", "--max-running-requests", "3", "--max-model-len", "64")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert symbols in lines
+    rows = [line.split()[:2] for line in lines if line[:2] in {f"{s} " for s in symbols}]
+    assert rows == [
+        [s, ranges_text([i for i, t in enumerate(symbols) if t == s]).split()[0]] for s in dict.fromkeys(symbols)
+    ]
+    assert "3 running requests" in lines[-1]
+
+
+def test_json_lists_every_layer_and_the_sums(model: tuple[Path, str]) -> None:
+    path, symbols = model
+    report = json.loads(run("inspect", str(path), "--device", "cpu", "--json").stdout)
+    layers = report["layers"]
+    assert [layer["layer"] for layer in layers] == list(range(len(symbols)))
+    assert "".join(layer["symbol"] for layer in layers) == symbols
+    assert report["state_bytes_per_request"] == sum(layer["state_bytes"] for layer in layers) > 0
+    assert report["kv_bytes_per_token"] == sum(layer["kv_bytes_per_token"] for layer in layers)
+    assert (report["kv_bytes_per_token"] > 0) == (not set("*H").isdisjoint(symbols))
+    assert report["plan"]["pool_bytes"] <= report["plan"]["budget_bytes"]
+
+
+def test_inspect_loads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("inspect filled a model")
+
+    monkeypatch.setattr(build, "load_weights", refuse)
+    monkeypatch.setattr(build, "fill_dummy", refuse)
+    result = run("inspect", str(Path(__file__).parents[2] / "benchmarks" / "configs" / "qwen3-next-12l"))
+    assert result.exit_code == 0, result.output
+    assert "20.4 B parameters" in result.stdout, "80 GB of weights that nobody allocated"
+
+
+def test_a_memory_too_small_is_said_and_the_layers_are_shown(
+    model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = build.weight_bytes(ModelRunner(EngineConfig(str(model[0]), load_format="dummy", **SMALL)).model) + 400_000
+    monkeypatch.setattr(fit, "free_host_memory", lambda: free)
+    result = run("inspect", str(model[0]), "--device", "cpu", "--max-running-requests", "4096")
+    assert result.exit_code == 0
+    assert model[1] in result.stdout
+    assert "Does not fit: the pools' budget" in " ".join(result.stdout.split())
+    arguments = ("--device", "cpu", "--max-running-requests", "4096", "--json")
+    report = json.loads(run("inspect", str(model[0]), *arguments).stdout)
+    assert report["plan"] is None and "budget" in report["plan_error"]
+    assert (report["fits"], report["free_bytes"]) == (False, free)
+
+
+def test_weights_that_do_not_fit_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "free_host_memory", lambda: 23 * 2**30)
+    model = str(Path(__file__).parents[2] / "benchmarks" / "configs" / "qwen3-next-12l")
+    text = " ".join(run("inspect", model, "--device", "cpu").stdout.split())
+    assert 'Does not fit: the weights need 76.69 GiB, and cpu has 23.00 GiB for them; use dtype="bfloat16"' in text
+    assert "Memory plan" not in text
+
+
+def test_what_fits_is_said_beside_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools get a share of what the weights leave, not of what is free before they are loaded."""
+    model = str(write_tiny(tmp_path))
+    monkeypatch.setattr(fit, "free_host_memory", lambda: 2**25)
+    report = json.loads(run("inspect", model, "--device", "cpu", "--json").stdout)
+    assert report["plan"]["budget_bytes"] == (2**25 - report["weight_bytes"]) // 4
+    assert f"of {bytes_text(2**25)} that cpu has" in run("inspect", model, "--device", "cpu").stdout
+
+
+@pytest.mark.parametrize("width", [60, 200])
+@pytest.mark.parametrize("arguments", [("inspect",), ("doctor",)])
+def test_tables_break_no_word(arguments: tuple[str, ...], width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "PIPED_WIDTH", width)
+    lines = run(*arguments).stdout.splitlines()
+    assert max(map(len, lines)) <= width
+    words = " ".join(lines).split()
+    expected = {
+        "inspect": ("feed-forward", "state/request", "attention", "backend"),
+        "doctor": ("recurrent_gated_delta_rule,", "router_sigmoid_grouped,", "flash-linear-attention", "operations"),
+    }[arguments[0]]
+    assert [word for word in expected if word not in words] == []
+
+
+def test_two_attention_backends_are_both_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybridrt.attention import registry
+
+    monkeypatch.setitem(registry.FULL_ATTENTION, "other", registry.FULL_ATTENTION["torch"])
+    config = EngineConfig(str(write_tiny(tmp_path)), device="cpu", prefill_attention_backend="other")
+    assert describe_model(config).layers[0].backends == "torch/other + mamba2"
+
+
+def test_inspect_refuses_what_a_run_would_refuse(tmp_path: Path) -> None:
+    unknown = run("inspect", str(write_tiny(tmp_path)), "--attention-backend", "zzz")
+    assert (unknown.exit_code, "attention_backend is 'zzz'" in unknown.stderr) == (2, True)
+    (tmp_path / "config.json").write_text('{"architectures": ["NopeForCausalLM"], "model_type": "nope"}')
+    unsupported = run("inspect", str(tmp_path))
+    assert (unsupported.exit_code, "'NopeForCausalLM' is not supported" in unsupported.stderr) == (2, True)
+
+
+def test_doctor_names_the_provider_of_every_operation() -> None:
+    result = run("doctor", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    assert [(row["op"], row["device"]) for row in report["operations"]] == [
+        (row.op, row.device) for row in providers.report(devices)
+    ]
+    assert all(row["picked"] == "torch" for row in report["operations"] if row["device"] == "cpu")
+    assert torch.__version__.startswith(report["versions"]["torch"])  # which may name its build too: 2.15.0+cu132
+    assert "torch" in report["attention_backends"]
+
+
+def test_doctor_says_why_a_provider_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [providers.ReportRow("rms_norm", "cpu", "torch", {"flashinfer": "not installed: pip install 'hybridrt[x]'"})]
+    monkeypatch.setattr(providers, "report", lambda devices: rows)
+    text = run("doctor").stdout
+    assert "flashinfer: not installed: pip install 'hybridrt[x]'" in text
+    assert "cores in use" in text
+
+
+def test_doctor_has_one_row_for_operations_with_one_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation is still found under the provider that serves it."""
+    operations = doctor_module.examine().operations
+    text = run("doctor").stdout.split("Operations", 1)[1]
+    assert all(row.op in text for row in operations)
+    groups = {(row.device, row.picked, tuple(row.others.items())) for row in operations}
+    providers_named = [line for line in text.splitlines() if line.startswith(("torch", "triton", "none"))]
+    assert len(providers_named) == len(groups) <= len(operations) / 3 or torch.cuda.is_available()
+
+
+def test_doctor_lists_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_module, "PACKAGES", ("torch", "no-such-distribution"))
+    versions = doctor_module.examine().versions
+    assert versions["torch"] and versions["no-such-distribution"] is None
+
+
+def test_doctor_warns_of_versions_beyond_the_tested_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = ["torch<2.16,>=2.11", 'flashinfer-python<0.8,>=0.6.12; extra == "flashinfer"', "numpy>=1.26"]
+    inside = {"torch": "2.15.1+cpu", "flashinfer-python": None, "numpy": "9.0"}
+    assert doctor_module.untested(inside, bounds) == []
+    beyond = doctor_module.untested({"torch": "2.16.0", "flashinfer-python": "0.8.0"}, bounds)
+    assert [line.split(" is untested")[0] for line in beyond] == ["torch 2.16.0", "flashinfer-python 0.8.0"]
+    monkeypatch.setattr(doctor_module, "_requirements", lambda: ["torch<1"])
+    version = doctor_module.examine().versions["torch"]
+    assert f"torch {version} is untested" in " ".join(run("doctor").stdout.split())
+    assert len(json.loads(run("doctor", "--json").stdout)["warnings"]) == 1
+
+
+def test_every_package_with_bounds_is_examined() -> None:
+    """doctor compares by name: a requirement that it knows by another name would never be checked."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    requirements = [Requirement(line) for line in lines]
+    bounded = {r.name for r in requirements if any(s.operator == "<" for s in r.specifier)}
+    assert {"torch", "triton", "transformers", "flashinfer-python"} <= bounded <= set(doctor_module.examine().versions)
+
+
+def test_a_wrong_override_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(providers.ENVIRONMENT_VARIABLE, "no_such_operation=torch")
+    providers._overrides.cache_clear()
+    try:
+        result = run("doctor")
+    finally:
+        monkeypatch.undo()
+        providers._overrides.cache_clear()
+    assert (result.exit_code, "no_such_operation" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "-"), (1023, "1023 B"), (1536, "1.5 KiB"), (100 * 2**20, "100 MiB"), (2**41, "2.0 TiB")]
+)
+def test_bytes_read_as_people_write_them(count: int, text: str) -> None:
+    assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(7, "7"), (999, "999"), (1234, "1.23 K"), (5_730_000, "5.73 M"), (999_999, "1 M"), (2 * 10**16, "20000 T")],
+)
+def test_counts_of_parameters_read_as_people_write_them(count: int, text: str) -> None:
+    assert count_text(count) == text
+
+
+def test_ranges_collapse_neighbours() -> None:
+    assert ranges_text([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"

@@ -1,0 +1,209 @@
+"""Text as tokens come: split characters, stop strings, and what may be shown before the end is known."""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hybridrt.engine.detokenizer import Detokenizer
+from hybridrt.engine.stop_strings import StopStrings
+from hybridrt.engine.tokenizer import HFTokenizer, load_tokenizer
+from hybridrt.errors import CheckpointError
+from hybridrt.runtime.build import ASSETS
+from tests.support.engine_harness import ByteTokenizer
+
+TEXT = "a ba\N{GREEK SMALL LETTER PI} \N{EURO SIGN}\N{GRINNING FACE}b"
+
+
+class WordTokenizer:
+    """Ids are words, joined by spaces, as sentencepiece does: the first word of what is decoded has no space."""
+
+    characters_per_token = 4
+    words = ("the", "cat", "sat", "", "<s>")
+
+    def encode(self, text: str) -> list[int]:
+        return [self.words.index(word) for word in text.split()]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(self.words[t] for t in token_ids if self.words[t] and self.words[t] != "<s>")
+
+
+def feed(detokenizer: Detokenizer, tokens: Sequence[int]) -> list[str]:
+    """Text shown after each token."""
+    shown = [""]
+    for token in tokens:
+        detokenizer.advance([token])
+        shown.append(shown[-1] + detokenizer.take(final=False))
+    return shown[1:]
+
+
+def take_until_stopped(detokenizer: Detokenizer, tokens: Sequence[int]) -> tuple[int, str]:
+    """Feeds tokens up to the one that completes a stop string; returns how many, and all text."""
+    shown = ""
+    for i, token in enumerate(tokens):
+        if detokenizer.advance([token]):
+            return i + 1, shown + detokenizer.take(final=True)
+        shown += detokenizer.take(final=False)
+    return len(tokens), shown + detokenizer.take(final=True)
+
+
+@given(st.text(alphabet=sorted(set(TEXT)), max_size=20), st.binary(max_size=4))
+def test_split_characters_never_show_as_replacements(text: str, prompt: bytes) -> None:
+    detokenizer = Detokenizer(ByteTokenizer(), list(prompt + b"."))
+    shown = feed(detokenizer, list(text.encode()))
+    for before, after in pairwise(shown):
+        assert after.startswith(before)
+    assert all("\N{REPLACEMENT CHARACTER}" not in s and text.startswith(s) for s in shown)
+    assert not detokenizer.finish([])
+    assert "".join(shown[-1:]) + detokenizer.take(final=True) == text
+
+
+def test_what_is_complete_shows_at_once() -> None:
+    assert feed(Detokenizer(ByteTokenizer(), [65]), list("né!".encode())) == ["n", "n", "né", "né!"]
+
+
+@given(st.binary(max_size=24))
+def test_streamed_text_equals_the_text_decoded_at_once(data: bytes) -> None:
+    streamed, at_once = Detokenizer(ByteTokenizer(), [65]), Detokenizer(ByteTokenizer(), [65])
+    shown = "".join(feed(streamed, list(data))[-1:])
+    streamed.finish([]), at_once.finish(data)
+    text = data.decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
+    assert shown + streamed.take(final=True) == at_once.take(final=True) == text
+
+
+def test_bytes_that_are_no_character_show_once_the_text_goes_on() -> None:
+    assert feed(Detokenizer(ByteTokenizer(), [65]), [0xFF, 66])[-1] == "\N{REPLACEMENT CHARACTER}B"
+
+
+def test_an_unfinished_character_at_the_end_is_dropped() -> None:
+    detokenizer = Detokenizer(ByteTokenizer(), [65])
+    assert feed(detokenizer, list("x\N{EURO SIGN}".encode())[:-1])[-1] == "x"
+    detokenizer.finish([])
+    assert detokenizer.take(final=True) == ""
+
+
+def test_output_reads_as_the_prompts_continuation() -> None:
+    detokenizer = Detokenizer(WordTokenizer(), [0, 1])
+    assert feed(detokenizer, [2, 0]) == [" sat", " sat the"]
+
+
+def test_tokens_without_text_do_not_lose_the_space_after_them() -> None:
+    assert feed(Detokenizer(WordTokenizer(), [0]), [1, 4, 3, 2])[-1] == " cat sat"
+
+
+def test_a_stop_string_across_tokens_cuts_before_its_first_match() -> None:
+    detokenizer = Detokenizer(ByteTokenizer(), [65], stop=StopStrings(["END", "Nothing"]))
+    assert take_until_stopped(detokenizer, b"so it ENENDs") == (11, "so it EN")
+    assert not detokenizer.finish([]) and detokenizer.take(final=True) == ""
+
+
+def test_the_first_of_several_stop_strings_wins() -> None:
+    detokenizer = Detokenizer(ByteTokenizer(), [65], stop=StopStrings(["cd", "bcd"]))
+    assert detokenizer.finish(b"abcd") and detokenizer.take(final=True) == "a"
+
+
+def test_a_possible_stop_string_is_held_back_until_it_is_none() -> None:
+    detokenizer = Detokenizer(ByteTokenizer(), [65], stop=StopStrings(["END", "DO"]))
+    assert feed(detokenizer, b"E.ENxEN") == ["", "E.", "E.", "E.", "E.ENx", "E.ENx", "E.ENx"]
+    detokenizer.finish([])
+    assert detokenizer.take(final=True) == "EN", "the end of the text releases it"
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_stopping_agrees_with_a_search_of_the_whole_text(text: str, stops: list[str]) -> None:
+    detokenizer = Detokenizer(ByteTokenizer(), [65], stop=StopStrings(stops))
+    count, shown = take_until_stopped(detokenizer, text.encode())
+    seen = text[:count]
+    cuts = [seen.index(s) for s in stops if s in seen]
+    assert shown == (seen[: min(cuts)] if cuts else text)
+    assert not any(s in seen[:-1] for s in stops), "it stops at the token that completes a stop string"
+
+
+def test_a_stop_string_hidden_behind_an_unfinished_character_is_found_at_the_end() -> None:
+    class Pairs(ByteTokenizer):
+        def decode(self, token_ids: Sequence[int]) -> str:
+            return b"".join([b"END\xe2", b"A"][t] for t in token_ids).decode(errors="replace")
+
+    detokenizer = Detokenizer(Pairs(), [1], stop=StopStrings(["END"]))
+    assert not detokenizer.advance([0])
+    assert detokenizer.finish([]) and detokenizer.take(final=True) == ""
+
+
+def byte_level() -> Any:
+    """A token is a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    return raw
+
+
+def metaspace() -> Any:
+    """As sentencepiece with byte fallback: words with their space, bytes; the first space is dropped."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581a", "\u2581cat", "\u2581", "s", "\u20ac"]
+    raw = tokenizers.Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], byte_fallback=True))
+    space = decoders.Replace("\u2581", " ")
+    raw.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return raw
+
+
+@cache
+def tokenizer_of(name: str) -> HFTokenizer:
+    if name == "embedded":
+        embedded = load_tokenizer(ASSETS / "embedded")
+        assert embedded is not None
+        return embedded
+    raw = {"byte_level": byte_level, "metaspace": metaspace}[name]()
+    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>"))
+
+
+@pytest.mark.parametrize("name", ["byte_level", "metaspace", "embedded"])
+@settings(deadline=None)
+@given(st.data())
+def test_streamed_text_is_that_of_the_tokenizer(name: str, data: st.DataObject) -> None:
+    """Prompts that end within a character, bytes that are none, special tokens, spaces at the seam."""
+    tokenizer = tokenizer_of(name)
+    token = st.one_of(st.integers(0, len(tokenizer.hf) - 1), st.sampled_from(tokenizer.encode("\u20ac a")))
+    prompt, output = data.draw(st.lists(token, max_size=6)), data.draw(st.lists(token, max_size=16))
+    streamed, at_once = Detokenizer(tokenizer, prompt), Detokenizer(tokenizer, prompt)
+    shown = "".join(feed(streamed, output)[-1:])
+    streamed.finish([]), at_once.finish(output)
+    whole = tokenizer.hf.decode([*prompt, *output], skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
+    text = whole[len(tokenizer.decode(prompt)) :]
+    assert at_once.take(final=True) == text
+    # Byte fallback reads a run of bytes anew with each: what it took for characters may have been shown before.
+    if "\N{REPLACEMENT CHARACTER}" not in tokenizer.decode([*prompt, *output]) or name == "byte_level":
+        assert shown + streamed.take(final=True) == text
+
+
+def test_special_tokens_in_a_row_are_not_decoded_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tokenizer_of("embedded")
+    lengths = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: (lengths.append(len(ids)), decode(ids))[1])
+    end = tokenizer.hf.eos_token_id
+    tokens = [*tokenizer.encode("a"), *[end] * 50, *tokenizer.encode(" b")]
+    assert feed(Detokenizer(tokenizer, [end]), tokens)[-1] == "a b"
+    assert max(lengths) < 20
+
+
+def test_load_tokenizer(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    assert load_tokenizer(tmp_path) is None
+    PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<eos>").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert isinstance(tokenizer, HFTokenizer)
+    ids = tokenizer.encode(TEXT)
+    assert len(ids) == len(TEXT.encode()) and tokenizer.decode([*ids, tokenizer.hf.eos_token_id]) == TEXT
+    detokenizer = Detokenizer(tokenizer, ids)
+    shown = feed(detokenizer, ids)
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(shown) and shown[-1] == TEXT
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,311 @@
+"""An interrupt at any line of the engine loses nothing: no row, slot, page or request, and the next call is right."""
+
+import linecache
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hybridrt.engine.engine
+import hybridrt.mem_cache.allocator
+import hybridrt.runtime.interrupts
+from hybridrt.engine.llm import LLM
+from hybridrt.errors import EngineError
+from hybridrt.runtime.interrupts import Interrupts
+from hybridrt.sampling_params import SamplingParams
+from tests.support.engine_harness import ByteTokenizer
+from tests.support.fake_llm import FIVE, VOCAB, assert_clean, make
+from tests.support.mock_executor import tokens_alone
+
+ENGINE = Path(hybridrt.engine.engine.__file__).parent
+LOCKS = {str(ENGINE / "turns.py"), hybridrt.runtime.interrupts.__file__}
+FILES = {str(file) for file in ENGINE.glob("*.py")} | LOCKS | {hybridrt.mem_cache.allocator.__file__}
+# 3 samples of 30 tokens and a prompt of 24 do not fit 32 pages of 4 tokens: one is retracted.
+LONG = SamplingParams(max_tokens=30, ignore_eos=True, seed=3, n=3, stop="never")
+SHORT = SamplingParams(max_tokens=6, ignore_eos=True, seed=4)
+
+
+class Lines:
+    """Counts the lines that run in some files, and calls `strike` at line number `at`."""
+
+    def __init__(self, strike: Callable[[], None] | None = None, at: int = -1, files: set[str] = FILES) -> None:
+        self.strike, self.at, self.files = strike, at, files
+        self.seen: list[tuple[str, int]] = []
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename not in self.files:
+            return None
+        if event == "line" and not (self.strike is not sigint and takes_a_turn(frame)):
+            self.seen.append((frame.f_code.co_filename, frame.f_lineno))
+            if self.strike is not None and len(self.seen) == self.at + 1:
+                self.strike()
+        return self
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        sys.settrace(self)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+
+def takes_a_turn(frame: FrameType) -> bool:
+    """A line that begins a turn and, traced again, ends it. Between a block and its exit only a tracer can raise."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return line.startswith("with ") and ("turns" in line or "Interrupts" in line)
+
+
+def sigint() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def anything() -> None:
+    raise KeyboardInterrupt
+
+
+def generate(llm: LLM) -> None:
+    llm.generate(["a" * 24, "bc", [5]], [LONG, SHORT, FIVE])
+
+
+def stream(llm: LLM) -> None:
+    deltas = llm.stream("abc", LONG)
+    for _ in range(5):
+        next(deltas)
+    other = llm.stream([7], FIVE)
+    assert sum(len(delta.token_ids) for delta in other) == 5
+    deltas.close()  # type: ignore[attr-defined]
+
+
+def by_engine(llm: LLM) -> None:
+    request_id = llm.engine.add_request("abcdef", LONG)
+    for _ in range(6):
+        llm.engine.step()
+    llm.engine.abort(request_id)
+    llm.engine.drain()
+
+
+SCENES = {"generate": generate, "stream": stream, "engine": by_engine}
+
+
+def struck(scene: Callable[[LLM], None], lines: Lines, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Plays a scene, which an interrupt strikes; True if it was raised. Then checks that nothing was lost."""
+    llm, _ = make(monkeypatch, ByteTokenizer())
+    raised = False
+    try:
+        with lines.traced():
+            scene(llm)
+    except (KeyboardInterrupt, EngineError) as e:
+        raised = isinstance(e, KeyboardInterrupt) or "broke a step off" in str(e)
+        assert raised, e
+    with Interrupts():
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # Requests that were added to the engine itself belong to nobody else, and end here.
+    llm.engine.abort_all()
+    llm.engine.drain()
+    (output,) = llm.generate([[1]], FIVE)
+    assert output.token_ids == tokens_alone([1], 1, 5, VOCAB)
+    assert_clean(llm)
+    llm.engine._coordinator.check()
+    llm.close()
+    return raised
+
+
+def sample(
+    scene: Callable[[LLM], None],
+    strike: Callable[[], None],
+    files: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    every: int,
+) -> list[int]:
+    """Numbers of lines to strike: the first time that each line runs, and every so many of the rest."""
+    lines = Lines(strike, files=files)
+    assert not struck(scene, lines, monkeypatch)
+    times: Counter[tuple[str, int]] = Counter()
+    chosen = []
+    for i, line in enumerate(lines.seen):
+        times[line] += 1
+        if (times[line] == 1 and every > 1) or i % every == 0:
+            chosen.append(i)
+    return chosen
+
+
+def sweep(
+    name: str, strike: Callable[[], None], every: int, monkeypatch: pytest.MonkeyPatch, part: slice = slice(None)
+) -> None:
+    scene, files = SCENES[name], FILES if strike is sigint else FILES - LOCKS
+    lost = []
+    chosen = sample(scene, strike, files, monkeypatch, every)[part]
+    assert len(chosen) > 20
+    for at in chosen:
+        lines = Lines(strike, at, files)
+        try:
+            raised = struck(scene, lines, monkeypatch)
+            assert raised, "the interrupt was swallowed"
+        except (AssertionError, EngineError) as e:
+            file, line = lines.seen[at]
+            lost.append(f"{Path(file).name}:{line} (line {at} of the run): {type(e).__name__}: {str(e)[:80]}")
+    assert not lost, f"{len(lost)} of {len(chosen)} lines:\n" + "\n".join(lost)
+
+
+@pytest.mark.parametrize("strike", [sigint, anything])
+@pytest.mark.parametrize("name", SCENES)
+def test_an_interrupt_at_any_line_leaves_nothing_behind(
+    name: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sigint` is Ctrl-C; `anything` is an exception that some other means raises in the middle of a line."""
+    sweep(name, strike, 499, monkeypatch, slice(None, None, 10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strike", [sigint, anything])
+@pytest.mark.parametrize("name", SCENES)
+def test_an_interrupt_at_every_line_once(
+    name: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep(name, strike, 99, monkeypatch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strike", [sigint, anything])
+@pytest.mark.parametrize("name", SCENES)
+def test_an_interrupt_at_every_line_every_time_it_runs(
+    name: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep(name, strike, 1, monkeypatch)
+
+
+def test_interrupts_end_a_call_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a step: the step ends, the call's requests end, another call's go on."""
+    llm, runner = make(monkeypatch)
+    other = llm.stream([9], SamplingParams(max_tokens=20, ignore_eos=True, seed=3))
+    got = next(other).token_ids
+    launch = runner.launch
+
+    def struck(plan: Any) -> Any:
+        if len(runner.plans) == 5:
+            sigint(), sigint()
+        return launch(plan)
+
+    runner.launch = struck  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1], [2]], SHORT)
+    assert len(runner.plans) == 6, "the step was launched, and none after it"
+    assert llm.engine.counters().aborted == 2 and llm.engine.counters().failed == 0
+    got += [t for delta in other for t in delta.token_ids]
+    assert got == tokens_alone([9], 3, 20, VOCAB)
+    assert_clean(llm)
+
+
+def test_a_handler_of_the_application_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, runner = make(monkeypatch)
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(len(runner.plans)))
+    try:
+        launch = runner.launch
+        runner.launch = lambda plan: (sigint(), launch(plan))[1]  # type: ignore[method-assign]
+        assert llm.generate([[1]], FIVE)[0].token_ids == tokens_alone([1], 1, 5, VOCAB)
+        assert came == list(range(len(runner.plans))), "it is called at once"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_that_is_set_meanwhile_stays() -> None:
+    def mine(number: int, frame: object) -> None: ...
+
+    try:
+        with Interrupts():
+            signal.signal(signal.SIGINT, mine)
+        assert signal.getsignal(signal.SIGINT) is mine
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_an_engine_that_was_broken_off_ends_every_request_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, _ = make(monkeypatch, ByteTokenizer())
+    mine = llm.engine.add_request([5], LONG)
+    stream = llm.stream([6], SHORT)
+    next(stream)
+    schedule = llm.engine._scheduler._schedule_prefill
+    monkeypatch.setattr(llm.engine._scheduler, "_schedule_prefill", lambda *a: (schedule(*a), anything()))
+    with pytest.raises(KeyboardInterrupt):
+        llm.engine.step()
+    monkeypatch.undo()
+    outputs = llm.engine.drain()
+    assert {(o.request_id, o.finish_reason) for o in outputs if o.finish_reason} == {(mine, "abort")}
+    assert all("broke a step off" in str(o.error) for o in outputs if o.finish_reason)
+    with pytest.raises(EngineError, match="broke a step off"):
+        list(stream)
+    assert_clean(llm)
+    assert llm.generate([[1]], FIVE)[0].token_ids == tokens_alone([1], 1, 5, VOCAB)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of `generate`, and at one of its lines, if it has so many, SIGINT or an exception of other origin."""
+
+    prompts: int
+    at: int
+    strike: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Do:
+    """ "open", "read", "close" or "drop" a stream; "add", "step" or "abort" in the engine."""
+
+    what: str
+    which: int
+
+
+calls = st.builds(Call, st.integers(1, 4), st.integers(0, 2500), st.sampled_from([sigint, anything]))
+does = st.builds(
+    Do, st.sampled_from(["open", "open", "read", "read", "close", "drop", "add", "step", "abort"]), st.integers(0, 3)
+)
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.one_of(does, does, calls), min_size=3, max_size=14))
+def test_random_histories_with_interrupts_conserve_the_pools(history: list[Call | Do]) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        llm, _ = make(monkeypatch, ByteTokenizer(), max_running_requests=3)
+        play(llm, history)
+        llm.engine.abort_all()
+        llm.engine.drain()
+        assert llm.generate([[1]], FIVE)[0].token_ids == tokens_alone([1], 1, 5, VOCAB)
+        assert_clean(llm)
+        llm.engine._coordinator.check()
+
+
+def play(llm: LLM, history: list[Call | Do]) -> None:
+    streams: dict[int, Any] = {}
+    for event in history:
+        if isinstance(event, Call):
+            lines = Lines(event.strike, event.at, FILES if event.strike is sigint else FILES - LOCKS)
+            with suppress(KeyboardInterrupt, EngineError), lines.traced():
+                llm.generate([[i] * 9 for i in range(event.prompts)], LONG)
+        elif event.what == "open":
+            streams[event.which] = llm.stream([event.which], SHORT)
+        elif event.what == "read":
+            with suppress(EngineError):
+                next(streams.get(event.which, iter(())), None)
+        elif event.what == "close" and event.which in streams:
+            streams[event.which].close()
+        elif event.what == "drop":
+            streams.pop(event.which, None)
+        elif event.what == "add":
+            llm.engine.add_request([event.which] * 5, LONG)
+        elif event.what == "step":
+            llm.engine.step()
+        elif event.what == "abort":
+            llm.engine.abort(f"request-{event.which}")
+        llm.engine._coordinator.check()

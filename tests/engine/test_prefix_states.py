@@ -1,0 +1,233 @@
+"""Prefixes with states through the engine: tokens with a cache are those without, and no entry has two owners."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrt.engine.cache_coordinator import CacheCoordinator
+from hybridrt.errors import PoolError
+from hybridrt.mem_cache.allocator import Slot
+from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.runtime.step import StepPlan
+from hybridrt.sampling_params import SamplingParams
+from tests.engine.test_scheduler import request
+from tests.engine.test_schedules import Abort, Add, Step, assert_tokens, schedules
+from tests.support.engine_harness import VOCAB, Rig
+from tests.support.exact_prefix_cache import ExactPrefixCache
+from tests.support.mock_executor import tokens_alone
+
+TEXT = tokens_alone([5, 1, 2], 77, 40, VOCAB)
+
+
+def rig_with_cache(*, rows: int = 2, slots: int = 5, pages: int = 40, page_size: int = 1, **config: Any) -> Rig:
+    cache = ExactPrefixCache(page_size if pages else 0, recurrent=bool(slots))
+    return Rig(rows=rows, slots=slots, pages=pages, page_size=page_size, cache=cache, **config)
+
+
+def computed(rig: Rig) -> list[int]:
+    """First position of every chunk that was computed."""
+    return [row.computed for plan in rig.executor.plans for row in plan.extend]
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("slots, pages", [(5, 40), (5, 0), (0, 40)])
+def test_a_second_turn_starts_where_the_first_ended(slots: int, pages: int, replay: bool) -> None:
+    rig = rig_with_cache(slots=slots, pages=pages, replay=replay)
+    first = [3, 1, 4]
+    answer = rig.finish(first, max_tokens=4, ignore_eos=True, seed=1).token_ids
+    assert answer == tokens_alone(first, 1, 4, VOCAB)
+    second = [*first, *answer, 9, 8]
+    again = rig.finish(second, max_tokens=3, ignore_eos=True, seed=2).token_ids
+    assert again == tokens_alone(second, 2, 3, VOCAB)
+    assert rig.cache is not None and rig.cache.hits >= 1
+    assert computed(rig)[-1] in (6, 7), "the last token of the first turn may have been computed or not"
+    read = [row.read_slot for plan in rig.executor.plans for row in plan.extend]
+    assert read[0] == 0 and bool(read[-1]) == bool(slots)
+
+
+def test_only_the_first_chunk_reads_the_caches_slot() -> None:
+    rig = rig_with_cache(chunk=2)
+    rig.finish(TEXT[:4], max_tokens=1, seed=1)
+    rig.finish(TEXT[:9], max_tokens=1, seed=1)
+    chunks = [(row.computed, row.read_slot > 0) for plan in rig.executor.plans for row in plan.extend]
+    assert chunks == [(0, False), (2, False), (4, True), (6, False), (8, False)]
+
+
+def test_the_caches_state_is_unlocked_once_the_first_chunk_has_been_consumed() -> None:
+    rig = rig_with_cache(chunk=2, overlap=False)
+    rig.finish(TEXT[:4], max_tokens=1, seed=1)
+    rig.add(TEXT[:9], max_tokens=1, seed=1)
+    assert rig.cache is not None
+    rig.step()
+    assert {kind for kind, _ in rig.cache.locks} == {"page"}
+    rig.run()
+
+
+def test_what_a_retracted_request_donates_may_be_given_up_in_the_same_step() -> None:
+    rig = rig_with_cache(rows=2, slots=4, pages=12, replay=True)
+    for seed in (1, 2):
+        rig.add(TEXT[:2], max_tokens=9, ignore_eos=True, seed=seed)
+    rig.run()
+    assert rig.engine.counters().retractions and any(plan.donations for plan in rig.executor.plans)
+    for i, seed in enumerate((1, 2)):
+        assert rig.outputs[f"request-{i}", 0].token_ids == tokens_alone(TEXT[:2], seed, 9, VOCAB)
+
+
+def test_a_hit_does_not_wait_for_the_slot_that_it_has_locked_itself() -> None:
+    """One slot in all, and the cache has it: the request takes it and computes everything."""
+    rig = rig_with_cache(rows=1, slots=1)
+    rig.finish(TEXT[:4], max_tokens=1, seed=1)
+    assert rig.pools.slots.num_cached == 1
+    rig.finish(TEXT[:9], max_tokens=1, seed=1)
+    assert computed(rig) == [0, 0]
+
+
+def test_what_the_device_computed_behind_the_end_is_not_kept() -> None:
+    """Drafts behind a stop token are part of the state: no text of the request leads to it."""
+    for count in range(1, 12):
+        rig = rig_with_cache(drafts=4)
+        prompt = [2, 7, 1]
+        stop = tokens_alone(prompt, 3, 12, VOCAB)[count - 1]
+        text = [*prompt, *rig.finish(prompt, max_tokens=12, stop_token_ids=(stop,), ignore_eos=True, seed=3).token_ids]
+        assert rig.cache is not None
+        assert all(list(key) == text[: len(key)] for key in rig.cache.entries)
+        rig.finish([*text, 5], max_tokens=3, seed=4, ignore_eos=True)
+        assert list(rig.outputs.values())[-1].token_ids == tokens_alone([*text, 5], 4, 3, VOCAB)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_nothing_of_a_failed_step_is_kept(late: int) -> None:
+    rig = rig_with_cache(late=late)
+    rig.executor.fail_result[1] = RuntimeError("no")
+    rig.add(TEXT[:3], max_tokens=9, seed=1, ignore_eos=True)
+    rig.run()
+    assert rig.pools.slots.num_cached == rig.pools.pages.num_cached == 0
+
+
+def test_nothing_of_a_failed_step_is_kept_of_a_request_that_was_aborted_before() -> None:
+    rig = rig_with_cache(late=2)
+    rig.executor.fail_result[1] = RuntimeError("no")
+    rig.add(TEXT[:3], "r", max_tokens=9, seed=1, ignore_eos=True)
+    rig.step()
+    rig.step()
+    rig.engine.abort("r")
+    rig.run()
+    assert rig.pools.slots.num_cached == rig.pools.pages.num_cached == 0
+
+
+def test_nothing_is_kept_of_a_state_that_gave_no_finite_logits() -> None:
+    """The host reads that only after the abort."""
+    rig = rig_with_cache(late=2)
+    rig.executor.sample = lambda tenant: -1  # type: ignore[method-assign]
+    rig.add(TEXT[:3], "r", max_tokens=9, seed=1, ignore_eos=True)
+    rig.step()
+    rig.engine.abort("r")
+    rig.run()
+    assert rig.pools.slots.num_cached == rig.pools.pages.num_cached == 0
+
+
+def test_a_donation_outlives_a_launch_that_fails() -> None:
+    rig = rig_with_cache(replay=True)
+    rig.finish(TEXT[:4], max_tokens=3, ignore_eos=True, seed=1)
+    number = len(rig.executor.plans)
+    rig.executor.fail_launch[number] = RuntimeError("no")
+    rig.add([1, 1], max_tokens=1, seed=1)
+    rig.run()
+    assert rig.executor.plans[number].donations
+    text = [*TEXT[:4], *rig.outputs["request-0", 0].token_ids, 6]
+    assert rig.finish(text, max_tokens=4, ignore_eos=True, seed=5).token_ids == tokens_alone(text, 5, 4, VOCAB)
+    assert computed(rig)[-1] > 0
+
+
+def test_a_change_that_is_broken_off_empties_the_cache() -> None:
+    rig = rig_with_cache()
+    rig.finish(TEXT[:4], max_tokens=1, seed=1)
+    rig.add(TEXT[:9], max_tokens=1, seed=1)
+    assert rig.cache is not None
+    insert, rig.cache.insert = rig.cache.insert, None  # type: ignore[assignment,method-assign]
+    with pytest.raises(TypeError):
+        rig.run()
+    rig.cache.insert = insert  # type: ignore[method-assign]
+    rig.run()
+    assert not rig.cache.entries and rig.pools.slots.num_free == rig.pools.slots.total
+    assert not rig.pools.donations
+
+
+class Wrong(ExactPrefixCache):
+    """Matches what it was told to."""
+
+    def __init__(self, match: PrefixMatch) -> None:
+        super().__init__(2)
+        self.found = match
+
+    def match(self, tokens: Any) -> PrefixMatch:
+        return self.found
+
+
+@pytest.mark.parametrize(
+    "match, error",
+    [
+        (PrefixMatch(4, (Slot(1, 0), Slot(2, 0))), "2 pages of 2 tokens and no state"),
+        (PrefixMatch(3, (Slot(1, 0),), Slot(1, 0)), "3 tokens with 1 pages"),
+        (PrefixMatch(2, (Slot(1, 0),), Slot(1, 0)), "free, not owned by the cache"),
+    ],
+)
+def test_a_match_that_the_ledger_does_not_bear_out_is_refused(match: PrefixMatch, error: str) -> None:
+    pools = CacheCoordinator(2, 3, 8, 2, Wrong(match))
+    with pytest.raises(PoolError, match=error):
+        pools.admit(request(1, 7), 0, StepPlan())
+    assert (pools.rows.num_free, pools.slots.num_free, pools.pages.num_free) == (2, 3, 8)
+
+
+turns = st.builds(
+    Add,
+    st.builds(lambda n, extra: TEXT[:n] + extra, st.integers(1, 24), st.lists(st.integers(0, VOCAB - 1), max_size=2)),
+    st.builds(
+        SamplingParams,
+        max_tokens=st.sampled_from([1, 1, 2, 5, 12]),
+        ignore_eos=st.sampled_from([True, True, False]),
+        stop_token_ids=st.sampled_from([(), (3,)]),
+        seed=st.sampled_from([77, 78]),  # the text goes on as 77 says
+        n=st.sampled_from([1, 1, 2]),
+    ),
+)
+others = st.one_of(st.builds(Step, st.integers(1, 9)), st.builds(Abort, st.integers(0, 9)))
+cache_rigs = st.fixed_dictionaries(
+    {
+        "rows": st.integers(1, 4),
+        "slots": st.sampled_from([1, 2, 4, 7]),
+        "pages": st.sampled_from([0, 40, 44, 80]),
+        "page_size": st.sampled_from([1, 1, 2]),
+        "chunk": st.integers(1, 12),
+        "late": st.integers(0, 3),
+        "overlap": st.booleans(),
+        "drafts": st.sampled_from([0, 0, 1, 4]),
+        "replay": st.booleans(),
+    }
+)
+
+
+@schedules
+@given(cache_rigs, st.lists(st.one_of(turns, turns, others), min_size=6, max_size=14))
+def test_cached_tokens_equal_uncached_ones(config: dict, history: list[Add | Step | Abort]) -> None:
+    """Hits, retraction, aborts and eviction in any order; the ledgers are compared after every step."""
+    rig = rig_with_cache(max_model_len=40, **config)
+    added: dict[str, Add] = {}
+    aborted: set[str] = set()
+    for event in history:
+        if isinstance(event, Add):
+            name = f"r{len(added)}"
+            rig.engine.add_request(event.prompt, event.params, name)
+            added[name] = event
+        elif isinstance(event, Abort):
+            if rig.engine.abort(f"r{event.which}"):
+                aborted.add(f"r{event.which}")
+            rig.check()
+        else:
+            for _ in range(event.times):
+                rig.step()
+    rig.run()
+    for name, event in added.items():
+        assert_tokens(rig, name, event, name in aborted, None)

@@ -1,0 +1,137 @@
+"""KV pages under a sliding window: a request holds boundedly many, whatever its length, and gives the others back once
+no launched step reads them."""
+
+import pytest
+
+from hybridrt.engine.cache_coordinator import CacheCoordinator
+from hybridrt.engine.scheduler import Scheduler
+from hybridrt.errors import MemoryBudgetError
+from hybridrt.mem_cache.page_demand import PageDemand
+from hybridrt.runtime.step import StepPlan
+from tests.engine.test_scheduler import Bench, OnePrefixCache, request
+from tests.support.engine_harness import Rig
+
+
+@pytest.mark.parametrize(("page", "window"), [(1, 1), (2, 4), (4, 3), (4, 4), (4, 9), (16, 5)])
+def test_least_is_what_a_window_can_touch(page: int, window: int) -> None:
+    touched = max(len({p // page for p in range(start, start + window)}) for start in range(page))
+    assert PageDemand(page, window).least(10**6) == touched
+    assert PageDemand(page, window).least(page) == 1 and PageDemand(page).least(10 * page) == 10
+
+
+def test_a_long_prompt_holds_few_pages_and_hands_them_down() -> None:
+    bench = Bench([100], page=2, chunk=6, window=4)
+    demand = PageDemand(2, 4, 6)
+    (r,) = bench.requests
+    ahead = bench.launch()
+    assert bench.pools.pages.num_used == demand.prefilling(100) == 8, "window - 1 and two chunks: 15 tokens"
+    for _ in range(16):
+        step = bench.launch()
+        assert bench.pools.pages.num_used <= 8
+        assert len(step.plan.extend[0].tokens) == 6 or step.plan.extend[0].sample
+        bench.complete(ahead)
+        ahead = step
+    assert r.prefilled
+    bench.complete(ahead)
+    assert not r.spare and bench.pools.pages.num_used == len(r.pages) == 2
+    for _ in range(30):
+        bench.run()
+        assert bench.pools.pages.num_used <= demand.least(200)
+
+
+def test_a_prompt_keeps_no_more_than_the_rest_of_it_wants() -> None:
+    pools, r, plan = CacheCoordinator(1, 0, 50, 1, demand=PageDemand(1, 2, 9)), request(0, 24), StepPlan()
+    assert pools.admit(r, 0, plan) and r.end_page == 19, "24 tokens; a window and two chunks of 9 are 19"
+    for kept, settled in ((1, 2), (3, 4), (5, 6), (5, 8), (5, 10)):
+        pools.settle(r, 2)
+        assert (r.settled, len(r.spare), pools.pages.num_used) == (settled, kept, 19 - (settled - 1) + kept)
+    assert pools.extend(r, 24, plan) == 24 and (r.end_page, r.spare) == (24, [])
+    r.computed = 24
+    pools.release(r)
+    pools.check()
+
+
+def test_pages_go_back_when_the_step_that_reads_them_has_been_consumed() -> None:
+    bench = Bench([8], window=4)
+    bench.run()
+    (r,) = bench.requests
+    assert (r.first_page, len(r.pages), r.settled) == (5, 3, 8), "the token at 8 sees 5, 6 and 7"
+    first, second = bench.launch(), bench.launch()
+    assert (r.first_page, len(r.pages)) == (5, 5), "both are launched"
+    bench.complete(first)
+    assert (r.first_page, len(r.pages)) == (6, 4), "the second one's token, at 9, sees 6"
+    bench.complete(second)
+    assert (r.first_page, len(r.pages)) == (7, 3)
+
+
+def test_rejected_drafts_hold_the_window_back() -> None:
+    rig = Rig(drafts=4, sliding_window=5, page_size=1, pages=40, max_model_len=60)
+    rig.finish([3] * 9, max_tokens=40, seed=1, ignore_eos=True)
+    assert any(row.drafts for plan in rig.executor.plans for row in plan.decode)
+
+
+def test_a_pool_smaller_than_two_chunks_makes_chunks_shorter() -> None:
+    bench = Bench([30], page=2, chunk=8, window=4, pages=4)
+    chunks = [len(row.tokens) for step in bench.run(14) for row in step.plan.extend]
+    assert sum(chunks) == 30 and max(chunks) == 8 and min(chunks[1:-1]) < 8
+    waiting = Bench([30], page=2, chunk=8, window=4, pages=4)
+    waiting.launch()
+    assert waiting.scheduler.schedule() is None, "until the launched chunk has been consumed"
+
+
+def test_a_request_longer_than_the_pool_is_taken_unless_its_window_is() -> None:
+    rig = Rig(pages=6, page_size=2, sliding_window=9, max_model_len=64)
+    assert len(rig.finish([1] * 40, max_tokens=20, seed=0, ignore_eos=True).token_ids) == 20
+    with pytest.raises(MemoryBudgetError, match="needs 5 KV pages and there are 4"):
+        Rig(pages=4, page_size=2, sliding_window=9, max_model_len=64).add([1] * 40)
+
+
+def test_a_failed_launch_gives_nothing_back_early() -> None:
+    rig = Rig(sliding_window=3, page_size=1, chunk=4, late=2)
+    rig.executor.fail_launch[2] = RuntimeError("no")
+    output = rig.finish([1] * 20, max_tokens=4, seed=0)
+    assert output.finish_reason == "abort" and str(output.error).endswith("RuntimeError: no")
+
+
+def test_retraction_starts_over() -> None:
+    bench = Bench([4, 4], page=1, pages=9, window=5)
+    steps = bench.run(12)
+    assert bench.scheduler.num_retractions and bench.waiting() == [1]
+    victim = bench.requests[1]
+    assert (victim.first_page, victim.settled, victim.pages, victim.spare) == (0, 0, [], [])
+    bench.scheduler.remove(bench.requests[0])
+    bench.pools.check()
+    steps += bench.run(3)
+    assert bench.running() == [1] and steps[-1].plan.decode
+
+
+def test_what_has_lost_its_beginning_is_not_offered_to_the_prefix_cache() -> None:
+    cache = OnePrefixCache(page_size=2)
+    pools, r = CacheCoordinator(4, 0, 30, 2, cache, PageDemand(2, 4, 99)), request(1, 20)
+    pools.admit(r, 0, StepPlan())
+    r.computed = 20
+    pools.settle(r, 20)
+    pools.release(r)
+    assert not cache.pages and pools.pages.num_free == 30
+
+
+def test_a_cached_prefix_is_borrowed_and_dropped_but_never_freed() -> None:
+    cache = OnePrefixCache(page_size=2)
+    pools = CacheCoordinator(4, 0, 30, 2, cache, PageDemand(2, 4, 99))
+    pages = pools.pages
+    first, second = request(1, 20), request(1, 31)
+    pools.admit(first, 0, StepPlan())
+    first.computed = 20
+    pools.release(first)
+    assert pages.num_cached == 10
+    scheduler = Scheduler(pools, 99)
+    scheduler.add(second)
+    step = scheduler.schedule()
+    assert step is not None and [(row.computed, len(row.tokens)) for row in step.plan.extend] == [(20, 11)]
+    assert step.plan.page_writes[0].first_page == second.first_page == 8, "the token at 20 sees 17"
+    assert second.borrowed_pages == 2 and cache.locks == 1
+    scheduler.complete(step, [1])
+    assert (second.first_page, second.borrowed_pages, pages.num_used) == (14, 0, 2)
+    pools.release(second)
+    assert (pages.num_cached, pages.num_used, cache.locks) == (10, 0, 0)
+    pools.check()

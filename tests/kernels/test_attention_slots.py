@@ -1,0 +1,96 @@
+"""Slots so far apart that slot times stride no longer fits 32 bits: such an address would hit another request."""
+
+import mmap
+from math import prod
+
+import pytest
+import torch
+
+from hybridrt.kernels.chunk_plan import plan_chunks
+from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from hybridrt.kernels.gdn_replay import gdn_replay
+from hybridrt.kernels.paged_attention import attention_decode, attention_extend, write_kv
+from hybridrt.kernels.state_ring import RingFolds, fold_ring
+from tests.support.gdn_loops import random_tokens, relative_error, slow_delta_rule
+from tests.support.mamba2_oracle import int32
+
+pytestmark = pytest.mark.usefixtures("provider")
+STRIDE, FAR = 32 * 128 * 128, 4099
+STATE = (4, 5, 6)
+
+
+def untouched_memory(elements):
+    """float16 zeros that take no memory until they are written."""
+    return torch.frombuffer(mmap.mmap(-1, 2 * elements), dtype=torch.float16)
+
+
+def far_states(initial):
+    """float16 [4100, *STATE], slots 2^19 elements apart as those of 32 heads of 128 x 128 are; one of them set."""
+    inner = [prod(STATE[i + 1 :]) for i in range(len(STATE))]
+    states = untouched_memory(STRIDE * (FAR + 1)).as_strided((FAR + 1, *STATE), (STRIDE, *inner))
+    states[FAR] = initial
+    return states
+
+
+def test_recurrent_steps():
+    torch.manual_seed(0)
+    tokens, initial = random_tokens(1, 2), torch.randn(STATE).half()
+    states = far_states(initial)
+    out = recurrent_gated_delta_rule(states, *tokens.tensors, read_slots=int32(FAR), write_slots=int32(FAR))
+    expected, after = slow_delta_rule(initial, tokens[0])
+    assert relative_error(out[0], expected) < 2e-3 and relative_error(states[FAR], after[-1]) < 2e-3
+
+
+def test_replay_and_fold():
+    torch.manual_seed(1)
+    tokens, initial = random_tokens(1, 2), torch.randn(STATE).half()
+    states, row = far_states(initial), int32(2)
+    ring = torch.zeros(3, 4, 8, 5), torch.zeros(3, 2, 8, 6), torch.zeros(3, 4, 8)
+    cursors = {"rows": row, "start": int32(0), "length": int32(0)}
+    out = gdn_replay(states, *ring, *tokens.tensors, slots=int32(FAR), **cursors)
+    folds = RingFolds(int32(FAR), row, int32(0), int32(2), int32(1))
+    fold_ring(*(part[None] for part in (states, *ring)), None, folds, write_slots=int32(FAR - 1))
+    expected, after = slow_delta_rule(initial, tokens[0])
+    assert relative_error(out[0], expected) < 2e-6 and relative_error(states[FAR - 1], after[-1]) < 1e-3
+    assert torch.equal(states[FAR], initial)
+
+
+def test_chunked_prefill():
+    torch.manual_seed(2)
+    tokens, initial = random_tokens(5), torch.randn(STATE).half()
+    states = far_states(initial)
+    out = chunk_gated_delta_rule(
+        *tokens.tensors, states=states, read_slots=int32(FAR), write_slots=int32(FAR), plan=plan_chunks([3], [5], 4),
+        has_initial_state=torch.tensor([True]), query_start_loc=int32(0, 5),
+    )  # fmt: skip
+    expected, after = slow_delta_rule(initial, tokens)
+    assert relative_error(out, expected) < 2e-6 and relative_error(states[FAR], after[-1]) < 1e-3
+
+
+def test_attention():
+    torch.manual_seed(3)
+    page, heads, dim, length = 16, 2, 128, 5
+    pages = 2**31 // (page * heads * dim) + 2
+    far = tuple(untouched_memory(pages * page * heads * dim).view(pages, page, heads, dim) for _ in range(2))
+    near = tuple(torch.zeros(2, page, heads, dim, dtype=torch.float16) for _ in range(2))
+    k, v = torch.randn(2, length, heads, dim).half()
+    q, lengths, found = torch.randn(length, 4, dim).half(), int32(length), []
+    for cache, last in ((far, pages - 1), (near, 1)):
+        table = torch.arange(last * page, (last + 1) * page, dtype=torch.int32).repeat(2, 1)
+        write_kv(k, v, *cache, table[1, :length])
+        assert torch.equal(cache[0][last, :length], k) and torch.equal(cache[1][last, :length], v)
+        decoded = attention_decode(q[None, -1:], *cache, table, int32(1), lengths, scale=0.1)
+        extended = attention_extend(
+            q,
+            *cache,
+            table,
+            int32(1),
+            int32(0, length),
+            lengths,
+            scale=0.1,
+            query_lens=[length],
+            seq_lens_host=[length],
+        )
+        found.append((decoded, extended))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b) and a.abs().sum() > 0

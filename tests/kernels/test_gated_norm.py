@@ -1,0 +1,39 @@
+import pytest
+import torch
+
+from hybridrt.errors import ConfigError
+from hybridrt.kernels.gated_norm import gated_rms_norm
+from tests.support.mamba2_oracle import close
+
+pytestmark = pytest.mark.usefixtures("provider")
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("channels", "group_size"), [(12, 12), (63, 21), (500, 100)])
+@pytest.mark.parametrize("norm_before_gate", [False, True])
+def test_equals_formula(dtype: torch.dtype, channels: int, group_size: int, norm_before_gate: bool) -> None:
+    torch.manual_seed(channels)
+    merged = torch.randn(5, 2 * channels + 7).to(dtype)
+    x, gate, weight, eps = merged[:, 7 : 7 + channels], merged[:, 7 + channels :], torch.randn(channels), 0.01
+    out = gated_rms_norm(x, gate, weight, eps, group_size=group_size, norm_before_gate=norm_before_gate)
+    assert out.dtype == dtype
+    for row in range(5):
+        for start in range(0, channels, group_size):
+            part = slice(start, start + group_size)
+            h, g = x[row, part].double(), gate[row, part].double()
+            silu = g / (1 + (-g).exp())
+            h = h if norm_before_gate else h * silu
+            h = h / ((h * h).mean() + eps).sqrt() * weight[part].double()
+            close(out[row, part], h * silu if norm_before_gate else h, TOLERANCE[dtype])
+
+
+def test_no_rows() -> None:
+    x = torch.empty(0, 8)
+    assert gated_rms_norm(x, x, torch.ones(8), 1e-5, group_size=4, norm_before_gate=False).shape == (0, 8)
+
+
+def test_group_size_that_does_not_divide() -> None:
+    x = torch.ones(1, 8)
+    with pytest.raises(ConfigError, match="group_size 3 does not divide 8"):
+        gated_rms_norm(x, x, torch.ones(8), 1e-5, group_size=3, norm_before_gate=False)

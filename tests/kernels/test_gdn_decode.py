@@ -1,0 +1,210 @@
+"""The fused Gated Delta Net step against the conv's and the delta rule's loops, in its three state modes."""
+
+import pytest
+import torch
+
+from hybridrt.errors import ConfigError
+from hybridrt.kernels.causal_conv1d import conv_window
+from hybridrt.kernels.gated_delta_rule import gdn_gates
+from hybridrt.kernels.gdn_decode import gdn_decode, split_qkv
+from tests.support.gdn_loops import Tokens, relative_error, slow_delta_rule
+from tests.support.mamba2_oracle import changed_rows, conv_loop, int32, poisoned, same_bytes
+from tests.support.ring_steps import commit
+
+pytestmark = pytest.mark.usefixtures("provider")
+KEY_HEADS, VALUE_HEADS, TAPS = 2, 4, 4
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """A head's state is split among programs, and in each of them into tiles."""
+    from hybridrt.kernels import gdn_classic_triton, gdn_decode_triton
+
+    monkeypatch.setattr(gdn_decode_triton, "BLOCK_V", 4)
+    monkeypatch.setattr(gdn_classic_triton, "TILE_BYTES", 64)
+
+
+class Layer:
+    """Weights of one layer, its pools, and the merged projections of requests from position 0. dims: of keys and
+    values."""
+
+    def __init__(self, slots, tokens, conv_width=16, ring_width=16, state_dtype=torch.float32, dims=(6, 5)):
+        self.slots, (key_dim, value_dim) = slots, dims
+        self.channels = 2 * KEY_HEADS * key_dim + VALUE_HEADS * value_dim
+        self.merged = torch.randn(len(slots), tokens, self.channels + 2 * VALUE_HEADS)
+        self.weights = {
+            "weight": torch.randn(self.channels, TAPS), "bias": torch.randn(self.channels),
+            "A_log": torch.randn(VALUE_HEADS) - 4, "dt_bias": torch.randn(VALUE_HEADS),
+        }  # fmt: skip
+        self.conv = poisoned(40, self.channels, conv_width)
+        self.states = poisoned(40, VALUE_HEADS, value_dim, key_dim, dtype=state_dtype)
+        for slot in slots:
+            if slot > 0:
+                self.conv[slot], self.states[slot] = 0.0, 0.0
+        self.ring = {
+            "values": poisoned(8, VALUE_HEADS, ring_width, value_dim),
+            "keys": poisoned(8, KEY_HEADS, ring_width, key_dim),
+            "gates": poisoned(8, VALUE_HEADS, ring_width),
+        }
+        self.start, self.length = int32(*[0] * 8), int32(*[0] * 8)
+
+    def step(self, first, tokens, **changed):
+        merged = torch.stack([row[p : p + tokens] for row, p in zip(self.merged, first, strict=True)])
+        qkv, a, b = merged.split([self.channels, VALUE_HEADS, VALUE_HEADS], dim=-1)
+        slots = int32(*self.slots)
+        pools = {"conv": self.conv, "states": self.states, "read_slots": slots, "write_slots": slots}
+        return gdn_decode(qkv, a, b, **{**self.weights, **pools, "start_positions": int32(*first), **changed})
+
+    def replay_step(self, first, tokens, rows):
+        row = int32(*rows)
+        return self.step(first, tokens, rows=row, start=self.start[row], length=self.length[row], **self.ring)
+
+    def commit(self, rows, accepted, widest):
+        pool = self.states, *self.ring.values()
+        commit(pool, None, (self.start, self.length), int32(*rows), int32(*self.slots), int32(*accepted), widest)
+
+    def expected(self, row):
+        """Outputs and states after every token of a request, from the loops."""
+        qkv, a, b = self.merged[row].split([self.channels, VALUE_HEADS, VALUE_HEADS], dim=-1)
+        conved = conv_loop(qkv, self.weights["weight"], self.weights["bias"])
+        gates = gdn_gates(a, b, self.weights["A_log"], self.weights["dt_bias"])
+        tokens = Tokens(*split_qkv(conved, self.states), *gates)
+        return slow_delta_rule(torch.zeros(self.states.shape[1:]), tokens)
+
+    def conv_tail(self, row, end):
+        return torch.cat([torch.zeros(TAPS - 1, self.channels), self.merged[row, :end, : self.channels]])[end:].t()
+
+
+@pytest.mark.parametrize(("state_dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 5e-3)])
+def test_classic_decode_equals_the_loop(small_blocks, state_dtype, error):
+    torch.manual_seed(0)
+    layer = Layer([7, 39], 4, state_dtype=state_dtype)
+    expected = [layer.expected(b) for b in range(2)]
+    for t in range(4):
+        out = layer.step([t, t], 1)
+        for b in range(2):
+            assert relative_error(out[b], expected[b][0][t : t + 1]) < error
+            assert relative_error(layer.states[layer.slots[b]], expected[b][1][t]) < error
+
+
+@pytest.mark.parametrize("dims", [(6, 5), (24, 20)])
+def test_classic_decode_to_other_slots(dims):
+    torch.manual_seed(1)
+    layer = Layer([7, 39], 2, dims=dims)
+    layer.step([0, 0], 1)
+    before = layer.conv.clone(), layer.states.clone()
+    layer.step([1, 1], 1, write_slots=int32(8, 3))
+    assert changed_rows(before[0], layer.conv) == changed_rows(before[1], layer.states) == {3, 8}
+    for b, slot in enumerate((8, 3)):
+        assert relative_error(layer.states[slot], layer.expected(b)[1][1]) < 1e-5
+        assert same_bytes(conv_window(layer.conv, int32(slot), int32(2), TAPS)[0], layer.conv_tail(b, 2))
+
+
+@pytest.mark.parametrize("mode", ["intermediate", "replay"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_verify_equals_the_loop_for_each_accepted_length(mode, tokens):
+    torch.manual_seed(tokens)
+    rows, done = [6, 2], [0, 0]
+    width = 2 * tokens + 2
+    layer = Layer([7, 39], 30, ring_width=width)
+    stored = poisoned(8, tokens, *layer.states.shape[1:])
+    expected = [layer.expected(b) for b in range(2)]
+    lengths = list(zip(range(1, tokens + 1), range(tokens, 0, -1), strict=True))
+    for accepted in lengths * 5 if (mode, tokens) == ("replay", 1) else lengths:
+        if mode == "replay":
+            out = layer.replay_step(done, tokens, rows)
+            layer.commit(rows, accepted, tokens)
+        else:
+            out = layer.step(done, tokens, intermediate_states=stored, rows=int32(*rows))
+        for b, count in enumerate(accepted):
+            assert relative_error(out[b], expected[b][0][done[b] : done[b] + tokens]) < 1e-5
+            done[b] += count
+            if mode == "intermediate":
+                layer.states[layer.slots[b]] = stored[rows[b], count - 1]
+                assert relative_error(layer.states[layer.slots[b]], expected[b][1][done[b] - 1]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vectors", "block_v", "block_k", "dims"),
+    [
+        (1, 2, 16, 16, (24, 20)),
+        (1, 2, 16, 32, (24, 20)),
+        (1, 16, 16, 16, (32, 32)),
+        (2, 16, 16, 16, (24, 20)),
+        (8, 16, 32, 32, (20, 24)),
+        (16, 32, 16, 16, (32, 16)),
+    ],
+)
+def test_replay_streams_in_tiles(provider, monkeypatch, tokens, vectors, block_v, block_k, dims):
+    """Several tiles of V and of K, whole or with ragged ends, and vectors one by one or by tensor cores."""
+    if provider != "triton-shuffled":
+        pytest.skip("tiles are the kernel's, and one order is enough")
+    from hybridrt.kernels import gdn_stream_triton
+
+    tile = {"BLOCK_N": vectors, "BLOCK_V": block_v, "BLOCK_K": block_k, "STAGES": 2, "num_warps": 4}
+    monkeypatch.setattr(gdn_stream_triton, "stream_tile", lambda *_: tile)
+    torch.manual_seed(tokens)
+    rows, done, width = [6, 2], [0, 0], max(4, 2 * tokens)
+    layer = Layer([7, 39], 5 * tokens, conv_width=32, ring_width=width, dims=dims)
+    expected = [layer.expected(b) for b in range(2)]
+    for accepted in ([tokens, 1], [(tokens + 1) // 2, tokens], [1, 1], [1, 1]):
+        out = layer.replay_step(done, tokens, rows)
+        layer.commit(rows, accepted, tokens)
+        for b, count in enumerate(accepted):
+            assert relative_error(out[b], expected[b][0][done[b] : done[b] + tokens]) < 1e-5
+            done[b] += count
+
+
+def test_replay_keeps_accuracy_through_strong_and_weak_decays():
+    """Logs of decays from -40 to -1e-4 beside each other: sums of them lose nothing that the later ones need."""
+    torch.manual_seed(0)
+    layer = Layer([7], 16)
+    layer.states[7] = torch.randn(layer.states.shape[1:])
+    layer.weights["A_log"], layer.weights["dt_bias"] = torch.full((VALUE_HEADS,), 2.0), torch.zeros(VALUE_HEADS)
+    layer.merged[0, :, -VALUE_HEADS * 2 : -VALUE_HEADS] = torch.linspace(5.5, -11, 15).repeat(2)[:16, None]
+    qkv, a, b = layer.merged[0].split([layer.channels, VALUE_HEADS, VALUE_HEADS], dim=-1)
+    tokens = Tokens(
+        *split_qkv(conv_loop(qkv, layer.weights["weight"], layer.weights["bias"]), layer.states),
+        *gdn_gates(a, b, layer.weights["A_log"], layer.weights["dt_bias"]),
+    )
+    expected, _ = slow_delta_rule(layer.states[7].clone(), tokens)
+    for t in range(16):
+        out = layer.replay_step([t], 1, [3])
+        layer.length[3] += 1
+        assert relative_error(out[0], expected[t : t + 1]) < 1e-6
+
+
+@pytest.mark.parametrize("mode", ["classic", "intermediate", "replay"])
+def test_padding_rows_leave_no_trace(small_blocks, mode):
+    torch.manual_seed(3)
+    layer = Layer([-1, 7, -1], 4)
+    layer.merged[0::2] = torch.nan
+    stored = poisoned(8, 2, *layer.states.shape[1:])
+    pools = {"conv": layer.conv, "states": layer.states, "stored": stored, **layer.ring}
+    before = {name: pool.clone() for name, pool in pools.items()}
+    if mode == "replay":
+        out = layer.replay_step([0, 0, 0], 2, [0, 4, 3])
+    else:
+        changed = {"intermediate_states": stored, "rows": int32(0, 4, 3)} if mode == "intermediate" else {}
+        out = layer.step([0, 0, 0], 2, **changed)
+    assert not out[0::2].any()
+    assert relative_error(out[1], layer.expected(1)[0][:2]) < 1e-5
+    ring = {4} if mode == "replay" else set()
+    assert {name: changed_rows(before[name], pool) for name, pool in pools.items()} == {
+        "conv": {7},
+        "states": {7} if mode == "classic" else set(),
+        "stored": {4} if mode == "intermediate" else set(),
+        "values": ring,
+        "keys": ring,
+        "gates": ring,
+    }
+
+
+def test_narrow_rings_are_refused():
+    layer = Layer([7], 8, conv_width=4, ring_width=3)
+    with pytest.raises(ConfigError, match="conv ring of 4"):
+        layer.step([0], 2)
+    layer.conv = torch.zeros(40, layer.channels, 8)
+    with pytest.raises(ConfigError, match="3 columns cannot take a step of 4"):
+        layer.replay_step([0], 4, [1])
+    assert not layer.conv.any()

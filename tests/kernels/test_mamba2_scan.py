@@ -1,0 +1,196 @@
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.chunk_plan import plan_chunks
+from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
+from tests.support.levels import sweep
+from tests.support.mamba2_oracle import ScanInputs, changed_rows, close, int32, poisoned, scan_inputs, scan_loop
+
+pytestmark = pytest.mark.usefixtures("provider")
+VECTORS = Path(__file__).parents[1] / "vectors" / "mamba2_chunks.json"
+
+
+def scan(
+    inputs: ScanInputs,
+    states: Tensor,
+    computed: list[int],
+    new: list[int],
+    slots: list[int],
+    *,
+    write_slots: list[int] | None = None,
+    chunk_size: int = 16,
+    **changed: Any,
+) -> Tensor:
+    i = inputs
+    terms: dict[str, Any] = {**i.head_terms(), **changed}
+    return mamba2_chunk_scan(
+        i.x, i.dt, i.A, i.B, i.C, **terms,
+        states=states,
+        read_slots=int32(*slots),
+        write_slots=int32(*(write_slots or slots)),
+        has_initial_state=torch.tensor(computed) > 0,
+        query_start_loc=int32(0, *torch.tensor(new).cumsum(0).tolist()),
+        plan=plan_chunks(computed, new, chunk_size),
+    )  # fmt: skip
+
+
+def test_plan_equals_the_vectors() -> None:
+    case = json.loads(VECTORS.read_text())
+    plan = plan_chunks(case["computed"], case["new"], case["chunk_size"])
+    assert plan.cu_chunk_seqlens.tolist() == case["cu_chunk_seqlens"]
+    assert plan.seq_idx.tolist() == case["seq_idx"]
+    assert plan.last_chunk.tolist() == case["last_chunk"]
+    assert plan.first_chunk.tolist() == [0, 2, 5]
+    assert (plan.max_chunks_per_seq, plan.chunk_size) == (3, 4)
+    assert all(part.dtype == torch.int32 for part in (plan.cu_chunk_seqlens, plan.seq_idx, plan.last_chunk))
+
+
+def test_plan_of_rows_without_tokens() -> None:
+    plan = plan_chunks([5, 8, 0], [0, 4, 0], 4)
+    assert plan.cu_chunk_seqlens.tolist() == [0, 4] and plan.seq_idx.tolist() == [1]
+    assert plan.last_chunk.tolist() == [-1, 0, -1] and plan.first_chunk.tolist() == [0, 0, 0]
+    assert plan_chunks([], [], 4).max_chunks_per_seq == 0
+
+
+@pytest.mark.parametrize(("groups", "chunk_size"), sweep([(1, 16), (2, 16), (4, 7), (2, 256)], 2))
+@pytest.mark.parametrize("separate", [False, True])
+def test_scan_equals_loop(groups: int, chunk_size: int, separate: bool) -> None:
+    torch.manual_seed(groups)
+    computed, new = [0, 5, 16, 0, 40, 3], [1, 63, 2, 100, 0, 17]
+    read = [9, 3, 21, 5, 30, 1]
+    write = [10, 4, 22, 6, 29, 2] if separate else read
+    inputs = scan_inputs(sum(new), groups=groups)
+    states = poisoned(31, 4, 3, 5)
+    for slot, done in zip(read, computed, strict=True):
+        if done:
+            states[slot] = torch.randn(4, 3, 5) * 4
+    before = states.clone()
+    out = scan(inputs, states, computed, new, read, write_slots=write, chunk_size=chunk_size)
+    start = 0
+    for row, (slot, count) in enumerate(zip(read, new, strict=True)):
+        initial = before[slot] if computed[row] else torch.zeros(4, 3, 5)
+        if count:
+            expected, after = scan_loop(inputs[start : start + count], initial)
+            close(out[start : start + count], expected, 1e-5)
+            close(states[write[row]], after[-1], 1e-5)
+        else:
+            close(states[write[row]], initial, 0.0)
+        start += count
+    assert changed_rows(before, states) == set(write) - ({30} if not separate else set())
+
+
+def test_heads_of_several_blocks() -> None:
+    torch.manual_seed(8)
+    inputs = scan_inputs(21, heads=2, dim=70, state=70, groups=1)
+    states = torch.randn(3, 2, 70, 70)
+    expected, after = scan_loop(inputs, states[2])
+    close(scan(inputs, states, [5], [21], [2]), expected, 1e-5)
+    close(states[2], after[-1], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype, provider: str) -> None:
+    if provider != "torch" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies bfloat16 matrices wrongly")
+    torch.manual_seed(0)
+    inputs = scan_inputs(37, dtype=dtype)
+    states = poisoned(4, 4, 3, 5, dtype=dtype)
+    states[2] = torch.randn(4, 3, 5).to(dtype)
+    expected, after = scan_loop(inputs, states[2])
+    out = scan(inputs, states, [8], [37], [2])
+    assert out.dtype == dtype
+    close(out, expected, 1e-2)
+    close(states[2], after[-1], 1e-2)
+
+
+@pytest.mark.parametrize("split", sweep([1, 7, 16, 23, 31, 32, 49], 3))
+def test_two_steps_equal_one(split: int) -> None:
+    torch.manual_seed(1)
+    inputs = scan_inputs(50)
+    whole, parts = poisoned(3, 4, 3, 5), poisoned(3, 4, 3, 5)
+    expected = scan(inputs, whole, [0], [50], [1])
+    first = scan(inputs[:split], parts, [0], [split], [1])
+    second = scan(inputs[split:], parts, [split], [50 - split], [1])
+    close(torch.cat([first, second]), expected, 2e-6)
+    close(parts[1], whole[1], 2e-6)
+
+
+def test_snapshots_hold_the_state_after_a_chunk() -> None:
+    torch.manual_seed(6)
+    inputs = scan_inputs(40)
+    states = poisoned(9, 4, 3, 5)
+    states[1] = torch.randn(4, 3, 5)
+    before = states.clone()
+    # Chunks of 16 end at positions 15, 31 and 34 of the first request, at 9 of the second.
+    plain = scan(inputs, states.clone(), [5, 0], [30, 10], [1, 2])
+    out = scan(inputs, states, [5, 0], [30, 10], [1, 2], snapshot_slots=int32(-1, 7, -1, 4))
+    close(out, plain, 0.0)
+    close(states[7], scan_loop(inputs[:27], before[1])[1][-1], 1e-5)
+    close(states[4], scan_loop(inputs[30:], torch.zeros(4, 3, 5))[1][-1], 1e-5)
+    assert changed_rows(before, states) == {1, 2, 4, 7}
+
+
+def test_neighbours_change_nothing() -> None:
+    torch.manual_seed(2)
+    inputs = scan_inputs(60)
+    together, alone = poisoned(4, 4, 3, 5), poisoned(4, 4, 3, 5)
+    out = scan(inputs, together, [0, 0, 0], [20, 33, 7], [1, 2, 3])
+    middle = scan(inputs[20:53], alone, [0], [33], [2])
+    close(out[20:53], middle, 1e-6)
+    close(together[2], alone[2], 1e-6)
+
+
+@pytest.mark.parametrize("changed", [{"D": None}, {"z": None}, {"dt_limit": (0.1, 0.4)}])
+def test_optional_terms(changed: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    inputs = scan_inputs(21)
+    states = poisoned(3, 4, 3, 5)
+    limit = (0.1, 0.4) if "dt_limit" in changed else (0.0, math.inf)
+    expected, after = scan_loop(inputs, torch.zeros(4, 3, 5), limit, "D" not in changed, "z" not in changed)
+    close(scan(inputs, states, [0], [21], [2], **changed), expected, 1e-5)
+    close(states[2], after[-1], 1e-5)
+
+
+def test_without_dt_bias() -> None:
+    torch.manual_seed(4)
+    inputs = scan_inputs(9)
+    inputs.dt_bias = torch.zeros(4)
+    expected, _ = scan_loop(inputs, torch.zeros(4, 3, 5))
+    close(scan(inputs, poisoned(3, 4, 3, 5), [0], [9], [2], dt_bias=None), expected, 1e-5)
+
+
+def test_padding_rows_and_spare_tokens_leave_no_trace() -> None:
+    torch.manual_seed(5)
+    inputs = scan_inputs(25)
+    for part in (inputs.x, inputs.dt, inputs.B, inputs.C, inputs.z):
+        part[8:12] = math.nan
+        part[20:] = math.nan
+    states = poisoned(6, 4, 3, 5)
+    before = states.clone()
+    out = scan(inputs, states, [0, 0, 0], [8, 4, 8], [5, -1, 2])
+    assert not out[8:12].any() and not out[20:].any()
+    close(out[12:20], scan_loop(inputs[12:20], torch.zeros(4, 3, 5))[0], 1e-5)
+    assert changed_rows(before, states) == {2, 5}
+
+
+def test_the_result_goes_where_it_is_wanted() -> None:
+    torch.manual_seed(6)
+    inputs, states = scan_inputs(25), poisoned(6, 4, 3, 5)
+    wide = torch.full((25, 2 + 4 * 3 + 1), math.nan)
+    place = wide[:, 2:14].unflatten(1, (4, 3))
+    out = scan(inputs, states, [0, 0], [15, 10], [5, 2], out=place)
+    assert out.data_ptr() == place.data_ptr() and int(wide.isnan().sum()) == 25 * 3
+    close(place[:15], scan_loop(inputs[:15], torch.zeros(4, 3, 5))[0], 1e-5)
+
+
+def test_without_tokens() -> None:
+    states = poisoned(3, 4, 3, 5)
+    before = states.clone()
+    assert scan(scan_inputs(0), states, [], [], []).shape == (0, 4, 3)
+    assert not changed_rows(before, states)

@@ -1,0 +1,172 @@
+import pytest
+import torch
+
+from hybridrt.kernels.moe import fused_experts, router_sigmoid_grouped, router_softmax
+from tests.support.levels import sweep
+
+pytestmark = pytest.mark.usefixtures("provider")
+DTYPES = [torch.float32, torch.float16]
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_router_softmax(renormalize):
+    torch.manual_seed(0)
+    logits = torch.randn(5, 7)
+    weights, ids = router_softmax(logits, 3, renormalize)
+    assert weights.dtype == torch.float32 and ids.dtype == torch.int32
+    for t in range(5):
+        probabilities = [float(logits[t, e].exp() / logits[t].exp().sum()) for e in range(7)]
+        best = sorted(range(7), key=lambda e: -probabilities[e])[:3]
+        total = sum(probabilities[e] for e in best) if renormalize else 1.0
+        assert ids[t].tolist() == best
+        torch.testing.assert_close(weights[t], torch.tensor([probabilities[e] / total for e in best]))
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_shared_experts_follow_the_chosen_ones(shared):
+    torch.manual_seed(0)
+    merged = torch.randn(5, 16)
+    weights, ids = router_softmax(merged[:, :7], 3, True, merged[:, 7], shared)
+    routed = router_softmax(merged[:, :7], 3, True)
+    assert torch.equal(weights[:, :3], routed[0]) and torch.equal(ids[:, :3], routed[1])
+    torch.testing.assert_close(weights[:, 3:], torch.sigmoid(merged[:, 7:8]).expand(-1, shared))
+    assert ids[:, 3:].tolist() == [list(range(7, 7 + shared))] * 5 and ids.dtype == torch.int32
+
+
+def test_of_equal_scores_the_first_are_chosen(provider):
+    if provider == "torch":
+        pytest.skip("torch.topk names no order")
+    weights, ids = router_softmax(torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0]]).half(), 3, False)
+    assert ids.tolist() == [[1, 3, 0]] and weights[0, 0] == weights[0, 1] > weights[0, 2] > 0
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("n_group", "topk_group"), [(1, 1), (4, 2)])
+def test_router_sigmoid_grouped(renormalize, n_group, topk_group):
+    torch.manual_seed(0)
+    logits, bias = torch.randn(40, 12), torch.randn(12) * 0.3
+    weights, ids = router_sigmoid_grouped(logits, bias, 3, n_group, topk_group, renormalize, 2.5)
+    size = 12 // n_group
+    for t in range(40):
+        scores = [float(torch.sigmoid(logits[t, e])) for e in range(12)]
+        biased = [score + float(b) for score, b in zip(scores, bias, strict=True)]
+        strength = [sum(sorted(biased[g * size : (g + 1) * size])[-2:]) for g in range(n_group)]
+        groups = sorted(range(n_group), key=lambda g: -strength[g])[:topk_group]
+        best = sorted((e for g in groups for e in range(g * size, (g + 1) * size)), key=lambda e: -biased[e])[:3]
+        total = sum(scores[e] for e in best) if renormalize else 1.0
+        assert ids[t].tolist() == best
+        torch.testing.assert_close(weights[t], torch.tensor([2.5 * scores[e] / total for e in best]))
+
+
+@pytest.mark.parametrize("tokens_per_row", [1, 3])
+def test_padding_rows_go_to_no_expert(tokens_per_row):
+    torch.manual_seed(0)
+    rows = torch.tensor([7, 0, 2, 0], dtype=torch.int32)
+    padding = (rows == 0).repeat_interleave(tokens_per_row)
+    logits, bias, gate = torch.randn(4 * tokens_per_row, 12), torch.randn(12), torch.randn(4 * tokens_per_row)
+    for route in (
+        lambda rows: router_softmax(logits, 3, True, gate, 1, rows),
+        lambda rows: router_sigmoid_grouped(logits, bias, 3, 4, 2, True, 2.5, rows),
+    ):
+        (weights, ids), plain = route(rows), route(None)
+        assert (ids[padding] == -1).all() and (weights[padding] == 0).all()
+        assert torch.equal(ids[~padding], plain[1][~padding]) and torch.equal(weights[~padding], plain[0][~padding])
+
+
+@pytest.mark.parametrize("experts", [40, 10])
+def test_experts_of_padding_are_not_read(provider, experts):
+    """Gathered by pair, or grouped by expert: what padding alone would have chosen may be NaN, and real rows get the
+    same bits with padding among them as with rows that go somewhere."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(6, 16), torch.rand(6, 3)
+    ids = torch.stack([torch.randperm(experts - 3)[:3] for _ in range(6)]).int()
+    ids[4:] = torch.arange(experts - 3, experts, dtype=torch.int32)
+    w_up, w_down = torch.randn(experts, 24, 16) * 0.3, torch.randn(experts, 16, 12) * 0.3
+    everywhere = fused_experts(x, w_up, w_down, weights, ids, activation="silu", gated=True)
+    w_up[experts - 3 :] = w_down[experts - 3 :] = float("nan")
+    ids[4:] = -1
+    out = fused_experts(x, w_up, w_down, weights, ids, activation="silu", gated=True)
+    assert torch.equal(out[:4], everywhere[:4]) and (out[4:] == 0).all()
+
+
+def slow_experts(x, w_up, w_down, weights, ids, activation, gated):
+    act = {"silu": torch.nn.functional.silu, "relu2": lambda h: h.clamp(min=0) ** 2}[activation]
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for t in range(x.shape[0]):
+        for weight, expert in zip(weights[t].tolist(), ids[t].tolist(), strict=True):
+            if expert >= 0:
+                hidden = w_up[expert].double() @ x[t].double()
+                inner = w_down.shape[2]
+                hidden = act(hidden[:inner]) * hidden[inner:] if gated else act(hidden)
+                out[t] += weight * (w_down[expert].double() @ hidden)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", sweep([1, 9, 40], 2))
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2", False), ("silu", False), ("relu2", True)])
+def test_experts_with_padding_and_experts_that_nobody_chose(dtype, tokens, activation, gated):
+    torch.manual_seed(0)
+    experts, width, inner = 6, 10, 5
+    x = torch.randn(tokens, 2 * width).to(dtype)[:, width:]
+    w_up = (torch.randn(experts, (1 + gated) * inner, width) * 0.3).to(dtype)
+    w_down = (torch.randn(experts, width, inner) * 0.3).to(dtype)
+    weights, ids = router_softmax(torch.randn(tokens, experts - 2), 3, True)
+    ids[tokens // 2, 1:] = -1
+    out = fused_experts(x, w_up, w_down, weights, ids, activation=activation, gated=gated)
+    expected = slow_experts(x, w_up, w_down, weights, ids, activation, gated)
+    assert out.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+    ids[tokens // 2] = -1
+    out = fused_experts(x, w_up, w_down, weights, ids, activation=activation, gated=gated)
+    assert torch.equal(out[tokens // 2], torch.zeros(width, dtype=dtype))
+
+
+def test_a_token_s_result_does_not_depend_on_its_neighbours():
+    torch.manual_seed(0)
+    x, w_up, w_down = torch.randn(8, 16), torch.randn(4, 24, 16) * 0.3, torch.randn(4, 16, 12) * 0.3
+    weights, ids = router_softmax(torch.randn(8, 4), 2, True)
+    together = fused_experts(x, w_up, w_down, weights, ids, activation="silu", gated=True)
+    for t in range(8):
+        row = slice(t, t + 1)
+        alone = fused_experts(x[row], w_up, w_down, weights[row], ids[row], activation="silu", gated=True)
+        torch.testing.assert_close(alone, together[row])
+
+
+@pytest.mark.parametrize("compared", [True, False])
+@pytest.mark.parametrize(("tokens", "experts"), [(40, 6), (9, 40), (70, 2), (300, 5)])
+def test_pairs_are_laid_out_by_expert_in_blocks(provider, monkeypatch, compared, tokens, experts):
+    """By comparing all with all, or by a sort: block after block of one expert, in the order of the pairs."""
+    if provider == "torch" or (provider == "triton-shuffled" and not compared):
+        pytest.skip("one path, no programs")
+    from hybridrt.kernels import moe_triton
+
+    monkeypatch.setattr(moe_triton, "COMPARED_PAIRS", tokens * 3 if compared else 0)
+    torch.manual_seed(tokens)
+    ids = torch.randint(0, experts - 1, (tokens, 3), dtype=torch.int32)  # nobody chose the last
+    ids[torch.rand(tokens, 3) < 0.1] = -1
+    blocks = moe_triton._lay_out(ids, experts)
+    wanted = []
+    for expert in range(experts):
+        own = [p for p, e in enumerate(ids.flatten().tolist()) if e == expert]
+        for first in range(0, len(own), blocks.size):
+            held = own[first : first + blocks.size]
+            wanted.append((expert, held + [tokens * 3] * (blocks.size - len(held))))
+    found = blocks.experts.tolist()
+    assert found == [expert for expert, _ in wanted] + [experts] * (len(found) - len(wanted))
+    for i, (_, held) in enumerate(wanted):
+        assert blocks.pairs[i * blocks.size : (i + 1) * blocks.size].tolist() == held
+
+
+def test_no_tokens():
+    out = fused_experts(
+        torch.empty(0, 4),
+        torch.randn(2, 6, 4),
+        torch.randn(2, 4, 3),
+        torch.empty(0, 2),
+        torch.empty(0, 2, dtype=torch.int32),
+        activation="silu",
+        gated=True,
+    )
+    assert out.shape == (0, 4)

@@ -1,0 +1,370 @@
+"""Paged attention against a loop over tokens and heads that follows the definition of softmax attention."""
+
+import pytest
+import torch
+
+from hybridrt.errors import ConfigError
+from hybridrt.kernels.paged_attention import attention_decode, attention_extend, write_kv
+from tests.support.levels import sweep
+
+pytestmark = pytest.mark.usefixtures("provider")
+PAGE, HEAD_DIM, MAX_CONTEXT = 4, 8, 24
+SCALE = 0.3
+
+
+class Cache:
+    """Requests of the given lengths in scattered pages; every slot without a token of theirs is NaN, scratch too."""
+
+    def __init__(self, lengths, kv_heads=2, dtype=torch.float32, max_context=MAX_CONTEXT):
+        pages = 1 + max_context // PAGE * len(lengths) + 3
+        self.k, self.v = (torch.full((pages, PAGE, kv_heads, HEAD_DIM), torch.nan, dtype=dtype) for _ in range(2))
+        self.table = torch.zeros(len(lengths) + 3, max_context, dtype=torch.int32)
+        self.rows = torch.randperm(len(lengths) + 2)[: len(lengths)].int() + 1
+        self.keys, self.values = [], []
+        free = iter((torch.randperm(pages - 1) + 1).tolist())
+        for row, length in zip(self.rows.tolist(), lengths, strict=True):
+            # The whole width is filled, as after a longer previous tenant.
+            for start in range(0, max_context, PAGE):
+                page = next(free) if start < length else pages - 1
+                self.table[row, start : start + PAGE] = torch.arange(page * PAGE, page * PAGE + PAGE)
+            k, v = torch.randn(2, length, kv_heads, HEAD_DIM).to(dtype)
+            write_kv(k, v, self.k, self.v, self.table[row, :length])
+            self.keys.append(k.double())
+            self.values.append(v.double())
+
+
+def slow_attention(query, keys, values, visible):
+    """query [Hq, D], keys and values [L, Hkv, D], visible: positions. Returns [Hq, D]."""
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    for head in range(query.shape[0]):
+        kv_head = head // (query.shape[0] // keys.shape[1])
+        scores = torch.stack([keys[i, kv_head] @ query[head].double() for i in visible]) * SCALE
+        weights = (scores - scores.max()).exp()
+        out[head] = sum(w * values[i, kv_head] for w, i in zip(weights / weights.sum(), visible, strict=True))
+    return out
+
+
+def window(position, sliding_window):
+    return range(max(0, position - sliding_window + 1) if sliding_window else 0, position + 1)
+
+
+def close(got, want, dtype=torch.float32):
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), want, rtol=8 * eps, atol=8 * eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("sliding_window", [None, 1, 5])
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(2, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_decode_of_ragged_rows(dtype, sliding_window, query_heads, kv_heads, tokens):
+    torch.manual_seed(0)
+    lengths = [9, 3, 20, 4]
+    cache = Cache(lengths, kv_heads, dtype)
+    merged = torch.randn(len(lengths) + 1, tokens, query_heads + 3, HEAD_DIM).to(dtype)
+    q = merged[:, :, 1 : 1 + query_heads]
+    rows, seq_lens = torch.cat((cache.rows, torch.zeros(1).int())), torch.tensor([*lengths, 0], dtype=torch.int32)
+    out = attention_decode(
+        q, cache.k, cache.v, cache.table, rows, seq_lens, scale=SCALE, sliding_window=sliding_window, max_len=20
+    )
+    assert out.dtype == dtype and torch.equal(out[-1], torch.zeros_like(out[-1]))
+    for b, length in enumerate(lengths):
+        for t in range(tokens):
+            visible = window(length - tokens + t, sliding_window)
+            close(out[b, t], slow_attention(q[b, t], cache.keys[b], cache.values[b], visible), dtype)
+
+
+def test_decode_reads_the_table_s_width_without_a_bound():
+    torch.manual_seed(0)
+    cache = Cache([7, 24])
+    q, seq_lens = torch.randn(2, 1, 4, HEAD_DIM), torch.tensor([7, 24])
+    bounded = attention_decode(q, cache.k, cache.v, cache.table, cache.rows, seq_lens, scale=SCALE, max_len=24)
+    close(attention_decode(q, cache.k, cache.v, cache.table, cache.rows, seq_lens, scale=SCALE), bounded.double())
+
+
+@pytest.mark.parametrize(("tokens", "context"), [(1, MAX_CONTEXT), (3, MAX_CONTEXT), (2, 400)])
+def test_decode_leaves_its_result_where_it_is_told(tokens, context):
+    """Beside other columns, which stay; with contexts that programs share and with such as one walks alone."""
+    torch.manual_seed(0)
+    cache = Cache([9, min(300, context)], max_context=context)
+    q, seq_lens = torch.randn(2, tokens, 4, HEAD_DIM), torch.tensor([9, min(300, context)])
+    wide = torch.full((2 * tokens, 4 * HEAD_DIM + 5), torch.nan)
+    place = wide[:, 5:].view(2, tokens, 4, HEAD_DIM)
+    arguments = (q, cache.k, cache.v, cache.table, cache.rows, seq_lens)
+    left = attention_decode(*arguments, scale=SCALE, out=place)
+    assert left.data_ptr() == place.data_ptr() and wide[:, :5].isnan().all()
+    assert torch.equal(place, attention_decode(*arguments, scale=SCALE))
+
+
+@pytest.mark.parametrize("sliding_window", [None, 5])
+@pytest.mark.parametrize("tree", [False, True])
+def test_keys_of_padding_drafts_are_not_read(tree, sliding_window):
+    """Where they would stand, a row has another's keys or none: NaN here."""
+    torch.manual_seed(0)
+    cache, tokens, drafts = Cache([9, 4, 5]), 4, [0, 2, 3]
+    q = torch.randn(3, tokens, 4, HEAD_DIM)
+    seq_lens = torch.tensor([length + tokens - 1 - n for length, n in zip([9, 4, 5], drafts, strict=True)])
+    mask = torch.ones(3, tokens, tokens, dtype=torch.bool).tril() if tree else None
+    out = attention_decode(
+        q, cache.k, cache.v, cache.table, cache.rows, seq_lens.int(), scale=SCALE, sliding_window=sliding_window,
+        tree_mask=mask, num_drafts=torch.tensor(drafts, dtype=torch.int32),
+    )  # fmt: skip
+    assert out.isfinite().all()
+    for b, (length, n) in enumerate(zip([9, 4, 5], drafts, strict=True)):
+        for t in range(n + 1):
+            visible = window(length - n - 1 + t, sliding_window)
+            close(out[b, t], slow_attention(q[b, t], cache.keys[b], cache.values[b], visible))
+
+
+def test_padding_is_not_written():
+    cache = Cache([5])
+    before = cache.k.clone(), cache.v.clone()
+    k, v = torch.randn(2, 3, 2, HEAD_DIM)
+    k[[0, 2]], v[[0, 2]] = torch.inf, torch.inf
+    slot = int(cache.table[cache.rows[0], 2])
+    write_kv(k, v, cache.k, cache.v, torch.tensor([0, slot, 0], dtype=torch.int32))
+    for now, old, new in zip((cache.k, cache.v), before, (k, v), strict=True):
+        assert torch.equal(now.view(-1, 2, HEAD_DIM)[slot], new[1])
+        now.view(-1, 2, HEAD_DIM)[slot] = old.view(-1, 2, HEAD_DIM)[slot]
+        assert torch.equal(now.nan_to_num(), old.nan_to_num()) and not now.isinf().any()
+
+
+def test_places_that_one_distance_does_not_describe_are_refused():
+    from hybridrt.kernels.paged_attention_triton import attention_decode_triton
+
+    cache, q, seq_lens = Cache([9, 7]), torch.randn(2, 2, 4, HEAD_DIM), torch.tensor([9, 7])
+    arguments = (q, cache.k, cache.v, cache.table, cache.rows, seq_lens)
+    for place in (torch.zeros(2, 3, 4, HEAD_DIM)[:, :2], torch.zeros(2, 2, 4, HEAD_DIM + 1)[..., 1:]):
+        with pytest.raises(ConfigError, match="contiguous"):
+            attention_decode_triton(*arguments, scale=SCALE, out=place)
+        assert not place.any()
+
+
+@pytest.mark.parametrize("sliding_window", [None, 2])
+def test_a_tree_s_nodes_see_the_prefix_and_their_ancestors(sliding_window):
+    torch.manual_seed(0)
+    parents = [-1, 0, 0, 2, 3, -1]  # the last one is a second root
+    ancestors = []
+    for t, parent in enumerate(parents):
+        ancestors.append([*(ancestors[parent] if parent >= 0 else []), t])
+    lengths = [6, 13]
+    cache = Cache(lengths)
+    mask = torch.zeros(2, 6, 6, dtype=torch.bool)
+    for t, seen in enumerate(ancestors):
+        mask[:, t, seen] = True
+    q = torch.randn(2, 6, 4, HEAD_DIM)
+    out = attention_decode(
+        q,
+        cache.k,
+        cache.v,
+        cache.table,
+        cache.rows,
+        torch.tensor(lengths),
+        scale=SCALE,
+        tree_mask=mask,
+        sliding_window=sliding_window,
+    )
+    for b, length in enumerate(lengths):
+        prefix = length - 6
+        for t, seen in enumerate(ancestors):
+            path = [*range(prefix), *(prefix + node for node in seen)]
+            visible = path[-sliding_window:] if sliding_window else path
+            close(out[b, t], slow_attention(q[b, t], cache.keys[b], cache.values[b], visible))
+
+
+def test_a_chain_is_the_tree_whose_mask_is_triangular():
+    torch.manual_seed(0)
+    cache = Cache([6, 11])
+    q, seq_lens = torch.randn(2, 3, 4, HEAD_DIM), torch.tensor([6, 11])
+    arguments = (q, cache.k, cache.v, cache.table, cache.rows, seq_lens)
+    mask = torch.ones(2, 3, 3, dtype=torch.bool).tril()
+    for sliding_window in (None, 4):
+        chain = attention_decode(*arguments, scale=SCALE, sliding_window=sliding_window)
+        tree = attention_decode(*arguments, scale=SCALE, sliding_window=sliding_window, tree_mask=mask)
+        assert torch.equal(chain, tree)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles so small that short contexts take many of them, and a group of query heads more than one."""
+    from hybridrt.kernels import paged_attention_triton, prefill_attention_triton
+
+    for module in (paged_attention_triton, prefill_attention_triton):
+        for name in ("BLOCK_N", "BLOCK_M"):
+            monkeypatch.setattr(module, name, 16)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 20])
+@pytest.mark.parametrize(("multiprocessors", "long"), sweep([(1, 4096), (1, 32), (12, 128), (100, 4096)], 2))
+def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, sliding_window, multiprocessors, long):
+    """A device that is full or not, contexts that are long for it or not."""
+    from hybridrt.kernels import paged_attention_triton
+
+    monkeypatch.setattr(paged_attention_triton, "LONG_CONTEXT", long)
+    monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: multiprocessors)
+    torch.manual_seed(0)
+    lengths, tokens = [70, 6, 33], 5
+    cache = Cache(lengths, max_context=96)
+    q = torch.randn(len(lengths) + 1, tokens, 8, HEAD_DIM)
+    rows, seq_lens = torch.cat((cache.rows, torch.zeros(1).int())), torch.tensor([*lengths, 0])
+    mask = torch.ones(len(q), tokens, tokens, dtype=torch.bool).tril()
+    mask[:, 3, 1:3] = False  # node 3 is another child of the root
+    arguments = (q, cache.k, cache.v, cache.table, rows, seq_lens)
+    out = attention_decode(*arguments, scale=SCALE, sliding_window=sliding_window, tree_mask=mask)
+    assert torch.equal(out[-1], torch.zeros_like(out[-1]))
+    again = attention_decode(*arguments, scale=SCALE, sliding_window=sliding_window, tree_mask=mask)
+    assert torch.equal(again, out), "the order in which programs arrive changes nothing, and they count from zero"
+    for b, length in enumerate(lengths):
+        for t in range(tokens):
+            path = [*range(length - tokens), *(length - tokens + node for node in range(tokens) if mask[b, t, node])]
+            visible = path[-sliding_window:] if sliding_window else path
+            close(out[b, t], slow_attention(q[b, t], cache.keys[b], cache.values[b], visible))
+
+
+@pytest.fixture
+def gathering(monkeypatch):
+    """Chunks of any length copy their keys and values together first, where the dtype allows it."""
+    from hybridrt.kernels import prefill_attention_triton
+
+    monkeypatch.setattr(prefill_attention_triton, "GATHER_FROM", 0)
+
+
+def extend(q, cache, query_lens, seq_lens, sliding_window=None, out=None):
+    return attention_extend(
+        q, cache.k, cache.v, cache.table, cache.rows, torch.tensor([0, *query_lens]).cumsum(0).int(),
+        torch.tensor(seq_lens, dtype=torch.int32), scale=SCALE, sliding_window=sliding_window, query_lens=query_lens,
+        seq_lens_host=seq_lens, out=out,
+    )  # fmt: skip
+
+
+def check_extended(out, q, cache, query_lens, seq_lens, sliding_window=None):
+    token = 0
+    for b, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
+        for i in range(query_len):
+            visible = window(seq_len - query_len + i, sliding_window)
+            close(out[token], slow_attention(q[token], cache.keys[b], cache.values[b], visible), q.dtype)
+            token += 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("sliding_window", [None, 20])
+def test_extend_over_many_tiles(small_tiles, gathering, sliding_window, dtype):
+    torch.manual_seed(0)
+    seq_lens, query_lens = [71, 37, 20], [9, 37, 2]  # a tile whose first query is the last but one of a block of keys
+    cache, q = Cache(seq_lens, dtype=dtype, max_context=96), torch.randn(sum(query_lens), 6, HEAD_DIM).to(dtype)
+    out = extend(q, cache, query_lens, seq_lens, sliding_window)
+    check_extended(out, q, cache, query_lens, seq_lens, sliding_window)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 3])
+def test_gathered_keys_of_many_rows(gathering, sliding_window):
+    """More rows than are added up at a time, some without a new token."""
+    torch.manual_seed(0)
+    query_lens = [1 + i % 2 for i in range(66)] + [0, 2]
+    seq_lens = [n + i % 7 for i, n in enumerate(query_lens)]
+    cache, q = Cache(seq_lens, 1, torch.float16), torch.randn(sum(query_lens), 2, HEAD_DIM).half()
+    out = extend(q, cache, query_lens, seq_lens, sliding_window)
+    check_extended(out, q, cache, query_lens, seq_lens, sliding_window)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 20])
+def test_gathered_keys_give_the_bits_of_pages(small_tiles, monkeypatch, sliding_window):
+    """Who else is in the batch decides which way a chunk goes, and may not change its tokens."""
+    from hybridrt.kernels import prefill_attention_triton
+
+    torch.manual_seed(0)
+    seq_lens, query_lens = [70, 37], [30, 37]
+    cache, q = Cache(seq_lens, dtype=torch.float16, max_context=96), torch.randn(67, 6, HEAD_DIM).half()
+    pages = extend(q, cache, query_lens, seq_lens, sliding_window)
+    monkeypatch.setattr(prefill_attention_triton, "GATHER_FROM", 0)
+    assert torch.equal(extend(q, cache, query_lens, seq_lens, sliding_window), pages)
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_a_copy_of_keys_that_is_too_large_is_not_made(provider, gathering, monkeypatch, spare):
+    """Keys and values of two heads, 130 tokens in tiles of 64, 16 numbers of 2 bytes each."""
+    from hybridrt.kernels import prefill_attention_triton
+
+    torch.manual_seed(0)
+    copies, gather = [], prefill_attention_triton._gather
+    monkeypatch.setattr(prefill_attention_triton, "GATHER_MOST", 2 * 2 * 192 * 16 * 2 + spare)
+    monkeypatch.setattr(prefill_attention_triton, "_gather", lambda *args: copies.append(args) or gather(*args))
+    cache, q = Cache([130], dtype=torch.float16, max_context=144), torch.randn(3, 4, HEAD_DIM).half()
+    check_extended(extend(q, cache, [3], [130]), q, cache, [3], [130])
+    assert len(copies) == (provider != "torch" and spare == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("sliding_window", [None, 5, 100])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_extend_of_ragged_chunks_with_and_without_prefix(dtype, sliding_window, kv_heads):
+    torch.manual_seed(0)
+    seq_lens, query_lens = [9, 17, 5, 8, 4], [9, 6, 1, 0, 4]
+    cache, total = Cache(seq_lens, kv_heads, dtype), sum(query_lens)
+    q = torch.randn(total + 2, 4, HEAD_DIM + 3).to(dtype)[..., :HEAD_DIM]
+    out = extend(q, cache, query_lens, seq_lens, sliding_window)
+    assert out.dtype == dtype and torch.equal(out[total:], torch.zeros_like(out[total:]))
+    check_extended(out, q, cache, query_lens, seq_lens, sliding_window)
+    wide = torch.full((total + 2, 3 + 4 * HEAD_DIM + 1), torch.nan, dtype=dtype)
+    place = wide[:, 3:-1].unflatten(1, (4, HEAD_DIM))
+    assert extend(q, cache, query_lens, seq_lens, sliding_window, place).data_ptr() == place.data_ptr()
+    assert torch.equal(place, out) and int(wide.isnan().sum()) == 4 * (total + 2)
+
+
+def forget(cache, kept):
+    """What lies before position kept[b] of row b is lost: its table entries lead nowhere, its pages to NaN."""
+    for row, first in zip(cache.rows.tolist(), kept, strict=True):
+        for k_or_v in (cache.k, cache.v):
+            k_or_v.view(-1, *k_or_v.shape[2:])[cache.table[row, :first].long()] = torch.nan
+        cache.table[row, :first] = -(2**30)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_decode_reads_nothing_before_the_window(small_tiles, tree):
+    torch.manual_seed(0)
+    lengths, tokens, sliding_window = [70, 6, 33], 3, 20
+    q = torch.randn(len(lengths), tokens, 4, HEAD_DIM)
+    mask = torch.ones(3, tokens, tokens, dtype=torch.bool).tril() if tree else None
+    cache, seq_lens = Cache(lengths, max_context=96), torch.tensor(lengths)
+
+    def decode():
+        arguments = (q, cache.k, cache.v, cache.table, cache.rows, seq_lens)
+        return attention_decode(*arguments, scale=SCALE, sliding_window=sliding_window, tree_mask=mask)
+
+    whole = decode()
+    forget(cache, [max(n - tokens - sliding_window + 1, 0) for n in lengths])
+    assert torch.equal(decode(), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_extend_reads_nothing_before_the_window(small_tiles, gathering, dtype):
+    torch.manual_seed(0)
+    seq_lens, query_lens, sliding_window = [60, 33, 7], [40, 1, 7], 11
+    q, cache = torch.randn(sum(query_lens), 4, HEAD_DIM).to(dtype), Cache(seq_lens, dtype=dtype, max_context=96)
+    whole = extend(q, cache, query_lens, seq_lens, sliding_window)
+    forget(cache, [max(n - new - sliding_window + 1, 0) for n, new in zip(seq_lens, query_lens, strict=True)])
+    assert torch.equal(extend(q, cache, query_lens, seq_lens, sliding_window), whole)
+
+
+def test_chunks_equal_the_whole():
+    torch.manual_seed(0)
+    cache = Cache([19])
+    q = torch.randn(19, 4, HEAD_DIM)
+
+    whole = extend(q, cache, [19], [19])
+    chunks = [extend(q[a:b], cache, [b - a], [b]) for a, b in ((0, 1), (1, 12), (12, 19))]
+    torch.testing.assert_close(torch.cat(chunks), whole)
+    last = attention_decode(
+        q[None, -1:], cache.k, cache.v, cache.table, cache.rows, torch.tensor([19]), scale=SCALE, max_len=19
+    )
+    torch.testing.assert_close(last[0, 0], whole[-1])
+
+
+def test_write_kv_touches_its_slots_alone():
+    k_cache, v_cache = (torch.full((5, PAGE, 2, HEAD_DIM), torch.nan) for _ in range(2))
+    merged = torch.randn(3, 6, HEAD_DIM)
+    slots = torch.tensor([6, 19, 4], dtype=torch.int32)
+    write_kv(merged[:, :2], merged[:, 4:], k_cache, v_cache, slots)
+    assert torch.equal(k_cache.view(-1, 2, HEAD_DIM)[slots], merged[:, :2])
+    assert torch.equal(v_cache.view(-1, 2, HEAD_DIM)[slots], merged[:, 4:])
+    assert int(k_cache.isnan().sum()) == int(v_cache.isnan().sum()) == (20 - 3) * 2 * HEAD_DIM

@@ -1,0 +1,231 @@
+"""The memory plan: it spends a budget and no more, counts what is allocated, and its errors say what works."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hybridrt.config import SpeculativeConfig
+from hybridrt.errors import MemoryBudgetError
+from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts, plan_memory
+from hybridrt.mem_cache.page_demand import PageDemand
+from hybridrt.runtime.build import weight_bytes
+from hybridrt.speculative.draft_model import DraftModelDrafter
+from hybridrt.speculative.head import HeadRunner
+from tests.support.checkpoints import VOCAB, CheckpointStore
+from tests.support.mtp_oracle import HEADS, write_with_head
+from tests.support.session import Session, budget
+
+demands = st.builds(
+    PageDemand, st.sampled_from([1, 4, 16]), st.none() | st.integers(1, 100), st.integers(1, 90), st.integers(1, 5)
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> dict[str, Any]:
+    """Arguments of plan_memory, budgets from hopeless to ample."""
+    costs = UnitCosts(
+        slot=draw(st.integers(1, 5000)), row=draw(st.integers(1, 2000)), page=draw(st.integers(0, 800)),
+        fixed=draw(st.sampled_from([0, 77])), transfer=draw(st.sampled_from([0, 33])),
+    )  # fmt: skip
+    limit = draw(st.integers(1, 400))
+    return {
+        "budget_bytes": draw(st.integers(0, 200_000)),
+        "costs": costs,
+        "demand": draw(demands),
+        "max_running_requests": draw(st.none() | st.integers(1, 40)),
+        "default_rows": draw(st.integers(1, 40)),
+        "max_model_len": draw(st.none() | st.integers(1, limit)),
+        "model_limit": limit,
+        "recurrent": draw(st.booleans()),
+        "cache_slots": draw(st.sampled_from([0, 0, 1, 7])),
+    }
+
+
+def attempt(arguments: dict[str, Any]) -> MemoryPlan | str:
+    try:
+        return plan_memory(**arguments)
+    except MemoryBudgetError as error:
+        return str(error)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(arguments=plans())
+def test_a_plan_keeps_its_promises(arguments: dict[str, Any]) -> None:
+    plan = attempt(arguments)
+    assume(isinstance(plan, MemoryPlan))
+    assert isinstance(plan, MemoryPlan)
+    assert plan.pool_bytes <= plan.budget_bytes == arguments["budget_bytes"]
+    assert plan.num_rows == (arguments["max_running_requests"] or plan.num_rows) >= 1
+    assert plan.cache_slots == (arguments["cache_slots"] if arguments["recurrent"] else 0)
+    assert plan.num_slots == (plan.num_rows + plan.cache_slots if arguments["recurrent"] else 0)
+    assert 1 <= plan.max_model_len <= arguments["model_limit"]
+    assert plan.max_model_len == (arguments["max_model_len"] or plan.max_model_len)
+    assert sum(size for _, _, size in plan.table()) == plan.pool_bytes
+    if not plan.costs.page:
+        assert plan.num_pages == 0, "no attention layer, no pages"
+        assert plan.max_model_len == (arguments["max_model_len"] or arguments["model_limit"])
+        return
+    demand: PageDemand = arguments["demand"]
+    assert plan.num_pages >= demand.least(plan.max_model_len), "one request of max_model_len fits"
+    ample = plan.num_pages >= demand.pool(plan.num_rows, plan.max_model_len)
+    assert ample or plan.pool_bytes + plan.costs.page > plan.budget_bytes, "no page is wasted"
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(arguments=plans())
+def test_an_error_names_numbers_that_work(arguments: dict[str, Any]) -> None:
+    text = attempt(arguments)
+    assume(isinstance(text, str))
+    assert isinstance(text, str)
+    changes: list[dict[str, Any]] = []
+    if found := re.search(r"max_model_len to (\d+)", text):
+        changes.append({"max_model_len": int(found[1])})
+    if found := re.search(r"max_running_requests from \d+ to (\d+)", text):
+        changes.append({"max_running_requests": int(found[1])})
+    if found := re.search(r"cache_slots from \d+ to (\d+)", text):
+        changes.append({"cache_slots": int(found[1])})
+    needed = re.search(r"budget to (\d+) bytes", text)
+    assert needed, text
+    changes.append({"budget_bytes": int(needed[1])})
+    for change in changes:
+        assert isinstance(attempt({**arguments, **change}), MemoryPlan), f"{change} was advised: {text}"
+    assert isinstance(attempt({**arguments, "budget_bytes": int(needed[1]) - 1}), str), "it is the least that works"
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(arguments=plans())
+def test_rows_that_nobody_asked_for_never_stand_in_the_way(arguments: dict[str, Any]) -> None:
+    """Where one request fits, the plan chooses a number of rows that fits, too."""
+    one = attempt({**arguments, "max_running_requests": 1})
+    assume(isinstance(one, MemoryPlan))
+    assert isinstance(attempt({**arguments, "max_running_requests": None}), MemoryPlan)
+
+
+def test_no_request_can_be_longer_than_the_model_was_made_for() -> None:
+    arguments = {
+        "budget_bytes": 10**6, "costs": UnitCosts(1, 1, 1), "demand": PageDemand(4), "max_running_requests": 2,
+        "default_rows": 4, "max_model_len": 65, "model_limit": 64, "recurrent": True,
+    }  # fmt: skip
+    with pytest.raises(MemoryBudgetError, match=r"65.*64"):
+        plan_memory(**arguments)  # type: ignore[arg-type]
+
+
+def allocated(session: Session | DraftModelDrafter) -> int:
+    """Bytes of everything that the runner allocated for requests."""
+    runner = session.runner
+    table = runner.pools.req_to_token
+    tensors = [runner.pools.kv.k, runner.pools.kv.v, table.req_to_token, table.req_to_mamba_slot, runner.last_tokens]
+    tensors += vars(runner.sampling_table).values()
+    if isinstance(head := runner.drafter, HeadRunner):
+        tensors += [head.hidden, head.ahead.hidden, head.tokens]
+    if (mamba := table.mamba_pool) is not None:
+        tensors += [mamba.ring_start, mamba.ring_length]
+        for layer_id in mamba.layer_ids:
+            tensors += [t for t in vars(mamba.layer_cache(layer_id)).values() if t is not None]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"state_mode": "replay", "mamba_ssm_dtype": "bfloat16"},
+    {"dtype": "bfloat16", "page_size": 4, "max_running_requests": 3},
+    {"max_model_len": None},
+    {"speculative": SpeculativeConfig(num_draft_tokens=3, state_mode="intermediate")},
+    {"speculative": SpeculativeConfig(num_draft_tokens=3, state_mode="replay")},
+    {"speculative": SpeculativeConfig(num_draft_tokens=3, state_mode="intermediate", topk=2)},
+]
+
+
+@pytest.mark.parametrize("name", ["falcon-plain", "qwen-plain", "nemotron-experts", "nemotron-attention_alone"])
+@pytest.mark.parametrize("changes", SETTINGS, ids=str)
+def test_what_is_planned_is_what_is_allocated(name: str, changes: dict[str, Any], checkpoints: CheckpointStore) -> None:
+    """To the byte: states, rings, intermediate caches, page tables, sampling tables, cursors, KV."""
+    session = Session(checkpoints[name].path, budget_bytes=3_000_000, **changes)
+    assert allocated(session) == session.plan.pool_bytes <= 3_000_000
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+@pytest.mark.parametrize("name", ["qwen", "nemotron"])
+def test_a_prediction_head_is_charged(name: str, drafts: int, tmp_path: Path) -> None:
+    """Its layer of KV in every page, hidden states, and pages for drafts ahead of what is lent; its weights too."""
+    write_with_head(HEADS[name], tmp_path)
+    speculative = [SpeculativeConfig(method, num_draft_tokens=drafts) for method in ("mtp", "ngram")]
+    with_head, without = (Session(tmp_path, budget_bytes=3_000_000, speculative=s, page_size=4) for s in speculative)
+    assert allocated(with_head) == with_head.plan.pool_bytes <= 3_000_000
+    assert with_head.plan.costs.page == 2 * without.plan.costs.page
+    assert with_head.plan.weight_bytes > without.plan.weight_bytes
+
+
+def test_a_draft_model_is_charged(checkpoints: CheckpointStore) -> None:
+    """Its weights, and for each row two states, a page table and KV of the longest request."""
+    target, draft = checkpoints["falcon-plain"].path, str(checkpoints["nemotron-plain"].path)
+    found = []
+    for spec in (SpeculativeConfig("draft", draft_model=draft), SpeculativeConfig("ngram")):
+        found.append(Session(target, budget_bytes=10**7, speculative=spec, max_model_len=100))
+    with_draft, without = (session.plan for session in found)
+    assert (with_draft.num_rows, with_draft.num_pages) == (without.num_rows, without.num_pages)
+    drafter = DraftModelDrafter(found[0].config, with_draft, VOCAB)
+    pools = drafter.runner.pools
+    assert pools.req_to_token.mamba_pool is not None
+    slot = pools.req_to_token.mamba_pool.spec.slot_bytes()
+    page, pages = (pools.kv.k[:, 0].numel() + pools.kv.v[:, 0].numel()) * 4, -(-(100 + 4) // 16)
+    unused = slot + (pages - 1) * page  # row 0 needs one slot and one page alone
+    held = allocated(drafter) + weight_bytes(drafter.runner.model)
+    assert with_draft.pool_bytes - without.pool_bytes == held + unused
+
+
+def test_a_short_plan_is_charged_for_short_tables(checkpoints: CheckpointStore) -> None:
+    """max_model_len is cut to what fits, and page tables with it."""
+    session = Session(checkpoints["falcon-plain"].path, budget_bytes=80_000, max_model_len=None)
+    assert session.plan.max_model_len < session.runner.model_config.max_position_embeddings
+    assert allocated(session) == session.plan.pool_bytes <= 80_000
+
+
+def test_speculative_caches_are_charged_by_running_rows(checkpoints: CheckpointStore) -> None:
+    path = checkpoints["falcon-plain"].path
+    plain, wide = (
+        Session(path, speculative=SpeculativeConfig(num_draft_tokens=n, state_mode="intermediate")).plan.costs
+        for n in (1, 7)
+    )
+    layers, state = 2, 6 * 8 * 8 * 4
+    assert wide.row - plain.row == (8 - 2) * layers * state
+    conv = layers * 64 * 4
+    assert wide.slot - plain.slot == (16 - 8) * conv
+
+
+def test_too_small_a_budget_of_a_real_model(checkpoints: CheckpointStore) -> None:
+    path = checkpoints["qwen-plain"].path
+    exact = budget(path, rows=2, pages=10, max_model_len=160)
+    plan = Session(path, budget_bytes=exact, max_running_requests=2).plan
+    assert (plan.num_rows, plan.num_pages, plan.pool_bytes) == (2, 10, exact)
+    with pytest.raises(MemoryBudgetError, match="max_model_len to 144"):
+        Session(path, budget_bytes=exact - 1, max_running_requests=2)
+
+
+def test_fewer_state_slots_than_running_requests_are_refused() -> None:
+    plan = MemoryPlan(4, 6, 8, 16, 64, UnitCosts(1, 1, 1), 0)
+    assert plan.cache_slots == 2 and "6 slots, 2 of them for cached prefixes" in str(plan.table())
+    with pytest.raises(MemoryBudgetError, match="3 state slots for 4 running requests"):
+        replace(plan, num_slots=3)
+    assert replace(plan, num_slots=0).cache_slots == 0, "a model without recurrent layers"
+
+
+def test_slots_for_cached_prefixes_are_never_negative() -> None:
+    with pytest.raises(MemoryBudgetError, match="cache_slots is -1"):
+        plan_memory(
+            budget_bytes=10**6, costs=UnitCosts(1, 1, 1), demand=PageDemand(4), max_running_requests=2, default_rows=4,
+            max_model_len=64, model_limit=64, recurrent=True, cache_slots=-1,
+        )  # fmt: skip
+
+
+def test_the_plan_prints_itself(checkpoints: CheckpointStore) -> None:
+    plan = Session(checkpoints["falcon-plain"].path).plan
+    assert "4 running requests" in plan.summary() and "160 tokens" in plan.summary()
+    assert {what for what, _, _ in plan.table()} >= {"recurrent state", "weights", "running requests"}
+    assert sum(size for _, _, size in plan.table()) == plan.pool_bytes + plan.weight_bytes
+    assert "0 slots" in str(replace(plan, num_slots=0).table())

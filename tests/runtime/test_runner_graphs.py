@@ -1,0 +1,88 @@
+"""Decode and verify graphs side by side in one runner, as closures over the buffers that CUDA graphs would read."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from hybridrt.config import EngineConfig, SpeculativeConfig
+from hybridrt.forward_batch import ForwardMode, SpecInfo
+from hybridrt.runtime import graph_runner
+from hybridrt.runtime.graph_runner import GraphRunner
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
+from hybridrt.sampling_params import SamplingParams
+from tests.support.tiny import write_tiny
+
+PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5], [11])
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(write_tiny(tmp_path, tokenizer=False))
+
+
+def runner(path: str, mode: str, graphs: bool) -> ModelRunner:
+    """A runner of four rows, three of them prefilled, that has graphs although its device is a CPU."""
+    config = EngineConfig(
+        path, device="cpu", load_format="dummy", max_model_len=32, max_running_requests=4,
+        speculative=SpeculativeConfig(num_draft_tokens=3, state_mode=mode),
+    )  # fmt: skip
+    made = ModelRunner(config)
+    if graphs:
+        made.capture()
+    rows = list(enumerate(PROMPTS, 1))
+    plan = StepPlan(
+        [Admission(row, row, prompt, len(prompt), GREEDY, row) for row, prompt in rows],
+        [PageWrite(row, 0, [2 * row - 1, 2 * row]) for row, _ in rows],
+        extend=[ExtendRow(row, 0, prompt, 0, True) for row, prompt in rows],
+    )
+    made.launch(plan).result()
+    return made
+
+
+@pytest.mark.parametrize("mode", ["intermediate", "replay"])
+def test_verify_and_plain_steps_in_turn(path: str, mode: str) -> None:
+    """Three rows in a bucket of four, whatever is accepted."""
+    with_graphs, eager = runner(path, mode, True), runner(path, mode, False)
+    computed = [len(prompt) for prompt in PROMPTS]
+    for drafts in ([(7, 8, 9), (4,), ()], [(), (), ()], [(), (3, 3, 3), (5, 6)], [(), (), ()]):
+        decode = DecodeRows.of(DecodeRow(i + 1, computed[i], 0, drafts[i]) for i in range(3))
+        tokens = with_graphs.launch(StepPlan(decode=decode)).result().tokens
+        assert tokens == eager.launch(StepPlan(decode=decode)).result().tokens
+        computed = [done + len(gained) for done, gained in zip(computed, tokens, strict=True)]
+
+
+def test_a_step_without_decode_rows_replays_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = runner(path, "replay", True)
+    monkeypatch.setattr(GraphRunner, "replay", lambda *_: pytest.fail("a graph of padding rows"))
+    made.launch(StepPlan(extend=[ExtendRow(1, 3, [4, 5], 0, True)])).result()
+
+
+def test_what_graphs_take_and_where_they_end_is_said(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = iter(range(10 << 30, 0, -(1 << 29)))
+    monkeypatch.setattr(graph_runner, "_free_bytes", lambda device: next(free))
+    config = EngineConfig(path, device="cpu", load_format="dummy", max_running_requests=2, cuda_graph_max_bs=9)
+    made = ModelRunner(config)
+    with caplog.at_level(logging.INFO):
+        made.capture()
+    assert made.graphs[1].captured_bytes == 1 << 30  # buckets of 2 and 1
+    ends, take = (record.getMessage() for record in caplog.records if record.name == "hybridrt.runtime.step_runner")
+    assert "graphs end at batch 2, not at cuda_graph_max_bs=9" in ends and "up to 2 rows take 1.00 GiB" in take
+
+
+def test_each_width_of_a_step_has_its_own_buffers(path: str) -> None:
+    """A captured graph goes on reading what it was captured with when another is captured."""
+    backend = runner(path, "intermediate", True).backend.linear_attn_backend
+    rows, found = backend.pools.req_to_mamba_slot[:4], []
+    for tokens in (4, 1, 4):
+        spec = SpecInfo(tokens) if tokens > 1 else None
+        mode = ForwardMode.TARGET_VERIFY if spec else ForwardMode.DECODE
+        backend.init_forward_metadata_replay_cuda_graph(4, 3, rows, rows, mode, spec, None)
+        backend.drop_step()
+        found.append(backend.metadata.decode.buffers.slots.data_ptr())
+        assert backend.metadata.query_start_loc.tolist() == [i * tokens for i in range(5)]
+    assert found[0] == found[2] != found[1]

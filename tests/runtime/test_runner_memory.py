@@ -1,0 +1,29 @@
+"""A device that runs out of memory while a runner is built: the error says what to change."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridrt.config import EngineConfig
+from hybridrt.errors import MemoryBudgetError
+from hybridrt.runtime import build, model_runner
+from hybridrt.runtime.model_runner import ModelRunner
+from tests.support.tiny import write_tiny
+
+
+@pytest.mark.parametrize(
+    ("broken", "advice"),
+    [
+        ("build_model", "loading weights: run it on a larger device"),
+        ("build_pools", "allocating pools: lower memory_fraction"),
+    ],
+)
+def test_out_of_memory(broken: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    monkeypatch.setattr(model_runner if hasattr(model_runner, broken) else build, broken, fail)
+    with pytest.raises(MemoryBudgetError, match=rf"{advice}.*20 GiB"):
+        ModelRunner(EngineConfig(str(write_tiny(tmp_path, tokenizer=False)), device="cpu", load_format="dummy"))

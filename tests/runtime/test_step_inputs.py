@@ -1,0 +1,80 @@
+"""What travels to the device in one copy lies aligned there, whatever its lengths are."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hybridrt.attention import linear
+from hybridrt.config import EngineConfig
+from hybridrt.kernels.chunk_plan import plan_chunks
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
+from hybridrt.runtime.step_inputs import Packing, StagingRing, chunk_names, pack_rows, pack_step
+from hybridrt.sampling_params import SamplingParams
+from tests.support.tiny import write_tiny
+
+LENGTHS = [(1, 0, 7, 4), (5, 3, 2, 1), (16, 1, 1, 9), (0, 0, 0, 0)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_sections_start_on_16_bytes(lengths: tuple[int, ...]) -> None:
+    """Triton compiles for aligned arguments and again for others: a step must not be the first of its kind."""
+    sections = {str(i): np.arange(n, dtype=np.int32) + 10 * i for i, n in enumerate(lengths)}
+    found = StagingRing(torch.device("cpu")).upload(sections)
+    assert list(found) == list(sections)
+    for name, array in sections.items():
+        assert found[name].tolist() == array.tolist()
+        assert found[name].storage_offset() % 4 == 0
+
+
+@pytest.mark.parametrize("new", [(1,), (3, 40, 9), (17, 1, 1, 1, 1)])
+def test_chunk_plans_start_on_16_bytes(new: tuple[int, ...]) -> None:
+    plan = plan_chunks([5] * len(new), new, 8)
+    for tensor in (plan.cu_chunk_seqlens, plan.seq_idx, plan.first_chunk, plan.last_chunk):
+        assert tensor.storage_offset() % 4 == 0
+
+
+def plan_of_three() -> StepPlan:
+    decode = DecodeRows.of([DecodeRow(4, 9, 2, [7, 8]), DecodeRow(2, 5, 1), DecodeRow(3, 6, 0, [1], [0])])
+    return StepPlan(decode=decode, extend=[ExtendRow(1, 3, [5, 6, 7], 0, False, 8), ExtendRow(5, 0, [9], 4, True)])
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_graphs_and_eager_steps_pack_rows_alike(tree: bool) -> None:
+    plan, packing = plan_of_three(), Packing(tree=tree)
+    eager = pack_step(StepPlan(decode=plan.decode), 3, packing)
+    padded = pack_rows(plan.decode, (), 3, tree, size=8, fill=3)
+    for name, column in padded.items():
+        assert column.shape[0] == 8 and np.array_equal(column[:3], eager[name]), name
+    assert padded["seq_lens"].tolist() == [12, 8, 9, 3, 3, 3, 3, 3]
+    assert padded["drafts"].tolist()[:3] == [[7, 8], [0, 0], [1, 0]]
+    if tree:
+        assert padded["parents"].tolist()[2:4] == [[-1, 0, 1], [-1, 0, 1]]
+        assert padded["ancestors"].tolist()[0] == [0b1, 0b11, 0b111]
+
+
+def test_an_eager_step_holds_its_chunks() -> None:
+    columns = pack_step(plan_of_three(), 3, Packing(following=True, chunk_sizes=(2, 4)))
+    assert columns["rows"].tolist() == [4, 2, 3, 1, 5] and columns["seq_lens"].tolist() == [12, 8, 9, 6, 1]
+    assert columns["query_start_loc"].tolist() == [0, 3, 6, 9, 12, 13]
+    assert columns["extend_positions"].tolist() == [3, 4, 5, 0] and columns["extend_rows"].tolist() == [1, 1, 1, 5]
+    assert columns["following_ids"].tolist() == [6, 7, 8, 0]
+    assert columns["sample_at"].tolist() == [*range(9), 12] and columns["sample_rows"].tolist() == [4, 2, 3, 5]
+    assert columns["output_indices"].tolist() == [2, 1, 0, 4]
+    for size in (2, 4):
+        plan = plan_chunks([3, 0], [3, 1], size)
+        for name, packed in chunk_names(size).items():
+            assert columns[packed].tolist() == getattr(plan, name).tolist(), (name, size)
+
+
+def test_a_prefill_plans_its_chunks_in_the_copy_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second copy, from pageable memory, would make the host wait."""
+    runner = ModelRunner(EngineConfig(str(write_tiny(tmp_path, tokenizer=False)), device="cpu", load_format="dummy"))
+    monkeypatch.setattr(linear, "plan_chunks", lambda *_: pytest.fail("a second copy"))
+    params, prompt = SamplingParams(temperature=0.0), [5, 6, 7, 8, 9]
+    plan = StepPlan(
+        [Admission(1, 1, prompt, 5, params, 0)], [PageWrite(1, 0, [1])], extend=[ExtendRow(1, 0, prompt, 0, True)]
+    )
+    assert len(runner.launch(plan).result().tokens) == 1

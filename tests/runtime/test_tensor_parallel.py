@@ -1,0 +1,183 @@
+"""Models split over 2 and 4 processes give the tokens of one. The processes are started once, for all tests here."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrt.config import EngineConfig, SpeculativeConfig
+from hybridrt.engine.cache_coordinator import CacheCoordinator
+from hybridrt.engine.engine import Engine
+from hybridrt.engine.limits import EngineLimits
+from hybridrt.errors import ConfigError
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.rank_start import start_ranks
+from hybridrt.runtime.ranks import Ranks
+from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
+from hybridrt.sampling_params import SamplingParams
+from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
+from hybridrt.speculative.make import make_drafter
+from tests.models.test_models_parity import prompts, requests
+from tests.support.checkpoints import SPLIT, Checkpoint, CheckpointStore
+from tests.support.mtp_oracle import HEADS, write_with_head
+from tests.support.samples import Sample, Samples
+from tests.support.session import Session, check_sample, greedy
+from tests.support.speculation import Scripted, shifted
+from tests.support.ties import check_greedy
+
+SIZES = (2, 4)
+VERIFIED = (
+    ("falcon-split", "replay"), ("nemotron-split_groups", "intermediate"), ("qwen-split", "intermediate"),
+    ("qwen-split", "replay"), ("jamba-split", "intermediate"),
+)  # fmt: skip
+
+
+class Groups:
+    """Running ranks by their number."""
+
+    def __init__(self) -> None:
+        self._started: dict[int, Ranks] = {}
+
+    def __getitem__(self, size: int) -> Ranks:
+        if size not in self._started:
+            self._started[size] = start_ranks(size, "cpu")
+        return self._started[size]
+
+    def close(self) -> None:
+        for ranks in self._started.values():
+            ranks.close()
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[Groups]:
+    started = Groups()
+    yield started
+    started.close()
+
+
+@contextmanager
+def session(groups: Groups, checkpoint: Checkpoint, size: int, **config: Any) -> Iterator[Session]:
+    split = Session(checkpoint.path, ranks=groups[size], tp_size=size, page_size=4, **config)
+    yield split
+    assert split.split is not None
+    split.split.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", SPLIT)
+def test_logits_and_tokens_of_one_process(name: str, size: int, groups: Groups, checkpoints: CheckpointStore) -> None:
+    """Arrivals one after the other, prompts in chunks of 7 tokens: steps of every kind."""
+    checkpoint = checkpoints[name]
+    with session(groups, checkpoint, size) as split:
+        samples = split.run(requests(1, 17, 30, steps=12), chunk=7, gap=3)
+        assert split.num_mixed() > 0
+    for sample in samples:
+        assert len(sample.tokens) == 12
+        check_sample(checkpoint, sample, f"{name} on {size} ranks")
+
+
+@pytest.mark.parametrize("name", ["falcon-split", "nemotron-split_groups", "qwen-split"])
+def test_rings_of_recent_inputs(name: str, groups: Groups, checkpoints: CheckpointStore) -> None:
+    checkpoint = checkpoints[name]
+    with session(groups, checkpoint, 2, state_mode="replay") as split:
+        samples = split.run(requests(9, 20, steps=36), gap=2)
+    for sample in samples:
+        check_sample(checkpoint, sample, name)
+
+
+def outputs(
+    executor: ModelRunner | TensorParallelExecutor, params: Sequence[SamplingParams], drafter: Drafter | None = None
+) -> list[Sample]:
+    """One request each, of prompts that differ."""
+    runner = executor if isinstance(executor, ModelRunner) else executor.runner
+    plan, model = runner.plan, runner.model_config
+    limits = EngineLimits(model.vocab_size, plan.max_model_len, 8192)
+    pools = CacheCoordinator(plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, demand=plan.demand)
+    engine = Engine(executor, pools, limits, overlap=False, drafter=drafter)
+    for i, (prompt, wanted) in enumerate(zip(prompts(*range(5, 5 + len(params))), params)):
+        engine.add_request(prompt, wanted, str(i))
+    found = Samples()
+    while engine.has_unfinished():
+        found.add(engine.step())
+    assert [output.error for output in found.values() if output.error] == []
+    return [found[str(i), 0] for i in range(len(params))]
+
+
+def config(checkpoint: Checkpoint, **changes: Any) -> EngineConfig:
+    return EngineConfig(str(checkpoint.path), **{"device": "cpu", "dtype": "float32", "max_model_len": 128, **changes})
+
+
+@pytest.mark.parametrize(("name", "state_mode"), VERIFIED)
+def test_drafts_are_verified_on_all_ranks(
+    name: str, state_mode: str, groups: Groups, checkpoints: CheckpointStore
+) -> None:
+    """Drafts are the tokens that will come, the last one spoilt: verify steps keep some and drop some."""
+    checkpoint = checkpoints[name]
+    coming = {seed: checkpoint.greedy(prompt, 24) for seed, prompt in enumerate(prompts(5, 6))}
+    spoilt = Scripted(coming, lambda tokens, request: [*tokens[:-1], *map(shifted, tokens[-1:])])
+    speculative = SpeculativeConfig(num_draft_tokens=3, state_mode=state_mode)
+    executor = TensorParallelExecutor(config(checkpoint, tp_size=2, speculative=speculative), ranks=groups[2])
+    samples = outputs(executor, [greedy(16, seed=0), greedy(16, seed=1)], AdaptiveDrafter(spoilt, 3))
+    for prompt, output in zip(prompts(5, 6), samples, strict=True):
+        assert 0 < output.metrics.accepted < output.metrics.proposed
+        check_greedy(output.token_ids, checkpoint.logits(prompt, output.token_ids), name)
+    executor.close()
+
+
+def test_a_draft_model_is_whole_on_rank_0(groups: Groups, checkpoints: CheckpointStore) -> None:
+    """The drafter is the model itself: what it drafts stays."""
+    checkpoint = checkpoints["falcon-split"]
+    speculative = SpeculativeConfig("draft", num_draft_tokens=3, draft_model=str(checkpoint.path))
+    drafted = config(checkpoint, tp_size=2, speculative=speculative)
+    executor = TensorParallelExecutor(drafted, ranks=groups[2])
+    (output,) = outputs(executor, [greedy(16)], make_drafter(executor.runner))
+    executor.close()
+    assert output.metrics.accepted == output.metrics.proposed > 0
+    check_greedy(output.token_ids, checkpoint.logits(prompts(5)[0], output.token_ids), "draft model")
+
+
+@pytest.mark.parametrize("name", ["qwen", "nemotron-latent_groups"])
+def test_a_prediction_head_is_split_too(name: str, groups: Groups, tmp_path: Path) -> None:
+    """Its drafts are those of one process: as many stay, of as many."""
+    model = write_with_head(HEADS[name], tmp_path)
+    checkpoint, params = Checkpoint(tmp_path, model), [greedy(16, seed=0), SamplingParams(max_tokens=16, seed=1)]
+    drafted = config(checkpoint, speculative=SpeculativeConfig("mtp", num_draft_tokens=3))
+    runner = ModelRunner(drafted)
+    alone = outputs(runner, params, make_drafter(runner))
+    executor = TensorParallelExecutor(replace(drafted, tp_size=2), ranks=groups[2])
+    together = outputs(executor, params, make_drafter(executor.runner, executor.everywhere))
+    executor.close()
+    for ours, theirs in zip(together, alone, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert (ours.metrics.proposed, ours.metrics.accepted) == (theirs.metrics.proposed, theirs.metrics.accepted)
+
+
+def test_every_kind_of_sampling_draws_alike_on_all_ranks(groups: Groups, checkpoints: CheckpointStore) -> None:
+    """Each rank draws for itself: one that drew another token would go on with another embedding."""
+    checkpoint = checkpoints["falcon-split"]
+    shared = {"max_tokens": 24, "ignore_eos": True}
+    params = [
+        SamplingParams(temperature=0.8, seed=1, **shared),
+        SamplingParams(top_p=0.9, top_k=20, min_p=0.01, seed=2, **shared),
+        SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2, seed=3, logprobs=2, **shared),
+    ]
+    alone = outputs(ModelRunner(config(checkpoint)), params)
+    executor = TensorParallelExecutor(config(checkpoint, tp_size=2), ranks=groups[2])
+    together = outputs(executor, params)
+    executor.close()
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+    for ours, theirs in zip(together[-1].logprobs or (), alone[-1].logprobs or (), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+def test_one_model_at_a_time(groups: Groups, checkpoints: CheckpointStore) -> None:
+    checkpoint = checkpoints["falcon-split"]
+    executor = TensorParallelExecutor(config(checkpoint, tp_size=2), ranks=groups[2])
+    with pytest.raises(ConfigError, match="close that one first"):
+        TensorParallelExecutor(config(checkpoint, tp_size=2), ranks=groups[2])
+    assert len(outputs(executor, [greedy(3)])[0].token_ids) == 3
+    executor.close()
+    executor.close()

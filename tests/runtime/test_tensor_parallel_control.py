@@ -1,0 +1,241 @@
+"""What ranks tell each other: plain data of known types, over links that notice when the other end is gone."""
+
+import ast
+import os
+import pickle
+import random
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from hybridrt.config import EngineConfig, SpeculativeConfig
+from hybridrt.distributed.channel import SocketChannel
+from hybridrt.distributed.channel_listener import Listener
+from hybridrt.distributed.control import TIMEOUT_VARIABLE, Link, rank_timeout
+from hybridrt.errors import ConfigError, MessageError, PeerGoneError, RankError
+from hybridrt.runtime import rank_start
+from hybridrt.runtime.drafting import DraftRow, DraftTask
+from hybridrt.runtime.messages import KINDS, decode, encode
+from hybridrt.runtime.ranks import Ranks
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StateCopy, StepPlan
+from hybridrt.runtime.torchrun import World
+from hybridrt.sampling_params import SamplingParams
+from hybridrt.transfer.ranks import JoinTransfer
+from tests.models.test_models_parity import requests
+from tests.support.checkpoints import CheckpointStore
+from tests.support.session import Session
+
+ROOT = Path(__file__).parents[2]
+PARAMS = SamplingParams(top_k=3, stop=["a"], stop_token_ids=[7], seed=2**62, logprobs=1)
+
+
+def plain(value: Any) -> Any:
+    """With lists for all sequences: an empty tuple comes back as a list."""
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=np.ndarray.tolist))
+
+
+def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
+    """Every field of every part, and a small message."""
+    session = Session(checkpoints["falcon-split"].path, page_size=4)
+    session.run(requests(1, 17, steps=4), chunk=7, gap=2)
+    rows = DecodeRows.of([DecodeRow(1, 2, 3, [4, 5], [0, 0])] * 64)
+    full = replace(session.plans[0], decode=rows, imports=[StateCopy(1, 0, 8)], donations=[2])
+    full.exports = full.imports * 2
+    assert all(getattr(full, field.name) for field in fields(full))
+    for plan in [StepPlan(), full, *session.plans]:
+        found = decode(encode(plan))
+        assert plain(found) == plain(plan) and type(found) is StepPlan
+    assert type(decode(encode(full)).admissions[0].params) is SamplingParams
+    assert len(encode(session.plans[-1])["body"]) < 200
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        EngineConfig("m", tp_size=2, speculative=SpeculativeConfig("mtp", num_draft_tokens=3), max_model_len=7),
+        DraftTask([DraftRow(1, 2, 3, 4, PARAMS)], 3, 2),
+        None,
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_else_rank_0_says_survives_too(message: object) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_a_task_of_the_transfer_survives() -> None:
+    """Whatever its fields are: they are plain."""
+    values: dict[str, Any] = {"str": "127.0.0.1", "int": 5, "bool": True, "bytes": b"k" * 32}
+    given = {field.name: values[getattr(field.type, "__name__", str(field.type))] for field in fields(JoinTransfer)}
+    task = JoinTransfer(**given)
+    assert decode(encode(task)) == task
+
+
+def test_integers_of_every_kind_are_sent_as_integers() -> None:
+    computed: Any = np.int64(2)
+    tokens: Any = [np.int32(3)]
+    plan = StepPlan(page_writes=[PageWrite(1, 0, range(3))], extend=[ExtendRow(1, computed, tokens, 0, True)])
+    found = decode(encode(plan))
+    assert found.page_writes[0].pages == [0, 1, 2] and found.extend[0].tokens == [3]
+
+
+class Runs:
+    """Unpickling it runs code."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (1,)
+
+
+def refused() -> Iterator[dict[str, Any]]:
+    whole, pack = encode(StepPlan(decode=DecodeRows.of([DecodeRow(1, 2, 3)]))), msgspec.msgpack.encode
+    yield from ({}, {"type": None}, {"type": []}, {"type": "os"}, {"type": "step"}, {"type": "step", "body": "text"})
+    yield {"type": "step", "body": pickle.dumps(Runs())}
+    yield {"type": "step", "body": whole["body"][:-1]}
+    yield {"type": "step", "body": whole["body"] + b"\0"}
+    yield {"type": "step", "body": b"\x91" * 100_000}
+    plans: list[Any] = [[], {"decode": [["1", 2, 3]]}, {"decode": [[1, 2]]}, {"decode": [], "extend": 5}]
+    one, two = bytes(4), bytes(8)
+    plans += [
+        {"decode": columns} for columns in ([1], [one], [b"123"], [one, one, one, one, one], [two, one, one, one])
+    ]
+    plans += [{"decode": [one, b"\xff" * 4, one, one]}, {"decode": [one, one, one, b"\1\0\0\0", one, two]}]
+    plans.append({"admissions": [[1, 1, [1], 1, {"top_p": 7}, 0]]})
+    yield from ({"type": "step", "body": pack(plan)} for plan in plans)
+    for config in ({}, {"model": 5}, {"model": "m", "tp_size": 0}, {"model": "m", "speculative": {"method": "os"}}):
+        yield {"type": "serve", "body": pack(config)}
+
+
+def test_malformed_messages_are_refused_and_run_nothing() -> None:
+    for message in refused():
+        with pytest.raises(MessageError):
+            decode(message)
+
+
+def test_spoilt_bytes_are_refused_or_still_a_plan() -> None:
+    plan = StepPlan(
+        [Admission(1, 1, [5] * 40, 40, PARAMS, 3)],
+        [PageWrite(1, 0, [7])],
+        DecodeRows.of([DecodeRow(2, 3, 4, [5], [0])]),
+    )
+    body, rng = encode(plan)["body"], random.Random(0)
+    for _ in range(2000):
+        spoilt = bytearray(body)
+        for _ in range(rng.randint(1, 4)):
+            spoilt[rng.randrange(len(spoilt))] = rng.randrange(256)
+        try:
+            assert type(decode({"type": "step", "body": bytes(spoilt)})) is StepPlan
+        except MessageError:
+            continue
+
+
+def test_what_ranks_do_not_exchange_is_not_sent() -> None:
+    for value in (Runs(), "text", print):
+        with pytest.raises(MessageError, match="exchange no"):
+            encode(value)
+
+
+def test_nothing_is_pickled_between_processes() -> None:
+    """Neither by us nor by the object collectives of torch.distributed."""
+    for file in (file for top in ("hybridrt", "models", "mem_cache") for file in (ROOT / top).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [getattr(node, name, None) for name in ("attr", "id", "module")]
+            names += [alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)]
+            for name in filter(None, names):
+                assert name.split(".")[0] not in ("pickle", "cloudpickle", "marshal", "shelve"), f"{file}: {name}"
+                assert not name.endswith(("_object_list", "all_gather_object", "gather_object")), f"{file}: {name}"
+
+
+def test_every_kind_of_message_is_a_type() -> None:
+    for place in KINDS.values():
+        module, _, name = place.partition(":")
+        assert isinstance(getattr(__import__(module, fromlist=[name]), name), type)
+
+
+@pytest.fixture
+def links() -> Iterator[tuple[Link, Link]]:
+    """Both ends of one, rank 0's first."""
+    key, found = secrets.token_bytes(32), list[SocketChannel]()
+    listener = Listener(("127.0.0.1", 0), key)
+    thread = threading.Thread(target=lambda: found.append(SocketChannel.connect(("127.0.0.1", listener.port), key)))
+    thread.start()
+    while not (accepted := listener.accept()):
+        time.sleep(0.001)
+    thread.join()
+    ends = Link(accepted[0]), Link(found[0])
+    yield ends
+    listener.close()
+    for link in ends:
+        link.close()
+
+
+def test_a_large_message_arrives_while_the_sender_does_something_else(links: tuple[Link, Link]) -> None:
+    """More than the network holds: `send` returns once the rest is on its way."""
+    message, got = {"type": "step", "body": b"x" * 12_000_000}, list[Any]()
+    thread = threading.Thread(target=lambda: got.extend(links[1].listen(30)))
+    thread.start()
+    links[0].send(message)
+    thread.join()
+    assert got == [message]
+
+
+def leader(link: Link, timeout: float = 30) -> Ranks:
+    nothing: Any = SimpleNamespace(abort=lambda: None, forsake=lambda: None)
+    return Ranks(nothing, [link], timeout=timeout)
+
+
+def wait_for_loss(ranks: Ranks) -> str:
+    assert ranks._named.wait(30)
+    with pytest.raises(RankError) as caught:
+        ranks.check()
+    return str(caught.value)
+
+
+def test_a_silent_rank_is_lost(links: tuple[Link, Link]) -> None:
+    assert "rank 1 was lost: it has sent no sign of life for 0.1 seconds" in wait_for_loss(leader(links[0], 0.1))
+
+
+def test_a_rank_whose_connection_ends_is_lost(links: tuple[Link, Link]) -> None:
+    ranks = leader(links[0])
+    links[1].close()
+    assert "rank 1 was lost: the other process has closed the connection" in wait_for_loss(ranks)
+
+
+def test_a_forked_child_leaves_the_parents_link_alone(links: tuple[Link, Link]) -> None:
+    """Neither its end nor anything that it does there reaches the other rank."""
+    child = os.fork()
+    if not child:
+        try:
+            links[0].send({"type": "end"})
+        except PeerGoneError:
+            links[0].close()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    links[0].send({"type": "step"})
+    assert links[1].listen(30) == [{"type": "step"}]
+
+
+@pytest.mark.parametrize("text", ["", "soon", "nan", "inf", "-1", "0", "1e9"])
+def test_a_time_out_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TIMEOUT_VARIABLE, text)
+    with pytest.raises(ConfigError, match=TIMEOUT_VARIABLE):
+        rank_timeout()
+
+
+@pytest.mark.parametrize("key", [None, "", "short"])
+def test_ranks_on_several_hosts_need_a_key(key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(rank_start.KEY_VARIABLE, raising=False)
+    if key is not None:
+        monkeypatch.setenv(rank_start.KEY_VARIABLE, key)
+    with pytest.raises(ConfigError, match=rank_start.KEY_VARIABLE):
+        rank_start.torchrun_ranks(World(0, 4, 0, 2), "cpu")
+    with pytest.raises(ConfigError, match=rank_start.KEY_VARIABLE):
+        rank_start.torchrun_place(World(1, 4, 1, 2))

@@ -1,0 +1,245 @@
+"""Text with speculation equals text without it, token for token, whatever arrives, ends, is retracted or proposed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hybridrt.engine.request import derive_seed
+from hybridrt.sampling_params import SamplingParams
+from hybridrt.speculative.draft_model import DraftModelDrafter
+from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest
+from hybridrt.speculative.mtp import MTPDrafter
+from hybridrt.speculative.ngram import NgramDrafter
+from tests.support.checkpoints import CASES, VOCAB, falcon, falcon_mamba, jamba, nemotron, swa_ssm, write
+from tests.support.levels import sweep
+from tests.support.mtp_oracle import write_with_head
+from tests.support.speculation import Ask, Rig, Script, Scripted, assert_same, sample_seed, shifted
+
+# How the state rolls back, and most drafts at one place: 1 makes chains, more makes trees.
+MODES = (("intermediate", 1), ("replay", 1), ("intermediate", 3))
+MAKERS = {
+    "mamba2": falcon(num_hidden_layers=1),
+    "gdn": CASES["qwen-dense_by_number"],
+    "attention": CASES["nemotron-attention_alone"],
+    "mamba1": jamba(num_hidden_layers=2, attn_layer_period=2, num_experts=1),
+    "attention-free": falcon_mamba(num_hidden_layers=1),
+    "history": swa_ssm(num_hidden_layers=2, history_mode=["prefix_sum", "enabled"]),
+    "mamba2 with a head": nemotron("M*", num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*-"),
+}
+WITH_HEADS = {"mamba2": "mamba2 with a head", "gdn": "gdn"}
+# What drafts for a model, beside itself: its own kind with other weights, a model without recurrent layers or one
+# without attention.
+OTHERS = {
+    "mamba2": ("mamba2", 1), "gdn": ("attention", 0), "mamba1": ("attention-free", 0), "attention-free": ("mamba1", 0),
+    "history": ("history", 1),
+}  # fmt: skip
+WAYS = [(name, *mode) for name in OTHERS for mode in MODES if mode[0] != "replay" or name in ("mamba2", "gdn")]
+METHODS = ("ngram", "same", "other", "mtp", "scripted")
+# Drafters matter least to the models of one mode: a script may propose whatever they do.
+HISTORIES = [
+    (*way, method) for way in WAYS for method in METHODS
+    if way[0] in ("mamba2", "gdn") or method == "scripted" or (way[2] == 1 and method in ("ngram", "other"))
+]  # fmt: skip
+
+
+class Rigs:
+    """Each kind of rig built once: hypothesis runs many histories through it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.path = cache(self._path)
+        self.plain = cache(lambda name: Rig(self.path(name), rows=10))
+        self.rig = cache(self._rig)
+
+    def _path(self, name: str, seed: int = 0) -> Path:
+        path = self.root / f"{name}-{seed}"
+        writer = write_with_head if name in WITH_HEADS.values() else write
+        writer(MAKERS[name], path, seed=seed)
+        return path
+
+    def _rig(
+        self, name: str, mode: str, drafts: int, graphs: bool, pages: int | None, method: str = "ngram", topk: int = 1
+    ) -> Rig:
+        draft_model = self.path(name) if method == "same" else self.path(*OTHERS[name]) if method == "other" else None
+        spec: dict[str, Any] = {"method": "draft", "draft_model": str(draft_model)} if draft_model else {}
+        if method == "mtp":
+            spec = {"method": "mtp"}
+        return Rig(self.path(name), mode=mode, drafts=drafts, graphs=graphs, pages=pages, topk=topk, **spec)
+
+
+@pytest.fixture(scope="module")
+def rigs(tmp_path_factory: pytest.TempPathFactory) -> Rigs:
+    return Rigs(tmp_path_factory.mktemp("models"))
+
+
+@cache
+def draft_model(rig: Rig) -> DraftModelDrafter:
+    return DraftModelDrafter(rig.config, rig.runner.plan, VOCAB)
+
+
+def make_mtp(rig: Rig) -> MTPDrafter:
+    assert rig.config.speculative is not None
+    return MTPDrafter(
+        lambda task: task(rig.runner), rig.config.speculative.num_draft_tokens, rig.config.speculative.topk
+    )
+
+
+def make_drafter(rig: Rig, method: str, futures: dict[int, list[int]]) -> Drafter:
+    assert rig.config.speculative is not None
+    drafts, topk = rig.config.speculative.num_draft_tokens, rig.config.speculative.topk
+    inner: Drafter = (
+        Scripted(futures, SCRIPTS[method], trees=topk > 1) if method in SCRIPTS else NgramDrafter(topk=topk)
+    )
+    if method in ("same", "other"):
+        inner = draft_model(rig)
+    if rig.runner.drafter is not None:
+        inner = make_mtp(rig)
+    return AdaptiveDrafter(inner, drafts, patience=5)
+
+
+def right_until(coming: list[int], good: int) -> list[int]:
+    return [t if i < good else shifted(t) for i, t in enumerate(coming)]
+
+
+def at_random(coming: list[int], request: DraftRequest) -> list[int]:
+    h = derive_seed(request.seed, len(request.output))
+    return right_until(coming, h % (len(coming) + 1))[: h // 64 % (len(coming) + 1)]
+
+
+SCRIPTS: dict[str, Script] = {
+    "right": lambda coming, _: coming,
+    "wrong": lambda coming, _: right_until(coming, 0),
+    "wrong at last": lambda coming, _: right_until(coming, len(coming) - 1),
+    "random": at_random,
+    "in bursts": lambda coming, request: coming if len(request.output) // 6 % 2 else [],
+    "too long": lambda coming, _: [*coming, *coming],
+    "padding tokens": lambda coming, _: [0] * len(coming),
+}
+
+filters = st.sampled_from([
+    {"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 0.7, "top_k": 5, "min_p": 0.02},
+    {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.3},
+    {"temperature": 0.0, "repetition_penalty": 0.5}, {"temperature": 1.0, "repetition_penalty": 0.6},
+])  # fmt: skip
+
+
+@st.composite
+def asks(draw: st.DrawFn, most: int = 5, longest: int = 30) -> list[Ask]:
+    """Requests: repeating or random prompts, some that stop early, come late, are aborted or ask for more."""
+    found = []
+    for i in range(draw(st.integers(1, most), "requests")):
+        unit = draw(st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=7), "prompt")
+        fields: dict[str, Any] = draw(filters, "filters")
+        params = SamplingParams(
+            max_tokens=draw(st.integers(1, longest), "max_tokens"), seed=100 * i + draw(st.integers(0, 9), "seed"),
+            stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=6), "stop")),
+            n=draw(st.sampled_from([1, 1, 1, 2]), "n"), logprobs=draw(st.sampled_from([None, None, 2]), "logprobs"),
+            ignore_eos=True, **fields,
+        )  # fmt: skip
+        prompt = unit * draw(st.integers(1, 4), "times")
+        abort = draw(st.sampled_from([None, None, None, 2, 7]), "abort after")
+        found.append(Ask(prompt, params, draw(st.integers(0, 8), "arrival"), abort))
+    return found
+
+
+schedules = settings(
+    max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+chunks = st.sampled_from([2, 5, 11, 8192])
+
+
+def check(
+    rigs: Rigs, name: str, rig: Rig, method: str, requests: Sequence[Ask], chunk: int, overlap: bool = False
+) -> None:
+    futures = rigs.plain(name).futures(requests)
+    by_seed = {sample_seed(requests[int(i)], k): output.token_ids for (i, k), output in futures.items()}
+    found = rig.run(requests, make_drafter(rig, method, by_seed), chunk, overlap)
+    assert_same(requests, found, futures)
+
+
+@pytest.mark.parametrize(("name", "mode", "topk", "method"), sweep(HISTORIES, 4))
+@schedules
+@given(requests=asks(), drafts=st.sampled_from([1, 4, 7]), chunk=chunks, data=st.data())
+def test_any_history(
+    name: str,
+    mode: str,
+    topk: int,
+    method: str,
+    rigs: Rigs,
+    requests: list[Ask],
+    drafts: int,
+    chunk: int,
+    data: st.DataObject,
+) -> None:
+    """Closures for graphs, pages for all or for little more than one, steps launched ahead: everything at once."""
+    graphs, overlap = data.draw(st.booleans(), "graphs"), data.draw(st.booleans(), "overlap")
+    pages = data.draw(st.sampled_from([None, None, 0]), "pages")
+    name = WITH_HEADS[name] if method == "mtp" else name
+    rig = rigs.rig(name, mode, drafts, graphs, pages, method, topk)
+    if method == "scripted":
+        method = data.draw(st.sampled_from(sorted(SCRIPTS)), "script")
+    check(rigs, name, rig, method, requests, chunk, overlap)
+
+
+@dataclass
+class Repeated(Drafter):
+    """Asks twice."""
+
+    inner: Drafter
+    asked: int = 0
+
+    def begin(self, request: DraftRequest) -> None:
+        self.inner.begin(request)
+
+    def end(self, request: DraftRequest) -> None:
+        self.inner.end(request)
+
+    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
+        first = self.inner.propose(requests, most)
+        assert first == self.inner.propose(requests, most)
+        self.asked += len(first)
+        return first
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("method", ["ngram", "same", "mtp"])
+def test_asked_again_a_drafter_says_the_same(method: str, graphs: bool, rigs: Rigs) -> None:
+    """A request whose drafts are thrown away, because no page is left for them say, asks again with no token more."""
+    rig = rigs.rig("gdn", "replay", 4, graphs, None, method)
+    inner: Drafter = NgramDrafter() if method == "ngram" else draft_model(rig) if method == "same" else make_mtp(rig)
+    drafter = Repeated(inner)
+    prompts = ([5, 6, 7, 5, 6, 7], [40], [9, 9, 9])
+    asks = [Ask(list(p), SamplingParams(max_tokens=24, temperature=0.0, seed=i)) for i, p in enumerate(prompts)]
+    assert_same(asks, rig.run(asks, AdaptiveDrafter(drafter, 4)), rigs.plain("gdn").futures(asks))
+    assert drafter.asked > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "topk"),
+    sweep([way for way in WAYS if way[0] in ("mamba2", "gdn", "history") or way == ("mamba1", "intermediate", 1)], 3),
+)
+def test_retraction(name: str, mode: str, topk: int, rigs: Rigs) -> None:
+    """KV for one long request and a little: requests are thrown out and come back with their output."""
+    retractions = 0
+
+    methods = st.sampled_from(["ngram", "same", "random", "in bursts", *["mtp"] * (name in WITH_HEADS)])
+
+    @schedules
+    @given(requests=asks(longest=60), chunk=chunks, method=methods, overlap=st.booleans())
+    def play(requests: list[Ask], chunk: int, method: str, overlap: bool) -> None:
+        nonlocal retractions
+        kind = WITH_HEADS[name] if method == "mtp" else name
+        long = [replace(a, params=replace(a.params, max_tokens=60, stop_token_ids=(), n=1)) for a in requests]
+        rig = rigs.rig(kind, mode, 4, False, 5, method, topk)
+        check(rigs, kind, rig, method, long, chunk, overlap)
+        retractions += rig.counters.retractions
+
+    play()
+    assert retractions > 3

@@ -1,0 +1,117 @@
+"""A small engine around the mock executor, and what its requests must come to."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hybridrt.engine.cache_coordinator import CacheCoordinator
+from hybridrt.engine.engine import Engine
+from hybridrt.engine.limits import EngineLimits
+from hybridrt.engine.outputs import Delta
+from hybridrt.mem_cache.page_demand import PageDemand
+from hybridrt.sampling_params import SamplingParams
+from tests.support.exact_prefix_cache import ExactPrefixCache
+from tests.support.mock_executor import MockDrafter, MockExecutor, tokens_alone
+from tests.support.samples import Sample, Samples
+
+VOCAB = 23
+EOS = 7
+
+
+class ByteTokenizer:
+    """A token is a byte; ids from 256 on are special."""
+
+    characters_per_token = 1
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(t for t in token_ids if t < 256).decode(errors="replace")
+
+
+class Rig:
+    """An engine, its executor and its pools; `step` checks the ledgers after every step."""
+
+    def __init__(
+        self,
+        *,
+        rows: int = 4,
+        slots: int | None = None,
+        pages: int = 64,
+        page_size: int = 4,
+        max_model_len: int = 64,
+        chunk: int = 16,
+        vocab: int = VOCAB,
+        late: int = 0,
+        overlap: bool = True,
+        drafts: int = 0,
+        tokenizer: Any = None,
+        seed: int = 0,
+        sliding_window: int | None = None,
+        cache: ExactPrefixCache | None = None,
+        replay: bool = False,
+    ) -> None:
+        slots = rows if slots is None else slots
+        self.executor = MockExecutor(
+            num_rows=rows, num_slots=slots, num_pages=pages, page_size=page_size, vocab=vocab, late=late,
+            sliding_window=sliding_window, replay=replay,
+        )  # fmt: skip
+        demand = PageDemand(page_size, sliding_window, chunk, drafts + 1)
+        self.pools = CacheCoordinator(rows, slots, pages, page_size, cache, demand)
+        self.cache = cache
+        limits = EngineLimits(vocab, max_model_len, chunk, (EOS,))
+        self.drafter = drafter = MockDrafter(drafts, vocab, sliding_window) if drafts else None
+        self.engine = Engine(self.executor, self.pools, limits, tokenizer, overlap=overlap, seed=seed, drafter=drafter)
+        self.outputs = Samples()
+
+    def add(self, prompt: Sequence[int] | str, request_id: str | None = None, **params: Any) -> str:
+        return self.engine.add_request(prompt, SamplingParams(**params), request_id)
+
+    def step(self) -> list[Delta]:
+        deltas = self.engine.step()
+        self.check()
+        for delta in deltas:
+            if delta.error is not None and isinstance(delta.error.__cause__, AssertionError):
+                raise delta.error.__cause__  # the executor's own checks
+        self.outputs.add(deltas)
+        return deltas
+
+    def run(self, most: int = 3000) -> None:
+        for _ in range(most):
+            if not self.engine.has_unfinished():
+                break
+            self.step()
+        assert not self.engine.has_unfinished(), f"not done after {most} steps: {self.engine.counters()}"
+        self.assert_empty()
+
+    def finish(self, prompt: Sequence[int] | str, **params: Any) -> Sample:
+        """The output of one request, run to its end."""
+        request_id = self.add(prompt, **params)
+        self.run()
+        return self.outputs[request_id, 0]
+
+    def assert_empty(self) -> None:
+        self.check()
+        for pool in (self.pools.rows, self.pools.slots, self.pools.pages):
+            assert not pool.num_used, f"leaked: {pool}"
+        assert self.cache is None or not self.cache.locks
+        assert self.drafter is None or not self.drafter.begun
+
+    def check(self) -> None:
+        """The ledgers; the cache's, if there is one, against the allocators'."""
+        self.pools.check()
+        if self.cache is not None:
+            self.cache.check(self.pools)
+
+
+def expected(
+    prompt: Sequence[int], params: SamplingParams, seed: int, max_model_len: int, vocab: int = VOCAB,
+    sliding_window: int | None = None,
+) -> tuple[list[int], str]:  # fmt: skip
+    """Tokens and finish reason of a request without stop strings that runs alone."""
+    most = max_model_len - len(prompt)
+    count = most if params.max_tokens is None else min(most, params.max_tokens)
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
+    tokens = tokens_alone(prompt, seed, count, vocab, sliding_window)
+    end = next((i for i, token in enumerate(tokens) if token in stops), None)
+    return (tokens, "length") if end is None else (tokens[: end + 1], "stop")

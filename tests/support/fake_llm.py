@@ -1,0 +1,56 @@
+"""LLM over a runner without a model."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybridrt.config import EngineConfig
+from hybridrt.engine import llm as llm_module
+from hybridrt.engine.llm import LLM
+from hybridrt.sampling_params import SamplingParams
+from tests.support.engine_harness import EOS
+from tests.support.mock_executor import MockExecutor
+
+VOCAB = 256
+FIVE = SamplingParams(max_tokens=5, ignore_eos=True, seed=1)
+
+
+class FakeRunner(MockExecutor):
+    """What LLM expects of hybridrt.runtime.model_runner.ModelRunner."""
+
+    device = torch.device("cuda")  # never touched: says that steps run while the host goes on
+
+    def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
+        rows = config.max_running_requests or 4
+        super().__init__(num_rows=rows, num_slots=rows, num_pages=32, page_size=4, vocab=VOCAB, late=1)
+        self.model_path = config.model
+        self.model_config = SimpleNamespace(vocab_size=VOCAB, eos_token_ids=(EOS,))
+        self.plan = SimpleNamespace(
+            num_rows=rows, num_slots=rows, num_pages=32, page_size=4, demand=None,
+            max_model_len=config.max_model_len or 64,
+        )  # fmt: skip
+
+
+def make(monkeypatch: pytest.MonkeyPatch, tokenizer: Any = None, **config: Any) -> tuple[LLM, FakeRunner]:
+    runners: list[FakeRunner] = []
+
+    def build(config: EngineConfig, **kwargs: Any) -> FakeRunner:
+        runners.append(FakeRunner(config, **kwargs))
+        return runners[0]
+
+    def split(config: EngineConfig, **kwargs: Any) -> SimpleNamespace:
+        return SimpleNamespace(runner=build(config, **kwargs), close=lambda: None)
+
+    monkeypatch.setattr(llm_module, "ModelRunner", build)
+    monkeypatch.setattr(llm_module, "TensorParallelExecutor", split)
+    monkeypatch.setattr(llm_module, "load_tokenizer", lambda path: tokenizer)
+    return LLM("somewhere", **config), runners[0]
+
+
+def assert_clean(llm: LLM) -> None:
+    counters = llm.engine.counters()
+    assert not llm.engine.has_unfinished()
+    assert (counters.running, counters.waiting, counters.free_pages) == (0, 0, 32)
+    assert counters.free_rows == counters.free_slots == llm.plan.num_rows

@@ -1,0 +1,67 @@
+"""A kind of recurrent layer as another package brings it: a causal conv whose window is all that it keeps."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
+from hybridrt.attention.segments import DecodeSegment, ExtendSegment
+from hybridrt.config import LinearConfig
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
+from hybridrt.kinds.base import LinearKind, StateShape, split_over
+from hybridrt.layers.weights import Build, parameter
+
+
+@dataclass(frozen=True)
+class OutsideConfig(LinearConfig):
+    kind = "outside"
+    channels: int
+    conv_kernel: int = 3
+    chunk_size: int = 16
+
+
+def _shape(config: OutsideConfig, tp_size: int) -> StateShape:
+    channels = split_over("channels", config.channels, tp_size)
+    return StateShape("outside", (("x", channels),), config.conv_kernel, (0,), 1)
+
+
+OUTSIDE = LinearKind(
+    title="outside conv",
+    letter="O",
+    config=OutsideConfig,
+    shape=_shape,
+    backend="tests.support.outside_kind:OutsideBackend",
+    mixer="tests.support.outside_kind:OutsideMixer",
+    conv_parts={"x": False},
+    temporal_dims=(),
+)
+
+
+class OutsideBackend(MambaAttnBackendBase):
+    """Input: x [T, channels]."""
+
+    kind = "outside"
+
+    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> Tensor:
+        return causal_conv1d_update(segment.by_row(inputs["x"]), **self.conv_rows(layer, segment)).flatten(0, 1)
+
+    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> Tensor:
+        return causal_conv1d_varlen(inputs["x"], **self.conv_chunks(layer, segment))
+
+
+class OutsideMixer(nn.Module):
+    kind = "outside"
+    conv_bias = None
+
+    def __init__(self, name: str, config: OutsideConfig, layer_id: int, hidden_size: int, *, build: Build) -> None:
+        super().__init__()
+        self.name, self.config, self.layer_id, self.width = name, config, layer_id, config.channels
+        self.conv_weight = parameter(config.channels, config.conv_kernel, dtype=build.dtype, device=build.device)
+
+    def summand(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        backend = batch.attn_backend.route(self)
+        conved: torch.Tensor = backend.forward(None, None, None, self, batch, x=x)
+        return conved

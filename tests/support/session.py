@@ -1,0 +1,161 @@
+"""Engines over a real tiny model, with the logits of every token they sample."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrt.config import EngineConfig
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.engine.cache_coordinator import CacheCoordinator
+from hybridrt.engine.engine import Engine
+from hybridrt.engine.limits import EngineLimits
+from hybridrt.mem_cache.memory_plan import MemoryPlan
+from hybridrt.mem_cache.prefix_cache import PrefixCache
+from hybridrt.runtime.build import Pools, RunTarget, load_target, make_plan
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.ranks import Ranks
+from hybridrt.runtime.sampler import Filters
+from hybridrt.runtime.step import StepHandle, StepPlan
+from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
+from hybridrt.sampling_params import SamplingParams
+from tests.support.checkpoints import Checkpoint
+from tests.support.ties import check_greedy
+
+
+@dataclass
+class Sample:
+    """What became of a request: its tokens, and the logits that each was chosen from, [n, vocab]."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    retractions: int = 0
+    finish_reason: str | None = None
+
+
+def greedy(max_tokens: int, seed: int = 0, **params: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, seed=seed, **params)
+
+
+class Session:
+    """A ModelRunner on a CPU whose pools start full of garbage, and engines on it, one after the other.
+
+    It is an executor itself: it keeps the logits by (seed of the request, output index).
+
+    Args:
+        ranks: split the model over these.
+    """
+
+    def __init__(
+        self, path: Path, *, budget_bytes: int | None = None, ranks: Ranks | None = None, cache_slots: int = 0,
+        **config: Any,
+    ) -> None:  # fmt: skip
+        defaults = {"device": "cpu", "dtype": "float32", "max_model_len": 160, "max_running_requests": 4}
+        self.config = EngineConfig(str(path), **{**defaults, **config})
+        self.split = TensorParallelExecutor(self.config, ranks=ranks) if ranks else None
+        plan = None
+        if cache_slots:
+            target = load_target(self.config, TPGroup())[1]
+            plan = make_plan(self.config, target, budget_bytes=budget_bytes, cache_slots=cache_slots)
+            budget_bytes = None
+        self.runner = (
+            self.split.runner if self.split else ModelRunner(self.config, budget_bytes=budget_bytes, plan=plan)
+        )
+        self.plan: MemoryPlan = self.runner.plan
+        self.logits: dict[tuple[int, int], Tensor] = {}
+        self.plans: list[StepPlan] = []
+        self._seeds: dict[int, int] = {}
+        self._sampler = self.runner.sampler
+        self.runner.sampler = self._sample  # type: ignore[assignment]
+        spoil(self.runner.pools)
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        self._seeds.update((a.row, a.seed) for a in plan.admissions)
+        self.plans.append(plan)
+        return (self.split or self.runner).launch(plan)
+
+    def _sample(self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters) -> Tensor:
+        for line, row, index in zip(logits, rows.tolist(), output_indices.tolist(), strict=True):
+            self.logits[self._seeds[row], index] = line.clone()
+        return self._sampler(logits, rows, output_indices, filters)
+
+    def engine(self, *, chunk: int = 8192, overlap: bool = False, prefix_cache: PrefixCache | None = None) -> Engine:
+        plan, model = self.plan, self.runner.model_config
+        demand = plan.demand and replace(plan.demand, step_tokens=chunk)
+        pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
+        self.coordinator = CacheCoordinator(*pools, prefix_cache, demand)
+        limits = EngineLimits(model.vocab_size, plan.max_model_len, chunk, model.eos_token_ids)
+        return Engine(self, self.coordinator, limits, overlap=overlap)
+
+    def run(
+        self, requests: Sequence[tuple[Sequence[int], int]], *, chunk: int = 8192, overlap: bool = False, gap: int = 0
+    ) -> list[Sample]:
+        """(prompt, output tokens) greedily, a new request every `gap` steps; request i has seed i."""
+        engine, waiting = self.engine(chunk=chunk, overlap=overlap), list(enumerate(requests))
+        self.logits.clear()
+        self.plans.clear()
+        samples = [Sample(list(prompt)) for prompt, _ in requests]
+        steps = 0
+        while waiting or engine.has_unfinished():
+            while waiting and steps >= waiting[0][0] * gap:
+                i, (prompt, count) = waiting.pop(0)
+                engine.add_request(prompt, greedy(count, seed=i), str(i))
+            for out in engine.step() if engine.has_unfinished() else ():
+                sample = samples[int(out.request_id)]
+                assert out.error is None, out.error
+                sample.tokens += out.token_ids
+                if out.metrics is not None:
+                    sample.finish_reason, sample.retractions = out.finish_reason, out.metrics.retractions
+            self.coordinator.check()
+            steps += 1
+        self.assert_empty()
+        for i, sample in enumerate(samples):
+            sample.logits = torch.stack([self.logits[i, k] for k in range(len(sample.tokens))])
+        return samples
+
+    def assert_empty(self) -> None:
+        for pool in (self.coordinator.rows, self.coordinator.slots, self.coordinator.pages):
+            pool.check()
+            assert not pool.num_used, f"leaked: {pool}"
+
+    def num_mixed(self) -> int:
+        """Steps of the last run that held decode rows and prompt chunks."""
+        return sum(bool(plan.decode and plan.extend) for plan in self.plans)
+
+
+def spoil(pools: Pools) -> None:
+    """Fills what is not scratch with garbage: NaN, and in KV, whose hidden entries must be finite, large numbers."""
+    for tensor in (pools.kv.k, pools.kv.v):
+        tensor[:, 1:] = 1e4
+    mamba = pools.req_to_token.mamba_pool
+    for layer_id in mamba.layer_ids if mamba is not None else ():
+        for tensor in vars(mamba.layer_cache(layer_id)).values():  # type: ignore[union-attr]
+            if tensor is not None:
+                tensor[1:] = torch.nan
+    pools.req_to_token.req_to_token[1:] = -(2**30)
+    pools.req_to_token.req_to_mamba_slot[1:] = -(2**30)
+
+
+def budget(path: Path, *, rows: int, pages: int, cache_slots: int = 0, **config: Any) -> int:
+    """Bytes that hold `rows` running requests, `cache_slots` states of cached prefixes and `pages` KV pages, and no
+    more."""
+    engine_config = EngineConfig(
+        str(path), **{"device": "cpu", "dtype": "float32", "max_running_requests": rows, **config}
+    )
+    target: RunTarget = load_target(engine_config, TPGroup())[1]
+    costs = make_plan(engine_config, target, budget_bytes=2**40).costs
+    states = (rows + 1 + cache_slots) * costs.slot
+    return costs.fixed + (rows + 1) * costs.row + states + (pages + 1) * costs.page
+
+
+def check_sample(checkpoint: Checkpoint, sample: Sample, what: str, tolerance: float = 5e-4) -> None:
+    """Each token's logits within `tolerance` of transformers', and the token the most likely one there."""
+    oracle = checkpoint.logits(sample.prompt, sample.tokens)
+    what = f"{what}, prompt of {len(sample.prompt)}"
+    worst = (sample.logits - oracle).abs().max().item()
+    assert worst <= tolerance, f"{what}: logits differ by {worst:.1e}"
+    check_greedy(sample.tokens, oracle, what)

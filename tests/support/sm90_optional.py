@@ -1,0 +1,191 @@
+"""Compiles the Triton kernels of every operation for sm_90 at small sizes, without optional arguments and with them: a
+branch that Triton cannot compile, or a None that it does not expect, shows. Prints the kernels, one name a line."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrt.kernels import providers
+from hybridrt.kernels.chunk_plan import ChunkPlan
+from hybridrt.kernels.decode_metadata import DecodeBuffers
+from hybridrt.kernels.mamba1_update import BCNorms
+from hybridrt.kernels.sampling import Penalties
+from hybridrt.kernels.state_ring import RingFolds
+from tests.support.sm90 import compiled_names
+
+B, T, H, P, N, G, SLOTS, K, TOKENS = 3, 2, 4, 16, 16, 2, 9, 4, 40
+Args = dict[str, Any]
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def int32(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.int32)
+
+
+def f32(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.float32)
+
+
+def flags(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.bool)
+
+
+ROWS, STARTS = int32(B), int32(B + 1)
+SLOT_ARGS = {"read_slots": ROWS, "write_slots": ROWS}
+PLAN = ChunkPlan(int32(4), int32(3), ROWS, ROWS, 1, 16, TOKENS, (16, 8, 16))
+PROMPTS = SLOT_ARGS | {"has_initial_state": flags(B), "query_start_loc": STARTS, "plan": PLAN}
+RING = {"values": meta(SLOTS, H, 16, P), "keys": meta(SLOTS, G, 16, N), "gates": f32(SLOTS, H, 16)}
+CURSORS = {"start": ROWS, "length": ROWS, "rows": ROWS}
+
+
+def mamba(*lead: int) -> Args:
+    tokens = {"x": meta(*lead, H, P), "dt": meta(*lead, H), "B": meta(*lead, G, N), "C": meta(*lead, G, N)}
+    return tokens | {"A": f32(H), "states": f32(SLOTS, H, P, N)}
+
+
+def mamba1(*lead: int) -> Args:
+    inner = H * P
+    tokens = {name: meta(*lead, inner) for name in ("x", "dt", "z")} | {name: meta(*lead, N) for name in ("B", "C")}
+    return tokens | {"A": f32(inner, N), "D": f32(inner), "dt_bias": f32(inner), "states": f32(SLOTS, inner, N)}
+
+
+def delta(*lead: int) -> Args:
+    tokens = {"q": meta(*lead, G, N), "k": meta(*lead, G, N), "v": meta(*lead, H, P)}
+    return tokens | {"g": f32(*lead, H), "beta": f32(*lead, H), "states": f32(SLOTS, H, P, N)}
+
+
+def conv(channels: int) -> Args:
+    return {"weight": meta(channels, K), "conv": meta(SLOTS, channels, 8), "bias": None}
+
+
+def paged(*lead: int) -> Args:
+    cache = meta(20, 16, G, P)
+    table = {"req_to_token": int32(SLOTS, 64), "rows": ROWS, "seq_lens": ROWS, "scale": 1.0}
+    return {"q": meta(*lead, H, P), "k_cache": cache, "v_cache": cache} | table
+
+
+def recurrent() -> Iterator[tuple[str, Args, Args]]:
+    """(operation, arguments, optional arguments), of recurrent layers."""
+    per_head, stored = {"D": f32(H), "dt_bias": f32(H)}, {"rows": ROWS, "intermediate_states": f32(SLOTS, T, H, P, N)}
+    none, channels, parents = dict.fromkeys(("D", "dt_bias", "z")), H * P + 2 * G * N, {"parents": int32(B, T)}
+    step = {"start_positions": ROWS} | SLOT_ARGS
+    tokenwise = {"x": meta(B, T, channels)} | conv(channels) | step
+    windows = {"windows": meta(SLOTS, T, channels, K - 1), "rows": ROWS}
+    yield "causal_conv1d_update", tokenwise | {"activation": None}, {"bias": meta(channels)} | windows | parents
+    ragged = conv(channels) | step | {"x": meta(TOKENS, channels), "query_start_loc": STARTS}
+    yield "causal_conv1d_varlen", ragged | {"activation": None}, {"bias": meta(channels), "activation": "silu"}
+    whole = {"xBC": meta(B, T, channels), "dt": meta(B, T, H), "A": f32(H), "states": f32(SLOTS, H, P, N)}
+    everything = {"bias": meta(channels), "z": meta(B, T, H, P)} | per_head
+    yield "mamba2_decode", whole | conv(channels) | step | none, everything | stored
+    yield "mamba2_decode", whole | conv(channels) | step | none | RING | CURSORS, everything
+    yield (
+        "selective_state_update",
+        mamba(B, T) | SLOT_ARGS | none,
+        per_head | {"z": meta(B, T, H, P)} | stored | parents,
+    )
+    scan = {"z": meta(TOKENS, H, P), "snapshot_slots": int32(3)} | per_head
+    yield "mamba2_chunk_scan", mamba(TOKENS) | PROMPTS | none, scan
+    inner = {"rows": ROWS, "intermediate_states": f32(SLOTS, T, H * P, N)}
+    norms = {"norms": BCNorms(f32(N), f32(N), 1e-5)}
+    yield "mamba1_update", mamba1(B, T) | SLOT_ARGS | {"norms": None}, norms | inner | parents
+    yield "selective_scan", mamba1(TOKENS) | PROMPTS, {}
+    gates = {"a": meta(B, T, H), "b": meta(B, T, H), "A_log": f32(H), "dt_bias": f32(H)}
+    yield "gdn_gates", gates, {}
+    qkv = {"qkv": meta(B, T, 2 * G * N + H * P), "states": f32(SLOTS, H, P, N)} | conv(2 * G * N + H * P) | step | gates
+    yield "gdn_decode", qkv, {"bias": meta(2 * G * N + H * P)} | stored
+    yield "gdn_decode", qkv | {"qkv": qkv["qkv"][:, :1]}, {"bias": meta(2 * G * N + H * P)}
+    yield "gdn_decode", qkv | RING | CURSORS, {"bias": meta(2 * G * N + H * P)}
+    yield "recurrent_gated_delta_rule", delta(B, T) | SLOT_ARGS, stored | parents
+    yield "chunk_gated_delta_rule", delta(TOKENS) | PROMPTS, {}
+    sums = {"states": f32(SLOTS, H)} | SLOT_ARGS
+    yield "prefix_sum_varlen", sums | {"x": meta(TOKENS, H), "query_start_loc": STARTS}, {}
+    stored_sums = {"intermediate_states": f32(SLOTS, T, H), "rows": ROWS}
+    yield "prefix_sum_update", sums | {"x": meta(B, T, H)} | dict.fromkeys((*stored_sums, "parents")), stored_sums
+    cursors = {"start": int32(SLOTS), "length": int32(SLOTS), "rows": ROWS, "accepted": ROWS, "slots": ROWS}
+    yield "advance_ring", cursors | {"width": 16, "widest": 1}, {}
+    layers = {name: part[None] for name, part in ({"states": f32(SLOTS, H, P, N)} | RING).items()}
+    folds = {"folds": RingFolds(ROWS, ROWS, ROWS, ROWS, int32(1)), "write_slots": ROWS}
+    yield "fold_ring", layers | folds | {"A": None}, {"A": f32(1, H)}
+    commit = {"slots": ROWS, "rows": ROWS, "accepted": ROWS}
+    pools = {"temporal": f32(2, SLOTS, H, P, N), "intermediate": f32(2, SLOTS, T, H, P, N)}
+    yield "commit_intermediate", commit | pools, {}
+
+
+def others() -> Iterator[tuple[str, Args, Args]]:
+    """(operation, arguments, optional arguments) of everything else."""
+    window, vocabulary, keys = {"sliding_window": 5}, 40000, meta(B, dtype=torch.int64)
+    yield "attention_decode", paged(B, T), window | {"tree_mask": flags(B, T, T)}
+    lens = {"query_start_loc": STARTS, "query_lens": [20, 10, 10], "seq_lens_host": [20, 30, 40]}
+    yield "attention_extend", paged(TOKENS) | lens, window
+    long = {"query_lens": [8192] * B, "seq_lens_host": [9000] * B}  # keys and values are copied together first
+    yield "attention_extend", paged(8192 * B) | lens | long, window
+    caches = {"k_cache": meta(20, 16, G, P), "v_cache": meta(20, 16, G, P), "out_cache_loc": int32(TOKENS)}
+    heads = {"q": meta(TOKENS, H, P), "k": meta(TOKENS, G, P)}
+    yield "write_kv", {"k": heads["k"], "v": heads["k"]} | caches, {}
+    turned = heads | {"positions": int32(TOKENS), "cos_sin": f32(64, P), "eps": 1e-6}
+    norms = {"q_weight": f32(P), "k_weight": f32(P)}
+    yield "qk_norm_rotary", turned | dict.fromkeys(norms), norms
+    yield "rotary_write_kv", turned | {"v": heads["k"]} | caches | dict.fromkeys(norms), norms
+    x, weight = meta(TOKENS, 64), f32(64)
+    yield "rms_norm", {"x": x, "weight": weight, "eps": 1e-5}, {}
+    yield "add_rms_norm", {"x": x, "residual": meta(TOKENS, 64), "weight": weight, "eps": 1e-5}, {}
+    grouped = {"gate": x, "group_size": 32, "norm_before_gate": True}
+    yield "gated_rms_norm", {"x": x, "weight": weight, "eps": 1e-5} | grouped, {"norm_before_gate": False}
+    yield from ((op, {"x": x}, {}) for op in ("silu_and_mul", "relu2"))
+    yield "sigmoid_mul", {"x": x, "gate": x}, {}
+    for tokens in (1, 3):
+        linear = {"x": meta(tokens, 64), "weight": meta(32, 64), "bias": None}
+        normed = {"norm_weight": f32(64), "residual": meta(tokens, 64), "activation": "silu_and_mul"}
+        yield "skinny_linear", linear, {"bias": meta(32)} | normed
+        yield "skinny_linear", linear | {"tail": meta(tokens, 16), "x": meta(tokens, 48)}, {"activation": "relu2"}
+    shared = {"shared_gate": meta(B), "shared": 1, "rows": ROWS}
+    yield "router_softmax", {"logits": meta(B, 8), "top_k": 2, "renormalize": True}, shared
+    scores = {"logits": f32(B, 8), "correction_bias": f32(8), "top_k": 2, "n_group": 2, "topk_group": 1}
+    yield "router_sigmoid_grouped", scores | {"renormalize": True, "scaling": 2.5}, {"rows": ROWS}
+    for tokens in (2, 400):
+        picks = {"ids": int32(tokens, 2), "weights": f32(tokens, 2), "x": meta(tokens, 64)}
+        gated = {"w_up": meta(8, 64, 64), "w_down": meta(8, 64, 32), "activation": "silu", "gated": True}
+        yield "fused_experts", picks | gated, {"w_up": meta(8, 32, 64), "activation": "relu2", "gated": False}
+    filters = {"top_k": ROWS, "top_p": f32(B), "min_p": f32(B), "bitmask": int32(B, vocabulary // 32 + 1)}
+    counted = Penalties(f32(B), f32(B), f32(B), int32(B, vocabulary), flags(B, vocabulary))
+    logits = {"logits": meta(B, vocabulary), "temperature": f32(B)}
+    yield "filtered_logits", logits, filters | {"penalties": counted}
+    yield "sample", logits | {"seeds": keys, "indices": keys}, filters | {"penalties": counted}
+    chain = {"drawn": meta(B, T, dtype=torch.int64), "drafts": int32(B, T - 1), "num_drafts": ROWS, "rows": ROWS}
+    yield "accept_chain", chain | {"last_tokens": int32(SLOTS)}, {}
+    yield "greedy", {"logits": logits["logits"]}, {"bitmask": filters["bitmask"]}
+    yield "uniform", {"seed": keys, "index": keys, "stream": 0, "ids": int32(vocabulary)}, {}
+    outputs = {name: int32(B) for name in ("input_ids", "positions", "out_cache_loc")}
+    table = {"rows": ROWS, "seq_lens": ROWS, "new_pages": ROWS, "last_tokens": int32(SLOTS), "page_size": 16}
+    plain = outputs | table | {"req_to_token": int32(SLOTS, 64), "drafts": None, "num_drafts": None}
+    drafted = {name: int32(B * T) for name in outputs} | {"drafts": int32(B, T - 1), "num_drafts": ROWS}
+    yield "decode_inputs", plain, drafted
+    buffers = DecodeBuffers(*int32(5, B))
+    rows = {"req_pool_indices": ROWS, "seq_lens": ROWS, "num_real": 2, "tokens_per_row": 1}
+    pools = {"req_to_mamba_slot": int32(SLOTS), "ring_start": int32(SLOTS), "ring_length": int32(SLOTS)}
+    yield "fill_decode_metadata", {"out": buffers} | rows | pools, {}
+
+
+def main() -> None:
+    providers._import_operations()
+    left = {op for op, by in providers._IMPLEMENTATIONS.items() if "triton" in by}
+    with compiled_names() as names:
+        for op, args, optional in (*recurrent(), *others()):
+            launch = providers._IMPLEMENTATIONS[op]["triton"].load()
+            for given in (args, args | optional) if optional else (args,):
+                try:
+                    launch(**given)
+                except Exception as e:
+                    raise RuntimeError(f"{op} with {sorted(optional) if given is not args else 'nothing'}: {e}") from e
+            left.discard(op)
+    assert not left, f"operations without a call: {left}"
+    print("\n".join(sorted(names)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Engines that speculate over tiny models, drafters to try them with, and what the output must equal."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hybridrt.config import EngineConfig, SpeculativeConfig
+from hybridrt.engine.cache_coordinator import CacheCoordinator
+from hybridrt.engine.engine import Engine
+from hybridrt.engine.limits import EngineLimits
+from hybridrt.engine.request import derive_seed
+from hybridrt.mem_cache.page_demand import PageDemand
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.sampling_params import SamplingParams
+from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
+from tests.support.samples import Sample, Samples
+from tests.support.session import budget
+
+LENGTH = 96
+PAGE = 4
+Key = tuple[str, int]
+
+
+@dataclass
+class Ask:
+    """A request: arrives after `arrival` steps, and is aborted after `abort` of them if that is given."""
+
+    prompt: list[int]
+    params: SamplingParams
+    arrival: int = 0
+    abort: int | None = None
+
+
+class Rig:
+    """A runner whose engines come and go.
+
+    Args:
+        pages: KV pages; None for enough.
+        drafts: num_draft_tokens; 0 for plain decoding.
+        graphs: on a CPU, run decode and verify steps through closures over poisoned buffers.
+    """
+
+    def __init__(
+        self, path: Path, *, mode: str = "auto", drafts: int = 0, rows: int = 3, pages: int | None = None,
+        graphs: bool = False, device: str = "cpu", **spec: Any,
+    ) -> None:  # fmt: skip
+        speculative = SpeculativeConfig(num_draft_tokens=drafts, state_mode=mode, **spec) if drafts else None
+        self.config = EngineConfig(
+            str(path), device=device, dtype="float32", max_model_len=LENGTH, max_running_requests=rows, page_size=PAGE,
+            speculative=speculative, state_mode="auto" if drafts else mode,
+        )  # fmt: skip
+        # The longest request fits alone.
+        window = json.loads((path / "config.json").read_text()).get("sliding_window")
+        least = PageDemand(PAGE, window).least(LENGTH + drafts)
+        pages = rows * LENGTH // PAGE if pages is None else max(pages, least)
+        same = ("device", "max_model_len", "page_size", "speculative", "state_mode")
+        common = {name: getattr(self.config, name) for name in same}
+        self.runner = ModelRunner(self.config, budget_bytes=budget(path, rows=rows, pages=pages, **common))
+        assert self.runner.plan.num_pages == (pages if self.runner.plan.costs.page else 0)
+        if graphs:
+            self.runner.capture()
+
+    def engine(self, drafter: Drafter | None = None, chunk: int = 8192, overlap: bool = False) -> Engine:
+        plan = self.runner.plan
+        demand = plan.demand and replace(plan.demand, step_tokens=chunk)
+        pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
+        self.coordinator = CacheCoordinator(*pools, demand=demand)
+        limits = EngineLimits(self.runner.model_config.vocab_size, LENGTH, chunk)
+        return Engine(self.runner, self.coordinator, limits, overlap=overlap, drafter=drafter)
+
+    def run(
+        self, asks: Sequence[Ask], drafter: Drafter | None = None, chunk: int = 8192, overlap: bool = False
+    ) -> dict[Key, Sample]:
+        """The last output of every sample; the ledgers hold after every step and the counters add up at the end."""
+        engine = self.engine(drafter, chunk, overlap)
+        found = Samples()
+        steps = 0
+        while engine.has_unfinished() or steps <= max(a.arrival for a in asks):
+            for i, ask in enumerate(asks):
+                if ask.arrival == steps:
+                    engine.add_request(ask.prompt, ask.params, str(i))
+                if ask.abort is not None and ask.arrival + ask.abort == steps:
+                    engine.abort(str(i))
+            deltas = engine.step() if engine.has_unfinished() else []
+            assert [delta.error for delta in deltas if delta.error is not None] == []
+            found.add(deltas)
+            self.coordinator.check()
+            steps += 1
+            assert steps < 2000
+        self.counters = engine.counters()
+        self._assert_done(found)
+        return found
+
+    def futures(self, asks: Sequence[Ask]) -> dict[Key, Sample]:
+        """The samples of all requests as they would be without speculation, aborts and stops."""
+        forever = [Ask(a.prompt, replace(a.params, stop_token_ids=())) for a in asks]
+        return self.run(forever)
+
+    def _assert_done(self, found: dict[Key, Sample]) -> None:
+        for pool in (self.coordinator.rows, self.coordinator.slots, self.coordinator.pages):
+            assert pool.num_free == pool.total, f"leaked: {pool}"
+        metrics, counters = [o.metrics for o in found.values()], self.counters
+        assert counters.output_tokens == sum(m.output_tokens for m in metrics)
+        assert counters.proposed == sum(m.proposed for m in metrics)
+        assert counters.accepted == sum(m.accepted for m in metrics) <= counters.proposed
+        assert counters.target_steps == sum(m.target_steps for m in metrics)
+        assert counters.verify_steps == sum(m.verify_steps for m in metrics)
+        # A stop inside the accepted run drops the rest.
+        assert all(m.output_tokens <= m.target_steps + m.accepted for m in metrics)
+        assert counters.retractions == sum(m.retractions for m in metrics)
+
+
+def sample_seed(ask: Ask, index: int) -> int:
+    """The seed that the engine gives sample `index` of a request with a seed."""
+    assert ask.params.seed is not None
+    return derive_seed(ask.params.seed, index) if index else ask.params.seed
+
+
+def until_stop(ask: Ask, tokens: list[int]) -> tuple[list[int], str]:
+    """What of an output is left, and why it ends, if the request's stop tokens count."""
+    end = next((i for i, token in enumerate(tokens) if token in ask.params.stop_token_ids), None)
+    return (tokens, "length") if end is None else (tokens[: end + 1], "stop")
+
+
+def assert_same(asks: Sequence[Ask], found: dict[Key, Sample], futures: dict[Key, Sample]) -> None:
+    """Tokens, reasons and log-probabilities of `found` are those of `futures` up to a stop; of an aborted sample, a
+    beginning of them."""
+    assert found.keys() == futures.keys()
+    for (i, k), got in found.items():
+        ask, want = asks[int(i)], futures[i, k]
+        tokens, reason = until_stop(ask, want.token_ids)
+        if got.finish_reason == "abort":
+            assert ask.abort is not None
+            tokens = tokens[: len(got.token_ids)]
+        else:
+            assert got.finish_reason == reason
+        assert got.token_ids == tokens, f"request {i}, sample {k}"
+        assert got.metrics.output_tokens == len(tokens)
+        _assert_same_logprobs(got.logprobs, want.logprobs, len(tokens))
+
+
+def _assert_same_logprobs(got: list[dict[int, float]] | None, want: list[dict[int, float]] | None, count: int) -> None:
+    assert (got is None) == (want is None)
+    if got is None or want is None:
+        return
+    assert len(got) == count
+    for a, b in zip(got, want[:count], strict=True):
+        assert a.keys() == b.keys()
+        assert max(abs(a[t] - b[t]) for t in a) < 2e-3
+
+
+Script = Callable[[list[int], DraftRequest], list[int]]
+
+
+@dataclass
+class Scripted(Drafter):
+    """Proposes what `script` makes of the tokens that will really come.
+
+    Args:
+        futures: a request's output tokens by its seed.
+        trees: hide the chain in a tree.
+    """
+
+    futures: dict[int, list[int]]
+    script: Script
+    trees: bool = False
+
+    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
+        drafts = []
+        for request, n in zip(requests, most, strict=True):
+            done = len(request.output)
+            coming = self.futures[request.seed][done : done + n]
+            chain = self.script(coming, request)
+            drafts.append(bushy(chain, request) if self.trees else Draft(chain))
+        return drafts
+
+
+def bushy(chain: Sequence[int], request: DraftRequest) -> Draft:
+    """A tree that holds `chain` among nodes of other tokens, some of them on its path and some equal to its own."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    end, h = 0, derive_seed(request.seed, len(request.output))
+    for i, token in enumerate(chain):
+        h = derive_seed(h, i)
+        for k in range(h % 3):
+            h = derive_seed(h, k)
+            tokens.append(token if h % 5 == 0 else shifted(token, 100 + k))
+            parents.append(h // 8 % (len(tokens)))
+        tokens.append(token)
+        parents.append(end)
+        end = len(tokens)
+    return Draft(tokens, parents)
+
+
+def shifted(token: int, vocab: int = 131) -> int:
+    return (token + 1) % vocab
+
+
+@dataclass
+class AtRandom(Drafter):
+    """Proposes random tokens, as many as it may."""
+
+    vocab: int
+    state: int = 0
+
+    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
+        return [Draft([self._next() for _ in range(n)]) for n in most]
+
+    def _next(self) -> int:
+        self.state = derive_seed(self.state, 0)
+        return self.state % self.vocab

@@ -1,0 +1,120 @@
+"""Workers whose peers stop without a word, or answer slowly: what is given up, when, and what goes on."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrt.errors import PeerGoneError
+from hybridrt.transfer.transport import InProcessTransport
+from tests.support.tiny import write_tiny
+from tests.support.transfer_pair import Decoder, Prefiller, alone, build, greedy, run
+
+RNG = random.Random(11)
+PROMPTS = [[RNG.randrange(3, 131) for _ in range(n)] for n in (5, 40)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("falcon"), tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    return alone(model, PROMPTS, greedy())
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("compute_here", [True, False])
+def test_a_prefill_worker_that_stops_is_given_up(
+    steps: int, compute_here: bool, model: Path, expected: list[list[int]]
+) -> None:
+    """Stopped, it closes nothing: without a time-out the request waits for ever."""
+    hub: dict[str, torch.Tensor] = {}
+    stopped = Prefiller(build(model), hub)
+    decode = Decoder(build(model), hub, compute_here=compute_here, timeout=0.2)
+    stopped.connect(decode)
+    running = decode.engine.add_request([7], greedy(30))
+    ids = [decode.engine.add_request(prompt, greedy()) for prompt in PROMPTS]
+    for _ in range(steps):
+        decode.step()
+        stopped.step()
+    run(decode)
+    assert len(decode.tokens(running)) == 30
+    for request_id, tokens in zip(ids, expected):
+        output = decode.outputs[request_id, 0]
+        if output.error is None:
+            assert output.token_ids == tokens
+        else:
+            assert not compute_here and isinstance(output.error.__cause__, PeerGoneError)
+    if decode.worker.counters().computed_here or decode.worker.counters().failed:
+        assert decode.worker.counters().workers == 0
+    decode.assert_empty()
+
+
+class Endless:
+    """A read that never ends, as of a process that has been stopped."""
+
+    def done(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_read_that_does_not_end_is_given_up_and_its_memory_left_alone(
+    alive: bool, model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InProcessTransport, "read", lambda *_: Endless())
+    hub: dict[str, torch.Tensor] = {}
+    prefiller, decode = Prefiller(build(model), hub), Decoder(build(model), hub, timeout=0.2)
+    prefiller.connect(decode)
+    request_id = decode.engine.add_request(PROMPTS[1], greedy())
+    while not any(attempt.reading for attempt in decode.worker._attempts.values()):
+        decode.step()
+        prefiller.step()
+    while decode.engine.has_unfinished():
+        decode.step()
+        if alive:
+            prefiller.step()
+    assert decode.tokens(request_id) == expected[1]
+    counters = decode.worker.counters()
+    tries = 3 if alive else 1
+    assert counters.bytes_used == tries * decode.side.layout.image_bytes(39) and counters.computed_here == 1
+    decode.worker.close()
+    assert decode.engine.prefill_source is None
+
+
+def test_an_arena_full_of_reads_that_do_not_end_stops_nobody(
+    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InProcessTransport, "read", lambda *_: Endless())
+    hub: dict[str, torch.Tensor] = {}
+    prefiller = Prefiller(build(model), hub)
+    decode = Decoder(build(model, transfer_bytes=prefiller.side.layout.image_bytes(45)), hub, timeout=0.1)
+    prefiller.connect(decode)
+    for _ in range(2):
+        request_id = decode.engine.add_request(PROMPTS[1], greedy())
+        for _ in range(20_000):
+            if decode.engine.has_unfinished():
+                decode.step()
+                prefiller.step()
+        assert decode.tokens(request_id) == expected[1]
+
+
+def test_a_worker_that_is_slow_but_alive_is_kept(model: Path, expected: list[list[int]]) -> None:
+    """As long as it answers, a prompt may take longer than the time-out."""
+    hub: dict[str, torch.Tensor] = {}
+    prefiller, decode = Prefiller(build(model), hub), Decoder(build(model), hub, compute_here=False, timeout=0.2)
+    prefiller.connect(decode)
+    request_id = decode.engine.add_request(PROMPTS[1], greedy())
+    prefiller.side.engine.step = list  # type: ignore[method-assign,assignment]
+    until = time.monotonic() + 0.6
+    while time.monotonic() < until:
+        decode.step()
+        prefiller.step()
+    del prefiller.side.engine.step
+    time.sleep(0.3)  # nor does it count how long its caller leaves the decode worker alone
+    prefiller.step()
+    run(decode, prefiller)
+    assert decode.tokens(request_id) == expected[1] and decode.worker.counters().retried == 0
