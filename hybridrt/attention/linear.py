@@ -305,8 +305,8 @@ class MambaAttnBackendBase(AttentionBackend):
             return
         buf = decode.buffers
         accepted = buf.accepted if accepted is None else accepted
-        rows = (t[: len(accepted)] for t in (decode.rows, buf.slots, accepted, buf.start_positions))
-        self.mamba_pool.commit(*rows, path=path)
+        n = len(accepted)
+        self.mamba_pool.commit(decode.rows[:n], buf.slots[:n], accepted, buf.start_positions[:n], path)
 
     def _metadata(self) -> ForwardMetadata:
         assert self.metadata is not None, "init_forward_metadata comes before forward"
