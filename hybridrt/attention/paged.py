@@ -82,7 +82,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         spec, split = batch.spec_info, batch.num_decode_rows
         if spec is not None and spec.num_drafts is not None:  # padding drafts, the last tokens of a row, have no page
             lens[:split] -= spec.tokens_per_row - 1 - spec.num_drafts[:split]
-        check_range("req_to_token", pages[starts < lens[:, None]], num_slots)
+        check_range("req_to_token", torch.where(starts < lens[:, None], pages, 0), num_slots)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         check_batch(batch)

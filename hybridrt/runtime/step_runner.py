@@ -136,6 +136,8 @@ class StepRunner:
         self._bookkeep(sections)
         for arrival in plan.imports:
             self.arena.import_state(arrival)  # type: ignore[union-attr]  # launch has checked
+        if not plan.decode and not plan.extend:
+            return LaunchedStep(None)
         batch = self._batch(plan, columns, sections, tokens)
         self.backend.init_forward_metadata(batch)
         hidden = self.model(batch)

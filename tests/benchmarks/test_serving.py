@@ -20,8 +20,8 @@ def test_percentiles_are_values_that_were_seen() -> None:
 
 def test_timings() -> None:
     timing = Timing(2.0)
-    for count, now in ((0, 2.5), (1, 3.0), (1, 3.5), (3, 4.0)):
-        timing.saw(count, now)
+    for gained, now in ((0, 2.5), (1, 3.0), (0, 3.5), (2, 4.0)):
+        timing.saw(gained, now)
     assert timing.first == 1.0 and timing.gaps == [1.0, 0.0]
     row = summary("x", [timing, Timing(0.0, [1.0])], 4.0)
     assert (row["requests/s"], row["tok/s"], row["first token p50 ms"]) == (0.5, 1.0, 1000.0)
