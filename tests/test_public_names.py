@@ -59,6 +59,6 @@ def test_types_fit_what_runs(tmp_path: Path) -> None:
     """mypy takes typed_prompts.py, and refuses the lines that it says are wrong (as unused ignores otherwise)."""
     pytest.importorskip("mypy")
     options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(tmp_path), "--follow-imports=silent"]
-    command = [sys.executable, "-m", "mypy", *options, str(ROOT / "tests" / "typed_prompts.py")]
+    command = [sys.executable, "-m", "mypy", *options, str(ROOT / "tests" / "support" / "typed_prompts.py")]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
