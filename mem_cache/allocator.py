@@ -113,7 +113,7 @@ class SlotAllocator:
             self._locks[slot.index] -= 1
 
     def reclaim(self) -> None:
-        """Frees every entry, whoever holds it: after a call that was broken off, no ledger is right."""
+        """Frees every entry of every owner: after a call that was broken off, no ledger is right."""
         places = range(self._reserved, len(self._state))
         self._state[self._reserved :] = bytes(len(places))
         self._generation = [generation + 1 for generation in self._generation]

@@ -129,7 +129,7 @@ def _nbytes(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
 class MambaPool:
     """Preallocated state of all recurrent layers: S slots, R running rows; slot 0 and row 0 are scratch.
 
-    Every move of state is a method here: nobody else writes slots, rings or cursors, but for the kernels of a layer,
+    Every move of state is a method here: no other code writes slots, rings or cursors, except the kernels of a layer,
     which write the slots and rings that their step names. The state of a row is what its slot holds and, in replay
     mode, the entries of its ring. Methods queue device work and wait for nothing; rows and slots are [n] integer
     tensors on the pool's device.

@@ -315,7 +315,7 @@ class Engine:
     def _abort_one(self, request: Request) -> None:
         try:
             self._finish(request, "abort")
-        except Exception as e:  # its text cannot be made: it must go all the same
+        except Exception as e:  # its text cannot be made; it ends with that error
             self._fail(request, e)
 
     def _end_abandoned(self) -> None:
@@ -368,7 +368,7 @@ class Engine:
             gained.append(len(tokens))
             if tokens and request.finish_reason is None:
                 self._accept(request, tokens, logprobs, most > 1)
-            if -1 in tokens:  # whatever of them is read: the state behind them is not finite
+            if -1 in tokens:  # also where the request has ended: the state behind them is not finite
                 request.broken = True
         self._scheduler.complete(step, gained)
 

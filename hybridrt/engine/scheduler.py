@@ -78,7 +78,7 @@ class Scheduler:
             refuse: ends a waiting request that no step can pack, and takes it out of the queue (`remove`); None raises.
         """
         step, columns, requests = ScheduledStep(), self._coordinator.columns, list(self.running.values())
-        rows = int32s(request.row.index for request in requests)  # type: ignore[union-attr]  # who runs has a row
+        rows = int32s(request.row.index for request in requests)  # type: ignore[union-attr]  # a running request has a row
         prefilled = columns.prefilled(rows)
         ready = prefilled & columns.unfinished(rows)
         waiting = self._wait_for_tokens(requests, rows, ready)

@@ -78,7 +78,7 @@ class Turns:
             gate.acquire()
             self._line.append((gate, get_ident()))
         try:
-            gate.acquire()  # whoever leaves releases it
+            gate.acquire()  # the thread that ends its turn releases it
         except BaseException:
             self._give_up(gate)
             raise
