@@ -26,8 +26,12 @@ class DraftRequest(Protocol):
     params: SamplingParams
     seed: int
     row: Slot | None
-    computed: int
-    pending: int
+
+    @property
+    def computed(self) -> int: ...
+
+    @property
+    def pending(self) -> int: ...
 
     @property
     def end_page(self) -> int:
