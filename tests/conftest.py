@@ -7,7 +7,7 @@ imported, hence here, before any test module.
 import os
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
@@ -42,6 +42,28 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> "CheckpointStore":
     from tests.support.checkpoints import CheckpointStore  # transformers takes seconds to import
 
     return CheckpointStore(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """The whole suite runs in two processes, files that are named in one. `-n` on the command line decides alone."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if whole and config.pluginmanager.has_plugin("xdist") and config.option.numprocesses is None:
+        config.option.numprocesses = 0 if torch.cuda.is_available() else 2  # a GPU's memory belongs to one process
+        config.option.dist = "worksteal"  # neighbours share fixtures, so each process takes half of the list
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["ties"] = [ties.COMPARED[0], ties.FOUND]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Counts what a process of `pytest -n` saw."""
+    compared, found = getattr(node, "workeroutput", {}).get("ties", (0, []))
+    ties.COMPARED[0] += compared
+    ties.FOUND.extend(found)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
