@@ -46,11 +46,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> "CheckpointStore":
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """The whole suite runs in two processes, files that are named in one. `-n` on the command line decides alone."""
+    """On a CPU the whole suite runs in two processes, and files that are named in one; `-n` changes both."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not config.pluginmanager.has_plugin("xdist"):
+        return  # in one of those processes, or without pytest-xdist
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    if whole and config.pluginmanager.has_plugin("xdist") and config.option.numprocesses is None:
-        config.option.numprocesses = 0 if torch.cuda.is_available() else 2  # a GPU's memory belongs to one process
-        config.option.dist = "worksteal"  # neighbours share fixtures, so each process takes half of the list
+    if whole and config.option.numprocesses is None and not torch.cuda.is_available():
+        config.option.numprocesses = 2
+        config.option.dist = "worksteal"  # neighbours share fixtures, so each process begins with half of the list
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
