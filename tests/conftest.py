@@ -4,6 +4,7 @@ Kernel tests run under Triton's interpreter where there is no CUDA device. The i
 imported, hence here, before any test module.
 """
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -55,7 +56,14 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.dist = "worksteal"  # neighbours share fixtures, so each process begins with half of the list
 
 
+def pytest_collection_finish() -> None:
+    """Libraries and collected tests live to the end: the collector need not go through them again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["ties"] = [ties.COMPARED[0], ties.FOUND]
 

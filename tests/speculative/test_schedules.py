@@ -164,7 +164,7 @@ def check(
     assert_same(requests, found, futures)
 
 
-@pytest.mark.parametrize(("name", "mode", "topk", "method"), sweep(HISTORIES, 4))
+@pytest.mark.parametrize(("name", "mode", "topk", "method"), sweep(HISTORIES, 7))
 @schedules
 @given(requests=asks(), drafts=st.sampled_from([1, 4, 7]), chunk=chunks, data=st.data())
 def test_any_history(
