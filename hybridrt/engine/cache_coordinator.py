@@ -94,20 +94,20 @@ class CacheCoordinator:
         taken."""
         if not self.rows.num_free:
             return False
-        match = request.arrived or self._prefix_cache.match(request.tokens)
+        tokens = request.tokens
+        match = request.arrived or self._prefix_cache.match(tokens)
         # A match may have locked the one slot that the request could have had.
         choices = [match] if match.state is None else [match, PrefixMatch()]
-        if not any(self._take(request, choice, headroom) for choice in choices):
+        if not any(self._take(request, tokens, choice, headroom) for choice in choices):
             return False
         self.settle(request, 0)
         self._plan_admission(request, plan)
         return True
 
-    def _take(self, request: Request, match: PrefixMatch, headroom: int) -> bool:
+    def _take(self, request: Request, tokens: list[int], match: PrefixMatch, headroom: int) -> bool:
         """Lends what a request needs beside its match. False if not all is there: nothing is taken."""
         self._check_match(match)
         self._lock(match.entries)
-        tokens = request.tokens
         need = self._prompt_pages(len(tokens), len(match.pages))
         if not self._make_room(need + (headroom if self.pages.total else 0), 1 if self.slots.total else 0):
             self._unlock(match.entries)
@@ -115,7 +115,7 @@ class CacheCoordinator:
         request.prefix, request.prefill_tokens, request.arrived = match, tokens, None
         request.settled = match.length
         request.row = self.rows.alloc(1)[0]
-        request.slot = self.slots.alloc(1)[0] if self.slots.total else None
+        request.state_slot = self.slots.alloc(1)[0] if self.slots.total else None
         request.pages = [*match.pages, *self.pages.alloc(need)]
         self._fill_columns(request)
         return True
@@ -181,10 +181,10 @@ class CacheCoordinator:
         self.pages.free([page for page in own if page not in kept])
         if taken.states:
             self.donations.append(request.row.index)
-        elif request.slot is not None:
-            self.slots.free([request.slot])
+        elif request.state_slot is not None:
+            self.slots.free([request.state_slot])
         self.rows.free([request.row])
-        request.row = request.slot = request.columns = None
+        request.row = request.state_slot = request.columns = None
         request.pages, request.spare, request.prefix, request.prefill_tokens = [], [], PrefixMatch(), ()
         request.settled = request.first_page = 0
         self._returns += 1
@@ -196,7 +196,7 @@ class CacheCoordinator:
             return CacheEntries()
         tokens, computed = request.tokens, request.computed
         # A step may have computed tokens behind the last one that counts: the state then holds them, too.
-        state = request.slot if computed <= len(tokens) else None
+        state = request.state_slot if computed <= len(tokens) else None
         return self._prefix_cache.insert(tokens[:computed], request.pages, state, computed)
 
     def launched(self, plan: StepPlan) -> None:
@@ -207,7 +207,7 @@ class CacheCoordinator:
         """Takes everything back from all requests and the prefix cache, after a change that was broken off: no ledger
         can be trusted."""
         for request in requests:
-            request.row = request.slot = request.columns = None
+            request.row = request.state_slot = request.columns = None
             request.pages, request.spare, request.prefix = [], [], PrefixMatch()
         self.donations.clear()
         self._prefix_cache.clear()
@@ -226,7 +226,7 @@ class CacheCoordinator:
         request.columns = columns
         columns.computed[row] = request.prefix.length
         columns.prefill_end[row] = len(request.prefill_tokens)
-        columns.sampled[row] = len(request.output)
+        columns.output_index[row] = len(request.output)
         columns.max_output[row] = request.max_len - len(request.prompt)
         pages = self.pages.total
         columns.capacity[row] = request.end_page * self._demand.page_size if pages else UNLIMITED
@@ -277,9 +277,9 @@ class CacheCoordinator:
 
     def _plan_admission(self, request: Request, plan: StepPlan) -> None:
         assert request.row is not None
-        row, slot = request.row.index, request.slot.index if request.slot else 0
+        row, state_slot = request.row.index, request.state_slot.index if request.state_slot else 0
         tokens = request.prefill_tokens
-        plan.admissions.append(Admission(row, slot, tokens, len(request.prompt), request.params, request.seed))
+        plan.admissions.append(Admission(row, state_slot, tokens, len(request.prompt), request.params, request.seed))
         if request.pages:
             plan.page_writes.append(PageWrite(row, request.first_page, [page.index for page in request.pages]))
         if request.prefix.staged is not None:

@@ -19,14 +19,14 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         row: request row in [1, R]; row 0 is padding.
-        slot: recurrent state slot in [1, S]; 0 if the model has no recurrent layer.
+        state_slot: in [1, S]; 0 if the model has no recurrent layer.
         tokens: prompt, then the tokens generated so far (a retracted request comes back with some).
         prompt_len: how many of `tokens` are the prompt.
         seed: of the request's draws.
     """
 
     row: int
-    slot: int
+    state_slot: int
     tokens: Sequence[int]
     prompt_len: int
     params: SamplingParams
@@ -145,8 +145,8 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     `following` is the prompt's next token.
 
     Attributes:
-        read_slot: the state slot that holds the state before the chunk, of a prefix that is cached; 0: the row's own.
-            The state behind the chunk goes to the row's own slot.
+        read_state_slot: holds the state before the chunk, of a prefix that is cached; 0: the row's own slot. The state
+            behind the chunk goes to the row's own slot.
     """
 
     row: int
@@ -155,7 +155,7 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     output_index: int
     sample: bool
     following: int = 0
-    read_slot: int = 0
+    read_state_slot: int = 0
 
 
 @dataclass(slots=True)

@@ -354,7 +354,7 @@ def test_models_without_attention_or_without_recurrence_need_no_pages_or_slots()
     assert not any(plan.page_writes for plan in plain.executor.plans)
     attention_only = Rig(slots=0)
     attention_only.finish([1] * 3, max_tokens=10, seed=0)
-    assert attention_only.executor.plans[0].admissions[0].slot == 0
+    assert attention_only.executor.plans[0].admissions[0].state_slot == 0
 
 
 class OnePrefixCache:
