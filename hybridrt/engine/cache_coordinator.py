@@ -15,13 +15,12 @@ Slots are those of models with recurrent layers. The first step of a request rea
 request's own slot; once that step has been consumed, the match's state is unlocked. A request whose first `c` tokens
 were computed elsewhere owns all of its pages: they are copied there as it is admitted.
 
-`release` is for a request that no launched step still names: until the last such step has been consumed, the device may
-read and write what the request holds. What it leaves is offered to the prefix cache. A slot that the cache takes is
+`release` is for a request that no launched step names any more: until the last such step has been consumed, the device
+may read and write what the request holds. `release` offers it to the prefix cache first. A slot that the cache takes is
 completed at the head of the next step, where the row's ring is folded into it (`donations`): no step reads it before.
 
-`settle` lets go of pages that no step reads whose tokens come after the consumed
-ones; while the prompt still wants pages, they go to the request itself, so that a prompt that was admitted never runs
-short of them.
+`settle` frees pages that no step reads whose tokens come after the consumed ones. While the prompt still needs pages,
+the request itself keeps them for later tokens: an admitted prompt never lacks pages.
 """
 
 from collections.abc import Iterable
@@ -89,9 +88,9 @@ class CacheCoordinator:
             )
 
     def admit(self, request: Request, headroom: int, plan: StepPlan) -> bool:
-        """Lends a row, a slot and the pages that all of the request's known tokens want at a time; `computed` then says
-        how many of them need no computing. False if not all is there with `headroom` free pages left: nothing is
-        taken."""
+        """Lends a row, a slot and the pages that all of the request's known tokens need at a time; `computed` then says
+        how many of them need no computing. False, and nothing is taken, if too little is free or fewer than `headroom`
+        pages would stay free."""
         if not self.rows.num_free:
             return False
         tokens = request.tokens
@@ -105,7 +104,7 @@ class CacheCoordinator:
         return True
 
     def _take(self, request: Request, tokens: list[int], match: PrefixMatch, headroom: int) -> bool:
-        """Lends what a request needs beside its match. False if not all is there: nothing is taken."""
+        """Lends what a request needs beside its match. False, and nothing is taken, if too little is free."""
         self._check_match(match)
         self._lock(match.entries)
         need = self._prompt_pages(len(tokens), len(match.pages))
@@ -121,7 +120,7 @@ class CacheCoordinator:
         return True
 
     def room(self) -> tuple[int, ...]:
-        """Changes with whatever may let a request in that `admit` found no room for."""
+        """Differs from an earlier result if something has changed that may make room for a request."""
         return self.rows.num_free, self.slots.num_free, self.pages.num_free, self._returns
 
     def grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
@@ -190,8 +189,8 @@ class CacheCoordinator:
         self._returns += 1
 
     def _offer(self, request: Request) -> CacheEntries:
-        """What the prefix cache takes of a request that lets go. Nothing of one that failed: its state may be garbage.
-        Nor of one whose first pages have left the window: what is left is no prefix."""
+        """What the prefix cache takes of a request that is released. It is offered nothing of a request that failed,
+        whose state may be wrong, nor of one whose first pages have left the window: the rest is no prefix."""
         if request.first_page or request.broken or request.error is not None:
             return CacheEntries()
         tokens, computed = request.tokens, request.computed
@@ -200,12 +199,12 @@ class CacheCoordinator:
         return self._prefix_cache.insert(tokens[:computed], request.pages, state, computed)
 
     def launched(self, plan: StepPlan) -> None:
-        """The step is on its way, and with it the donations that it names."""
+        """The step has been launched, and with it the donations that it names."""
         del self.donations[: len(plan.donations)]
 
     def reclaim(self, requests: Iterable[Request]) -> None:
-        """Takes everything back from all requests and the prefix cache, after a change that was broken off: no ledger
-        can be trusted."""
+        """Takes everything back from all requests and the prefix cache, after a change that an exception broke off: the
+        ledgers may be wrong then."""
         for request in requests:
             request.row = request.state_slot = request.columns = None
             request.pages, request.spare, request.prefix = [], [], PrefixMatch()

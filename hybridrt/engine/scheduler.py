@@ -86,7 +86,7 @@ class Scheduler:
         if self._drafter is not None:
             waiting = self._wait_for_tokens(requests, columns, ready)
             if waiting.any() and not waiting[ready].all():
-                return None  # a step of the others would split the rows for good: each half would wait for the other's
+                return None  # two halves of the rows would run in turns from here on, each waiting for the other's step
             ready &= ~waiting
         step, places, prefilling = ScheduledStep(), ready.nonzero()[0], list[Request]()
         if len(places) < len(rows):

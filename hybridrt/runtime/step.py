@@ -162,8 +162,8 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan:
     """Decode rows come first in the batch, then extend rows, each list in order. What `imports` says is copied in
     before the rows are computed, what `exports` says is copied out afterwards; both name extend rows. Before anything
-    else, admissions included, each row in `donations` parts with its slot, which holds the row's whole state from then
-    on."""
+    else, admissions included, each row in `donations` gives its slot to the prefix cache; from then on the slot holds
+    the row's whole state."""
 
     admissions: list[Admission] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
