@@ -141,8 +141,8 @@ class LLM:
                     engine.settle()
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Yields deltas as steps give them; with n > 1 the samples interleave. Once the iterator is closed or has gone, the
-        engine's next step aborts the request. The prompt is one of those that `generate` takes; None means
+        """Yields deltas as steps give them; with n > 1 the samples interleave. Once the iterator is closed or has gone,
+        the engine's next step aborts the request. The prompt is one of those that `generate` takes; None means
         `default_sampling_params`.
 
         Raises:

@@ -26,8 +26,8 @@ def requested_logprobs(
 
 
 class LaunchedStep:
-    """A launched step. Its results are copied to pinned memory behind it, so that reading them waits for this step alone
-    and not for the one launched after it.
+    """A launched step. Its results are copied to pinned memory behind it, so that reading them waits for this step
+    alone and not for the one launched after it.
 
     Args:
         tokens: [n, T], None if nothing was sampled.
