@@ -121,8 +121,8 @@ class StateArena:
             tensor.flatten(0, 1).index_copy_(0, places, heads.transpose(0, 1))
 
     def _check_room(self, copy: StateCopy) -> None:
-        """PoolError unless the image fits its room: the bytes around it belong to other requests, and another worker may
-        be reading them."""
+        """PoolError unless the image fits its room: the bytes around it belong to other requests, and another worker
+        may be reading them."""
         needed, end = self.layout.image_bytes(copy.length), self.buffer.numel()
         room = end - copy.offset if copy.room is None else copy.room
         if copy.offset < 0 or needed > room or copy.offset + needed > end:
