@@ -107,6 +107,7 @@ class StepRunner:
 
     def _launch_graph(self, graphs: GraphRunner, decode: DecodeRows, new_pages: np.ndarray) -> LaunchedStep:
         logits, batch = graphs.replay(decode, new_pages), graphs.batch(len(decode))
+        batch.metadata = graphs.prepared.metadata  # it is the step that the graph ran, without padding
         launched, accepted = self._draw_decode(decode, batch, graphs.buffers.sections, logits)
         if self.drafter is not None:
             self.drafter.follow(batch, graphs.buffers.hidden[: len(logits)], self.last_tokens, accepted, None)
@@ -139,10 +140,10 @@ class StepRunner:
         if not plan.decode and not plan.extend:
             return LaunchedStep(None)
         batch = self._batch(plan, columns, sections, tokens)
-        self.backend.init_forward_metadata(batch)
+        self.backend.prepare(batch)
         hidden = self.model(batch)
         if plan.decode and tokens == 1:
-            self.backend.commit_decode()
+            self.backend.commit(batch)
         for departure in plan.exports:
             self.arena.export_state(departure)  # type: ignore[union-attr]
         launched, accepted = self._draw(plan, columns, sections, batch, hidden)
@@ -180,7 +181,7 @@ class StepRunner:
             rows, indices, batch.positions[: batch.num_decode_tokens].view(n, -1), sections["drafts"][:n],
             sections["num_drafts"][:n], self.last_tokens, *tree,
         )  # fmt: skip
-        return self._verify(decode.rows, verification, logits)
+        return self._verify(decode.rows, batch, verification, logits)
 
     def _check_drafts(self, decode: DecodeRows) -> None:
         most, width = int(decode.num_drafts.max(initial=0)), self.config.num_verify_tokens
@@ -235,11 +236,11 @@ class StepRunner:
         return LaunchedStep(tokens[:, None], None, *requested_logprobs(logits, tokens, wanted))
 
     def _verify(
-        self, request_rows: np.ndarray, step: Verification, logits: torch.Tensor
+        self, request_rows: np.ndarray, batch: ForwardBatch, step: Verification, logits: torch.Tensor
     ) -> tuple[LaunchedStep, Accepted]:
         """Acceptance, then the commit of the state that it keeps."""
         kept = self.sampler.verify(logits, step, self._required.filters(request_rows))
-        self.backend.commit_decode(kept.counts, kept.path)
+        self.backend.commit(batch, kept.counts, kept.path)
         logprobs = requested_logprobs(logits, kept.tokens, self._required.logprobs(request_rows), kept.path)
         return LaunchedStep(kept.tokens, kept.counts, *logprobs), kept
 
