@@ -39,6 +39,7 @@ class ByHand:
         self, path: Path, *, tokens: int = 1, mode: str = "classic", rows: int = 5, max_len: int = 96, topk: int = 1,
         garbage: bool = True, **changes: Any,
     ) -> None:  # fmt: skip
+        self.tokens = tokens
         speculative = SpeculativeConfig(num_draft_tokens=tokens - 1, state_mode=mode, topk=topk) if tokens > 1 else None
         self.config = EngineConfig(
             str(path), device="cpu", dtype="float32", max_model_len=max_len, max_running_requests=rows + 1, page_size=4,
