@@ -2,6 +2,7 @@
 
 import torch
 
+from hybridrt.mem_cache.bounds import check_range
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 
 
@@ -42,15 +43,22 @@ class HybridReqToTokenPool:
         return 4 * (-(-max_context // page_size) * page_size + 1)
 
     def admit(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Gives each of `rows` its state slot, zeroed: no request reads another's state. [n] int64 each."""
+        """Gives each of `rows` its state slot, zeroed: no request reads another's state. [n] int64 each. PoolError for
+        a row or a slot that the state pool does not have."""
         if self.mamba_pool is not None:
             self.mamba_pool.admit(rows, slots)
 
     def write_pages(self, rows: torch.Tensor, page_indices: torch.Tensor, pages: torch.Tensor) -> None:
         """Page `page_indices[i]` of row `rows[i]` becomes KV page `pages[i]`, for all i at once. [n] int64 each. A
-        model without attention layers has no table: nothing is written."""
+        model without attention layers has no table: nothing is written.
+
+        Raises:
+            PoolError: a row that this pool does not have, or a page behind the last one of a row.
+        """
         if not self.max_context:
             return
+        check_range("rows", rows, self.num_rows + 1)
+        check_range("page_indices", page_indices, self.max_context // self.page_size)
         table = self.req_to_token.view(self.num_rows + 1, -1, self.page_size)
         table[rows, page_indices] = (pages[:, None] * self.page_size + self._offsets).int()
 

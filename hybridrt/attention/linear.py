@@ -14,14 +14,13 @@ from hybridrt.attention.checks import (
     check_device_lengths,
     check_graph_batch,
     check_own,
-    check_range,
-    may_look,
 )
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment, ForwardMetadata
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, GraphView
 from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
+from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
@@ -179,12 +178,12 @@ class MambaAttnBackendBase(AttentionBackend):
     def _check_places(self, batch: ForwardBatch) -> None:
         """Rows, and the state slots that the step reads and writes. Waits for the device."""
         end = self.mamba_pool.num_slots + 1
-        check_range("req_pool_indices", batch.req_pool_indices, self.pools.num_rows + 1)
+        check_range("req_pool_indices", batch.req_pool_indices, self.pools.num_rows + 1, BackendError)
         slots = self.pools.get_mamba_indices(batch.req_pool_indices[: batch.num_real])
-        check_range("req_to_mamba_slot", slots, end)
+        check_range("req_to_mamba_slot", slots, end, BackendError)
         check_own("req_to_mamba_slot", slots)
         if batch.read_state_slots is not None:
-            check_range("read_state_slots", batch.read_state_slots, end)
+            check_range("read_state_slots", batch.read_state_slots, end, BackendError)
 
     def _plan_graph(self, batch: ForwardBatch, view: GraphView) -> ForwardMetadata:
         """A captured step: fills the view's buffers, which the graph reads, in stream order."""

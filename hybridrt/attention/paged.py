@@ -12,12 +12,13 @@ from hybridrt.attention.checks import (
     check_device_lengths,
     check_graph_batch,
     check_own,
-    check_range,
-    may_look,
+    check_written_places,
 )
+from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, GraphView
 from hybridrt.kernels.providers import select
 from hybridrt.kernels.state_commit import move_kv
+from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
@@ -71,15 +72,15 @@ class PagedKVBackend(SegmentedAttnBackend):
         """Rows, and the KV slots that the step writes and reads. Waits for the device."""
         table, rows, size = self.req_to_token_pool, batch.req_pool_indices, self.kv_pool.page_size
         num_slots = (self.kv_pool.num_pages + 1) * size
-        check_range("req_pool_indices", rows, table.num_rows + 1)
+        check_range("req_pool_indices", rows, table.num_rows + 1, BackendError)
         check_own("req_pool_indices", rows[: batch.num_real])
-        check_range("out_cache_loc", batch.out_cache_loc, num_slots)
+        check_range("out_cache_loc", batch.out_cache_loc, num_slots, BackendError)
         pages = table.req_to_token[:, ::size][rows]  # by their first slots
         starts, lens = torch.arange(pages.shape[1], device=pages.device) * size, batch.seq_lens.clone()
         spec, split = batch.spec_info, batch.num_decode_rows
         if spec is not None and spec.num_drafts is not None:  # padding drafts, the last tokens of a row, have no page
             lens[:split] -= spec.tokens_per_row - 1 - spec.num_drafts[:split]
-        check_range("req_to_token", torch.where(starts < lens[:, None], pages, 0), num_slots)
+        check_range("req_to_token", torch.where(starts < lens[:, None], pages, 0), num_slots, BackendError)
 
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         if graph is not None:
@@ -89,6 +90,7 @@ class PagedKVBackend(SegmentedAttnBackend):
             if may_look(batch.seq_lens.device):
                 self._check_places(batch)
             check_device_lengths(batch)
+            check_written_places(batch, self.req_to_token_pool.req_to_token)
         decode = self._decode_segment(batch, graph is not None) if batch.num_decode_rows else {}
         batch.metadata[self] = PagedMetadata(decode, self._extend_segment(batch) if batch.num_extend_rows else {})
 
