@@ -24,8 +24,8 @@ class LayerCache:
     Attributes:
         conv: [S + 1, conv_dim, Wc] ring of raw conv inputs; a token's column is its position mod Wc.
         temporal: [S + 1, *temporal] recurrent state; a checkpoint in replay mode.
-        intermediate_ssm: [R + 1, V, *temporal] state after each verified token.
-        intermediate_conv_window: [R + 1, V, conv_dim, K - 1] conv inputs up to each node of a draft tree.
+        intermediate_ssm: [R + 1, T, *temporal] state after each verified token.
+        intermediate_conv_window: [R + 1, T, conv_dim, K - 1] conv inputs up to each node of a draft tree.
         ring_values, ring_keys, ring_gates: [R + 1, heads, W, P], [R + 1, groups, W, N], [R + 1, heads, W].
     """
 

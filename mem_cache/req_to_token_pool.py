@@ -15,7 +15,7 @@ class HybridReqToTokenPool:
     Attributes:
         req_to_token: [R + 1, max_context] int32 token slots, contiguous within a page. A model without attention layers
             has max_context 0: all of its tokens are at slot 0.
-        req_to_mamba_slot: [R + 1] int32 state slots, which the state pool owns if there is one.
+        req_to_state_slot: [R + 1] int32 state slots, which the state pool owns if there is one.
         mamba_pool: None for a model without recurrent layers.
     """
 
@@ -34,7 +34,7 @@ class HybridReqToTokenPool:
         self.mamba_pool = mamba_pool
         self.req_to_token = torch.zeros((num_rows + 1, self.max_context), dtype=torch.int32, device=device)
         no_slots = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
-        self.req_to_mamba_slot = no_slots if mamba_pool is None else mamba_pool.row_slots
+        self.req_to_state_slot = no_slots if mamba_pool is None else mamba_pool.row_slots
         self._offsets = torch.arange(page_size, dtype=torch.int32, device=device)
 
     @staticmethod
@@ -62,9 +62,9 @@ class HybridReqToTokenPool:
         table = self.req_to_token.view(self.num_rows + 1, -1, self.page_size)
         table[rows, page_indices] = (pages[:, None] * self.page_size + self._offsets).int()
 
-    def get_mamba_indices(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
+    def state_slots(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
         """State slots of rows: [B] int32 to [B] int32."""
-        return self.req_to_mamba_slot[req_pool_indices]
+        return self.req_to_state_slot[req_pool_indices]
 
     def token_slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """KV slots of (row, position) pairs: [T] int32."""

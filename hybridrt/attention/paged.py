@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridrt.attention.base import Rope, SegmentedAttnBackend
 from hybridrt.attention.checks import (
@@ -63,7 +64,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         self._write_kv = select("write_kv", device_type)
         self._rotary_write_kv = select("rotary_write_kv", device_type)
 
-    def select(self, op: str) -> Callable[..., torch.Tensor]:
+    def select(self, op: str) -> Callable[..., Tensor]:
         """The provider's implementation of `op` for this KV cache."""
         k = self.kv_pool.k
         return select(op, k.device.type, self.provider, **kernel_facts(k.device, k.dtype, k.shape[-1]))
@@ -119,24 +120,20 @@ class PagedKVBackend(SegmentedAttnBackend):
             "seq_lens_host": list(batch.seq_lens_cpu[split:]),
         }
 
-    def rotate_and_save(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope
-    ) -> torch.Tensor:
+    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
         heads, kv_heads = (-1, layer.num_heads, layer.head_dim), (-1, layer.num_kv_heads, layer.head_dim)
-        rotated: torch.Tensor = self._rotary_write_kv(
+        rotated: Tensor = self._rotary_write_kv(
             q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.positions, rope.cos_sin, rope.q_weight,
             rope.k_weight, rope.eps, *self.kv_pool.layer(layer.layer_id), batch.out_cache_loc,
         )  # fmt: skip
         return rotated.view(q.shape[0], -1)
 
-    def save_kv(self, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch) -> None:
+    def save_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
         shape = (k.shape[0], layer.num_kv_heads, layer.head_dim)
         self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
 
-    def commit(
-        self, batch: ForwardBatch, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None
-    ) -> None:
+    def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         """A tree's accepted nodes stand wherever they were proposed: their KV moves up to where their depth says."""
         if accepted is None or path is None:
             return
@@ -157,22 +154,17 @@ class PagedAttnBackend(PagedKVBackend):
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
         self._decode, self._extend = self.select("attention_decode"), self.select("attention_extend")
 
-    def decode(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.view(batch.num_decode_rows, -1, layer.num_heads, layer.head_dim)
         return self._attend(self._decode, heads, layer, out, self.planned(batch).decode)
 
-    def extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.view(-1, layer.num_heads, layer.head_dim)
         return self._attend(self._extend, heads, layer, out, self.planned(batch).extend)
 
     def _attend(
-        self,
-        operation: Callable[..., torch.Tensor],
-        heads: torch.Tensor,
-        layer: Any,
-        out: torch.Tensor | None,
-        segment: dict[str, Any],
-    ) -> torch.Tensor:
+        self, operation: Callable[..., Tensor], heads: Tensor, layer: Any, out: Tensor | None, segment: dict[str, Any]
+    ) -> Tensor:
         result = operation(
             heads,
             *self.kv_pool.layer(layer.layer_id),

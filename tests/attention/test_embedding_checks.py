@@ -160,7 +160,7 @@ def test_a_batch_that_contradicts_itself_is_refused(what: str, make: Make) -> No
 def test_a_state_slot_outside_the_pool_is_refused(make: Make) -> None:
     hand = make()
     batch = decoding(hand)
-    hand.pools.req_to_token.req_to_mamba_slot[2] = 99
+    hand.pools.req_to_token.req_to_state_slot[2] = 99
     with pytest.raises(BackendError, match="holds 99"):
         hand.forward(batch)
 
@@ -186,8 +186,8 @@ def test_a_mode_that_is_none_is_refused(mode: Any, make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("slots", "message"),
-    [([0, 0], "req_to_mamba_slot of row 0 is 0, which is scratch"),
-     ([2, 2], "req_to_mamba_slot of row 1 is 2, which belongs to another row")],
+    [([0, 0], "req_to_state_slot of row 0 is 0, which is scratch"),
+     ([2, 2], "req_to_state_slot of row 1 is 2, which belongs to another row")],
 )  # fmt: skip
 def test_debugging_finds_state_slots_that_are_shared_or_missing(
     slots: list[int], message: str, make: Make, monkeypatch: pytest.MonkeyPatch
@@ -196,7 +196,7 @@ def test_debugging_finds_state_slots_that_are_shared_or_missing(
     monkeypatch.setattr(checks, "DEBUG", True)
     hand = make()
     batch = decoding(hand)
-    hand.pools.req_to_token.req_to_mamba_slot[1:3] = torch.tensor(slots).int()
+    hand.pools.req_to_token.req_to_state_slot[1:3] = torch.tensor(slots).int()
     with pytest.raises(BackendError, match=message):
         hand.forward(batch)
 
