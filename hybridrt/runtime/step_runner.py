@@ -150,10 +150,10 @@ class StepRunner:
         if not plan.decode and not plan.extend:
             return LaunchedStep(None)
         batch = self._batch(plan, columns, sections, tokens)
-        self.backend.init_forward_metadata(batch)
+        self.backend.prepare(batch)
         hidden = self.model(batch)
         if plan.decode and tokens == 1:
-            self.backend.commit_decode()
+            self.backend.commit(batch)
         for departure in plan.exports:
             self.arena.export_state(departure)  # type: ignore[union-attr]
         launched, accepted = self._draw(plan, columns, sections, batch, hidden)
@@ -248,7 +248,7 @@ class StepRunner:
         )  # fmt: skip
         filters, wanted = self._required.of(decode.rows)
         kept = self.sampler.verify(logits, step, filters)
-        self.backend.commit_decode(kept.counts, kept.path)
+        self.backend.commit(batch, kept.counts, kept.path)
         logprobs = requested_logprobs(logits, kept.tokens, wanted, kept.path)
         return LaunchedStep(kept.tokens, kept.counts, *logprobs), kept
 
