@@ -11,9 +11,9 @@ from hybridrt.distributed.channel import TIMEOUT_S, Address, SocketChannel
 from hybridrt.distributed.channel_auth import ANSWER_BYTES, MIN_KEY_BYTES, Challenge
 from hybridrt.errors import AuthenticationError, ConfigError
 
-MOST_STRANGERS = 64
+MAX_STRANGERS = 64
 STRANGER_S = 10.0  # that a process may take to prove that it holds the key
-_AT_ONCE = 16  # connections that one `accept` takes
+_MAX_ACCEPTED = 16  # connections that one `accept` takes
 # No file descriptor or no memory is left, or the other side has gone already: the next call tries again.
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EPROTO, errno.EINTR}
 
@@ -88,7 +88,7 @@ class Listener:
         self._socket.close()
 
     def _take_strangers(self) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_MAX_ACCEPTED):
             try:
                 connection, _ = self._socket.accept()
             except BlockingIOError:
@@ -106,7 +106,7 @@ class Listener:
                 connection.send(stranger.challenge.data)  # fits into the buffer of a new connection
             except OSError:
                 self._refuse(stranger)
-            if len(self._strangers) > MOST_STRANGERS:
+            if len(self._strangers) > MAX_STRANGERS:
                 self._refuse(self._strangers[0])
 
     def _hear(self, stranger: _Stranger) -> SocketChannel | None:

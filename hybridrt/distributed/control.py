@@ -8,13 +8,12 @@ import time
 from typing import Protocol
 from weakref import WeakSet
 
-from hybridrt.distributed.channel import Message, SocketChannel
+from hybridrt.distributed.channel import SocketChannel
 from hybridrt.errors import ConfigError
 
 TIMEOUT_VARIABLE = "HYBRIDRT_RANK_TIMEOUT"
 TIMEOUT_S = 60.0
 BEATS = 6  # signs of life within a time-out
-BEAT: Message = {"type": "beat"}
 
 
 def rank_timeout() -> float:
@@ -40,13 +39,13 @@ class Link:
         self._channel, self._lock = channel, threading.Lock()
         disown_in_child(self)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: bytes) -> None:
         """Returns once this machine's network has taken the message. Raises PeerGoneError."""
         with self._lock:
             self._channel.send(message)
             self._channel.drain(TIMEOUT_S)
 
-    def listen(self, seconds: float) -> list[Message]:
+    def listen(self, seconds: float) -> list[bytes]:
         """What comes, as soon as something comes; nothing if nothing has come after so many seconds.
 
         Raises:

@@ -21,10 +21,12 @@ import torch.distributed as dist
 
 from hybridrt.distributed.channel import SocketChannel
 from hybridrt.distributed.channel_auth import MIN_KEY_BYTES
+from hybridrt.distributed.channel_codec import pack, unpack
 from hybridrt.distributed.channel_listener import Listener
 from hybridrt.distributed.control import Link, rank_timeout
 from hybridrt.distributed.groups import Communicator
 from hybridrt.errors import ConfigError, PeerGoneError, RankError
+from hybridrt.runtime.messages import Hello
 from hybridrt.runtime.ranks import LOOPBACK, Ranks
 from hybridrt.runtime.torchrun import World, master_host
 
@@ -75,7 +77,7 @@ class Place:
             PeerGoneError: rank 0 does not answer, or holds another key.
         """
         link = Link(SocketChannel.connect((self.host, self.port), self.key))
-        link.send({"type": "hello", "rank": rank})
+        link.send(pack(Hello(rank)))
         return link
 
 
@@ -255,7 +257,7 @@ def _await(listener: Listener, size: int, processes: Sequence["subprocess.Popen[
 def _presented(channel: SocketChannel) -> int | None:
     """The rank that a process says it is, in the first message of its link."""
     try:
-        rank = channel.expect(_HELLO_S).get("rank")
+        hello: Hello = unpack(channel.expect(_HELLO_S), Hello)
     except PeerGoneError:
         return None
-    return rank if type(rank) is int else None
+    return hello.rank

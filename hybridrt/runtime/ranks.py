@@ -8,11 +8,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from hybridrt.distributed.channel import Message
+from hybridrt.distributed.channel_codec import unpack
 from hybridrt.distributed.control import TIMEOUT_S, Link, disown_in_child
 from hybridrt.distributed.groups import Communicator
 from hybridrt.errors import ConfigError, HybridrtError, PeerGoneError, RankError
-from hybridrt.runtime.messages import encode
+from hybridrt.runtime.messages import Failed, FromRank, encode
 from hybridrt.runtime.torchrun import master_host
 
 LOST = 75  # exit status of a rank that ended because another one did
@@ -80,7 +80,7 @@ class Ranks:
                 raise lost from e
             raise
 
-    def send(self, message: Message) -> None:
+    def send(self, message: bytes) -> None:
         """To every other rank. Raises RankError if one does not take it."""
         for rank, link in enumerate(self._links, 1):
             try:
@@ -130,9 +130,9 @@ class Ranks:
         """Hears a rank's signs of life until it is gone."""
         try:
             while messages := link.listen(self._timeout):
-                for message in messages:
-                    if message.get("type") == "failed":
-                        self._fail(rank, str(message.get("reason")))
+                for message in (unpack(data, FromRank) for data in messages):
+                    if isinstance(message, Failed):
+                        self._fail(rank, message.reason)
             reason = f"it has sent no sign of life for {self._timeout:g} seconds"
         except PeerGoneError as e:
             reason = self._ending(rank) or str(e)

@@ -6,12 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from hybridrt.distributed.channel import TIMEOUT_S, Channel, Message
+from hybridrt.distributed.channel import TIMEOUT_S, Channel
+from hybridrt.distributed.channel_codec import Message, pack, unpack
 from hybridrt.errors import ConfigError, MessageError, OutOfSlotsError, PeerGoneError, TransferError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
-from hybridrt.transfer.handshake import Handshake
-from hybridrt.transfer.messages import MOST_JOBS, TO_DECODE, TO_DECODE_FIRST, kind_of
-from hybridrt.transfer.reader import Order, Reader
+from hybridrt.transfer.messages import (
+    MAX_JOBS,
+    DecodeHello,
+    Done,
+    Failed,
+    Order,
+    Ping,
+    Pong,
+    Prefill,
+    PrefillHello,
+    ToDecode,
+)
+from hybridrt.transfer.reader import Reader
 from hybridrt.transfer.reads import tp_ratio
 from hybridrt.transfer.regions import RegionAllocator
 from hybridrt.transfer.side import WorkerSide
@@ -128,16 +139,13 @@ class DecodeWorker:
         name = f"worker-{next(self._numbers)}"
         connected: list[Reader] = []
         try:
-            hello = self._first_message(channel)
-            theirs = Handshake.of_message(hello)
-            self._handshake.check(theirs)
-            tp_ratio(self._handshake.tp_size, theirs.tp_size)
-            if len(hello["ranks"]) != theirs.tp_size:
-                raise MessageError(f"{len(hello['ranks'])} arenas of {theirs.tp_size} ranks are described")
+            hello = unpack(channel.expect(self._timeout), PrefillHello)
+            self._handshake.check(hello.handshake)
+            tp_ratio(self._layout.tp_size, len(hello.ranks))
             for reader in self._readers:
                 connected.append(reader)
-                reader.connect(name, hello["ranks"])
-            channel.send(self._handshake.to_message())
+                reader.connect(name, hello.ranks)
+            channel.send(pack(DecodeHello(self._handshake.fields())))
         except BaseException:
             channel.close()
             for reader in connected:
@@ -190,17 +198,6 @@ class DecodeWorker:
     def _under_way(self) -> int:
         return len(self._waiting) + sum(attempt.pull is not None for attempt in self._attempts.values())
 
-    def _first_message(self, channel: Channel) -> Message:
-        deadline = time.monotonic() + self._timeout
-        while not (messages := channel.receive()):
-            if time.monotonic() > deadline:
-                raise PeerGoneError(f"the prefill worker has said nothing for {self._timeout:g} seconds")
-            time.sleep(_IDLE_SECONDS)
-        if len(messages) > 1:
-            raise MessageError("the prefill worker says more than it was asked")
-        kind_of(messages[0], TO_DECODE_FIRST)
-        return messages[0]
-
     def _hear(self, name: str) -> bool:
         peer = self._workers.get(name)
         if peer is None:
@@ -208,7 +205,7 @@ class DecodeWorker:
         try:
             messages = peer.channel.receive()
             for message in messages:
-                self._listen(name, message)
+                self._listen(name, unpack(message, ToDecode))
         except PeerGoneError as e:
             if name in self._workers:
                 self._lose(name, e)
@@ -217,17 +214,18 @@ class DecodeWorker:
             peer.heard, peer.asked = time.monotonic(), None
         return bool(messages)
 
-    def _listen(self, name: str, message: Message) -> None:
-        kind = kind_of(message, TO_DECODE)
-        attempt = self._attempts.get(message["key"]) if kind != "pong" else None
+    def _listen(self, name: str, message: ToDecode) -> None:
+        if isinstance(message, Pong):
+            return
+        attempt = self._attempts.get(message.key)
         if attempt is None or attempt.worker != name or attempt.pull is None:
-            return  # a sign of life, or an answer to what we have taken back
+            return  # an answer to what was cancelled
         if attempt.reading:
             raise MessageError("the prefill worker answers twice")
-        if kind == "failed":
-            self._lost(attempt, TransferError(message["error"]))
+        if isinstance(message, Failed):
+            self._lost(attempt, TransferError(message.error))
         else:
-            self._fetch(attempt, message["offset"])
+            self._fetch(attempt, message.offset)
 
     def _fetch(self, attempt: _Attempt, source: int) -> None:
         attempt.reading = set(range(len(self._readers)))
@@ -295,7 +293,7 @@ class DecodeWorker:
     def _dismiss(self, attempt: _Attempt) -> None:
         """Tells the worker that we need its image no longer."""
         if attempt.worker in self._workers:
-            self._send(attempt.worker, {"type": "done", "key": attempt.key})
+            self._send(attempt.worker, Done(attempt.key))
 
     def _free(self) -> None:
         """Images that the engine has taken in, and whatever belongs to requests that have ended."""
@@ -327,7 +325,7 @@ class DecodeWorker:
                 self._lose(name, PeerGoneError(f"the prefill worker has said nothing for {self._timeout:g} seconds"))
             elif peer.asked is None and now - peer.heard > 0.25 * self._timeout and self._load(name):
                 peer.asked = now
-                self._send(name, {"type": "ping"})
+                self._send(name, Ping())
         for attempt in list(self._attempts.values()):
             if attempt.pull is not None and attempt.reading and now > attempt.deadline:
                 self._lost(attempt, TransferError(f"an image could not be read within {self._timeout:g} seconds"))
@@ -339,7 +337,7 @@ class DecodeWorker:
             try:
                 if name is None:
                     raise TransferError("no prefill worker is connected")
-                if self._load(name) >= MOST_JOBS:
+                if self._load(name) >= MAX_JOBS:
                     return
                 offset = self.regions.alloc(self._layout.image_bytes(len(pull.tokens)))
             except (TransferError, OutOfSlotsError) as e:
@@ -352,14 +350,14 @@ class DecodeWorker:
             pull.attempts += 1
             key = f"{pull.request_id}-{next(self._numbers)}"
             self._attempts[key] = _Attempt(key, name, offset, pull, len(pull.tokens))
-            self._send(name, {"type": "prefill", "key": key, "tokens": pull.tokens})
+            self._send(name, Prefill(key, pull.tokens))
 
     def _load(self, name: str) -> int:
         return sum(attempt.worker == name for attempt in self._attempts.values())
 
     def _send(self, name: str, message: Message) -> None:
         try:
-            self._workers[name].channel.send(message)
+            self._workers[name].channel.send(pack(message))
         except PeerGoneError as e:
             self._lose(name, e)
 

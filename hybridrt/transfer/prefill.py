@@ -5,19 +5,30 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hybridrt.distributed.channel import Channel, Message
+from hybridrt.distributed.channel import Channel
+from hybridrt.distributed.channel_codec import Message, pack, unpack
 from hybridrt.distributed.channel_listener import Listener
 from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.outputs import Delta
 from hybridrt.errors import HandshakeError, HybridrtError, MessageError, OutOfSlotsError, PeerGoneError
 from hybridrt.sampling_params import SamplingParams
-from hybridrt.transfer.handshake import Handshake
-from hybridrt.transfer.messages import MOST_JOBS, TO_PREFILL, TO_PREFILL_FIRST, kind_of, shortened
+from hybridrt.transfer.messages import (
+    MAX_JOBS,
+    DecodeHello,
+    Failed,
+    Ping,
+    Pong,
+    Prefill,
+    PrefillHello,
+    Ready,
+    ToPrefill,
+    shortened,
+)
 from hybridrt.transfer.reader import Reader
 from hybridrt.transfer.regions import RegionAllocator
 from hybridrt.transfer.side import WorkerSide
 
-MOST_PEERS = 256
+MAX_PEERS = 256
 TIMEOUT_S = 120.0
 LINGER_S = 1.0
 
@@ -104,9 +115,9 @@ class PrefillWorker:
     def attach(self, channel: Channel) -> None:
         """Takes a decode worker, and says what this one runs. One too many is refused: its channel is closed."""
         try:
-            if len(self._peers) >= MOST_PEERS:
-                raise PeerGoneError(f"{MOST_PEERS} decode workers are connected")
-            channel.send(self._handshake.to_message() | {"ranks": [rank.description for rank in self._ranks]})
+            if len(self._peers) >= MAX_PEERS:
+                raise PeerGoneError(f"{MAX_PEERS} decode workers are connected")
+            channel.send(pack(PrefillHello(self._handshake.fields(), [rank.description for rank in self._ranks])))
         except PeerGoneError:
             self._totals.refused += 1
             channel.close()
@@ -159,24 +170,23 @@ class PrefillWorker:
             return True
         return bool(messages)
 
-    def _obey(self, peer: _Peer, message: Message) -> None:
+    def _obey(self, peer: _Peer, data: bytes) -> None:
         if not peer.agreed:
-            kind_of(message, TO_PREFILL_FIRST)
-            self._handshake.check(Handshake.of_message(message))
+            self._handshake.check(unpack(data, DecodeHello).handshake)
             peer.agreed = True
             return
-        kind = kind_of(message, TO_PREFILL)
-        if kind == "ping":
-            peer.channel.send({"type": "pong"})
-        elif kind == "prefill":
-            self._take(peer, message["key"], message["tokens"])
-        elif message["key"] in peer.jobs:  # "done": fetched, or of no use any more
-            self._drop(peer.jobs[message["key"]])
+        message = unpack(data, ToPrefill)
+        if isinstance(message, Ping):
+            peer.channel.send(pack(Pong()))
+        elif isinstance(message, Prefill):
+            self._take(peer, message.key, message.tokens)
+        elif message.key in peer.jobs:  # Done
+            self._drop(peer.jobs[message.key])
 
     def _take(self, peer: _Peer, key: str, tokens: list[int]) -> None:
         """Queues a prompt. Its region is sized by what the engine says that it will compute."""
-        if key in peer.jobs or len(peer.jobs) >= MOST_JOBS:
-            raise MessageError(f"a prompt has a key that is in use, or {MOST_JOBS} are under way")
+        if key in peer.jobs or len(peer.jobs) >= MAX_JOBS:
+            raise MessageError(f"a prompt has a key that is in use, or {MAX_JOBS} are under way")
         job = peer.jobs[key] = _Job(peer, key)
         try:
             job.prompt = self._engine.prepare(tokens, _PREFILL)
@@ -226,17 +236,17 @@ class PrefillWorker:
                 continue
             self._totals.computed += 1
             job.deadline = time.monotonic() + self._timeout
-            self._send(job.peer, {"type": "ready", "key": job.key, "offset": job.offset})
+            assert job.offset is not None, "what is computed has a region"
+            self._send(job.peer, Ready(job.key, job.offset))
 
     def _fail(self, job: _Job, error: HybridrtError) -> None:
         self._totals.failed += 1
         self._forget(job)
-        text = shortened(f"{type(error).__name__}: {error}")
-        self._send(job.peer, {"type": "failed", "key": job.key, "error": text})
+        self._send(job.peer, Failed(job.key, shortened(f"{type(error).__name__}: {error}")))
 
     def _send(self, peer: _Peer, message: Message) -> None:
         try:
-            peer.channel.send(message)
+            peer.channel.send(pack(message))
         except PeerGoneError:
             self._drop_peer(peer)
 

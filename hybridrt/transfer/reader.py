@@ -7,20 +7,9 @@ from typing import Protocol
 from hybridrt.distributed.conv_transfer import PageRead
 from hybridrt.errors import TransferError
 from hybridrt.runtime.state_arena import ImageLayout
+from hybridrt.transfer.messages import Order
 from hybridrt.transfer.reads import image_reads
 from hybridrt.transfer.transport import Read, Transport
-
-
-@dataclass(frozen=True)
-class Order:
-    """One image to fetch: of a request's first `length` tokens, which lies at byte `source` of the arenas of all ranks
-    of prefill worker `worker`, to byte `destination` of our own. `key` names it until it is over."""
-
-    key: str
-    worker: str
-    length: int
-    source: int
-    destination: int
 
 
 @dataclass(slots=True)
