@@ -60,7 +60,7 @@ class Communicator:
     def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduces over the ranks, in place. Every rank gets the same bits."""
         options = dist.AllreduceOptions()
-        options.reduceOp, options.asyncOp = op, False  # on a GPU: in the current stream
+        options.reduceOp, options.asyncOp = op, not x.is_cuda  # False: NCCL runs in the current stream
         self._run(x, lambda group: group.allreduce([x], options))
         return x
 
@@ -103,14 +103,15 @@ class Communicator:
         """In a forked child."""
         self.forsake()
 
-    def _run(self, x: torch.Tensor, collective: Callable[[Any], dist.Work]) -> None:
+    def _run(self, x: torch.Tensor, collective: Callable[[Any], dist.Work | None]) -> None:
         """Runs a collective on tensors that lie where `x` does."""
         group = self._groups.get(x.device.type)
         if group is None:
             raise RankError("this tensor-parallel group is closed; build a new LLM")
         try:
             work = collective(group)
-            work.wait() if x.is_cuda else self._wait(work)
+            if work is not None:  # NCCL in the current stream returns none
+                work.wait() if x.is_cuda else self._wait(work)
         except RuntimeError as e:  # torch.distributed's own error is one
             raise e if isinstance(e, RankError) else RankError(f"a tensor-parallel rank was lost: {e}") from e
 
