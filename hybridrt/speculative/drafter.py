@@ -74,17 +74,17 @@ class Draft:
 
     @property
     def depth(self) -> int:
-        """Most drafts that can stay."""
+        """How many drafts can stay at most."""
         depths = [0]
         for parent in range(len(self)) if self.parents is None else self.parents:
             depths.append(depths[parent] + 1)
         return max(depths)
 
-    def first(self, most: int) -> "Draft":
-        """The first `most` tokens."""
-        if len(self) <= most:
+    def first(self, max_drafts: int) -> "Draft":
+        """The first `max_drafts` tokens."""
+        if len(self) <= max_drafts:
             return self
-        return Draft(self.tokens[:most], None if self.parents is None else self.parents[:most])
+        return Draft(self.tokens[:max_drafts], None if self.parents is None else self.parents[:max_drafts])
 
 
 NO_DRAFT = Draft()
@@ -112,8 +112,8 @@ class Drafter(ABC):
         return True
 
     @abstractmethod
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
-        """For each request, which is begun, at most `most` tokens (0 or more) to follow its last known one."""
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
+        """For each request, which is begun, at most `max_drafts` tokens (0 or more) to follow its last known one."""
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class AdaptiveDrafter(Drafter):
 
     Args:
         inner: who proposes; what it proposes too much is cut.
-        num_draft_tokens: most drafts of a step.
+        num_draft_tokens: drafts of a step at most.
     """
 
     def __init__(self, inner: Drafter, num_draft_tokens: int, patience: int = 16) -> None:
@@ -161,8 +161,8 @@ class AdaptiveDrafter(Drafter):
         earned = self._earned[request.arrival]
         return (earned.length > 0 or self._tries_again(request)) and self.inner.waits(request)
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
-        allowed = [min(n, self._allowed(r)) for r, n in zip(requests, most, strict=True)]
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
+        allowed = [min(n, self._allowed(r)) for r, n in zip(requests, max_drafts, strict=True)]
         asked = [i for i, n in enumerate(allowed) if n > 0]
         drafts = [NO_DRAFT for _ in requests]
         for i, draft in zip(asked, self.inner.propose([requests[i] for i in asked], [allowed[i] for i in asked])):

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
 
 from hybridrt.config import EngineConfig
 from hybridrt.errors import CheckpointError
@@ -13,7 +15,6 @@ from hybridrt.errors import CheckpointError
 SAMPLE = 1 << 16  # bytes of a tensor that are read; smaller tensors are read whole
 PIECES = 16
 _PIECE = SAMPLE // PIECES
-_MOST_HEADER = 100_000_000  # bytes, as the safetensors library has it
 
 
 def model_digest(path: Path, config: EngineConfig) -> str:
@@ -38,28 +39,21 @@ def model_digest(path: Path, config: EngineConfig) -> str:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, list[Any], bytes]]:
-    """(name, dtype and shape, digest of samples) of every tensor in a file."""
+    """(name, dtype and shape, digest of samples) of every tensor in a file. A tensor is mapped, so that only its samples
+    are read."""
     try:
-        with file.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            nbytes = int.from_bytes(stream.read(8), "little")
-            if not 0 < nbytes <= min(size - 8, _MOST_HEADER):
-                raise ValueError(f"a header of {nbytes} bytes")
-            for name, entry in json.loads(stream.read(nbytes)).items():
-                if name != "__metadata__":
-                    start, end = (8 + nbytes + int(offset) for offset in entry["data_offsets"])
-                    if not 8 + nbytes <= start <= end <= size:
-                        raise ValueError(f"{name} lies outside the file")
-                    yield name, [entry["dtype"], entry["shape"]], _sampled(stream.fileno(), start, end)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        with safe_open(file, framework="pt") as found:
+            for name in found.keys():  # noqa: SIM118  (it is no dictionary)
+                tensor = found.get_tensor(name)
+                yield name, [str(tensor.dtype), list(tensor.shape)], _sampled(tensor.reshape(-1).view(torch.uint8))
+    except (OSError, SafetensorError) as e:
         raise CheckpointError(f"{file} cannot be read as a safetensors file: {type(e).__name__}: {e}") from e
 
 
-def _sampled(fd: int, start: int, end: int) -> bytes:
-    digest = hashlib.sha256()
-    if end - start <= SAMPLE:
-        digest.update(os.pread(fd, end - start, start))
-    else:
-        for i in range(PIECES):
-            digest.update(os.pread(fd, _PIECE, start + (end - start - _PIECE) * i // (PIECES - 1)))
+def _sampled(data: torch.Tensor) -> bytes:
+    """Digest of samples of [n] bytes."""
+    digest, last = hashlib.sha256(), len(data) - _PIECE
+    starts = [last * i // (PIECES - 1) for i in range(PIECES)] if len(data) > SAMPLE else range(0, len(data), _PIECE)
+    for start in starts:
+        digest.update(data[start : start + _PIECE].numpy())
     return digest.digest()
