@@ -21,9 +21,9 @@ def model_digest(path: Path, config: EngineConfig) -> str:
     """32 hex digits over config.json and the weights (random weights: their seed).
 
     Of every tensor in every weight file: name, dtype, shape, and all of its bytes or, above 64 KiB, 16 pieces of 4 KiB
-    at equal distances, the first and the last bytes among them. So any change of a small tensor is seen, and in a large
-    one of n bytes any change of n / 15 bytes or more in a row; a smaller one may escape. How tensors are spread over
-    files does not matter.
+    at equal distances, the first and the last bytes among them. Any change of a small tensor changes the digest. In a
+    tensor of n bytes above that, any change of n / 15 bytes or more in a row does; a shorter one may not. It does not
+    matter how tensors are spread over files.
 
     Raises:
         CheckpointError: a weight file is not a safetensors file.
@@ -39,8 +39,7 @@ def model_digest(path: Path, config: EngineConfig) -> str:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, list[Any], bytes]]:
-    """(name, dtype and shape, digest of samples) of every tensor in a file. A tensor is mapped, so that only its samples
-    are read."""
+    """(name, dtype and shape, digest of samples) of every tensor in a file. Tensors are mapped: only samples are read."""
     try:
         with safe_open(file, framework="pt") as found:
             for name in found.keys():  # noqa: SIM118  (it is no dictionary)

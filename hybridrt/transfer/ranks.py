@@ -1,4 +1,4 @@
-"""All ranks of a tensor-parallel worker: each opens its own arena to the network, and rank 0 tells it what to read."""
+"""The ranks of a tensor-parallel worker: each opens its arena to the network, and rank 0 tells it what to read."""
 
 import secrets
 import threading
@@ -28,7 +28,7 @@ from hybridrt.transfer.side import WorkerSide
 
 _POLL_SECONDS = 0.0002
 _JOIN_SECONDS = 60.0
-ANSWER_S = 30.0  # that a rank may take to answer
+ANSWER_S = 30.0  # seconds that a rank may take to answer
 
 
 def open_ranks(side: WorkerSide, serve: bool, devices: str) -> list[Reader]:
@@ -79,8 +79,8 @@ def _join(side: WorkerSide, serve: bool, devices: str) -> list["RemoteReader"]:
 
 @dataclass(frozen=True)
 class JoinTransfer:
-    """What rank 0 has the others do: open their arena, then serve rank 0, which listens at `host`:`port` and knows
-    `key`, from a thread of its own."""
+    """A task for the other ranks: open the arena, then serve rank 0 in a new thread. Rank 0 listens at `host`:`port` and
+    holds `key`."""
 
     host: str
     port: int
@@ -99,7 +99,7 @@ class JoinTransfer:
 
 
 def serve_reads(channel: SocketChannel, reader: Reader) -> None:
-    """Does what a RemoteReader at the other end asks for, until it closes the channel."""
+    """Obeys the RemoteReader at the other end until that closes the channel."""
     under_way = 0
     try:
         while True:
@@ -134,8 +134,8 @@ def _obey(channel: SocketChannel, reader: Reader, message: ToRank) -> None:
 
 
 class RemoteReader:
-    """The ImageReader of another rank of this worker, over a channel. A rank that is gone, or that does not answer
-    within `timeout` seconds, raises RankError."""
+    """The ImageReader of another rank of this worker, reached over a channel. Every method raises RankError if the rank
+    is gone or does not answer within `timeout` seconds."""
 
     def __init__(self, channel: SocketChannel, timeout: float = ANSWER_S) -> None:
         self._channel, self._timeout = channel, timeout
@@ -171,7 +171,7 @@ class RemoteReader:
         try:
             self._channel.send(pack(message))
         except PeerGoneError as e:
-            raise RankError(f"a tensor-parallel rank takes no reads any more: {e}") from e
+            raise RankError(f"a tensor-parallel rank cannot be reached any more: {e}") from e
 
     def _hear(self) -> Connected | None:
         """Notes which reads have ended. Returns the answer to Connect, if it has come."""
