@@ -48,7 +48,7 @@ class Leader:
             self._link.send(pack(Failed(f"{type(error).__name__}: {error}"[:10_000])))
 
     def leave(self) -> None:
-        """From here on rank 0 may go before this process does."""
+        """From now on rank 0 may end before this process does."""
         self._leaving = True
 
     def _listen(self) -> None:
@@ -72,7 +72,7 @@ class Leader:
 
 
 def serve(place: Place, rank: int, size: int, device: torch.device) -> int:
-    """Joins the other ranks and serves rank 0 until it lets go; returns the exit status of this process.
+    """Joins the other ranks and serves rank 0 until that ends the service. Returns the exit status of this process.
 
     A failure ends the rank, which first says why; one that is the loss of another rank needs no report.
     """

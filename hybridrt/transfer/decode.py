@@ -76,7 +76,8 @@ class _Peer:
 @dataclass(slots=True)
 class DecodeCounters:
     """Since the worker was built: prompts fetched and their bytes on this rank, attempts that were repeated, prompts
-    computed by this engine after all, and requests that failed. At present: workers, prompts under way, bytes of the arena in use."""
+    computed by this engine after all, and requests that failed. At present: workers, prompts under way, and bytes of
+    the arena in use."""
 
     fetched: int = 0
     bytes_fetched: int = 0
@@ -266,7 +267,7 @@ class DecodeWorker:
         self._engine.start(pull.request_id, PrefixMatch(attempt.length, staged=attempt.offset))
 
     def _lost(self, attempt: _Attempt, error: TransferError) -> None:
-        """An attempt has failed: its prompt gets another one, or none. Its memory is freed after its reads have ended."""
+        """An attempt has failed: its prompt gets another one, or none. Its memory is freed after its reads end."""
         pull, attempt.pull = attempt.pull, None
         self._release(attempt)
         if pull is None:

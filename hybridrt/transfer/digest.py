@@ -39,7 +39,7 @@ def model_digest(path: Path, config: EngineConfig) -> str:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, list[Any], bytes]]:
-    """(name, dtype and shape, digest of samples) of every tensor in a file. Tensors are mapped: only samples are read."""
+    """(name, dtype and shape, digest of samples) of every tensor in a file, of which only the samples are read."""
     try:
         with safe_open(file, framework="pt") as found:
             for name in found.keys():  # noqa: SIM118  (it is no dictionary)

@@ -133,7 +133,7 @@ class PrefillWorker:
                 time.sleep(_IDLE_SECONDS)
 
     def step(self) -> bool:
-        """Reads messages, starts prompts that there is room for, and runs one step of the engine. False: it did nothing."""
+        """Reads messages, starts prompts that have room, and runs one step of the engine. False: it did nothing."""
         for channel in self._listener.accept() if self._listener else ():
             self.attach(channel)
         heard = [self._hear(peer) for peer in list(self._peers)]

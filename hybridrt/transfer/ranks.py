@@ -79,8 +79,8 @@ def _join(side: WorkerSide, serve: bool, devices: str) -> list["RemoteReader"]:
 
 @dataclass(frozen=True)
 class JoinTransfer:
-    """A task for the other ranks: open the arena, then serve rank 0 in a new thread. Rank 0 listens at `host`:`port` and
-    holds `key`."""
+    """A task for the other ranks: open the arena, then serve rank 0 in a new thread. Rank 0 listens at `host`:`port`
+    and holds `key`."""
 
     host: str
     port: int

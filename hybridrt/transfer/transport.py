@@ -7,8 +7,8 @@ from hybridrt.distributed.conv_transfer import PageRead
 
 
 class Read(Protocol):
-    """Reads into our arena that have been started. They cannot be stopped: until `done` has returned True or raised, they
-    may still write there."""
+    """Reads into our arena that have been started. They cannot be stopped: until `done` returns True or raises, they
+    may write there."""
 
     def done(self) -> bool:
         """True once every byte is there; then and after an error the arena is ours again.
