@@ -11,7 +11,7 @@ import msgspec
 from hybridrt.errors import MessageError
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.lower):
+class Message(msgspec.Struct, forbid_unknown_fields=True, tag=str.lower):
     """A message: a field that is missing, is not known, or is not of its type makes `unpack` raise."""
 
 

@@ -60,7 +60,7 @@ class Communicator:
     def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduces over the ranks, in place. Every rank gets the same bits."""
         options = dist.AllreduceOptions()
-        options.reduceOp, options.asyncOp = op, not x.is_cuda  # False: NCCL runs in the current stream
+        options.reduceOp, options.asyncOp = dist.ReduceOp(op), not x.is_cuda  # False: NCCL runs in the current stream
         self._run(x, lambda group: group.allreduce([x], options))
         return x
 
