@@ -1,7 +1,7 @@
 """A digest of a model's configuration and weights, from samples of every tensor.
 
-Headers are parsed here, because the safetensors library maps a file and then reads far more of it than the samples: of
-17 GB, nearly all.
+Headers are parsed here. Reading the samples through tensors that the safetensors library maps took 73 s for a file of
+17 GB that was not in the page cache.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ def model_digest(path: Path, config: EngineConfig) -> str:
 
     Of every tensor in every weight file: name, dtype, shape, and all of its bytes or, above 64 KiB, 16 pieces of 4 KiB
     at equal distances, the first and the last bytes among them. Any change of a small tensor changes the digest. In a
-    large one of n bytes, any change of n / 15 bytes or more in a row does; a shorter one may not. It does not matter how
-    tensors are spread over files.
+    large one of n bytes, any change of n / 15 bytes or more in a row does; a shorter one may not. The digest does not
+    depend on how tensors are spread over files.
 
     Raises:
         CheckpointError: a weight file is not a safetensors file.
