@@ -91,7 +91,7 @@ NO_DRAFT = Draft()
 
 
 class Drafter(ABC):
-    """Guesses continuations that a decode step verifies.
+    """Proposes continuations that a decode step verifies.
 
     What it keeps of a request lasts from `begin` to `end`: as long as the request holds a row of the target. At most as
     many requests as the target has rows are begun at a time.
@@ -101,7 +101,7 @@ class Drafter(ABC):
         """The request has got a row; its prompt is not computed yet. After a retraction it begins again."""
 
     def end(self, request: DraftRequest) -> None:  # noqa: B027  (optional)
-        """The request has finished, or gives its row back. Does nothing for one that is not begun; may not fail."""
+        """The request has finished or gives its row back. Must do nothing for one that is not begun, and must not raise."""
 
     def after_step(self, requests: Sequence[DraftRequest], gained: Sequence[int]) -> None:  # noqa: B027  (optional)
         """A step is over: each of these requests, none of which has finished, gained so many tokens of output."""
@@ -113,7 +113,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
-        """For each request, which is begun, at most `max_drafts` tokens (0 or more) to follow its last known one."""
+        """For each request, all of which are begun, at most `max_drafts` tokens (0 or more) behind its last known one."""
 
 
 @dataclass(slots=True)
@@ -125,13 +125,13 @@ class _Earned:
 
 
 class AdaptiveDrafter(Drafter):
-    """Stops paying for drafts that keep failing.
+    """Shortens the drafts of requests whose drafts fail.
 
     A request starts with the whole length. A step that keeps no draft halves it, down to none; one that keeps as many
     as could stay doubles it. At none, every `patience` tokens one draft is tried again; no step between waits for it.
 
     Args:
-        inner: who proposes; what it proposes too much is cut.
+        inner: the drafter that proposes. Drafts beyond the allowed length are cut.
         num_draft_tokens: drafts of a step at most.
     """
 
