@@ -101,7 +101,8 @@ class Drafter(ABC):
         """The request has got a row; its prompt is not computed yet. After a retraction it begins again."""
 
     def end(self, request: DraftRequest) -> None:  # noqa: B027  (optional)
-        """The request has finished or gives its row back. Must do nothing for one that is not begun, and must not raise."""
+        """The request has finished or gives its row back. For one that is not begun it does nothing.
+        It must not raise."""
 
     def after_step(self, requests: Sequence[DraftRequest], gained: Sequence[int]) -> None:  # noqa: B027  (optional)
         """A step is over: each of these requests, none of which has finished, gained so many tokens of output."""
@@ -113,7 +114,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
-        """For each request, all of which are begun, at most `max_drafts` tokens (0 or more) behind its last known one."""
+        """For each request, all of them begun, at most `max_drafts` tokens (0 or more) behind its last known one."""
 
 
 @dataclass(slots=True)

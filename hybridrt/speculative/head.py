@@ -2,8 +2,8 @@
 
 Position p of the head takes the hidden state of token p and the embedding of token p + 1, and predicts token p + 2. So
 the head runs over the inputs of a step after the next tokens are drawn (DRAFT_EXTEND; nothing waits for the host). Each
-draft is then computed from the head's last hidden state and the token that was drawn from it. Its keys and values are further layers of the
-model's KV pool, in the same requests' pages.
+draft is then computed from the head's last hidden state and the token that was drawn from it. Its keys and
+values are further layers of the model's KV pool, in the same requests' pages.
 """
 
 from collections.abc import Sequence
