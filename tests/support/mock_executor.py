@@ -338,9 +338,11 @@ class MockDrafter(Drafter):
     def waits(self, request: DraftRequest) -> bool:
         return (len(request.output) + request.pending) // 5 % 2 == 0
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
         assert {request.arrival for request in requests} <= self.begun
-        return [Draft(self.drafts(request, min(n, self.width))) for request, n in zip(requests, most, strict=True)]
+        return [
+            Draft(self.drafts(request, min(n, self.width))) for request, n in zip(requests, max_drafts, strict=True)
+        ]
 
     def drafts(self, request: DraftRequest, most: int) -> list[int]:
         assert not request.pending, "drafts follow a token that the host knows"
