@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hybridrt.mem_cache.allocator import Slot
 
@@ -22,6 +22,10 @@ class PrefixMatch:
         pages: the cache's whole KV pages of it, in order; none for a model without attention layers.
         state: the cache's slot with the recurrent state after it; None for a model without recurrent layers. The
             request's first step reads this slot and writes the request's own.
+        tail: the cache's page with the tokens behind the last whole page, where the state stands in the middle of a
+            page. The request copies it into its own page.
+        known: tokens of the prompt whose KV the cache has, from the first on: more than `length` where a state is missing.
+        node, tail_node: what the cache knows the match and the tail by.
         staged: of a prefix that was computed elsewhere, where its state and KV lie in the executor's arena: they are
             copied into the request's own slot and pages as it is admitted.
     """
@@ -29,6 +33,10 @@ class PrefixMatch:
     length: int = 0
     pages: Sequence[Slot] = ()
     state: Slot | None = None
+    tail: Slot | None = None
+    known: int = 0
+    node: Any = None
+    tail_node: Any = None
     staged: int | None = None
 
     @property
