@@ -1,11 +1,12 @@
 """A radix tree over tokens: KV pages and recurrent states of prefixes that requests have left behind.
 
 A node stands for the tokens on the path from the root to it. Its edge holds the tokens since its parent. It owns the KV
-pages that become complete within its edge and at most one recurrent state, that after its last token. Page i is complete
-once the tokens up to (i + 1) * page_size + lookahead are on the path: the KV of a prediction head depends on the next
-token, too (lookahead 1). So what a page holds depends on tokens of its own path alone, and a node can be cut in two
-anywhere. A state in the middle of a page has a tail: the page that holds the tokens between the last complete page and
-the state.
+pages that become complete within its edge and at most one recurrent state, that after its last token. Page i is
+complete once the tokens up to (i + 1) * page_size + lookahead are on the path: the KV of a prediction head depends on
+the next token, too (lookahead 1). So what a page holds depends on tokens of its own path alone, and a node can be cut
+in two anywhere. A state in the middle of a page has a tail: the page that holds the tokens between the last complete
+page and the state. (A head's KV of the last token before a state, which a hit copies with the tail, may belong to
+another next token. That makes one draft worse now and then, and no token different.)
 
     root ── "You are a helpful ..." ──┬── "Hi"            state, tail
                    state              └── "What is ..." ── ...
@@ -72,21 +73,6 @@ class Node:
             node = node.parent
 
 
-@dataclass(slots=True)
-class CacheCounts:
-    """Tokens of prompts since the start.
-
-    Attributes:
-        asked: of all prompts that were admitted.
-        hit: of these, tokens that needed no computing.
-        without_state: tokens whose KV was there, but no state at or behind them on their path.
-    """
-
-    asked: int = 0
-    hit: int = 0
-    without_state: int = 0
-
-
 class RadixCache:
     """The prefix cache of an engine: bookkeeping alone, in host memory.
 
@@ -98,7 +84,6 @@ class RadixCache:
 
     def __init__(self, page_size: int, recurrent: bool, lookahead: int = 0) -> None:
         self.page_size, self.recurrent, self.lookahead = page_size, recurrent, lookahead
-        self.counts = CacheCounts()
         self.clear()
 
     def clear(self) -> None:
@@ -128,7 +113,7 @@ class RadixCache:
                 return PrefixMatch(known=known)
             found = self._covering(node, pages)
             return PrefixMatch(pages * self.page_size, self._pages(found)[:pages], known=known, node=found)
-        while node.parent is not None and (node.state is None or node.end > min(known - self.lookahead, limit)):
+        while node.parent is not None and (node.state is None or node.end > min(known, limit)):
             node = node.parent
         if node.parent is None:
             return PrefixMatch(known=known)
@@ -175,7 +160,8 @@ class RadixCache:
             states: slots by the number of tokens whose state they hold.
 
         Returns:
-            The entries that the tree takes over; the others stay the caller's. And the deepest node of the text.
+            The entries that the tree takes over; the others stay the caller's. And the deepest node of the text; a
+            root (parent None) if the tree keeps nothing of it.
         """
         root, taken_pages, taken_states = self._root(salt), list[Slot](), list[Slot]()
         ends = sorted(end for end in states if 0 < end <= len(tokens))

@@ -292,6 +292,11 @@ class Engine:
             free_rows=pools.rows.num_free,
             free_slots=pools.slots.num_free,
             free_pages=pools.pages.num_free,
+            cached_slots=pools.slots.num_cached,
+            cached_pages=pools.pages.num_cached,
+            cache_asked=pools.prefixes.counts.asked,
+            cache_hit=pools.prefixes.counts.hit,
+            cache_without_state=pools.prefixes.counts.without_state,
         )
 
     def _abort(self, requests: Sequence[Request]) -> bool:

@@ -91,7 +91,7 @@ class Ledger:
         for index, page in enumerate(match.pages):
             self.holds(page, prompt, index, (index + 1) * size + self.lookahead)
         if self.recurrent:
-            known = self.common(prompt) - self.lookahead
+            known = self.common(prompt)
             usable = [len(s) for s in self.states.values() if s == prompt[: len(s)] and len(s) <= known]
             assert n == max((length for length in usable if length < len(prompt)), default=0)
             assert (match.state is not None) == bool(n)
