@@ -55,10 +55,7 @@ class NullModel:
 class NullBackend:
     """Stands for the attention backend: every hook returns at once."""
 
-    needs_host_lens = False
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 1
+    needs_host_lens, seq_len_fill = False, 1
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None

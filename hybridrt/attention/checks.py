@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView
 
 # HYBRIDRT_DEBUG=1: every eager step compares what is on the device with the host's copies, which waits for the device.
 DEBUG = os.environ.get("HYBRIDRT_DEBUG") == "1"
@@ -25,22 +25,20 @@ def check_batch(batch: ForwardBatch) -> None:
     _check_lengths(batch)
 
 
-def check_graph_step(
-    bs: int, num_real: int, tokens: int, forward_mode: ForwardMode, spec_info: SpecInfo | None
-) -> None:
-    """A graph's capture or replay: its mode, what it says of drafts, and how many of its rows are real."""
-    if forward_mode not in _GRAPH_MODES:
-        raise BackendError(f"{forward_mode.name} steps cannot be captured; only decode, verify and draft-extend can")
-    if forward_mode is not ForwardMode.DRAFT_EXTEND and (forward_mode is ForwardMode.DECODE) != (spec_info is None):
+def check_graph_batch(batch: ForwardBatch, view: GraphView) -> None:
+    """A step that is captured or replayed: its mode, what it says of drafts, and its size."""
+    mode, spec = batch.forward_mode, batch.spec_info
+    if mode not in _GRAPH_MODES or batch.num_extend_rows:
+        raise BackendError(f"{mode.name} steps cannot be captured; only decode, verify and draft-extend can")
+    if mode is not ForwardMode.DRAFT_EXTEND and (mode is ForwardMode.DECODE) != (spec is None):
+        raise BackendError(f"forward_mode is {mode.name} and spec_info {spec}: verify steps have one alone")
+    if batch.tokens_per_row != view.tokens_per_row or batch.batch_size > view.max_bs:
         raise BackendError(
-            f"forward_mode is {forward_mode.name} and spec_info {spec_info}: verify steps have one alone"
+            f"{batch.batch_size} rows of {batch.tokens_per_row} tokens in a view of graphs of up to {view.max_bs} rows "
+            f"of {view.tokens_per_row}"
         )
-    if spec_info is not None and spec_info.tokens_per_row != tokens:
-        raise BackendError(
-            f"spec_info.tokens_per_row is {spec_info.tokens_per_row} in a graph of {tokens} tokens a row"
-        )
-    if not 0 <= num_real <= bs:
-        raise BackendError(f"num_real is {num_real} in a graph of {bs} rows")
+    if not 0 <= batch.num_real <= batch.batch_size:
+        raise BackendError(f"num_real is {batch.num_real} in a graph of {batch.batch_size} rows")
 
 
 def may_look(device: torch.device) -> bool:

@@ -101,7 +101,7 @@ class HeadRunner:
         # -1, of logits that were not finite, is no input.
         ids = ids.clamp(min=0)
         step = replace(batch, forward_mode=ForwardMode.DRAFT_EXTEND, input_ids=ids, attn_backend=self.backend)
-        self.backend.init_forward_metadata(step)
+        self.backend.prepare(step)
         self.hidden[rows] = self.model.predict(hidden, step).index_select(0, ends)
 
     @torch.inference_mode()
@@ -142,7 +142,7 @@ class HeadRunner:
             self.backend, index, positions + 1, starts, inputs, n, None,
             seq_lens_cpu=[r.computed + step for r in rows], query_lens_cpu=[1] * n,
         )  # fmt: skip
-        self.backend.init_forward_metadata(batch)
+        self.backend.prepare(batch)
         return self.ahead.logits(self.ahead(batch))
 
 

@@ -47,9 +47,9 @@ def test_a_forgotten_commit_is_an_error(name: str, make: Make) -> None:
     first = decoding(hand)
     hand.forward(first)
     following = hand.batch([Row(1, 4, [4]), Row(2, 3, [3])])
-    with pytest.raises(BackendError, match="commit_decode"):
+    with pytest.raises(BackendError, match="call commit"):
         hand.forward(following)
-    hand.backend.commit_decode()
+    hand.backend.commit(first)
     hand.decode(Row(1, 4, [4]), Row(2, 3, [3]))
 
 
@@ -58,17 +58,18 @@ def test_a_forgotten_commit_of_a_verify_step_is_an_error(make: Make) -> None:
     decoding(hand)
     hand.admit(3)
     rows = [Row(1, 3, [4, 5, 6]), Row(2, 2, [3, 4, 5])]
-    hand.forward(hand.batch(rows))
-    with pytest.raises(BackendError, match="commit_decode"):
+    step = hand.batch(rows)
+    hand.forward(step)
+    with pytest.raises(BackendError, match="call commit"):
         hand.forward(hand.batch((), [Row(3, 0, [1])]))
-    hand.commit([1, 1])
+    hand.backend.commit(step, torch.ones(2, dtype=torch.int32))
     hand.verify([Row(1, 4, [4, 5, 6]), Row(2, 3, [3, 4, 5])], [1, 1])
 
 
 def test_a_step_that_is_given_up_needs_no_commit(make: Make) -> None:
     hand = make(mode="replay")
     batch = decoding(hand)
-    hand.backend.init_forward_metadata(batch)
+    hand.backend.prepare(batch)
     hand.backend.drop_step()
     hand.decode(Row(1, 3, [4]), Row(2, 2, [3]))
 
@@ -111,9 +112,9 @@ def test_graph_replays_check_commits_and_modes(make: Make) -> None:
     with pytest.raises(BackendError, match="EXTEND"):
         backend.init_forward_metadata_replay_cuda_graph(2, 2, rows, lens, ForwardMode.EXTEND, None, None)
     backend.init_forward_metadata_replay_cuda_graph(2, 2, *verify)
-    with pytest.raises(BackendError, match="commit_decode"):
+    with pytest.raises(BackendError, match="call commit"):
         backend.init_forward_metadata_replay_cuda_graph(2, 2, *verify)
-    hand.commit([1, 1])
+    backend.update_mamba_state_after_mtp_verify(torch.ones(2, dtype=torch.int32))
     plain = (rows, lens - 2, ForwardMode.DECODE, None, None)
     for _ in range(2):  # the commit is part of a plain step's graph
         backend.init_forward_metadata_replay_cuda_graph(2, 2, *plain)
