@@ -44,7 +44,7 @@ class Loop:
         self.runtime = build(loaded, self.plan)
         self.graphs = self.runtime.capture()
         self.chunk, self.num_tokens, self.shared = config.chunked_prefill_size, num_tokens, shared
-        self.rows, self.pages = list(range(self.plan.num_rows)), list(range(self.plan.num_pages))
+        self.rows, self.pages = list(range(self.plan.num_rows))[::-1], list(range(self.plan.num_pages))[::-1]
         self.prefix_slot, self.prefix_pages = self.plan.num_slots - 1, list[int]()  # a row's slot has its number
         self.prefix: list[int] | None = None
         self.waiting: deque[Request] = deque()
@@ -82,7 +82,9 @@ class Loop:
         hit = self.prefix is not None and request.tokens[: self.shared] == self.prefix
         hit = hit and request.prompt_len > self.shared
         head = self.prefix_pages if hit else []
-        need = -(-(request.prompt_len + self.num_tokens) // self.plan.page_size) - len(head) if self.plan.num_pages else 0
+        need = (
+            -(-(request.prompt_len + self.num_tokens) // self.plan.page_size) - len(head) if self.plan.num_pages else 0
+        )
         if not self.rows or need > len(self.pages):
             return False
         request.row = self.rows.pop()
@@ -90,8 +92,9 @@ class Loop:
         request.borrowed = len(head)
         self.runtime.admit([request.row], [request.row])
         self.runtime.write_pages([request.row] * len(request.pages), range(len(request.pages)), request.pages)
-        if hit:
+        if hit and self.plan.num_slots:
             self.runtime.restore([self.prefix_slot], [request.row])
+        if hit:
             request.computed = self.shared
         return True
 
@@ -123,7 +126,8 @@ class Loop:
 
     def keep_prefix(self, request: Request) -> None:
         """The request's state becomes a snapshot, and its first pages everybody's."""
-        self.runtime.snapshot([request.row], [self.prefix_slot])
+        if self.plan.num_slots:
+            self.runtime.snapshot([request.row], [self.prefix_slot])
         self.prefix = request.tokens[: self.shared]
         request.borrowed = self.shared // self.plan.page_size if request.pages else 0
         self.prefix_pages = request.pages[: request.borrowed]

@@ -51,8 +51,8 @@ class ForeignEngine:
         plan = plan_memory(loaded, budget_bytes=budget_bytes)
         self.runtime = build(loaded, plan, Scratch(row=-1, slot=0, page=-1))
         self.block_size, self.chunk = plan.page_size, config.chunked_prefill_size
-        self.dummy, self.free_rows = plan.num_rows, list(range(plan.num_rows))
-        self.has_kv, self.free_blocks = plan.num_pages > 0, list(range(num_blocks or plan.num_pages))
+        self.dummy, self.free_rows = plan.num_rows, list(range(plan.num_rows))[::-1]
+        self.has_kv, self.free_blocks = plan.num_pages > 0, list(range(num_blocks or plan.num_pages))[::-1]
         self.last = torch.zeros(plan.num_rows + 1, dtype=torch.int32, device=self.runtime.device)
         self.waiting, self.running = deque[Job](), list[Job]()
         self.preempted = 0

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,17 @@ from tests.support.tiny import write_tiny
 
 SHARED = list(range(40, 56))
 PROMPTS = [[*SHARED, 5, 6, 7, 8, 9], [11], [*SHARED, *range(20, 60)], [*SHARED, 3], [60, 61, 62], [*SHARED, 70, 71]]
-MODELS = [
-    *[(make, mode) for make in (falcon(), nemotron(), qwen()) for mode in ("classic", "replay")],
-    (jamba(), "auto"), (falcon_mamba(), "auto"), (nemotron("*-*-"), "auto"),
-]  # fmt: skip
+MODELS: dict[str, tuple[Make, str]] = {
+    **{
+        f"{make.__name__} {mode}": (make(), mode) for make in (falcon, nemotron, qwen) for mode in ("classic", "replay")
+    },
+    "jamba": (jamba(), "auto"),
+    "falcon mamba": (falcon_mamba(), "auto"),
+    "attention alone": (nemotron("*-*-"), "auto"),
+}
 TOKENS = 40
 BUDGET = 2**26
+Expected = Callable[[str], tuple[EngineConfig, list[list[int]]]]
 
 
 def settings(state_mode: str) -> dict[str, Any]:
@@ -30,10 +37,20 @@ def settings(state_mode: str) -> dict[str, Any]:
     return {"load_format": "dummy", "device": "cpu", "state_mode": state_mode, **sizes}
 
 
-def expected(model: str, state_mode: str) -> list[list[int]]:
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """A model's configuration, and what `LLM` answers; made once."""
     greedy = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-    with LLM(model, **settings(state_mode)) as llm:
-        return [output.token_ids for output in llm.generate(PROMPTS, greedy)]
+
+    @cache
+    def answers(name: str) -> tuple[EngineConfig, list[list[int]]]:
+        make, mode = MODELS[name]
+        model = str(write_tiny(tmp_path_factory.mktemp("model"), make, tokenizer=False))
+        with LLM(model, **settings(mode)) as llm:
+            outputs = llm.generate(PROMPTS, greedy)
+        return EngineConfig(model, **settings(mode)), [output.token_ids for output in outputs]
+
+    return answers
 
 
 @pytest.fixture
@@ -60,32 +77,27 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize(("make", "state_mode"), MODELS)
-def test_embedded_loop_gives_the_engines_tokens(
-    make: Make, state_mode: str, tmp_path: Path, calls: Counter[str]
-) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_embedded_loop_gives_the_engines_tokens(name: str, expected: Expected, calls: Counter[str]) -> None:
     """Admission while others run, chunks, mixed steps, graphs, a shared prefix; row 0 and page 0 in use."""
-    model = str(write_tiny(tmp_path, make, tokenizer=False))
-    loop = embed_backends.Loop(EngineConfig(model, **settings(state_mode)), BUDGET, TOKENS, shared=len(SHARED))
-    assert loop.generate(PROMPTS) == expected(model, state_mode)
+    config, tokens = expected(name)
+    loop = embed_backends.Loop(config, BUDGET, TOKENS, shared=len(SHARED))
+    assert loop.generate(PROMPTS) == tokens
     assert calls["admit"] == len(PROMPTS) and calls["row 0"] and calls["commit"] and calls["replay"] > 10
     recurrent, paged = loop.plan.num_slots > 0, loop.plan.num_pages > 0
-    assert (calls["snapshot"], calls["restore"]) == ((1, 2) if recurrent else (0, 0))
+    assert (calls["snapshot"], calls["restore"]) == ((1, 3) if recurrent else (0, 0))
     assert not paged or calls["page 0"]
     assert sorted(loop.rows) == list(range(loop.plan.num_rows))
     assert len({*loop.pages, *loop.prefix_pages}) == loop.plan.num_pages
 
 
-@pytest.mark.parametrize(("make", "state_mode"), MODELS)
-@pytest.mark.parametrize("num_blocks", [None, 16])
-def test_a_foreign_engine_gives_the_engines_tokens(
-    num_blocks: int | None, make: Make, state_mode: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "num_blocks"), [*((name, 16) for name in MODELS), ("falcon replay", None)])
+def test_a_foreign_engine_gives_the_engines_tokens(name: str, num_blocks: int | None, expected: Expected) -> None:
     """With blocks for all, and with so few that requests are preempted."""
-    model = str(write_tiny(tmp_path, make, tokenizer=False))
-    engine = foreign_engine.ForeignEngine(EngineConfig(model, **settings(state_mode)), BUDGET, num_blocks)
+    config, tokens = expected(name)
+    engine = foreign_engine.ForeignEngine(config, BUDGET, num_blocks)
     blocks = set(engine.free_blocks)
-    assert engine.generate(PROMPTS, TOKENS) == expected(model, state_mode)
+    assert engine.generate(PROMPTS, TOKENS) == tokens
     assert (engine.preempted > 0) == (num_blocks is not None and engine.has_kv)
     assert sorted(engine.free_rows) == list(range(engine.dummy)) and set(engine.free_blocks) == blocks
     assert 0 in blocks and engine.runtime.numbers.rows.scratch == engine.dummy
@@ -122,8 +134,6 @@ def test_main_prints_text(
     example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dummy(config: EngineConfig) -> LoadedModel:
-        from dataclasses import replace
-
         return load(replace(config, load_format="dummy", device="cpu"))
 
     monkeypatch.setattr(example, "load", dummy)

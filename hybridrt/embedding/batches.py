@@ -10,7 +10,7 @@ from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.kernels.draft_tree import tree_positions
 from hybridrt.runtime.build import Runtime
 from hybridrt.runtime.step_batch import TokenInputs, make_batch
-from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing
+from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, pack_chunks
 
 
 class Batches:
@@ -59,6 +59,8 @@ class Batches:
         self.check_pages(columns["token_rows"][first:], columns["positions"][first:])  # padding drafts need no page
         if read_slots is not None:
             columns["read_slots"] = self.numbers.slots.all("read_slots", read_slots)
+        sizes = self.backend.chunk_sizes if split < len(lines) else ()
+        columns |= pack_chunks((lens - new)[split:], new[split:], sizes)
         ids = self.take_ids(input_ids, int(new.sum()), columns)
         sections = self.staging.upload(columns)
         inputs = self._inputs(sections, sections["input_ids"] if ids is None else ids, split * tokens, spec_info)
@@ -66,6 +68,7 @@ class Batches:
             self.backend, sections["rows"], sections["seq_lens"], sections["query_start_loc"], inputs, split, spec_info,
             num_real, seq_lens_cpu=lens.tolist(), query_lens_cpu=new.tolist(),
             read_state_slots=sections.get("read_slots"),
+            chunk_plans=chunk_plans(columns, sections, new[split:].tolist(), sizes),
         )  # fmt: skip
 
     def check_rows(self, lines: np.ndarray) -> int:

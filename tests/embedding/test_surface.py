@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from hybridrt.config import SpeculativeConfig
+from hybridrt.distributed.groups import TPGroup
 from hybridrt.embedding import (
     EmbeddedRuntime,
     EngineConfig,
@@ -18,8 +20,6 @@ from hybridrt.embedding import (
     load,
     plan_memory,
 )
-from hybridrt.config import SpeculativeConfig
-from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import BackendError, ConfigError, HybridrtError, MemoryBudgetError, PoolError
 from tests.support.checkpoints import Make, falcon, falcon_mamba, nemotron
 from tests.support.tiny import write_tiny
