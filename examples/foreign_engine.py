@@ -1,8 +1,8 @@
 """A small engine with conventions of its own over hybridrt.embedding. It plans each step before the one before has run.
 
-Its KV blocks count from 0, its dummy row is the last one, its state slots count from 1. Steps that only decode are filled
-up with the dummy row. It works out on the device where tokens lie. A request that finds no block makes the latest arrival
-give up its own, which starts again later with the tokens that it has.
+Its KV blocks count from 0, its dummy row is the last one, its state slots count from 1. Steps that only decode are
+filled up with the dummy row. It works out on the device where tokens lie. A request that finds no block makes the last
+arrival give up its own. That one starts again later, with the tokens that it has.
 
 python examples/foreign_engine.py [MODEL]
 """
@@ -20,8 +20,8 @@ from hybridrt.runtime.build import resolve_model_path
 
 @dataclass(eq=False)
 class Job:
-    """`known` are the tokens that the host has read, the prompt first; there will be `end` of them. Planned steps compute
-    `planned` tokens, of which the first `start` are prefilled."""
+    """`known` are the tokens that the host has read, the prompt first; there will be `end` of them. Planned steps
+    compute `planned` tokens, of which the first `start` are prefilled."""
 
     known: list[int]
     end: int

@@ -311,7 +311,8 @@ CALLS: dict[str, tuple[Callable[[EmbeddedRuntime], object], type[HybridrtError],
     "indices missing": (lambda r: r.write_pages([2, 2], [0], [0, 1]), BackendError, "page_indices 1"),
     "a KV place outside": (
         lambda r: r.write_tokens(*torch.tensor([[0], [0], [10**6]])), BackendError, "places holds 1000000"),
-    "a position outside": (lambda r: r.write_tokens(*torch.tensor([[0], [99], [0]])), BackendError, "positions holds 99"),
+    "a position outside": (
+        lambda r: r.write_tokens(*torch.tensor([[0], [99], [0]])), BackendError, "positions holds 99"),
     "lists for a device table": (lambda r: r.write_tokens([0], [0], [0]), BackendError, "rows must be a tensor"),  # type: ignore[arg-type]
     "places that are no integers": (
         lambda r: r.write_tokens(*torch.tensor([[0.0], [0.0], [0.0]])), BackendError, "dtype torch.float32"),
@@ -406,10 +407,16 @@ def test_what_a_verify_step_accepts_is_checked(accepted: Any, message: str, mode
 
 @pytest.mark.parametrize(
     ("step", "message"),
-    [({"input_ids": [1], "rows": [0], "seq_lens": [LENGTH + 1]}, "at most"), ({"input_ids": [1]}, "input_ids has 1"),
-     ({"rows": [0, ROWS]}, "which is scratch"), ({"seq_lens": [6, 9]}, "row 1 has no page for position 8"), ({"rows": [0, 2]}, "not admitted"), ({"rows": [0, 0]}, "twice"),
-     ({"input_ids": [1, 2, 3], "rows": [0, 1, 2], "seq_lens": [6, 6, 6]}, "no graph holds 3 rows")],
-)  # fmt: skip
+    [
+        ({"input_ids": [1], "rows": [0], "seq_lens": [LENGTH + 1]}, "at most"),
+        ({"input_ids": [1]}, "input_ids has 1"),
+        ({"rows": [0, ROWS]}, "which is scratch"),
+        ({"rows": [0, 2]}, "not admitted"),
+        ({"rows": [0, 0]}, "twice"),
+        ({"seq_lens": [6, 9]}, "row 1 has no page for position 8"),
+        ({"input_ids": [1, 2, 3], "rows": [0, 1, 2], "seq_lens": [6, 6, 6]}, "no graph holds 3 rows"),
+    ],
+)
 def test_a_wrong_replay_is_refused(step: dict[str, Any], message: str, models: Models) -> None:
     runtime = running(models)
     graphs = runtime.capture(max_rows=2)
