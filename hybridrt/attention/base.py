@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
@@ -17,9 +18,9 @@ class QKV(NamedTuple):
     `save`: k and v are written into the pool first. Without k and v, or with save False, the pool holds them already.
     """
 
-    q: torch.Tensor | None = None
-    k: torch.Tensor | None = None
-    v: torch.Tensor | None = None
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
     save: bool = True
 
 
@@ -72,14 +73,14 @@ class AttentionBackend(ABC):
 
     def forward(
         self,
-        q: torch.Tensor | None,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
+        q: Tensor | None,
+        k: Tensor | None,
+        v: Tensor | None,
         layer: Any,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """One layer over all rows of a batch that was prepared.
 
         Args:
@@ -96,12 +97,10 @@ class AttentionBackend(ABC):
         return self.run(layer, batch, QKV(q, k, v, save_kv_cache), **kwargs)
 
     @abstractmethod
-    def run(self, layer: Any, batch: ForwardBatch, qkv: QKV, **kwargs: Any) -> torch.Tensor:
+    def run(self, layer: Any, batch: ForwardBatch, qkv: QKV, **kwargs: Any) -> Tensor:
         """`forward`, as a backend implements it: with its own keywords."""
 
-    def commit(
-        self, batch: ForwardBatch, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None
-    ) -> None:
+    def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         """After the last layer of a step with a decode segment: what stays becomes part of the state.
 
         Args:
@@ -173,8 +172,8 @@ class AttentionBackend(ABC):
         self,
         bs: int,
         num_tokens: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
         forward_mode: ForwardMode,
         spec_info: SpecInfo | None,
     ) -> None:
@@ -182,35 +181,24 @@ class AttentionBackend(ABC):
         tokens = check_graph_tokens(bs, num_tokens)
         if tokens != (spec_info.tokens_per_row if spec_info else 1):
             raise BackendError(f"a graph of {tokens} tokens a row, and spec_info is {spec_info}")
-        self._prepare_graph(bs, 0, req_pool_indices, seq_lens, forward_mode, spec_info, None)
+        self.init_forward_metadata_replay_cuda_graph(bs, 0, req_pool_indices, seq_lens, forward_mode, spec_info, None)
 
     def init_forward_metadata_replay_cuda_graph(
         self,
         bs: int,
         num_real: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
         forward_mode: ForwardMode,
         spec_info: SpecInfo | None,
         seq_lens_cpu: list[int] | None,
     ) -> None:
         """`prepare` of a replay of `num_real` rows, padded to bs."""
-        self._prepare_graph(bs, num_real, req_pool_indices, seq_lens, forward_mode, spec_info, seq_lens_cpu)
-
-    def _prepare_graph(
-        self,
-        bs: int,
-        num_real: int,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        mode: ForwardMode,
-        spec_info: SpecInfo | None,
-        lens: list[int] | None,
-    ) -> None:
-        none = rows[:0]  # of the tokens, a plan needs nothing
+        rows, none = req_pool_indices[:bs], req_pool_indices[:0]  # of the tokens, a plan needs nothing
         batch = ForwardBatch(
-            mode, none, none, rows[:bs], seq_lens[:bs], none, none, num_real, bs, self, lens, spec_info=spec_info
-        )
+            forward_mode, none, none, rows, seq_lens[:bs], none, none, num_real, bs, self, seq_lens_cpu,
+            spec_info=spec_info,
+        )  # fmt: skip
         self.prepare(batch, graph=self._view(batch.tokens_per_row))
         self._last_batch = batch
 
@@ -226,7 +214,7 @@ class AttentionBackend(ABC):
 
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, batch: ForwardBatch, save_kv_cache: bool = True, **kwargs: Any
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """`forward` of a batch that has decode rows alone."""
         if batch.num_extend_rows:
             raise BackendError(f"forward_decode of a batch with {batch.num_extend_rows} extend rows; call forward")
@@ -234,13 +222,13 @@ class AttentionBackend(ABC):
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, batch: ForwardBatch, save_kv_cache: bool = True, **kwargs: Any
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """`forward` of a batch that has extend rows alone."""
         if batch.num_decode_rows:
             raise BackendError(f"forward_extend of a batch with {batch.num_decode_rows} decode rows; call forward")
         return self.forward(q, k, v, layer, batch, save_kv_cache, **kwargs)
 
-    def commit_decode(self, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None) -> None:
+    def commit_decode(self, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         """`commit` of the step that the older hooks planned last."""
         if self._last_batch is None:
             raise BackendError(
@@ -248,7 +236,7 @@ class AttentionBackend(ABC):
             )
         self.commit(self._last_batch, accepted, path)
 
-    def update_mamba_state_after_mtp_verify(self, accepted: torch.Tensor, path: torch.Tensor | None = None) -> None:
+    def update_mamba_state_after_mtp_verify(self, accepted: Tensor, path: Tensor | None = None) -> None:
         """`commit` of a verify step that the older hooks planned."""
         self.commit_decode(accepted, path)
 
@@ -262,9 +250,9 @@ class Rope:
         q_weight, k_weight: [head_dim] float32, None for no norm; eps belongs to it.
     """
 
-    cos_sin: torch.Tensor
-    q_weight: torch.Tensor | None = None
-    k_weight: torch.Tensor | None = None
+    cos_sin: Tensor
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
     eps: float = 0.0
 
 
@@ -272,8 +260,8 @@ class SegmentedAttnBackend(AttentionBackend):
     """A softmax-attention backend that runs the decode and the extend segment of a batch each with its own method."""
 
     def run(  # type: ignore[override]  # these keywords alone
-        self, layer: Any, batch: ForwardBatch, qkv: QKV, *, rope: Rope | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, layer: Any, batch: ForwardBatch, qkv: QKV, *, rope: Rope | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Attention of one layer over all rows of the batch.
 
         Args:
@@ -301,33 +289,29 @@ class SegmentedAttnBackend(AttentionBackend):
             return self.extend(q, layer, batch, out)
         return torch.cat((self.decode(q[:split], layer, batch), self.extend(q[split:], layer, batch)))
 
-    def rotate_and_save(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope
-    ) -> torch.Tensor:
+    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
         """Rotates q and k, writes k and v into the pool, returns q. A backend that fuses the three overrides it."""
         q, k = self._rotate(q, k, layer, batch, rope)
         self.save_kv(k, v, layer, batch)
         return q
 
     @staticmethod
-    def _rotate(
-        q: torch.Tensor, k: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotate(q: Tensor, k: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> tuple[Tensor, Tensor]:
         heads, kv_heads = (t.view(t.shape[0], t.shape[1] // layer.head_dim, layer.head_dim) for t in (q, k))
         weights = (rope.q_weight, rope.k_weight, rope.eps)
         heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope.cos_sin, *weights)
         return heads.flatten(1), kv_heads.flatten(1)
 
     @abstractmethod
-    def save_kv(self, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch) -> None:
+    def save_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
         """Writes the new tokens' keys and values ([T, kv_heads * head_dim]) at batch.out_cache_loc."""
 
     @abstractmethod
-    def decode(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """The decode segment: rows [0, num_decode_rows) with tokens_per_row tokens each."""
 
     @abstractmethod
-    def extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """The extend segment: rows [num_decode_rows, B), any number of tokens each."""
 
 

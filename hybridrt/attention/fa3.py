@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridrt.attention.paged import PagedAttnBackend
 from hybridrt.forward_batch import ForwardBatch
@@ -14,7 +15,7 @@ class Fa3AttnBackend(PagedAttnBackend):
 
     provider = "sgl_kernel"
 
-    def extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         segment = self.planned(batch).extend
         if not any(segment["query_lens"]):
             return torch.zeros_like(q)

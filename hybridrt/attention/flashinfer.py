@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridrt.attention.paged import PagedKVBackend
 from hybridrt.errors import BackendError
@@ -25,7 +26,7 @@ class Segment:
         graph: (bs, buffers) of a graph's decode segment.
     """
 
-    rows: torch.Tensor
+    rows: Tensor
     query_lens: Sequence[int]
     seq_lens: Sequence[int]
     plans: dict[HeadLayout, PagedAttention]
@@ -55,18 +56,17 @@ class FlashinferAttnBackend(PagedKVBackend):
         assert batch.seq_lens_cpu is not None and batch.query_lens_cpu is not None
         split, ends = batch.num_decode_rows, batch.batch_size
         batch.metadata[self] = {
-            kind: Segment(batch.req_pool_indices[at], batch.query_lens_cpu[at], batch.seq_lens_cpu[at],
-                          self._eager[kind], {})
-            for kind, at in (("decode", slice(0, split)), ("extend", slice(split, ends)))
-        }  # fmt: skip
+            name: Segment(batch.req_pool_indices[at], batch.query_lens_cpu[at], batch.seq_lens_cpu[at], plans, {})
+            for (name, plans), at in zip(self._eager.items(), (slice(0, split), slice(split, ends)))
+        }
 
-    def decode(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         return self._run(self.planned(batch)["decode"], q, layer)
 
-    def extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         return self._run(self.planned(batch)["extend"], q, layer)
 
-    def _run(self, segment: Segment, q: torch.Tensor, layer: Any) -> torch.Tensor:
+    def _run(self, segment: Segment, q: Tensor, layer: Any) -> Tensor:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
         layout = HeadLayout(
             layer.num_heads, layer.num_kv_heads, layer.head_dim, k_cache.shape[1], layer.scale, layer.sliding_window,

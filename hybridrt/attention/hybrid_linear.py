@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hybridrt.attention.base import QKV, AttentionBackend
 from hybridrt.attention.linear import MambaAttnBackendBase
@@ -102,16 +102,14 @@ class HybridLinearAttnBackend(AttentionBackend):
             raise BackendError(f"no backend serves {what} {layer.layer_id}; layers of that kind are {served}")
         return backend
 
-    def run(self, layer: Any, batch: ForwardBatch, qkv: QKV, **kwargs: Any) -> torch.Tensor:
+    def run(self, layer: Any, batch: ForwardBatch, qkv: QKV, **kwargs: Any) -> Tensor:
         return self.route(layer).run(layer, batch, qkv, **kwargs)
 
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         for backend in self.backends:
             backend.prepare(batch, graph=graph)
 
-    def commit(
-        self, batch: ForwardBatch, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None
-    ) -> None:
+    def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         for backend in self.backends:
             backend.commit(batch, accepted, path)
 

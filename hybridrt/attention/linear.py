@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridrt.attention.base import QKV, AttentionBackend
 from hybridrt.attention.checks import (
@@ -14,19 +15,18 @@ from hybridrt.attention.checks import (
     check_device_lengths,
     check_graph_batch,
     check_own,
-    check_range,
-    may_look,
 )
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment, ForwardMetadata
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, GraphView
 from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
+from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
 # What a mixer hands its backend, by name: [T, ...] each, decode rows first.
-Inputs = Mapping[str, torch.Tensor]
+Inputs = Mapping[str, Tensor]
 
 UNCOMMITTED = (
     "a decode step before this one was not committed, so its tokens are not part of the state: call commit after its "
@@ -79,9 +79,7 @@ class MambaAttnBackendBase(AttentionBackend):
 
     # -- one layer ----------------------------------------------------------------------------------------------
 
-    def run(
-        self, layer: Any, batch: ForwardBatch, qkv: QKV, *, out: torch.Tensor | None = None, **inputs: torch.Tensor
-    ) -> torch.Tensor:
+    def run(self, layer: Any, batch: ForwardBatch, qkv: QKV, *, out: Tensor | None = None, **inputs: Tensor) -> Tensor:
         """One mixer over all rows.
 
         Args:
@@ -107,11 +105,11 @@ class MambaAttnBackendBase(AttentionBackend):
         return next(iter(inputs.values())).new_empty(0, layer.width)
 
     @abstractmethod
-    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
+    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> Tensor:
         """A mixer's decode or verify rows: [n * tokens_per_row, width], maybe in inputs["out"]."""
 
     @abstractmethod
-    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
+    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> Tensor:
         """A mixer's prompt chunks: [tokens, width], maybe in inputs["out"]."""
 
     def conv_rows(self, layer: Any, segment: DecodeSegment) -> dict[str, Any]:
@@ -133,7 +131,7 @@ class MambaAttnBackendBase(AttentionBackend):
         }  # fmt: skip
 
     @staticmethod
-    def ring_decay(layer: Any) -> torch.Tensor | None:
+    def ring_decay(layer: Any) -> Tensor | None:
         """[heads] float32, times which a mixer's ring gates are logs of decays; None where they are that already."""
         return None
 
@@ -179,12 +177,12 @@ class MambaAttnBackendBase(AttentionBackend):
     def _check_places(self, batch: ForwardBatch) -> None:
         """Rows, and the state slots that the step reads and writes. Waits for the device."""
         end = self.mamba_pool.num_slots + 1
-        check_range("req_pool_indices", batch.req_pool_indices, self.pools.num_rows + 1)
-        slots = self.pools.get_mamba_indices(batch.req_pool_indices[: batch.num_real])
-        check_range("req_to_mamba_slot", slots, end)
-        check_own("req_to_mamba_slot", slots)
+        check_range("req_pool_indices", batch.req_pool_indices, self.pools.num_rows + 1, BackendError)
+        slots = self.pools.state_slots(batch.req_pool_indices[: batch.num_real])
+        check_range("req_to_state_slot", slots, end, BackendError)
+        check_own("req_to_state_slot", slots)
         if batch.read_state_slots is not None:
-            check_range("read_state_slots", batch.read_state_slots, end)
+            check_range("read_state_slots", batch.read_state_slots, end, BackendError)
 
     def _plan_graph(self, batch: ForwardBatch, view: GraphView) -> ForwardMetadata:
         """A captured step: fills the view's buffers, which the graph reads, in stream order."""
@@ -246,13 +244,13 @@ class MambaAttnBackendBase(AttentionBackend):
         split, pool = batch.num_decode_rows, self.mamba_pool
         fill_decode_metadata(
             segment.buffers, segment.rows, batch.seq_lens[:split], min(batch.num_real, split), segment.tokens_per_row,
-            self.pools.req_to_mamba_slot, pool.ring_start, pool.ring_length,
+            self.pools.req_to_state_slot, pool.ring_start, pool.ring_length,
         )  # fmt: skip
 
     def _extend_segments(self, batch: ForwardBatch, plans: Mapping[int, ChunkPlan]) -> dict[int, ExtendSegment]:
         """By chunk size, which alone differs from kind to kind."""
         split = batch.num_decode_rows
-        slots = self.pools.get_mamba_indices(batch.req_pool_indices[split:])
+        slots = self.pools.state_slots(batch.req_pool_indices[split:])
         if batch.num_real < batch.batch_size:
             slots[max(batch.num_real - split, 0) :] = -1
         starts = batch.query_start_loc[split:]
@@ -270,15 +268,13 @@ class MambaAttnBackendBase(AttentionBackend):
     # -- graphs -------------------------------------------------------------------------------------------------
 
     def allocate_graph(self, view: GraphView) -> None:
-        view.buffers[self] = {view.max_bs: DecodeBuffers.allocate(view.max_bs, self.pools.req_to_mamba_slot.device)}
+        view.buffers[self] = {view.max_bs: DecodeBuffers.allocate(view.max_bs, self.pools.req_to_state_slot.device)}
         if self.mamba_pool.spec.mode == "replay":
             self.mamba_pool.stack_decays()  # must not be made within a capture
 
     # -- the end of a step --------------------------------------------------------------------------------------
 
-    def commit(
-        self, batch: ForwardBatch, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None
-    ) -> None:
+    def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         step: ForwardMetadata = self.planned(batch)
         if not step.begun and batch.num_decode_rows:
             raise BackendError("commit of a step that has not run: call it after the step's last layer")

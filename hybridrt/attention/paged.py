@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridrt.attention.base import Rope, SegmentedAttnBackend
 from hybridrt.attention.checks import (
@@ -12,12 +13,13 @@ from hybridrt.attention.checks import (
     check_device_lengths,
     check_graph_batch,
     check_own,
-    check_range,
-    may_look,
+    check_written_places,
 )
+from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, GraphView
 from hybridrt.kernels.providers import select
 from hybridrt.kernels.state_commit import move_kv
+from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
@@ -62,7 +64,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         self._write_kv = select("write_kv", device_type)
         self._rotary_write_kv = select("rotary_write_kv", device_type)
 
-    def select(self, op: str) -> Callable[..., torch.Tensor]:
+    def select(self, op: str) -> Callable[..., Tensor]:
         """The provider's implementation of `op` for this KV cache."""
         k = self.kv_pool.k
         return select(op, k.device.type, self.provider, **kernel_facts(k.device, k.dtype, k.shape[-1]))
@@ -71,15 +73,15 @@ class PagedKVBackend(SegmentedAttnBackend):
         """Rows, and the KV slots that the step writes and reads. Waits for the device."""
         table, rows, size = self.req_to_token_pool, batch.req_pool_indices, self.kv_pool.page_size
         num_slots = (self.kv_pool.num_pages + 1) * size
-        check_range("req_pool_indices", rows, table.num_rows + 1)
+        check_range("req_pool_indices", rows, table.num_rows + 1, BackendError)
         check_own("req_pool_indices", rows[: batch.num_real])
-        check_range("out_cache_loc", batch.out_cache_loc, num_slots)
+        check_range("out_cache_loc", batch.out_cache_loc, num_slots, BackendError)
         pages = table.req_to_token[:, ::size][rows]  # by their first slots
         starts, lens = torch.arange(pages.shape[1], device=pages.device) * size, batch.seq_lens.clone()
         spec, split = batch.spec_info, batch.num_decode_rows
         if spec is not None and spec.num_drafts is not None:  # padding drafts, the last tokens of a row, have no page
             lens[:split] -= spec.tokens_per_row - 1 - spec.num_drafts[:split]
-        check_range("req_to_token", torch.where(starts < lens[:, None], pages, 0), num_slots)
+        check_range("req_to_token", torch.where(starts < lens[:, None], pages, 0), num_slots, BackendError)
 
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         if graph is not None:
@@ -89,6 +91,7 @@ class PagedKVBackend(SegmentedAttnBackend):
             if may_look(batch.seq_lens.device):
                 self._check_places(batch)
             check_device_lengths(batch)
+            check_written_places(batch, self.req_to_token_pool.req_to_token)
         decode = self._decode_segment(batch, graph is not None) if batch.num_decode_rows else {}
         batch.metadata[self] = PagedMetadata(decode, self._extend_segment(batch) if batch.num_extend_rows else {})
 
@@ -117,24 +120,20 @@ class PagedKVBackend(SegmentedAttnBackend):
             "seq_lens_host": list(batch.seq_lens_cpu[split:]),
         }
 
-    def rotate_and_save(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope
-    ) -> torch.Tensor:
+    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
         heads, kv_heads = (-1, layer.num_heads, layer.head_dim), (-1, layer.num_kv_heads, layer.head_dim)
-        rotated: torch.Tensor = self._rotary_write_kv(
+        rotated: Tensor = self._rotary_write_kv(
             q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.positions, rope.cos_sin, rope.q_weight,
             rope.k_weight, rope.eps, *self.kv_pool.layer(layer.layer_id), batch.out_cache_loc,
         )  # fmt: skip
         return rotated.view(q.shape[0], -1)
 
-    def save_kv(self, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch) -> None:
+    def save_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
         shape = (k.shape[0], layer.num_kv_heads, layer.head_dim)
         self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
 
-    def commit(
-        self, batch: ForwardBatch, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None
-    ) -> None:
+    def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         """A tree's accepted nodes stand wherever they were proposed: their KV moves up to where their depth says."""
         if accepted is None or path is None:
             return
@@ -155,22 +154,17 @@ class PagedAttnBackend(PagedKVBackend):
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
         self._decode, self._extend = self.select("attention_decode"), self.select("attention_extend")
 
-    def decode(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.view(batch.num_decode_rows, -1, layer.num_heads, layer.head_dim)
         return self._attend(self._decode, heads, layer, out, self.planned(batch).decode)
 
-    def extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.view(-1, layer.num_heads, layer.head_dim)
         return self._attend(self._extend, heads, layer, out, self.planned(batch).extend)
 
     def _attend(
-        self,
-        operation: Callable[..., torch.Tensor],
-        heads: torch.Tensor,
-        layer: Any,
-        out: torch.Tensor | None,
-        segment: dict[str, Any],
-    ) -> torch.Tensor:
+        self, operation: Callable[..., Tensor], heads: Tensor, layer: Any, out: Tensor | None, segment: dict[str, Any]
+    ) -> Tensor:
         result = operation(
             heads,
             *self.kv_pool.layer(layer.layer_id),

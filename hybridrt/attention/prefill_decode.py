@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hybridrt.attention.base import Rope, SegmentedAttnBackend
 from hybridrt.errors import BackendError
@@ -59,23 +59,19 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
             backend.prepare(batch)
         return None
 
-    def rotate_and_save(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope
-    ) -> torch.Tensor:
+    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
         return self._saving_backend(batch).rotate_and_save(q, k, v, layer, batch, rope)
 
-    def save_kv(self, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch) -> None:
+    def save_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
         self._saving_backend(batch).save_kv(k, v, layer, batch)
 
-    def decode(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         return self._decode_segment_backend(batch).decode(q, layer, batch, out)
 
-    def extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         return self._extend_segment_backend(batch).extend(q, layer, batch, out)
 
-    def commit(
-        self, batch: ForwardBatch, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None
-    ) -> None:
+    def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         if accepted is not None:
             self.verify_backend.commit(batch, accepted, path)
 

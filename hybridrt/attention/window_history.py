@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hybridrt.attention.base import QKV, AttentionBackend
 from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend, linear_backends
@@ -50,8 +50,8 @@ class WindowHistoryBackend(HybridLinearAttnBackend):
         return cls(full_attn_backend, list(mixers.values()), req_to_token_pool)
 
     def run(
-        self, layer: Any, batch: ForwardBatch, qkv: QKV, *, hidden_states: torch.Tensor | None = None, **kwargs: Any
-    ) -> torch.Tensor:
+        self, layer: Any, batch: ForwardBatch, qkv: QKV, *, hidden_states: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
         """One layer over all rows of the batch.
 
         Args:
@@ -62,7 +62,7 @@ class WindowHistoryBackend(HybridLinearAttnBackend):
             [T, hidden], this rank's summand. The branch is zero on padding rows.
         """
         assert hidden_states is not None
-        out: torch.Tensor = layer.project(super().run(layer.attn, batch, qkv, **kwargs))
+        out: Tensor = layer.project(super().run(layer.attn, batch, qkv, **kwargs))
         if layer.ssm_adapter.mode == "disabled":
             return out
         return out + layer.ssm_adapter.forward_history_branch(hidden_states, batch)

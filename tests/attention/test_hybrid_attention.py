@@ -80,8 +80,10 @@ class Bench:
         lens = [count for _, count in rows]
         modes = {(True, False): ForwardMode.DECODE, (False, True): ForwardMode.EXTEND, (True, True): ForwardMode.MIXED}
         filler = torch.zeros(sum(lens), dtype=torch.int32)
+        places = [p for row, n in rows for p in range(self.lengths[row], self.lengths[row] + n)]
+        positions = torch.tensor(places, dtype=torch.int32)
         return ForwardBatch(
-            forward_mode=modes[bool(decode), bool(extend)], input_ids=filler, positions=filler, out_cache_loc=filler,
+            forward_mode=modes[bool(decode), bool(extend)], input_ids=filler, positions=positions, out_cache_loc=filler,
             req_pool_indices=torch.tensor([row for row, _ in rows], dtype=torch.int32),
             seq_lens=torch.tensor([self.lengths[row] + n for row, n in rows], dtype=torch.int32),
             query_start_loc=torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32),

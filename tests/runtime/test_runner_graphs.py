@@ -81,7 +81,7 @@ def test_each_width_of_a_step_has_its_own_buffers(path: str) -> None:
     linear = backend.linear_attn_backend
     for tokens in (4, 1):
         backend.init_cuda_graph_state(4, 4 * tokens)
-    rows, found = linear.pools.req_to_mamba_slot[:4], []
+    rows, found = linear.pools.req_to_state_slot[:4], []
     for tokens in (4, 1, 4):
         spec = SpecInfo(tokens) if tokens > 1 else None
         mode = ForwardMode.TARGET_VERIFY if spec else ForwardMode.DECODE
