@@ -52,7 +52,8 @@ class ForeignEngine:
         self.runtime = build(loaded, plan, Scratch(row=-1, slot=0, page=-1))
         self.block_size, self.chunk = plan.page_size, config.chunked_prefill_size
         self.dummy, self.free_rows = plan.num_rows, list(range(plan.num_rows))[::-1]
-        self.has_kv, self.free_blocks = plan.num_pages > 0, list(range(num_blocks or plan.num_pages))[::-1]
+        self.has_kv, self.num_blocks = plan.num_pages > 0, num_blocks or plan.num_pages
+        self.free_blocks = list(range(self.num_blocks))[::-1]
         self.last = torch.zeros(plan.num_rows + 1, dtype=torch.int32, device=self.runtime.device)
         self.waiting, self.running = deque[Job](), list[Job]()
         self.preempted = 0
@@ -126,7 +127,7 @@ class ForeignEngine:
         first = len(job.blocks)
         need = -(-length // self.block_size) - first if self.has_kv else 0
         if need > len(self.free_blocks):
-            if underway is None and len(self.running) == 1:
+            if first + need > self.num_blocks:
                 raise MemoryError(f"a request of {length} tokens does not fit into the blocks")
             if underway is None or not underway.leaving:
                 victim, self.preempted = self.running.pop(), self.preempted + 1

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hybridrt.attention.checks import check_range, may_look
 from hybridrt.embedding.batches import Batches
 from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_on_device, check_within, host_integers
 from hybridrt.errors import BackendError, PoolError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
+from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.mamba_pool import MambaPool
 from hybridrt.runtime.build import Runtime
 from hybridrt.runtime.graph_runner import GraphRunner
@@ -95,7 +95,7 @@ class EmbeddedRuntime:
                 elsewhere with HYBRIDRT_DEBUG=1.
 
         Raises:
-            BackendError: shapes, dtypes or devices are wrong, or a number is outside its table.
+            BackendError: shapes, dtypes or devices are wrong. PoolError: a number is outside its table.
         """
         table, numbers = self.pools.req_to_token, self.numbers
         if not table.max_context:
@@ -105,8 +105,7 @@ class EmbeddedRuntime:
             check_on_device(name, tensor, self.device)
             if tensor.ndim != 1 or tensor.shape != rows.shape:
                 raise BackendError(f"{name} has shape {tuple(tensor.shape)}; rows, positions and places are [n] each")
-            if may_look(self.device):
-                check_range(name, tensor, end)
+            check_range(name, tensor, end)
         lines = numbers.rows.inside(rows).long()
         self._batches.note_tokens(lines, positions)
         table.req_to_token[lines, positions.long()] = numbers.tokens.inside(places).int()
@@ -186,8 +185,7 @@ class EmbeddedRuntime:
             BackendError: the step was not prepared, or the step before waits for its commit.
         """
         self._require_commit("forward", BackendError)
-        if may_look(self.device):
-            check_range("input_ids", batch.input_ids, self._batches.vocab_size)  # they may have been filled late
+        check_range("input_ids", batch.input_ids, self._batches.vocab_size, BackendError)  # they may be filled late
         hidden: torch.Tensor = self.model(batch)
         self._open = batch if batch.num_decode_rows else None
         return hidden
@@ -265,10 +263,9 @@ class EmbeddedRuntime:
         split = batch.num_decode_rows
         if kept.ndim != 1 or not min(batch.num_real, split) <= len(kept) <= split:
             raise BackendError(f"accepted has shape {tuple(kept.shape)}; the step verified {split} rows")
-        if may_look(self.device):
-            check_range("accepted", kept, batch.tokens_per_row + 1)
-            if not kept[: batch.num_real].all():
-                raise BackendError("accepted is 0 for a real row; its first token always stays: pass 1 or more")
+        check_range("accepted", kept, batch.tokens_per_row + 1, BackendError)
+        if may_look(self.device) and not kept[: batch.num_real].all():
+            raise BackendError("accepted is 0 for a real row; its first token always stays: pass 1 or more")
         return kept
 
 

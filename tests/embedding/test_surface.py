@@ -310,9 +310,9 @@ CALLS: dict[str, tuple[Callable[[EmbeddedRuntime], object], type[HybridrtError],
     "pages missing": (lambda r: r.write_pages([2, 2], [0, 1], [0]), BackendError, "rows has 2 entries and pages 1"),
     "indices missing": (lambda r: r.write_pages([2, 2], [0], [0, 1]), BackendError, "page_indices 1"),
     "a KV place outside": (
-        lambda r: r.write_tokens(*torch.tensor([[0], [0], [10**6]])), BackendError, "places holds 1000000"),
+        lambda r: r.write_tokens(*torch.tensor([[0], [0], [10**6]])), PoolError, "places holds 1000000"),
     "a position outside": (
-        lambda r: r.write_tokens(*torch.tensor([[0], [99], [0]])), BackendError, "positions holds 99"),
+        lambda r: r.write_tokens(*torch.tensor([[0], [99], [0]])), PoolError, "positions holds 99"),
     "lists for a device table": (lambda r: r.write_tokens([0], [0], [0]), BackendError, "rows must be a tensor"),  # type: ignore[arg-type]
     "places that are no integers": (
         lambda r: r.write_tokens(*torch.tensor([[0.0], [0.0], [0.0]])), BackendError, "dtype torch.float32"),
