@@ -132,8 +132,8 @@ def chunk_plans(columns: Columns, sections: Sections, new: Sequence[int], sizes:
     plans = {}
     for size in sizes:
         names = chunk_names(size)
-        on_host, on_device = ({name: part[packed] for name, packed in names.items()} for part in (columns, sections))
-        plans[size] = chunk_plan(on_device, on_host, new, size)
+        on_host = {name: columns[packed] for name, packed in names.items()}
+        plans[size] = chunk_plan({name: sections[packed] for name, packed in names.items()}, on_host, new, size)
     return plans
 
 

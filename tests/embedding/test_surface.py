@@ -339,6 +339,13 @@ def test_a_wrong_call_is_refused_and_changes_nothing(what: str, models: Models) 
     assert run(runtime, runtime.batch(**GOOD)).isfinite().all()
 
 
+def test_a_row_loses_its_pages_when_it_is_admitted_again(models: Models) -> None:
+    runtime = running(models)
+    runtime.admit([0], [2])
+    with pytest.raises(PoolError, match="row 0 has no page for position 5"):
+        runtime.batch(**GOOD)
+
+
 def test_two_rows_with_one_slot_are_refused(models: Models) -> None:
     """As where a slot was lent again, and the request that had it goes on."""
     runtime = running(models)
@@ -376,6 +383,19 @@ def test_a_step_that_was_not_prepared_is_refused(models: Models) -> None:
     runtime = running(models)
     with pytest.raises(BackendError, match="prepare"):
         runtime.forward(runtime.batch(**GOOD))
+
+
+@pytest.mark.parametrize("mode", ["classic", "replay"])
+def test_a_step_runs_after_the_commit_of_the_one_before(mode: str, models: Models) -> None:
+    runtime = running(models, state_mode=mode)
+    first, second = (runtime.batch(**GOOD | {"seq_lens": [6 + i, 3 + 3 * i]}) for i in range(2))
+    runtime.prepare(first)
+    runtime.prepare(second)
+    runtime.forward(first)
+    with pytest.raises(BackendError, match="forward while a step waits for its commit"):
+        runtime.forward(second)
+    runtime.commit(first)
+    assert runtime.forward(second).isfinite().all()
 
 
 def test_a_dropped_step_needs_no_commit(models: Models) -> None:
