@@ -24,6 +24,9 @@ class QKV(NamedTuple):
     save: bool = True
 
 
+NOTHING = QKV()
+
+
 class AttentionBackend(ABC):
     """Plans a step once, then runs every layer of it.
 
@@ -94,11 +97,11 @@ class AttentionBackend(ABC):
         Raises:
             BackendError: the batch was not prepared, or a step in front of it was not committed.
         """
-        return self.run(layer, batch, QKV(q, k, v, save_kv_cache), **kwargs)
+        return self.route(layer).run(layer, batch, QKV(q, k, v, save_kv_cache), **kwargs)
 
     @abstractmethod
-    def run(self, layer: Any, batch: ForwardBatch, qkv: QKV, **kwargs: Any) -> Tensor:
-        """`forward`, as a backend implements it: with its own keywords."""
+    def run(self, layer: Any, batch: ForwardBatch, qkv: QKV = NOTHING, **kwargs: Any) -> Tensor:
+        """`forward` by the backend that serves the layer, with its own keywords."""
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         """After the last layer of a step with a decode segment: what stays becomes part of the state.
@@ -260,7 +263,13 @@ class SegmentedAttnBackend(AttentionBackend):
     """A softmax-attention backend that runs the decode and the extend segment of a batch each with its own method."""
 
     def run(  # type: ignore[override]  # these keywords alone
-        self, layer: Any, batch: ForwardBatch, qkv: QKV, *, rope: Rope | None = None, out: Tensor | None = None
+        self,
+        layer: Any,
+        batch: ForwardBatch,
+        qkv: QKV = NOTHING,
+        *,
+        rope: Rope | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Attention of one layer over all rows of the batch.
 

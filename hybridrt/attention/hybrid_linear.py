@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridrt.attention.base import QKV, AttentionBackend
+from hybridrt.attention.base import NOTHING, QKV, AttentionBackend
 from hybridrt.attention.linear import MambaAttnBackendBase
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, GraphView
@@ -102,7 +102,7 @@ class HybridLinearAttnBackend(AttentionBackend):
             raise BackendError(f"no backend serves {what} {layer.layer_id}; layers of that kind are {served}")
         return backend
 
-    def run(self, layer: Any, batch: ForwardBatch, qkv: QKV, **kwargs: Any) -> Tensor:
+    def run(self, layer: Any, batch: ForwardBatch, qkv: QKV = NOTHING, **kwargs: Any) -> Tensor:
         return self.route(layer).run(layer, batch, qkv, **kwargs)
 
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrt.attention.base import QKV, AttentionBackend
+from hybridrt.attention.base import NOTHING, QKV, AttentionBackend
 from hybridrt.attention.checks import (
     check_batch,
     check_device_lengths,
@@ -79,7 +79,9 @@ class MambaAttnBackendBase(AttentionBackend):
 
     # -- one layer ----------------------------------------------------------------------------------------------
 
-    def run(self, layer: Any, batch: ForwardBatch, qkv: QKV, *, out: Tensor | None = None, **inputs: Tensor) -> Tensor:
+    def run(
+        self, layer: Any, batch: ForwardBatch, qkv: QKV = NOTHING, *, out: Tensor | None = None, **inputs: Tensor
+    ) -> Tensor:
         """One mixer over all rows.
 
         Args:
@@ -201,12 +203,11 @@ class MambaAttnBackendBase(AttentionBackend):
         """The step of a prepared batch, its segments made: only at its first layer have earlier steps left on the
         device what they change."""
         step: ForwardMetadata = self.lead.planned(batch)
-        return step if step.begun else self.lead._begin(step, batch)
-
-    def _begin(self, step: ForwardMetadata, batch: ForwardBatch) -> ForwardMetadata:
+        if step.begun:
+            return step
         if step.previous is not None and step.previous.open:
             step.open = False  # it is given up: whoever mends this prepares it again
-            del batch.metadata[self]
+            del batch.metadata[self.lead]
             raise BackendError(UNCOMMITTED)
         if split := batch.num_decode_rows:
             step.decode = self._decode_rows(batch, DecodeBuffers.allocate(split, batch.seq_lens.device))
@@ -259,7 +260,7 @@ class MambaAttnBackendBase(AttentionBackend):
         if batch.read_state_slots is not None:
             reads = torch.where(batch.read_state_slots > 0, batch.read_state_slots, slots)
         shared = reads, slots, starts - batch.num_decode_tokens, positions, positions > 0
-        return {size: ExtendSegment(*shared, plans[size]) for size in self.chunk_sizes}
+        return {size: ExtendSegment(*shared, plan) for size, plan in plans.items()}
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:

@@ -156,22 +156,22 @@ class PagedAttnBackend(PagedKVBackend):
 
     def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.view(batch.num_decode_rows, -1, layer.num_heads, layer.head_dim)
-        return self._attend(self._decode, heads, layer, out, self.planned(batch).decode)
+        result = self._decode(heads, **self._arguments(layer, heads, out), **self.planned(batch).decode)
+        return result.reshape(q.shape[0], -1)
 
     def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.view(-1, layer.num_heads, layer.head_dim)
-        return self._attend(self._extend, heads, layer, out, self.planned(batch).extend)
+        result = self._extend(heads, **self._arguments(layer, heads, out), **self.planned(batch).extend)
+        return result.reshape(q.shape[0], -1)
 
-    def _attend(
-        self, operation: Callable[..., Tensor], heads: Tensor, layer: Any, out: Tensor | None, segment: dict[str, Any]
-    ) -> Tensor:
-        result = operation(
-            heads,
-            *self.kv_pool.layer(layer.layer_id),
-            self.req_to_token_pool.req_to_token,
-            scale=layer.scale,
-            sliding_window=layer.sliding_window,
-            out=None if out is None else out.view(heads.shape),
-            **segment,
-        )
-        return result.reshape(-1, layer.num_heads * layer.head_dim)
+    def _arguments(self, layer: Any, heads: Tensor, out: Tensor | None) -> dict[str, Any]:
+        """Of both operations, all that a step does not change."""
+        k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
+        return {
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "req_to_token": self.req_to_token_pool.req_to_token,
+            "scale": layer.scale,
+            "sliding_window": layer.sliding_window,
+            "out": None if out is None else out.view(heads.shape),
+        }
