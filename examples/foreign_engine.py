@@ -49,7 +49,7 @@ class ForeignEngine:
     def __init__(self, config: EngineConfig, budget_bytes: int, num_blocks: int | None = None) -> None:
         loaded = load(config)
         plan = plan_memory(loaded, budget_bytes=budget_bytes)
-        self.runtime = build(loaded, plan, Scratch(row=-1, slot=0, page=-1))
+        self.runtime = build(loaded, plan, Scratch(row=-1, state_slot=0, page=-1))
         self.block_size, self.chunk = plan.page_size, config.chunked_prefill_size
         self.dummy, self.free_rows = plan.num_rows, list(range(plan.num_rows))[::-1]
         self.has_kv, self.num_blocks = plan.num_pages > 0, num_blocks or plan.num_pages

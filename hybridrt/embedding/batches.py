@@ -39,7 +39,7 @@ class Batches:
         seq_lens: Array,
         query_lens: Array | None,
         num_decode_rows: int,
-        read_slots: Array | None,
+        read_state_slots: Array | None,
         spec_info: SpecInfo | None,
     ) -> ForwardBatch:
         """`EmbeddedRuntime.batch`, which documents the arguments and errors."""
@@ -57,8 +57,8 @@ class Batches:
         columns = _columns(lines, lens, new)
         first = split * tokens if spec_info is not None and spec_info.num_drafts is not None else 0
         self.check_pages(columns["token_rows"][first:], columns["positions"][first:])  # padding drafts need no page
-        if read_slots is not None:
-            columns["read_slots"] = self.numbers.slots.all("read_slots", read_slots)
+        if read_state_slots is not None:
+            columns["read_state_slots"] = self.numbers.state_slots.all("read_state_slots", read_state_slots)
         sizes = self.backend.chunk_sizes if split < len(lines) else ()
         columns |= pack_chunks((lens - new)[split:], new[split:], sizes)
         ids = self.take_ids(input_ids, int(new.sum()), columns)
@@ -67,7 +67,7 @@ class Batches:
         return make_batch(
             self.backend, sections["rows"], sections["seq_lens"], sections["query_start_loc"], inputs, split, spec_info,
             num_real, seq_lens_cpu=lens.tolist(), query_lens_cpu=new.tolist(),
-            read_state_slots=sections.get("read_slots"),
+            read_state_slots=sections.get("read_state_slots"),
             chunk_plans=chunk_plans(columns, sections, new[split:].tolist(), sizes),
         )  # fmt: skip
 
@@ -81,7 +81,7 @@ class Batches:
         self.check_admitted(real)
         if self.table.mamba_pool is not None:
             slots = np.array([self.slot_of[line] for line in real.tolist()], np.int32)
-            self.numbers.slots.check_once("the state slots of rows", slots)
+            self.numbers.state_slots.check_once("the state slots of rows", slots)
         return num_real
 
     def admit(self, lines: np.ndarray, slots: list[int]) -> None:

@@ -24,7 +24,7 @@ class Scratch:
     may have them. -1 is the last; 0 the first."""
 
     row: int = -1
-    slot: int = -1
+    state_slot: int = -1
     page: int = -1
 
 
@@ -82,7 +82,7 @@ class Numbers:
     """How a host engine counts. `tokens` are KV places: page * page_size + offset."""
 
     rows: Places
-    slots: Places
+    state_slots: Places
     pages: Places
     tokens: Places
 
@@ -91,8 +91,11 @@ class Numbers:
         """PoolError if a scratch entry lies outside its table."""
         pages = _places("page", plan.num_pages, scratch.page)
         tokens = Places(pages.count * plan.page_size, pages.scratch * plan.page_size)
-        rows, slots = _places("row", plan.num_rows, scratch.row), _places("slot", plan.num_slots, scratch.slot)
-        return cls(rows, slots, pages, tokens)
+        rows, state_slots = (
+            _places("row", plan.num_rows, scratch.row),
+            _places("state slot", plan.num_slots, scratch.state_slot),
+        )
+        return cls(rows, state_slots, pages, tokens)
 
 
 def _places(what: str, real: int, scratch: int) -> Places:

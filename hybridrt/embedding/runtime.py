@@ -40,11 +40,11 @@ class EmbeddedRuntime:
     # -- memory -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def admit(self, rows: Array, slots: Array | None = None) -> None:
+    def admit(self, rows: Array, state_slots: Array | None = None) -> None:
         """Each of `rows` begins a request. It owns its state slot from now on, which is zeroed, and has no pages.
 
         Args:
-            slots: one for each row; None for a model without recurrent layers.
+            state_slots: one for each row; None for a model without recurrent layers.
 
         Raises:
             PoolError: a number is scratch, outside its table or there twice; slots are missing; a step waits for its
@@ -55,10 +55,10 @@ class EmbeddedRuntime:
         if self.pools.req_to_token.mamba_pool is None:
             self._batches.admit(lines, [0] * len(lines))
             return
-        if slots is None:
+        if state_slots is None:
             raise PoolError("the model has recurrent layers: admit needs a state slot for each row")
-        places = self.numbers.slots.own("slots", slots)
-        check_equal("rows", lines, "slots", places)
+        places = self.numbers.state_slots.own("state_slots", state_slots)
+        check_equal("rows", lines, "state_slots", places)
         self._batches.admit(lines, places.tolist())
         sections = self._batches.staging.upload({"rows": lines, "slots": places})
         self.pools.req_to_token.admit(sections["rows"].long(), sections["slots"].long())
@@ -111,8 +111,8 @@ class EmbeddedRuntime:
         table.req_to_token[lines, positions.long()] = numbers.tokens.inside(places).int()
 
     @torch.inference_mode()
-    def snapshot(self, rows: Array, slots: Array) -> None:
-        """Copies the recurrent state of `rows` into `slots`, which no running request owns. The rows go on as they are.
+    def snapshot(self, rows: Array, state_slots: Array) -> None:
+        """Copies the recurrent state of `rows` into `state_slots`, which no running request owns. The rows go on as they are.
 
         A snapshot is good for the row's next position and no other. KV is not copied: it stays in its pages.
 
@@ -120,13 +120,13 @@ class EmbeddedRuntime:
             PoolError: a number is scratch, outside its table or there twice; a row was not admitted, or the slot is its
                 own; the model keeps no state; a step waits for its commit.
         """
-        pool, sections = self._state_move("snapshot", rows, slots)
+        pool, sections = self._state_move("snapshot", rows, state_slots)
         pool.snapshot(sections["rows"], sections["slots"])
 
     @torch.inference_mode()
-    def restore(self, slots: Array, rows: Array) -> None:
-        """Copies the states in `slots` into the slots that `rows` own. PoolError as in `snapshot`."""
-        pool, sections = self._state_move("restore", rows, slots)
+    def restore(self, state_slots: Array, rows: Array) -> None:
+        """Copies the states in `state_slots` into the slots that `rows` own. PoolError as in `snapshot`."""
+        pool, sections = self._state_move("restore", rows, state_slots)
         pool.restore(sections["slots"], sections["rows"])
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class EmbeddedRuntime:
         seq_lens: Array,
         query_lens: Array | None = None,
         num_decode_rows: int = 0,
-        read_slots: Array | None = None,
+        read_state_slots: Array | None = None,
         spec_info: SpecInfo | None = None,
     ) -> ForwardBatch:
         """A step of B rows and N tokens: decode rows first, padding rows last. The pages of its tokens have been
@@ -154,7 +154,7 @@ class EmbeddedRuntime:
             query_lens: [B] tokens of each row in this step; None: all are decode rows.
             num_decode_rows: rows at the head of the batch that decode or verify, with one token each, or
                 spec_info.tokens_per_row.
-            read_slots: [B - num_decode_rows] state slots from which the other rows start; the scratch slot stands for
+            read_state_slots: [B - num_decode_rows] state slots from which the other rows start; the scratch slot stands for
                 the row's own. A row leaves its state in its own slot in any case.
             spec_info: drafts of the decode rows, tensors on the runtime's device.
 
@@ -162,7 +162,7 @@ class EmbeddedRuntime:
             BackendError: an array of the wrong kind, dtype or length; lengths or tokens out of range.
             PoolError: a number outside its table; a row that was not admitted, is there twice, or lacks a page.
         """
-        return self._batches.make(input_ids, rows, seq_lens, query_lens, num_decode_rows, read_slots, spec_info)
+        return self._batches.make(input_ids, rows, seq_lens, query_lens, num_decode_rows, read_state_slots, spec_info)
 
     @torch.inference_mode()
     def prepare(self, batch: ForwardBatch) -> None:
@@ -237,17 +237,17 @@ class EmbeddedRuntime:
         if self._open is not None:
             raise error(f"{what} while a step waits for its commit: call commit(batch), or drop() to give it up")
 
-    def _state_move(self, what: str, rows: Array, slots: Array) -> tuple[MambaPool, Sections]:
+    def _state_move(self, what: str, rows: Array, state_slots: Array) -> tuple[MambaPool, Sections]:
         self._require_commit(what)
         pool = self.pools.req_to_token.mamba_pool
         if pool is None:
             raise PoolError(f"the model has no recurrent layers: there is no state to {what}")
-        lines, places = self.numbers.rows.own("rows", rows), self.numbers.slots.own("slots", slots)
-        check_equal("rows", lines, "slots", places)
+        lines, places = self.numbers.rows.own("rows", rows), self.numbers.state_slots.own("state_slots", state_slots)
+        check_equal("rows", lines, "state_slots", places)
         self._batches.check_admitted(lines)
         for row, slot in zip(lines.tolist(), places.tolist()):
             if self._batches.slot_of[row] == slot:
-                raise PoolError(f"{what}: slot {self.numbers.slots.outside(slot)} is the row's own")
+                raise PoolError(f"{what}: slot {self.numbers.state_slots.outside(slot)} is the row's own")
         return pool, self._batches.staging.upload({"rows": lines, "slots": places})
 
     def _accepted(self, batch: ForwardBatch, accepted: Array | None) -> torch.Tensor | None:

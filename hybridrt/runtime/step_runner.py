@@ -192,7 +192,7 @@ class StepRunner:
         table = self.pools.req_to_token
         if sections["admit_rows"].numel():
             rows = sections["admit_rows"].long()
-            table.admit(rows, sections["admit_slots"].long())
+            table.admit(rows, sections["admit_state_slots"].long())
             self.sampling_table.admit(rows, sections)
         if sections["pages"].numel():
             table.write_pages(*(sections[name].long() for name in ("page_rows", "page_indices", "pages")))
@@ -220,7 +220,7 @@ class StepRunner:
             spec,
             seq_lens_cpu=columns["seq_lens"].tolist(),
             query_lens_cpu=[tokens] * n + new,
-            read_state_slots=sections.get("read_slots"),
+            read_state_slots=sections.get("read_state_slots"),
             chunk_plans=chunk_plans(columns, sections, new, self._packing.chunk_sizes),
         )
 

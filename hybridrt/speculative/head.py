@@ -1,9 +1,9 @@
-"""A model's prediction head at work: it follows every step of the model, and drafts ahead of it.
+"""Runs a model's prediction head: over the tokens of every step of the model, and ahead of them for drafts.
 
 Position p of the head takes the hidden state of token p and the embedding of token p + 1, and predicts token p + 2. So
-it follows a step once the tokens behind the step's inputs are drawn (DRAFT_EXTEND; nothing waits for the host), and
-drafts by going on from its own hidden state and the token drawn from it. Its keys and values are further layers of the
-model's KV pool, in the same requests' pages.
+the head runs over the inputs of a step after the next tokens are drawn (DRAFT_EXTEND; nothing waits for the host). Each
+draft is then computed from the head's last hidden state and the token that was drawn from it. Its keys and
+values are further layers of the model's KV pool, in the same requests' pages.
 """
 
 from collections.abc import Sequence

@@ -23,7 +23,7 @@ def test_scratch_lies_where_the_host_engine_wants_it(scratch: Scratch, models: M
     runtime = make(loaded, scratch)
     numbers, plan = runtime.numbers, runtime.plan
     rows = [r for r in range(plan.num_rows + 1) if r != numbers.rows.scratch]
-    slots = [s for s in range(plan.num_slots + 1) if s != numbers.slots.scratch]
+    slots = [s for s in range(plan.num_slots + 1) if s != numbers.state_slots.scratch]
     pages = [p for p in range(plan.num_pages + 1) if p != numbers.pages.scratch]
     for i, row in enumerate(rows):
         runtime.admit([row], [slots[i]])
@@ -105,9 +105,11 @@ def test_a_prompt_starts_from_the_state_in_another_slot(models: Models) -> None:
     runtime.snapshot([0], [4])
     runtime.admit([1], [1])
     runtime.write_pages([1, 1], [0, 1], [0, 1])
-    ids, scratch = [3, 4], runtime.numbers.slots.scratch
-    batch = runtime.batch(input_ids=ids, rows=[1], seq_lens=[7], query_lens=[2], read_slots=[4])
-    want = run(runtime, runtime.batch(input_ids=ids, rows=[0], seq_lens=[7], query_lens=[2], read_slots=[scratch]))
+    ids, scratch = [3, 4], runtime.numbers.state_slots.scratch
+    batch = runtime.batch(input_ids=ids, rows=[1], seq_lens=[7], query_lens=[2], read_state_slots=[4])
+    want = run(
+        runtime, runtime.batch(input_ids=ids, rows=[0], seq_lens=[7], query_lens=[2], read_state_slots=[scratch])
+    )
     assert torch.allclose(run(runtime, batch), want, atol=1e-5)
 
 

@@ -39,8 +39,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[HybridrtError], str]] = {
     "a row twice": ({"rows": [1, 1]}, PoolError, "rows holds 1 twice"),
     "a row that was not admitted": ({"rows": [0, 2]}, PoolError, "row 2 was not admitted"),
     "a token without a page": ({"seq_lens": [6, 9]}, PoolError, "row 1 has no page for position 8"),
-    "a slot to read outside the pool": ({"read_slots": [9]}, PoolError, "read_slots holds 9"),
-    "slots to read of all rows": ({"read_slots": [0, 0]}, BackendError, "1 extend rows need one entry each"),
+    "a slot to read outside the pool": ({"read_state_slots": [9]}, PoolError, "read_state_slots holds 9"),
+    "slots to read of all rows": ({"read_state_slots": [0, 0]}, BackendError, "1 extend rows need one entry each"),
 }  # fmt: skip
 
 
@@ -75,11 +75,11 @@ def test_a_wrong_batch_is_refused_and_changes_nothing(what: str, models: Models)
 
 CALLS: dict[str, tuple[Callable[[EmbeddedRuntime], object], type[HybridrtError], str]] = {
     "a scratch row": (lambda r: r.admit([ROWS], [2]), PoolError, f"rows holds {ROWS}, which is scratch"),
-    "a scratch slot": (lambda r: r.admit([2], [5]), PoolError, "slots holds 5, which is scratch"),
-    "a slot outside": (lambda r: r.admit([2], [6]), PoolError, "slots holds 6; valid are 0 to 5, and 5 is scratch"),
-    "a slot for two rows": (lambda r: r.admit([1, 2], [3, 3]), PoolError, "slots holds 3 twice"),
+    "a scratch slot": (lambda r: r.admit([2], [5]), PoolError, "state_slots holds 5, which is scratch"),
+    "a slot outside": (lambda r: r.admit([2], [6]), PoolError, "state_slots holds 6; valid are 0 to 5, and 5 is scratch"),
+    "a slot for two rows": (lambda r: r.admit([1, 2], [3, 3]), PoolError, "state_slots holds 3 twice"),
     "slots missing": (lambda r: r.admit([2]), PoolError, "admit needs a state slot"),
-    "a slot too many": (lambda r: r.admit([2], [3, 4]), BackendError, "rows has 1 entries and slots 2"),
+    "a slot too many": (lambda r: r.admit([2], [3, 4]), BackendError, "rows has 1 entries and state_slots 2"),
     "a scratch page": (lambda r: r.write_pages([2], [0], [r.plan.num_pages]), PoolError, "which is scratch"),
     "a page index beyond": (lambda r: r.write_pages([2], [8], [0]), BackendError, r"page_indices\[0\] is 8"),
     "pages missing": (lambda r: r.write_pages([2, 2], [0, 1], [0]), BackendError, "rows has 2 entries and pages 1"),
@@ -96,9 +96,9 @@ CALLS: dict[str, tuple[Callable[[EmbeddedRuntime], object], type[HybridrtError],
     "a snapshot of a row not admitted": (lambda r: r.snapshot([2], [4]), PoolError, "row 2 was not admitted"),
     "a snapshot into its own slot": (lambda r: r.snapshot([0], [0]), PoolError, "slot 0 is the row's own"),
     "a snapshot into scratch": (lambda r: r.snapshot([0], [5]), PoolError, "which is scratch"),
-    "one slot for two snapshots": (lambda r: r.snapshot([0, 1], [4, 4]), PoolError, "slots holds 4 twice"),
-    "restored from nowhere": (lambda r: r.restore([17], [0]), PoolError, "slots holds 17"),
-    "restored into two rows": (lambda r: r.restore([4], [0, 1]), BackendError, "rows has 2 entries and slots 1"),
+    "one slot for two snapshots": (lambda r: r.snapshot([0, 1], [4, 4]), PoolError, "state_slots holds 4 twice"),
+    "restored from nowhere": (lambda r: r.restore([17], [0]), PoolError, "state_slots holds 17"),
+    "restored into two rows": (lambda r: r.restore([4], [0, 1]), BackendError, "rows has 2 entries and state_slots 1"),
     "graphs without rows": (lambda r: r.capture(max_rows=0), ConfigError, "max_bs is 0"),
 }  # fmt: skip
 
@@ -221,11 +221,11 @@ def test_a_wrong_replay_is_refused(step: dict[str, Any], message: str, models: M
     assert all(torch.equal(tensor, before[name]) for name, tensor in everything(runtime).items())
 
 
-@pytest.mark.parametrize("name", ["row", "slot", "page"])
+@pytest.mark.parametrize("name", ["row", "state slot", "page"])
 @pytest.mark.parametrize("place", [10**6, -(10**6)])
 def test_scratch_outside_its_table_is_refused(name: str, place: int, models: Models) -> None:
     with pytest.raises(PoolError, match=f"the scratch {name} is {place}"):
-        make(models(), Scratch(**{name: place}))
+        make(models(), Scratch(**{name.replace(" ", "_"): place}))
 
 
 def test_a_budget_is_needed_and_kept(models: Models) -> None:

@@ -164,6 +164,7 @@ def test_verify(name: str, state_mode: str, checkpoints: CheckpointStore) -> Non
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("name", "state_mode"), DECODING)
+@torch.inference_mode()
 def test_a_thousand_replays_are_alike(name: str, state_mode: str, dtype: str, checkpoints: CheckpointStore) -> None:
     """Kernels of a step that start before the one in front has ended would read what it has not written yet."""
     twin = make_twin(checkpoints[name].path, 1, state_mode=state_mode, dtype=dtype)
