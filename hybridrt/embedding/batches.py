@@ -84,9 +84,9 @@ class Batches:
             self.numbers.state_slots.check_once("the state slots of rows", slots)
         return num_real
 
-    def admit(self, lines: np.ndarray, slots: list[int]) -> None:
+    def admit(self, lines: np.ndarray, state_slots: list[int]) -> None:
         """Rows begin new requests: their former pages are not theirs any more."""
-        self.slot_of |= zip(lines.tolist(), slots)
+        self.slot_of |= zip(lines.tolist(), state_slots)
         if self.paged is not None:
             self.paged[lines] = False
 

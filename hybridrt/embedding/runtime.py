@@ -112,7 +112,8 @@ class EmbeddedRuntime:
 
     @torch.inference_mode()
     def snapshot(self, rows: Array, state_slots: Array) -> None:
-        """Copies the recurrent state of `rows` into `state_slots`, which no running request owns. The rows go on as they are.
+        """Copies the recurrent state of `rows` into `state_slots`, which no running request owns. The rows go on as
+        they are.
 
         A snapshot is good for the row's next position and no other. KV is not copied: it stays in its pages.
 
@@ -154,8 +155,8 @@ class EmbeddedRuntime:
             query_lens: [B] tokens of each row in this step; None: all are decode rows.
             num_decode_rows: rows at the head of the batch that decode or verify, with one token each, or
                 spec_info.tokens_per_row.
-            read_state_slots: [B - num_decode_rows] state slots from which the other rows start; the scratch slot stands for
-                the row's own. A row leaves its state in its own slot in any case.
+            read_state_slots: [B - num_decode_rows] from which the other rows start; the scratch slot stands for the
+                row's own. A row leaves its state in its own slot in any case.
             spec_info: drafts of the decode rows, tensors on the runtime's device.
 
         Raises:

@@ -76,7 +76,7 @@ def test_a_wrong_batch_is_refused_and_changes_nothing(what: str, models: Models)
 CALLS: dict[str, tuple[Callable[[EmbeddedRuntime], object], type[HybridrtError], str]] = {
     "a scratch row": (lambda r: r.admit([ROWS], [2]), PoolError, f"rows holds {ROWS}, which is scratch"),
     "a scratch slot": (lambda r: r.admit([2], [5]), PoolError, "state_slots holds 5, which is scratch"),
-    "a slot outside": (lambda r: r.admit([2], [6]), PoolError, "state_slots holds 6; valid are 0 to 5, and 5 is scratch"),
+    "a slot outside": (lambda r: r.admit([2], [6]), PoolError, "holds 6; valid are 0 to 5, and 5 is scratch"),
     "a slot for two rows": (lambda r: r.admit([1, 2], [3, 3]), PoolError, "state_slots holds 3 twice"),
     "slots missing": (lambda r: r.admit([2]), PoolError, "admit needs a state slot"),
     "a slot too many": (lambda r: r.admit([2], [3, 4]), BackendError, "rows has 1 entries and state_slots 2"),
