@@ -16,6 +16,7 @@ from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.gated_delta_rule import gdn_gates
 from hybridrt.kernels.gdn_decode import split_qkv
 from hybridrt.kernels.mamba2_common import split_conv_channels
+from hybridrt.kernels.records import GateWeights
 from hybridrt.kernels.rms_norm import add_rms_norm
 from hybridrt.kernels.skinny_linear import MAX_TOKENS, Activation
 from hybridrt.kinds.base import StateShape
@@ -188,7 +189,7 @@ def states(shape: StateShape, load: Load, device: str, dtype: torch.dtype) -> Ar
     """A state pool and each row's slot."""
     slots = torch.randperm(load.rows, dtype=torch.int32, device=device).add_(1)
     pool = normal(device, load.rows + 1, *shape.temporal, dtype=dtype)
-    return {"states": pool, "read_slots": slots, "write_slots": slots}
+    return {"states": pool, "read_state_slots": slots, "write_state_slots": slots}
 
 
 def mamba2_tokens(config: ModelConfig, device: str, *lead: int) -> Args:
@@ -261,9 +262,8 @@ def gdn_tokens(shape: StateShape, device: str, *lead: int) -> Args:
     heads = shape.temporal[0]
     qkv, a, b = normal(device, *lead, shape.conv_dim + 2 * heads).split([shape.conv_dim, heads, heads], -1)
     q, k, v = split_qkv(qkv, torch.empty(1, *shape.temporal, device="meta"))
-    A_log, dt_bias = torch.full((heads,), -4.0, device=device), torch.zeros(heads, device=device)
-    g, beta = gdn_gates.reference(a, b, A_log, dt_bias)
-    return {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    weights = GateWeights(torch.full((heads,), -4.0, device=device), torch.zeros(heads, device=device))
+    return dict(zip(("q", "k", "v", "g", "beta"), (q, k, v, *gdn_gates.reference(a, b, weights))))
 
 
 @decode_op("mixer_decode")
@@ -399,7 +399,7 @@ def causal_conv1d_varlen(config: ModelConfig, load: Load, device: str) -> Iterat
                 "x": normal(device, total, shape.conv_dim + 64)[:, : shape.conv_dim],
                 "weight": normal(device, shape.conv_dim, shape.conv_kernel), "bias": None,
                 "conv": normal(device, load.rows + 1, shape.conv_dim, shape.conv_width(1)),
-                "read_slots": slots, "write_slots": slots, "start_positions": torch.zeros_like(slots),
+                "read_state_slots": slots, "write_state_slots": slots, "start_positions": torch.zeros_like(slots),
                 "query_start_loc": int32(device, [i * load.tokens for i in range(load.rows + 1)]),
             }  # fmt: skip
 

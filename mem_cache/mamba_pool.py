@@ -7,6 +7,7 @@ import torch
 
 from hybridrt.errors import ConfigError, PoolError
 from hybridrt.kernels.causal_conv1d import conv_window
+from hybridrt.kernels.records import IntermediateStates
 from hybridrt.kernels.slots import write_columns
 from hybridrt.kernels.state_commit import commit_conv_window, commit_intermediate
 from hybridrt.kernels.state_ring import RingFolds, advance_ring, fold_ring
@@ -23,8 +24,8 @@ class LayerCache:
     Attributes:
         conv: [S + 1, conv_dim, Wc] ring of raw conv inputs; a token's column is its position mod Wc.
         temporal: [S + 1, *temporal] recurrent state; a checkpoint in replay mode.
-        intermediate_ssm: [R + 1, V, *temporal] state after each verified token.
-        intermediate_conv_window: [R + 1, V, conv_dim, K - 1] conv inputs up to each node of a draft tree.
+        intermediate_ssm: [R + 1, T, *temporal] state after each verified token.
+        intermediate_conv_window: [R + 1, T, conv_dim, K - 1] conv inputs up to each node of a draft tree.
         ring_values, ring_keys, ring_gates: [R + 1, heads, W, P], [R + 1, groups, W, N], [R + 1, heads, W].
     """
 
@@ -35,11 +36,6 @@ class LayerCache:
     ring_values: torch.Tensor | None = None
     ring_keys: torch.Tensor | None = None
     ring_gates: torch.Tensor | None = None
-
-    @property
-    def ring_inputs(self) -> dict[str, torch.Tensor]:
-        """The ring as decode operations take it; empty where the pool keeps none."""
-        return {} if self.ring_values is None else dict(zip(("values", "keys", "gates"), self.ring))
 
     @property
     def ring(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -274,11 +270,13 @@ class MambaPool:
         for cache in self._caches.values():
             assert cache.intermediate_ssm is not None, "one token a row is final in a pool without rings"
             if cache.temporal.numel():
-                commit_intermediate(cache.temporal, cache.intermediate_ssm, slots, rows, nodes)
+                stored = IntermediateStates(cache.intermediate_ssm, rows)
+                commit_intermediate(cache.temporal, stored, slots, nodes)
             # A chain's conv inputs are in the ring already.
             if ends is not None and cache.conv.numel():
                 assert cache.intermediate_conv_window is not None
-                commit_conv_window(cache.conv, cache.intermediate_conv_window, slots, rows, nodes, ends)
+                windows = IntermediateStates(cache.intermediate_conv_window, rows)
+                commit_conv_window(cache.conv, windows, slots, nodes, ends)
 
     def fold(self, rows: torch.Tensor) -> None:
         """Makes the ring entries of `rows` part of what their slots hold, and empties the rings."""
@@ -310,7 +308,7 @@ class MambaPool:
     def _fold(self, folds: RingFolds, write_slots: torch.Tensor | None = None) -> None:
         """One launch for all layers of equal shape."""
         for (_, cache), decay in zip(self.stacks, self.stack_decays(), strict=True):
-            fold_ring(cache.temporal, *cache.ring, decay, folds, write_slots=write_slots)
+            fold_ring(cache.temporal, *cache.ring, decay, folds, write_state_slots=write_slots)
 
     def _empty_rings(self, rows: torch.Tensor) -> None:
         self.ring_start.index_fill_(0, rows.long(), 0)

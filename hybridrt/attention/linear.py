@@ -23,11 +23,17 @@ from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
+from hybridrt.kernels.records import ConvWeights
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
 # What a mixer hands its backend, by name: [T, ...] each, decode rows first.
 Inputs = Mapping[str, torch.Tensor]
+
+
+def conv_weights(layer: Any) -> ConvWeights:
+    """A mixer's conv, as the operations take it."""
+    return ConvWeights(layer.conv_weight, layer.conv_bias)
 
 
 class MambaAttnBackendBase(AttentionBackend):
@@ -120,21 +126,17 @@ class MambaAttnBackendBase(AttentionBackend):
 
     def conv_rows(self, layer: Any, segment: DecodeSegment) -> dict[str, Any]:
         """`causal_conv1d_update` of a mixer's decode rows: all that it takes but the inputs."""
-        cache, buf = self.layer_cache(layer.layer_id), segment.buffers
+        cache = self.layer_cache(layer.layer_id)
         return {
-            "weight": layer.conv_weight, "bias": layer.conv_bias, "conv": cache.conv, "read_slots": buf.slots,
-            "write_slots": buf.slots, "start_positions": buf.start_positions, "rows": segment.rows,
-            "parents": segment.parents,
-            "windows": None if segment.parents is None else cache.intermediate_conv_window,
-        }  # fmt: skip
+            "weights": conv_weights(layer),
+            "state": segment.conv_state(cache),
+            "intermediate": segment.conv_windows(cache),
+        }
 
     def conv_chunks(self, layer: Any, segment: ExtendSegment) -> dict[str, Any]:
         """`causal_conv1d_varlen` of a mixer's prompt chunks: all that it takes but the inputs."""
-        return {
-            "weight": layer.conv_weight, "bias": layer.conv_bias, "conv": self.layer_cache(layer.layer_id).conv,
-            "read_slots": segment.read_slots, "write_slots": segment.write_slots,
-            "query_start_loc": segment.query_start_loc, "start_positions": segment.start_positions,
-        }  # fmt: skip
+        state = segment.conv_state(self.layer_cache(layer.layer_id))
+        return {"weights": conv_weights(layer), "state": state, "query_start_loc": segment.query_start_loc}
 
     @staticmethod
     def ring_decay(layer: Any) -> torch.Tensor | None:
@@ -166,10 +168,10 @@ class MambaAttnBackendBase(AttentionBackend):
         if split:
             self._check_width(batch.tokens_per_row)
             decode = self._decode_segment(batch)
-            slots = decode.buffers.slots
+            slots = decode.buffers.state_slots
         if batch.num_extend_rows:
             extends = self._extend_segments(batch)
-            extend_slots = extends[self.chunk_size].write_slots
+            extend_slots = extends[self.chunk_size].write_state_slots
             slots = torch.cat((slots, extend_slots)) if split else extend_slots
         for member in self.members:
             extend = extends.get(member.chunk_size)
@@ -292,7 +294,7 @@ class MambaAttnBackendBase(AttentionBackend):
         parents = spec_info.parents[:bs] if spec_info and spec_info.parents is not None else None
         decode = DecodeSegment(rows[:bs], buffers, tokens, parents)
         for member in self.members:
-            member.metadata = ForwardMetadata(query_start_loc[: bs + 1], buffers.slots, decode, None)
+            member.metadata = ForwardMetadata(query_start_loc[: bs + 1], buffers.state_slots, decode, None)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -306,7 +308,7 @@ class MambaAttnBackendBase(AttentionBackend):
         buf = decode.buffers
         accepted = buf.accepted if accepted is None else accepted
         n = len(accepted)
-        self.mamba_pool.commit(decode.rows[:n], buf.slots[:n], accepted, buf.start_positions[:n], path)
+        self.mamba_pool.commit(decode.rows[:n], buf.state_slots[:n], accepted, buf.start_positions[:n], path)
 
     def _metadata(self) -> ForwardMetadata:
         assert self.metadata is not None, "init_forward_metadata comes before forward"

@@ -121,8 +121,8 @@ def fill_decode_metadata_triton(
     ring_length: Tensor,
 ) -> None:
     """See hybridrt.kernels.decode_metadata.fill_decode_metadata."""
-    rows = out.slots.shape[0]
+    rows = out.state_slots.shape[0]
     _fill_decode_metadata_kernel[(triton.cdiv(rows, 128),)](
-        out.slots, out.start_positions, out.accepted, out.ring_start, out.ring_length, req_pool_indices, seq_lens,
+        out.state_slots, out.start_positions, out.accepted, out.ring_start, out.ring_length, req_pool_indices, seq_lens,
         rows, num_real, tokens_per_row, req_to_mamba_slot, ring_start, ring_length, BLOCK=128, num_warps=4,
     )  # fmt: skip

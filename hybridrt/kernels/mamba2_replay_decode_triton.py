@@ -25,6 +25,7 @@ from hybridrt.kernels.mamba2_common_triton import (
     strides,
 )
 from hybridrt.kernels.pdl_triton import begin, begin_in_turn, pdl
+from hybridrt.kernels.records import ConvState, ConvWeights, SSMWeights, StateRing
 from hybridrt.kernels.state_ring_triton import exact_dot
 
 
@@ -250,26 +251,17 @@ def replay_decode_triton(
     xBC: Tensor,
     dt: Tensor,
     z: Tensor | None,
-    *,
-    weight: Tensor,
-    bias: Tensor | None,
-    A: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_limit: tuple[float, float],
-    conv: Tensor,
+    conv_weights: ConvWeights,
+    weights: SSMWeights,
+    conv_state: ConvState,
     states: Tensor,
-    values: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    slots: Tensor,
-    rows: Tensor,
-    start: Tensor,
-    length: Tensor,
-    start_positions: Tensor,
+    ring: StateRing,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`mamba2_decode` with a state ring; arguments as there."""
+    """`mamba2_decode` with a state ring; arguments as there, `states` [S+1, H, P, N]."""
+    (weight, bias, _), (A, D, dt_bias, dt_limit) = conv_weights, weights
+    conv, slots, _, start_positions = conv_state
+    values, keys, gates, rows, start, length = ring
     batch, tokens, _ = xBC.shape
     _, heads, dim, state_dim = states.shape
     groups, width = keys.shape[1], gates.shape[2]

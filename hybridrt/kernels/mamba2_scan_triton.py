@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.mamba2_common_triton import silu, softplus, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
+from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
 
 
 @triton.jit
@@ -207,26 +207,17 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
 
 
 def mamba2_chunk_scan_triton(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    z: Tensor | None,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    has_initial_state: Tensor,
-    query_start_loc: Tensor,
-    plan: ChunkPlan,
+    inputs: SSMInputs,
+    weights: SSMWeights,
+    state: StateSlots,
+    prompts: Prompts,
     snapshot_slots: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Triton `mamba2_chunk_scan`."""
+    """`mamba2_chunk_scan` in five launches."""
+    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
+    states, read_slots, write_slots = state
+    _, has_initial_state, plan = prompts
     num_tokens, heads, dim = x.shape
     chunks, groups, state_dim, size = len(plan.seq_idx), B.shape[1], states.shape[3], plan.chunk_size
     out = torch.empty((num_tokens, heads, dim), dtype=x.dtype, device=x.device) if out is None else out

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridrt.kernels.mamba2_common_triton import silu, strides, time_step
 from hybridrt.kernels.pdl_triton import begin, pdl
+from hybridrt.kernels.records import IntermediateStates, SSMInputs, SSMWeights, StateSlots
 
 
 @triton.jit
@@ -76,25 +77,16 @@ def _load(pointer, mask):  # type: ignore[no-untyped-def]
 
 
 def selective_state_update_triton(
-    states: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    z: Tensor | None,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    intermediate_states: Tensor | None = None,
-    rows: Tensor | None = None,
-    parents: Tensor | None = None,
+    inputs: SSMInputs,
+    weights: SSMWeights,
+    state: StateSlots,
+    intermediate: IntermediateStates | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Triton `selective_state_update`: one launch. `out` as in `mamba2_decode`."""
+    """`selective_state_update` in one launch."""
+    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
+    states, read_slots, write_slots = state
+    stored, rows, parents = intermediate or (None, None, None)
     batch, tokens, heads, dim = x.shape
     if out is None:
         out = torch.empty((batch, tokens, heads, dim), dtype=x.dtype, device=x.device)
@@ -102,9 +94,9 @@ def selective_state_update_triton(
         return out
     tile = update_tile(tokens, states)
     _update_kernel[triton.cdiv(dim, tile["BLOCK_P"]), heads, batch](
-        x, B, C, dt, z, out, A, D, dt_bias, states, intermediate_states, read_slots, write_slots, rows, parents,
+        x, B, C, dt, z, out, A, D, dt_bias, states, stored, read_slots, write_slots, rows, parents,
         strides(x), strides(B), strides(C), strides(dt), strides(z), strides(out),
-        states.stride(0), strides(intermediate_states), strides(parents)[0], *dt_limit,
+        states.stride(0), strides(stored), strides(parents)[0], *dt_limit,
         T=tokens, H=heads, P=dim, N=states.shape[3], HEADS_PER_GROUP=heads // B.shape[2], **tile, **pdl(x.device),
     )  # fmt: skip
     return out

@@ -15,14 +15,15 @@ from hybridrt.hf_config import read_model_config
 from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.gated_delta_rule import gdn_gates as gdn_gates_op
 from hybridrt.kernels.gdn_decode import split_qkv
-from hybridrt.kernels.mamba1_update import BCNorms
 from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.providers import select
+from hybridrt.kernels.records import GateWeights
 from hybridrt.kernels.state_ring import RingFolds
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.mamba_pool import ring_width
 from tests.gpu import rig
+from tests.support.flat import flat
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 MODELS = ("falcon-h1-7b", "nemotron-h-8b", "qwen3-next-12l")
@@ -57,7 +58,7 @@ def model_config(name: str) -> ModelConfig:
 
 def call(case: Case, provider: str, args: dict[str, Any]) -> dict[str, Tensor]:
     """What a call returns and what it leaves in the pools, by name."""
-    result = select(case.op, rig.DEVICE, provider)(**args)
+    result = flat(select(case.op, rig.DEVICE, provider), **args)
     outputs = result if isinstance(result, tuple) else (result,)
     found = {f"output {i}": out for i, out in enumerate(outputs) if out is not None}
     return found | {name: args[name] for name in case.pools}
@@ -113,6 +114,9 @@ class DecodeRows:
         self.rows = int32([*self.used_rows, *[0] * PADDING])
         self.positions = int32([*torch.randint(0, 3000, (real,)).tolist(), *[0] * PADDING])
 
+    def slot_args(self) -> dict[str, Tensor]:
+        return {"read_state_slots": self.slots, "write_state_slots": self.slots}
+
     def tokenwise(self, *widths: int) -> list[Tensor]:
         """Slices [B, T, width] of one merged projection; padding rows are NaN."""
         merged = normal(BATCH, self.tokens, sum(widths))
@@ -155,7 +159,7 @@ class DecodeRows:
             return args | self.ring(gate), {"states": []} | of_rows
         if mode == "intermediate":
             stored = poisoned(ROWS + 1, self.tokens, *self.shape.temporal)
-            return args | {"intermediate_states": stored}, {"intermediate_states": self.used_rows, "states": []}
+            return args | {"stored": stored}, {"stored": self.used_rows, "states": []}
         return args, {"states": self.used_slots}
 
 
@@ -189,8 +193,8 @@ def mamba2_decode(config: ModelConfig, mode: str, tokens: int) -> Case:
     z, xBC, dt = rows.tokenwise(heads * dim, shape.conv_dim, heads)
     args, pools = rows.state_args(mode, time_step_gate)
     args |= {
-        "xBC": xBC, "dt": dt, "z": z.unflatten(-1, (heads, dim)), "conv": rows.conv(), "read_slots": rows.slots,
-        "write_slots": rows.slots, "start_positions": rows.positions,
+        "xBC": xBC, "dt": dt, "z": z.unflatten(-1, (heads, dim)), "conv": rows.conv(), **rows.slot_args(),
+        "start_positions": rows.positions,
     }  # fmt: skip
     return Case("mamba2_decode", args | mamba2_heads(config) | conv_weights(shape), pools | {"conv": rows.used_slots})
 
@@ -206,7 +210,7 @@ def after_conv(config: ModelConfig, rows: DecodeRows) -> dict[str, Any]:
 def selective_state_update(config: ModelConfig, mode: str, tokens: int) -> Case:
     rows = DecodeRows(state_shape(mamba2_of(config)), tokens)
     args, pools = rows.state_args(mode, time_step_gate)
-    args |= after_conv(config, rows) | {"read_slots": rows.slots, "write_slots": rows.slots}
+    args |= after_conv(config, rows) | rows.slot_args()
     if mode == "intermediate":  # a tree: each node under the one before the last
         args["parents"] = int32([[max(t - 2, -1) for t in range(tokens)]] * BATCH)
     return Case("selective_state_update", args, pools)
@@ -227,9 +231,9 @@ def mamba1_tokens(config: ModelConfig, tokenwise: Callable[..., list[Tensor]]) -
 def mamba1_update(config: ModelConfig, mode: str, tokens: int, tree: bool = False) -> Case:
     rows = DecodeRows(state_shape(mamba1_of(config)), tokens)
     args, pools = rows.state_args(mode, time_step_gate)
-    args |= mamba1_tokens(config, rows.tokenwise) | {"read_slots": rows.slots, "write_slots": rows.slots}
+    args |= mamba1_tokens(config, rows.tokenwise) | rows.slot_args()
     weights = torch.rand(2, mamba1_of(config).state_size, device=rig.DEVICE) + 0.5
-    args["norms"] = BCNorms(weights[0], weights[1], 1e-6)
+    args |= {"B_weight": weights[0], "C_weight": weights[1], "eps": 1e-6}
     if tree:  # each node under the one before the last
         args["parents"] = int32([[max(t - 2, -1) for t in range(tokens)]] * BATCH)
     return Case("mamba1_update", args, pools)
@@ -249,7 +253,7 @@ def fold(shape: StateShape, gate: Callable[[Tensor], Tensor], A: Tensor | None) 
     pools = {name: args[name][None] for name in ("states", "values", "keys", "gates")}
     folds = RingFolds(rows.slots, args["rows"], args["start"], args["length"], int32([BATCH]))
     written = int32([*others, *rows.used_slots[5:], *[-1] * PADDING])
-    args = pools | {"A": None if A is None else A[None], "folds": folds, "write_slots": written}
+    args = pools | {"A": None if A is None else A[None], "folds": folds, "write_state_slots": written}
     return Case("fold_ring", args, {"states": [0], "values": [], "keys": [], "gates": []})
 
 
@@ -276,7 +280,7 @@ class Prompts:
         later = [slot for slot, done in zip(self.used_slots, self.computed) if done]
         states[later] = normal(len(later), *self.shape.temporal, dtype=torch.float32)
         return {
-            "states": states, "read_slots": self.slots, "write_slots": self.slots,
+            "states": states, "read_state_slots": self.slots, "write_state_slots": self.slots,
             "has_initial_state": int32(self.computed) > 0, "query_start_loc": self.query_start_loc,
             "plan": plan_chunks(self.computed, self.lengths, self.chunk_size, rig.DEVICE),
         }  # fmt: skip
@@ -298,7 +302,7 @@ def causal_conv1d_varlen(shape: StateShape) -> Case:
     conv[prompts.used_slots] = normal(len(prompts.used_slots), *conv.shape[1:])
     x, _ = prompts.tokenwise(shape.conv_dim, 24)
     args = {
-        "x": x, "conv": conv, "read_slots": prompts.slots, "write_slots": prompts.slots, "activation": "silu",
+        "x": x, "conv": conv, "read_state_slots": prompts.slots, "write_state_slots": prompts.slots,
         "query_start_loc": prompts.query_start_loc, "start_positions": int32(prompts.computed),
     }  # fmt: skip
     return Case("causal_conv1d_varlen", args | conv_weights(shape), {"conv": prompts.used_slots}, decode=False)
@@ -308,7 +312,7 @@ def causal_conv1d_update(shape: StateShape, tokens: int) -> Case:
     rows = DecodeRows(shape, tokens)
     x, _ = rows.tokenwise(shape.conv_dim, 24)
     args = {
-        "x": x, "conv": rows.conv(), "read_slots": rows.slots, "write_slots": rows.slots, "activation": "silu",
+        "x": x, "conv": rows.conv(), **rows.slot_args(),
         "start_positions": rows.positions,
     }  # fmt: skip
     return Case("causal_conv1d_update", args | conv_weights(shape), {"conv": rows.used_slots})
@@ -320,7 +324,7 @@ def gdn_decode(config: ModelConfig, mode: str, tokens: int) -> Case:
     qkv, _, b, a = rows.tokenwise(shape.conv_dim, heads * shape.temporal[1], heads, heads)
     args, pools = rows.state_args(mode, log_decay_gate)
     args |= gdn_heads(heads) | {
-        "qkv": qkv, "a": a, "b": b, "conv": rows.conv(), "read_slots": rows.slots, "write_slots": rows.slots,
+        "qkv": qkv, "a": a, "b": b, "conv": rows.conv(), **rows.slot_args(),
         "start_positions": rows.positions,
     }  # fmt: skip
     return Case("gdn_decode", args | conv_weights(shape), pools | {"conv": rows.used_slots})
@@ -335,7 +339,7 @@ def gdn_tokens(config: ModelConfig, tokenwise: Callable[..., list[Tensor]]) -> d
     heads = shape.temporal[0]
     qkv, a, b = tokenwise(shape.conv_dim, heads, heads)
     q, k, v = split_qkv(qkv, torch.empty(1, *shape.temporal, device="meta"))
-    g, beta = gdn_gates_op.reference(a, b, *gdn_heads(heads).values())
+    g, beta = gdn_gates_op.reference(a, b, GateWeights(**gdn_heads(heads)))
     return {"q": q, "k": k, "v": v, "g": g, "beta": beta}
 
 
@@ -343,7 +347,7 @@ def gdn_recurrent(config: ModelConfig, mode: str, tokens: int) -> Case:
     rows = DecodeRows(state_shape(gdn_of(config)), tokens)
     args, pools = rows.state_args(mode, log_decay_gate)
     args |= gdn_tokens(config, rows.tokenwise)
-    return Case("recurrent_gated_delta_rule", args | {"read_slots": rows.slots, "write_slots": rows.slots}, pools)
+    return Case("recurrent_gated_delta_rule", args | rows.slot_args(), pools)
 
 
 def chunk_gated_delta_rule(config: ModelConfig) -> Case:
