@@ -1,13 +1,13 @@
 """The interface of every attention and linear backend, as an embedding runtime programs against it."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.kernels.records import Rope
 from hybridrt.kernels.rotary import qk_norm_rotary
 
 
@@ -104,21 +104,6 @@ class AttentionBackend(ABC):
         """The seq_len that a padding row gets."""
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding of a layer's queries and keys, after an optional RMS norm of each head.
-
-    Attributes:
-        cos_sin: [max_len, rot] float32 table (hybridrt.layers.rotary).
-        q_weight, k_weight: [head_dim] float32, None for no norm; eps belongs to it.
-    """
-
-    cos_sin: torch.Tensor
-    q_weight: torch.Tensor | None = None
-    k_weight: torch.Tensor | None = None
-    eps: float = 0.0
-
-
 class SegmentedAttnBackend(AttentionBackend):
     """A softmax-attention backend that runs the decode and the extend segment of a batch each with its own method."""
 
@@ -177,8 +162,7 @@ class SegmentedAttnBackend(AttentionBackend):
         q: torch.Tensor, k: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope
     ) -> tuple[torch.Tensor, torch.Tensor]:
         heads, kv_heads = (t.view(t.shape[0], t.shape[1] // layer.head_dim, layer.head_dim) for t in (q, k))
-        weights = (rope.q_weight, rope.k_weight, rope.eps)
-        heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope.cos_sin, *weights)
+        heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope)
         return heads.flatten(1), kv_heads.flatten(1)
 
     @abstractmethod

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.base import Rope, SegmentedAttnBackend, check_graph_tokens
+from hybridrt.attention.base import SegmentedAttnBackend, check_graph_tokens
 from hybridrt.attention.checks import (
     check_batch,
     check_device_lengths,
@@ -17,6 +17,7 @@ from hybridrt.attention.checks import (
 )
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.providers import select
+from hybridrt.kernels.records import Rope
 from hybridrt.kernels.state_commit import move_kv
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -109,8 +110,8 @@ class PagedKVBackend(SegmentedAttnBackend):
     ) -> torch.Tensor:
         heads, kv_heads = (-1, layer.num_heads, layer.head_dim), (-1, layer.num_kv_heads, layer.head_dim)
         rotated: torch.Tensor = self._rotary_write_kv(
-            q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.positions, rope.cos_sin, rope.q_weight,
-            rope.k_weight, rope.eps, *self.kv_pool.layer(layer.layer_id), batch.out_cache_loc,
+            q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.positions, rope,
+            *self.kv_pool.layer(layer.layer_id), batch.out_cache_loc,
         )  # fmt: skip
         return rotated.view(q.shape[0], -1)
 

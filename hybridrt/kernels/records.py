@@ -1,4 +1,4 @@
-"""Arguments of the recurrent operations that always travel together, with their shapes and dtypes.
+"""Arguments of operations that always travel together, with their shapes and dtypes.
 
 Shapes: B rows, T new tokens a row (prompts are packed: T tokens in all), S state slots, R running requests, C conv
 channels, K conv taps, Wc columns of a conv ring, W columns of a state ring. A state of Mamba-2 is [H, P, N] (H heads of
@@ -166,3 +166,17 @@ class GateWeights(NamedTuple):
 
     A_log: Tensor
     dt_bias: Tensor
+
+
+class Rope(NamedTuple):
+    """Rotary embedding of a layer's queries and keys, after an optional RMS norm of each head.
+
+    Attributes:
+        cos_sin: [max_len, rot] float32 (`hybridrt.layers.rotary`): rot/2 cosines, then rot/2 sines.
+        q_weight, k_weight: [head_dim] float32, None for no norm; eps belongs to it.
+    """
+
+    cos_sin: Tensor
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 0.0

@@ -42,7 +42,8 @@ def packed(reference: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, 
     return result
 
 
-def flat(operation: Callable[..., Any], **args: Any) -> Any:
-    """operation(...) of arguments given one by one; an operation, its reference, or any function of records."""
+def flat(operation: Callable[..., Any], *first: Any, **args: Any) -> Any:
+    """operation(...) of arguments given one by one; an operation, its reference, or any function of records. Those that
+    are not named are the first parameters."""
     reference = operation.reference if isinstance(operation, Operation) else operation
-    return operation(**packed(reference, args))
+    return operation(**packed(reference, dict(zip(signature(reference).parameters, first)) | args))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridrt.kernels.libraries.common import broadcast_heads, clamped, page_numbers, refuse
 from hybridrt.kernels.records import IntermediateStates, SSMInputs, SSMWeights, StateSlots
-from hybridrt.kernels.sampling import MIN_TEMPERATURE, Penalties
+from hybridrt.kernels.sampling import MIN_TEMPERATURE, LogitFilters
 from hybridrt.kernels.sampling import filtered_logits as filtered_logits_op
 from hybridrt.kernels.sampling import sample as sample_op
 from hybridrt.kernels.slots import pad_mask
@@ -193,44 +193,22 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
-def filtered_logits(
-    logits: Tensor,
-    *,
-    temperature: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    penalties: Penalties | None = None,
-    bitmask: Tensor | None = None,
-) -> Tensor:
+def filtered_logits(logits: Tensor, filters: LogitFilters) -> Tensor:
     """`filtered_logits`: top-k and top-p by flashinfer, the rest by plain torch."""
-    rest = filtered_logits_op.reference(logits, temperature=temperature, penalties=penalties, bitmask=bitmask)
+    _, top_k, top_p, min_p, _, _ = filters
+    rest = filtered_logits_op.reference(logits, filters._replace(top_k=None, top_p=None, min_p=None))
     if top_k is not None:
         vocabulary = rest.shape[1]
         rest = top_k_mask_logits(rest, torch.where((top_k <= 0) | (top_k > vocabulary), vocabulary, top_k))
     if top_p is not None:
         kept = top_p_renorm_probs(rest.softmax(-1), top_p) > 0
         rest = rest.masked_fill(~kept & (top_p < 1)[:, None], -torch.inf)
-    ones = torch.ones_like(temperature)
-    return rest if min_p is None else filtered_logits_op.reference(rest, temperature=ones, min_p=min_p)
+    ones = torch.ones_like(filters.temperature)
+    return rest if min_p is None else filtered_logits_op.reference(rest, LogitFilters(ones, min_p=min_p))
 
 
-def sample(
-    logits: Tensor,
-    *,
-    temperature: Tensor,
-    seeds: Tensor,
-    indices: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    penalties: Penalties | None = None,
-    bitmask: Tensor | None = None,
-) -> Tensor:
+def sample(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor) -> Tensor:
     """`sample`: flashinfer filters, the draw is ours. Its own draws are keyed by a generator's state, so that a batch's
     other rows would change them."""
-    filtered = filtered_logits(
-        logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalties=penalties, bitmask=bitmask
-    )
-    tempered = torch.where(temperature < MIN_TEMPERATURE, 0.0, 1.0)
-    return sample_op.reference(filtered, temperature=tempered, seeds=seeds, indices=indices)
+    tempered = LogitFilters(torch.where(filters.temperature < MIN_TEMPERATURE, 0.0, 1.0))
+    return sample_op.reference(filtered_logits(logits, filters), tempered, seeds, indices)
