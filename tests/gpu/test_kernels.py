@@ -10,9 +10,9 @@ from torch import Tensor
 from hybridrt.errors import BackendError
 from hybridrt.kernels import providers
 from tests.gpu import rig
-from tests.gpu.kernel_cases import MAMBA1, MODELS, SLOTS, Case, call, copied, in_float32, recurrent_cases
-from tests.gpu.more_kernel_cases import other_cases
+from tests.gpu.kernel_cases import MAMBA1, MODELS, call, copied, in_float32, other_cases, recurrent_cases
 from tests.gpu.rig import GPU, changed_entries, same_bits
+from tests.support.kernel_cases import SLOTS, Case
 
 pytestmark = GPU
 KERNELS = "triton"
