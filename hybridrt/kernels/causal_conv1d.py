@@ -49,7 +49,7 @@ def causal_conv1d_varlen(x: Tensor, weights: ConvWeights, state: ConvState, quer
     window = _window(conv, read_slots, start_positions, taps)
     offsets = torch.arange(taps - 1, device=x.device)
 
-    # One spare row at the end takes what the short rows do not have.
+    # A row shorter than K - 1 tokens writes its missing outputs to one spare row at the end.
     out = torch.empty(num_tokens + 1, x.shape[1], device=x.device)
     _shifted_sum(x.float(), weight, bias, out[:-1])
     head = first + offsets

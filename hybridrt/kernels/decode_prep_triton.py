@@ -10,23 +10,10 @@ from hybridrt.kernels.pdl_triton import begin, pdl
 
 @triton.jit
 def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
-    input_ids,
-    positions,
-    out_cache_loc,
-    rows,
-    seq_lens,
-    new_pages,
-    drafts,
-    num_drafts,
-    last_tokens,
-    req_to_token,
-    table_stride,
-    TOKENS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    PAGE: tl.constexpr,
-    HAS_KV: tl.constexpr,
+    input_ids, positions, out_cache_loc, rows, seq_lens, new_pages, drafts, num_drafts, last_tokens, req_to_token,
+    table_stride, TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, HAS_KV: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     b = tl.program_id(0)
     begin(PDL)
     row = tl.load(rows + b).to(tl.int64)
@@ -83,21 +70,9 @@ def decode_inputs_triton(
 # Row counts change from step to step: specialising on them would compile in the middle of serving.
 @triton.jit(do_not_specialize=["num_rows", "num_real"])
 def _fill_decode_metadata_kernel(  # type: ignore[no-untyped-def]
-    slots,
-    start_positions,
-    accepted,
-    ring_start_out,
-    ring_length_out,
-    req_pool_indices,
-    seq_lens,
-    num_rows,
-    num_real,
-    tokens_per_row,
-    req_to_mamba_slot,
-    ring_start,
-    ring_length,
-    BLOCK: tl.constexpr,
-):
+    slots, start_positions, accepted, ring_start_out, ring_length_out, req_pool_indices, seq_lens,
+    num_rows, num_real, tokens_per_row, req_to_mamba_slot, ring_start, ring_length, BLOCK: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = b < num_rows
     real = b < num_real

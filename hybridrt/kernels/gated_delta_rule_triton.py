@@ -1,6 +1,6 @@
 """Triton kernels of the gates, and of the chunked gated delta rule (Yang et al. 2024, section 3.3) in two launches.
 
-1. `_prepare_kernel`: what the tokens of a chunk owe to each other: the solved triangular system, scores and decays.
+1. `_prepare_kernel`: what depends on the tokens of one chunk alone: the solved triangular system, scores, decays.
 2. `_pass_kernel`: walks each row's chunks with a block of the state's columns on the chip; outputs come on the way.
 
 With G the running sum of g in a chunk, kappa_j = 1 / |k_j|, rho_i = K^-0.5 / |q_i|, and S the state before the chunk:
@@ -9,7 +9,8 @@ With G the running sum of g in a chunk, kappa_j = 1 / |k_j|, rho_i = K^-0.5 / |q
     out = exp(G) rho q S^T + P u,                    P_ij = rho_i kappa_j exp(G_i - G_j) q_i k_j for i >= j
     S <- exp(G_end) S + u^T exp(G_end - G) kappa k
 
-k, q and v stay as they came, all factors act on products: asynchronous copies take tiles from memory to tensor cores.
+k, q and v are not scaled; all factors are applied to products. So asynchronous copies can move tiles from memory to the
+tensor cores.
 """
 
 import torch

@@ -5,8 +5,8 @@ A program advances a few tiles, [BLOCK_V, K] each, of one value head's state S. 
     u = beta (v - decay S k),    S' = decay S + u k^T,    S' q = decay S q + (k . q) u,
 
 so that a tile is read once and written once. Before its tiles a program computes the conv, the norms and the gates that
-they need; q and k it computes as the other programs of the key head do, and one of them writes what these leave in the
-conv ring. Time goes by while that runs, and other programs' tiles fill it.
+they need. All programs of a key head compute its q and k, and one of them writes their raw inputs to the conv ring.
+While a program computes these, the tiles of others keep the memory busy.
 """
 
 import torch

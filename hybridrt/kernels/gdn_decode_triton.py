@@ -1,7 +1,7 @@
 """Triton kernel of the recurrent gated delta rule, alone and as `gdn_decode` of several tokens without a state ring.
 
 A program keeps BLOCK_V rows of one value head's state, [BLOCK_V, K], in registers over the T tokens. The programs of a
-key head each compute its q and k; one of them writes what these leave in the rings, to columns that none of them reads.
+key head each compute its q and k. One of them writes their raw inputs to the rings, in columns that none of them reads.
 """
 
 import torch

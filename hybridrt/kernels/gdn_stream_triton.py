@@ -154,7 +154,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     slot, position = tl.load(slots_ptr + b).to(tl.int64), tl.load(positions_ptr + b)
     safe_slot = tl.maximum(slot, 0)
     cells = states_ptr + safe_slot * states_ss + h * (V * K) + v[:, None] * K + k[None, :]
-    # The kernel before this one touches neither states nor v, and let this one start when all before it had finished.
+    # The kernel before this one touches neither states nor v. It lets this one start once all earlier ones have ended.
     WHOLE: tl.constexpr = BLOCK_K >= K
     if WHOLE:
         state = tl.load(cells, mask=v_mask[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
@@ -175,7 +175,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
             tl.store(out + t * (HV * V), tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=v_mask)
         return
 
-    # What does not stream is asked for first: it arrives behind the first columns of the state.
+    # What is read once is loaded first: it arrives after the first columns of the state.
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
     head = (b * HV + h) * (2 * T)
     vectors_row = vectors_ptr + (b * HK + h // (HV // HK)) * (2 * T * K)

@@ -33,7 +33,7 @@ def mamba2_decode_triton(
     """Triton `mamba2_decode`."""
     if ring is not None:
         return replay_decode_triton(xBC, dt, z, conv_weights, weights, conv_state, state.states, ring, out)
-    # Two launches: conved once more for every tile of the state, the inputs cost more than the second launch.
+    # Two launches: one kernel would repeat the conv for every tile of the state, which costs more than a launch.
     conved = causal_conv1d_update_triton(xBC, conv_weights, conv_state)
     x, B, C = split_conv_channels(conved, state.states.shape)
     return selective_state_update_triton(SSMInputs(x, dt, B, C, z), weights, state, intermediate, out)

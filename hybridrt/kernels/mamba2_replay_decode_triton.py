@@ -184,7 +184,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     cells = states_ptr + tl.maximum(slot, 0) * states_ss + h * (P * N) + p[:, None] * N + n[None, :]
     WHOLE: tl.constexpr = BLOCK_N >= N
     if WHOLE:
-        # The kernel before this one writes no state, and it let this one start when all before it had finished.
+        # The kernel before this one writes no state. It lets this one start once all earlier ones have finished.
         state = tl.load(cells, mask=p_mask[:, None] & (n < N)[None, :], other=0.0)
     begin(PDL)
     out = out_ptr + b.to(tl.int64) * out_strides[0] + t[:, None] * out_strides[1] + h * P + p[None, :]
@@ -193,7 +193,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         tl.store(out, tl.zeros([BLOCK_T, BLOCK_P], out_ptr.dtype.element_ty), mask=live)
         return
 
-    # What does not stream is asked for first: it arrives behind the first columns of the state.
+    # What is read once is loaded first: it arrives after the first columns of the state.
     token = b * T + t
     newest = t[:, None] + length
     place = (start + w) % W

@@ -200,7 +200,7 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
     if z_ptr is not None:
         gates = z_ptr + start * z_strides[0] + h * z_strides[1] + token[:, None] * z_strides[0] + p[None, :]
         y *= silu(_load(gates, p_mask, P % BLOCK_P == 0).to(tl.float32))
-    # The head of a dead row's chunk was never written: whatever came of it gives way to zeros.
+    # The head of a dead row's chunk was never written, so its outputs are replaced by zeros.
     y = tl.where(dead, 0.0, y).to(out_ptr.dtype.element_ty)
     outputs = out_ptr + start * out_strides[0] + h * out_strides[1] + m[:, None] * out_strides[0] + p[None, :]
     tl.store(outputs, y, mask=(m < size)[:, None] & p_mask)
@@ -216,14 +216,12 @@ def mamba2_chunk_scan_triton(
 ) -> Tensor:
     """`mamba2_chunk_scan` in five launches."""
     (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    states, read_slots, write_slots = state
-    _, has_initial_state, plan = prompts
+    (states, read_slots, write_slots), (_, has_initial_state, plan) = state, prompts
     num_tokens, heads, dim = x.shape
     chunks, groups, state_dim, size = len(plan.seq_idx), B.shape[1], states.shape[3], plan.chunk_size
     out = torch.empty((num_tokens, heads, dim), dtype=x.dtype, device=x.device) if out is None else out
     out[plan.num_tokens :].zero_()
-    step = torch.empty((2, heads, num_tokens), dtype=torch.float32, device=x.device)
-    step, cum = step.unbind()
+    step, cum = torch.empty((2, heads, num_tokens), dtype=torch.float32, device=x.device).unbind()
     chunk_heads = torch.empty((chunks, heads, dim, state_dim), dtype=x.dtype, device=x.device)
     width = triton.cdiv(size, 64) * 64  # whole blocks: the outputs' kernel reads scores without a mask
     scores = torch.empty((chunks, groups, width, width), dtype=x.dtype, device=x.device)

@@ -1,7 +1,7 @@
 """Running sums within each request: y_t = S + x_1 + ... + x_t, and S becomes the last y.
 
-The simplest recurrence there is, for the history branch's mode "prefix_sum": what it should give is plain to see, so a
-wrong slot, a lost state or a sum that runs into the next row of a batch is, too. Sums are float32 throughout.
+The simplest recurrence, for the history branch's mode "prefix_sum". Its results are easy to predict, so tests notice a
+wrong slot, a lost state or a sum that continues into the next row of a batch. Sums are float32 throughout.
 """
 
 from math import prod

@@ -21,7 +21,7 @@ def qk_norm_rotary(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple
     cos_sin, q_weight, k_weight, eps = rope
     normed_q = q if q_weight is None else rms_norm.reference(q, q_weight, eps)
     normed_k = k if k_weight is None else rms_norm.reference(k, k_weight, eps)
-    # One tensor for both: half as many operations, which is what a decode step on a CPU pays for.
+    # One tensor for both takes half as many operations: a decode step on a CPU spends its time on their number.
     heads = torch.cat((normed_q, normed_k), dim=1).float()
     half = cos_sin.shape[1] // 2
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).split(half, dim=-1)

@@ -93,7 +93,7 @@ def _filter_kernel(logits_ptr, threshold_ptr, V, BLOCK: tl.constexpr):  # type: 
     tl.store(logits_ptr + b * V + ids, tl.where(x >= tl.load(threshold_ptr + b), x, float("-inf")), mask=mask)
 
 
-# How a row is split follows the batch size, which changes from step to step: no reason to compile anew.
+# How a row is split depends on the batch size, which changes from step to step and must not cause a compilation.
 @triton.jit(do_not_specialize=["per_split", "splits"])
 def _argmax_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, bitmask_ptr, threshold_ptr, temperature_ptr, seeds_ptr, indices_ptr, best_ptr, tokens_ptr,

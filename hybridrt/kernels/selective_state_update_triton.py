@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.mamba2_common_triton import silu, strides, time_step
+from hybridrt.kernels.mamba2_common_triton import silu, state_of_parent, strides, time_step
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import IntermediateStates, SSMInputs, SSMWeights, StateSlots
 
@@ -47,11 +47,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         stored = stored_ptr + tl.load(rows_ptr + b).to(tl.int64) * stored_strides[0] + tile
     for t in range(T):
         if parents_ptr is not None:
-            parent = tl.load(parents_ptr + b * parents_sb + t)
-            tl.debug_barrier()  # the parent's state was stored by this program
-            inherits = tl.zeros(mask.shape, tl.int32) + parent >= 0
-            inherited = tl.load(stored + tl.maximum(parent, 0) * stored_strides[1], mask=mask & inherits, other=0.0)
-            state = tl.where(inherits, inherited.to(tl.float32), initial)
+            state = state_of_parent(parents_ptr + b * parents_sb, stored, stored_strides[1], t, initial, mask)
         dt = time_step(dt_ptr + b * dt_strides[0] + t * dt_strides[1] + h, dt_bias_ptr, h, dt_min, dt_max)
         x = _load(x_ptr + b * x_strides[0] + t * x_strides[1] + h * x_strides[2] + p, p_mask)
         key = _load(B_ptr + b * B_strides[0] + t * B_strides[1] + g * B_strides[2] + n, n_mask)

@@ -113,7 +113,7 @@ def fold_ring(
         A: [L, H] float32 of Mamba-2 layers; None where the gates are logs of decays.
     """
     if states.device.type == "cpu" and not int(folds.count):
-        return  # only a CPU knows without waiting
+        return  # only on a CPU can this be read without waiting
     targets = folds.state_slots if write_state_slots is None else write_state_slots
     meant = torch.arange(len(folds.state_slots), device=states.device) < folds.count
     read, write = (torch.where(meant, slots, -1) for slots in (folds.state_slots, targets))
