@@ -13,6 +13,7 @@ from hybridrt.kernels.state_commit import commit_conv_window, commit_intermediat
 from hybridrt.kernels.state_ring import RingFolds, advance_ring, fold_ring
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import check_replay, linear_kind, state_dtype
+from hybridrt.mem_cache.bounds import check_range
 
 STATE_MODES = ("classic", "replay", "intermediate")
 
@@ -184,6 +185,8 @@ class MambaPool:
 
     def admit(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] int64 each."""
+        check_range("rows", rows, self.num_rows + 1)
+        check_range("slots", slots, self.num_slots + 1)
         for _, cache in self.stacks:
             for tensor in (cache.conv, cache.temporal):
                 _as_words(tensor).index_fill_(1, slots, 0)

@@ -71,14 +71,14 @@ def decode_inputs_triton(
 @triton.jit(do_not_specialize=["num_rows", "num_real"])
 def _fill_decode_metadata_kernel(  # type: ignore[no-untyped-def]
     slots, start_positions, accepted, ring_start_out, ring_length_out, req_pool_indices, seq_lens,
-    num_rows, num_real, tokens_per_row, req_to_mamba_slot, ring_start, ring_length, BLOCK: tl.constexpr,
+    num_rows, num_real, tokens_per_row, req_to_state_slot, ring_start, ring_length, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = b < num_rows
     real = b < num_real
     row = tl.load(req_pool_indices + b, mask=live, other=0)
     start = tl.load(seq_lens + b, mask=live, other=0) - tokens_per_row
-    tl.store(slots + b, tl.where(real, tl.load(req_to_mamba_slot + row, mask=live, other=0), -1), mask=live)
+    tl.store(slots + b, tl.where(real, tl.load(req_to_state_slot + row, mask=live, other=0), -1), mask=live)
     tl.store(start_positions + b, tl.where(real, start, 0), mask=live)
     tl.store(accepted + b, real.to(tl.int32), mask=live)
     tl.store(ring_start_out + b, tl.load(ring_start + row, mask=live, other=0), mask=live)
@@ -91,7 +91,7 @@ def fill_decode_metadata_triton(
     seq_lens: Tensor,
     num_real: int,
     tokens_per_row: int,
-    req_to_mamba_slot: Tensor,
+    req_to_state_slot: Tensor,
     ring_start: Tensor,
     ring_length: Tensor,
 ) -> None:
@@ -99,5 +99,5 @@ def fill_decode_metadata_triton(
     rows = out.state_slots.shape[0]
     _fill_decode_metadata_kernel[(triton.cdiv(rows, 128),)](
         out.state_slots, out.start_positions, out.accepted, out.ring_start, out.ring_length, req_pool_indices, seq_lens,
-        rows, num_real, tokens_per_row, req_to_mamba_slot, ring_start, ring_length, BLOCK=128, num_warps=4,
+        rows, num_real, tokens_per_row, req_to_state_slot, ring_start, ring_length, BLOCK=128, num_warps=4,
     )  # fmt: skip
