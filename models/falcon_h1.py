@@ -12,10 +12,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hybridrt.attention.base import Rope
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.records import Rope
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import AttentionLayer, qkv_segments
 from hybridrt.layers.branch import Branch

@@ -13,11 +13,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hybridrt.attention.base import Rope
 from hybridrt.attention.window_history import WindowHistoryBackend
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.records import Rope
 from hybridrt.layers.hybrid_attention import HybridAttentionLayer, HybridSSMAdapter
 from hybridrt.layers.linear import Summands
 from hybridrt.layers.mlp import GatedMLP

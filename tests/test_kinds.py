@@ -209,7 +209,9 @@ def test_the_first_backend_plans_and_commits_for_all() -> None:
     mamba2, gdn = stack.backend.linear_attn_backends
     assert stack.last_batch.metadata.keys() == {mamba2}
     extends = mamba2.begin(stack.last_batch).extends
-    assert gdn.begin(stack.last_batch).extends is extends and extends[16].write_slots is extends[8].write_slots
+    assert (
+        gdn.begin(stack.last_batch).extends is extends and extends[16].write_state_slots is extends[8].write_state_slots
+    )
     assert [extends[backend.chunk_size].plan.chunk_size for backend in (mamba2, gdn)] == [16, 8]
     stack.decode(Row(1, 4, [4]))
     assert stack.mamba.ring_length[1] == 1, "once, not once a kind"

@@ -1,7 +1,7 @@
 """The interface of every attention and recurrent backend, as an embedding runtime programs against it."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
+from hybridrt.kernels.records import Rope
 from hybridrt.kernels.rotary import qk_norm_rotary
 
 
@@ -244,21 +245,6 @@ class AttentionBackend(ABC):
         self.commit_decode(accepted, path)
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding of a layer's queries and keys, after an optional RMS norm of each head.
-
-    Attributes:
-        cos_sin: [max_len, rot] float32 table (hybridrt.layers.rotary).
-        q_weight, k_weight: [head_dim] float32, None for no norm; eps belongs to it.
-    """
-
-    cos_sin: Tensor
-    q_weight: Tensor | None = None
-    k_weight: Tensor | None = None
-    eps: float = 0.0
-
-
 class SegmentedAttnBackend(AttentionBackend):
     """A softmax-attention backend that runs the decode and the extend segment of a batch each with its own method."""
 
@@ -307,8 +293,7 @@ class SegmentedAttnBackend(AttentionBackend):
     @staticmethod
     def _rotate(q: Tensor, k: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> tuple[Tensor, Tensor]:
         heads, kv_heads = (t.view(t.shape[0], t.shape[1] // layer.head_dim, layer.head_dim) for t in (q, k))
-        weights = (rope.q_weight, rope.k_weight, rope.eps)
-        heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope.cos_sin, *weights)
+        heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope)
         return heads.flatten(1), kv_heads.flatten(1)
 
     @abstractmethod

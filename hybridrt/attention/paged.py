@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrt.attention.base import Rope, SegmentedAttnBackend
+from hybridrt.attention.base import SegmentedAttnBackend
 from hybridrt.attention.checks import (
     check_batch,
     check_device_lengths,
@@ -18,6 +18,7 @@ from hybridrt.attention.checks import (
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, GraphView
 from hybridrt.kernels.providers import select
+from hybridrt.kernels.records import Rope
 from hybridrt.kernels.state_commit import move_kv
 from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.kv_pool import KVPool
@@ -123,8 +124,8 @@ class PagedKVBackend(SegmentedAttnBackend):
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
         heads, kv_heads = (-1, layer.num_heads, layer.head_dim), (-1, layer.num_kv_heads, layer.head_dim)
         rotated: Tensor = self._rotary_write_kv(
-            q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.positions, rope.cos_sin, rope.q_weight,
-            rope.k_weight, rope.eps, *self.kv_pool.layer(layer.layer_id), batch.out_cache_loc,
+            q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.positions, rope,
+            *self.kv_pool.layer(layer.layer_id), batch.out_cache_loc,
         )  # fmt: skip
         return rotated.view(q.shape[0], -1)
 

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridrt.attention.base import Rope
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import BackendError, ConfigError
 from hybridrt.families.swa_ssm import HISTORY_MODES
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.records import Rope
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.kinds.registry import linear_kind

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.mamba1_update import BCNorms
+from hybridrt.kernels.records import BCNorms
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear

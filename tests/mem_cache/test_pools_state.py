@@ -159,6 +159,7 @@ def test_addresses_of_far_slots_exceed_32_bits() -> None:
     """A pool whose last slot lies 2**31 elements behind its first, as 32 heads of 128 x 128 do past slot 4096: memory
     that nobody touches costs nothing, so the pool is made without being written."""
     from hybridrt.kernels.selective_state_update import selective_state_update
+    from tests.support.flat import flat
     from tests.support.mamba2_oracle import close, int32, scan_inputs
 
     torch.use_deterministic_algorithms(False)
@@ -173,9 +174,9 @@ def test_addresses_of_far_slots_exceed_32_bits() -> None:
     far[last] = near[1] = torch.randn(heads, dim, n)
     far[0] = 0.0
     outs = [
-        selective_state_update(
-            pool, inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, **inputs.head_terms(),
-            read_slots=int32(slot), write_slots=int32(slot),
+        flat(
+            selective_state_update, **inputs.terms(), states=pool, read_state_slots=int32(slot),
+            write_state_slots=int32(slot),
         )
         for pool, slot in ((far, last), (near, 1))
     ]  # fmt: skip
