@@ -1,11 +1,13 @@
 """The interface of every attention and linear backend, as an embedding runtime programs against it."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from hybridrt.config import AttentionSpec
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.rotary import qk_norm_rotary
@@ -120,7 +122,22 @@ class Rope:
 
 
 class SegmentedAttnBackend(AttentionBackend):
-    """A softmax-attention backend that runs the decode and the extend segment of a batch each with its own method."""
+    """A softmax-attention backend that runs the decode and the extend segment of a batch each with its own method.
+
+    Attributes:
+        provider: whose kernels it runs, a name of hybridrt.kernels.providers; None for its own.
+        auto_decode, auto_prefill: types of device on which "auto" may choose it for this. Of several the first in
+            hybridrt.attention.registry is chosen.
+    """
+
+    provider: ClassVar[str | None] = None
+    auto_decode: ClassVar[tuple[str, ...]] = ()
+    auto_prefill: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def objection(cls, device: torch.device, specs: Collection[AttentionSpec]) -> str | None:
+        """Why it cannot serve attention layers of these specs on a device; None if it can."""
+        return None
 
     def forward(
         self,
@@ -140,7 +157,7 @@ class SegmentedAttnBackend(AttentionBackend):
         Args:
             q, k, v: [T, heads * head_dim] of the new tokens.
             rope: how to rotate q and k first; None if they are rotated, or the model rotates nothing.
-            layer: the layer that calls: layer_id, scale and head counts.
+            layer: the layer that calls: its `layer_id` and `spec` (AttentionSpec).
             save_kv_cache: write k and v into the pool first.
             out: [T, heads * head_dim], where the result may be left; what is returned counts.
         Returns:
@@ -149,7 +166,7 @@ class SegmentedAttnBackend(AttentionBackend):
         assert q is not None
         split, total = batch.num_decode_tokens, q.shape[0]
         if total == 0:
-            return q.new_empty(0, layer.num_heads * layer.head_dim)
+            return q.new_empty(0, layer.spec.num_heads * layer.spec.v_head_dim)
         if save_kv_cache and k is not None and v is not None:
             if rope is None:
                 self.save_kv(k, v, layer, batch)
@@ -176,7 +193,8 @@ class SegmentedAttnBackend(AttentionBackend):
     def _rotate(
         q: torch.Tensor, k: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        heads, kv_heads = (t.view(t.shape[0], t.shape[1] // layer.head_dim, layer.head_dim) for t in (q, k))
+        dim = layer.spec.head_dim
+        heads, kv_heads = (t.view(t.shape[0], t.shape[1] // dim, dim) for t in (q, k))
         weights = (rope.q_weight, rope.k_weight, rope.eps)
         heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope.cos_sin, *weights)
         return heads.flatten(1), kv_heads.flatten(1)

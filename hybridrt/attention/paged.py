@@ -1,8 +1,8 @@
 """Attention over KVPool: the metadata and the writing that all backends share, and those whose kernels plan nothing."""
 
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,8 +15,10 @@ from hybridrt.attention.checks import (
     check_range,
     may_look,
 )
+from hybridrt.config import AttentionSpec
+from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
-from hybridrt.kernels.providers import select
+from hybridrt.kernels.providers import objection, require, select
 from hybridrt.kernels.state_commit import move_kv
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -36,9 +38,9 @@ class PagedMetadata:
     seq_lens_host: list[int]
 
 
-def kernel_facts(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-    """What providers are told of a KV cache when they are asked whether they can serve it."""
-    facts: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim}
+def kernel_facts(device: torch.device, spec: AttentionSpec) -> dict[str, Any]:
+    """What providers are told of an attention layer when they are asked whether they can serve it."""
+    facts: dict[str, Any] = {"dtype": spec.dtype, "head_dim": spec.head_dim}
     return facts | {"capability": torch.cuda.get_device_capability(device)} if device.type == "cuda" else facts
 
 
@@ -50,25 +52,36 @@ class PagedKVBackend(SegmentedAttnBackend):
 
     Attributes:
         provider: whose kernels attend (hybridrt.kernels.providers).
+        operations: those that it runs.
 
     Raises:
-        ProviderNotInstalledError, BackendError: the provider is missing, or cannot serve this device and KV cache.
+        ProviderNotInstalledError, BackendError: the provider is missing, or cannot serve this device and these layers.
     """
 
-    provider: str
+    provider: ClassVar[str]
+    operations: ClassVar[tuple[str, ...]] = ("attention_extend", "attention_decode")
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         self.kv_pool = kv_pool
         self.req_to_token_pool = req_to_token_pool
         self.metadata: PagedMetadata | None = None
-        device_type = kv_pool.k.device.type
-        self._write_kv = select("write_kv", device_type)
-        self._rotary_write_kv = select("rotary_write_kv", device_type)
+        device, specs = kv_pool.device, set(kv_pool.specs.values())
+        require(self.provider, type(self).__name__)
+        if reason := self.objection(device, specs):
+            raise BackendError(f"provider {self.provider!r} cannot serve attention on {device.type!r}: {reason}")
+        self._write_kv = select("write_kv", device.type)
+        self._rotary_write_kv = select("rotary_write_kv", device.type)
 
-    def select(self, op: str) -> Callable[..., torch.Tensor]:
-        """The provider's implementation of `op` for this KV cache."""
-        k = self.kv_pool.k
-        return select(op, k.device.type, self.provider, **kernel_facts(k.device, k.dtype, k.shape[-1]))
+    @classmethod
+    def objection(cls, device: torch.device, specs: Collection[AttentionSpec]) -> str | None:
+        for spec in specs:
+            if spec.variant != "gqa":
+                return f'{cls.__name__} has no kernels for variant "{spec.variant}"'
+            if spec.v_head_dim != spec.head_dim:
+                return f"head_dim is {spec.head_dim} and v_head_dim {spec.v_head_dim}; {cls.__name__} takes equal ones"
+        facts = [kernel_facts(device, spec) for spec in specs]
+        asked = (objection(op, device.type, cls.provider, **each) for op in cls.operations for each in facts)
+        return next((reason for reason in asked if reason is not None), None)
 
     def _check_places(self, batch: ForwardBatch) -> None:
         """Rows, and the KV slots that the step writes and reads. Waits for the device."""
@@ -107,7 +120,8 @@ class PagedKVBackend(SegmentedAttnBackend):
     def rotate_and_save(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope
     ) -> torch.Tensor:
-        heads, kv_heads = (-1, layer.num_heads, layer.head_dim), (-1, layer.num_kv_heads, layer.head_dim)
+        spec: AttentionSpec = layer.spec
+        heads, kv_heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
         rotated: torch.Tensor = self._rotary_write_kv(
             q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.positions, rope.cos_sin, rope.q_weight,
             rope.k_weight, rope.eps, *self.kv_pool.layer(layer.layer_id), batch.out_cache_loc,
@@ -116,7 +130,7 @@ class PagedKVBackend(SegmentedAttnBackend):
 
     def save_kv(self, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch) -> None:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
-        shape = (k.shape[0], layer.num_kv_heads, layer.head_dim)
+        shape = (k.shape[0], layer.spec.num_kv_heads, layer.spec.head_dim)
         self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
 
     def commit_decode(self, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None) -> None:
@@ -129,7 +143,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         table, rows = self.req_to_token_pool.req_to_token, meta.rows[:n].unsqueeze(1)
         kept = depth < accepted.unsqueeze(1)
         source, destination = (table[rows, first + at].masked_fill(~kept, 0) for at in (path, depth))
-        for cache in (self.kv_pool.k, self.kv_pool.v):
+        for cache in self.kv_pool.tensors:
             move_kv(cache, source.flatten(), destination.flatten())
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -179,21 +193,21 @@ class PagedAttnBackend(PagedKVBackend):
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
-        self._decode, self._extend = self.select("attention_decode"), self.select("attention_extend")
+        self._extend, self._decode = (select(op, kv_pool.device.type, self.provider) for op in self.operations)
 
     def forward_decode(
         self, q: torch.Tensor, layer: Any, batch: ForwardBatch, *, out: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        meta, split = self._metadata(), batch.num_decode_rows
-        heads = q.view(split, -1, layer.num_heads, layer.head_dim)
+        meta, split, spec = self._metadata(), batch.num_decode_rows, layer.spec
+        heads = q.view(split, -1, spec.num_heads, spec.head_dim)
         result: torch.Tensor = self._decode(
             heads,
             *self.kv_pool.layer(layer.layer_id),
             self.req_to_token_pool.req_to_token,
             meta.rows[:split],
             meta.seq_lens[:split],
-            scale=layer.scale,
-            sliding_window=layer.sliding_window,
+            scale=spec.scale,
+            sliding_window=spec.sliding_window,
             tree_mask=meta.tree_mask,
             num_drafts=meta.num_drafts,
             max_len=meta.decode_max_len,
@@ -204,9 +218,9 @@ class PagedAttnBackend(PagedKVBackend):
     def forward_extend(
         self, q: torch.Tensor, layer: Any, batch: ForwardBatch, *, out: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        meta, split = self._metadata(), batch.num_decode_rows
+        meta, split, spec = self._metadata(), batch.num_decode_rows, layer.spec
         assert meta.query_start_loc is not None
-        heads = q.view(-1, layer.num_heads, layer.head_dim)
+        heads = q.view(-1, spec.num_heads, spec.head_dim)
         result: torch.Tensor = self._extend(
             heads,
             *self.kv_pool.layer(layer.layer_id),
@@ -214,8 +228,8 @@ class PagedAttnBackend(PagedKVBackend):
             meta.rows[split:],
             meta.query_start_loc[split:] - batch.num_decode_tokens,
             meta.seq_lens[split:],
-            scale=layer.scale,
-            sliding_window=layer.sliding_window,
+            scale=spec.scale,
+            sliding_window=spec.sliding_window,
             query_lens=meta.query_lens,
             seq_lens_host=meta.seq_lens_host,
             out=None if out is None else out.view(heads.shape),
