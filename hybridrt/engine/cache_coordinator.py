@@ -66,7 +66,7 @@ class CacheCoordinator:
         self.rows = SlotAllocator(num_rows, "request row")
         self.slots = SlotAllocator(num_slots, "state slot")
         self.pages = SlotAllocator(num_pages, "KV page")
-        self.columns = RowColumns(num_rows)
+        self.columns = RowColumns.allocate(num_rows)
         self.donations: list[int] = []
         self._returns = 0
         self._demand = demand or PageDemand(page_size)
@@ -226,7 +226,7 @@ class CacheCoordinator:
         request.columns = columns
         columns.computed[row] = request.prefix.length
         columns.prefill_end[row] = len(request.prefill_tokens)
-        columns.known[row], columns.pending[row] = len(request.output), 0
+        columns.sampled[row] = len(request.output)
         columns.max_output[row] = request.max_len - len(request.prompt)
         pages = self.pages.total
         columns.capacity[row] = request.end_page * self._demand.page_size if pages else UNLIMITED

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import count
 
 from hybridrt.config import EngineConfig
@@ -18,7 +17,7 @@ from hybridrt.engine.prompts import Prompt
 from hybridrt.engine.request import Request, derive_seed, new_samples
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.tokenizer import Tokenizer
-from hybridrt.engine.turns import Change, Failing, Turns
+from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.model_runner import ModelRunner
@@ -227,10 +226,12 @@ class Engine:
             with self._change:
                 scheduled = self._scheduler.schedule(refuse=self._fail)
                 if scheduled is not None:
-                    with Failing(partial(self._fail_step, scheduled)):
+                    try:
                         self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
                         self._coordinator.launched(scheduled.plan)
                         self._totals.count_launch(scheduled.plan)
+                    except Exception as e:
+                        self._fail_step(scheduled, e)
             if scheduled is None and not self._launched and len(self._samples) > len(self._held):
                 raise EngineError(
                     f"nothing can be scheduled and nothing is running: {self.counters()}; abort the requests"

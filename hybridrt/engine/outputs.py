@@ -75,7 +75,7 @@ class EngineCounters(DraftRates):
         """A step was launched."""
         self.steps += 1
         self.prompt_tokens += sum(len(row.tokens) for row in plan.extend)
-        self.proposed += int(plan.decode.num_drafts.sum())
+        self.proposed += len(plan.decode.drafts)
 
     def count_end(self, reason: FinishReason, error: EngineError | None) -> None:
         """A sample has ended."""

@@ -90,20 +90,12 @@ class Request:
         """Tokens with KV and state once every launched step has run; 0 while the request does not run."""
         return int(self.columns.computed[self.row.index]) if self.columns is not None and self.row is not None else 0
 
-    @computed.setter
-    def computed(self, tokens: int) -> None:
-        assert self.columns is not None and self.row is not None, "only a request that runs computes"
-        self.columns.computed[self.row.index] = tokens
-
     @property
     def pending(self) -> int:
         """Tokens sampled but not read yet."""
-        return int(self.columns.pending[self.row.index]) if self.columns is not None and self.row is not None else 0
-
-    @pending.setter
-    def pending(self, tokens: int) -> None:
-        assert self.columns is not None and self.row is not None, "only a request that runs samples"
-        self.columns.pending[self.row.index] = tokens
+        if self.columns is None or self.row is None:
+            return 0
+        return int(self.columns.sampled[self.row.index]) - len(self.output)
 
     @property
     def end_page(self) -> int:

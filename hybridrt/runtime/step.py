@@ -65,9 +65,7 @@ class DecodeRow(NamedTuple):
     parents: Sequence[int] | None = None
 
 
-def no_integers() -> np.ndarray:
-    """[0] int32."""
-    return np.empty(0, np.int32)
+NO_INTEGERS = np.empty(0, np.int32)
 
 
 class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
@@ -87,15 +85,15 @@ class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
         ValueError: the columns do not belong together.
     """
 
-    rows: np.ndarray = msgspec.field(default_factory=no_integers)
-    computed: np.ndarray = msgspec.field(default_factory=no_integers)
-    output_indices: np.ndarray = msgspec.field(default_factory=no_integers)
-    num_drafts: np.ndarray = msgspec.field(default_factory=no_integers)
-    drafts: np.ndarray = msgspec.field(default_factory=no_integers)
+    rows: np.ndarray = NO_INTEGERS
+    computed: np.ndarray = NO_INTEGERS
+    output_indices: np.ndarray = NO_INTEGERS
+    num_drafts: np.ndarray = NO_INTEGERS
+    drafts: np.ndarray = NO_INTEGERS
     parents: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        n, total = len(self.rows), int(self.num_drafts.sum())
+        n, total = len(self.rows), int(self.num_drafts.sum()) if len(self.drafts) else np.count_nonzero(self.num_drafts)
         if not n == len(self.computed) == len(self.output_indices) == len(self.num_drafts):
             raise ValueError(f"columns of {n} decode rows differ in length")
         if len(self.drafts) != total or (self.parents is not None and len(self.parents) != total):
@@ -134,6 +132,9 @@ class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
             yield DecodeRow(row, computed, index, drafts[start:end], parents and parents[start:end])
 
 
+NO_ROWS = DecodeRows()
+
+
 def int32s(values: Iterable[int]) -> np.ndarray:
     """[n] int32."""
     return np.fromiter(values, np.int32)
@@ -166,7 +167,7 @@ class StepPlan:
 
     admissions: list[Admission] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
-    decode: DecodeRows = field(default_factory=DecodeRows)
+    decode: DecodeRows = NO_ROWS
     extend: list[ExtendRow] = field(default_factory=list)
     imports: list[StateCopy] = field(default_factory=list)
     exports: list[StateCopy] = field(default_factory=list)

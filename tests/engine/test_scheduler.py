@@ -15,7 +15,7 @@ from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
 from hybridrt.runtime.step import StepPlan
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
-from tests.support.engine_harness import Rig
+from tests.support.engine_harness import Rig, set_computed
 
 
 def request(arrival: int, prompt_len: int, max_tokens: int = 50) -> Request:
@@ -404,7 +404,7 @@ def test_a_prefix_cache_drops_in_behind_the_coordinator() -> None:
     first, second, third = request(1, 7), request(1, 7), request(3, 15)
     plan = StepPlan()
     assert pools.admit(first, 0, plan) and first.computed == 0
-    first.computed = 7
+    set_computed(first, 7)
     pools.release(first)
     assert (pages.num_cached, pages.num_used) == (3, 0), "three whole pages stay"
     scheduler.add(second)
