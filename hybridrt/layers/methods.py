@@ -100,9 +100,12 @@ class LinearMethod(Method, ABC):
 
     Attributes:
         experts: the class for stacks of experts, None if there is none.
+        merges_inputs: whether one weight may hold several matrices of the checkpoint side by side along its input. Not
+            where a scale serves a whole row: each matrix has scales of its own.
     """
 
     experts: ClassVar[type[ExpertsMethod] | None] = None
+    merges_inputs: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, out_features: int, in_features: int, build: "Build") -> None: ...
@@ -165,6 +168,7 @@ class DenseMethod(LinearMethod):
     """
 
     experts = DenseExperts
+    merges_inputs = True
 
     def __init__(self, out_features: int, in_features: int, build: "Build") -> None:
         self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,11 +36,14 @@ class Build:
         """
         from hybridrt.layers.methods import MixedMethod, linear_method  # it takes Build
 
-        runs = []
-        for scheme, names in groupby(segments, lambda segment: self.scheme(name, segment)):
-            size = sum(segments[each] for each in names)
-            runs.append((linear_method(scheme)(*((size, width) if dim == 0 else (width, size)), self), size))
-        return runs[0][0] if len(runs) == 1 else MixedMethod(runs, dim)
+        runs: list[tuple[type[LinearMethod], int]] = []
+        for segment, size in segments.items():
+            method = linear_method(self.scheme(name, segment))
+            if runs and runs[-1][0] is method and (dim == 0 or method.merges_inputs):
+                size += runs.pop()[1]
+            runs.append((method, size))
+        made = [(method(*((size, width) if dim == 0 else (width, size)), self), size) for method, size in runs]
+        return made[0][0] if len(made) == 1 else MixedMethod(made, dim)
 
     def experts(self, name: str) -> "type[ExpertsMethod]":
         """The class that holds the stack of experts `name`."""

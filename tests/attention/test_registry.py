@@ -11,7 +11,11 @@ from hybridrt.attention import paged, registry
 from hybridrt.attention.torch_native import TorchNativeAttnBackend
 from hybridrt.config import AttentionSpec, EngineConfig
 from hybridrt.errors import BackendError, ProviderNotInstalledError
+from hybridrt.hf_config import read_model_config
 from hybridrt.kernels.providers import _IMPLEMENTATIONS
+from tests.support.checkpoints import CheckpointStore
+from tests.support.outside_attention import OutsideAttnBackend
+from tests.support.session import Session
 
 SPEC = AttentionSpec(2, 2, 128, 128, None, 0.5, torch.bfloat16)
 
@@ -83,3 +87,22 @@ def test_third_parties_register_backends(monkeypatch: pytest.MonkeyPatch) -> Non
     assert registry.load_attention_backend("theirs", torch.device("cpu")).__name__ == "Instrumented"
     with pytest.raises(BackendError, match=r"'wrong'.*must be a SegmentedAttnBackend"):
         registry.load_attention_backend("wrong", torch.device("cpu"))
+
+
+def test_a_backend_of_another_package_runs_and_says_what_it_requires(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = SimpleNamespace(name="outside", value="tests.support.outside_attention:OutsideAttnBackend")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == registry.BACKENDS.group else [])
+    path, requests = checkpoints["qwen-plain"].path, [([5, 6, 7, 8], 5), ([9], 5)]
+    OutsideAttnBackend.layers_seen.clear()
+    samples = Session(path, attention_backend="outside").run(requests)
+    assert [s.tokens for s in samples] == [s.tokens for s in Session(path).run(requests)]
+    assert OutsideAttnBackend.layers_seen == set(read_model_config(path).full_attention_layer_ids)
+    with pytest.raises(BackendError, match="cannot serve attention on 'cpu': a window of 9, it takes none"):
+        Session(checkpoints["swa_ssm-plain"].path, attention_backend="outside")
+
+
+def test_each_device_has_a_backend_that_auto_means() -> None:
+    for device, decode in (("cpu", "torch"), ("cuda", "triton")):
+        assert registry.resolve_attention_name("auto", torch.device(device)) == decode
