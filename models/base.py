@@ -89,7 +89,10 @@ class CausalLM(nn.Module, ABC):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states after the final norm, [T, hidden]."""
-        return self.norm(*self.stack(self.embed(batch.input_ids), None, batch))[0]
+        x, residual = self.embed(batch.input_ids), None
+        for norm, part in self.stack:
+            x, residual = part(norm, x, residual, batch)
+        return self.norm(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, vocab] in the model's dtype."""
@@ -135,7 +138,10 @@ class MTPHead(nn.Module, ABC):
         """[T, hidden] embeddings of the next tokens and hidden states (after the final norm, the model's or this head's
         own) to [T, hidden] hidden states after the head's norm."""
         x = self.fuse(self.embedding_norm(embedded)[0], tail=self.hidden_norm(hidden)[0])
-        return self.norm(*self.stack(x, None, batch))[0]
+        residual = None
+        for norm, part in self.stack:
+            x, residual = part(norm, x, residual, batch)
+        return self.norm(x, residual)[0]
 
     @abstractmethod
     def checkpoint_map(self) -> CheckpointMap:

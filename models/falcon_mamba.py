@@ -37,4 +37,7 @@ class FalconMambaForCausalLM(CausalLM):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         x = self.embed(batch.input_ids)
-        return self.norm(*self.stack(torch.zeros_like(x), x.to(self.residual_dtype), batch))[0]
+        x, residual = torch.zeros_like(x), x.to(self.residual_dtype)
+        for norm, part in self.stack:
+            x, residual = part(norm, x, residual, batch)
+        return self.norm(x, residual)[0]

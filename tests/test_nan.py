@@ -81,8 +81,8 @@ class Anything(Drafter):
     def __init__(self, trees: bool) -> None:
         self.trees = trees
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
-        return [self._draft(request, n) for request, n in zip(requests, most, strict=True)]
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
+        return [self._draft(request, n) for request, n in zip(requests, max_drafts, strict=True)]
 
     def _draft(self, request: DraftRequest, most: int) -> Draft:
         h = derive_seed(request.seed, len(request.output))

@@ -10,15 +10,15 @@ UNLIMITED = 2**31 - 1
 class RowColumns:
     """Columns of int32 by request row. An entry means something while a request holds the row.
 
-    What the host knows trails what is launched: `computed` and `sampled` are upper bounds that hold once every launched
-    step has run. A verify step may gain fewer tokens than it could; its result then lowers both.
+    What the host knows trails what is launched: `computed` and `output_index` are upper bounds that hold once every
+    launched step has run. A verify step may gain fewer tokens than it could; its result then lowers both.
 
     Args:
         table: [5, R + 1], the columns below each other.
 
     Attributes:
         computed: tokens with KV and state.
-        sampled: output tokens, those included that the host has not read yet.
+        output_index: of the next token to sample: how many are sampled, those included that the host has not read yet.
         prefill_end: tokens to compute before decoding starts.
         max_output: output tokens at which the request ends.
         capacity: tokens that the lent KV pages hold; UNLIMITED in a model without attention.
@@ -26,7 +26,7 @@ class RowColumns:
 
     def __init__(self, table: np.ndarray) -> None:
         self.table = table
-        self.computed, self.sampled, self.prefill_end, self.max_output, self.capacity = table
+        self.computed, self.output_index, self.prefill_end, self.max_output, self.capacity = table
 
     @classmethod
     def allocate(cls, num_rows: int) -> "RowColumns":
@@ -40,9 +40,9 @@ class RowColumns:
         """A decode step is launched that computes and samples `tokens` ([n], or as many for all) of each of rows [n]
         (int64), whose entries were `before`."""
         self.computed[rows] = before.computed + tokens
-        self.sampled[rows] = before.sampled + tokens
+        self.output_index[rows] = before.output_index + tokens
 
     def take_back(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """A step has gained `tokens` [n] fewer tokens for rows [n] than it could."""
         self.computed[rows] -= tokens
-        self.sampled[rows] -= tokens
+        self.output_index[rows] -= tokens

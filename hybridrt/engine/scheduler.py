@@ -82,11 +82,11 @@ class Scheduler:
         requests, rows = self._running_rows()
         columns = self._coordinator.columns.of(rows)
         prefilled = columns.computed >= columns.prefill_end
-        ready = prefilled & (columns.sampled < columns.max_output)
+        ready = prefilled & (columns.output_index < columns.max_output)
         if self._drafter is not None:
             waiting = self._wait_for_tokens(requests, columns, ready)
             if waiting.any() and not waiting[ready].all():
-                return None  # a step of the others would split the rows for good: each half would wait for the other's
+                return None  # two halves of the rows would run in turns from here on, each waiting for the other's step
             ready &= ~waiting
         step, places, prefilling = ScheduledStep(), ready.nonzero()[0], list[Request]()
         if len(places) < len(rows):
@@ -158,7 +158,7 @@ class Scheduler:
     def _wait_for_tokens(self, requests: Sequence[Request], columns: RowColumns, ready: np.ndarray) -> np.ndarray:
         """Which of the ready requests follow, with their next step, tokens that a launched step has yet to give."""
         assert self._drafter is not None
-        waiting = ready & (columns.sampled > int32s(len(request.output) for request in requests))
+        waiting = ready & (columns.output_index > int32s(len(request.output) for request in requests))
         for i in waiting.nonzero()[0].tolist():
             request = requests[i]
             # A launched step brings a request one pending token at most, or more if it verifies drafts: where the
@@ -192,7 +192,7 @@ class Scheduler:
             return []
         known = [not request.pending for request in requests]
         asked = list(compress(requests, known))
-        most = columns.max_output - columns.sampled - 1
+        most = columns.max_output - columns.output_index - 1
         drafts = iter(self._drafter.propose(asked, list(compress(most.tolist(), known))))
         return [next(drafts) if is_known else NO_DRAFT for is_known in known]
 
@@ -200,9 +200,9 @@ class Scheduler:
     def _decode_rows(rows: np.ndarray, columns: RowColumns, drafts: Sequence[Draft]) -> DecodeRows:
         rows = rows.astype(np.int32)
         if not drafts:
-            return DecodeRows(rows, columns.computed, columns.sampled, np.zeros(len(rows), np.int32))
+            return DecodeRows(rows, columns.computed, columns.output_index, np.zeros(len(rows), np.int32))
         tokens, parents = [d.tokens for d in drafts], [d.parents for d in drafts]
-        return DecodeRows.with_drafts(rows, columns.computed, columns.sampled, tokens, parents)
+        return DecodeRows.with_drafts(rows, columns.computed, columns.output_index, tokens, parents)
 
     def _find_pages(
         self, requests: Sequence[Request], drafts: list[Draft], short: Iterable[int], plan: StepPlan
@@ -282,11 +282,11 @@ class Scheduler:
         row, columns, end = request.row.index, self._coordinator.columns, start + len(chunk)
         last = end == len(request.prefill_tokens)
         columns.computed[row] = end
-        columns.sampled[row] += last
+        columns.output_index[row] += last
         following = 0 if last else request.prefill_tokens[end]
         state = request.prefix.state
-        read_slot = state.index if state is not None and start == request.prefix.length else 0
-        step.plan.extend.append(ExtendRow(row, start, chunk, len(request.output), last, following, read_slot))
+        read_state_slot = state.index if state is not None and start == request.prefix.length else 0
+        step.plan.extend.append(ExtendRow(row, start, chunk, len(request.output), last, following, read_state_slot))
         step.rows.append((request, int(last)))
         if last and request.export_to is not None:
             room = request.export_to

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybridrt.config_json import read_object
+from hybridrt.engine.chat_template import run_template
 from hybridrt.errors import CheckpointError, RequestError, shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -60,18 +61,14 @@ class HFTokenizer:
         """Token ids of a conversation that consists of one message of the user, in the model's chat template.
 
         Raises:
-            CheckpointError: there is no template, or it fails.
+            CheckpointError: there is no template, it fails, or it takes too long or too much memory.
         """
         if not self.hf.chat_template:
             raise CheckpointError("the model brings no chat template; pass its prompt without one")
         messages = [{"role": "user", "content": text}]
-        try:
-            wrapped: str = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as e:  # a template is a program of the checkpoint's: it raises what it likes
-            raise CheckpointError(
-                f"the model's chat template fails ({type(e).__name__}: {e}); repair it, or write the prompt in the "
-                "model's format yourself"
-            ) from e
+        wrapped = run_template(
+            lambda: self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        )
         # The template writes the special tokens itself: encoding it as a prompt would put a second one before it.
         return self._encode(wrapped, add_special_tokens=False)
 

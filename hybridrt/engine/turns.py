@@ -1,4 +1,4 @@
-"""Who may change an engine, and when: one thread at a time, no interrupt inside, nothing left half changed."""
+"""Who may change an engine: one thread at a time, without interrupts, and a change that fails is recovered from."""
 
 import sys
 from collections import deque

@@ -1,14 +1,11 @@
 """The stack of a decoder: parts, each behind a norm of its own, that add to a residual."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from hybridrt.forward_batch import ForwardBatch
-from hybridrt.layers.linear import Summands
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import CheckpointMap
 
@@ -47,11 +44,10 @@ class ResidualStack(nn.Module):
                 self.parts.append(each.part)
                 self.keys.append((i, each.norm_key, each.key))
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """[T, hidden] to (what the last part adds, what it is to be added to)."""
-        for norm, part in zip(self.norms, self.parts):
-            x, residual = part(norm, x, residual, batch)
-        return x, residual
+    def __iter__(self) -> Iterator[tuple[RMSNorm, Any]]:
+        """(norm, part) in their order. A model calls `part(norm, x, residual, batch)` itself: a frame less in each."""
+        parts: Any = zip(self.norms, self.parts)
+        return iter(parts)
 
     def mixers(self) -> dict[int, Any]:
         """The recurrent mixers by layer id."""

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.config import ModelConfig
 from hybridrt.errors import ConfigError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, int32s
 from hybridrt.runtime.step_batch import TokenInputs, make_batch, spec_info_of
@@ -168,6 +168,9 @@ class GraphRunner:
         tree: verify steps are of draft trees, whose parents and masks arrive with the inputs.
         keep_hidden: `buffers.hidden` gets the final hidden states.
         recorder: how a step is recorded; by the device's kind if None.
+
+    Attributes:
+        prepared: the bucket's batch of the last capture or replay, with what the backends planned.
     """
 
     def __init__(
@@ -187,7 +190,6 @@ class GraphRunner:
             raise ConfigError(f"max_bs is {max_bs}; a graph needs at least one row")
         self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
         self.tokens = spec_info.tokens_per_row if spec_info else 1
-        self.mode = ForwardMode.TARGET_VERIFY if spec_info else ForwardMode.DECODE
         self.max_bs = min(max_bs, req_to_token_pool.num_rows)
         device = model.device
         self.poisoned = device.type != "cuda"
@@ -197,14 +199,14 @@ class GraphRunner:
             model,
             self.max_bs,
             self.tokens,
-            seq_len_fill=backend.get_cuda_graph_seq_len_fill_value(),
+            seq_len_fill=backend.seq_len_fill,
             tree=tree,
             keep_hidden=keep_hidden,
         )
         self.spec_info = self.buffers.spec_info
         self._staging = StagingRing(device)
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * self.tokens
-        backend.init_cuda_graph_state(self.max_bs, self.max_bs * self.tokens)
+        self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * self.tokens)
         self._replays: dict[int, Callable[[], None]] = {}
         self._sizes: list[int] = []
         self._rows: dict[int, GraphRows] = {}
@@ -218,8 +220,7 @@ class GraphRunner:
         with tqdm(sorted(sizes or buckets(self.max_bs))[::-1], desc="capturing graphs", disable=not progress) as bar:
             for bs in bar:
                 self._upload(NO_ROWS, NO_INTEGERS)
-                hook = self.backend.init_forward_metadata_capture_cuda_graph
-                hook(bs, bs * self.tokens, *self._rows_and_lens(), self.mode, self.spec_info)
+                self._prepare(bs, 0, None)
                 self._replays[bs] = self.recorder(self._bind(bs))
                 insort(self._sizes, bs)
                 self.captured_bytes = free - _free_bytes(self.model.device)
@@ -247,14 +248,20 @@ class GraphRunner:
             self.buffers.poison()
         self._upload(decode, new_pages)
         lens = (decode.computed + self.tokens).tolist() if self.backend.needs_host_lens else None
-        hook = self.backend.init_forward_metadata_replay_cuda_graph
-        hook(bs, n, *self._rows_and_lens(), self.mode, self.spec_info, lens)
+        self._prepare(bs, n, lens)
         self._replays[bs]()
-        return self.rows(n).logits
+        rows = self.rows(n)
+        rows.batch.metadata = self.prepared.metadata  # it is the same step, without padding
+        return rows.logits
 
     def _upload(self, decode: DecodeRows, new_pages: np.ndarray) -> None:
         columns = pack_rows(decode, (), self.tokens, self.tree, new_pages)
         self._staging.copy_rows(self.buffers.packed, columns, self.buffers.padding, self.max_bs)
+
+    def _prepare(self, bs: int, num_real: int, lens: list[int] | None) -> None:
+        batch = self.prepared = self.rows(bs).batch
+        batch.num_real, batch.seq_lens_cpu = num_real, lens
+        self.backend.prepare(batch, graph=self._view)
 
     def _rows_and_lens(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.buffers.sections["rows"], self.buffers.sections["seq_lens"]
@@ -276,15 +283,15 @@ class GraphRunner:
 
     def _bind(self, bs: int) -> Callable[[], None]:
         """The step of one bucket, over views of the static buffers."""
-        buffers, total = self.buffers, bs * self.tokens
+        buffers, total, batch = self.buffers, bs * self.tokens, self.rows(bs).batch
 
         def step() -> None:
             buffers.inputs.first(total).fill_decode(buffers.sections, bs, self.spec_info, self.last_tokens, self.pool)
-            hidden = self.model(self.rows(bs).batch)
+            hidden = self.model(batch)
             if buffers.hidden.numel():
                 buffers.hidden[:total].copy_(hidden)
             buffers.logits[:total].copy_(self.model.logits(hidden))
             if self.spec_info is None:
-                self.backend.commit_decode()
+                self.backend.commit(batch)
 
         return step

@@ -11,8 +11,8 @@ from types import FrameType, TracebackType
 
 
 class _Note:
-    """The handler of a context: it only notes that SIGINT has come. Should an exception of other origin have kept the
-    context from leaving, the handler finds it gone, and Python's own handler returns."""
+    """The handler of a context: it only notes that SIGINT has come. If another exception kept the context from being
+    left, the context may be garbage by now: the handler then puts Python's own handler back and calls it."""
 
     def __init__(self, context: "Interrupts") -> None:
         self.context = weakref.ref(context)
@@ -29,7 +29,7 @@ class _Note:
 class Interrupts:
     """While this context lasts, SIGINT is noted; `check` and the end of the context raise KeyboardInterrupt for it.
 
-    It acts in the main thread alone, because signals go nowhere else, and only in place of Python's own handler: a
+    It acts in the main thread alone, because signals are handled there, and only in place of Python's own handler: a
     handler that the application has installed stays as it is. Contexts may nest: the outermost one acts.
     """
 

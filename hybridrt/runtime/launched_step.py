@@ -1,4 +1,4 @@
-"""Steps on their way: results copied to pinned memory behind the step, and read when somebody asks."""
+"""Launched steps: their results are copied to pinned memory behind the step, and read when `result` is called."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ def requested_logprobs(
 
 
 class LaunchedStep:
-    """A step on its way. Its results are copied to pinned memory behind it, so that reading them waits for this step
+    """A launched step. Its results are copied to pinned memory behind it, so that reading them waits for this step
     alone and not for the one launched after it.
 
     Args:

@@ -226,7 +226,7 @@ class Sampler:
         kept = self._accept(tokens, step)
         if filters.penalties:
             stays = torch.arange(width, device=tokens.device) < kept.counts[:, None]
-            # Row 0 counts what was not kept: nobody reads it.
+            # What was not kept is counted for row 0, which is scratch.
             self.table.count(step.rows[:, None].masked_fill(~stays, 0).view(-1), kept.tokens.view(-1))
         return kept
 

@@ -19,14 +19,14 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         row: request row in [1, R]; row 0 is padding.
-        slot: recurrent state slot in [1, S]; 0 if the model has no recurrent layer.
+        state_slot: in [1, S]; 0 if the model has no recurrent layer.
         tokens: prompt, then the tokens generated so far (a retracted request comes back with some).
         prompt_len: how many of `tokens` are the prompt.
         seed: of the request's draws.
     """
 
     row: int
-    slot: int
+    state_slot: int
     tokens: Sequence[int]
     prompt_len: int
     params: SamplingParams
@@ -145,8 +145,8 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     `following` is the prompt's next token.
 
     Attributes:
-        read_slot: the state slot that holds the state before the chunk, of a prefix that is cached; 0: the row's own.
-            The state behind the chunk goes to the row's own slot.
+        read_state_slot: holds the state before the chunk, of a prefix that is cached; 0: the row's own slot. The state
+            behind the chunk goes to the row's own slot.
     """
 
     row: int
@@ -155,15 +155,15 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     output_index: int
     sample: bool
     following: int = 0
-    read_slot: int = 0
+    read_state_slot: int = 0
 
 
 @dataclass(slots=True)
 class StepPlan:
     """Decode rows come first in the batch, then extend rows, each list in order. What `imports` says is copied in
     before the rows are computed, what `exports` says is copied out afterwards; both name extend rows. Before anything
-    else, admissions included, each row in `donations` parts with its slot, which holds the row's whole state from then
-    on."""
+    else, admissions included, each row in `donations` gives its slot to the prefix cache; from then on the slot holds
+    the row's whole state."""
 
     admissions: list[Admission] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)

@@ -43,8 +43,8 @@ def pack_step(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
 
     query_start_loc [B + 1]; sample_at and sample_rows, the tokens to sample from and their rows; of the extend rows'
     tokens extend_ids, extend_rows, extend_positions and, with `following`, following_ids behind each (0 where it is
-    sampled); where a chunk follows a cached prefix, read_slots of all chunks; chunk plans; admit_rows and admit_slots;
-    page-table entries (page_rows, page_indices, pages).
+    sampled); where a chunk follows a cached prefix, read_state_slots of all chunks; chunk plans; admit_rows and
+    admit_state_slots; page-table entries (page_rows, page_indices, pages).
     """
     extend, decoded = plan.extend, len(plan.decode) * tokens
     new = int32s(len(r.tokens) for r in extend)
@@ -109,8 +109,8 @@ def tree_nodes(decode: DecodeRows, width: int) -> Columns:
 
 
 def _read_slots(plan: StepPlan) -> Columns:
-    slots = [row.read_slot for row in plan.extend]
-    return {"read_slots": int32s(slots)} if any(slots) else {}
+    slots = [row.read_state_slot for row in plan.extend]
+    return {"read_state_slots": int32s(slots)} if any(slots) else {}
 
 
 def chunk_names(size: int) -> dict[str, str]:
@@ -129,7 +129,7 @@ def _chunks(computed: np.ndarray, new: np.ndarray, sizes: Iterable[int]) -> Colu
 def _bookkeeping(plan: StepPlan) -> Columns:
     return {
         "admit_rows": int32s(a.row for a in plan.admissions),
-        "admit_slots": int32s(a.slot for a in plan.admissions),
+        "admit_state_slots": int32s(a.state_slot for a in plan.admissions),
         "page_rows": _flat([[w.row] * len(w.pages) for w in plan.page_writes]),
         "page_indices": _flat([np.arange(w.first_page, w.first_page + len(w.pages)) for w in plan.page_writes]),
         "pages": _flat([w.pages for w in plan.page_writes]),

@@ -150,10 +150,10 @@ class StepRunner:
         if not plan.decode and not plan.extend:
             return LaunchedStep(None)
         batch = self._batch(plan, columns, sections, tokens)
-        self.backend.init_forward_metadata(batch)
+        self.backend.prepare(batch)
         hidden = self.model(batch)
         if plan.decode and tokens == 1:
-            self.backend.commit_decode()
+            self.backend.commit(batch)
         for departure in plan.exports:
             self.arena.export_state(departure)  # type: ignore[union-attr]
         launched, accepted = self._draw(plan, columns, sections, batch, hidden)
@@ -193,7 +193,7 @@ class StepRunner:
         table = self.pools.req_to_token
         if sections["admit_rows"].numel():
             rows = sections["admit_rows"].long()
-            table.admit(rows, sections["admit_slots"].long())
+            table.admit(rows, sections["admit_state_slots"].long())
             self.sampling_table.admit(rows, sections)
         if sections["pages"].numel():
             table.write_pages(*(sections[name].long() for name in ("page_rows", "page_indices", "pages")))
@@ -221,7 +221,7 @@ class StepRunner:
             spec,
             seq_lens_cpu=columns["seq_lens"].tolist(),
             query_lens_cpu=[tokens] * n + new,
-            read_state_slots=sections.get("read_slots"),
+            read_state_slots=sections.get("read_state_slots"),
             chunk_plans={size: _chunk_plan(columns, sections, new, size) for size in self._packing.chunk_sizes},
         )
 
@@ -248,7 +248,7 @@ class StepRunner:
         )  # fmt: skip
         filters, wanted = self._required.of(decode.rows)
         kept = self.sampler.verify(logits, step, filters)
-        self.backend.commit_decode(kept.counts, kept.path)
+        self.backend.commit(batch, kept.counts, kept.path)
         logprobs = requested_logprobs(logits, kept.tokens, wanted, kept.path)
         return LaunchedStep(kept.tokens, kept.counts, *logprobs), kept
 

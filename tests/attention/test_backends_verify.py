@@ -93,7 +93,7 @@ def test_any_sequence_of_steps(name: str, mode: str, checkpoints: CheckpointStor
         padding = data.draw(st.integers(0, 2), "padding") if not new else 0
         logits = hand.forward(hand.batch(old, new, padding=padding))
         if old and width == 1:
-            hand.backend.commit_decode()
+            hand.commit()
         elif old:
             hand.commit([*accepted, *[0] * padding])
         start = 0

@@ -84,7 +84,7 @@ def test_layers_of_equal_spec_share_a_group_and_the_plan_charges_all(model: tupl
     assert (session.plan.num_pages + 1) * session.plan.costs.page == sum(t.nbytes for t in pool.tensors)
     report = describe_model(session.config)
     assert [layer.kv_bytes_per_token for layer in report.layers] == [8 * o.num_kv_heads * o.head_dim for o in LAYERS]
-    assert report.layers[4].mixer == "attention 4x12, 4 KV heads, window 9"
+    assert report.layers[4].mixer == "attention (4 heads, 4 KV heads, head_dim 12, window 9)"
 
 
 def test_pages_stay_while_one_layer_sees_everything(model: tuple, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,9 +201,9 @@ class Repeated(Drafter):
     def end(self, request: DraftRequest) -> None:
         self.inner.end(request)
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
-        first = self.inner.propose(requests, most)
-        assert first == self.inner.propose(requests, most)
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
+        first = self.inner.propose(requests, max_drafts)
+        assert first == self.inner.propose(requests, max_drafts)
         self.asked += len(first)
         return first
 

@@ -20,6 +20,6 @@ class OutsideAttnBackend(PagedAttnBackend):
         windows = [spec.sliding_window for spec in specs if spec.sliding_window is not None]
         return f"a window of {windows[0]}, it takes none" if windows else super().objection(device, specs)
 
-    def forward_decode(self, q: Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> Tensor:
+    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         self.layers_seen.add(layer.layer_id)
-        return super().forward_decode(q, layer, batch, **kwargs)
+        return super().decode(q, layer, batch, out)
