@@ -47,7 +47,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[HybridrtError], str]] = {
 def everything(runtime: EmbeddedRuntime) -> dict[str, torch.Tensor]:
     pool, table = runtime.pools.req_to_token.mamba_pool, runtime.pools.req_to_token
     assert pool is not None
-    found = {"k": runtime.pools.kv.k, "table": table.req_to_token, "slots": pool.row_slots, "length": pool.ring_length}
+    found = {"table": table.req_to_token, "slots": pool.row_slots, "length": pool.ring_length}
+    found |= {f"kv {i}": tensor for i, tensor in enumerate(runtime.pools.kv.tensors)}
     for i in pool.layer_ids:
         found |= {f"conv {i}": pool.layer_cache(i).conv, f"state {i}": pool.layer_cache(i).temporal}
     return {name: tensor.clone() for name, tensor in found.items()}
