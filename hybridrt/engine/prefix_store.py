@@ -124,6 +124,11 @@ class PrefixStore:
         self._pages.evict(gone.pages)
         self._slots.evict(gone.states)
 
+    def reset(self) -> bool:
+        """Frees all entries that no request reads. True if none is left."""
+        self.evict(self._pages.total, self._slots.total)
+        return not self._pages.num_cached and not self._slots.num_cached
+
     def _offer(self, request: Request) -> CacheEntries:
         """Nothing is offered of a request that failed, whose state may be wrong, nor of one that has added nothing."""
         computed, ids = request.computed, request.ids

@@ -54,6 +54,7 @@ class Session:
         **config: Any,
     ) -> None:  # fmt: skip
         defaults = {"device": "cpu", "dtype": "float32", "max_model_len": 160, "max_running_requests": 4}
+        defaults["prefix_cache"] = False  # the plan then holds what its budget says
         self.config = EngineConfig(str(path), **{**defaults, **config})
         self.split = TensorParallelExecutor(self.config, ranks=ranks) if ranks else None
         plan = None

@@ -49,7 +49,7 @@ class Rig:
         speculative = SpeculativeConfig(num_draft_tokens=drafts, state_mode=mode, **spec) if drafts else None
         self.config = EngineConfig(
             str(path), device=device, dtype="float32", max_model_len=LENGTH, max_running_requests=rows, page_size=PAGE,
-            speculative=speculative, state_mode="auto" if drafts else mode,
+            speculative=speculative, state_mode="auto" if drafts else mode, prefix_cache=False,
         )  # fmt: skip
         # The longest request fits alone.
         window = json.loads((path / "config.json").read_text()).get("sliding_window")
