@@ -118,7 +118,7 @@ class Twin:
         for name, tensor in after.items():
             assert not changed_entries(wanted[name], tensor), f"{what}: {name} differs"
             changed = changed_entries(self.before[name], tensor)
-            assert changed <= touched.get(name.partition(" of ")[0], set()), f"{what}: {name}, entries {changed}"
+            assert changed <= touched.get(name.rstrip(" 0123456789").partition(" of ")[0], set()), f"{what}: {name}, entries {changed}"
 
     def touched(self, inputs: DecodeRows) -> dict[str, set[int]]:
         """Entries that a step of these rows may change. Padding leaves no trace."""
@@ -129,7 +129,7 @@ class Twin:
         slots = {self.rows.slots[row - 1] for row in rows}
         of_rows = ("ring start", "ring length", "ring_values", "ring_keys", "ring_gates", "intermediate_ssm")
         return (
-            dict.fromkeys(("keys", "values"), pages)
+            {"KV tensor": pages}
             | dict.fromkeys(("conv", "temporal"), slots)
             | dict.fromkeys(of_rows, rows)
         )
