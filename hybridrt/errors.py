@@ -57,6 +57,14 @@ class RankError(EngineError):
     """A tensor-parallel rank failed or was lost. The others cannot go on without it: build a new LLM."""
 
 
+class QueueFullError(HybridrtError):
+    """As many requests run and wait as may at a time. Nothing is wrong with this one: send it again later."""
+
+
+class UnavailableError(EngineError):
+    """The engine takes no requests: it has failed, or is shutting down."""
+
+
 class TransferError(HybridrtError, RuntimeError):
     """State transfer between workers was refused or broken off."""
 

@@ -154,7 +154,9 @@ class LLM:
                     ended.update({(delta.request_id, delta.index): delta for delta in deltas})
                     interrupts.check()
                     bar.update(len(deltas))
-                return [_output(request_id, prepared, ended) for request_id, prepared in zip(ids, batch, strict=True)]
+                return [
+                    whole_output(request_id, prepared, ended) for request_id, prepared in zip(ids, batch, strict=True)
+                ]
             finally:
                 with engine.turns:
                     engine.abandon(queue)
@@ -243,7 +245,7 @@ def _raise_error(deltas: Sequence[Delta]) -> None:
             raise delta.error
 
 
-def _output(request_id: str, prepared: PreparedPrompt, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
+def whole_output(request_id: str, prepared: PreparedPrompt, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
     """The samples of a prompt, each of whose tokens came in one delta."""
     first, *siblings = (_sample(prepared.tokens, ended[request_id, index]) for index in range(prepared.params.n))
     first.siblings = tuple(siblings)
