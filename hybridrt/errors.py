@@ -22,7 +22,15 @@ class CheckpointError(HybridrtError):
 
 
 class RequestError(HybridrtError, ValueError):
-    """One request is invalid (empty prompt, too long, token id out of range, ...). The engine is unchanged."""
+    """One request is invalid (empty prompt, too long, token id out of range, ...). The engine is unchanged.
+
+    Attributes:
+        field: the field of SamplingParams that is wrong; None: the prompt is, or something else.
+    """
+
+    def __init__(self, text: str, field: str | None = None) -> None:
+        super().__init__(text)
+        self.field = field
 
 
 class MemoryBudgetError(HybridrtError):

@@ -22,7 +22,7 @@ _FLOAT32_MAX = 3.4028234663852886e38
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        raise RequestError(f"{name} is {shown(value)}; it must be {allowed}")
+        raise RequestError(f"{name} is {shown(value)}; it must be {allowed}", name)
 
 
 def is_number(value: object, kind: type) -> bool:
@@ -54,7 +54,7 @@ def _entries(name: str, value: Any, most: int) -> tuple[Any, ...]:
     _require(collection and getattr(value, "ndim", 1) == 1, name, value, "a sequence")
     entries = tuple(islice(value, most + 1))
     if len(entries) > most:
-        raise RequestError(f"{name} has more than {most} entries; pass at most {most}")
+        raise RequestError(f"{name} has more than {most} entries; pass at most {most}", name)
     return entries
 
 

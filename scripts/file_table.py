@@ -26,6 +26,7 @@ SECTIONS = (
     ("Speculative decoding", ("hybridrt/speculative",)),
     ("Engine: requests on the host", ("hybridrt/engine",)),
     ("State transfer", ("hybridrt/transfer",)),
+    ("Server: the HTTP API", ("hybridrt/server",)),
     ("Command line", ("hybridrt/cli",)),
     ("Benchmarks, examples and scripts", ("benchmarks", "examples", "scripts")),
 )

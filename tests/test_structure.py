@@ -25,13 +25,14 @@ ORDER = (
     "errors", "plugins", "distributed.channel", "distributed.control", "sampling_params", "speculative.registry",
     "config", "kinds", "families", "hf_config", "forward_batch", "kernels", "mem_cache", "attention",
     "distributed.groups", "distributed.conv_transfer", "layers", "models", "speculative.drafter", "runtime",
-    "speculative", "engine", "transfer", "cli",
+    "speculative", "engine", "transfer", "server", "cli",
 )  # fmt: skip
 MAX_LINES = 450
 MAX_MODEL_LINES = 200
 MAX_FRAMES, MAX_FILES = 11, 10
 OPTIONAL = (
     "flashinfer", "mamba_ssm", "causal_conv1d", "sgl_kernel", "fla", "nixl", "matplotlib", "hypothesis", "pytest",
+    "opentelemetry",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from hybridrt.cli.doctor import doctor
 from hybridrt.cli.generate import generate
 from hybridrt.cli.inspect import inspect
 from hybridrt.cli.options import with_options
+from hybridrt.cli.serve import serve
 from hybridrt.cli.terminal import discard_output, open_streams
 from hybridrt.errors import EngineError, HybridrtError, PoolError, TransferError
 
@@ -61,7 +62,7 @@ def options(
     """Runs hybrid language models: softmax attention mixed with Mamba and Gated Delta Net layers."""
 
 
-for command in (generate, inspect, doctor):
+for command in (generate, serve, inspect, doctor):
     app.command()(with_options(command))
 
 

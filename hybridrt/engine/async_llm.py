@@ -1,7 +1,7 @@
 """AsyncLLM: an LLM for asyncio. Its engine runs in a thread of its own, and requests are asynchronous iterators."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -14,7 +14,7 @@ from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.llm import LLM, whole_output
 from hybridrt.engine.outputs import Delta, RequestOutput
 from hybridrt.engine.prompts import Prompt
-from hybridrt.errors import EngineError, UnavailableError
+from hybridrt.errors import EngineError, RequestError, UnavailableError
 from hybridrt.sampling_params import SamplingParams
 
 # Tokenising this many characters takes about as long as handing them to another thread.
@@ -23,28 +23,26 @@ _DRAIN_CHECK_SECONDS = 0.05
 
 
 class DeltaStream(AsyncIterator[Delta]):
-    """The deltas of one request. While nobody reads, the gains of a sample become one delta: a slow reader costs what
-    the output takes, and holds nobody up. `close`, or dropping the stream, aborts what has not ended.
+    """The deltas of one or several requests. While nobody reads, the gains of a sample become one delta: a slow reader
+    costs what the output takes, and holds nobody up. `close`, or dropping the stream, aborts what has not ended.
 
     Attributes:
-        request_id: what `AsyncLLM.abort` takes.
-        prepared: the prompt's tokens and the parameters.
+        requests: each request's prompt tokens and parameters by its id, in order.
         running: samples that have not ended; 0 once the stream is closed.
     """
 
-    def __init__(self, loop: EngineLoop, request_id: str, prepared: PreparedPrompt) -> None:
-        self.request_id = request_id
-        self.prepared = prepared
+    def __init__(self, loop: EngineLoop) -> None:
+        self.requests: dict[str, PreparedPrompt] = {}
+        self.running = 0
         self._loop = loop
-        self._gains: dict[int, Delta] = {}  # by sample
-        self.running = prepared.params.n
+        self._gains: dict[tuple[str, int], Delta] = {}  # by sample
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: Delta) -> None:
         """Called in the event loop, with what a step gave."""
         if not self.running:
             return
-        held = self._gains.setdefault(delta.index, delta)
+        held = self._gains.setdefault((delta.request_id, delta.index), delta)
         if held is not delta:
             held.extend(delta)
         self.running -= delta.finish_reason is not None
@@ -62,17 +60,21 @@ class DeltaStream(AsyncIterator[Delta]):
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        index = next(iter(self._gains))
-        delta = self._gains.pop(index)
+        delta = self._gains.pop(next(iter(self._gains)))
         if delta.error is not None:
             raise delta.error
         return delta
 
+    def abort(self) -> None:
+        """Ends what runs with reason "abort"."""
+        for request_id in self.requests:
+            self._loop.abort(request_id)
+
     def close(self) -> None:
-        """Aborts the request unless it has ended. Further deltas are not kept."""
+        """Aborts what has not ended. What it still gives is not kept."""
         if self.running:
             self.running = 0
-            self._loop.abort(self.request_id)
+            self.abort()
 
     def __del__(self) -> None:
         self.close()
@@ -90,6 +92,7 @@ class AsyncLLM:
     Attributes:
         llm: the LLM underneath.
         watchers: called in the event loop with every StepMessage.
+        draining: no further request is taken.
     """
 
     def __init__(self, model: str | LLM, *, max_waiting: int = 4096, **options: Any) -> None:
@@ -98,15 +101,15 @@ class AsyncLLM:
         self.watchers: list[Callable[[StepMessage], None]] = []
         self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()
         self._names = count()
-        self._draining = False
+        self.draining = False
         self._events: asyncio.AbstractEventLoop | None = None
         self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="hybridrt-tokenize")
         self._loop = EngineLoop(self.llm.engine, self._deliver, self.llm.plan.num_rows + max_waiting)
 
     @property
-    def error(self) -> EngineError | None:
-        """Why no request is taken any more; None while some are."""
-        return self._loop.error or (UnavailableError("the server is shutting down") if self._draining else None)
+    def failure(self) -> UnavailableError | None:
+        """Why the engine has ended; None while it runs."""
+        return self._loop.error
 
     @property
     def unfinished(self) -> int:
@@ -134,27 +137,43 @@ class AsyncLLM:
         """Runs work on text (tokenising, a chat template) where it does not hold the event loop up."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, partial(work, *arguments))
 
-    def submit(self, prepared: PreparedPrompt, request_id: str | None = None, *, stream: bool = True) -> DeltaStream:
-        """Starts a request.
+    def submit(
+        self, prepared: PreparedPrompt | Sequence[PreparedPrompt], name: str | None = None, *, stream: bool = True
+    ) -> DeltaStream:
+        """Starts one request, or several that one reader reads.
 
         Args:
+            name: the request's id; several get "-0", "-1", … behind it. None: any.
             stream: False: one delta a sample, at its end.
 
         Raises:
-            QueueFullError: too many wait already.
-            RequestError: the id is taken.
+            QueueFullError: too many wait already. None has started; nor has one after any other error.
+            RequestError: the name is taken.
             UnavailableError: the engine has failed, or the server is shutting down.
             EngineError: called from a second event loop.
         """
-        if self.error is not None:
-            raise self.error
+        if self.draining:
+            raise UnavailableError("the server is shutting down; send the request to another one")
         events = asyncio.get_running_loop()
         if self._streams and events is not self._events:
             raise EngineError("an AsyncLLM serves one event loop at a time: end the requests of the other one first")
         self._events = events
-        name = f"async-{next(self._names)}" if request_id is None else request_id
-        self._loop.submit(prepared, name, stream=stream)
-        self._streams[name] = deltas = DeltaStream(self._loop, name, prepared)
+        name = f"async-{next(self._names)}" if name is None else name
+        if name in self._streams:
+            raise RequestError(f"request id {name!r} is in use; pass another one, or None to get one")
+        deltas = DeltaStream(self._loop)
+        batch = {name: prepared}
+        if not isinstance(prepared, PreparedPrompt):
+            batch = {f"{name}-{i}": prompt for i, prompt in enumerate(prepared)}
+        try:
+            for request_id, prompt in batch.items():
+                self._loop.submit(prompt, request_id, stream=stream)
+                deltas.requests[request_id] = prompt
+                deltas.running += prompt.params.n
+        except Exception:
+            deltas.close()
+            raise
+        self._streams |= dict.fromkeys((name, *batch), deltas)
         return deltas
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
@@ -180,19 +199,25 @@ class AsyncLLM:
             ended = {(delta.request_id, delta.index): delta async for delta in deltas}
         finally:
             deltas.close()
-        return whole_output(deltas.request_id, deltas.prepared, ended)
+        ((request_id, prepared),) = deltas.requests.items()
+        return whole_output(request_id, prepared, ended)
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a request with reason "abort". False if none of this name runs."""
-        stream = self._streams.get(request_id)
+    def abort(self, name: str) -> bool:
+        """Ends what was submitted under a name, with reason "abort". False if nothing of this name runs."""
+        stream = self._streams.get(name)
         if stream is None or not stream.running:
             return False
-        self._loop.abort(request_id)
+        stream.abort()
         return True
+
+    def abort_all(self) -> None:
+        """Ends everything with reason "abort"."""
+        for stream in self._streams.values():
+            stream.abort()
 
     async def drain(self, timeout: float) -> bool:
         """Takes no further requests, and waits up to `timeout` seconds for those that run. True if all have ended."""
-        self._draining = True
+        self.draining = True
         deadline = asyncio.get_running_loop().time() + timeout
         while self.unfinished and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_DRAIN_CHECK_SECONDS)
@@ -204,7 +229,7 @@ class AsyncLLM:
         Returns:
             False: a step has not ended within `timeout` seconds; thread and LLM are left as they are.
         """
-        self._draining = True
+        self.draining = True
         if not self._loop.close(timeout):
             return False
         self._tokenizing.shutdown(wait=False)

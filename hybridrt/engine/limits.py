@@ -62,13 +62,16 @@ class EngineLimits:
         """What parameters can be wrong about only beside a model."""
         vocab = self.vocab_size
         if params.stop and tokenizer is None:
-            raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids")
+            raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids", "stop")
         if max(params.stop_token_ids, default=0) >= vocab:
             raise RequestError(
-                f"stop_token_ids holds {max(params.stop_token_ids)}; the vocabulary ends at {vocab - 1}: remove it"
+                f"stop_token_ids holds {max(params.stop_token_ids)}; the vocabulary ends at {vocab - 1}: remove it",
+                "stop_token_ids",
             )
         if params.logprobs is not None and params.logprobs > vocab:
-            raise RequestError(f"logprobs is {params.logprobs} and the vocabulary has {vocab} tokens; lower it")
+            raise RequestError(
+                f"logprobs is {params.logprobs} and the vocabulary has {vocab} tokens; lower it", "logprobs"
+            )
 
     def _encode(self, prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
         content = text_or_ids(prompt)

@@ -97,6 +97,7 @@ class LLM:
         runner = self._split.runner if self._split else ModelRunner(self.config, progress=progress)
         self.model_config = runner.model_config
         self.plan = runner.plan
+        self.device = runner.device
         self.default_sampling_params = default_sampling_params(runner.model_path)
         self.tokenizer = load_tokenizer(runner.model_path)
         self._engine: Engine | None = Engine.from_config(self.config, runner, self.tokenizer, split=self._split)

@@ -1,6 +1,6 @@
 """Text to token ids and back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with whatever the tokenizer puts before it."""
+        ...
+
+    def encode_bare(self, text: str) -> list[int]:
+        """Token ids of text that holds its special tokens already: nothing is put before it."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -56,24 +60,38 @@ class HFTokenizer:
         """Raises CheckpointError where the tokenizer's files are damaged in a way that only shows here."""
         return self._encode(text)
 
+    def encode_bare(self, text: str) -> list[int]:
+        """As `encode`, with nothing put before or behind the text."""
+        return self._encode(text, add_special_tokens=False)
+
     def encode_chat(self, text: str) -> list[int]:
         """Token ids of a conversation that consists of one message of the user, in the model's chat template.
 
         Raises:
             CheckpointError: there is no template, or it fails.
         """
-        if not self.hf.chat_template:
+        # The template writes the special tokens itself: encoding it as a prompt would put a second one before it.
+        return self.encode_bare(self.render_chat([{"role": "user", "content": text}], add_generation_prompt=True))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], template: str | None = None, **options: Any) -> str:
+        """A conversation as text, in the model's chat template or in `template`. It runs in a sandbox of transformers.
+
+        Args:
+            options: of transformers' apply_chat_template, and what else the template reads.
+
+        Raises:
+            CheckpointError: there is no template, or it fails.
+        """
+        if not (template or self.hf.chat_template):
             raise CheckpointError("the model brings no chat template; pass its prompt without one")
-        messages = [{"role": "user", "content": text}]
         try:
-            wrapped: str = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text: str = self.hf.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
         except Exception as e:  # a template is a program of the checkpoint's: it raises what it likes
             raise CheckpointError(
                 f"the model's chat template fails ({type(e).__name__}: {e}); repair it, or write the prompt in the "
                 "model's format yourself"
             ) from e
-        # The template writes the special tokens itself: encoding it as a prompt would put a second one before it.
-        return self._encode(wrapped, add_special_tokens=False)
+        return text
 
     def _encode(self, text: str, **options: bool) -> list[int]:
         try:
@@ -91,9 +109,12 @@ class HFTokenizer:
         return self.hf.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str, most_tokens: int) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, text: str, most_tokens: int, *, bare: bool = False) -> list[int]:
     """Token ids of a prompt. Text too long for `most_tokens` whatever its tokens are is refused before it costs more
     than its length; so is text of which a tokenizer would drop so much that it might fit (repeated spaces).
+
+    Args:
+        bare: as `encode_bare` does.
 
     Raises:
         RequestError: the text is too long, or no Unicode text.
@@ -111,7 +132,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, most_tokens: int) -> list[int
             f"the prompt's character {e.start} is U+{ord(text[e.start]):04X}, half of a surrogate pair: no text by "
             "itself; decode the prompt from its bytes anew, or remove it"
         ) from e
-    return tokenizer.encode(text)
+    return tokenizer.encode_bare(text) if bare else tokenizer.encode(text)
 
 
 def load_tokenizer(path: str | Path) -> HFTokenizer | None:

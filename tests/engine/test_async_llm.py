@@ -17,6 +17,7 @@ from tests.engine.test_threads import WAIT, in_threads
 from tests.support.engine_harness import ByteTokenizer
 from tests.support.fake_llm import FIVE, VOCAB, assert_clean, make
 from tests.support.mock_executor import tokens_alone
+from tests.support.samples import Samples
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True, seed=2)
 
@@ -78,9 +79,31 @@ def test_a_reader_that_lags_gets_one_delta(monkeypatch: pytest.MonkeyPatch) -> N
     run(main())
 
 
+def test_one_reader_of_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, _ = make(monkeypatch, max_running_requests=2)
+
+    async def main() -> None:
+        with AsyncLLM(llm, max_waiting=2) as served:
+            batch = [await served.prepare([i], params(9, i)) for i in range(4)]
+            samples = Samples()
+            samples.add([delta async for delta in served.submit(batch, "mine")])
+            for i in range(4):
+                assert samples[f"mine-{i}", 0].token_ids == tokens_alone([i], i, 9, VOCAB)
+            with llm.engine.turns, pytest.raises(QueueFullError):
+                served.submit([*batch, batch[0]], "mine")
+            await ended(served)
+            with llm.engine.turns:
+                stream = served.submit(batch, "mine")
+                assert served.abort("mine")
+            assert [delta.finish_reason async for delta in stream] == ["abort"] * 4
+
+    run(main())
+    assert_nothing_left(llm)
+
+
 @pytest.mark.parametrize("how", ["break", "close", "drop", "cancel", "abort"])
 def test_a_reader_that_leaves_ends_its_request(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, runner = make(monkeypatch)
+    llm, _ = make(monkeypatch)
 
     async def main() -> None:
         with AsyncLLM(llm) as served:
@@ -146,7 +169,7 @@ def test_drain_waits_for_what_runs_and_takes_no_more(monkeypatch: pytest.MonkeyP
                 stream = served.submit(await served.prepare([1], LONG))
                 assert not await served.drain(0.0), "it still runs"
                 with pytest.raises(UnavailableError, match="shutting down"):
-                    served.submit(stream.prepared)
+                    served.submit(list(stream.requests.values()))
             assert await served.drain(WAIT)
             tokens = [t async for delta in stream for t in delta.token_ids]
             assert tokens == tokens_alone([1], 2, 60, VOCAB), "what ran has ended as it would have"
@@ -156,7 +179,7 @@ def test_drain_waits_for_what_runs_and_takes_no_more(monkeypatch: pytest.MonkeyP
 
 
 def test_a_crash_reaches_every_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, runner = make(monkeypatch)
+    llm, _ = make(monkeypatch)
     monkeypatch.setattr(llm.engine, "run_step", lambda: 1 // 0)
 
     async def main() -> None:
@@ -168,7 +191,7 @@ def test_a_crash_reaches_every_reader(monkeypatch: pytest.MonkeyPatch) -> None:
                     await anext(stream)
                 with pytest.raises(StopAsyncIteration):
                     await anext(stream)
-            assert isinstance(served.error, UnavailableError)
+            assert isinstance(served.failure, UnavailableError)
             with pytest.raises(UnavailableError, match="ZeroDivisionError"):
                 await served.complete([1], FIVE)
 
