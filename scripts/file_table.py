@@ -27,6 +27,7 @@ SECTIONS = (
     ("Engine: requests on the host", ("hybridrt/engine",)),
     ("State transfer", ("hybridrt/transfer",)),
     ("Server: the HTTP API", ("hybridrt/server",)),
+    ("Benchmarks of the command line", ("hybridrt/bench",)),
     ("Command line", ("hybridrt/cli",)),
     ("Benchmarks, examples and scripts", ("benchmarks", "examples", "scripts")),
 )

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 import hybridrt
+from hybridrt.cli import bench
 from hybridrt.cli.doctor import doctor
 from hybridrt.cli.generate import generate
 from hybridrt.cli.inspect import inspect
@@ -64,6 +65,10 @@ def options(
 
 for command in (generate, serve, inspect, doctor):
     app.command()(with_options(command))
+benchmarks = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine without one.")
+for command in (bench.serve, bench.offline):
+    benchmarks.command()(with_options(command))
+app.add_typer(benchmarks, name="bench")
 
 
 def run() -> NoReturn:
