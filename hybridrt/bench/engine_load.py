@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from hybridrt.bench.timing import Timing
 from hybridrt.bench.workload import Work
@@ -10,7 +11,7 @@ from hybridrt.errors import HybridrtError
 from hybridrt.sampling_params import SamplingParams
 
 
-def run_engine(llm: LLM, work: Sequence[Work], concurrency: int | None, **params: float) -> list[Timing]:
+def run_engine(llm: LLM, work: Sequence[Work], concurrency: int | None, **params: Any) -> list[Timing]:
     """Submits all requests, each at its arrival; with `concurrency`, at most so many at a time. Steps in between."""
     engine = llm.engine
     start = time.perf_counter()
@@ -38,7 +39,7 @@ def run_engine(llm: LLM, work: Sequence[Work], concurrency: int | None, **params
                 timing.gains.append((now, len(delta.token_ids)))
                 timing.output_tokens += len(delta.token_ids)
             if delta.finish_reason is not None:
-                timing.end, timing.error = now, delta.error and str(delta.error)
+                timing.end, timing.error = now, None if delta.error is None else str(delta.error)
                 del running[delta.request_id]
     engine.drain()
     return timings

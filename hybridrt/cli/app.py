@@ -66,8 +66,8 @@ def options(
 for command in (generate, serve, inspect, doctor):
     app.command()(with_options(command))
 benchmarks = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine without one.")
-for command in (bench.serve, bench.offline):
-    benchmarks.command()(with_options(command))
+benchmarks.command()(with_options(bench.serve))
+benchmarks.command()(with_options(bench.offline))
 app.add_typer(benchmarks, name="bench")
 
 

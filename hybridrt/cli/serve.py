@@ -93,6 +93,9 @@ def serve(
     config = ServerConfig(**given)
     from hybridrt.engine.llm import LLM
     from hybridrt.runtime.build import resolve_model_path
+    from hybridrt.server.run import bind
     from hybridrt.server.run import serve as run
 
-    run(LLM(str(resolve_model_path(model)), **engine.given(), **speculation.given(model)), config)
+    path = str(resolve_model_path(model))
+    with bind(config) as listener:
+        run(LLM(path, **engine.given(), **speculation.given(model)), config, listener)

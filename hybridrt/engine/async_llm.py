@@ -162,8 +162,9 @@ class AsyncLLM:
         if name in self._streams:
             raise RequestError(f"request id {name!r} is in use; pass another one, or None to get one")
         deltas = DeltaStream(self._loop)
-        batch = {name: prepared}
-        if not isinstance(prepared, PreparedPrompt):
+        if isinstance(prepared, PreparedPrompt):
+            batch = {name: prepared}
+        else:
             batch = {f"{name}-{i}": prompt for i, prompt in enumerate(prepared)}
         try:
             for request_id, prompt in batch.items():

@@ -27,6 +27,8 @@ class Answer:
         self.prompt_tokens = sum(len(prepared.tokens) for prepared in deltas.requests.values())
         self.output_tokens = self.cached_tokens = 0
         self._token_text = service.token_text
+        self._reasons: list[str] = []
+        self._first: float | None = None  # seconds to the first token of any sample
         self._places: dict[tuple[str, int], int] = {}
         for request_id, prepared in deltas.requests.items():
             self._places |= {(request_id, k): len(self._places) + k for k in range(prepared.params.n)}
@@ -81,8 +83,21 @@ class Answer:
     def _place(self, delta: Delta) -> int:
         return self._places[delta.request_id, delta.index]
 
+    def facts(self) -> dict[str, Any]:
+        """What the access log says of the answer."""
+        return {
+            "output_tokens": self.output_tokens,
+            "finish_reasons": self._reasons,
+            "time_to_first_token": self._first,
+        }
+
     def _count(self, delta: Delta) -> None:
         self.output_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None and delta.metrics is not None:
+            self._reasons.append(delta.finish_reason)
+            if delta.metrics.first_token_time is not None:
+                first = delta.metrics.first_token_time - delta.metrics.arrival_time
+                self._first = round(first if self._first is None else min(self._first, first), 6)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.name, "object": kind, "created": self.created, "model": self.model}

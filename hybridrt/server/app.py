@@ -25,6 +25,7 @@ from hybridrt.server.protocol import (
     TokenizeRequest,
 )
 from hybridrt.server.service import Service
+from hybridrt.server.tracing import Tracing
 
 
 def make_app(service: Service, metrics: Metrics) -> ASGIApp:
@@ -42,7 +43,8 @@ def make_app(service: Service, metrics: Metrics) -> ASGIApp:
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
-    return Guard(app, service.config)
+    traced = Tracing(app, service.config.otlp_endpoint) if service.config.otlp_endpoint else app
+    return Guard(traced, service.config)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -57,7 +57,7 @@ class ChatAnswer(Answer):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        spelled = self._token_text.bytes(token)
+        spelled = self._token_text.spelled(token)
         return {"token": spelled.decode(errors="replace"), "logprob": logprob, "bytes": list(spelled)}
 
 

@@ -98,4 +98,4 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
         return [prompt]
     if not prompt:
         raise APIError(400, "prompt is an empty list; it must be text, token ids, or a list of either", "prompt")
-    return [prompt] if isinstance(prompt[0], int) else list(prompt)  # type: ignore[list-item,arg-type]
+    return [prompt] if isinstance(prompt[0], int) else list(prompt)

@@ -40,7 +40,8 @@ class Started:
             EngineError: the request has failed.
             ClientGone: nobody waits for it any more.
         """
-        record(request.scope, stream=self.streams, prompt_tokens=self.answer.prompt_tokens)
+        answer = self.answer
+        record(request.scope, model=answer.model, stream=self.streams, prompt_tokens=answer.prompt_tokens)
         if self.streams:
             return EventStream(self.answer, self.deltas)
         try:
@@ -48,7 +49,7 @@ class Started:
         finally:
             self.deltas.close()
         body = encode(self.answer.whole(ended))
-        record(request.scope, output_tokens=self.answer.output_tokens)
+        record(request.scope, **self.answer.facts())
         return Response(body, media_type="application/json")
 
     async def _collect(self) -> list[Any]:
@@ -70,7 +71,7 @@ class EventStream(Response):
             await _while_connected(receive, self._write(send))
         finally:
             self._deltas.close()
-            record(scope, output_tokens=self._answer.output_tokens)
+            record(scope, **self._answer.facts())
 
     async def _write(self, send: Send) -> None:
         answer = self._answer
@@ -78,10 +79,9 @@ class EventStream(Response):
             await send(_event(chunk))
         try:
             async for delta in self._deltas:
-                chunk = answer.chunk(delta)
-                if chunk is not None:
-                    await send(_event(chunk))
-            last = answer.closing()
+                if (gain := answer.chunk(delta)) is not None:
+                    await send(_event(gain))
+            last: dict[str, Any] | None = answer.closing()
         except HybridrtError as e:
             last = as_api_error(e).body
         if last is not None:

@@ -3,9 +3,9 @@
 import asyncio
 import gc
 import logging
+import socket
 import sys
 import time
-from collections.abc import Sequence
 from types import FrameType
 
 import uvicorn
@@ -15,13 +15,12 @@ from hybridrt.engine.async_llm import AsyncLLM
 from hybridrt.engine.llm import LLM
 from hybridrt.server.app import make_app
 from hybridrt.server.config import ServerConfig
+from hybridrt.server.http_limits import LimitedHttp
 from hybridrt.server.metrics import Metrics
 from hybridrt.server.service import Service
 from hybridrt.server.warm_up import warm_up
 
 log = logging.getLogger("hybridrt.server")
-# More header bytes than this end a connection.
-MAX_HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_SECONDS = 30
 
 
@@ -44,7 +43,8 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 ws="none",
                 server_header=False,
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                http=LimitedHttp,
+                loop="uvloop",
             )
         )
         self._service = service
@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
             return
         self._service.ready, self._service.llm.draining = False, True
 
-    async def startup(self, sockets: Sequence[object] | None = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Warms the model up, then listens."""
         await warm_up(self._service.llm)
         gc.collect()
@@ -65,14 +65,14 @@ class Server(uvicorn.Server):
         self._tasks = [asyncio.create_task(self._end_when_drained())]
         if self._service.config.stats_interval:
             self._tasks.append(asyncio.create_task(write_statistics(self._service)))
-        await super().startup(sockets)  # type: ignore[arg-type]
+        await super().startup(sockets)
         if self.started:
             self._service.ready = not self._service.llm.draining
             log.info("serving %s on %s", self._service.names[0], ", ".join(self.addresses()))
 
-    async def shutdown(self, sockets: Sequence[object] | None = None) -> None:
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends connections, and lets the collector see everything again."""
-        await super().shutdown(sockets)  # type: ignore[arg-type]
+        await super().shutdown(sockets)
         gc.unfreeze()
 
     def addresses(self) -> list[str]:
@@ -117,21 +117,31 @@ async def write_statistics(service: Service) -> None:
         before, then = done, now
 
 
-def serve(llm: LLM, config: ServerConfig) -> None:
-    """Serves until a signal ends it. The LLM is closed at the end.
+def bind(config: ServerConfig) -> socket.socket:
+    """The address, taken before a model is loaded; it refuses connections until the server listens.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: it cannot be had.
     """
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as e:
+        listener.close()
+        text = f"cannot listen on {config.host}:{config.port} ({e.strerror or e}); choose another --host or --port"
+        raise OSError(e.errno, text) from e
+    return listener
+
+
+def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
+    """Serves until a signal ends it. The LLM is closed at the end."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it says of starting and ending is said here, too
     _write_bare_lines()
-    with AsyncLLM(llm, max_waiting=config.max_waiting) as served:
+    with llm, AsyncLLM(llm, max_waiting=config.max_waiting) as served:
         service = Service(served, config)
-        server = Server(make_app(service, Metrics(served, service.names[0])), service)
-        server.run()
-    llm.close()
-    if not server.started:
-        raise OSError(f"cannot listen on {config.host}:{config.port}; choose another --port")
+        Server(make_app(service, Metrics(served, service.names[0])), service).run(sockets=[listener])
 
 
 def _write_bare_lines() -> None:

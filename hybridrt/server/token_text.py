@@ -29,7 +29,7 @@ class TokenText:
         byte_level = "ByteLevel" in str(getattr(backend, "decoder", ""))
         self._alphabet = _byte_alphabet() if byte_level else {}
 
-    def bytes(self, token: int) -> bytes:
+    def spelled(self, token: int) -> bytes:
         """The bytes that a token stands for."""
         known = self._known.get(token)
         if known is None:
@@ -38,7 +38,7 @@ class TokenText:
 
     def text(self, token: int) -> str:
         """The token's text; U+FFFD stands for bytes that are no character by themselves."""
-        return self.bytes(token).decode(errors="replace")
+        return self.spelled(token).decode(errors="replace")
 
     def _bytes(self, token: int) -> bytes:
         if self._tokenizer is None:

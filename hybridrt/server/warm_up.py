@@ -2,12 +2,13 @@
 
 import asyncio
 from itertools import product
+from typing import Any
 
 from hybridrt.engine.async_llm import AsyncLLM
 from hybridrt.sampling_params import SamplingParams
 
 # Sampling of every kind: each has kernels of its own.
-_DRAWS = (
+_DRAWS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 0.7, "top_p": 0.9},
