@@ -4,8 +4,8 @@
 
 The model, the backend, the graphs and the sampler are replaced by doubles that return at once. What remains is the work
 of the host: `launch` packs the step and keeps the books of the pools, `rest` schedules, consumes and hands out outputs.
-Each figure is the median over steps in which all requests decode, on a CPU, in milliseconds.
-Rows with "text" have a tokenizer.
+Each figure is the median over steps in which all requests decode, on a CPU, in milliseconds. Rows with "text" have a
+tokenizer. Rows that begin with "prefill" are of steps that admit and prefill prompts.
 """
 
 import argparse
@@ -55,10 +55,7 @@ class NullModel:
 class NullBackend:
     """Stands for the attention backend: every hook returns at once."""
 
-    needs_host_lens = False
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 1
+    needs_host_lens, seq_len_fill = False, 1
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
@@ -148,6 +145,36 @@ def measure(rows: int, context: int, steps: int, stream: bool, drafts: int, text
     return {"what": what, "launch_ms": launch, "rest_ms": total - launch, "total_ms": total}
 
 
+def measure_prefill(prompts: int, length: int, repeats: int) -> dict[str, Any]:
+    """Medians over `repeats` steps, each of which admits `prompts` prompts of `length` tokens, prefills them, and ends
+    them with their first token."""
+    with tempfile.TemporaryDirectory() as directory, build(directory, prompts, length, 8) as llm:
+        engine, params = llm.engine, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        generator = torch.Generator().manual_seed(0)
+        batch = torch.randint(3, VOCAB, (prompts, length), generator=generator).tolist()
+        settle()
+        adds: list[float] = []
+        launches: list[float] = []
+        totals: list[float] = []
+        with clock(engine.executor, "launch", launches), clock(engine, "add_request", adds):
+            for _ in range(repeats):
+                for prompt in batch:
+                    engine.add_request(prompt, params, stream=False)
+                start = time.perf_counter()
+                while engine.has_unfinished():
+                    engine.step()
+                totals.append(time.perf_counter() - start)
+    launch, total = (statistics.median(seconds) * 1e3 for seconds in (launches, totals))
+    what = f"prefill {prompts}x{length}, {statistics.median(adds) * 1e3:.3f} ms a request before"
+    return {"what": what, "launch_ms": launch, "rest_ms": total - launch, "total_ms": total}
+
+
+def show(row: dict[str, Any]) -> dict[str, Any]:
+    print(f"{row['what']:48} launch {row['launch_ms']:7.3f}  rest {row['rest_ms']:7.3f}  "
+          f"total {row['total_ms']:7.3f} ms", flush=True)  # fmt: skip
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=256)
@@ -156,13 +183,13 @@ def main() -> None:
     parser.add_argument("--name", help="write benchmarks/results/NAME.json")
     args = parser.parse_args()
     print(environment())
-    rows = []
-    for context in args.contexts:
-        for stream, drafts, text in ((False, 0, False), (True, 0, False), (True, 0, True), (False, 4, False)):
-            rows.append(measure(args.rows, context, args.steps, stream, drafts, text))
-            row = rows[-1]
-            print(f"{row['what']:44} launch {row['launch_ms']:7.3f}  rest {row['rest_ms']:7.3f}  "
-                  f"total {row['total_ms']:7.3f} ms", flush=True)  # fmt: skip
+    torch.set_num_threads(1)  # operations on a CPU stand for launches, which have no threads to wait for
+    rows = [
+        show(measure(args.rows, context, args.steps, stream, drafts, text))
+        for context in args.contexts
+        for stream, drafts, text in ((False, 0, False), (True, 0, False), (True, 0, True), (False, 4, False))
+    ]
+    rows += [show(measure_prefill(prompts, length, args.steps)) for prompts, length in ((1, 2048), (4, 2048))]
     if args.name:
         print(save(args.name, rows))
 

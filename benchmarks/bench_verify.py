@@ -77,7 +77,7 @@ class Rig:
             drafted = buffers["drafts"][:n], buffers["num_drafts"][:n]
             accept_chain(drawn.view(n, -1), *drafted, buffers["rows"][:n], self.graphs.last_tokens)
             counts = torch.tensor(kept, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-            self.backend.commit_decode(counts.to(self.device, non_blocking=True))
+            self.backend.commit(self.graphs.prepared, counts.to(self.device, non_blocking=True))
         return [c + k for c, k in zip(computed, kept)]
 
 

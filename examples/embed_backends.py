@@ -53,10 +53,10 @@ def generate(config: EngineConfig, prompts: list[list[int]], num_tokens: int) ->
                 seq_lens_cpu=lens,
                 query_lens_cpu=new,
             )
-            backend.init_forward_metadata(batch)
+            backend.prepare(batch)
             hidden = model(batch)
             if mode is ForwardMode.DECODE:
-                backend.commit_decode()
+                backend.commit(batch)
             tokens = model.logits(hidden[ends[1:] - 1]).argmax(-1, keepdim=True).tolist()
             outputs = [output + token for output, token in zip(outputs, tokens)]
             computed, mode = lens, ForwardMode.DECODE

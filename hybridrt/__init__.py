@@ -29,6 +29,7 @@ from hybridrt.errors import (
     UnsupportedLayerError,
     UnsupportedModelError,
 )
+from hybridrt.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from hybridrt.config import EngineConfig, SpeculativeConfig
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from hybridrt.engine.prompts import Prompt
     from hybridrt.sampling_params import SamplingParams
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",

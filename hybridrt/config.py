@@ -197,9 +197,11 @@ class EngineConfig:
         for name, low, high in (("page_size", 1, 1024), ("chunked_prefill_size", 1, 2**20), ("tp_size", 1, 64)):
             _in_range(name, getattr(self, name), low, high)
         _in_range("transfer_bytes", self.transfer_bytes, 0, 2**44)
-        for name in ("max_model_len", "max_running_requests", "cuda_graph_max_bs"):
+        for name in ("max_running_requests", "cuda_graph_max_bs"):
             if getattr(self, name) is not None:
                 _in_range(name, getattr(self, name), 1, 2**24)
+        if self.max_model_len is not None:
+            _in_range("max_model_len", self.max_model_len, 2, 2**24, ": a prompt token and an output token at least")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size is {self.page_size}; it must be a power of two (16 is the default)")
         if not 0 < self.memory_fraction < 1:
@@ -259,6 +261,6 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
 
 
-def _in_range(name: str, value: object, low: int, high: int) -> None:
+def _in_range(name: str, value: object, low: int, high: int, why: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name} is {value!r}; it must be an integer from {low} to {high}")
+        raise ConfigError(f"{name} is {value!r}; it must be an integer from {low} to {high}{why}")

@@ -4,8 +4,8 @@ Shapes: N tokens, B rows (requests), T tokens verified a row. A batch is a *deco
 with `tokens_per_row` tokens each, followed by an *extend segment*, the remaining rows with any number of tokens each.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -49,16 +49,27 @@ class AttentionBackendLike(Protocol):
 
     def route(self, layer: Any) -> Any: ...
 
-    def forward(
-        self,
-        q: torch.Tensor | None,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        batch: "ForwardBatch",
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor: ...
+    @property
+    def forward(self) -> Callable[..., torch.Tensor]: ...
+
+
+@dataclass
+class GraphView:
+    """The static buffers in which the backends keep the metadata of captured steps; `init_cuda_graph_state` makes it.
+
+    A view serves one launched step at a time: its buffers are refilled in stream order. So the next step is prepared
+    into it after the graph of this one was launched and, where a commit follows the graph, after that commit. All
+    batch sizes up to `max_bs` share a view; a graph reads the first entries of the buffers.
+
+    Attributes:
+        max_bs: most rows of a batch.
+        tokens_per_row: tokens of each row.
+        buffers: by backend; what they hold is the backend's own matter.
+    """
+
+    max_bs: int
+    tokens_per_row: int
+    buffers: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -78,6 +89,8 @@ class ForwardBatch:
             device already; None: recurrent backends plan their chunks themselves.
         read_state_slots: [B - num_decode_rows] int32, the state slot that each extend row starts from, 0 for its own;
             None: all start from their own. A row writes its own slot in any case.
+        metadata: what each backend planned for this batch, by backend; `prepare` fills it. A copy made by
+            `dataclasses.replace` is a batch that nothing has planned.
     """
 
     forward_mode: ForwardMode
@@ -95,6 +108,7 @@ class ForwardBatch:
     spec_info: SpecInfo | None = None
     chunk_plans: Mapping[int, Any] | None = None
     read_state_slots: torch.Tensor | None = None
+    metadata: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def batch_size(self) -> int:

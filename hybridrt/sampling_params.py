@@ -45,16 +45,16 @@ def _number(name: str, value: Any, low: float, high: float, allowed: str) -> flo
     return float(value)
 
 
-def _entries(name: str, value: Any, most: int) -> tuple[Any, ...]:
+def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
     """What a list (or another collection) holds; None holds nothing. It is read no further than the limit."""
     if value is None:
         return ()
     collection = isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping))
     # A numpy or torch scalar says that it can be iterated over, too.
     _require(collection and getattr(value, "ndim", 1) == 1, name, value, "a sequence")
-    entries = tuple(islice(value, most + 1))
-    if len(entries) > most:
-        raise RequestError(f"{name} has more than {most} entries; pass at most {most}", name)
+    entries = tuple(islice(value, max_entries + 1))
+    if len(entries) > max_entries:
+        raise RequestError(f"{name} has more than {max_entries} entries; pass at most {max_entries}", name)
     return entries
 
 

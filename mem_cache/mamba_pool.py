@@ -12,6 +12,7 @@ from hybridrt.kernels.state_commit import commit_conv_window, commit_intermediat
 from hybridrt.kernels.state_ring import RingFolds, advance_ring, fold_ring
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import check_replay, linear_kind, state_dtype
+from hybridrt.mem_cache.bounds import check_range
 
 STATE_MODES = ("classic", "replay", "intermediate")
 
@@ -23,8 +24,8 @@ class LayerCache:
     Attributes:
         conv: [S + 1, conv_dim, Wc] ring of raw conv inputs; a token's column is its position mod Wc.
         temporal: [S + 1, *temporal] recurrent state; a checkpoint in replay mode.
-        intermediate_ssm: [R + 1, V, *temporal] state after each verified token.
-        intermediate_conv_window: [R + 1, V, conv_dim, K - 1] conv inputs up to each node of a draft tree.
+        intermediate_ssm: [R + 1, T, *temporal] state after each verified token.
+        intermediate_conv_window: [R + 1, T, conv_dim, K - 1] conv inputs up to each node of a draft tree.
         ring_values, ring_keys, ring_gates: [R + 1, heads, W, P], [R + 1, groups, W, N], [R + 1, heads, W].
     """
 
@@ -188,6 +189,8 @@ class MambaPool:
 
     def admit(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] int64 each."""
+        check_range("rows", rows, self.num_rows + 1)
+        check_range("slots", slots, self.num_slots + 1)
         for _, cache in self.stacks:
             for tensor in (cache.conv, cache.temporal):
                 _as_words(tensor).index_fill_(1, slots, 0)

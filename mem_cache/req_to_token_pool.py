@@ -2,6 +2,7 @@
 
 import torch
 
+from hybridrt.mem_cache.bounds import check_range
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 
 
@@ -14,7 +15,7 @@ class HybridReqToTokenPool:
     Attributes:
         req_to_token: [R + 1, max_context] int32 token slots, contiguous within a page. A model without attention layers
             has max_context 0: all of its tokens are at slot 0.
-        req_to_mamba_slot: [R + 1] int32 state slots, which the state pool owns if there is one.
+        req_to_state_slot: [R + 1] int32 state slots, which the state pool owns if there is one.
         mamba_pool: None for a model without recurrent layers.
     """
 
@@ -33,7 +34,7 @@ class HybridReqToTokenPool:
         self.mamba_pool = mamba_pool
         self.req_to_token = torch.zeros((num_rows + 1, self.max_context), dtype=torch.int32, device=device)
         no_slots = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
-        self.req_to_mamba_slot = no_slots if mamba_pool is None else mamba_pool.row_slots
+        self.req_to_state_slot = no_slots if mamba_pool is None else mamba_pool.row_slots
         self._offsets = torch.arange(page_size, dtype=torch.int32, device=device)
 
     @staticmethod
@@ -42,21 +43,28 @@ class HybridReqToTokenPool:
         return 4 * (-(-max_context // page_size) * page_size + 1)
 
     def admit(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Gives each of `rows` its state slot, zeroed: no request reads another's state. [n] int64 each."""
+        """Gives each of `rows` its state slot, zeroed: no request reads another's state. [n] int64 each. PoolError for
+        a row or a slot that the state pool does not have."""
         if self.mamba_pool is not None:
             self.mamba_pool.admit(rows, slots)
 
     def write_pages(self, rows: torch.Tensor, page_indices: torch.Tensor, pages: torch.Tensor) -> None:
         """Page `page_indices[i]` of row `rows[i]` becomes KV page `pages[i]`, for all i at once. [n] int64 each. A
-        model without attention layers has no table: nothing is written."""
+        model without attention layers has no table: nothing is written.
+
+        Raises:
+            PoolError: a row that this pool does not have, or a page behind the last one of a row.
+        """
         if not self.max_context:
             return
+        check_range("rows", rows, self.num_rows + 1)
+        check_range("page_indices", page_indices, self.max_context // self.page_size)
         table = self.req_to_token.view(self.num_rows + 1, -1, self.page_size)
         table[rows, page_indices] = (pages[:, None] * self.page_size + self._offsets).int()
 
-    def get_mamba_indices(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
+    def state_slots(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
         """State slots of rows: [B] int32 to [B] int32."""
-        return self.req_to_mamba_slot[req_pool_indices]
+        return self.req_to_state_slot[req_pool_indices]
 
     def token_slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """KV slots of (row, position) pairs: [T] int32."""

@@ -4,10 +4,11 @@ Kernel tests run under Triton's interpreter where there is no CUDA device. The i
 imported, hence here, before any test module.
 """
 
+import gc
 import os
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
@@ -42,6 +43,37 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> "CheckpointStore":
     from tests.support.checkpoints import CheckpointStore  # transformers takes seconds to import
 
     return CheckpointStore(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """On a CPU the whole suite runs in two processes, and files that are named in one; `-n` changes both."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not config.pluginmanager.has_plugin("xdist"):
+        return  # in one of those processes, or without pytest-xdist
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if whole and config.option.numprocesses is None and not torch.cuda.is_available():
+        config.option.numprocesses = 2
+        config.option.dist = "worksteal"  # neighbours share fixtures, so each process begins with half of the list
+
+
+def pytest_collection_finish() -> None:
+    """Libraries and collected tests live to the end: the collector need not go through them again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["ties"] = [ties.COMPARED[0], ties.FOUND]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Counts what a process of `pytest -n` saw."""
+    compared, found = getattr(node, "workeroutput", {}).get("ties", (0, []))
+    ties.COMPARED[0] += compared
+    ties.FOUND.extend(found)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -183,7 +183,8 @@ def test_directories_that_are_no_checkpoints(checkpoints: CheckpointStore, tmp_p
     [
         {"dtype": "int8"}, {"load_format": "gguf"}, {"mamba_ssm_dtype": "float64"}, {"state_mode": "intermediate"},
         {"page_size": 0}, {"page_size": 24}, {"page_size": 2048}, {"page_size": True}, {"chunked_prefill_size": 0},
-        {"max_model_len": 0}, {"max_model_len": 2.5}, {"max_running_requests": -1}, {"max_running_requests": "4"},
+        {"max_model_len": 0}, {"max_model_len": 1}, {"max_model_len": 2.5},
+        {"max_running_requests": -1}, {"max_running_requests": "4"},
         {"memory_fraction": 0.0}, {"memory_fraction": 1.0}, {"memory_fraction": math.nan}, {"tp_size": 0},
         {"cuda_graph_max_bs": 0}, {"speculative": "ngram"},
     ],

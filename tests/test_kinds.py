@@ -109,7 +109,8 @@ class Stack(ByHand):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
-        self.backend.init_forward_metadata(batch)
+        self.backend.prepare(batch)
+        self.last_batch = batch
         x = self.table[batch.input_ids.long()]
         for i, layer in enumerate(self.layers):
             self.inputs[i].append(x)
@@ -206,8 +207,10 @@ def test_the_first_backend_plans_and_commits_for_all() -> None:
     stack.admit(1)
     stack.extend(Row(1, 0, range(4)))
     mamba2, gdn = stack.backend.linear_attn_backends
-    assert mamba2.metadata.extend.write_slots is gdn.metadata.extend.write_slots
-    assert (mamba2.metadata.extend.plan.chunk_size, gdn.metadata.extend.plan.chunk_size) == (16, 8)
+    assert stack.last_batch.metadata.keys() == {mamba2}
+    extends = mamba2.begin(stack.last_batch).extends
+    assert gdn.begin(stack.last_batch).extends is extends and extends[16].write_slots is extends[8].write_slots
+    assert [extends[backend.chunk_size].plan.chunk_size for backend in (mamba2, gdn)] == [16, 8]
     stack.decode(Row(1, 4, [4]))
     assert stack.mamba.ring_length[1] == 1, "once, not once a kind"
 

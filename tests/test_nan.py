@@ -18,6 +18,7 @@ from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest
 from hybridrt.speculative.ngram import NgramDrafter
 from tests.support.checkpoints import VOCAB, falcon, falcon_mamba, jamba, nemotron, qwen, swa_ssm, write
+from tests.support.levels import sweep
 from tests.support.samples import Sample, Samples
 from tests.support.speculation import Ask, Rig
 
@@ -80,8 +81,8 @@ class Anything(Drafter):
     def __init__(self, trees: bool) -> None:
         self.trees = trees
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
-        return [self._draft(request, n) for request, n in zip(requests, most, strict=True)]
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
+        return [self._draft(request, n) for request, n in zip(requests, max_drafts, strict=True)]
 
     def _draft(self, request: DraftRequest, most: int) -> Draft:
         h = derive_seed(request.seed, len(request.output))
@@ -167,7 +168,7 @@ def assert_same(got: Sequence[Sample], want: Sequence[Sample]) -> None:
 
 @pytest.mark.parametrize("chunk", [3, 8192])
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize(("name", "mode", "drafts", "topk"), WAYS)
+@pytest.mark.parametrize(("name", "mode", "drafts", "topk"), sweep(WAYS, 2))
 def test_nothing_reads_what_no_request_of_its_own_wrote(
     name: str, mode: str, drafts: int, topk: int, graphs: bool, chunk: int, rigs: Rigs
 ) -> None:
@@ -186,7 +187,7 @@ def test_nothing_reads_what_no_request_of_its_own_wrote(
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize(("name", "mode", "drafts", "topk"), WAYS)
+@pytest.mark.parametrize(("name", "mode", "drafts", "topk"), sweep(WAYS, 2))
 def test_nan_stays_with_its_request(name: str, mode: str, drafts: int, topk: int, graphs: bool, rigs: Rigs) -> None:
     """Before, beside and after requests that compute NaN, in rows, slots and pages that they have left."""
     rig, plain = rigs.rig(name, mode, drafts, topk, graphs), rigs.rig(name, "classic", 0, 1, False)
@@ -217,7 +218,9 @@ def histories(draw: st.DrawFn) -> list[Ask]:
     return found
 
 
-@pytest.mark.parametrize(("name", "mode", "drafts", "topk"), [w for w in WAYS if w[0] in ("mamba2", "gdn", "history")])
+@pytest.mark.parametrize(
+    ("name", "mode", "drafts", "topk"), sweep([w for w in WAYS if w[0] in ("mamba2", "gdn", "history")], 3)
+)
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asks=histories(), chunk=st.sampled_from([2, 5, 8192]), choices=st.tuples(*[st.booleans()] * 3))
 def test_neighbours_of_a_nan_token_are_as_if_alone(

@@ -1,24 +1,45 @@
-"""The interface of every attention and linear backend, as an embedding runtime programs against it."""
+"""The interface of every attention and recurrent backend, as an embedding runtime programs against it."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
 from hybridrt.kernels.rotary import qk_norm_rotary
+
+
+class QKV(NamedTuple):
+    """What a softmax-attention layer hands its backend, [T, heads * head_dim] each; all None for a recurrent layer.
+
+    `save`: k and v are written into the pool first. Without k and v, or with save False, the pool holds them already.
+    """
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    save: bool = True
+
+
+NOTHING = QKV()
 
 
 class AttentionBackend(ABC):
     """Plans a step once, then runs every layer of it.
 
-    Metadata of graph replays lives in buffers allocated once by `init_cuda_graph_state`; a capture for batch size bs
-    takes their first bs entries, and a replay fills them.
+    What is planned lies on the batch, so that a step may be prepared while earlier ones have not run yet. A backend
+    implements `prepare` and `run`; one with state also `commit`, and one whose graphs need buffers `allocate_graph`.
     """
 
     needs_host_lens = False  # True if a replay plans on the host (flashinfer) and so waits for exact lengths
+    seq_len_fill = 1  # the seq_len that a padding row of a graph gets, for one token a row
+
+    # Of the older spellings alone: the batch that they planned last, and the graph view for each number of tokens.
+    _last_batch: ForwardBatch | None = None
+    _views: dict[int, GraphView] | None = None
 
     @property
     def linear_attn_backend(self) -> Any:
@@ -34,27 +55,59 @@ class AttentionBackend(ABC):
         """The backend that serves a layer: this one, but for a composite."""
         return self
 
-    @abstractmethod
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Once per eager step, before the first layer."""
+    # -- a step -------------------------------------------------------------------------------------------------
 
     @abstractmethod
+    def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
+        """Plans a step, once before its first layer. What is planned lies on the batch.
+
+        Without `graph` this is host work and copies: nothing is read on the device that an earlier step changes, so
+        the step may be prepared before the steps in front of it have run. Steps run in the order of their preparation.
+
+        Args:
+            graph: the step is captured as a graph, or replays one, whose metadata lies in the view. A capture runs no
+                request: its `num_real` is 0. The batch's tensors are those that the graph was captured with;
+                `seq_lens_cpu`, where it is given, holds the lengths of the real rows. Such a step is prepared after
+                the steps in front of it were launched and committed.
+
+        Raises:
+            BackendError: the batch contradicts itself or the pools.
+        """
+
     def forward(
         self,
-        q: torch.Tensor | None,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
+        q: Tensor | None,
+        k: Tensor | None,
+        v: Tensor | None,
         layer: Any,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         **kwargs: Any,
-    ) -> torch.Tensor:
-        """One layer over all rows of the batch. Recurrent layers pass their own inputs as keywords."""
+    ) -> Tensor:
+        """One layer over all rows of a batch that was prepared.
 
-    def commit_decode(self, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None) -> None:
+        Args:
+            q, k, v: [T, heads * head_dim] of the new tokens; None for recurrent layers, which pass their own inputs as
+                keywords, and k and v also for layers that read what is in the pool already.
+            layer: the layer that calls: layer_id, and its shapes or weights.
+            save_kv_cache: write k and v into the pool first.
+        Returns:
+            [T, width], decode rows first.
+
+        Raises:
+            BackendError: the batch was not prepared, or a step in front of it was not committed.
+        """
+        return self.route(layer).run(layer, batch, QKV(q, k, v, save_kv_cache), **kwargs)
+
+    @abstractmethod
+    def run(self, layer: Any, batch: ForwardBatch, qkv: QKV = NOTHING, **kwargs: Any) -> Tensor:
+        """`forward` by the backend that serves the layer, with its own keywords."""
+
+    def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         """After the last layer of a step with a decode segment: what stays becomes part of the state.
 
         Args:
+            batch: the step.
             accepted: [n] int32 committed inputs of the first n verified rows, the root included: >= 1 for real rows,
                 0 for padding rows, of which any number may be left out; None for plain decode, which keeps its one
                 token.
@@ -68,40 +121,127 @@ class AttentionBackend(ABC):
             raise BackendError(f"{type(self).__name__} verifies chains alone; use topk=1")
 
     def drop_step(self) -> None:  # noqa: B027  # most backends keep nothing of a step
-        """Gives up a step that was planned, so that the next one may be planned without `commit_decode`."""
+        """Gives up all steps that were prepared and not committed."""
 
-    @abstractmethod
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocates the metadata buffers of all graphs. max_num_tokens / max_bs is the tokens of a row."""
+    def planned(self, batch: ForwardBatch) -> Any:
+        """What this backend's `prepare` left on a batch.
 
-    @abstractmethod
+        Raises:
+            BackendError: the batch was not prepared.
+        """
+        found = batch.metadata.get(self)
+        for owner in () if found is not None else (batch.attn_backend, self):
+            # The older capture hook is given tensors, not the batch that the layers get.
+            last = getattr(owner, "_last_batch", None)
+            if last is not None and last.req_pool_indices.data_ptr() == batch.req_pool_indices.data_ptr():
+                found = found or last.metadata.get(self)
+        if found is None:
+            raise BackendError("no planned step: call prepare(batch) once before the layers of a step run")
+        return found
+
+    # -- graphs -------------------------------------------------------------------------------------------------
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> GraphView:
+        """The static buffers of graphs of up to max_bs rows of max_num_tokens / max_bs tokens each.
+
+        Raises:
+            BackendError: max_num_tokens is not a positive multiple of max_bs.
+        """
+        view = GraphView(max_bs, check_graph_tokens(max_bs, max_num_tokens))
+        self.allocate_graph(view)
+        self._views = (self._views or {}) | {view.tokens_per_row: view}
+        return view
+
+    def allocate_graph(self, view: GraphView) -> None:  # noqa: B027  # most backends need no buffers
+        """Puts this backend's buffers, if it needs some, into a new view."""
+
+    # -- the same under older names -----------------------------------------------------------------------------
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """`prepare` of an eager step."""
+        self.prepare(batch)
+        self._last_batch = batch
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        """`prepare` of a step that is captured or replayed."""
+        planned = replace(batch, num_real=0) if in_capture else batch
+        self.prepare(planned, graph=self._view(batch.tokens_per_row))
+        batch.metadata, self._last_batch = planned.metadata, batch
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:  # noqa: B027
+        """Nothing: what a captured step reads is complete before its graph starts."""
+
     def init_forward_metadata_capture_cuda_graph(
         self,
         bs: int,
         num_tokens: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
         forward_mode: ForwardMode,
         spec_info: SpecInfo | None,
     ) -> None:
-        """Points the metadata at the first bs entries of the buffers. The tensors are the runner's static views."""
+        """`prepare` of a capture, over the runner's static tensors."""
+        tokens = check_graph_tokens(bs, num_tokens)
+        if tokens != (spec_info.tokens_per_row if spec_info else 1):
+            raise BackendError(f"a graph of {tokens} tokens a row, and spec_info is {spec_info}")
+        self.init_forward_metadata_replay_cuda_graph(bs, 0, req_pool_indices, seq_lens, forward_mode, spec_info, None)
 
-    @abstractmethod
     def init_forward_metadata_replay_cuda_graph(
         self,
         bs: int,
         num_real: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
         forward_mode: ForwardMode,
         spec_info: SpecInfo | None,
         seq_lens_cpu: list[int] | None,
     ) -> None:
-        """Fills the buffers for a batch of `num_real` rows padded to bs."""
+        """`prepare` of a replay of `num_real` rows, padded to bs."""
+        rows, none = req_pool_indices[:bs], req_pool_indices[:0]  # of the tokens, a plan needs nothing
+        batch = ForwardBatch(
+            forward_mode, none, none, rows, seq_lens[:bs], none, none, num_real, bs, self, seq_lens_cpu,
+            spec_info=spec_info,
+        )  # fmt: skip
+        self.prepare(batch, graph=self._view(batch.tokens_per_row))
+        self._last_batch = batch
 
-    @abstractmethod
+    def _view(self, tokens: int) -> GraphView:
+        view = (self._views or {}).get(tokens)
+        if view is None:
+            raise BackendError(f"no buffers for graphs of {tokens} tokens a row: call init_cuda_graph_state first")
+        return view
+
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The seq_len that a padding row gets."""
+        """`seq_len_fill`."""
+        return self.seq_len_fill
+
+    def forward_decode(
+        self, q: Any, k: Any, v: Any, layer: Any, batch: ForwardBatch, save_kv_cache: bool = True, **kwargs: Any
+    ) -> Tensor:
+        """`forward` of a batch that has decode rows alone."""
+        if batch.num_extend_rows:
+            raise BackendError(f"forward_decode of a batch with {batch.num_extend_rows} extend rows; call forward")
+        return self.forward(q, k, v, layer, batch, save_kv_cache, **kwargs)
+
+    def forward_extend(
+        self, q: Any, k: Any, v: Any, layer: Any, batch: ForwardBatch, save_kv_cache: bool = True, **kwargs: Any
+    ) -> Tensor:
+        """`forward` of a batch that has extend rows alone."""
+        if batch.num_decode_rows:
+            raise BackendError(f"forward_extend of a batch with {batch.num_decode_rows} decode rows; call forward")
+        return self.forward(q, k, v, layer, batch, save_kv_cache, **kwargs)
+
+    def commit_decode(self, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
+        """`commit` of the step that the older hooks planned last."""
+        if self._last_batch is None:
+            raise BackendError(
+                "commit_decode belongs to init_forward_metadata; after prepare(batch) call commit(batch)"
+            )
+        self.commit(self._last_batch, accepted, path)
+
+    def update_mamba_state_after_mtp_verify(self, accepted: Tensor, path: Tensor | None = None) -> None:
+        """`commit` of a verify step that the older hooks planned."""
+        self.commit_decode(accepted, path)
 
 
 @dataclass(frozen=True)
@@ -113,44 +253,39 @@ class Rope:
         q_weight, k_weight: [head_dim] float32, None for no norm; eps belongs to it.
     """
 
-    cos_sin: torch.Tensor
-    q_weight: torch.Tensor | None = None
-    k_weight: torch.Tensor | None = None
+    cos_sin: Tensor
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
     eps: float = 0.0
 
 
 class SegmentedAttnBackend(AttentionBackend):
     """A softmax-attention backend that runs the decode and the extend segment of a batch each with its own method."""
 
-    def forward(
+    def run(  # type: ignore[override]  # these keywords alone
         self,
-        q: torch.Tensor | None,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
         layer: Any,
         batch: ForwardBatch,
-        save_kv_cache: bool = True,
+        qkv: QKV = NOTHING,
         *,
         rope: Rope | None = None,
-        out: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Attention of one layer over all rows of the batch.
 
         Args:
-            q, k, v: [T, heads * head_dim] of the new tokens.
+            layer: layer_id, scale and head counts.
             rope: how to rotate q and k first; None if they are rotated, or the model rotates nothing.
-            layer: the layer that calls: layer_id, scale and head counts.
-            save_kv_cache: write k and v into the pool first.
             out: [T, heads * head_dim], where the result may be left; what is returned counts.
         Returns:
             [T, heads * head_dim] in q's dtype.
         """
+        q, k, v, save = qkv
         assert q is not None
         split, total = batch.num_decode_tokens, q.shape[0]
         if total == 0:
             return q.new_empty(0, layer.num_heads * layer.head_dim)
-        if save_kv_cache and k is not None and v is not None:
+        if save and k is not None and v is not None:
             if rope is None:
                 self.save_kv(k, v, layer, batch)
             else:
@@ -158,39 +293,34 @@ class SegmentedAttnBackend(AttentionBackend):
         elif rope is not None:
             q, _ = self._rotate(q, q[:, :0] if k is None else k, layer, batch, rope)
         if split == total:
-            return self.forward_decode(q, layer, batch, out=out, **kwargs)
+            return self.decode(q, layer, batch, out)
         if split == 0:
-            return self.forward_extend(q, layer, batch, out=out, **kwargs)
-        decoded = self.forward_decode(q[:split], layer, batch, **kwargs)
-        return torch.cat((decoded, self.forward_extend(q[split:], layer, batch, **kwargs)))
+            return self.extend(q, layer, batch, out)
+        return torch.cat((self.decode(q[:split], layer, batch), self.extend(q[split:], layer, batch)))
 
-    def rotate_and_save(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope
-    ) -> torch.Tensor:
+    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
         """Rotates q and k, writes k and v into the pool, returns q. A backend that fuses the three overrides it."""
         q, k = self._rotate(q, k, layer, batch, rope)
         self.save_kv(k, v, layer, batch)
         return q
 
     @staticmethod
-    def _rotate(
-        q: torch.Tensor, k: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotate(q: Tensor, k: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> tuple[Tensor, Tensor]:
         heads, kv_heads = (t.view(t.shape[0], t.shape[1] // layer.head_dim, layer.head_dim) for t in (q, k))
         weights = (rope.q_weight, rope.k_weight, rope.eps)
         heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope.cos_sin, *weights)
         return heads.flatten(1), kv_heads.flatten(1)
 
     @abstractmethod
-    def save_kv(self, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch) -> None:
+    def save_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
         """Writes the new tokens' keys and values ([T, kv_heads * head_dim]) at batch.out_cache_loc."""
 
     @abstractmethod
-    def forward_decode(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
+    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """The decode segment: rows [0, num_decode_rows) with tokens_per_row tokens each."""
 
     @abstractmethod
-    def forward_extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
+    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """The extend segment: rows [num_decode_rows, B), any number of tokens each."""
 
 

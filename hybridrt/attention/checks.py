@@ -1,15 +1,12 @@
 """What a batch must satisfy before it is planned: cheap checks on the host, and of device values for debugging."""
 
-import os
 from collections.abc import Sequence
 
 import torch
 
 from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
-
-# HYBRIDRT_DEBUG=1: every eager step compares what is on the device with the host's copies, which waits for the device.
-DEBUG = os.environ.get("HYBRIDRT_DEBUG") == "1"
+from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView
+from hybridrt.mem_cache.bounds import DEBUG
 
 _GRAPH_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 
@@ -25,35 +22,20 @@ def check_batch(batch: ForwardBatch) -> None:
     _check_lengths(batch)
 
 
-def check_graph_step(
-    bs: int, num_real: int, tokens: int, forward_mode: ForwardMode, spec_info: SpecInfo | None
-) -> None:
-    """A graph's capture or replay: its mode, what it says of drafts, and how many of its rows are real."""
-    if forward_mode not in _GRAPH_MODES:
-        raise BackendError(f"{forward_mode.name} steps cannot be captured; only decode, verify and draft-extend can")
-    if forward_mode is not ForwardMode.DRAFT_EXTEND and (forward_mode is ForwardMode.DECODE) != (spec_info is None):
+def check_graph_batch(batch: ForwardBatch, view: GraphView) -> None:
+    """A step that is captured or replayed: its mode, what it says of drafts, and its size."""
+    mode, spec = batch.forward_mode, batch.spec_info
+    if mode not in _GRAPH_MODES or batch.num_extend_rows:
+        raise BackendError(f"{mode.name} steps cannot be captured; only decode, verify and draft-extend can")
+    if mode is not ForwardMode.DRAFT_EXTEND and (mode is ForwardMode.DECODE) != (spec is None):
+        raise BackendError(f"forward_mode is {mode.name} and spec_info {spec}: verify steps have one alone")
+    if batch.tokens_per_row != view.tokens_per_row or batch.batch_size > view.max_bs:
         raise BackendError(
-            f"forward_mode is {forward_mode.name} and spec_info {spec_info}: verify steps have one alone"
+            f"{batch.batch_size} rows of {batch.tokens_per_row} tokens in a view of graphs of up to {view.max_bs} rows "
+            f"of {view.tokens_per_row}"
         )
-    if spec_info is not None and spec_info.tokens_per_row != tokens:
-        raise BackendError(
-            f"spec_info.tokens_per_row is {spec_info.tokens_per_row} in a graph of {tokens} tokens a row"
-        )
-    if not 0 <= num_real <= bs:
-        raise BackendError(f"num_real is {num_real} in a graph of {bs} rows")
-
-
-def may_look(device: torch.device) -> bool:
-    """Whether values on a device may be looked at: on a CPU that waits for nothing, elsewhere with HYBRIDRT_DEBUG=1."""
-    return DEBUG or device.type == "cpu"
-
-
-def check_range(name: str, values: torch.Tensor, end: int) -> None:
-    """BackendError unless all values are in [0, end). Waits for the device."""
-    if values.numel():
-        least, most = (int(x) for x in torch.aminmax(values))
-        if least < 0 or most >= end:
-            raise BackendError(f"{name} holds {least if least < 0 else most}; valid are 0 to {end - 1}")
+    if not 0 <= batch.num_real <= batch.batch_size:
+        raise BackendError(f"num_real is {batch.num_real} in a graph of {batch.batch_size} rows")
 
 
 def check_own(name: str, values: torch.Tensor) -> None:
@@ -73,7 +55,8 @@ def check_own(name: str, values: torch.Tensor) -> None:
 
 
 def check_device_lengths(batch: ForwardBatch) -> None:
-    """With HYBRIDRT_DEBUG=1: lengths and positions on the device against the host's copies. Waits for the device."""
+    """With HYBRIDRT_DEBUG=1: lengths and positions on the device against the host's copies, and padding rows. Waits
+    for the device."""
     if not DEBUG or not batch.batch_size:
         return
     starts, lens = batch.query_start_loc, batch.seq_lens
@@ -81,6 +64,9 @@ def check_device_lengths(batch: ForwardBatch) -> None:
         raise BackendError(f"query_start_loc begins with {int(starts[0])}; it must begin with 0")
     new = starts.diff()
     real, split = batch.num_real, batch.num_decode_rows
+    for row, number in enumerate(batch.req_pool_indices[real:].tolist(), real):
+        if number:
+            raise BackendError(f"num_real is {real}, but row {row} is request row {number}; padding rows are row 0")
     if batch.query_lens_cpu is not None and batch.seq_lens_cpu is not None:
         _compare("query_start_loc", new[:real], batch.query_lens_cpu[:real])
         _compare("seq_lens", lens[split:real], batch.seq_lens_cpu[split:real], split)
@@ -93,6 +79,25 @@ def check_device_lengths(batch: ForwardBatch) -> None:
     _compare(
         "positions", torch.where(new[first:real] > 0, last + 1, lens[first:real]), lens[first:real].tolist(), first
     )
+
+
+def check_written_places(batch: ForwardBatch, req_to_token: torch.Tensor) -> None:
+    """With HYBRIDRT_DEBUG=1: each new token of a real row goes to the KV slot that the page table names. Padding drafts
+    go nowhere. Waits for the device."""
+    if not DEBUG:
+        return
+    starts, drafts = batch.query_start_loc.tolist(), batch.spec_info.num_drafts if batch.spec_info else None
+    for row in range(batch.num_real):
+        count = new = starts[row + 1] - starts[row]
+        if drafts is not None and row < batch.num_decode_rows:
+            count = 1 + int(drafts[row])
+        first, begin = int(batch.seq_lens[row]) - new, starts[row]
+        named = req_to_token[batch.req_pool_indices[row], first : first + count]
+        for i, (on, off) in enumerate(zip(batch.out_cache_loc[begin : begin + count].tolist(), named.tolist())):
+            if on != off:
+                raise BackendError(
+                    f"out_cache_loc is {on} for position {first + i} of row {row}, for which req_to_token names {off}"
+                )
 
 
 def _compare(name: str, found: torch.Tensor, expected: Sequence[int], first: int = 0) -> None:

@@ -3,37 +3,28 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridrt.attention.paged import PagedAttnBackend
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.libraries.sgl_kernel import ExtendPlan, plan_extend, run_extend
+from hybridrt.kernels.libraries.sgl_kernel import plan_extend, run_extend
 
 
 class Fa3AttnBackend(PagedAttnBackend):
     """Hopper's own matrix instructions; nothing is planned on the host but prefill's pages. 16-bit KV, chains alone."""
 
     provider = "sgl_kernel"
-    _plan: ExtendPlan | None = None
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        super().init_forward_metadata(batch)
-        self._plan = None  # the first layer makes it: the page table is complete by then
-
-    def forward_extend(
-        self, q: torch.Tensor, layer: Any, batch: ForwardBatch, *, out: torch.Tensor | None = None, **kwargs: Any
-    ) -> torch.Tensor:
-        meta, split = self._metadata(), batch.num_decode_rows
-        if not any(meta.query_lens):
+    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+        segment = self.planned(batch).extend
+        if not any(segment["query_lens"]):
             return torch.zeros_like(q)
-        if self._plan is None:
-            assert meta.query_start_loc is not None
-            self._plan = plan_extend(
-                self.req_to_token_pool.req_to_token, meta.rows[split:],
-                meta.query_start_loc[split:] - batch.num_decode_tokens, meta.seq_lens[split:], meta.query_lens,
-                meta.seq_lens_host, self.kv_pool.page_size,
-            )  # fmt: skip
+        plan = segment.get("plan")
+        if plan is None:  # the first layer makes it: the page table is complete by then
+            table, page_size = self.req_to_token_pool.req_to_token, self.kv_pool.page_size
+            plan = segment["plan"] = plan_extend(table, **segment, page_size=page_size)
         heads = q.view(-1, layer.num_heads, layer.head_dim)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         window = (layer.scale, layer.sliding_window)
-        run_extend(self._plan, heads, *self.kv_pool.layer(layer.layer_id), *window, out.view(heads.shape))
+        run_extend(plan, heads, *self.kv_pool.layer(layer.layer_id), *window, out.view(heads.shape))
         return out

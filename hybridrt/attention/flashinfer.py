@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridrt.attention.paged import PagedKVBackend
 from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.forward_batch import ForwardBatch, GraphView
 from hybridrt.kernels.libraries.flashinfer import WORKSPACE_BYTES, GraphBuffers, HeadLayout, PagedAttention
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -25,7 +26,7 @@ class Segment:
         graph: (bs, buffers) of a graph's decode segment.
     """
 
-    rows: torch.Tensor
+    rows: Tensor
     query_lens: Sequence[int]
     seq_lens: Sequence[int]
     plans: dict[HeadLayout, PagedAttention]
@@ -43,28 +44,29 @@ class FlashinferAttnBackend(PagedKVBackend):
         self.select("attention_extend")  # raises where the library cannot serve this pool
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.k.device)
         self._eager: dict[str, dict[HeadLayout, PagedAttention]] = {"decode": {}, "extend": {}}
-        self._graphs: dict[tuple[int, int], Segment] = {}
-        self._segments: dict[str, Segment] = {}
         self._copied: torch.cuda.Event | None = None
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        super().init_forward_metadata(batch)
-        _check_chain(batch.spec_info)
+    def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
+        super().prepare(batch, graph=graph)
+        if batch.spec_info is not None and batch.spec_info.tree_mask is not None:
+            raise BackendError('flashinfer verifies chains alone here; use topk=1 or attention_backend="triton"')
+        if graph is not None:
+            batch.metadata[self] = {"decode": self._graph_segment(batch, graph)}
+            return
         assert batch.seq_lens_cpu is not None and batch.query_lens_cpu is not None
         split, ends = batch.num_decode_rows, batch.batch_size
-        self._segments = {
-            kind: Segment(batch.req_pool_indices[at], batch.query_lens_cpu[at], batch.seq_lens_cpu[at],
-                          self._eager[kind], {})
-            for kind, at in (("decode", slice(0, split)), ("extend", slice(split, ends)))
-        }  # fmt: skip
+        batch.metadata[self] = {
+            name: Segment(batch.req_pool_indices[at], batch.query_lens_cpu[at], batch.seq_lens_cpu[at], plans, {})
+            for (name, plans), at in zip(self._eager.items(), (slice(0, split), slice(split, ends)))
+        }
 
-    def forward_decode(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
-        return self._run(self._segments["decode"], q, layer)
+    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+        return self._run(self.planned(batch)["decode"], q, layer)
 
-    def forward_extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
-        return self._run(self._segments["extend"], q, layer)
+    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+        return self._run(self.planned(batch)["extend"], q, layer)
 
-    def _run(self, segment: Segment, q: torch.Tensor, layer: Any) -> torch.Tensor:
+    def _run(self, segment: Segment, q: Tensor, layer: Any) -> Tensor:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
         layout = HeadLayout(
             layer.num_heads, layer.num_kv_heads, layer.head_dim, k_cache.shape[1], layer.scale, layer.sliding_window,
@@ -90,53 +92,23 @@ class FlashinferAttnBackend(PagedKVBackend):
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        super().init_cuda_graph_state(max_bs, max_num_tokens)
+    def allocate_graph(self, view: GraphView) -> None:
         pages_per_row = self.req_to_token_pool.max_context // self.kv_pool.page_size
-        self._buffers = GraphBuffers.allocate(max_bs, pages_per_row, self._workspace.device)
+        buffers = GraphBuffers.allocate(view.max_bs, pages_per_row, self._workspace.device)
+        view.buffers[self] = buffers, dict[int, Segment]()
 
-    def init_forward_metadata_capture_cuda_graph(
-        self,
-        bs: int,
-        num_tokens: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        forward_mode: ForwardMode,
-        spec_info: SpecInfo | None,
-    ) -> None:
-        """The first pass over the layers, before the recording, makes the plans."""
-        super().init_forward_metadata_capture_cuda_graph(
-            bs, num_tokens, req_pool_indices, seq_lens, forward_mode, spec_info
-        )
-        _check_chain(spec_info)
-        tokens = num_tokens // bs
-        lens = [self.get_cuda_graph_seq_len_fill_value() + tokens - 1] * bs
-        segment = Segment(req_pool_indices[:bs], [tokens] * bs, lens, {}, {}, (bs, self._buffers))
-        self._graphs[bs, tokens] = self._segments["decode"] = segment
-
-    def init_forward_metadata_replay_cuda_graph(
-        self,
-        bs: int,
-        num_real: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        forward_mode: ForwardMode,
-        spec_info: SpecInfo | None,
-        seq_lens_cpu: list[int] | None,
-    ) -> None:
-        super().init_forward_metadata_replay_cuda_graph(
-            bs, num_real, req_pool_indices, seq_lens, forward_mode, spec_info, seq_lens_cpu
-        )
-        if seq_lens_cpu is None:
+    def _graph_segment(self, batch: ForwardBatch, view: GraphView) -> Segment:
+        """The decode segment of a graph. In a capture, the first pass over the layers, before the recording, plans it
+        for padding rows; a replay plans it here for the layouts that the capture met."""
+        bs, real, tokens = batch.batch_size, batch.num_real, view.tokens_per_row
+        buffers, segments = view.buffers[self]
+        lens = [*(batch.seq_lens_cpu or ()), *[self.seq_len_fill + tokens - 1] * (bs - real)]
+        if len(lens) != bs:
             raise BackendError("flashinfer plans on the host: seq_lens_cpu must hold the lengths of the real rows")
-        tokens = spec_info.tokens_per_row if spec_info else 1
-        segment = self._segments["decode"] = self._graphs[bs, tokens]
-        fill = self.get_cuda_graph_seq_len_fill_value() + tokens - 1
-        segment.seq_lens = [*seq_lens_cpu, *[fill] * (bs - num_real)]
+        if not real:
+            segments[bs] = Segment(batch.req_pool_indices, [tokens] * bs, lens, {}, {}, (bs, buffers))
+        segment: Segment = segments[bs]
+        segment.seq_lens = lens
         for layout in segment.current:
             self._plan(segment, layout)
-
-
-def _check_chain(spec_info: SpecInfo | None) -> None:
-    if spec_info is not None and spec_info.tree_mask is not None:
-        raise BackendError('flashinfer verifies chains alone here; use topk=1 or attention_backend="triton"')
+        return segment

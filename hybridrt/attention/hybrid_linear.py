@@ -3,12 +3,12 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from hybridrt.attention.base import AttentionBackend
+from hybridrt.attention.base import NOTHING, QKV, AttentionBackend
 from hybridrt.attention.linear import MambaAttnBackendBase
 from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch
+from hybridrt.forward_batch import ForwardBatch, GraphView
 from hybridrt.kinds.registry import linear_kind
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.plugins import load_object
@@ -54,6 +54,8 @@ class HybridLinearAttnBackend(AttentionBackend):
         given = linear_attn_backend or ()
         self.linear_attn_backends = tuple(given) if isinstance(given, Sequence) else (given,)
         self.full_attn_backend = full_attn_backend
+        # Recurrent layers take padding from num_real, not from lengths.
+        self.seq_len_fill = full_attn_backend.seq_len_fill
         self.needs_host_lens = bool(full_attn_layers) and full_attn_backend.needs_host_lens
         kinds = [backend.kind for backend in self.linear_attn_backends]
         if len(set(kinds)) < len(kinds):
@@ -100,46 +102,21 @@ class HybridLinearAttnBackend(AttentionBackend):
             raise BackendError(f"no backend serves {what} {layer.layer_id}; layers of that kind are {served}")
         return backend
 
-    def forward(
-        self,
-        q: torch.Tensor | None,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        return self.route(layer).forward(q, k, v, layer, batch, save_kv_cache, **kwargs)
+    def run(self, layer: Any, batch: ForwardBatch, qkv: QKV = NOTHING, **kwargs: Any) -> Tensor:
+        return self.route(layer).run(layer, batch, qkv, **kwargs)
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+    def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         for backend in self.backends:
-            backend.init_forward_metadata(batch)
+            backend.prepare(batch, graph=graph)
 
-    def commit_decode(self, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None) -> None:
+    def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         for backend in self.backends:
-            backend.commit_decode(accepted, path)
+            backend.commit(batch, accepted, path)
 
     def drop_step(self) -> None:
         for backend in self.backends:
             backend.drop_step()
 
-    def update_mamba_state_after_mtp_verify(self, accepted: torch.Tensor, path: torch.Tensor | None = None) -> None:
-        """`commit_decode` under the name that serving runtimes know."""
-        self.commit_decode(accepted, path)
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+    def allocate_graph(self, view: GraphView) -> None:
         for backend in self.backends:
-            backend.init_cuda_graph_state(max_bs, max_num_tokens)
-
-    def init_forward_metadata_capture_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
-        for backend in self.backends:
-            backend.init_forward_metadata_capture_cuda_graph(*args, **kwargs)
-
-    def init_forward_metadata_replay_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
-        for backend in self.backends:
-            backend.init_forward_metadata_replay_cuda_graph(*args, **kwargs)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The full-attention backend's own: recurrent layers take padding from num_real, not from lengths."""
-        return self.full_attn_backend.get_cuda_graph_seq_len_fill_value()
+            backend.allocate_graph(view)

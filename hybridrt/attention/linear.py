@@ -1,6 +1,5 @@
 """What every recurrent backend shares: the split of a step by segment, its metadata, graph buffers and its commit."""
 
-import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,26 +7,31 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from hybridrt.attention.base import AttentionBackend, check_graph_tokens
+from hybridrt.attention.base import NOTHING, QKV, AttentionBackend
 from hybridrt.attention.checks import (
     check_batch,
     check_device_lengths,
-    check_graph_step,
+    check_graph_batch,
     check_own,
-    check_range,
-    may_look,
 )
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment, ForwardMetadata
 from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
-from hybridrt.kernels.chunk_plan import plan_chunks
+from hybridrt.forward_batch import ForwardBatch, GraphView
+from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
+from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
 # What a mixer hands its backend, by name: [T, ...] each, decode rows first.
-Inputs = Mapping[str, torch.Tensor]
+Inputs = Mapping[str, Tensor]
+
+UNCOMMITTED = (
+    "a decode step before this one was not committed, so its tokens are not part of the state: call commit after its "
+    "last layer, or drop_step if it is given up"
+)
 
 
 class MambaAttnBackendBase(AttentionBackend):
@@ -55,11 +59,9 @@ class MambaAttnBackendBase(AttentionBackend):
         self.pools = req_to_token_pool
         self.mamba_pool: MambaPool = req_to_token_pool.mamba_pool
         self.chunk_size = chunk_size
-        self.metadata: ForwardMetadata | None = None
         self.members = [self]  # the backends that this one plans and commits for
-        self._uncommitted = False  # a planned step waits for commit_decode
-        # By tokens of a row: captured graphs of decode and of verify steps each go on reading their own.
-        self._graph_buffers: dict[int, tuple[DecodeBuffers, torch.Tensor]] = {}
+        self.lead = self  # the one that plans and commits for this one
+        self._last: ForwardMetadata | None = None  # the last step that leaves its state to a commit
         self.mamba_pool.set_decays({i: partial(self.ring_decay, layer) for i, layer in layers.items()})
 
     @staticmethod
@@ -68,6 +70,8 @@ class MambaAttnBackendBase(AttentionBackend):
         slots and ring cursors, and a step moves the cursors once."""
         first = backends[0]
         first.members = [member for backend in backends for member in backend.members]
+        for member in first.members:
+            member.lead = first
         return first
 
     def layer_cache(self, layer_id: int) -> LayerCache:
@@ -75,18 +79,9 @@ class MambaAttnBackendBase(AttentionBackend):
 
     # -- one layer ----------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        q: torch.Tensor | None,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        out: torch.Tensor | None = None,
-        **inputs: Any,
-    ) -> torch.Tensor:
+    def run(
+        self, layer: Any, batch: ForwardBatch, qkv: QKV = NOTHING, *, out: Tensor | None = None, **inputs: Tensor
+    ) -> Tensor:
         """One mixer over all rows.
 
         Args:
@@ -96,26 +91,27 @@ class MambaAttnBackendBase(AttentionBackend):
         Returns:
             [T, width], decode rows first.
         """
-        step = self._metadata()
-        if step.decode and step.extend:
-            split = step.decode.num_tokens
-            decoded = self.decode(layer, {name: t[:split] for name, t in inputs.items()}, step.decode)
-            chunks = self.extend(layer, {name: t[split:] for name, t in inputs.items()}, step.extend)
+        step = self.begin(batch)
+        decode, extend = step.decode, step.extends.get(self.chunk_size)
+        if decode and extend:
+            split = decode.num_tokens
+            decoded = self.decode(layer, {name: t[:split] for name, t in inputs.items()}, decode)
+            chunks = self.extend(layer, {name: t[split:] for name, t in inputs.items()}, extend)
             return torch.cat((decoded, chunks))
         if out is not None:
             inputs["out"] = out
-        if step.decode:
-            return self.decode(layer, inputs, step.decode)
-        if step.extend:
-            return self.extend(layer, inputs, step.extend)
+        if decode:
+            return self.decode(layer, inputs, decode)
+        if extend:
+            return self.extend(layer, inputs, extend)
         return next(iter(inputs.values())).new_empty(0, layer.width)
 
     @abstractmethod
-    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
+    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> Tensor:
         """A mixer's decode or verify rows: [n * tokens_per_row, width], maybe in inputs["out"]."""
 
     @abstractmethod
-    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
+    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> Tensor:
         """A mixer's prompt chunks: [tokens, width], maybe in inputs["out"]."""
 
     def conv_rows(self, layer: Any, segment: DecodeSegment) -> dict[str, Any]:
@@ -137,59 +133,98 @@ class MambaAttnBackendBase(AttentionBackend):
         }  # fmt: skip
 
     @staticmethod
-    def ring_decay(layer: Any) -> torch.Tensor | None:
+    def ring_decay(layer: Any) -> Tensor | None:
         """[heads] float32, times which a mixer's ring gates are logs of decays; None where they are that already."""
         return None
 
-    def segment(self, *, decode: bool) -> "MambaAttnBackendBase":
-        """This backend as it stands in a step that has its decode rows alone, or its extend rows alone."""
-        view, metadata = copy.copy(self), self._metadata()
-        view.metadata = replace(metadata, extend=None) if decode else replace(metadata, decode=None)
-        return view
+    def segment(self, batch: ForwardBatch, *, decode: bool) -> ForwardBatch:
+        """A prepared batch as one that has its decode rows alone, or its extend rows alone."""
+        step = self.begin(batch)
+        part = replace(batch)
+        part.metadata[self.lead] = replace(step, extends={}) if decode else replace(step, decode=None)
+        return part
 
     # -- planning -----------------------------------------------------------------------------------------------
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self._require_commit()
+    def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
+        tokens = batch.tokens_per_row
+        self._check_width(tokens)
+        step = self._plan(batch) if graph is None else self._plan_graph(batch, graph)
+        step.previous = self._uncommitted()
+        # A plain step's graph commits within it; a capture has no rows to commit.
+        commits = batch.num_decode_rows > 0 if graph is None else batch.num_real > 0 and tokens > 1
+        step.open = commits and self._leaves_state(tokens)
+        if step.open:
+            self._last = step
+        batch.metadata[self] = step
+
+    def _uncommitted(self) -> ForwardMetadata | None:
+        """The last step that was prepared and leaves its state to a commit that has not come yet."""
+        while self._last is not None and not self._last.open:
+            self._last = self._last.previous
+        return self._last
+
+    def _plan(self, batch: ForwardBatch) -> ForwardMetadata:
+        """An eager step: what its segments need that is known on the host."""
         check_batch(batch)
         if may_look(batch.seq_lens.device):
-            check_range("req_pool_indices", batch.req_pool_indices, self.pools.num_rows + 1)
-            slots = self.pools.get_mamba_indices(batch.req_pool_indices[: batch.num_real])
-            check_range("req_to_mamba_slot", slots, self.mamba_pool.num_slots + 1)
-            check_own("req_to_mamba_slot", slots)
-            if batch.read_state_slots is not None:
-                check_range("read_state_slots", batch.read_state_slots, self.mamba_pool.num_slots + 1)
+            self._check_places(batch)
         check_device_lengths(batch)
-        split = batch.num_decode_rows
-        decode, extends = None, dict[int, ExtendSegment]()
-        slots = torch.empty(0, dtype=torch.int32, device=batch.seq_lens.device)
-        if split:
-            self._check_width(batch.tokens_per_row)
-            decode = self._decode_segment(batch)
-            slots = decode.buffers.slots
-        if batch.num_extend_rows:
-            extends = self._extend_segments(batch)
-            extend_slots = extends[self.chunk_size].write_slots
-            slots = torch.cat((slots, extend_slots)) if split else extend_slots
-        for member in self.members:
-            extend = extends.get(member.chunk_size)
-            member.metadata = ForwardMetadata(batch.query_start_loc, slots, decode, extend)
-        self._uncommitted = bool(split) and self._needs_commit(batch.tokens_per_row)
+        plans = batch.chunk_plans or {}
+        if batch.num_extend_rows and batch.chunk_plans is None:
+            lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+            plans = {size: plan_chunks(*lens, size, batch.seq_lens.device) for size in self.chunk_sizes}
+        return ForwardMetadata(plans)
 
-    def _needs_commit(self, tokens: int) -> bool:
-        """Whether a step of so many tokens a row leaves the state behind it to `commit_decode`."""
+    def _check_places(self, batch: ForwardBatch) -> None:
+        """Rows, and the state slots that the step reads and writes. Waits for the device."""
+        end = self.mamba_pool.num_slots + 1
+        check_range("req_pool_indices", batch.req_pool_indices, self.pools.num_rows + 1, BackendError)
+        slots = self.pools.state_slots(batch.req_pool_indices[: batch.num_real])
+        check_range("req_to_state_slot", slots, end, BackendError)
+        check_own("req_to_state_slot", slots)
+        if batch.read_state_slots is not None:
+            check_range("read_state_slots", batch.read_state_slots, end, BackendError)
+
+    def _plan_graph(self, batch: ForwardBatch, view: GraphView) -> ForwardMetadata:
+        """A captured step: fills the view's buffers, which the graph reads, in stream order."""
+        check_graph_batch(batch, view)
+        if self._uncommitted() is not None:
+            raise BackendError(UNCOMMITTED)
+        by_size: dict[int, DecodeBuffers] = view.buffers[self]
+        bs = batch.batch_size
+        if bs not in by_size:
+            by_size[bs] = by_size[view.max_bs].prefix(bs)
+        decode = self._decode_rows(batch, by_size[bs])
+        self._fill(decode, batch)
+        return ForwardMetadata({}, decode, begun=True)
+
+    def begin(self, batch: ForwardBatch) -> ForwardMetadata:
+        """The step of a prepared batch, its segments made: only at its first layer have earlier steps left on the
+        device what they change."""
+        step: ForwardMetadata = self.lead.planned(batch)
+        if step.begun:
+            return step
+        if step.previous is not None and step.previous.open:
+            step.open = False  # it is given up: whoever mends this prepares it again
+            del batch.metadata[self.lead]
+            raise BackendError(UNCOMMITTED)
+        if split := batch.num_decode_rows:
+            step.decode = self._decode_rows(batch, DecodeBuffers.allocate(split, batch.seq_lens.device))
+            self._fill(step.decode, batch)
+        if batch.num_extend_rows:
+            step.extends = self._extend_segments(batch, step.plans)
+        step.begun, step.previous = True, None
+        return step
+
+    def _leaves_state(self, tokens: int) -> bool:
+        """Whether a step of so many tokens a row leaves the state behind it to `commit`."""
         mode = self.mamba_pool.spec.mode
         return mode == "replay" or (mode == "intermediate" and tokens > 1)
 
-    def _require_commit(self) -> None:
-        if self._uncommitted:
-            raise BackendError(
-                "the last decode step was not committed, so its tokens are not part of the state: call commit_decode "
-                "after its last layer, or drop_step if it is given up"
-            )
-
     def drop_step(self) -> None:
-        self._uncommitted = False
+        while step := self._uncommitted():
+            step.open = False
 
     def _check_width(self, tokens: int) -> None:
         most = self.mamba_pool.spec.tokens_per_step
@@ -199,23 +234,24 @@ class MambaAttnBackendBase(AttentionBackend):
                 f"pool with tokens_per_step={tokens}"
             )
 
-    def _decode_segment(self, batch: ForwardBatch) -> DecodeSegment:
-        split, tokens = batch.num_decode_rows, batch.tokens_per_row
-        buffers, rows = DecodeBuffers.allocate(split, batch.seq_lens.device), batch.req_pool_indices[:split]
-        self._fill_buffers(buffers, rows, batch.seq_lens[:split], min(batch.num_real, split), tokens)
-        return DecodeSegment(rows, buffers, tokens, batch.spec_info.parents if batch.spec_info else None)
+    @staticmethod
+    def _decode_rows(batch: ForwardBatch, buffers: DecodeBuffers) -> DecodeSegment:
+        split, spec = batch.num_decode_rows, batch.spec_info
+        parents = spec.parents[:split] if spec and spec.parents is not None else None
+        return DecodeSegment(batch.req_pool_indices[:split], buffers, batch.tokens_per_row, parents)
 
-    def _fill_buffers(
-        self, buffers: DecodeBuffers, rows: torch.Tensor, seq_lens: torch.Tensor, num_real: int, tokens: int
-    ) -> None:
-        pool = self.mamba_pool
-        slot_map = self.pools.req_to_mamba_slot
-        fill_decode_metadata(buffers, rows, seq_lens, num_real, tokens, slot_map, pool.ring_start, pool.ring_length)
+    def _fill(self, segment: DecodeSegment, batch: ForwardBatch) -> None:
+        """Reads slots, positions and ring cursors as they are on the device now."""
+        split, pool = batch.num_decode_rows, self.mamba_pool
+        fill_decode_metadata(
+            segment.buffers, segment.rows, batch.seq_lens[:split], min(batch.num_real, split), segment.tokens_per_row,
+            self.pools.req_to_state_slot, pool.ring_start, pool.ring_length,
+        )  # fmt: skip
 
-    def _extend_segments(self, batch: ForwardBatch) -> dict[int, ExtendSegment]:
+    def _extend_segments(self, batch: ForwardBatch, plans: Mapping[int, ChunkPlan]) -> dict[int, ExtendSegment]:
         """By chunk size, which alone differs from kind to kind."""
         split = batch.num_decode_rows
-        slots = self.pools.get_mamba_indices(batch.req_pool_indices[split:])
+        slots = self.pools.state_slots(batch.req_pool_indices[split:])
         if batch.num_real < batch.batch_size:
             slots[max(batch.num_real - split, 0) :] = -1
         starts = batch.query_start_loc[split:]
@@ -224,11 +260,7 @@ class MambaAttnBackendBase(AttentionBackend):
         if batch.read_state_slots is not None:
             reads = torch.where(batch.read_state_slots > 0, batch.read_state_slots, slots)
         shared = reads, slots, starts - batch.num_decode_tokens, positions, positions > 0
-        plans = batch.chunk_plans
-        if plans is None:
-            lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
-            plans = {size: plan_chunks(*lens, size, slots.device) for size in self.chunk_sizes}
-        return {size: ExtendSegment(*shared, plans[size]) for size in self.chunk_sizes}
+        return {size: ExtendSegment(*shared, plan) for size, plan in plans.items()}
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
@@ -236,78 +268,22 @@ class MambaAttnBackendBase(AttentionBackend):
 
     # -- graphs -------------------------------------------------------------------------------------------------
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        tokens = check_graph_tokens(max_bs, max_num_tokens)
-        device = self.pools.req_to_mamba_slot.device
-        query_start_loc = torch.arange(max_bs + 1, dtype=torch.int32, device=device) * tokens
-        self._graph_buffers[tokens] = DecodeBuffers.allocate(max_bs, device), query_start_loc
+    def allocate_graph(self, view: GraphView) -> None:
+        view.buffers[self] = {view.max_bs: DecodeBuffers.allocate(view.max_bs, self.pools.req_to_state_slot.device)}
         if self.mamba_pool.spec.mode == "replay":
             self.mamba_pool.stack_decays()  # must not be made within a capture
 
-    def init_forward_metadata_capture_cuda_graph(
-        self,
-        bs: int,
-        num_tokens: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        forward_mode: ForwardMode,
-        spec_info: SpecInfo | None,
-    ) -> None:
-        tokens = check_graph_tokens(bs, num_tokens)
-        check_graph_step(bs, 0, tokens, forward_mode, spec_info)
-        # Capture runs no request: every row is padding, so the captured kernels leave the pools alone.
-        self._bind(bs, 0, req_pool_indices, seq_lens, tokens, spec_info)
-
-    def init_forward_metadata_replay_cuda_graph(
-        self,
-        bs: int,
-        num_real: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        forward_mode: ForwardMode,
-        spec_info: SpecInfo | None,
-        seq_lens_cpu: list[int] | None,
-    ) -> None:
-        self._require_commit()
-        tokens = spec_info.tokens_per_row if spec_info else 1
-        check_graph_step(bs, num_real, tokens, forward_mode, spec_info)
-        self._check_width(tokens)
-        self._bind(bs, num_real, req_pool_indices, seq_lens, tokens, spec_info)
-        self._uncommitted = tokens > 1 and self._needs_commit(tokens)  # a plain step's graph commits within it
-
-    def _bind(
-        self,
-        bs: int,
-        num_real: int,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        tokens: int,
-        spec_info: SpecInfo | None,
-    ) -> None:
-        """Fills the first bs entries of the graph buffers and points the metadata at them."""
-        assert tokens in self._graph_buffers, "init_cuda_graph_state first"
-        whole, query_start_loc = self._graph_buffers[tokens]
-        buffers = whole.prefix(bs)
-        self._fill_buffers(buffers, rows[:bs], seq_lens[:bs], num_real, tokens)
-        parents = spec_info.parents[:bs] if spec_info and spec_info.parents is not None else None
-        decode = DecodeSegment(rows[:bs], buffers, tokens, parents)
-        for member in self.members:
-            member.metadata = ForwardMetadata(query_start_loc[: bs + 1], buffers.slots, decode, None)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 1
-
     # -- the end of a step --------------------------------------------------------------------------------------
 
-    def commit_decode(self, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None) -> None:
-        decode, self._uncommitted = self._metadata().decode, False
-        if decode is None or not self._needs_commit(decode.tokens_per_row):
+    def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
+        step: ForwardMetadata = self.planned(batch)
+        if not step.begun and batch.num_decode_rows:
+            raise BackendError("commit of a step that has not run: call it after the step's last layer")
+        step.open = False
+        decode = step.decode
+        if decode is None or not self._leaves_state(decode.tokens_per_row):
             return
         buf = decode.buffers
         accepted = buf.accepted if accepted is None else accepted
         n = len(accepted)
         self.mamba_pool.commit(decode.rows[:n], buf.slots[:n], accepted, buf.start_positions[:n], path)
-
-    def _metadata(self) -> ForwardMetadata:
-        assert self.metadata is not None, "init_forward_metadata comes before forward"
-        return self.metadata

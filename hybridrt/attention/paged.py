@@ -5,35 +5,35 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from hybridrt.attention.base import Rope, SegmentedAttnBackend, check_graph_tokens
+from hybridrt.attention.base import Rope, SegmentedAttnBackend
 from hybridrt.attention.checks import (
     check_batch,
     check_device_lengths,
-    check_graph_step,
+    check_graph_batch,
     check_own,
-    check_range,
-    may_look,
+    check_written_places,
 )
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.errors import BackendError
+from hybridrt.forward_batch import ForwardBatch, GraphView
 from hybridrt.kernels.providers import select
 from hybridrt.kernels.state_commit import move_kv
+from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
 
-@dataclass
+@dataclass(frozen=True)
 class PagedMetadata:
-    """Views of one step. `decode_max_len` is a host upper bound of the decode rows' lengths, None in a graph."""
+    """What the kernels of a step read beside queries, keys and values, by the names of the operations' arguments.
 
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor | None
-    decode_max_len: int | None
-    tree_mask: torch.Tensor | None
-    num_drafts: torch.Tensor | None
-    query_lens: list[int]
-    seq_lens_host: list[int]
+    Attributes:
+        decode, extend: of the two segments; empty where a segment has no rows.
+    """
+
+    decode: dict[str, Any]
+    extend: dict[str, Any]
 
 
 def kernel_facts(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
@@ -60,12 +60,11 @@ class PagedKVBackend(SegmentedAttnBackend):
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         self.kv_pool = kv_pool
         self.req_to_token_pool = req_to_token_pool
-        self.metadata: PagedMetadata | None = None
         device_type = kv_pool.k.device.type
         self._write_kv = select("write_kv", device_type)
         self._rotary_write_kv = select("rotary_write_kv", device_type)
 
-    def select(self, op: str) -> Callable[..., torch.Tensor]:
+    def select(self, op: str) -> Callable[..., Tensor]:
         """The provider's implementation of `op` for this KV cache."""
         k = self.kv_pool.k
         return select(op, k.device.type, self.provider, **kernel_facts(k.device, k.dtype, k.shape[-1]))
@@ -74,104 +73,78 @@ class PagedKVBackend(SegmentedAttnBackend):
         """Rows, and the KV slots that the step writes and reads. Waits for the device."""
         table, rows, size = self.req_to_token_pool, batch.req_pool_indices, self.kv_pool.page_size
         num_slots = (self.kv_pool.num_pages + 1) * size
-        check_range("req_pool_indices", rows, table.num_rows + 1)
+        check_range("req_pool_indices", rows, table.num_rows + 1, BackendError)
         check_own("req_pool_indices", rows[: batch.num_real])
-        check_range("out_cache_loc", batch.out_cache_loc, num_slots)
+        check_range("out_cache_loc", batch.out_cache_loc, num_slots, BackendError)
         pages = table.req_to_token[:, ::size][rows]  # by their first slots
         starts, lens = torch.arange(pages.shape[1], device=pages.device) * size, batch.seq_lens.clone()
         spec, split = batch.spec_info, batch.num_decode_rows
         if spec is not None and spec.num_drafts is not None:  # padding drafts, the last tokens of a row, have no page
             lens[:split] -= spec.tokens_per_row - 1 - spec.num_drafts[:split]
-        check_range("req_to_token", torch.where(starts < lens[:, None], pages, 0), num_slots)
+        check_range("req_to_token", torch.where(starts < lens[:, None], pages, 0), num_slots, BackendError)
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        check_batch(batch)
-        if may_look(batch.seq_lens.device):
-            self._check_places(batch)
-        check_device_lengths(batch)
+    def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
+        if graph is not None:
+            check_graph_batch(batch, graph)
+        else:
+            check_batch(batch)
+            if may_look(batch.seq_lens.device):
+                self._check_places(batch)
+            check_device_lengths(batch)
+            check_written_places(batch, self.req_to_token_pool.req_to_token)
+        decode = self._decode_segment(batch, graph is not None) if batch.num_decode_rows else {}
+        batch.metadata[self] = PagedMetadata(decode, self._extend_segment(batch) if batch.num_extend_rows else {})
+
+    @staticmethod
+    def _decode_segment(batch: ForwardBatch, in_graph: bool) -> dict[str, Any]:
+        """A graph knows no bound of the lengths. It says of all its rows what a batch says of the decode rows."""
+        split, spec, lens = batch.num_decode_rows, batch.spec_info, batch.seq_lens_cpu
+        mask, drafts = (None, None) if spec is None else (spec.tree_mask, spec.num_drafts)
+        return {
+            "rows": batch.req_pool_indices[:split],
+            "seq_lens": batch.seq_lens[:split],
+            "max_len": None if in_graph or lens is None else max(lens[:split]),
+            "tree_mask": None if mask is None else mask[:split],
+            "num_drafts": None if drafts is None else drafts[:split],
+        }
+
+    @staticmethod
+    def _extend_segment(batch: ForwardBatch) -> dict[str, Any]:
         split = batch.num_decode_rows
-        num_drafts = batch.spec_info.num_drafts if batch.spec_info else None
-        lens = list(batch.seq_lens_cpu) if batch.seq_lens_cpu is not None else None
-        extend_lens = lens[split:] if lens is not None else []
-        self.metadata = PagedMetadata(
-            rows=batch.req_pool_indices,
-            seq_lens=batch.seq_lens,
-            query_start_loc=batch.query_start_loc,
-            decode_max_len=max(lens[:split], default=0) if lens is not None else None,
-            tree_mask=batch.spec_info.tree_mask if batch.spec_info else None,
-            num_drafts=None if num_drafts is None else num_drafts[:split],  # a graph's batch says it of all its rows
-            query_lens=list(batch.extend_seq_lens_cpu) if batch.num_extend_rows else [],
-            seq_lens_host=extend_lens,
-        )
+        assert batch.seq_lens_cpu is not None, "check_batch has seen the host's lengths"
+        return {
+            "rows": batch.req_pool_indices[split:],
+            "query_start_loc": batch.query_start_loc[split:] - batch.num_decode_tokens,
+            "seq_lens": batch.seq_lens[split:],
+            "query_lens": list(batch.extend_seq_lens_cpu),
+            "seq_lens_host": list(batch.seq_lens_cpu[split:]),
+        }
 
-    def rotate_and_save(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope
-    ) -> torch.Tensor:
+    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
         heads, kv_heads = (-1, layer.num_heads, layer.head_dim), (-1, layer.num_kv_heads, layer.head_dim)
-        rotated: torch.Tensor = self._rotary_write_kv(
+        rotated: Tensor = self._rotary_write_kv(
             q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.positions, rope.cos_sin, rope.q_weight,
             rope.k_weight, rope.eps, *self.kv_pool.layer(layer.layer_id), batch.out_cache_loc,
         )  # fmt: skip
         return rotated.view(q.shape[0], -1)
 
-    def save_kv(self, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch) -> None:
+    def save_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
         shape = (k.shape[0], layer.num_kv_heads, layer.head_dim)
         self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
 
-    def commit_decode(self, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None) -> None:
+    def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         """A tree's accepted nodes stand wherever they were proposed: their KV moves up to where their depth says."""
         if accepted is None or path is None:
             return
-        meta, (n, tokens) = self._metadata(), path.shape
-        first = (meta.seq_lens[:n] - tokens).unsqueeze(1)
+        n, tokens = path.shape
+        first = (batch.seq_lens[:n] - tokens).unsqueeze(1)
         depth = torch.arange(tokens, device=path.device)
-        table, rows = self.req_to_token_pool.req_to_token, meta.rows[:n].unsqueeze(1)
+        table, rows = self.req_to_token_pool.req_to_token, batch.req_pool_indices[:n].unsqueeze(1)
         kept = depth < accepted.unsqueeze(1)
         source, destination = (table[rows, first + at].masked_fill(~kept, 0) for at in (path, depth))
         for cache in (self.kv_pool.k, self.kv_pool.v):
             move_kv(cache, source.flatten(), destination.flatten())
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        check_graph_tokens(max_bs, max_num_tokens)
-
-    def init_forward_metadata_capture_cuda_graph(
-        self,
-        bs: int,
-        num_tokens: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        forward_mode: ForwardMode,
-        spec_info: SpecInfo | None,
-    ) -> None:
-        check_graph_step(bs, 0, check_graph_tokens(bs, num_tokens), forward_mode, spec_info)
-        self._bind(bs, req_pool_indices, seq_lens, spec_info)
-
-    def init_forward_metadata_replay_cuda_graph(
-        self,
-        bs: int,
-        num_real: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        forward_mode: ForwardMode,
-        spec_info: SpecInfo | None,
-        seq_lens_cpu: list[int] | None,
-    ) -> None:
-        check_graph_step(bs, num_real, spec_info.tokens_per_row if spec_info else 1, forward_mode, spec_info)
-        self._bind(bs, req_pool_indices, seq_lens, spec_info)
-
-    def _bind(self, bs: int, rows: torch.Tensor, seq_lens: torch.Tensor, spec_info: SpecInfo | None) -> None:
-        # The runner's static buffers are all that the kernels read: lengths and rows stay on the device.
-        tree_mask = spec_info.tree_mask[:bs] if spec_info and spec_info.tree_mask is not None else None
-        num_drafts = spec_info.num_drafts[:bs] if spec_info and spec_info.num_drafts is not None else None
-        self.metadata = PagedMetadata(rows[:bs], seq_lens[:bs], None, None, tree_mask, num_drafts, [], [])
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 1
-
-    def _metadata(self) -> PagedMetadata:
-        assert self.metadata is not None, "init_forward_metadata comes before forward"
-        return self.metadata
 
 
 class PagedAttnBackend(PagedKVBackend):
@@ -181,43 +154,24 @@ class PagedAttnBackend(PagedKVBackend):
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
         self._decode, self._extend = self.select("attention_decode"), self.select("attention_extend")
 
-    def forward_decode(
-        self, q: torch.Tensor, layer: Any, batch: ForwardBatch, *, out: torch.Tensor | None = None, **kwargs: Any
-    ) -> torch.Tensor:
-        meta, split = self._metadata(), batch.num_decode_rows
-        heads = q.view(split, -1, layer.num_heads, layer.head_dim)
-        result: torch.Tensor = self._decode(
-            heads,
-            *self.kv_pool.layer(layer.layer_id),
-            self.req_to_token_pool.req_to_token,
-            meta.rows[:split],
-            meta.seq_lens[:split],
-            scale=layer.scale,
-            sliding_window=layer.sliding_window,
-            tree_mask=meta.tree_mask,
-            num_drafts=meta.num_drafts,
-            max_len=meta.decode_max_len,
-            out=None if out is None else out.view(heads.shape),
-        )
+    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+        heads = q.view(batch.num_decode_rows, -1, layer.num_heads, layer.head_dim)
+        result = self._decode(heads, **self._arguments(layer, heads, out), **self.planned(batch).decode)
         return result.reshape(q.shape[0], -1)
 
-    def forward_extend(
-        self, q: torch.Tensor, layer: Any, batch: ForwardBatch, *, out: torch.Tensor | None = None, **kwargs: Any
-    ) -> torch.Tensor:
-        meta, split = self._metadata(), batch.num_decode_rows
-        assert meta.query_start_loc is not None
+    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.view(-1, layer.num_heads, layer.head_dim)
-        result: torch.Tensor = self._extend(
-            heads,
-            *self.kv_pool.layer(layer.layer_id),
-            self.req_to_token_pool.req_to_token,
-            meta.rows[split:],
-            meta.query_start_loc[split:] - batch.num_decode_tokens,
-            meta.seq_lens[split:],
-            scale=layer.scale,
-            sliding_window=layer.sliding_window,
-            query_lens=meta.query_lens,
-            seq_lens_host=meta.seq_lens_host,
-            out=None if out is None else out.view(heads.shape),
-        )
+        result = self._extend(heads, **self._arguments(layer, heads, out), **self.planned(batch).extend)
         return result.reshape(q.shape[0], -1)
+
+    def _arguments(self, layer: Any, heads: Tensor, out: Tensor | None) -> dict[str, Any]:
+        """Of both operations, all that a step does not change."""
+        k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
+        return {
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "req_to_token": self.req_to_token_pool.req_to_token,
+            "scale": layer.scale,
+            "sliding_window": layer.sliding_window,
+            "out": None if out is None else out.view(heads.shape),
+        }

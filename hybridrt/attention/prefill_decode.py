@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hybridrt.attention.base import Rope, SegmentedAttnBackend
 from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView
 
 _SPECULATIVE = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 
@@ -31,6 +31,7 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
         self.prefill_backend = prefill_backend
         self.decode_backend = decode_backend
         self.verify_backend = decode_backend if speculative_attention_mode == "decode" else prefill_backend
+        self.seq_len_fill = decode_backend.seq_len_fill
         self.needs_host_lens = decode_backend.needs_host_lens or self.verify_backend.needs_host_lens
 
     def backend_of(self, forward_mode: ForwardMode) -> SegmentedAttnBackend:
@@ -50,65 +51,33 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
         """Writes the keys and values of both segments: one that has planned the step."""
         return self._decode_segment_backend(batch) if batch.num_decode_rows else self._extend_segment_backend(batch)
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+    def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         if batch.forward_mode is not ForwardMode.MIXED:
-            return self.backend_of(batch.forward_mode).init_forward_metadata(batch)
+            return self.backend_of(batch.forward_mode).prepare(batch, graph=graph)
         # Either may be asked for a segment, and both may be the same object.
-        for backend in {id(b): b for b in (self._decode_segment_backend(batch), self.prefill_backend)}.values():
-            backend.init_forward_metadata(batch)
+        for backend in dict.fromkeys((self._decode_segment_backend(batch), self.prefill_backend)):
+            backend.prepare(batch)
         return None
 
-    def rotate_and_save(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch, rope: Rope
-    ) -> torch.Tensor:
+    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
         return self._saving_backend(batch).rotate_and_save(q, k, v, layer, batch, rope)
 
-    def save_kv(self, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: ForwardBatch) -> None:
+    def save_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
         self._saving_backend(batch).save_kv(k, v, layer, batch)
 
-    def forward_decode(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
-        return self._decode_segment_backend(batch).forward_decode(q, layer, batch, **kwargs)
+    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+        return self._decode_segment_backend(batch).decode(q, layer, batch, out)
 
-    def forward_extend(self, q: torch.Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
-        return self._extend_segment_backend(batch).forward_extend(q, layer, batch, **kwargs)
+    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+        return self._extend_segment_backend(batch).extend(q, layer, batch, out)
 
-    def commit_decode(self, accepted: torch.Tensor | None = None, path: torch.Tensor | None = None) -> None:
+    def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         if accepted is not None:
-            self.verify_backend.commit_decode(accepted, path)
+            self.verify_backend.commit(batch, accepted, path)
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        for backend in {id(b): b for b in (self.decode_backend, self.verify_backend)}.values():
-            backend.init_cuda_graph_state(max_bs, max_num_tokens)
-
-    def init_forward_metadata_capture_cuda_graph(
-        self,
-        bs: int,
-        num_tokens: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        forward_mode: ForwardMode,
-        spec_info: SpecInfo | None,
-    ) -> None:
-        self.backend_of(forward_mode).init_forward_metadata_capture_cuda_graph(
-            bs, num_tokens, req_pool_indices, seq_lens, forward_mode, spec_info
-        )
-
-    def init_forward_metadata_replay_cuda_graph(
-        self,
-        bs: int,
-        num_real: int,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        forward_mode: ForwardMode,
-        spec_info: SpecInfo | None,
-        seq_lens_cpu: list[int] | None,
-    ) -> None:
-        self.backend_of(forward_mode).init_forward_metadata_replay_cuda_graph(
-            bs, num_real, req_pool_indices, seq_lens, forward_mode, spec_info, seq_lens_cpu
-        )
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.decode_backend.get_cuda_graph_seq_len_fill_value()
+    def allocate_graph(self, view: GraphView) -> None:
+        for backend in dict.fromkeys((self.decode_backend, self.verify_backend)):
+            backend.allocate_graph(view)
 
 
 # The name that serving runtimes know.

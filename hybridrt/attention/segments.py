@@ -1,6 +1,7 @@
 """A step as the recurrent layers see it: a decode segment, then an extend segment."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -44,21 +45,28 @@ class ExtendSegment:
     plan: ChunkPlan
 
 
-@dataclass(frozen=True)
+@dataclass
 class ForwardMetadata:
-    """One step; either segment may be absent.
+    """One step: what `prepare` knows of it, and its segments, which are there once its first layer has begun.
 
     Attributes:
-        query_start_loc: [B + 1] int32 over all rows.
-        mamba_cache_indices: [B] int32 state slots, -1 for padding rows.
+        plans: of the extend rows, by chunk size.
+        decode: None without decode rows.
+        extends: by chunk size; empty without extend rows.
+        begun: the segments are there.
+        open: the step leaves its state to a commit that has not come yet.
+        previous: the last step in front of this one that leaves its state to a commit; None once it has come.
     """
 
-    query_start_loc: torch.Tensor
-    mamba_cache_indices: torch.Tensor
-    decode: DecodeSegment | None
-    extend: ExtendSegment | None
+    plans: Mapping[int, ChunkPlan]
+    decode: DecodeSegment | None = None
+    extends: Mapping[int, ExtendSegment] = field(default_factory=dict)
+    begun: bool = False
+    open: bool = False
+    previous: "ForwardMetadata | None" = None
 
     @property
     def num_tokens(self) -> int:
-        decode = self.decode.num_tokens if self.decode else 0
-        return decode + (self.extend.plan.num_tokens if self.extend else 0)
+        """Of both segments, once they are made."""
+        extend = next(iter(self.extends.values()), None)
+        return (self.decode.num_tokens if self.decode else 0) + (extend.plan.num_tokens if extend else 0)

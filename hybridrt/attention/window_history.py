@@ -3,9 +3,9 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from hybridrt.attention.base import AttentionBackend
+from hybridrt.attention.base import NOTHING, QKV, AttentionBackend
 from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend, linear_backends
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch
@@ -49,18 +49,13 @@ class WindowHistoryBackend(HybridLinearAttnBackend):
         """The composite of a model, whose `mixers` are history branches."""
         return cls(full_attn_backend, list(mixers.values()), req_to_token_pool)
 
-    def forward(
-        self,
-        q: torch.Tensor | None,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        hidden_states: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def route(self, layer: Any) -> AttentionBackend:
+        """Layers of both branches are served here, each of the branches as in any composite."""
+        return self if hasattr(layer, "ssm_adapter") else super().route(layer)
+
+    def run(
+        self, layer: Any, batch: ForwardBatch, qkv: QKV = NOTHING, *, hidden_states: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
         """One layer over all rows of the batch.
 
         Args:
@@ -71,7 +66,7 @@ class WindowHistoryBackend(HybridLinearAttnBackend):
             [T, hidden], this rank's summand. The branch is zero on padding rows.
         """
         assert hidden_states is not None
-        out: torch.Tensor = layer.project(super().forward(q, k, v, layer.attn, batch, save_kv_cache, **kwargs))
+        out: Tensor = layer.project(self.route(layer.attn).run(layer.attn, batch, qkv, **kwargs))
         if layer.ssm_adapter.mode == "disabled":
             return out
         return out + layer.ssm_adapter.forward_history_branch(hidden_states, batch)

@@ -14,7 +14,7 @@ import typer
 
 from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, SamplingOptions, SpeculativeOptions, option
 from hybridrt.engine.sampling_defaults import default_sampling_params
-from hybridrt.errors import RequestError
+from hybridrt.errors import RankError, RequestError
 from hybridrt.runtime.torchrun import world
 from hybridrt.sampling_params import SamplingParams
 
@@ -94,6 +94,7 @@ def in_order(llm: "LLM", prompts: Sequence[str | list[int]], params: SamplingPar
     Raises:
         RequestError: a prompt cannot be taken; nothing has been yielded.
         EngineError: a sample failed.
+        RankError: a tensor-parallel rank was lost.
     """
     ids = [llm.engine.add_request(prompt, params, stream=stream) for prompt in prompts]
     waiting: dict[tuple[str, int], list[Delta]] = defaultdict(list)
@@ -105,7 +106,8 @@ def in_order(llm: "LLM", prompts: Sequence[str | list[int]], params: SamplingPar
                     waiting[delta.request_id, delta.index].append(delta)
             for delta in waiting.pop(key):
                 if delta.error is not None:
-                    raise delta.error
+                    cause = delta.error.__cause__  # a lost rank fails every request: it is named alone
+                    raise cause if isinstance(cause, RankError) else delta.error
                 reason = delta.finish_reason
                 yield delta
 

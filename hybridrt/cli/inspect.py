@@ -169,14 +169,17 @@ def _symbol(layer: "LayerSpec") -> str:
 
 
 def _mixer(layer: "LayerSpec", target: "RunTarget", shapes: "dict[str, StateShape]") -> str:
+    from hybridrt.kinds.registry import linear_kind
+
     attention = target.model_config.attention
     parts = []
     if layer.attention:
         window = f", window {attention.sliding_window}" if attention.sliding_window else ""
-        heads = f"{attention.num_heads}x{attention.head_dim}, {attention.num_kv_heads} KV heads"
-        parts.append(f"attention {heads}{window}")
+        heads = f"{attention.num_heads} heads, {attention.num_kv_heads} KV heads, head_dim {attention.head_dim}"
+        parts.append(f"attention ({heads}{window})")
     if layer.linear:
-        parts.append(f"{layer.linear} {'x'.join(map(str, shapes[layer.linear].temporal))}")
+        state = zip(linear_kind(layer.linear).temporal_dims, shapes[layer.linear].temporal)
+        parts.append(f"{layer.linear} ({', '.join(f'{name} {size}' for name, size in state)})")
     return " + ".join(parts) or "-"
 
 
@@ -201,6 +204,13 @@ def _print(report: ModelReport) -> None:
 
     out, ranks = console(), f" of each of {report.tp_size} ranks" if report.tp_size > 1 else ""
     out.print(f"{report.architecture}  {report.model}", style="bold", markup=False)
+    if report.plan is None:
+        out.print(f"Does not fit: {report.plan_error}", style="red", markup=False)
+    else:
+        out.print(
+            f"Fits: {bytes_text(report.weight_bytes + report.plan.pool_bytes)} of {bytes_text(report.free_bytes)} that "
+            f"{report.device} has for weights and pools"
+        )
     out.print(
         f"{count_text(report.num_parameters)} parameters, {bytes_text(report.weight_bytes)} in {report.dtype} on "
         f"{report.device}{ranks}; state in {report.state_dtype}, {report.state_mode} mode; vocabulary "
@@ -209,14 +219,9 @@ def _print(report: ModelReport) -> None:
     out.print(f"\n{''.join(layer.symbol for layer in report.layers)}\n", style="cyan", markup=False)
     columns = ("", "layers", "count", "token mixer", "feed-forward", "backend", "state/request", "KV/token")
     print_table(out, "Layers", columns, list(_rows(report)), right=("count", "state/request", "KV/token"))
-    out.print()
     if report.plan is None:
-        out.print(f"Does not fit: {report.plan_error}", style="red", markup=False)
         return
-    out.print(
-        f"Fits: {bytes_text(report.weight_bytes + report.plan.pool_bytes)} of {bytes_text(report.free_bytes)} that "
-        f"{report.device} has for weights and pools\n"
-    )
+    out.print()
     lines = [(what, count, bytes_text(size)) for what, count, size in report.plan.table() if size]
     print_table(out, "Memory plan", ("what", "how many", "bytes"), lines, right=("bytes",))
     out.print(report.plan.summary())

@@ -1,8 +1,13 @@
-"""Authenticated messages between processes: msgpack behind a length and a tag, over TCP or a Unix socket.
+"""Authenticated messages between processes: byte strings behind a length and a tag, over TCP or a Unix socket.
 
 Both ends hold a key. `channel_auth.py` says how they prove it to each other before the first message, and how every
-message is tagged. Nothing here runs code that a message brings: msgpack carries numbers, text, bytes, lists and
-dictionaries, and nothing else is taken.
+message is tagged. `channel_codec.py` says what the bytes of a message are.
+
+Two libraries were tried in its place. pyzmq 27 with CURVE does not limit how many connections wait for their handshake:
+200 silent strangers took 200 descriptors. Its sockets do not report that a peer has closed its connection, and cannot
+close the connection of one peer. With no descriptor left, its thread kept half a processor core busy. The standard
+library's multiprocessing.connection waits in `accept` for a stranger that sends nothing, and peers with the key wait
+behind it. Its `recv_bytes` waits without limit for the rest of a message that was sent in part.
 """
 
 import select
@@ -10,37 +15,37 @@ import socket
 import struct
 import time
 from collections import deque
-from typing import Any, Protocol
-
-import msgpack
+from typing import Protocol
 
 from hybridrt.distributed.channel_auth import TAG_BYTES, Tagger, join
 from hybridrt.errors import MessageError, PeerGoneError
 
-Message = dict[str, Any]
 Address = tuple[str, int] | str  # host and port of TCP, or the path of a Unix socket
 
-MOST_BYTES = 1 << 24  # of one message
-MOST_DEPTH = 8  # of lists and dictionaries within each other
-MOST_QUEUED = 1 << 26  # bytes that wait for a peer to read
+MAX_MESSAGE_BYTES = 1 << 24
+MAX_QUEUED_BYTES = 1 << 26  # that wait for a peer to read
 TIMEOUT_S = 30.0
 
 _LENGTH = struct.Struct("!I")
-_AT_ONCE = 1 << 20  # bytes that one `receive` reads at most
-_PIECE = 1 << 16
-_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+_READ_BYTES = 1 << 20  # that one `receive` takes from the socket at most
+_PIECE_BYTES = 1 << 16
 # A machine that vanishes is noticed after idle + count * interval seconds.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 class Channel(Protocol):
-    """One end of a connection between two processes. None of these methods waits."""
+    """One end of a connection between two processes. Only `expect` waits."""
 
-    def send(self, message: Message) -> None:
-        """Hands a message over, now or when the peer reads. Raises PeerGoneError."""
+    def send(self, message: bytes) -> None:
+        """Hands a message over, now or when the peer reads.
+
+        Raises:
+            PeerGoneError: the other end is gone.
+            MessageError: the message is too long; nothing was sent.
+        """
         ...
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[bytes]:
         """The messages that have come since the last call.
 
         Raises:
@@ -49,54 +54,17 @@ class Channel(Protocol):
         """
         ...
 
+    def expect(self, timeout: float) -> bytes:
+        """The next message. Waits for it; raises PeerGoneError also if none comes within `timeout` seconds."""
+        ...
+
     def close(self) -> None:
         """The other end's next `receive` raises. Closing again does nothing."""
         ...
 
 
-def pack(message: Message) -> bytes:
-    """The bytes of a message. Raises MessageError if it holds what no message may hold, or too much."""
-    try:
-        data: bytes = msgpack.packb(message, use_bin_type=True)
-    except (TypeError, ValueError, OverflowError) as e:
-        raise MessageError(f"this cannot be sent as a message: {e}") from e
-    if len(data) > MOST_BYTES:
-        raise MessageError(f"a message has {len(data)} bytes; it may have {MOST_BYTES}")
-    return data
-
-
-def unpack(data: bytes) -> Message:
-    """The message that `pack` made these bytes of. Raises MessageError if they are none."""
-    try:
-        message = msgpack.unpackb(data, raw=False, strict_map_key=False, use_list=True)
-    except Exception as e:  # msgpack's own errors share no base class with those of its callbacks and of UTF-8
-        raise MessageError(f"a message is not msgpack: {type(e).__name__}") from e
-    if not isinstance(message, dict):
-        raise MessageError(f"a message is {type(message).__name__}; it must be a dictionary")
-    _check(message, MOST_DEPTH)
-    return message
-
-
-def _check(value: dict[Any, Any] | list[Any], depth: int) -> None:
-    """Raises MessageError unless `value` consists of plain values, `depth` levels deep at most."""
-    if not depth:
-        raise MessageError(f"a message has more than {MOST_DEPTH} levels")
-    items: Any = value
-    if isinstance(value, dict):
-        if not all(type(key) is str for key in value):
-            raise MessageError("a dictionary in a message has a key that is no text")
-        items = value.values()
-    if _PLAIN.issuperset(map(type, items)):
-        return
-    for item in items:
-        if isinstance(item, (dict, list)):
-            _check(item, depth - 1)
-        elif type(item) not in _PLAIN:
-            raise MessageError(f"a message holds {type(item).__name__}; it may hold numbers, text and bytes")
-
-
 class SocketChannel:
-    """A connected socket whose other end has proved that it holds the key. One thread at a time.
+    """A connected socket whose other end has proved that it holds the key. One thread at a time uses it.
 
     Args:
         tagger: what tags messages and checks tags.
@@ -111,7 +79,7 @@ class SocketChannel:
         self._outgoing: deque[tuple[float, memoryview]] = deque()  # with the time when each was queued
         self._queued = 0
         self._incoming = bytearray()
-        self._messages: deque[Message] = deque()
+        self._messages: deque[bytes] = deque()
         self._gone: PeerGoneError | None = None
 
     @classmethod
@@ -135,28 +103,26 @@ class SocketChannel:
         """For select and its kin; -1 once closed."""
         return self._socket.fileno()
 
-    def send(self, message: Message) -> None:
-        if self._gone is not None:
-            raise self._gone
-        data = pack(message)
-        frame = _LENGTH.pack(len(data)) + self._tagger.tag(data) + data
+    def send(self, message: bytes) -> None:
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise MessageError(f"a message has {len(message)} bytes; it may have {MAX_MESSAGE_BYTES}")
+        self._check()
+        frame = _LENGTH.pack(len(message)) + self._tagger.tag(message) + message
         self._outgoing.append((time.monotonic(), memoryview(frame)))
         self._queued += len(frame)
         self._flush()
-        if self._gone is not None:
-            raise self._gone
+        self._check()
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[bytes]:
         self._flush()
         self._read()
         messages = list(self._messages)
         self._messages.clear()
-        if not messages and self._gone is not None:
-            raise self._gone
+        if not messages:
+            self._check()
         return messages
 
-    def expect(self, timeout: float) -> Message:
-        """The next message. Raises PeerGoneError also if none comes within `timeout` seconds."""
+    def expect(self, timeout: float) -> bytes:
         deadline = time.monotonic() + timeout
         while not self._messages:
             left = deadline - time.monotonic()
@@ -170,30 +136,36 @@ class SocketChannel:
         """Returns when something has come or `seconds` have passed. What waits for the peer is sent meanwhile."""
         deadline = time.monotonic() + seconds
         while self._gone is None and not self._messages:
-            poll, left = select.poll(), deadline - time.monotonic()
-            poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
-            ready = poll.poll(max(0, 1000 * left))
-            self._flush()
-            if left <= 0 or any(event & ~select.POLLOUT for _, event in ready):
+            left = deadline - time.monotonic()
+            came = self._poll(select.POLLIN | (select.POLLOUT if self._outgoing else 0), left)
+            if left <= 0 or came:
                 return
 
     def drain(self, timeout: float) -> None:
         """Waits until the operating system has all that was sent. Raises PeerGoneError also after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self._outgoing:
-            left, poll = deadline - time.monotonic(), select.poll()
+            left = deadline - time.monotonic()
             if left <= 0:
                 raise PeerGoneError(f"the other process has not read its messages for {timeout:g} seconds")
-            poll.register(self._socket, select.POLLOUT)
-            poll.poll(1000 * left)
-            self._flush()
+            self._poll(select.POLLOUT, left)
+        self._check()
+
+    def close(self) -> None:
+        self._flush()
+        self._end(PeerGoneError("the channel is closed"))
+
+    def _check(self) -> None:
         if self._gone is not None:
             raise self._gone
 
-    def close(self) -> None:
-        if self._gone is None:
-            self._flush()
-        self._end(PeerGoneError("the channel is closed"))
+    def _poll(self, events: int, seconds: float) -> bool:
+        """Waits for one of `events`, then sends what the socket takes. True: there is something to read."""
+        poll = select.poll()  # `select.select` takes no descriptor above 1023
+        poll.register(self._socket, events)
+        ready = poll.poll(max(0, 1000 * seconds))
+        self._flush()
+        return any(event & ~select.POLLOUT for _, event in ready)
 
     def _flush(self) -> None:
         """Sends what the peer's buffers take. Ends the channel if the peer does not read."""
@@ -202,7 +174,7 @@ class SocketChannel:
             try:
                 sent = self._socket.send(data)
             except BlockingIOError:
-                if time.monotonic() - queued_at > self._timeout or self._queued > MOST_QUEUED:
+                if time.monotonic() - queued_at > self._timeout or self._queued > MAX_QUEUED_BYTES:
                     self._end(PeerGoneError("the other process does not read its messages"))
                 return
             except OSError as e:
@@ -216,14 +188,14 @@ class SocketChannel:
     def _read(self) -> None:
         """Reads a bounded amount, so that a peer that sends without end does not delay other peers."""
         try:
-            for _ in range(_AT_ONCE // _PIECE):
+            for _ in range(_READ_BYTES // _PIECE_BYTES):
                 if self._gone is not None:
                     return
-                data = self._socket.recv(_PIECE)
+                data = self._socket.recv(_PIECE_BYTES)
                 if not data:
                     return self._end(PeerGoneError("the other process has closed the connection"))
                 self._incoming += data
-                self._take()
+                self._split()
         except BlockingIOError:
             return
         except MessageError as e:
@@ -231,24 +203,24 @@ class SocketChannel:
         except OSError as e:
             self._end(PeerGoneError(f"the connection to the other process broke ({e})"))
 
-    def _take(self) -> None:
-        """Makes messages of the frames that are complete."""
+    def _split(self) -> None:
+        """Takes the messages that are complete from the bytes that have come, and checks their tags."""
         start, head = 0, _LENGTH.size + TAG_BYTES
         while len(self._incoming) - start >= head:
             (nbytes,) = _LENGTH.unpack_from(self._incoming, start)
-            if nbytes > MOST_BYTES:
-                raise MessageError(f"a message of {nbytes} bytes comes; it may have {MOST_BYTES}")
+            if nbytes > MAX_MESSAGE_BYTES:
+                raise MessageError(f"a message of {nbytes} bytes comes; it may have {MAX_MESSAGE_BYTES}")
             end = start + head + nbytes
             if len(self._incoming) < end:
                 break
-            data = bytes(self._incoming[start + head : end])
-            self._tagger.check(data, bytes(self._incoming[start + _LENGTH.size : start + head]))
-            self._messages.append(unpack(data))
+            message = bytes(self._incoming[start + head : end])
+            self._tagger.check(message, bytes(self._incoming[start + _LENGTH.size : start + head]))
+            self._messages.append(message)
             start = end
         del self._incoming[:start]
 
     def _end(self, reason: PeerGoneError) -> None:
-        """The first reason is the one that `receive` raises."""
+        """Closes the socket. The first reason is the one that `receive` raises."""
         self._gone = self._gone or reason
         self._outgoing.clear()
         self._incoming.clear()
@@ -277,5 +249,5 @@ def _tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # not everywhere
+        if hasattr(socket, name):  # not on every system
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

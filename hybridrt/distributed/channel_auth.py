@@ -4,13 +4,10 @@
     connecting side   32 random bytes of its own, and the proof of "connects"
     listening side    the proof of "listens"
 
-A proof is HMAC-SHA256 under the key over a role and both sides' random bytes. As the roles differ, no side's proof is
-worth anything when it is sent back. Until the first proof holds, the listening side reads 64 bytes at most and looks at
-none of them. Each direction then has a key of its own for the tags, which count the messages, so that a process in
-between can neither alter nor repeat nor reorder them. It can read them: this is no encryption.
-
-multiprocessing.connection would have been the library for this, but Python 3.11's challenge is MD5, is compared in
-varying time, waits without a limit, and tags no messages.
+A proof is HMAC-SHA256 under the key over a role and both sides' random bytes. The roles differ, so a proof that is sent
+back is not valid. Before the proof of the connecting side is checked, the listening side reads at most 64 bytes and
+interprets none of them. Afterwards each direction has its own key for tags. A tag covers the message's number, so a
+process in between can neither alter nor repeat nor reorder messages. It can read them: nothing is encrypted.
 """
 
 import hmac
@@ -46,14 +43,14 @@ class Tagger:
 
 
 class Challenge:
-    """What the listening side sends first, and its judgement of the answer."""
+    """What the listening side sends first, and its check of the answer."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self.data = _NAME + os.urandom(NONCE_BYTES)
 
     def check(self, answer: bytes) -> tuple[bytes, Tagger]:
-        """Our own proof, to be sent, and the connection's tagger.
+        """Returns our own proof, to be sent, and the tagger of the connection.
 
         Raises:
             AuthenticationError: the other side does not hold the key.

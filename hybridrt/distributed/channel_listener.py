@@ -1,4 +1,4 @@
-"""Where authenticated channels are accepted: strangers get little memory, few places, and little time."""
+"""Accepts authenticated channels. Connections without the key are limited in number, in memory and in time."""
 
 import errno
 import os
@@ -11,10 +11,10 @@ from hybridrt.distributed.channel import TIMEOUT_S, Address, SocketChannel
 from hybridrt.distributed.channel_auth import ANSWER_BYTES, MIN_KEY_BYTES, Challenge
 from hybridrt.errors import AuthenticationError, ConfigError
 
-MOST_STRANGERS = 64
-STRANGER_S = 10.0  # that a process may take to prove that it holds the key
-_AT_ONCE = 16  # connections that one `accept` takes
-# No file descriptor or no memory is left, or the other side has gone already: the next call tries again.
+MAX_STRANGERS = 64
+STRANGER_S = 10.0  # seconds that a process may take to prove that it holds the key
+_MAX_ACCEPTED = 16  # connections that one `accept` takes
+# No file descriptor or no memory is left, or the other side has closed the connection: the next call tries again.
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EPROTO, errno.EINTR}
 
 
@@ -29,8 +29,8 @@ class _Stranger:
 class Listener:
     """Accepts connections of processes that hold the key, without waiting.
 
-    A connection that sends a wrong proof, or none in time, is closed. When too many wait, or no file descriptor is
-    left, the one that has waited longest is closed. The rest of the process never notices.
+    A connection that sends a wrong proof, or none within STRANGER_S seconds, is closed. When more than MAX_STRANGERS
+    wait, or no file descriptor is left, the one that has waited longest is closed.
 
     Args:
         address: host and port of TCP (port 0 takes a free one; `port` says which), or a path that does not exist yet:
@@ -62,7 +62,7 @@ class Listener:
         return self._socket.fileno()
 
     def accept(self) -> list[SocketChannel]:
-        """Channels to those who have proved since the last call that they hold the key."""
+        """Channels to the processes that have proved since the last call that they hold the key."""
         self._take_strangers()
         found = []
         for stranger in list(self._strangers):
@@ -88,7 +88,7 @@ class Listener:
         self._socket.close()
 
     def _take_strangers(self) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_MAX_ACCEPTED):
             try:
                 connection, _ = self._socket.accept()
             except BlockingIOError:
@@ -106,7 +106,7 @@ class Listener:
                 connection.send(stranger.challenge.data)  # fits into the buffer of a new connection
             except OSError:
                 self._refuse(stranger)
-            if len(self._strangers) > MOST_STRANGERS:
+            if len(self._strangers) > MAX_STRANGERS:
                 self._refuse(self._strangers[0])
 
     def _hear(self, stranger: _Stranger) -> SocketChannel | None:

@@ -1,4 +1,4 @@
-"""What rank 0 and another rank say to each other beside their collectives: plain messages, and signs of life."""
+"""Links between rank 0 and the other ranks, beside their collectives: messages, and signs of life."""
 
 import math
 import os
@@ -8,17 +8,16 @@ import time
 from typing import Protocol
 from weakref import WeakSet
 
-from hybridrt.distributed.channel import Message, SocketChannel
+from hybridrt.distributed.channel import SocketChannel
 from hybridrt.errors import ConfigError
 
 TIMEOUT_VARIABLE = "HYBRIDRT_RANK_TIMEOUT"
 TIMEOUT_S = 60.0
-BEATS = 6  # signs of life within a time-out
-BEAT: Message = {"type": "beat"}
+BEATS = 6  # signs of life that a rank sends within a time-out
 
 
 def rank_timeout() -> float:
-    """Seconds after which a rank that sends nothing is given up.
+    """Seconds after which a rank that sends nothing counts as lost.
 
     Raises:
         ConfigError: the environment says something else than a number of seconds.
@@ -40,14 +39,14 @@ class Link:
         self._channel, self._lock = channel, threading.Lock()
         disown_in_child(self)
 
-    def send(self, message: Message) -> None:
-        """Returns once this machine's network has taken the message. Raises PeerGoneError."""
+    def send(self, message: bytes) -> None:
+        """Returns when the operating system has taken the message. Raises PeerGoneError."""
         with self._lock:
             self._channel.send(message)
             self._channel.drain(TIMEOUT_S)
 
-    def listen(self, seconds: float) -> list[Message]:
-        """What comes, as soon as something comes; nothing if nothing has come after so many seconds.
+    def listen(self, seconds: float) -> list[bytes]:
+        """Waits for messages and returns them; an empty list if none has come after so many seconds.
 
         Raises:
             PeerGoneError: the other end is gone.
@@ -70,7 +69,7 @@ class Link:
             self._channel.close()
 
     def disown(self) -> None:
-        """In a forked child: lets go of the connection and sends nothing. The parent keeps it."""
+        """In a forked child: closes its copy of the connection without a word to the other end."""
         descriptor = self._channel.fileno()
         if descriptor >= 0:
             with open(os.devnull, "rb") as nothing:
@@ -78,7 +77,7 @@ class Link:
 
 
 class Owned(Protocol):
-    """What belongs to the process that made it."""
+    """An object that only the process that made it may use."""
 
     def disown(self) -> None:
         """Called in a forked child, whose copy must neither talk to other processes nor wait for them."""

@@ -44,7 +44,7 @@ class MambaSpec:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page that is cut over the ranks by itself: `nbytes` of this rank.
+    """A part of a page that is cut over the ranks independently of the others: `nbytes` on this rank.
 
     `groups` counts the pieces that cannot be cut. With fewer of them than ranks, neighbours hold the same piece; None
     means that there are pieces enough.
@@ -180,7 +180,7 @@ class MambaConvSplitInfo:
         return (*self.conv_sections, self.state_section)
 
     def reads(self, rank: int, tp_ratio: int) -> list[PageRead]:
-        """Every read of one prefill rank's page, conv and recurrent state; arguments as below."""
+        """Every read of one prefill rank's page, conv and recurrent state. Arguments as for `remote_conv_offsets`."""
         return page_reads(self.sections, self.local_tp, rank, tp_ratio)
 
     def remote_conv_offsets(self, local_rank_offset: int, tp_ratio: int) -> Reads:
@@ -209,7 +209,7 @@ class MambaConvSplitInfo:
         return read.source, read.nbytes
 
     def temporal_write_offset(self, local_rank_offset: int, tp_ratio: int) -> int:
-        """Where in this rank's page it is written."""
+        """Where in this rank's page the recurrent state that was read is written."""
         return self._state_read(local_rank_offset, tp_ratio).destination
 
     def _conv_reads(self, rank: int, tp_ratio: int) -> list[PageRead]:

@@ -17,16 +17,15 @@ from hybridrt.distributed.control import disown_in_child
 from hybridrt.errors import ConfigError, RankError
 
 COLLECTIVE = timedelta(minutes=10)  # how long a rank waits in a collective for the others
-CHECK = timedelta(milliseconds=200)  # how often it looks meanwhile whether they still run
+CHECK = timedelta(milliseconds=200)  # between two checks, meanwhile, that the other ranks run
 LEAVING_S = 5.0
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the same, renamed in torch 2.13
 
 
 class Communicator:
     """Collectives of one group of processes: gloo for tensors in main memory, NCCL for those on a GPU.
 
-    The group is its own: whatever else a process does with torch.distributed is not touched. All ranks construct it,
-    and the last one releases the others. Every method raises RankError if a rank is gone.
+    The group is no process group of torch.distributed: a process may have others beside it. All ranks construct it, and
+    the constructor returns once the last one has. Every method raises RankError if a rank is lost.
 
     Args:
         store: what the processes find each other through.
@@ -34,30 +33,23 @@ class Communicator:
         loopback: all ranks run on this host: no connection of theirs listens on a network.
 
     Attributes:
-        check: called now and then while this rank waits for the others in main memory; raises if one is gone.
+        check: called several times a second while this rank waits for the others in main memory; raises if one is lost.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, loopback: bool = True) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.check: Callable[[], None] = lambda: None
-        self._group: dist.ProcessGroup | None = dist.ProcessGroup(dist.PrefixStore("hybridrt", store), rank, size)
-        self._nccl: Any = None
+        self._groups: dict[str, Any] = {}  # by the type of the device that their tensors lie on
         self._aborting: threading.Thread | None = None
         self._loopback = loopback
         disown_in_child(self)
         with _interface(loopback):
-            gloo = dist.ProcessGroupGloo(dist.PrefixStore("hybridrt/cpu", store), rank, size, COLLECTIVE)
-            self._group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            cpu = dist.PrefixStore("hybridrt/cpu", store)
+            self._groups["cpu"] = dist.ProcessGroupGloo(cpu, rank, size, COLLECTIVE)
             if device.type == "cuda":
-                self._add_nccl(store)
-
-    def _add_nccl(self, store: dist.Store) -> None:
-        torch.cuda.set_device(self.device)
-        options = dist.ProcessGroupNCCL.Options()
-        self._nccl = dist.ProcessGroupNCCL(dist.PrefixStore("hybridrt/cuda", store), self.rank, self.size, options)
-        self._nccl._set_sequence_number_for_group()
-        assert self._group is not None
-        self._group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, self._nccl)
+                torch.cuda.set_device(device)
+                cuda = dist.PrefixStore("hybridrt/cuda", store)
+                self._groups["cuda"] = dist.ProcessGroupNCCL(cuda, rank, size, dist.ProcessGroupNCCL.Options())
 
     def connect(self) -> None:
         """Opens the connections among GPUs, which NCCL does with the first collective. All ranks call it."""
@@ -67,14 +59,17 @@ class Communicator:
 
     def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduces over the ranks, in place. Every rank gets the same bits."""
-        self._together(dist.all_reduce, x, x, op)
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.asyncOp = dist.ReduceOp(op), not x.is_cuda  # False: NCCL runs in the current stream
+        self._run(x, lambda group: group.allreduce([x], options))
         return x
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[...] of each rank to [size, ...]."""
-        parts = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        self._together(_all_gather, x, parts, x.contiguous())
-        return parts.view(self.size, *x.shape)
+    def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., n] of each rank to [..., size * n], in rank order."""
+        found = x.new_empty((*x.shape[:-1], self.size * x.shape[-1]))
+        parts = list(found.split(x.shape[-1], dim=-1))
+        self._run(x, lambda group: group.allgather([parts], [x.contiguous()]))
+        return found
 
     def barrier(self) -> None:
         """Returns when every rank has come and what they launched is done."""
@@ -84,43 +79,44 @@ class Communicator:
 
     def abort(self) -> None:
         """Kernels on this rank's GPU that wait for another rank give up; from any thread, and without waiting."""
-        if self._nccl is not None and self._aborting is None:
+        nccl = self._groups.get("cuda")
+        if nccl is not None and self._aborting is None:
             # NCCL returns once no graph exists that was captured with it, so the exit hook waits for that.
-            self._aborting = threading.Thread(target=self._nccl.abort, daemon=True)
+            self._aborting = threading.Thread(target=nccl.abort, daemon=True)
             self._aborting.start()
 
     def close(self) -> None:
-        """Leaves the group; nothing may be under way. Closing again does nothing."""
+        """Leaves the group, while no collective runs. Closing again does nothing."""
         self.abort()
         if self._aborting is not None:
             self._aborting.join(LEAVING_S)
-        self._group = self._nccl = None
+        self._groups = {}
 
     def forsake(self) -> None:
         """Never destroys the group: its destructor waits for threads, which may wait for a rank that does not answer,
         or which a forked child does not have."""
-        for held in filter(None, (self._group, self._nccl)):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
-        self._group = self._nccl = None
+        for group in self._groups.values():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._groups = {}
 
     def disown(self) -> None:
         """In a forked child."""
         self.forsake()
 
-    def _together(self, collective: Callable[..., Any], x: torch.Tensor, *args: object) -> None:
+    def _run(self, x: torch.Tensor, collective: Callable[[Any], dist.Work | None]) -> None:
         """Runs a collective on tensors that lie where `x` does."""
-        if self._group is None:
+        group = self._groups.get(x.device.type)
+        if group is None:
             raise RankError("this tensor-parallel group is closed; build a new LLM")
         try:
-            if x.is_cuda:
-                collective(*args, group=self._group)
-            else:
-                self._wait(collective(*args, group=self._group, async_op=True))
+            work = collective(group)
+            if work is not None:  # NCCL in the current stream returns none
+                work.wait() if x.is_cuda else self._wait(work)
         except RuntimeError as e:  # torch.distributed's own error is one
             raise e if isinstance(e, RankError) else RankError(f"a tensor-parallel rank was lost: {e}") from e
 
     def _wait(self, work: dist.Work) -> None:
-        """Waits for a collective in main memory, and meanwhile looks after the other ranks."""
+        """Waits for a collective in main memory, and checks meanwhile that the other ranks run."""
         while True:
             try:
                 work.wait(CHECK)
@@ -170,7 +166,7 @@ class TPGroup:
 
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
         """[..., n] of each rank to [..., size * n], in rank order."""
-        return x if self.size == 1 else self._comm().all_gather(x).movedim(0, -2).flatten(-2)
+        return x if self.size == 1 else self._comm().all_gather_last(x)
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' integers."""

@@ -15,13 +15,12 @@ Slots are those of models with recurrent layers. The first step of a request rea
 request's own slot; once that step has been consumed, the match's state is unlocked. A request whose first `c` tokens
 were computed elsewhere owns all of its pages: they are copied there as it is admitted.
 
-`release` is for a request that no launched step still names: until the last such step has been consumed, the device may
-read and write what the request holds. What it leaves is offered to the prefix cache. A slot that the cache takes is
+`release` is for a request that no launched step names any more: until the last such step has been consumed, the device
+may read and write what the request holds. `release` offers it to the prefix cache first. A slot that the cache takes is
 completed at the head of the next step, where the row's ring is folded into it (`donations`): no step reads it before.
 
-`settle` lets go of pages that no step reads whose tokens come after the consumed
-ones; while the prompt still wants pages, they go to the request itself, so that a prompt that was admitted never runs
-short of them.
+`settle` frees pages that no step reads whose tokens come after the consumed ones. While the prompt still needs pages,
+the request itself keeps them for later tokens: an admitted prompt never lacks pages.
 """
 
 from collections.abc import Iterable
@@ -66,7 +65,7 @@ class CacheCoordinator:
         self.rows = SlotAllocator(num_rows, "request row")
         self.slots = SlotAllocator(num_slots, "state slot")
         self.pages = SlotAllocator(num_pages, "KV page")
-        self.columns = RowColumns(num_rows)
+        self.columns = RowColumns.allocate(num_rows)
         self.donations: list[int] = []
         self._returns = 0
         self._demand = demand or PageDemand(page_size)
@@ -89,25 +88,25 @@ class CacheCoordinator:
             )
 
     def admit(self, request: Request, headroom: int, plan: StepPlan) -> bool:
-        """Lends a row, a slot and the pages that all of the request's known tokens want at a time; `computed` then says
-        how many of them need no computing. False if not all is there with `headroom` free pages left: nothing is
-        taken."""
+        """Lends a row, a slot and the pages that all of the request's known tokens need at a time; `computed` then says
+        how many of them need no computing. False, and nothing is taken, if too little is free or fewer than `headroom`
+        pages would stay free."""
         if not self.rows.num_free:
             return False
-        match = request.arrived or self._prefix_cache.match(request.tokens)
+        tokens = request.tokens
+        match = request.arrived or self._prefix_cache.match(tokens)
         # A match may have locked the one slot that the request could have had.
         choices = [match] if match.state is None else [match, PrefixMatch()]
-        if not any(self._take(request, choice, headroom) for choice in choices):
+        if not any(self._take(request, tokens, choice, headroom) for choice in choices):
             return False
         self.settle(request, 0)
         self._plan_admission(request, plan)
         return True
 
-    def _take(self, request: Request, match: PrefixMatch, headroom: int) -> bool:
-        """Lends what a request needs beside its match. False if not all is there: nothing is taken."""
+    def _take(self, request: Request, tokens: list[int], match: PrefixMatch, headroom: int) -> bool:
+        """Lends what a request needs beside its match. False, and nothing is taken, if too little is free."""
         self._check_match(match)
         self._lock(match.entries)
-        tokens = request.tokens
         need = self._prompt_pages(len(tokens), len(match.pages))
         if not self._make_room(need + (headroom if self.pages.total else 0), 1 if self.slots.total else 0):
             self._unlock(match.entries)
@@ -115,13 +114,13 @@ class CacheCoordinator:
         request.prefix, request.prefill_tokens, request.arrived = match, tokens, None
         request.settled = match.length
         request.row = self.rows.alloc(1)[0]
-        request.slot = self.slots.alloc(1)[0] if self.slots.total else None
+        request.state_slot = self.slots.alloc(1)[0] if self.slots.total else None
         request.pages = [*match.pages, *self.pages.alloc(need)]
         self._fill_columns(request)
         return True
 
     def room(self) -> tuple[int, ...]:
-        """Changes with whatever may let a request in that `admit` found no room for."""
+        """Differs from an earlier result if something has changed that may make room for a request."""
         return self.rows.num_free, self.slots.num_free, self.pages.num_free, self._returns
 
     def grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
@@ -181,33 +180,33 @@ class CacheCoordinator:
         self.pages.free([page for page in own if page not in kept])
         if taken.states:
             self.donations.append(request.row.index)
-        elif request.slot is not None:
-            self.slots.free([request.slot])
+        elif request.state_slot is not None:
+            self.slots.free([request.state_slot])
         self.rows.free([request.row])
-        request.row = request.slot = request.columns = None
+        request.row = request.state_slot = request.columns = None
         request.pages, request.spare, request.prefix, request.prefill_tokens = [], [], PrefixMatch(), ()
         request.settled = request.first_page = 0
         self._returns += 1
 
     def _offer(self, request: Request) -> CacheEntries:
-        """What the prefix cache takes of a request that lets go. Nothing of one that failed: its state may be garbage.
-        Nor of one whose first pages have left the window: what is left is no prefix."""
+        """What the prefix cache takes of a request that is released. It is offered nothing of a request that failed,
+        whose state may be wrong, nor of one whose first pages have left the window: the rest is no prefix."""
         if request.first_page or request.broken or request.error is not None:
             return CacheEntries()
         tokens, computed = request.tokens, request.computed
         # A step may have computed tokens behind the last one that counts: the state then holds them, too.
-        state = request.slot if computed <= len(tokens) else None
+        state = request.state_slot if computed <= len(tokens) else None
         return self._prefix_cache.insert(tokens[:computed], request.pages, state, computed)
 
     def launched(self, plan: StepPlan) -> None:
-        """The step is on its way, and with it the donations that it names."""
+        """The step has been launched, and with it the donations that it names."""
         del self.donations[: len(plan.donations)]
 
     def reclaim(self, requests: Iterable[Request]) -> None:
-        """Takes everything back from all requests and the prefix cache, after a change that was broken off: no ledger
-        can be trusted."""
+        """Takes everything back from all requests and the prefix cache, after a change that an exception broke off: the
+        ledgers may be wrong then."""
         for request in requests:
-            request.row = request.slot = request.columns = None
+            request.row = request.state_slot = request.columns = None
             request.pages, request.spare, request.prefix = [], [], PrefixMatch()
         self.donations.clear()
         self._prefix_cache.clear()
@@ -226,7 +225,7 @@ class CacheCoordinator:
         request.columns = columns
         columns.computed[row] = request.prefix.length
         columns.prefill_end[row] = len(request.prefill_tokens)
-        columns.known[row], columns.pending[row] = len(request.output), 0
+        columns.output_index[row] = len(request.output)
         columns.max_output[row] = request.max_len - len(request.prompt)
         pages = self.pages.total
         columns.capacity[row] = request.end_page * self._demand.page_size if pages else UNLIMITED
@@ -277,9 +276,9 @@ class CacheCoordinator:
 
     def _plan_admission(self, request: Request, plan: StepPlan) -> None:
         assert request.row is not None
-        row, slot = request.row.index, request.slot.index if request.slot else 0
+        row, state_slot = request.row.index, request.state_slot.index if request.state_slot else 0
         tokens = request.prefill_tokens
-        plan.admissions.append(Admission(row, slot, tokens, len(request.prompt), request.params, request.seed))
+        plan.admissions.append(Admission(row, state_slot, tokens, len(request.prompt), request.params, request.seed))
         if request.pages:
             plan.page_writes.append(PageWrite(row, request.first_page, [page.index for page in request.pages]))
         if request.prefix.staged is not None:

@@ -1,46 +1,48 @@
 """What a step must know of every running request, as columns over the request rows."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 UNLIMITED = 2**31 - 1
 
 
 class RowColumns:
-    """Columns by request row, [R + 1] int32 each. An entry means something while a request holds the row.
+    """Columns of int32 by request row. An entry means something while a request holds the row.
 
-    What the host knows trails what is launched: `computed` and `pending` are upper bounds that hold once every launched
-    step has run. A verify step may gain fewer tokens than it could; its result then lowers both.
+    What the host knows trails what is launched: `computed` and `output_index` are upper bounds that hold once every
+    launched step has run. A verify step may gain fewer tokens than it could; its result then lowers both.
+
+    Args:
+        table: [5, R + 1], the columns below each other.
 
     Attributes:
         computed: tokens with KV and state.
+        output_index: of the next token to sample: how many are sampled, those included that the host has not read yet.
         prefill_end: tokens to compute before decoding starts.
-        known: output tokens of which a consumed step has told.
-        pending: tokens sampled but not read yet.
         max_output: output tokens at which the request ends.
         capacity: tokens that the lent KV pages hold; UNLIMITED in a model without attention.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self.computed, self.prefill_end, self.known, self.pending, self.max_output, self.capacity = np.zeros(
-            (6, num_rows + 1), np.int32
-        )
+    def __init__(self, table: np.ndarray) -> None:
+        self.table = table
+        self.computed, self.output_index, self.prefill_end, self.max_output, self.capacity = table
 
-    def prefilled(self, rows: np.ndarray) -> np.ndarray:
-        """Whether the launched steps compute all of the prompt. [n] bool of rows [n]."""
-        return self.computed[rows] >= self.prefill_end[rows]
+    @classmethod
+    def allocate(cls, num_rows: int) -> "RowColumns":
+        return cls(np.zeros((5, num_rows + 1), np.int32))
 
-    def unfinished(self, rows: np.ndarray) -> np.ndarray:
-        """Whether the launched steps leave a token to sample. [n] bool of rows [n]."""
-        return self.known[rows] + self.pending[rows] < self.max_output[rows]
+    def of(self, rows: Sequence[int] | np.ndarray) -> "RowColumns":
+        """A copy of the entries of rows [n] (int64), in their order."""
+        return RowColumns(self.table.take(rows, axis=1))
 
-    def launch(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """A decode step of rows [n] with `tokens` [n] inputs each."""
-        self.computed[rows] += tokens
-        self.pending[rows] += tokens
+    def advance(self, rows: np.ndarray, before: "RowColumns", tokens: np.ndarray | int) -> None:
+        """A decode step is launched that computes and samples `tokens` ([n], or as many for all) of each of rows [n]
+        (int64), whose entries were `before`."""
+        self.computed[rows] = before.computed + tokens
+        self.output_index[rows] = before.output_index + tokens
 
-    def complete(self, rows: np.ndarray, most: np.ndarray, gained: np.ndarray) -> None:
-        """A step that could gain `most` [n] tokens for each of rows [n], 0 for a chunk that samples nothing, gained
-        `gained` [n]."""
-        self.pending[rows] -= most
-        self.computed[rows] -= most - gained
-        self.known[rows] += gained
+    def take_back(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """A step has gained `tokens` [n] fewer tokens for rows [n] than it could."""
+        self.computed[rows] -= tokens
+        self.output_index[rows] -= tokens

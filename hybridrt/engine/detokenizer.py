@@ -42,7 +42,9 @@ class Detokenizer:
         text = self._tokenizer.decode(window)
         known = self._known
         if len(text) <= known:
-            del window[self._read : -_CONTEXT]  # special tokens in a row: decoding all of them again costs their square
+            del window[
+                self._read : -_CONTEXT
+            ]  # special tokens in a row: decoding all of them in each step would take quadratic time
             return False
         if text.endswith(_INCOMPLETE):
             return False

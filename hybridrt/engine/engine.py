@@ -1,28 +1,27 @@
 """The engine loop: requests in, outputs out, one step at a time."""
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import count
 
 from hybridrt.config import EngineConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.delta_queue import Abandonment, DeltaQueue
 from hybridrt.engine.limits import EngineLimits, PreparedPrompt, check_names
-from hybridrt.engine.outputs import Delta, EngineCounters, FinishReason
+from hybridrt.engine.outputs import Delta, EngineCounters
 from hybridrt.engine.prefill_source import PrefillSource
 from hybridrt.engine.prompts import Prompt
 from hybridrt.engine.request import Request, derive_seed, new_samples
+from hybridrt.engine.samples import Samples
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.tokenizer import Tokenizer
-from hybridrt.engine.turns import Change, Failing, Turns
+from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.step import Executor, StepHandle, StepResult, TokenLogprobs
+from hybridrt.runtime.step import Executor, StepHandle
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Drafter
@@ -76,14 +75,12 @@ class Engine:
         self._num_requests = 0
         self._arrivals = count()
         self.prefill_source: PrefillSource | None = None
-        self._samples: dict[str, list[Request]] = {}
-        self._held: set[str] = set()
+        self._samples = Samples(self._scheduler)
         self._launched: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._deltas = DeltaQueue()
         self._abandoned = Abandonment()
         self._change = Change(self._recover)
         self.turns = Turns(self._change.begin)
-        self._totals = EngineCounters()
 
     @classmethod
     def from_config(
@@ -159,8 +156,8 @@ class Engine:
         with self.turns.now:
             if request_id is None:
                 names = (f"request-{i}" for i in count(self._num_requests))
-                request_id = next(name for name in names if name not in self._samples)
-            if request_id in self._samples:
+                request_id = next(name for name in names if not self._samples.of(name))
+            if self._samples.of(request_id):
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
             seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed
             samples = new_samples(request_id, prepared, seed, self._arrivals, self._tokenizer)
@@ -170,10 +167,9 @@ class Engine:
             source = self.prefill_source if len(prepared.tokens) > 1 else None
             with self._change:
                 self._num_requests += 1
-                self._samples[request_id] = samples
-                self._held.add(request_id)
+                self._samples.add(request_id, samples)
                 if source is None:
-                    self._queue(request_id, None)
+                    self._samples.queue(request_id, None)
             if source is not None:
                 source.request(request_id, prepared.tokens[:-1])
         return request_id
@@ -188,16 +184,16 @@ class Engine:
             RequestError: it does not wait, or nothing of its prompt would be left to compute. Nothing has changed.
         """
         with self.turns.now:
-            if request_id not in self._held:
+            if not self._samples.waits(request_id):
                 raise RequestError(f"request {request_id!r} does not wait for its prompt to be computed elsewhere")
-            samples = self._samples[request_id]
+            samples = self._samples.of(request_id)
             if arrived is not None and not 0 < arrived.length < len(samples[0].prompt):
                 raise RequestError(
                     f"{arrived.length} tokens of a prompt of {len(samples[0].prompt)} have arrived; the last token is "
                     f"always computed here: pass 1 to {len(samples[0].prompt) - 1}, or None"
                 )
             with self._change:
-                self._queue(request_id, arrived)
+                self._samples.queue(request_id, arrived)
 
     def step(self) -> list[Delta]:
         """`run_step`, then takes the deltas.
@@ -225,13 +221,15 @@ class Engine:
             if self.prefill_source is not None:
                 self.prefill_source.advance()
             with self._change:
-                scheduled = self._scheduler.schedule(refuse=self._fail)
+                scheduled = self._scheduler.schedule(refuse=self._samples.fail)
                 if scheduled is not None:
-                    with Failing(partial(self._fail_step, scheduled)):
+                    try:
                         self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
                         self._coordinator.launched(scheduled.plan)
-                        self._totals.count_launch(scheduled.plan)
-            if scheduled is None and not self._launched and len(self._samples) > len(self._held):
+                        self._samples.totals.count_launch(scheduled.plan)
+                    except Exception as e:
+                        self._samples.fail_step(scheduled, e)
+            if scheduled is None and not self._launched and self._samples.any_queued():
                 raise EngineError(
                     f"nothing can be scheduled and nothing is running: {self.counters()}; abort the requests"
                 )
@@ -254,12 +252,12 @@ class Engine:
         """Ends a request, whatever it is doing; its samples come out of the next `step` with reason "abort". False if
         it is not known or has finished."""
         with self.turns.now:
-            return self._abort(self._samples.get(request_id, ()))
+            return self._abort(self._samples.of(request_id))
 
     def abort_all(self) -> None:
         """Ends every request as `abort` does."""
         with self.turns.now:
-            self._abort(self._unfinished())
+            self._abort(self._samples.all())
 
     def abandon(self, queue: DeltaQueue) -> None:
         """The next step aborts the queue's requests. Any thread may call this at any time, a step included."""
@@ -268,18 +266,16 @@ class Engine:
     def fail(self, request_id: str, cause: BaseException) -> bool:
         """Ends a request as `abort` does, with an error that says why."""
         with self.turns.now:
-            samples = list(self._samples.get(request_id, ()))
-            if samples:
-                with self._change:
-                    for request in samples:
-                        self._fail(request, cause)
+            samples = list(self._samples.of(request_id))
+            with self._change:
+                for request in samples:
+                    self._samples.fail(request, cause)
         return bool(samples)
 
     def gained(self, request_id: str) -> int | None:
         """Output tokens of whichever unfinished sample has fewest, None if all are finished. With its first token the
         step that took in what had arrived for a sample is over."""
-        samples = self._samples.get(request_id)
-        return min(len(request.output) for request in samples) if samples else None
+        return min((len(request.output) for request in self._samples.of(request_id)), default=None)
 
     def has_unfinished(self) -> bool:
         """True while `step` has something to do: requests, launched steps, or deltas not taken."""
@@ -289,7 +285,7 @@ class Engine:
         """A snapshot."""
         scheduler, pools = self._scheduler, self._coordinator
         return replace(
-            self._totals,
+            self._samples.totals,
             retractions=scheduler.num_retractions,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -298,33 +294,18 @@ class Engine:
             free_pages=pools.pages.num_free,
         )
 
-    def _queue(self, request_id: str, arrived: PrefixMatch | None) -> None:
-        self._held.remove(request_id)
-        for request in self._samples[request_id]:
-            request.arrived = arrived
-            self._scheduler.add(request)
-
     def _abort(self, requests: Sequence[Request]) -> bool:
         if not requests:
             return False
         with self._change:
             for request in list(requests):
-                self._abort_one(request)
+                self._samples.abort(request)
         return True
-
-    def _abort_one(self, request: Request) -> None:
-        try:
-            self._finish(request, "abort")
-        except Exception as e:  # its text cannot be made; it ends with that error
-            self._fail(request, e)
 
     def _end_abandoned(self) -> None:
         """Aborts requests whose queue was abandoned, or has gone."""
         if self._abandoned:
-            self._abort(self._abandoned.take(self._unfinished()))
-
-    def _unfinished(self) -> list[Request]:
-        return [request for samples in self._samples.values() for request in samples]
+            self._abort(self._abandoned.take(self._samples.all()))
 
     def _recover(self) -> None:
         """After a change that was broken off no ledger can be trusted: ends every request and takes everything back."""
@@ -333,17 +314,9 @@ class Engine:
             with suppress(Exception):  # what the step gave is dropped; it must be over before its pages are lent again
                 handle.result()
             self._launched.popleft()
-        requests = self._unfinished()
         self._scheduler.clear()
-        self._coordinator.reclaim(requests)
-        for request in requests:
-            if request.finish_reason is None:
-                error = EngineError(f"request {request.request_id!r} failed: an exception broke a step off")
-                request.end("abort", error)
-                self._totals.count_end("abort", error)
-            self._notify(request)
+        self._coordinator.reclaim(self._samples.all())
         self._samples.clear()
-        self._held.clear()
 
     def _consume(self) -> None:
         """Reads the oldest launched step. An interrupt while waiting for it leaves it launched."""
@@ -354,76 +327,8 @@ class Engine:
         except Exception as e:
             with self._change:
                 self._launched.popleft()
-                self._fail_step(step, e)
+                self._samples.fail_step(step, e)
             return
         with self._change:
             self._launched.popleft()
-            self._take(step, result)
-
-    def _take(self, step: ScheduledStep, result: StepResult) -> None:
-        gains = iter(zip(result.tokens, result.logprobs, strict=True))
-        gained = []
-        for request, most in step.rows:
-            tokens, logprobs = next(gains) if most else ((), None)
-            gained.append(len(tokens))
-            if tokens and request.finish_reason is None:
-                self._accept(request, tokens, logprobs, most > 1)
-            if -1 in tokens:  # also where the request has ended: the state behind them is not finite
-                request.broken = True
-        self._scheduler.complete(step, gained)
-
-    def _accept(
-        self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, verified: bool
-    ) -> None:
-        """Gives a request what a step gained, and ends it with its last token."""
-        metrics, totals, known = request.metrics, self._totals, len(request.output)
-        if metrics.first_token_time is None:
-            metrics.first_token_time = time.monotonic()
-        metrics.target_steps += 1
-        totals.target_steps += 1
-        if verified:
-            for counters in (metrics, totals):
-                counters.accepted += len(tokens) - 1
-                counters.verify_steps += 1
-        try:
-            reason = request.append(tokens, logprobs)
-            if reason is not None:
-                self._finish(request, reason)
-            elif request.stream:
-                if request.detokenizer is not None:
-                    request.read_text()
-                self._notify(request)
-        except Exception as e:
-            self._fail(request, e)
-        totals.output_tokens += len(request.output) - known
-
-    def _finish(self, request: Request, reason: FinishReason, error: EngineError | None = None) -> None:
-        request.end(reason, error)
-        self._totals.count_end(reason, error)
-        if request.request_id not in self._held:
-            self._scheduler.remove(request)
-        self._notify(request)
-        samples = self._samples[request.request_id]
-        samples.remove(request)
-        if not samples:
-            del self._samples[request.request_id]
-            self._held.discard(request.request_id)
-
-    @staticmethod
-    def _notify(request: Request) -> None:
-        """Tells the request's reader, if there still is one, that a delta can be taken."""
-        queue = request.queue() if request.queue is not None else None
-        if queue is not None:
-            queue.put(request)
-
-    def _fail_step(self, step: ScheduledStep, cause: BaseException) -> None:
-        for request, _ in step.rows:
-            request.broken = True
-            if request.finish_reason is None:
-                self._fail(request, cause)
-        self._scheduler.complete(step, [0] * len(step.rows))
-
-    def _fail(self, request: Request, cause: BaseException) -> None:
-        error = EngineError(f"request {request.request_id!r} failed: {type(cause).__name__}: {cause}")
-        error.__cause__ = cause
-        self._finish(request, "abort", error)
+            self._samples.take(step, result)

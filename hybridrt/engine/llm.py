@@ -68,29 +68,9 @@ class LLM:
         transfer_bytes: int = 0,
         seed: int = 0,
     ) -> None:
-        self.config = EngineConfig(
-            model=str(model),
-            device=device,
-            dtype=dtype,
-            load_format=load_format,
-            max_model_len=max_model_len,
-            max_running_requests=max_running_requests,
-            memory_fraction=memory_fraction,
-            page_size=page_size,
-            chunked_prefill_size=chunked_prefill_size,
-            mamba_ssm_dtype=mamba_ssm_dtype,
-            state_mode=state_mode,
-            attention_backend=attention_backend,
-            prefill_attention_backend=prefill_attention_backend,
-            linear_attn_backend=linear_attn_backend,
-            cuda_graph=cuda_graph,
-            cuda_graph_max_bs=cuda_graph_max_bs,
-            overlap=overlap,
-            speculative=speculative,
-            tp_size=tp_size,
-            transfer_bytes=transfer_bytes,
-            seed=seed,
-        )
+        options = dict(locals())  # the parameters, which are the fields of EngineConfig
+        del options["self"]
+        self.config = EngineConfig(**options | {"model": str(model)})
         check_world(tp_size)
         progress = _shows_bars()
         self._split = TensorParallelExecutor(self.config, progress=progress) if tp_size > 1 else None
@@ -164,9 +144,9 @@ class LLM:
                     engine.settle()
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Yields what comes, as it comes; with n > 1 the samples interleave. Once the iterator is closed or dropped,
-        the engine's next step aborts the request. The prompt is one of `generate`'s, and None stands for
-        `default_sampling_params` here too.
+        """Yields deltas as steps give them; with n > 1 the samples interleave. Once the iterator is closed or has gone,
+        the engine's next step aborts the request. The prompt is one of those that `generate` takes; None means
+        `default_sampling_params`.
 
         Raises:
             RequestError, MemoryBudgetError: at once, not at the first delta.
@@ -176,8 +156,8 @@ class LLM:
         return self._stream(self.engine.prepare(prompt, params))
 
     def close(self) -> None:
-        """Aborts whatever runs and lets go of the model and the pools. Closing again does nothing, or what an exception
-        kept from being done."""
+        """Aborts all requests and frees the model and the pools. A second call does nothing, or what an exception kept
+        the first from doing."""
         engine = self._engine
         with Interrupts():
             try:
@@ -226,13 +206,13 @@ class LLM:
                 _raise_error(deltas)
                 yield from deltas
         finally:
-            # The collector may come by here in any thread, in the middle of a step: this only leaves a mark.
+            # The garbage collector may run this in any thread, in the middle of a step: it only notes the queue.
             engine.abandon(queue)
 
 
 def _shows_bars() -> bool:
-    """Progress bars reach somebody: standard error is a terminal, or tqdm has found a notebook. Python sets it to None
-    where it is closed."""
+    """Whether progress bars are seen: standard error is a terminal, or tqdm has found a notebook. `sys.stderr` is None
+    where standard error is closed."""
     return issubclass(tqdm, tqdm_notebook) or (sys.stderr is not None and sys.stderr.isatty())
 
 

@@ -11,14 +11,21 @@ from hybridrt.runtime.step import StepPlan
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class DraftRates:
-    """What drafts bring, from the counters of a request or of an engine."""
+@dataclass(slots=True, kw_only=True)
+class TokenCounters:
+    """Output tokens and what drafts brought of them, of a request or of an engine.
 
-    __slots__ = ()
-    accepted: int
-    output_tokens: int
-    target_steps: int
-    verify_steps: int
+    Attributes:
+        output_tokens: of a request, set when the sample ends.
+        proposed, accepted: drafts of speculative decoding.
+        target_steps: steps that gave tokens; verify_steps: those of them with drafts.
+    """
+
+    output_tokens: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    target_steps: int = 0
+    verify_steps: int = 0
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -32,38 +39,26 @@ class DraftRates:
 
 
 @dataclass(slots=True)
-class RequestMetrics(DraftRates):
-    """Times are seconds of `time.monotonic()`. `proposed` and `accepted` count drafts of speculative decoding,
-    `target_steps` the steps that gave the request tokens, `verify_steps` those of them with drafts. `output_tokens` is
-    set when the sample ends."""
+class RequestMetrics(TokenCounters):
+    """Of one sample. Times are seconds of `time.monotonic()`."""
 
     prompt_tokens: int
     arrival_time: float
     first_token_time: float | None = None
     finish_time: float | None = None
-    output_tokens: int = 0
     retractions: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    target_steps: int = 0
-    verify_steps: int = 0
 
 
 @dataclass(slots=True)
-class EngineCounters(DraftRates):
-    """Since the engine was built: steps, tokens, drafts (as RequestMetrics counts them) and how samples ended. Now:
-    requests that run and wait, and free entries of the pools."""
+class EngineCounters(TokenCounters):
+    """Since the engine was built: steps, tokens, drafts and how samples ended. Now: requests that run and wait, and
+    free entries of the pools."""
 
     steps: int = 0
     prompt_tokens: int = 0
-    output_tokens: int = 0
     finished: int = 0
     aborted: int = 0
     failed: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    target_steps: int = 0
-    verify_steps: int = 0
     retractions: int = 0
     running: int = 0
     waiting: int = 0
@@ -75,7 +70,7 @@ class EngineCounters(DraftRates):
         """A step was launched."""
         self.steps += 1
         self.prompt_tokens += sum(len(row.tokens) for row in plan.extend)
-        self.proposed += int(plan.decode.num_drafts.sum())
+        self.proposed += len(plan.decode.drafts)
 
     def count_end(self, reason: FinishReason, error: EngineError | None) -> None:
         """A sample has ended."""

@@ -77,10 +77,11 @@ def token_ids(ids: Ids) -> list[int]:
     """
     if isinstance(ids, (np.ndarray, torch.Tensor)):
         ids = ids.tolist()
-    if not set(map(type, ids)) <= {int}:
-        bad = next(((i, t) for i, t in enumerate(ids) if not is_token_id(t)), None)
-        if bad is not None:
-            raise RequestError(f"token id {bad[0]} of the prompt is {shown(bad[1])}, a {_kind(bad[1])}; {ACCEPTED}")
+    if set(map(type, ids)) <= {int}:
+        return list(ids)
+    bad = next(((i, t) for i, t in enumerate(ids) if not is_token_id(t)), None)
+    if bad is not None:
+        raise RequestError(f"token id {bad[0]} of the prompt is {shown(bad[1])}, a {_kind(bad[1])}; {ACCEPTED}")
     return [int(t) for t in ids]
 
 

@@ -38,7 +38,7 @@ class Request:
         told: tokens that are in deltas already.
         decoded: tokens that the detokenizer has read.
         queue: its reader's queue, while there is one.
-        row, slot, pages, spare, prefix: what the cache coordinator lent; see there.
+        row, state_slot, pages, spare, prefix: what the cache coordinator lent; see there.
         first_page: which of the request's pages pages[0] is: those before it have left the sliding window.
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
         prefill_tokens: tokens to compute before decoding starts: the prompt, and after a retraction the output too.
@@ -64,7 +64,7 @@ class Request:
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
     row: Slot | None = None
-    slot: Slot | None = None
+    state_slot: Slot | None = None
     pages: list[Slot] = field(default_factory=list)
     spare: list[Slot] = field(default_factory=list)
     first_page: int = 0
@@ -90,20 +90,12 @@ class Request:
         """Tokens with KV and state once every launched step has run; 0 while the request does not run."""
         return int(self.columns.computed[self.row.index]) if self.columns is not None and self.row is not None else 0
 
-    @computed.setter
-    def computed(self, tokens: int) -> None:
-        assert self.columns is not None and self.row is not None, "only a request that runs computes"
-        self.columns.computed[self.row.index] = tokens
-
     @property
     def pending(self) -> int:
         """Tokens sampled but not read yet."""
-        return int(self.columns.pending[self.row.index]) if self.columns is not None and self.row is not None else 0
-
-    @pending.setter
-    def pending(self, tokens: int) -> None:
-        assert self.columns is not None and self.row is not None, "only a request that runs samples"
-        self.columns.pending[self.row.index] = tokens
+        if self.columns is None or self.row is None:
+            return 0
+        return int(self.columns.output_index[self.row.index]) - len(self.output)
 
     @property
     def end_page(self) -> int:

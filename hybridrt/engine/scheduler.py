@@ -8,10 +8,11 @@ from itertools import compress
 import numpy as np
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
+from hybridrt.engine.columns import RowColumns
 from hybridrt.engine.request import Request
 from hybridrt.errors import EngineError
 from hybridrt.runtime.sampler import SamplingTable
-from hybridrt.runtime.step import Admission, DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult, int32s
+from hybridrt.runtime.step import DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult, int32s
 from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
 
 Refuse = Callable[[Request, Exception], None]
@@ -66,6 +67,7 @@ class Scheduler:
         self._chunk = chunked_prefill_size
         self._drafter = drafter
         self._in_flight = 0
+        self._order: tuple[list[Request], np.ndarray] | None = None
         self._blocked: tuple[int, ...] = ()  # the request that found no room last, and the room that there was
 
     def add(self, request: Request) -> None:
@@ -77,18 +79,24 @@ class Scheduler:
         Args:
             refuse: ends a waiting request that no step can pack, and takes it out of the queue (`remove`); None raises.
         """
-        step, columns, requests = ScheduledStep(), self._coordinator.columns, list(self.running.values())
-        rows = int32s(request.row.index for request in requests)  # type: ignore[union-attr]  # a running request has a row
-        prefilled = columns.prefilled(rows)
-        ready = prefilled & columns.unfinished(rows)
-        waiting = self._wait_for_tokens(requests, rows, ready)
-        if waiting.any() and not waiting[ready].all():
-            return None  # a step of the others would split the rows for good: each half would wait for the other's step
-        ready &= ~waiting
-        self._schedule_decode(step, list(compress(requests, ready.tolist())), rows[ready])
-        decode_tokens = sum(tokens for _, tokens in step.rows)
-        budget = max(self._chunk - decode_tokens, (self._chunk + 1) // 2)
-        self._schedule_prefill(step, compress(requests, (~prefilled).tolist()), budget, refuse)
+        requests, rows = self._running_rows()
+        columns = self._coordinator.columns.of(rows)
+        prefilled = columns.computed >= columns.prefill_end
+        ready = prefilled & (columns.output_index < columns.max_output)
+        if self._drafter is not None:
+            waiting = self._wait_for_tokens(requests, columns, ready)
+            if waiting.any() and not waiting[ready].all():
+                return None  # two halves of the rows would run in turns from here on, each waiting for the other's step
+            ready &= ~waiting
+        step, places, prefilling = ScheduledStep(), ready.nonzero()[0], list[Request]()
+        if len(places) < len(rows):
+            prefilling = list(compress(requests, (~prefilled).tolist()))
+            requests, rows, columns = [requests[i] for i in places.tolist()], rows[places], columns.of(places)
+        if len(places):
+            self._schedule_decode(step, requests, rows, columns)
+        decode = step.plan.decode
+        budget = max(self._chunk - len(decode) - len(decode.drafts), (self._chunk + 1) // 2)
+        self._schedule_prefill(step, prefilling, budget, refuse)
         if not step.rows:
             return None
         step.plan.donations = list(self._coordinator.donations)
@@ -101,8 +109,10 @@ class Scheduler:
         """A launched step is over; its rows gained so many tokens each. Frees what finished requests still held."""
         self._in_flight -= 1
         decode, extend = step.plan.decode, step.plan.extend
-        rows = int32s([*decode.rows.tolist(), *(row.row for row in extend)])
-        self._coordinator.columns.complete(rows, int32s(most for _, most in step.rows), int32s(gained))
+        lost = [most - tokens for (_, most), tokens in zip(step.rows, gained, strict=True)]
+        if any(lost):
+            rows = np.array([*decode.rows.tolist(), *(row.row for row in extend)], np.int64)
+            self._coordinator.columns.take_back(rows, int32s(lost))
         computed = [*gained[: len(decode)], *(len(row.tokens) for row in extend)]
         for (request, _), new in zip(step.rows, computed, strict=True):
             request.in_flight -= 1
@@ -121,13 +131,14 @@ class Scheduler:
             return
         self._end_drafts(request)
         del self.running[request.arrival]
+        self._order = None
         if not request.in_flight:
             self._coordinator.release(request)
 
     def clear(self) -> None:
         """Forgets all requests and all launched steps."""
         self.waiting.clear()
-        self._in_flight = 0
+        self._in_flight, self._order = 0, None
         while self.running:
             _, request = self.running.popitem()
             self._end_drafts(request)
@@ -136,52 +147,62 @@ class Scheduler:
         if self._drafter is not None:
             self._drafter.end(request)
 
-    def _wait_for_tokens(self, requests: Sequence[Request], rows: np.ndarray, ready: np.ndarray) -> np.ndarray:
+    def _running_rows(self) -> tuple[list[Request], np.ndarray]:
+        """The running requests in order of arrival, and their rows [n] int64, with which numpy indexes fastest. Made
+        anew where `running` has changed."""
+        if self._order is None:
+            requests = list(self.running.values())
+            self._order = requests, np.array([r.row.index for r in requests], np.int64)  # type: ignore[union-attr]
+        return self._order
+
+    def _wait_for_tokens(self, requests: Sequence[Request], columns: RowColumns, ready: np.ndarray) -> np.ndarray:
         """Which of the ready requests follow, with their next step, tokens that a launched step has yet to give."""
-        if self._drafter is None:
-            return np.zeros_like(ready)
-        waiting = ready & (self._coordinator.columns.pending[rows] > 0)
-        for i in np.flatnonzero(waiting).tolist():
+        assert self._drafter is not None
+        waiting = ready & (columns.output_index > int32s(len(request.output) for request in requests))
+        for i in waiting.nonzero()[0].tolist():
             request = requests[i]
             # A launched step brings a request one pending token at most, or more if it verifies drafts: where the
             # request will stand is then open.
             waiting[i] = request.pending > request.in_flight or self._drafter.waits(request)
         return waiting
 
-    def _schedule_decode(self, step: ScheduledStep, requests: list[Request], rows: np.ndarray) -> None:
-        """Adds those of the requests, which can decode and hold `rows`, that find a page."""
-        columns = self._coordinator.columns
-        drafts = self._propose(requests, rows)
-        counts = int32s(map(len, drafts)) if drafts else np.zeros_like(rows)
-        short = np.flatnonzero(columns.computed[rows] + counts >= columns.capacity[rows])
-        if len(short):
-            found = self._find_pages(requests, drafts, short.tolist(), step.plan)
-            rows, requests = rows[found], [requests[i] for i in found]
+    def _schedule_decode(
+        self, step: ScheduledStep, requests: list[Request], rows: np.ndarray, columns: RowColumns
+    ) -> None:
+        """Adds those of the requests, which can decode and hold `rows` with `columns`, that find a page."""
+        drafts = self._propose(requests, columns)
+        ends = columns.computed + int32s(map(len, drafts)) if drafts else columns.computed
+        short = (ends >= columns.capacity).nonzero()[0].tolist()
+        if short:
+            found = self._find_pages(requests, drafts, short, step.plan)
+            rows, requests, columns = rows[found], [requests[i] for i in found], columns.of(found)
             drafts = [drafts[i] for i in found] if drafts else []
-        for request, draft in zip(requests, drafts):
+        step.plan.decode = decode = self._decode_rows(rows, columns, drafts)
+        self._coordinator.columns.advance(rows, columns, decode.num_drafts + 1 if drafts else 1)
+        if not drafts:
+            step.rows = [(request, 1) for request in requests]
+            return
+        for request, draft in zip(requests, drafts, strict=True):
             request.metrics.proposed += len(draft)
-        step.plan.decode = self._decode_rows(rows, drafts)
-        tokens = step.plan.decode.num_drafts + 1
-        columns.launch(rows, tokens)
-        step.rows += zip(requests, tokens.tolist())
+            step.rows.append((request, len(draft) + 1))
 
-    def _propose(self, requests: Sequence[Request], rows: np.ndarray) -> list[Draft]:
+    def _propose(self, requests: Sequence[Request], columns: RowColumns) -> list[Draft]:
         """A draft for each request, an empty one while tokens are pending; nothing without a drafter."""
         if self._drafter is None:
             return []
-        columns = self._coordinator.columns
-        known = columns.pending[rows] == 0
-        most = columns.max_output[rows] - columns.known[rows] - 1
-        asked = list(compress(requests, known.tolist()))
-        drafts = iter(self._drafter.propose(asked, most[known].tolist()))
-        return [next(drafts) if is_known else NO_DRAFT for is_known in known.tolist()]
+        known = [not request.pending for request in requests]
+        asked = list(compress(requests, known))
+        most = columns.max_output - columns.output_index - 1
+        drafts = iter(self._drafter.propose(asked, list(compress(most.tolist(), known))))
+        return [next(drafts) if is_known else NO_DRAFT for is_known in known]
 
-    def _decode_rows(self, rows: np.ndarray, drafts: Sequence[Draft]) -> DecodeRows:
-        columns = self._coordinator.columns
-        known = rows, columns.computed[rows], columns.known[rows] + columns.pending[rows]
+    @staticmethod
+    def _decode_rows(rows: np.ndarray, columns: RowColumns, drafts: Sequence[Draft]) -> DecodeRows:
+        rows = rows.astype(np.int32)
         if not drafts:
-            return DecodeRows(*known, np.zeros_like(rows))
-        return DecodeRows.with_drafts(*known, [d.tokens for d in drafts], [d.parents for d in drafts])
+            return DecodeRows(rows, columns.computed, columns.output_index, np.zeros(len(rows), np.int32))
+        tokens, parents = [d.tokens for d in drafts], [d.parents for d in drafts]
+        return DecodeRows.with_drafts(rows, columns.computed, columns.output_index, tokens, parents)
 
     def _find_pages(
         self, requests: Sequence[Request], drafts: list[Draft], short: Iterable[int], plan: StepPlan
@@ -207,6 +228,7 @@ class Scheduler:
 
     def _retract_latest(self) -> Request:
         _, victim = self.running.popitem()
+        self._order = None
         self._end_drafts(victim)
         self._coordinator.release(victim)
         victim.metrics.retractions += 1
@@ -231,7 +253,7 @@ class Scheduler:
             if not self._coordinator.admit(request, len(self.running), step.plan):
                 self._blocked = room
                 break
-            self.running[request.arrival] = self.waiting.popleft()
+            self.running[request.arrival], self._order = self.waiting.popleft(), None
             if self._drafter is not None:
                 self._drafter.begin(request)
             budget -= self._add_extend(step, request, budget)
@@ -241,7 +263,7 @@ class Scheduler:
         """False: the buffers of a step do not hold the request's numbers, and it has been refused. In a step it would
         fail all rows, and with several ranks end them."""
         try:
-            SamplingTable.pack([Admission(0, 0, (), 0, request.params, request.seed)])
+            SamplingTable.constants(request.params, request.seed)
         except Exception as e:
             if refuse is None:
                 raise
@@ -257,16 +279,16 @@ class Scheduler:
         chunk = request.prefill_tokens[start : self._coordinator.extend(request, end, step.plan)]
         if not chunk:
             return 0
-        request.computed += len(chunk)
-        last = request.prefilled
-        following = 0 if last else request.prefill_tokens[request.computed]
+        row, columns, end = request.row.index, self._coordinator.columns, start + len(chunk)
+        last = end == len(request.prefill_tokens)
+        columns.computed[row] = end
+        columns.output_index[row] += last
+        following = 0 if last else request.prefill_tokens[end]
         state = request.prefix.state
-        read_slot = state.index if state is not None and start == request.prefix.length else 0
-        row = request.row.index
-        step.plan.extend.append(ExtendRow(row, start, chunk, len(request.output), last, following, read_slot))
+        read_state_slot = state.index if state is not None and start == request.prefix.length else 0
+        step.plan.extend.append(ExtendRow(row, start, chunk, len(request.output), last, following, read_state_slot))
         step.rows.append((request, int(last)))
-        request.pending += int(last)
         if last and request.export_to is not None:
             room = request.export_to
-            step.plan.exports.append(StateCopy(row, request.computed, room.start, len(room)))
+            step.plan.exports.append(StateCopy(row, end, room.start, len(room)))
         return len(chunk)

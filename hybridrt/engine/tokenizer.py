@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybridrt.config_json import read_object
+from hybridrt.engine.chat_template import run_template
 from hybridrt.errors import CheckpointError, RequestError, shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -68,30 +69,25 @@ class HFTokenizer:
         """Token ids of a conversation that consists of one message of the user, in the model's chat template.
 
         Raises:
-            CheckpointError: there is no template, or it fails.
+            CheckpointError: there is no template, it fails, or it takes too long or too much memory.
         """
         # The template writes the special tokens itself: encoding it as a prompt would put a second one before it.
         return self.encode_bare(self.render_chat([{"role": "user", "content": text}], add_generation_prompt=True))
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], template: str | None = None, **options: Any) -> str:
-        """A conversation as text, in the model's chat template or in `template`. It runs in a sandbox of transformers.
+        """A conversation as text, in the model's chat template or in `template`, as `run_template` runs it.
 
         Args:
             options: of transformers' apply_chat_template, and what else the template reads.
 
         Raises:
-            CheckpointError: there is no template, or it fails.
+            CheckpointError: there is no template, it fails, or it takes too long or too much memory.
         """
         if not (template or self.hf.chat_template):
             raise CheckpointError("the model brings no chat template; pass its prompt without one")
-        try:
-            text: str = self.hf.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
-        except Exception as e:  # a template is a program of the checkpoint's: it raises what it likes
-            raise CheckpointError(
-                f"the model's chat template fails ({type(e).__name__}: {e}); repair it, or write the prompt in the "
-                "model's format yourself"
-            ) from e
-        return text
+        return run_template(
+            lambda: self.hf.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+        )
 
     def _encode(self, text: str, **options: bool) -> list[int]:
         try:

@@ -1,4 +1,4 @@
-"""Who may change an engine, and when: one thread at a time, no interrupt inside, nothing left half changed."""
+"""Who may change an engine: one thread at a time, without interrupts, and a change that fails is recovered from."""
 
 import sys
 from collections import deque
@@ -142,19 +142,3 @@ class Change:
         if self._broken:
             self._recover()
             self._broken = False
-
-
-class Failing:
-    """An `Exception` that leaves the block goes to `handle` and no further; anything else goes on."""
-
-    def __init__(self, handle: Callable[[Exception], None]) -> None:
-        self._handle = handle
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
-        if isinstance(error, Exception):
-            self._handle(error)
-            return True
-        return False

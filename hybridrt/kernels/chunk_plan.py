@@ -91,6 +91,9 @@ def chunk_tokens(plan: ChunkPlan, chunk: Tensor) -> tuple[Tensor, Tensor]:
 def _to_device(columns: Sequence[np.ndarray], device: torch.device | str) -> Iterator[Tensor]:
     """int32 tensors of all columns, in one copy. Each starts on 16 bytes: Triton compiles a kernel anew for every
     combination of aligned and unaligned arguments."""
-    aligned = [np.pad(column, (0, -len(column) % 4)) for column in columns]
-    packed = torch.from_numpy(np.concatenate(aligned)).to(device, non_blocking=True)
-    return (t[: len(c)] for t, c in zip(packed.split([len(part) for part in aligned]), columns))
+    sizes = [len(column) + -len(column) % 4 for column in columns]
+    packed = np.zeros(sum(sizes), np.int32)
+    for part, column in zip(np.split(packed, np.cumsum(sizes)), columns):
+        part[: len(column)] = column
+    parts = torch.from_numpy(packed).to(device, non_blocking=True).split(sizes)
+    return (part[: len(column)] for part, column in zip(parts, columns))

@@ -46,7 +46,7 @@ def fill_decode_metadata(
     seq_lens: Tensor,
     num_real: int,
     tokens_per_row: int,
-    req_to_mamba_slot: Tensor,
+    req_to_state_slot: Tensor,
     ring_start: Tensor,
     ring_length: Tensor,
 ) -> None:
@@ -54,9 +54,9 @@ def fill_decode_metadata(
 
     Args:
         req_pool_indices, seq_lens: [B] int32; seq_lens counts the step's tokens.
-        req_to_mamba_slot, ring_start, ring_length: [R + 1] int32.
+        req_to_state_slot, ring_start, ring_length: [R + 1] int32.
     """
-    torch.index_select(req_to_mamba_slot, 0, req_pool_indices, out=out.slots)
+    torch.index_select(req_to_state_slot, 0, req_pool_indices, out=out.slots)
     torch.sub(seq_lens, tokens_per_row, out=out.start_positions)
     torch.index_select(ring_start, 0, req_pool_indices, out=out.ring_start)
     torch.index_select(ring_length, 0, req_pool_indices, out=out.ring_length)

@@ -93,7 +93,7 @@ def _fill_decode_metadata_kernel(  # type: ignore[no-untyped-def]
     num_rows,
     num_real,
     tokens_per_row,
-    req_to_mamba_slot,
+    req_to_state_slot,
     ring_start,
     ring_length,
     BLOCK: tl.constexpr,
@@ -103,7 +103,7 @@ def _fill_decode_metadata_kernel(  # type: ignore[no-untyped-def]
     real = b < num_real
     row = tl.load(req_pool_indices + b, mask=live, other=0)
     start = tl.load(seq_lens + b, mask=live, other=0) - tokens_per_row
-    tl.store(slots + b, tl.where(real, tl.load(req_to_mamba_slot + row, mask=live, other=0), -1), mask=live)
+    tl.store(slots + b, tl.where(real, tl.load(req_to_state_slot + row, mask=live, other=0), -1), mask=live)
     tl.store(start_positions + b, tl.where(real, start, 0), mask=live)
     tl.store(accepted + b, real.to(tl.int32), mask=live)
     tl.store(ring_start_out + b, tl.load(ring_start + row, mask=live, other=0), mask=live)
@@ -116,7 +116,7 @@ def fill_decode_metadata_triton(
     seq_lens: Tensor,
     num_real: int,
     tokens_per_row: int,
-    req_to_mamba_slot: Tensor,
+    req_to_state_slot: Tensor,
     ring_start: Tensor,
     ring_length: Tensor,
 ) -> None:
@@ -124,5 +124,5 @@ def fill_decode_metadata_triton(
     rows = out.slots.shape[0]
     _fill_decode_metadata_kernel[(triton.cdiv(rows, 128),)](
         out.slots, out.start_positions, out.accepted, out.ring_start, out.ring_length, req_pool_indices, seq_lens,
-        rows, num_real, tokens_per_row, req_to_mamba_slot, ring_start, ring_length, BLOCK=128, num_warps=4,
+        rows, num_real, tokens_per_row, req_to_state_slot, ring_start, ring_length, BLOCK=128, num_warps=4,
     )  # fmt: skip

@@ -52,7 +52,7 @@ class GDNMixer(nn.Module):
         widths = (self.shape.conv_dim, self.width, self.num_v_heads, self.num_v_heads)
         mixed_qkv, z, b, a = projected.split(widths, dim=-1)
         backend = batch.attn_backend.route(self)
-        y = backend.forward(None, None, None, self, batch, mixed_qkv=mixed_qkv, a=a, b=b)
+        y = backend.run(self, batch, mixed_qkv=mixed_qkv, a=a, b=b)
         return self.out_proj.onto(residual, self.norm(y, z))
 
     def split_heads(self, conved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,6 +1,5 @@
 """Sliding-window attention over recent tokens plus a history branch over all of them."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,18 +91,16 @@ class HybridSSMAdapter(nn.Module):
     def _forward(self, x: torch.Tensor, batch: ForwardBatch | None, decode: bool | None = None) -> torch.Tensor:
         if self.mode == "disabled":
             return torch.zeros_like(x)
-        backend: Any = None if batch is None else batch.attn_backend.route(self.mixer)
-        if batch is None or backend.metadata is None:
+        if batch is None:
             raise BackendError(
-                f"history branch {self.name!r} has no planned step: pass the batch that its backend has planned"
+                f"history branch {self.name!r} has no planned step: pass the batch that its backend has prepared"
             )
         if decode is not None:
-            backend = backend.segment(decode=decode)
-        if len(x) != backend.metadata.num_tokens:
-            raise BackendError(
-                f"history branch {self.name!r} was given {len(x)} tokens of a step of {backend.metadata.num_tokens}"
-            )
-        out: torch.Tensor = self.mixer.summand(x, replace(batch, attn_backend=backend))
+            batch = batch.attn_backend.route(self.mixer).segment(batch, decode=decode)
+        planned = batch.attn_backend.route(self.mixer).begin(batch).num_tokens
+        if len(x) != planned:
+            raise BackendError(f"history branch {self.name!r} was given {len(x)} tokens of a step of {planned}")
+        out: torch.Tensor = self.mixer.summand(x, batch)
         return torch.zeros_like(out) if self.mode == "benchmark" else out
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:

@@ -81,14 +81,14 @@ class Mamba1Mixer(nn.Module):
     def _mix(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         backend = batch.attn_backend.route(self)
         x, z = projected.chunk(2, dim=-1)
-        x = backend.forward(None, None, None, self, batch, x=x)
+        x = backend.run(self, batch, x=x)
         # What a token selects: how much time passes (dt), what it writes (B), what it reads (C). A sum over ranks.
         dt, B, C = self.x_proj(x).split(self.widths, dim=-1)
         if self.norms:  # B and C get theirs in the scan
             dt, _ = self.dt_proj.method.apply_normed(self.norms[0], dt, None, self.dt_proj.weight, None)
         else:
             dt = self.dt_proj(dt)
-        mixed: torch.Tensor = backend.forward(None, None, None, self, batch, x=x, dt=dt, B=B, C=C, z=z)
+        mixed: torch.Tensor = backend.run(self, batch, x=x, dt=dt, B=B, C=C, z=z)
         return mixed
 
     @property

@@ -67,7 +67,7 @@ class Mamba2Mixer(nn.Module):
         z, xBC, dt = projected.split((self.width, self.shape.conv_dim, self.heads), dim=-1)
         place = out if self.norm is None else None
         backend = batch.attn_backend.route(self)
-        y: torch.Tensor = backend.forward(None, None, None, self, batch, z=z, xBC=xBC, dt=dt, out=place)
+        y: torch.Tensor = backend.run(self, batch, z=z, xBC=xBC, dt=dt, out=place)
         return y if self.norm is None else self.norm(y, z)
 
     def split_heads(self, conved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ class PrefixSumMixer(nn.Module):
         """This rank's summand of the sums: [T, *dims] to [T, *dims]. Hidden states are whole on every rank, so one of
         them gives the sums and the others zeros."""
         backend = batch.attn_backend.route(self)
-        sums: torch.Tensor = backend.forward(None, None, None, self, batch, x=hidden_states)
+        sums: torch.Tensor = backend.run(self, batch, x=hidden_states)
         return sums if self.tp.rank == 0 else torch.zeros_like(sums)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:

@@ -118,7 +118,7 @@ def resolve_model_path(name: str) -> Path:
     small model that the package brings ("embedded_draft" for its drafter; ./embedded is a directory).
 
     Raises:
-        ConfigError: none of them, or not to be had.
+        ConfigError: it is none of them, or cannot be downloaded.
     """
     path = ASSETS / name if name in EMBEDDED else Path(name).expanduser()
     if path.is_dir():
@@ -131,7 +131,7 @@ def resolve_model_path(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except Exception as e:  # the hub client raises its own, requests' and OS errors; each means: not to be had
+    except Exception as e:  # the hub client raises its own errors, those of requests, and OS errors
         raise ConfigError(f"{name} is no directory here, and the hub does not give it: {e}") from e
 
 

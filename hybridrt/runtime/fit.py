@@ -1,4 +1,4 @@
-"""Whether a model fits where it is to run, said before any weight is read."""
+"""Whether a model fits into the memory of its device: known before any weight is read."""
 
 from hybridrt.config import EngineConfig
 from hybridrt.errors import MemoryBudgetError
@@ -15,8 +15,8 @@ def free_bytes(config: EngineConfig, target: RunTarget) -> int:
 
 
 def plan_ahead(config: EngineConfig, target: RunTarget, weights: int, budget_bytes: int | None = None) -> MemoryPlan:
-    """The memory plan, as far as it is known without a run: one on a GPU measures its activations and takes them off,
-    too.
+    """The memory plan, as far as it is known without a run. On a GPU, a run also measures its activations, and the
+    budget is smaller by them.
 
     Args:
         weights: bytes of this rank's weights.

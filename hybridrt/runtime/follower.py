@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from hybridrt.config import EngineConfig
-from hybridrt.distributed.channel import Message
-from hybridrt.distributed.control import BEAT, BEATS, Link, rank_timeout
+from hybridrt.distributed.channel_codec import pack
+from hybridrt.distributed.control import BEATS, Link, rank_timeout
 from hybridrt.distributed.groups import Communicator, TPGroup
 from hybridrt.errors import HybridrtError, MessageError, PeerGoneError, RankError
-from hybridrt.runtime.messages import decode
+from hybridrt.runtime.messages import Beat, Failed, decode
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.rank_start import Place, find_place, rank_device
 from hybridrt.runtime.ranks import LOST
@@ -34,7 +34,7 @@ class Leader:
 
     def __init__(self, link: Link, directory: str | None = None) -> None:
         self._link, self._directory, self._interval = link, directory, rank_timeout() / BEATS
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._leaving = False
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -45,10 +45,10 @@ class Leader:
     def report(self, error: Exception) -> None:
         """Tells rank 0 why this rank ends."""
         with suppress(PeerGoneError):
-            self._link.send({"type": "failed", "reason": f"{type(error).__name__}: {error}"[:10_000]})
+            self._link.send(pack(Failed(f"{type(error).__name__}: {error}"[:10_000])))
 
     def leave(self) -> None:
-        """From here on rank 0 may go before this process does."""
+        """From now on rank 0 may end before this process does."""
         self._leaving = True
 
     def _listen(self) -> None:
@@ -57,7 +57,7 @@ class Leader:
             while True:
                 if time.monotonic() >= beat_at:
                     beat_at = time.monotonic() + self._interval
-                    self._link.send(BEAT)
+                    self._link.send(pack(Beat()))
                 for message in self._link.listen(max(0.0, beat_at - time.monotonic())):
                     self._inbox.put(message)
         except PeerGoneError:
@@ -72,7 +72,7 @@ class Leader:
 
 
 def serve(place: Place, rank: int, size: int, device: torch.device) -> int:
-    """Joins the other ranks and serves rank 0 until it lets go; returns the exit status of this process.
+    """Joins the other ranks and serves rank 0 until that ends the service. Returns the exit status of this process.
 
     A failure ends the rank, which first says why; one that is the loss of another rank needs no report.
     """

@@ -6,9 +6,10 @@ the same backend hooks, so a CPU test of the closure tests the metadata of the g
 """
 
 import gc
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,9 +18,9 @@ from tqdm.auto import tqdm
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.config import ModelConfig
 from hybridrt.errors import ConfigError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.step import DecodeRows
+from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, int32s
 from hybridrt.runtime.step_batch import TokenInputs, make_batch, spec_info_of
 from hybridrt.runtime.step_inputs import StagingRing, cut, pack_rows, packed_size
 
@@ -46,20 +47,30 @@ class StaticBuffers:
     """What a replay fills and a graph reads, for max_bs rows of T tokens.
 
     Args:
+        seq_len_fill: tokens of a padding row, its T among them counted as one.
         keep_hidden: also the final hidden states, `hidden` [max_bs * T, hidden] (else empty).
 
     Attributes:
+        padding: the columns of one padding row.
         packed: one copy fills it; `sections` are its views (hybridrt.runtime.step_inputs.pack_rows).
         inputs: of all tokens, which the graph derives from `sections`.
         spec_info: what a verify step says of its drafts, over these buffers; None if T is 1.
     """
 
     def __init__(
-        self, model: StepModel, max_bs: int, tokens: int, *, tree: bool = False, keep_hidden: bool = False
+        self,
+        model: StepModel,
+        max_bs: int,
+        tokens: int,
+        *,
+        seq_len_fill: int = 1,
+        tree: bool = False,
+        keep_hidden: bool = False,
     ) -> None:
         device, dtype = model.device, model.dtype
-        columns = pack_rows(DecodeRows(), (), tokens, tree, size=max_bs)
-        shapes = {name: column.shape for name, column in columns.items()}
+        scratch = DecodeRow(row=0, computed=seq_len_fill - 1, output_index=0)
+        self.padding = pack_rows(DecodeRows.of([scratch]), (), tokens, tree, int32s([-1]))
+        shapes = {name: (max_bs, *column.shape[1:]) for name, column in self.padding.items()}
         self.packed = torch.zeros(packed_size(shapes), dtype=torch.int32, device=device)
         self.sections = cut(self.packed, shapes)
         self.inputs = TokenInputs.allocate(max_bs * tokens, device)
@@ -76,6 +87,21 @@ class StaticBuffers:
             self.spec_info.tree_mask.fill_(True)
         self.logits.fill_(float("nan"))
         self.hidden.fill_(float("nan"))
+
+
+class GraphRows(NamedTuple):
+    """Views of the static buffers: n rows of a step.
+
+    Attributes:
+        output_indices: [n] int32.
+        logits: [n * T, vocab].
+        hidden: [n * T, hidden]; empty unless hidden states are kept.
+    """
+
+    batch: ForwardBatch
+    output_indices: torch.Tensor
+    logits: torch.Tensor
+    hidden: torch.Tensor
 
 
 class Recorder(Protocol):
@@ -142,6 +168,9 @@ class GraphRunner:
         tree: verify steps are of draft trees, whose parents and masks arrive with the inputs.
         keep_hidden: `buffers.hidden` gets the final hidden states.
         recorder: how a step is recorded; by the device's kind if None.
+
+    Attributes:
+        prepared: the bucket's batch of the last capture or replay, with what the backends planned.
     """
 
     def __init__(
@@ -161,19 +190,26 @@ class GraphRunner:
             raise ConfigError(f"max_bs is {max_bs}; a graph needs at least one row")
         self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
         self.tokens = spec_info.tokens_per_row if spec_info else 1
-        self.mode = ForwardMode.TARGET_VERIFY if spec_info else ForwardMode.DECODE
         self.max_bs = min(max_bs, req_to_token_pool.num_rows)
         device = model.device
         self.poisoned = device.type != "cuda"
         self.recorder: Recorder = recorder or (ClosureRecorder() if self.poisoned else CudaGraphRecorder())
         self.tree = tree
-        self.buffers = StaticBuffers(model, self.max_bs, self.tokens, tree=tree, keep_hidden=keep_hidden)
+        self.buffers = StaticBuffers(
+            model,
+            self.max_bs,
+            self.tokens,
+            seq_len_fill=backend.seq_len_fill,
+            tree=tree,
+            keep_hidden=keep_hidden,
+        )
         self.spec_info = self.buffers.spec_info
         self._staging = StagingRing(device)
-        self._fill = backend.get_cuda_graph_seq_len_fill_value() + self.tokens - 1
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * self.tokens
-        backend.init_cuda_graph_state(self.max_bs, self.max_bs * self.tokens)
+        self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * self.tokens)
         self._replays: dict[int, Callable[[], None]] = {}
+        self._sizes: list[int] = []
+        self._rows: dict[int, GraphRows] = {}
         self.captured_bytes = 0
 
     @torch.inference_mode()
@@ -183,24 +219,24 @@ class GraphRunner:
         free = _free_bytes(self.model.device)
         with tqdm(sorted(sizes or buckets(self.max_bs))[::-1], desc="capturing graphs", disable=not progress) as bar:
             for bs in bar:
-                self._upload(DecodeRows(), None)
-                hook = self.backend.init_forward_metadata_capture_cuda_graph
-                hook(bs, bs * self.tokens, *self._rows_and_lens(), self.mode, self.spec_info)
+                self._upload(NO_ROWS, NO_INTEGERS)
+                self._prepare(bs, 0, None)
                 self._replays[bs] = self.recorder(self._bind(bs))
+                insort(self._sizes, bs)
                 self.captured_bytes = free - _free_bytes(self.model.device)
                 bar.set_postfix_str(f"{self.captured_bytes / 2**30:.2f} GiB")
 
     def bucket(self, rows: int) -> int | None:
         """The smallest captured batch size that holds `rows`, or None: then the step runs eagerly."""
-        return min((bs for bs in self._replays if bs >= rows), default=None)
+        i = bisect_left(self._sizes, rows)
+        return self._sizes[i] if i < len(self._sizes) else None
 
-    @torch.inference_mode()
-    def replay(self, decode: DecodeRows, new_pages: np.ndarray | None = None) -> torch.Tensor:
-        """One step: one host-to-device copy, the backends' metadata, the graph.
+    def replay(self, decode: DecodeRows, new_pages: np.ndarray = NO_INTEGERS) -> torch.Tensor:
+        """One step, in inference mode: one host-to-device copy, the backends' metadata, the graph.
 
         Args:
             new_pages: [n] int32, KV page of each row's last draft (its one token if T is 1) where it is new, else -1;
-                None: none is.
+                empty: none is.
 
         Returns:
             [n * T, vocab] logits, a view that the next replay overwrites.
@@ -212,35 +248,50 @@ class GraphRunner:
             self.buffers.poison()
         self._upload(decode, new_pages)
         lens = (decode.computed + self.tokens).tolist() if self.backend.needs_host_lens else None
-        hook = self.backend.init_forward_metadata_replay_cuda_graph
-        hook(bs, n, *self._rows_and_lens(), self.mode, self.spec_info, lens)
+        self._prepare(bs, n, lens)
         self._replays[bs]()
-        return self.buffers.logits[: n * self.tokens]
+        rows = self.rows(n)
+        rows.batch.metadata = self.prepared.metadata  # it is the same step, without padding
+        return rows.logits
 
-    def _upload(self, decode: DecodeRows, new_pages: np.ndarray | None) -> None:
-        columns = pack_rows(decode, (), self.tokens, self.tree, size=self.max_bs, fill=self._fill, new_pages=new_pages)
-        self._staging.copy_into(self.buffers.packed, columns)
+    def _upload(self, decode: DecodeRows, new_pages: np.ndarray) -> None:
+        columns = pack_rows(decode, (), self.tokens, self.tree, new_pages)
+        self._staging.copy_rows(self.buffers.packed, columns, self.buffers.padding, self.max_bs)
+
+    def _prepare(self, bs: int, num_real: int, lens: list[int] | None) -> None:
+        batch = self.prepared = self.rows(bs).batch
+        batch.num_real, batch.seq_lens_cpu = num_real, lens
+        self.backend.prepare(batch, graph=self._view)
 
     def _rows_and_lens(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.buffers.sections["rows"], self.buffers.sections["seq_lens"]
 
-    def batch(self, rows: int) -> ForwardBatch:
-        """The first `rows` rows of the step, over views of the static buffers."""
-        lines, lens = (t[:rows] for t in self._rows_and_lens())
-        inputs = self.buffers.inputs.first(rows * self.tokens)
-        return make_batch(self.backend, lines, lens, self._starts[: rows + 1], inputs, rows, self.spec_info)
+    def rows(self, n: int) -> "GraphRows":
+        """The first n rows of a step. They are made once for each n: that costs the host 20 microseconds."""
+        rows = self._rows.get(n)
+        if rows is None:
+            rows = self._rows[n] = self._make_rows(n)
+        return rows
+
+    def _make_rows(self, n: int) -> "GraphRows":
+        buffers, total = self.buffers, n * self.tokens
+        lines, lens = (t[:n] for t in self._rows_and_lens())
+        batch = make_batch(
+            self.backend, lines, lens, self._starts[: n + 1], buffers.inputs.first(total), n, self.spec_info
+        )
+        return GraphRows(batch, buffers.sections["output_indices"][:n], buffers.logits[:total], buffers.hidden[:total])
 
     def _bind(self, bs: int) -> Callable[[], None]:
         """The step of one bucket, over views of the static buffers."""
-        buffers, total = self.buffers, bs * self.tokens
+        buffers, total, batch = self.buffers, bs * self.tokens, self.rows(bs).batch
 
         def step() -> None:
             buffers.inputs.first(total).fill_decode(buffers.sections, bs, self.spec_info, self.last_tokens, self.pool)
-            hidden = self.model(self.batch(bs))
+            hidden = self.model(batch)
             if buffers.hidden.numel():
                 buffers.hidden[:total].copy_(hidden)
             buffers.logits[:total].copy_(self.model.logits(hidden))
             if self.spec_info is None:
-                self.backend.commit_decode()
+                self.backend.commit(batch)
 
         return step

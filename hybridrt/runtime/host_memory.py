@@ -1,4 +1,4 @@
-"""Main memory that this process may use: the machine's, cut to what its control groups allow."""
+"""Main memory that this process may use: what the machine has, and no more than its control groups allow."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class _Files(NamedTuple):
-    """What a version of control groups calls its limit, its use, and the part of it that is page cache."""
+    """File names of one version of control groups for the limit and the use, and its name of the page cache."""
 
     limit: str
     used: str

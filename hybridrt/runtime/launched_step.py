@@ -1,4 +1,4 @@
-"""Steps on their way: results copied to pinned memory behind the step, and read when somebody asks."""
+"""Launched steps: their results are copied to pinned memory behind the step, and read when `result` is called."""
 
 from collections.abc import Sequence
 
@@ -17,16 +17,16 @@ def requested_logprobs(
         logits: [n * T, vocab]; tokens: [n, T].
         path: [n, T], the nodes of a draft tree whose draws `tokens` are; None where they come in order.
     """
-    top_n = max((n for n in wanted if n is not None), default=None)
-    if top_n is None:
+    if not wanted:
         return (), wanted
+    top_n = max(n for n in wanted if n is not None)
     if path is not None:
         logits = logits.view(*path.shape, -1).take_along_dim(path.unsqueeze(-1), 1).flatten(0, 1)
     return token_logprobs(logits, tokens.flatten(), top_n), wanted
 
 
 class LaunchedStep:
-    """A step on its way. Its results are copied to pinned memory behind it, so that reading them waits for this step
+    """A launched step. Its results are copied to pinned memory behind it, so that reading them waits for this step
     alone and not for the one launched after it.
 
     Args:

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks, as bytes: msgpack that is decoded into one known type and runs no code."""
+"""What ranks tell each other, as bytes: rank 0 its configurations, steps and tasks, the others that they run."""
 
 import importlib
 import operator
@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hybridrt.distributed.channel_codec import Message, decode_with, pack, unpack
 from hybridrt.errors import MessageError
 
-# Every kind of message, and the type that its bytes are decoded into. The types of tasks that stand above the runtime
-# are imported when the first such message comes.
+# Every kind of task of rank 0, and the type that its bytes are decoded into. The types that stand above the runtime are
+# imported when the first such task comes.
 KINDS = {
     "serve": "hybridrt.config:EngineConfig",
     "step": "hybridrt.runtime.step:StepPlan",
@@ -19,42 +20,66 @@ KINDS = {
     "transfer": "hybridrt.transfer.ranks:JoinTransfer",
 }
 _NAMES = {place: name for name, place in KINDS.items()}
+_END = "end"
 
 
-def encode(message: object) -> dict[str, Any]:
-    """A message as a dictionary that a channel carries; None, the end of what was begun, is one too.
+class Task(Message):
+    """From rank 0: a name of KINDS and the bytes of that type, or the end of what was begun."""
+
+    name: str
+    body: bytes = b""
+
+
+class Hello(Message):
+    """The first message of another rank to rank 0."""
+
+    rank: int
+
+
+class Beat(Message):
+    """A rank's sign of life."""
+
+
+class Failed(Message):
+    """Why a rank ends."""
+
+    reason: str
+
+
+FromRank = Beat | Failed
+
+
+def encode(task: object) -> bytes:
+    """The bytes of what rank 0 sends. None, the end of what was begun, may be sent too.
 
     Raises:
-        MessageError: no rank knows a message of this type.
+        MessageError: no rank knows a task of this type.
     """
-    if message is None:
-        return {"type": "end"}
-    kind = type(message)
+    if task is None:
+        return pack(Task(_END))
+    kind = type(task)
     name = _NAMES.get(f"{kind.__module__}:{kind.__qualname__}")
     if name is None:
         raise MessageError(f"ranks exchange no {kind.__name__}: only {', '.join(KINDS.values())}")
-    return {"type": name, "body": _ENCODER.encode(message)}
+    return pack(Task(name, _ENCODER.encode(task)))
 
 
-def decode(message: dict[str, Any]) -> Any:
+def decode(data: bytes) -> Any:
     """What `encode` was given.
 
     Raises:
-        MessageError: this is none of the known messages, or its parts are not of the right types.
+        MessageError: this is none of the known tasks, or its parts are not of the right types.
     """
-    name, body = message.get("type"), message.get("body")
-    if name == "end":
+    task: Task = unpack(data, Task)
+    if task.name == _END:
         return None
-    if not isinstance(name, str) or name not in KINDS or not isinstance(body, bytes):
-        raise MessageError(f"rank 0 sent a message of type {name!r}, which this rank does not know")
-    try:
-        return _decoder(name).decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise MessageError(f"rank 0 sent a {name!r} that cannot be read: {e}") from e
+    if task.name not in KINDS:
+        raise MessageError(f"rank 0 sent a task {task.name[:80]!r}, which this rank does not know")
+    return decode_with(_decoder(task.name), task.body)
 
 
 @cache
-def _decoder(name: str) -> msgspec.msgpack.Decoder:
+def _decoder(name: str) -> msgspec.msgpack.Decoder[Any]:
     module, _, kind = KINDS[name].partition(":")
     return msgspec.msgpack.Decoder(getattr(importlib.import_module(module), kind), dec_hook=_column)
 

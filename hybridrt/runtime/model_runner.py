@@ -37,7 +37,7 @@ class ModelRunner(StepRunner):
         config: what to run.
         tp: this process's tensor-parallel rank.
         budget_bytes: what the pools may take; None follows EngineConfig.memory_fraction (CUDA) or the free memory.
-        plan: what the pools hold, for those who know; None makes a plan from the budget.
+        plan: what the pools hold; None makes a plan from the budget.
         progress: show a bar while loading.
 
     Raises:
@@ -46,7 +46,7 @@ class ModelRunner(StepRunner):
     Attributes:
         model_path, model_config: where the checkpoint lies and what it says.
         plan: rows, slots and pages that a scheduler may hand out.
-        backend, pools: for those who drive the model themselves.
+        backend, pools: for callers that run the model themselves.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_
     if budget_bytes is None and target.device.type == "cuda":
         peak = _measure_activations(config, target, model)
         budget_bytes = device_budget(target.device, config.memory_fraction) - peak
-    # One scheduler hands out the rows and pages of all ranks: the poorest decides how many.
+    # One scheduler lends the rows and pages of all ranks: the rank with the least memory decides how many.
     budget_bytes = tp.minimum(host_budget(tp) if budget_bytes is None else budget_bytes)
     return make_plan(config, target, budget_bytes=budget_bytes, weights=weight_bytes(model), activations=peak)
 

@@ -21,10 +21,12 @@ import torch.distributed as dist
 
 from hybridrt.distributed.channel import SocketChannel
 from hybridrt.distributed.channel_auth import MIN_KEY_BYTES
+from hybridrt.distributed.channel_codec import pack, unpack
 from hybridrt.distributed.channel_listener import Listener
 from hybridrt.distributed.control import Link, rank_timeout
 from hybridrt.distributed.groups import Communicator
 from hybridrt.errors import ConfigError, PeerGoneError, RankError
+from hybridrt.runtime.messages import Hello
 from hybridrt.runtime.ranks import LOOPBACK, Ranks
 from hybridrt.runtime.torchrun import World, master_host
 
@@ -32,8 +34,8 @@ KEY_VARIABLE = "HYBRIDRT_TP_KEY"
 STARTING_S = 300.0
 _POLL_S, _HELLO_S = 0.02, 10.0
 _PLACE = "hybridrt/place"
-# A rank takes the package from where this process has it, and everything else from a path of its own, behind which
-# stands what this process has on its path. The current directory is not on it: it may be a checkpoint's.
+# A rank imports this package from the same files as this process. It imports all else by its own path, to which the
+# path of this process is appended. The current directory is left out: it may be a downloaded checkpoint's.
 _BOOT = """
 import importlib.util, json, sys
 given = json.loads(sys.argv[1])
@@ -75,7 +77,7 @@ class Place:
             PeerGoneError: rank 0 does not answer, or holds another key.
         """
         link = Link(SocketChannel.connect((self.host, self.port), self.key))
-        link.send({"type": "hello", "rank": rank})
+        link.send(pack(Hello(rank)))
         return link
 
 
@@ -138,7 +140,7 @@ def torchrun_place(world: World) -> Place:
     store = _torchrun_store()
     try:
         where = store.get(_PLACE).decode()
-    except RuntimeError as e:  # torch.distributed's own errors are
+    except RuntimeError as e:  # errors of torch.distributed are such
         raise RankError(f"tensor-parallel rank 0 did not come: {e}") from e
     return find_place(where) if key is None else Place(master_host(), int(where), key, store)
 
@@ -171,7 +173,7 @@ def _connected(ranks: Ranks) -> Ranks:
 
 
 def _torchrun_key(world: World) -> bytes | None:
-    """What ranks on several hosts prove to each other that they hold; None where all run on one host."""
+    """The key of ranks on several hosts; None where all run on one host."""
     if world.one_host:
         return None
     key = os.fsencode(os.environ.get(KEY_VARIABLE, ""))
@@ -184,7 +186,7 @@ def _torchrun_key(world: World) -> bytes | None:
 
 
 def _torchrun_store() -> dist.Store:
-    """Raises RankError where torch.distributed cannot open it, or not reach it; ConfigError if it is not said where."""
+    """Raises RankError if torch.distributed cannot open or reach the store, ConfigError if its address is missing."""
     where = f"{master_host()}:{os.environ.get('MASTER_PORT')}"
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=STARTING_S)))
@@ -209,14 +211,15 @@ def _open_to_hosts(store: dist.Store, key: bytes) -> tuple[Place, Listener]:
 
 
 def _start(rank: int, size: int, directory: str, kind: str) -> "subprocess.Popen[bytes]":
-    """An interpreter of its own, not multiprocessing: that would run the caller's main module once more."""
+    """Starts an interpreter. multiprocessing would not do: it runs the caller's main module once more."""
     here = os.path.realpath(os.curdir)
     given = {
         "package": str(Path(__file__).absolute().parents[1]),
         "path": [path for path in sys.path if os.path.isabs(path) and os.path.realpath(path) != here],
         "directory": directory, "rank": rank, "size": size, "kind": kind,
     }  # fmt: skip
-    # As many threads as here: how a sum is split decides its last bits, and every rank samples for itself.
+    # All ranks need the same number of threads: it decides how sums are split, and so their last bits. Every rank
+    # samples by itself and must draw the same tokens.
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     if "PYTHONPATH" in environment:  # an empty or relative entry is the current directory or lies in it
         entries = environment["PYTHONPATH"].split(os.pathsep)
@@ -225,12 +228,12 @@ def _start(rank: int, size: int, directory: str, kind: str) -> "subprocess.Popen
         [sys.executable, "-P", "-c", _BOOT, json.dumps(given)],
         env=environment,
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # an interrupt at the terminal is for rank 0 alone
+        start_new_session=True,  # Ctrl-C at the terminal reaches rank 0 alone
     )
 
 
 def _await(listener: Listener, size: int, processes: Sequence["subprocess.Popen[bytes]"] = ()) -> list[Link]:
-    """Links to ranks 1 to `size` - 1, once all have come."""
+    """Links to ranks 1 to `size` - 1, after all have connected."""
     links: dict[int, Link] = {}
     deadline = time.monotonic() + STARTING_S
     while len(links) < size - 1:
@@ -253,9 +256,9 @@ def _await(listener: Listener, size: int, processes: Sequence["subprocess.Popen[
 
 
 def _presented(channel: SocketChannel) -> int | None:
-    """The rank that a process says it is, in the first message of its link."""
+    """The rank in the first message of a connection; None: no such message."""
     try:
-        rank = channel.expect(_HELLO_S).get("rank")
+        hello: Hello = unpack(channel.expect(_HELLO_S), Hello)
     except PeerGoneError:
         return None
-    return rank if type(rank) is int else None
+    return hello.rank

@@ -1,4 +1,4 @@
-"""The other ranks of a tensor-parallel run, as rank 0 sees them: told what to do, watched, and let go."""
+"""The other ranks of a tensor-parallel run, as rank 0 sees them: it sends them tasks, watches them and ends them."""
 
 import os
 import shutil
@@ -8,15 +8,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from hybridrt.distributed.channel import Message
+from hybridrt.distributed.channel_codec import unpack
 from hybridrt.distributed.control import TIMEOUT_S, Link, disown_in_child
 from hybridrt.distributed.groups import Communicator
 from hybridrt.errors import ConfigError, HybridrtError, PeerGoneError, RankError
-from hybridrt.runtime.messages import encode
+from hybridrt.runtime.messages import Failed, FromRank, encode
 from hybridrt.runtime.torchrun import master_host
 
 LOST = 75  # exit status of a rank that ended because another one did
-NAMING_S = 5.0  # a process ends a moment after its connections do
+NAMING_S = 5.0  # a process may end later than its connections
 LEAVING_S = 30.0
 LOOPBACK = "127.0.0.1"
 _LOST = "tensor-parallel rank {} was lost: {}; build a new LLM"
@@ -68,8 +68,8 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around what all ranks do alike: what is raised inside leaves them out of step and ends the others. Where it
-        is the loss of a rank, the RankError names it."""
+        """A context for what all ranks do alike. An exception in it leaves them out of step, so the other ranks are
+        ended. If the exception comes from the loss of a rank, the RankError that is raised names that rank."""
         self.check()
         try:
             yield
@@ -80,8 +80,8 @@ class Ranks:
                 raise lost from e
             raise
 
-    def send(self, message: Message) -> None:
-        """To every other rank. Raises RankError if one does not take it."""
+    def send(self, message: bytes) -> None:
+        """Sends to every other rank. Raises RankError if one cannot be reached."""
         for rank, link in enumerate(self._links, 1):
             try:
                 link.send(message)
@@ -127,12 +127,12 @@ class Ranks:
         self._links, self._processes, self._directory, self._leaving = (), (), None, True
 
     def _watch(self, rank: int, link: Link) -> None:
-        """Hears a rank's signs of life until it is gone."""
+        """Receives a rank's signs of life until it is lost."""
         try:
             while messages := link.listen(self._timeout):
-                for message in messages:
-                    if message.get("type") == "failed":
-                        self._fail(rank, str(message.get("reason")))
+                for message in (unpack(data, FromRank) for data in messages):
+                    if isinstance(message, Failed):
+                        self._fail(rank, message.reason)
             reason = f"it has sent no sign of life for {self._timeout:g} seconds"
         except PeerGoneError as e:
             reason = self._ending(rank) or str(e)
@@ -148,20 +148,20 @@ class Ranks:
             status = self._processes[rank - 1].wait(NAMING_S)
         except subprocess.TimeoutExpired:
             return None
-        if status == LOST:  # it ended because of another rank, which another thread is about to name
+        if status == LOST:  # it ended because of another rank, whose own thread names it soon
             self._named.wait(NAMING_S)
         ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"its process {ending}"
 
     def _lost(self, e: BaseException) -> RankError | None:
-        """What to raise in place of `e`, if `e` is only what the loss of a rank looks like from here."""
+        """The RankError to raise in place of `e`, if `e` is a consequence of the loss of a rank."""
         if isinstance(e, RankError):
             self._named.wait(NAMING_S)
             return self._error
         return self._error if isinstance(e, Exception) and not isinstance(e, HybridrtError) else None
 
     def _fail(self, rank: int, reason: str) -> None:
-        """The first failure counts. The others end, and what waits for them on this rank's GPU is freed."""
+        """Notes the first failure, ends the other ranks, and stops kernels of this rank's GPU that wait for them."""
         with self._lock:
             if self._error is not None:
                 return

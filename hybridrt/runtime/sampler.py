@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
+from struct import Struct
 
 import numpy as np
 import torch
@@ -14,9 +15,9 @@ from hybridrt.runtime.step import Admission
 from hybridrt.sampling_params import SamplingParams
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_CONSTANTS = Struct(f"=q{len(FLOATS)}fi")
 
-
-_DRAWS, _TOP_K, _TOP_P, _MIN_P, _PENALTIES = (1 << i for i in range(5))
+_DRAWS, _TOP_K, _TOP_P, _MIN_P, _PENALTIES, _LOGPROBS = (1 << i for i in range(6))
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Filters:
         return cls.of_bits(reduce(or_, map(_bits, params), 0))
 
     @classmethod
+    @cache
     def of_bits(cls, bits: int) -> "Filters":
         """What any row's `_bits` ask for."""
         used = (bool(bits & bit) for bit in (_TOP_K, _TOP_P, _MIN_P, _PENALTIES))
@@ -48,6 +50,7 @@ def _bits(params: SamplingParams) -> int:
         | _TOP_P * (params.top_p < 1)
         | _MIN_P * (params.min_p > 0)
         | _PENALTIES * params.uses_penalties
+        | _LOGPROBS * (params.logprobs is not None)
     )
 
 
@@ -63,15 +66,12 @@ class RowRequirements:
             self._bits[a.row] = _bits(a.params)
             self._logprobs[a.row] = -1 if a.params.logprobs is None else a.params.logprobs
 
-    def filters(self, rows: np.ndarray) -> Filters:
-        """What any of the rows [n] uses."""
-        return Filters.of_bits(int(np.bitwise_or.reduce(self._bits[rows])))
-
-    def logprobs(self, rows: np.ndarray) -> Sequence[int | None]:
-        """How many alternatives to its token each of the rows [n] wants, None for no log-probabilities; empty if no row
-        wants any."""
-        wanted = self._logprobs[rows]
-        return [None if n < 0 else n for n in wanted.tolist()] if wanted.max(initial=-1) >= 0 else ()
+    def of(self, rows: np.ndarray) -> tuple[Filters, Sequence[int | None]]:
+        """What any of the rows [n] uses, and how many alternatives to its token each of them wants, None for no
+        log-probabilities; empty if no row wants any."""
+        bits = reduce(or_, set(self._bits.take(rows).tobytes()), 0)
+        wanted = self._logprobs[rows].tolist() if bits & _LOGPROBS else ()
+        return Filters.of_bits(bits), [None if n < 0 else n for n in wanted]
 
 
 @dataclass(frozen=True)
@@ -146,16 +146,26 @@ class SamplingTable:
         return 4 * len(FLOATS) + 4 + 8 + 5 * vocab_size
 
     @staticmethod
-    def pack(admissions: Sequence[Admission]) -> dict[str, np.ndarray]:
+    def constants(params: SamplingParams, seed: int) -> bytes:
+        """A request's row of `pack`: its seed, its FLOATS and its top_k.
+
+        Raises:
+            struct.error, OverflowError: the table holds no such number.
+        """
+        return _CONSTANTS.pack(seed, *(getattr(params, name) for name in FLOATS), params.top_k)
+
+    @classmethod
+    def pack(cls, admissions: Sequence[Admission]) -> dict[str, np.ndarray]:
         """int32 sections of the step's packed copy: constants as bits, and the tokens that penalties count."""
         counted = [a for a in admissions if a.params.uses_penalties]
         outputs = [(a.row, t) for a in counted for t in a.tokens[a.prompt_len :]]
         prompts = [(a.row, t) for a in counted for t in a.tokens[: a.prompt_len]]
-        floats = [[getattr(a.params, name) for name in FLOATS] for a in admissions]
+        rows = bytearray().join(cls.constants(a.params, a.seed) for a in admissions)
+        constants = np.frombuffer(rows, np.int32).reshape(-1, _CONSTANTS.size // 4)
         return {
-            "seeds": np.array([a.seed for a in admissions], np.int64).view(np.int32),
-            "floats": np.array(floats, np.float32).reshape(-1).view(np.int32),
-            "top_k": np.array([a.params.top_k for a in admissions], np.int32),
+            "seeds": constants[:, :2].reshape(-1),
+            "floats": constants[:, 2:-1].reshape(-1),
+            "top_k": constants[:, -1],
             "penalty_rows": np.array([a.row for a in counted], np.int32),
             "output_tokens": np.array(outputs, np.int32).reshape(-1),
             "prompt_tokens": np.array(prompts, np.int32).reshape(-1),
@@ -216,7 +226,7 @@ class Sampler:
         kept = self._accept(tokens, step)
         if filters.penalties:
             stays = torch.arange(width, device=tokens.device) < kept.counts[:, None]
-            # Row 0 counts what was not kept: nobody reads it.
+            # What was not kept is counted for row 0, which is scratch.
             self.table.count(step.rows[:, None].masked_fill(~stays, 0).view(-1), kept.tokens.view(-1))
         return kept
 

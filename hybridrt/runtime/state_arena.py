@@ -83,7 +83,7 @@ class StateArena:
     """Copies states between the pools and images in `buffer` [transfer_bytes] uint8, on the pools' device.
 
     Pools keep layouts of their own: a ring of conv inputs, KV in pages, in replay mode a checkpoint and a ring of
-    inputs since. An image holds none of these, so either side may keep its state its own way.
+    inputs since. An image holds none of these, so each side may keep its state in a layout of its own.
     """
 
     def __init__(self, target: RunTarget, pools: Pools, transfer_bytes: int) -> None:
@@ -121,7 +121,8 @@ class StateArena:
             tensor.flatten(0, 1).index_copy_(0, places, heads.transpose(0, 1))
 
     def _check_room(self, copy: StateCopy) -> None:
-        """Its neighbours in the arena belong to other requests, or to another worker that reads them now."""
+        """PoolError unless the image fits its room: the bytes around it belong to other requests, and another worker
+        may be reading them."""
         needed, end = self.layout.image_bytes(copy.length), self.buffer.numel()
         room = end - copy.offset if copy.room is None else copy.room
         if copy.offset < 0 or needed > room or copy.offset + needed > end:

@@ -19,14 +19,14 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         row: request row in [1, R]; row 0 is padding.
-        slot: recurrent state slot in [1, S]; 0 if the model has no recurrent layer.
+        state_slot: in [1, S]; 0 if the model has no recurrent layer.
         tokens: prompt, then the tokens generated so far (a retracted request comes back with some).
         prompt_len: how many of `tokens` are the prompt.
         seed: of the request's draws.
     """
 
     row: int
-    slot: int
+    state_slot: int
     tokens: Sequence[int]
     prompt_len: int
     params: SamplingParams
@@ -65,9 +65,7 @@ class DecodeRow(NamedTuple):
     parents: Sequence[int] | None = None
 
 
-def no_integers() -> np.ndarray:
-    """[0] int32."""
-    return np.empty(0, np.int32)
+NO_INTEGERS = np.empty(0, np.int32)
 
 
 class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
@@ -87,15 +85,15 @@ class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
         ValueError: the columns do not belong together.
     """
 
-    rows: np.ndarray = msgspec.field(default_factory=no_integers)
-    computed: np.ndarray = msgspec.field(default_factory=no_integers)
-    output_indices: np.ndarray = msgspec.field(default_factory=no_integers)
-    num_drafts: np.ndarray = msgspec.field(default_factory=no_integers)
-    drafts: np.ndarray = msgspec.field(default_factory=no_integers)
+    rows: np.ndarray = NO_INTEGERS
+    computed: np.ndarray = NO_INTEGERS
+    output_indices: np.ndarray = NO_INTEGERS
+    num_drafts: np.ndarray = NO_INTEGERS
+    drafts: np.ndarray = NO_INTEGERS
     parents: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        n, total = len(self.rows), int(self.num_drafts.sum())
+        n, total = len(self.rows), int(self.num_drafts.sum()) if len(self.drafts) else np.count_nonzero(self.num_drafts)
         if not n == len(self.computed) == len(self.output_indices) == len(self.num_drafts):
             raise ValueError(f"columns of {n} decode rows differ in length")
         if len(self.drafts) != total or (self.parents is not None and len(self.parents) != total):
@@ -134,6 +132,9 @@ class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
             yield DecodeRow(row, computed, index, drafts[start:end], parents and parents[start:end])
 
 
+NO_ROWS = DecodeRows()
+
+
 def int32s(values: Iterable[int]) -> np.ndarray:
     """[n] int32."""
     return np.fromiter(values, np.int32)
@@ -144,8 +145,8 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     `following` is the prompt's next token.
 
     Attributes:
-        read_slot: the state slot that holds the state before the chunk, of a prefix that is cached; 0: the row's own.
-            The state behind the chunk goes to the row's own slot.
+        read_state_slot: holds the state before the chunk, of a prefix that is cached; 0: the row's own slot. The state
+            behind the chunk goes to the row's own slot.
     """
 
     row: int
@@ -154,19 +155,19 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     output_index: int
     sample: bool
     following: int = 0
-    read_slot: int = 0
+    read_state_slot: int = 0
 
 
 @dataclass(slots=True)
 class StepPlan:
     """Decode rows come first in the batch, then extend rows, each list in order. What `imports` says is copied in
     before the rows are computed, what `exports` says is copied out afterwards; both name extend rows. Before anything
-    else, admissions included, each row in `donations` parts with its slot, which holds the row's whole state from then
-    on."""
+    else, admissions included, each row in `donations` gives its slot to the prefix cache; from then on the slot holds
+    the row's whole state."""
 
     admissions: list[Admission] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
-    decode: DecodeRows = field(default_factory=DecodeRows)
+    decode: DecodeRows = NO_ROWS
     extend: list[ExtendRow] = field(default_factory=list)
     imports: list[StateCopy] = field(default_factory=list)
     exports: list[StateCopy] = field(default_factory=list)

@@ -13,8 +13,11 @@ import torch
 
 from hybridrt.kernels.chunk_plan import CHUNK_COLUMNS, chunk_columns
 from hybridrt.runtime.sampler import SamplingTable
-from hybridrt.runtime.step import DecodeRows, ExtendRow, StepPlan, int32s, no_integers
+from hybridrt.runtime.step import NO_INTEGERS, DecodeRows, ExtendRow, StepPlan, int32s
 
+# Each section starts on 16 bytes: Triton compiles a kernel anew for every combination of aligned and unaligned
+# arguments.
+_ALIGNED = 4
 Columns = dict[str, np.ndarray]
 Sections = dict[str, torch.Tensor]
 
@@ -40,15 +43,15 @@ def pack_step(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
 
     query_start_loc [B + 1]; sample_at and sample_rows, the tokens to sample from and their rows; of the extend rows'
     tokens extend_ids, extend_rows, extend_positions and, with `following`, following_ids behind each (0 where it is
-    sampled); where a chunk follows a cached prefix, read_slots of all chunks; chunk plans; admit_rows and admit_slots;
-    page-table entries (page_rows, page_indices, pages).
+    sampled); where a chunk follows a cached prefix, read_state_slots of all chunks; chunk plans; admit_rows and
+    admit_state_slots; page-table entries (page_rows, page_indices, pages).
     """
     extend, decoded = plan.extend, len(plan.decode) * tokens
     new = int32s(len(r.tokens) for r in extend)
     computed = int32s(r.computed for r in extend)
     ends = decoded + np.cumsum(new, dtype=np.int32)
     sampling = np.fromiter((r.sample for r in extend), bool)
-    rows = pack_rows(plan.decode, extend, tokens, packing.tree)
+    rows = pack_rows(plan.decode, extend, tokens, packing.tree, np.full(len(plan.decode), -1, np.int32))
     extend_rows = rows["rows"][len(plan.decode) :]
     starts = np.repeat(computed + new - ends, new)  # a token's position less its place in the batch
     return {
@@ -68,17 +71,13 @@ def pack_step(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
 
 
 def pack_rows(
-    decode: DecodeRows, extend: Sequence[ExtendRow], tokens: int, tree: bool, *, size: int | None = None,
-    fill: int = 0, new_pages: np.ndarray | None = None,
-) -> Columns:  # fmt: skip
+    decode: DecodeRows, extend: Sequence[ExtendRow], tokens: int, tree: bool, new_pages: np.ndarray
+) -> Columns:
     """The columns of a step's rows, decode rows of T `tokens` first.
 
     rows and seq_lens [B], which count the step's tokens; output_indices of those that sample; of the decode rows alone
-    new_pages (the KV page of the last draft if the step's graph enters it, else -1), num_drafts, drafts [n, T - 1] and,
-    with `tree`, parents and ancestors [n, T] of all nodes (`tree_nodes`), flattened.
-
-    Args:
-        size: pads decode rows to so many, with lengths of `fill`; for steps without extend rows.
+    `new_pages` [n], the KV page of the last draft if the step's graph enters it, else -1. Where T > 1 also num_drafts,
+    drafts [n, T - 1] and, with `tree`, parents and ancestors [n, T] of all nodes (`tree_nodes`).
     """
     n = len(decode)
     rows, lens, indices = decode.rows, decode.computed + tokens, decode.output_indices
@@ -86,44 +85,32 @@ def pack_rows(
         rows = np.concatenate((rows, int32s(r.row for r in extend)))
         lens = np.concatenate((lens, int32s(r.computed + len(r.tokens) for r in extend)))
         indices = np.concatenate((indices, int32s(r.output_index for r in extend if r.sample)))
-    size = n if size is None else size
-    padding = size - n
-    columns = {
-        "rows": _padded(rows, padding, 0),
-        "seq_lens": _padded(lens, padding, fill),
-        "output_indices": _padded(indices, padding, 0),
-        "new_pages": np.full(size, -1, np.int32),
-        "num_drafts": _padded(decode.num_drafts, padding, 0),
-    }
-    if new_pages is not None:
-        columns["new_pages"][:n] = new_pages
+    columns = {"rows": rows, "seq_lens": lens, "output_indices": indices, "new_pages": new_pages}
     if tokens > 1:
-        columns["drafts"] = drafts = np.zeros((size, tokens - 1), np.int32)
-        drafts[:n][np.arange(tokens - 1) < decode.num_drafts[:, None]] = decode.drafts
-        columns |= tree_nodes(decode, tokens, size) if tree else {}
+        columns["num_drafts"] = decode.num_drafts
+        columns["drafts"] = drafts = np.zeros((n, tokens - 1), np.int32)
+        drafts[np.arange(tokens - 1) < decode.num_drafts[:, None]] = decode.drafts
+        columns |= tree_nodes(decode, tokens) if tree else {}
     return columns
 
 
-def tree_nodes(decode: DecodeRows, width: int, size: int) -> Columns:
-    """`parents` (-1 for the root) and `ancestors` (as bits, the node's own among them) of the `width` nodes of each of
-    `size` rows, [size, width] int32 each. Chains are trees too; padding continues a row as a chain."""
-    parents = np.tile(np.arange(-1, width - 1, dtype=np.int32), (size, 1))
+def tree_nodes(decode: DecodeRows, width: int) -> Columns:
+    """`parents` (-1 for the root) and `ancestors` (as bits, the node's own among them) of the `width` nodes of each
+    row, [n, width] int32 each. Chains are trees too; padding continues a row as a chain."""
+    n = len(decode)
+    parents = np.tile(np.arange(-1, width - 1, dtype=np.int32), (n, 1))
     if decode.parents is not None:
         real = np.arange(width - 1) < decode.num_drafts[:, None]
-        parents[: len(decode), 1:][real] = decode.parents
-    ancestors = np.ones((size, width), np.int32)
+        parents[:, 1:][real] = decode.parents
+    ancestors = np.ones((n, width), np.int32)
     for node in range(1, width):
-        ancestors[:, node] = ancestors[np.arange(size), parents[:, node]] | 1 << node
+        ancestors[:, node] = ancestors[np.arange(n), parents[:, node]] | 1 << node
     return {"parents": parents, "ancestors": ancestors}
 
 
-def _padded(column: np.ndarray, padding: int, value: int) -> np.ndarray:
-    return np.concatenate((column, np.full(padding, value, np.int32))) if padding else column
-
-
 def _read_slots(plan: StepPlan) -> Columns:
-    slots = [row.read_slot for row in plan.extend]
-    return {"read_slots": int32s(slots)} if any(slots) else {}
+    slots = [row.read_state_slot for row in plan.extend]
+    return {"read_state_slots": int32s(slots)} if any(slots) else {}
 
 
 def chunk_names(size: int) -> dict[str, str]:
@@ -142,7 +129,7 @@ def _chunks(computed: np.ndarray, new: np.ndarray, sizes: Iterable[int]) -> Colu
 def _bookkeeping(plan: StepPlan) -> Columns:
     return {
         "admit_rows": int32s(a.row for a in plan.admissions),
-        "admit_slots": int32s(a.slot for a in plan.admissions),
+        "admit_state_slots": int32s(a.state_slot for a in plan.admissions),
         "page_rows": _flat([[w.row] * len(w.pages) for w in plan.page_writes]),
         "page_indices": _flat([np.arange(w.first_page, w.first_page + len(w.pages)) for w in plan.page_writes]),
         "pages": _flat([w.pages for w in plan.page_writes]),
@@ -150,17 +137,14 @@ def _bookkeeping(plan: StepPlan) -> Columns:
 
 
 def _flat(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.asarray(p, np.int32) for p in parts]) if parts else no_integers()
+    return np.concatenate([np.asarray(p, np.int32) for p in parts]) if parts else NO_INTEGERS
 
 
 def cut(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Sections:
     """Views of `flat` [packed_size] int32, one behind the other."""
-    sections, start = {}, 0
-    for name, shape in shapes.items():
-        size = prod(shape)
-        sections[name] = flat[start : start + size].view(shape)
-        start += _aligned(size)
-    return sections
+    sizes = [prod(shape) for shape in shapes.values()]
+    parts = flat.split([length for size in sizes for length in (size, -size % _ALIGNED)])[::2]
+    return {name: part if len(shape) == 1 else part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
 
 
 def packed_size(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -169,9 +153,7 @@ def packed_size(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _aligned(size: int) -> int:
-    """Each section starts on 16 bytes: Triton compiles a kernel anew for every combination of aligned and unaligned
-    arguments."""
-    return size + -size % 4
+    return size + -size % _ALIGNED
 
 
 class StagingRing:
@@ -184,20 +166,33 @@ class StagingRing:
         self._events: list[torch.cuda.Event | None] = [None] * depth
         self._next = 0
 
-    def upload(self, columns: Mapping[str, np.ndarray]) -> Sections:
+    def upload(self, columns: Columns) -> Sections:
         """One copy for all columns, into fresh device memory."""
         shapes = {name: column.shape for name, column in columns.items()}
         into = torch.empty(packed_size(shapes), dtype=torch.int32, device=self.device)
-        self.copy_into(into, columns)
-        return cut(into, shapes)
-
-    def copy_into(self, into: torch.Tensor, columns: Mapping[str, np.ndarray]) -> None:
-        """One copy for all columns, into [packed_size] int32, which `cut` cuts by their shapes."""
         staging, start = self._staging(into), 0
         flat = staging.numpy()
         for column in columns.values():
             flat[start : start + column.size] = column.reshape(-1)
             start += _aligned(column.size)
+        self._copy(into, staging)
+        return cut(into, shapes)
+
+    def copy_rows(self, into: torch.Tensor, columns: Columns, padding: Columns, size: int) -> None:
+        """One copy of all columns into [packed_size] int32, each continued to `size` rows with its row of `padding`. A
+        column may be shorter than the others, or empty."""
+        staging, start = self._staging(into), 0
+        flat = staging.numpy()
+        for name, column in columns.items():
+            fill, n = padding[name], len(column)
+            count = fill.size * size
+            section = flat[start : start + count]
+            if column.ndim > 1:
+                section = section.reshape(size, -1)
+            section[:n] = column
+            if n < size:
+                section[n:] = fill
+            start += _aligned(count)
         self._copy(into, staging)
 
     def _staging(self, into: torch.Tensor) -> torch.Tensor:

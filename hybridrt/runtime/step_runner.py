@@ -1,13 +1,11 @@
 """Runs steps: turns a StepPlan into tokens, over a model, its pools and its backend."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from hybridrt.attention.base import AttentionBackend
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.kernels.chunk_plan import ChunkPlan, chunk_plan
@@ -17,7 +15,7 @@ from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
 from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, SamplingTable, Verification
 from hybridrt.runtime.state_arena import StateArena
-from hybridrt.runtime.step import DecodeRows, StepHandle, StepPlan
+from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageWrite, StepHandle, StepPlan
 from hybridrt.runtime.step_batch import TokenInputs, make_batch, spec_info_of
 from hybridrt.runtime.step_inputs import Columns, Packing, Sections, StagingRing, chunk_names, pack_step
 
@@ -81,54 +79,67 @@ class StepRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queues one step on the device and returns at once; see hybridrt.runtime.step.Executor."""
-        self._check_drafts(plan.decode)
-        if (plan.imports or plan.exports) and self.arena is None:
-            raise ConfigError("states cannot come or go without an arena: set transfer_bytes")
+        decode = plan.decode
+        self._check(plan)
         self._required.admit(plan.admissions)
         # `step_widths` has all widths; where no row has drafts, a plain step serves.
-        tokens = self.config.num_verify_tokens if plan.decode.num_drafts.any() else 1
+        tokens = self.config.num_verify_tokens if len(decode.drafts) else 1
         graphs = self.graphs.get(tokens)
-        fits = plan.decode and graphs and graphs.bucket(len(plan.decode))
-        rest = self._after_graph(plan) if fits else None
-        with _given_up_on_failure(self.backend):
-            self._donate(plan.donations)
-            if rest is None or graphs is None:
+        try:
+            if plan.donations:
+                self._donate(plan.donations)
+            if graphs is None or not len(decode) or graphs.bucket(len(decode)) is None:
                 return self._launch_eager(plan, tokens)
-            new_pages, rest_plan = rest
-            decoded = self._launch_graph(graphs, plan.decode, new_pages)
+            new_pages, rest = NO_INTEGERS, plan.page_writes
+            if rest:
+                if (split := self._graph_pages(decode, rest)) is None:
+                    return self._launch_eager(plan, tokens)
+                new_pages, rest = split
+            decoded = self._launch_graph(graphs, decode, new_pages)
+            if not plan.extend:
+                return decoded
             # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
-            return JoinedSteps(decoded, self._launch_eager(rest_plan, 1)) if plan.extend else decoded
+            chunks = StepPlan(plan.admissions, rest, NO_ROWS, plan.extend, plan.imports, plan.exports)
+            return JoinedSteps(decoded, self._launch_eager(chunks, 1))
+        except BaseException:
+            self.backend.drop_step()  # it is never committed; the steps after it are none the worse
+            raise
 
     def _donate(self, rows: Sequence[int]) -> None:
         """The slots of `rows` are the prefix cache's from here on: what their rings hold becomes part of them."""
         pool = self.pools.req_to_token.mamba_pool
-        if rows and pool is not None:
+        if pool is not None:
             pool.donate(self._staging.upload({"rows": np.array(rows, np.int32)})["rows"])
 
     def _launch_graph(self, graphs: GraphRunner, decode: DecodeRows, new_pages: np.ndarray) -> LaunchedStep:
-        logits, batch = graphs.replay(decode, new_pages), graphs.batch(len(decode))
-        launched, accepted = self._draw_decode(decode, batch, graphs.buffers.sections, logits)
+        graphs.replay(decode, new_pages)
+        batch, indices, logits, hidden = graphs.rows(len(decode))
+        if batch.spec_info is None:
+            launched, accepted = self._sample(decode.rows, batch.req_pool_indices, indices, logits), None
+        else:
+            launched, accepted = self._verify(decode, batch, graphs.buffers.sections, logits)
         if self.drafter is not None:
-            self.drafter.follow(batch, graphs.buffers.hidden[: len(logits)], self.last_tokens, accepted, None)
+            self.drafter.follow(batch, hidden, self.last_tokens, accepted, None)
         return launched
 
-    def _after_graph(self, plan: StepPlan) -> tuple[np.ndarray, StepPlan] | None:
-        """The page that a graph enters for each decode row, -1 for none, and what of the plan is left to an eager step;
-        None where all of it must run eagerly."""
-        decode = plan.decode
+    def _graph_pages(
+        self, decode: DecodeRows, writes: Sequence[PageWrite]
+    ) -> tuple[np.ndarray, list[PageWrite]] | None:
+        """The page that a graph enters for each decode row, [n] int32, -1 for none, and the writes for other rows. None
+        where a row gets more pages than a graph enters: its last draft's."""
         places = np.full(self.plan.num_rows + 1, -1)
         places[decode.rows] = np.arange(len(decode))
-        pages, left = np.full(len(decode), -1, np.int32), []
-        for write in plan.page_writes:
+        pages, others = np.full(len(decode), -1, np.int32), []
+        for write in writes:
             i = places[write.row]
             if i < 0:
-                left.append(write)
+                others.append(write)
                 continue
             last_page = (decode.computed[i] + decode.num_drafts[i]) // self.plan.page_size
             if len(write.pages) != 1 or write.first_page != last_page:
                 return None
             pages[i] = write.pages[0]
-        return pages, StepPlan(plan.admissions, left, DecodeRows(), plan.extend, plan.imports, plan.exports)
+        return pages, others
 
     def _launch_eager(self, plan: StepPlan, tokens: int) -> StepHandle:
         columns = pack_step(plan, tokens, self._packing)
@@ -139,10 +150,10 @@ class StepRunner:
         if not plan.decode and not plan.extend:
             return LaunchedStep(None)
         batch = self._batch(plan, columns, sections, tokens)
-        self.backend.init_forward_metadata(batch)
+        self.backend.prepare(batch)
         hidden = self.model(batch)
         if plan.decode and tokens == 1:
-            self.backend.commit_decode()
+            self.backend.commit(batch)
         for departure in plan.exports:
             self.arena.export_state(departure)  # type: ignore[union-attr]
         launched, accepted = self._draw(plan, columns, sections, batch, hidden)
@@ -162,31 +173,19 @@ class StepRunner:
         if batch.spec_info is None:
             return self._sample(sampling, rows, indices, logits), None
         n, split = len(plan.decode), batch.num_decode_tokens
-        verified, accepted = self._draw_decode(plan.decode, batch, sections, logits[:split])
+        verified, accepted = self._verify(plan.decode, batch, sections, logits[:split])
         if n == len(sampling):
             return verified, accepted
         return JoinedSteps(verified, self._sample(sampling[n:], rows[n:], indices[n:], logits[split:])), accepted
 
-    def _draw_decode(
-        self, decode: DecodeRows, batch: ForwardBatch, sections: Sections, logits: torch.Tensor
-    ) -> tuple[LaunchedStep, Accepted | None]:
-        """Tokens of a step's decode rows [n], and what a verify step keeps. `sections` may hold further rows."""
-        n, spec = len(decode), batch.spec_info
-        rows, indices = batch.req_pool_indices[:n], sections["output_indices"][:n]
-        if spec is None:
-            return self._sample(decode.rows, rows, indices, logits), None
-        tree = () if spec.parents is None or spec.tree_mask is None else (spec.parents[:n], spec.tree_mask[:n])
-        verification = Verification(
-            rows, indices, batch.positions[: batch.num_decode_tokens].view(n, -1), sections["drafts"][:n],
-            sections["num_drafts"][:n], self.last_tokens, *tree,
-        )  # fmt: skip
-        return self._verify(decode.rows, verification, logits)
-
-    def _check_drafts(self, decode: DecodeRows) -> None:
-        most, width = int(decode.num_drafts.max(initial=0)), self.config.num_verify_tokens
+    def _check(self, plan: StepPlan) -> None:
+        """Raises ConfigError for a plan that this runner was not made for."""
+        if (plan.imports or plan.exports) and self.arena is None:
+            raise ConfigError("states cannot come or go without an arena: set transfer_bytes")
+        most, width = int(plan.decode.num_drafts.max()) if len(plan.decode.drafts) else 0, self.config.num_verify_tokens
         if most >= width:
             raise ConfigError(f"{most} drafts in a row; this runner verifies {width - 1}: raise num_draft_tokens")
-        if not self._trees and decode.parents is not None:
+        if not self._trees and plan.decode.parents is not None:
             raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
 
     def _bookkeep(self, sections: Sections) -> None:
@@ -194,7 +193,7 @@ class StepRunner:
         table = self.pools.req_to_token
         if sections["admit_rows"].numel():
             rows = sections["admit_rows"].long()
-            table.admit(rows, sections["admit_slots"].long())
+            table.admit(rows, sections["admit_state_slots"].long())
             self.sampling_table.admit(rows, sections)
         if sections["pages"].numel():
             table.write_pages(*(sections[name].long() for name in ("page_rows", "page_indices", "pages")))
@@ -222,25 +221,35 @@ class StepRunner:
             spec,
             seq_lens_cpu=columns["seq_lens"].tolist(),
             query_lens_cpu=[tokens] * n + new,
-            read_state_slots=sections.get("read_slots"),
+            read_state_slots=sections.get("read_state_slots"),
             chunk_plans={size: _chunk_plan(columns, sections, new, size) for size in self._packing.chunk_sizes},
         )
 
     def _sample(
         self, request_rows: np.ndarray, rows: torch.Tensor, output_indices: torch.Tensor, logits: torch.Tensor
     ) -> LaunchedStep:
-        tokens = self.sampler(logits, rows, output_indices, self._required.filters(request_rows))
+        filters, wanted = self._required.of(request_rows)
+        tokens = self.sampler(logits, rows, output_indices, filters)
         self.last_tokens[rows] = tokens.int()
-        wanted = self._required.logprobs(request_rows)
         return LaunchedStep(tokens[:, None], None, *requested_logprobs(logits, tokens, wanted))
 
     def _verify(
-        self, request_rows: np.ndarray, step: Verification, logits: torch.Tensor
+        self, decode: DecodeRows, batch: ForwardBatch, sections: Sections, logits: torch.Tensor
     ) -> tuple[LaunchedStep, Accepted]:
-        """Acceptance, then the commit of the state that it keeps."""
-        kept = self.sampler.verify(logits, step, self._required.filters(request_rows))
-        self.backend.commit_decode(kept.counts, kept.path)
-        logprobs = requested_logprobs(logits, kept.tokens, self._required.logprobs(request_rows), kept.path)
+        """Acceptance for a step's decode rows [n], then the commit of the state that it keeps. `sections` may hold
+        further rows. logits [n * T, vocab]."""
+        n, spec = len(decode), batch.spec_info
+        assert spec is not None
+        tree = () if spec.parents is None or spec.tree_mask is None else (spec.parents[:n], spec.tree_mask[:n])
+        step = Verification(
+            batch.req_pool_indices[:n], sections["output_indices"][:n],
+            batch.positions[: batch.num_decode_tokens].view(n, -1), sections["drafts"][:n], sections["num_drafts"][:n],
+            self.last_tokens, *tree,
+        )  # fmt: skip
+        filters, wanted = self._required.of(decode.rows)
+        kept = self.sampler.verify(logits, step, filters)
+        self.backend.commit(batch, kept.counts, kept.path)
+        logprobs = requested_logprobs(logits, kept.tokens, wanted, kept.path)
         return LaunchedStep(kept.tokens, kept.counts, *logprobs), kept
 
 
@@ -249,13 +258,3 @@ def _chunk_plan(columns: Columns, sections: Sections, new: Sequence[int], size: 
     names = chunk_names(size)
     on_host = {name: columns[packed] for name, packed in names.items()}
     return chunk_plan({name: sections[packed] for name, packed in names.items()}, on_host, new, size)
-
-
-@contextmanager
-def _given_up_on_failure(backend: AttentionBackend) -> Iterator[None]:
-    """A step that fails inside is never committed; those after it are none the worse."""
-    try:
-        yield
-    except BaseException:
-        backend.drop_step()
-        raise

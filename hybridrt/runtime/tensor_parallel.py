@@ -4,6 +4,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ from hybridrt.runtime.step import StepHandle, StepPlan, StepResult
 from hybridrt.runtime.torchrun import world
 
 POLL_S = 20e-6
+T = TypeVar("T")
 
 
 class TensorParallelExecutor:
@@ -65,27 +67,25 @@ class TensorParallelExecutor:
         return self._ranks.host
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """As ModelRunner.launch, on all ranks. Ctrl-C comes before or after it: ranks that stopped in the middle of a
-        step could not go on."""
-        message = encode(plan)
-        with Interrupts(), self._ranks.together():
-            self._ranks.send(message)
-            return _WatchedStep(self.runner.launch(plan), self._ranks)
+        """As ModelRunner.launch, on all ranks. Ctrl-C is raised before or after it: ranks that stop in the middle of a
+        step cannot go on."""
+        return self._on_all(plan, lambda: _WatchedStep(self.runner.launch(plan), self._ranks))
 
     def everywhere(self, task: Callable[[ModelRunner], StepHandle]) -> StepHandle:
-        """Has every rank call `task`, one of hybridrt.runtime.messages, with its runner, between two steps; rank 0
-        returns its own."""
-        message = encode(task)
-        with Interrupts(), self._ranks.together():
-            self._ranks.send(message)
-            return _WatchedStep(task(self.runner), self._ranks)
+        """Has every rank call `task`, of a type in hybridrt.runtime.messages, with its runner, between two steps.
+        Returns rank 0's result."""
+        return self._on_all(task, lambda: _WatchedStep(task(self.runner), self._ranks))
 
     def call(self, task: Callable[[ModelRunner], None]) -> None:
-        """Has each of the other ranks call `task`, one of hybridrt.runtime.messages, with its runner, between two
-        steps."""
+        """As `everywhere`, on the other ranks alone."""
+        self._on_all(task, lambda: None)
+
+    def _on_all(self, task: object, here: Callable[[], T]) -> T:
+        """Sends a task to the other ranks, then does rank 0's part."""
         message = encode(task)
         with Interrupts(), self._ranks.together():
             self._ranks.send(message)
+            return here()
 
     def check(self) -> None:
         """Raises RankError if a rank was lost."""
@@ -97,7 +97,7 @@ class TensorParallelExecutor:
 
 
 class _WatchedStep:
-    """A step whose result may never come, because a rank that it needs was lost."""
+    """A step that raises RankError instead of waiting for a rank that was lost."""
 
     def __init__(self, step: StepHandle, ranks: Ranks) -> None:
         self._step, self._ranks = step, ranks
@@ -109,7 +109,7 @@ class _WatchedStep:
         while not self._step.ready():
             self._ranks.check()
             time.sleep(POLL_S)
-        self._ranks.check()  # kernels that gave up look finished
+        self._ranks.check()  # kernels that were stopped look finished
         return self._step.result()
 
 

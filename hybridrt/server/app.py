@@ -9,7 +9,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-import hybridrt
 from hybridrt.engine.tokenizer import encode_prompt
 from hybridrt.errors import HybridrtError
 from hybridrt.server.chat import CHAT_NAMES, chat_tokens, start_chat
@@ -26,11 +25,12 @@ from hybridrt.server.protocol import (
 )
 from hybridrt.server.service import Service
 from hybridrt.server.tracing import Tracing
+from hybridrt.version import __version__
 
 
 def make_app(service: Service, metrics: Metrics) -> ASGIApp:
     """All endpoints over a service, guarded."""
-    app = FastAPI(title="hybridrt", version=hybridrt.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="hybridrt", version=__version__, docs_url=None, redoc_url=None)
     _add_openai(app, service)
     _add_text(app, service)
     _add_operations(app, service, metrics)
@@ -131,7 +131,7 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/version")
     async def version() -> dict[str, str]:
         """Of hybridrt."""
-        return {"version": hybridrt.__version__}
+        return {"version": __version__}
 
     @app.get("/load")
     async def load() -> dict[str, int]:

@@ -1,6 +1,7 @@
 """/v1/chat/completions: a conversation in, its next message out."""
 
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any
 
 from starlette.types import Scope
@@ -24,6 +25,8 @@ _RESERVED = {
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs",
 }  # fmt: skip
+# A template runs in a fork of this process: what one thread holds while another forks stays held in the child.
+_one_template = Lock()
 
 
 class ChatAnswer(Answer):
@@ -107,13 +110,14 @@ def chat_tokens(
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError("continue_final_message goes with add_generation_prompt=false: set it, too")
     try:
-        text = tokenizer.render_chat(
-            _plain(body.messages or ()),
-            template,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            **variables,
-        )
+        with _one_template:
+            text = tokenizer.render_chat(
+                _plain(body.messages or ()),
+                template,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                **variables,
+            )
     except CheckpointError as e:
         raise RequestError(str(e), "messages") from e
     return encode_prompt(tokenizer, text, most_tokens, bare=True)

@@ -43,8 +43,8 @@ class _Tenant:
     chain: list[int] = field(default_factory=list)  # of the proposal under way, and what else was likely at each place
     siblings: list[list[int]] = field(default_factory=list)
 
-    def draft(self, most: int) -> Draft:
-        return with_siblings(self.chain, self.siblings, most)
+    def draft(self, max_drafts: int) -> Draft:
+        return with_siblings(self.chain, self.siblings, max_drafts)
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,12 @@ class DraftModelDrafter(Drafter):
         if tenant is not None:
             self._free.append(tenant.row)
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
         if not requests:
             return []
         tenants = [self._tenants[request.arrival] for request in requests]
         # Who has no new token (its last drafts found no page, say) gets the same drafts again.
-        behind = [(t, -(-n // self._topk)) for t, n in zip(tenants, most) if t.computed < num_tokens(t.request)]
+        behind = [(t, -(-n // self._topk)) for t, n in zip(tenants, max_drafts) if t.computed < num_tokens(t.request)]
         launched = self._start([tenant for tenant, _ in behind])
         for step in range(1, max((steps for _, steps in behind), default=0)):
             going = [tenant for tenant, steps in behind if steps > step]
@@ -115,7 +115,7 @@ class DraftModelDrafter(Drafter):
             )
         for part in launched:
             part.read(self._topk - 1)
-        return [tenant.draft(n) for tenant, n in zip(tenants, most)]
+        return [tenant.draft(n) for tenant, n in zip(tenants, max_drafts)]
 
     def _start(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
         """From the state behind the tokens known last time to the first draft behind those known now."""

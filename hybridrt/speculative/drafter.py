@@ -26,8 +26,12 @@ class DraftRequest(Protocol):
     params: SamplingParams
     seed: int
     row: Slot | None
-    computed: int
-    pending: int
+
+    @property
+    def computed(self) -> int: ...
+
+    @property
+    def pending(self) -> int: ...
 
     @property
     def end_page(self) -> int:
@@ -74,24 +78,24 @@ class Draft:
 
     @property
     def depth(self) -> int:
-        """Most drafts that can stay."""
+        """How many drafts can stay at most."""
         depths = [0]
         for parent in range(len(self)) if self.parents is None else self.parents:
             depths.append(depths[parent] + 1)
         return max(depths)
 
-    def first(self, most: int) -> "Draft":
-        """The first `most` tokens."""
-        if len(self) <= most:
+    def first(self, max_drafts: int) -> "Draft":
+        """The first `max_drafts` tokens."""
+        if len(self) <= max_drafts:
             return self
-        return Draft(self.tokens[:most], None if self.parents is None else self.parents[:most])
+        return Draft(self.tokens[:max_drafts], None if self.parents is None else self.parents[:max_drafts])
 
 
 NO_DRAFT = Draft()
 
 
 class Drafter(ABC):
-    """Guesses continuations that a decode step verifies.
+    """Proposes continuations that a decode step verifies.
 
     What it keeps of a request lasts from `begin` to `end`: as long as the request holds a row of the target. At most as
     many requests as the target has rows are begun at a time.
@@ -101,7 +105,8 @@ class Drafter(ABC):
         """The request has got a row; its prompt is not computed yet. After a retraction it begins again."""
 
     def end(self, request: DraftRequest) -> None:  # noqa: B027  (optional)
-        """The request has finished, or gives its row back. Does nothing for one that is not begun; may not fail."""
+        """The request has finished or gives its row back. For one that is not begun it does nothing.
+        It must not raise."""
 
     def after_step(self, requests: Sequence[DraftRequest], gained: Sequence[int]) -> None:  # noqa: B027  (optional)
         """A step is over: each of these requests, none of which has finished, gained so many tokens of output."""
@@ -112,8 +117,8 @@ class Drafter(ABC):
         return True
 
     @abstractmethod
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
-        """For each request, which is begun, at most `most` tokens (0 or more) to follow its last known one."""
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
+        """For each request, all of them begun, at most `max_drafts` tokens (0 or more) behind its last known one."""
 
 
 @dataclass(slots=True)
@@ -125,14 +130,14 @@ class _Earned:
 
 
 class AdaptiveDrafter(Drafter):
-    """Stops paying for drafts that keep failing.
+    """Shortens the drafts of requests whose drafts fail.
 
     A request starts with the whole length. A step that keeps no draft halves it, down to none; one that keeps as many
     as could stay doubles it. At none, every `patience` tokens one draft is tried again; no step between waits for it.
 
     Args:
-        inner: who proposes; what it proposes too much is cut.
-        num_draft_tokens: most drafts of a step.
+        inner: the drafter that proposes. Drafts beyond the allowed length are cut.
+        num_draft_tokens: drafts of a step at most.
     """
 
     def __init__(self, inner: Drafter, num_draft_tokens: int, patience: int = 16) -> None:
@@ -161,8 +166,8 @@ class AdaptiveDrafter(Drafter):
         earned = self._earned[request.arrival]
         return (earned.length > 0 or self._tries_again(request)) and self.inner.waits(request)
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
-        allowed = [min(n, self._allowed(r)) for r, n in zip(requests, most, strict=True)]
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
+        allowed = [min(n, self._allowed(r)) for r, n in zip(requests, max_drafts, strict=True)]
         asked = [i for i, n in enumerate(allowed) if n > 0]
         drafts = [NO_DRAFT for _ in requests]
         for i, draft in zip(asked, self.inner.propose([requests[i] for i in asked], [allowed[i] for i in asked])):

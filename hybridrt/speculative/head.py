@@ -1,9 +1,9 @@
-"""A model's prediction head at work: it follows every step of the model, and drafts ahead of it.
+"""Runs a model's prediction head: over the tokens of every step of the model, and ahead of them for drafts.
 
 Position p of the head takes the hidden state of token p and the embedding of token p + 1, and predicts token p + 2. So
-it follows a step once the tokens behind the step's inputs are drawn (DRAFT_EXTEND; nothing waits for the host), and
-drafts by going on from its own hidden state and the token drawn from it. Its keys and values are further layers of the
-model's KV pool, in the same requests' pages.
+the head runs over the inputs of a step after the next tokens are drawn (DRAFT_EXTEND; nothing waits for the host). Each
+draft is then computed from the head's last hidden state and the token that was drawn from it. Its keys and
+values are further layers of the model's KV pool, in the same requests' pages.
 """
 
 from collections.abc import Sequence
@@ -101,7 +101,7 @@ class HeadRunner:
         # -1, of logits that were not finite, is no input.
         ids = ids.clamp(min=0)
         step = replace(batch, forward_mode=ForwardMode.DRAFT_EXTEND, input_ids=ids, attn_backend=self.backend)
-        self.backend.init_forward_metadata(step)
+        self.backend.prepare(step)
         self.hidden[rows] = self.model.predict(hidden, step).index_select(0, ends)
 
     @torch.inference_mode()
@@ -142,7 +142,7 @@ class HeadRunner:
             self.backend, index, positions + 1, starts, inputs, n, None,
             seq_lens_cpu=[r.computed + step for r in rows], query_lens_cpu=[1] * n,
         )  # fmt: skip
-        self.backend.init_forward_metadata(batch)
+        self.backend.prepare(batch)
         return self.ahead.logits(self.ahead(batch))
 
 

@@ -19,27 +19,27 @@ class MTPDrafter(Drafter):
 
     Args:
         everywhere: calls a task with the runner of every rank; what the first one's call returns.
-        num_draft_tokens: most drafts of a request: so far do its KV pages for drafts reach.
+        num_draft_tokens: drafts of a request at most, for which its KV pages have room.
     """
 
     def __init__(self, everywhere: Everywhere, num_draft_tokens: int, topk: int = 1) -> None:
         self.everywhere, self.longest, self.topk = everywhere, num_draft_tokens, topk
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
-        most = [min(n, self.longest) for n in most]
-        steps = -(-max(most, default=0) // self.topk)
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
+        max_drafts = [min(n, self.longest) for n in max_drafts]
+        steps = -(-max(max_drafts, default=0) // self.topk)
         if not steps:
             return [Draft() for _ in requests]
         drawn = self.everywhere(DraftTask([_row(request) for request in requests], steps, self.topk)).result()
-        return [self._draft(tokens, n) for tokens, n in zip(drawn.tokens, most, strict=True)]
+        return [self._draft(tokens, n) for tokens, n in zip(drawn.tokens, max_drafts, strict=True)]
 
-    def _draft(self, tokens: Sequence[int], most: int) -> Draft:
-        """At most `most` tokens of the places that were drawn for a request: each its draft, then the likeliest."""
+    def _draft(self, tokens: Sequence[int], max_drafts: int) -> Draft:
+        """At most `max_drafts` tokens of what was drawn for a request: for each place its draft, then the likeliest."""
         width = 1 + self.topk
-        places = [tokens[i : i + width] for i in range(0, len(tokens), width)][: -(-most // self.topk)]
+        places = [tokens[i : i + width] for i in range(0, len(tokens), width)][: -(-max_drafts // self.topk)]
         siblings = [[t for t in likely if t != drawn][: self.topk - 1] for drawn, *likely in places]
         # A draw of -1, from logits that are not finite, is no token: any other will do as a draft.
-        return with_siblings([max(drawn, 0) for drawn, *_ in places], siblings, most)
+        return with_siblings([max(drawn, 0) for drawn, *_ in places], siblings, max_drafts)
 
 
 def _row(request: DraftRequest) -> DraftRow:

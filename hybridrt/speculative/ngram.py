@@ -34,11 +34,11 @@ class _Ngrams:
             earlier.append(latest.get(key, 0))
             latest[key] = end
 
-    def matches(self, most: int) -> list[int]:
-        """Ends of at most `most` earlier occurrences of the last n-gram, the latest first."""
+    def matches(self, count: int) -> list[int]:
+        """Ends of at most `count` earlier occurrences of the last n-gram, the latest first."""
         found: list[int] = []
         end = self.earlier[-1] if self.earlier else 0
-        while end and len(found) < most:
+        while end and len(found) < count:
             found.append(end)
             end = self.earlier[end - self.size]
         return found
@@ -63,11 +63,11 @@ class NgramDrafter(Drafter):
     def end(self, request: DraftRequest) -> None:
         self._indices.pop(request.arrival, None)
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
-        return [self._lookup(request, n) for request, n in zip(requests, most, strict=True)]
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
+        return [self._lookup(request, n) for request, n in zip(requests, max_drafts, strict=True)]
 
-    def _lookup(self, request: DraftRequest, most: int) -> Draft:
-        return merge([_continue(request, after, most) for after in self._matches(request)], most)
+    def _lookup(self, request: DraftRequest, max_drafts: int) -> Draft:
+        return merge([_continue(request, after, max_drafts) for after in self._matches(request)], max_drafts)
 
     def _matches(self, request: DraftRequest) -> list[int]:
         """Positions after at most `topk` earlier occurrences of what ends the text."""
@@ -80,11 +80,11 @@ class NgramDrafter(Drafter):
         return found[: self.topk]
 
 
-def _continue(request: DraftRequest, after: int, most: int) -> list[int]:
+def _continue(request: DraftRequest, after: int, max_drafts: int) -> list[int]:
     """Tokens from `after` on; a match that runs into the end of the text goes on with what it predicted."""
-    drafts = tokens_between(request, after, after + most)
+    drafts = tokens_between(request, after, after + max_drafts)
     period = num_tokens(request) - after
-    while len(drafts) < most:
+    while len(drafts) < max_drafts:
         drafts.append(drafts[-period])
     return drafts
 

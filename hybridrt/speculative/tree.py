@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from hybridrt.speculative.drafter import Draft
 
 
-def merge(chains: Sequence[Sequence[int]], most: int) -> Draft:
-    """The tree of all chains, cut to `most` tokens: what they begin with alike is one path, near tokens come before far
+def merge(chains: Sequence[Sequence[int]], max_drafts: int) -> Draft:
+    """The tree of all chains, cut to `max_drafts` tokens. A common beginning is one path. Near tokens come before far
     ones, and of equally far ones those of earlier chains. A tree without a fork is a chain."""
     tokens: list[int] = []
     parents: list[int] = []
@@ -18,7 +18,7 @@ def merge(chains: Sequence[Sequence[int]], most: int) -> Draft:
                 continue
             edge = ends[i], chain[depth]
             if edge not in children:
-                if len(tokens) == most:
+                if len(tokens) == max_drafts:
                     return _draft(tokens, parents)
                 tokens.append(chain[depth])
                 parents.append(ends[i])
@@ -27,10 +27,10 @@ def merge(chains: Sequence[Sequence[int]], most: int) -> Draft:
     return _draft(tokens, parents)
 
 
-def with_siblings(chain: Sequence[int], siblings: Sequence[Sequence[int]], most: int) -> Draft:
-    """A chain and what else was likely at each of its places, the chain's own token first; `most` tokens."""
+def with_siblings(chain: Sequence[int], siblings: Sequence[Sequence[int]], max_drafts: int) -> Draft:
+    """A chain and what else was likely at each of its places, the chain's own token first; `max_drafts` tokens."""
     others = [[*chain[:i], token] for i, tokens in enumerate(siblings) for token in tokens]
-    return merge([chain, *others], most)
+    return merge([chain, *others], max_drafts)
 
 
 def _draft(tokens: list[int], parents: list[int]) -> Draft:

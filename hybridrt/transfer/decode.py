@@ -1,4 +1,4 @@
-"""The decode worker: lets prefill workers compute its engine's prompts and fetches what they computed."""
+"""The decode worker: prefill workers compute the prompts of its engine, and it fetches the states."""
 
 import time
 from collections import deque
@@ -6,12 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from hybridrt.distributed.channel import TIMEOUT_S, Channel, Message
+from hybridrt.distributed.channel import TIMEOUT_S, Channel
+from hybridrt.distributed.channel_codec import Message, pack, unpack
 from hybridrt.errors import ConfigError, MessageError, OutOfSlotsError, PeerGoneError, TransferError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
-from hybridrt.transfer.handshake import Handshake
-from hybridrt.transfer.messages import MOST_JOBS, TO_DECODE, TO_DECODE_FIRST, kind_of
-from hybridrt.transfer.reader import Order, Reader
+from hybridrt.transfer.messages import (
+    MAX_JOBS,
+    DecodeHello,
+    Done,
+    Failed,
+    Order,
+    Ping,
+    Pong,
+    Prefill,
+    PrefillHello,
+    ToDecode,
+)
+from hybridrt.transfer.reader import Reader
 from hybridrt.transfer.reads import tp_ratio
 from hybridrt.transfer.regions import RegionAllocator
 from hybridrt.transfer.side import WorkerSide
@@ -34,12 +45,12 @@ class _Attempt:
     """A prompt on its way through a prefill worker.
 
     Attributes:
-        key: names it in messages and reads; request ids and prompts may come again.
-        worker: who computes it.
-        offset: where its image shall lie.
-        pull: the prompt; None once nothing can come of this attempt.
-        reading: readers whose reads have not ended; their memory must be left alone.
-        error: why this attempt is lost, as soon as a read says so.
+        key: names it in messages and reads. Unlike request ids, keys are never used again.
+        worker: the prefill worker that computes it.
+        offset: first byte of its image in the arena.
+        pull: the prompt; None after the attempt has failed or was cancelled.
+        reading: readers whose reads have not ended; they may still write to the image.
+        error: why a read failed; None: none has.
         deadline: when reads that have not ended are given up.
     """
 
@@ -55,7 +66,7 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A prefill worker: when its last message came, and since when it owes an answer."""
+    """A prefill worker: when its last message came, and when it was asked for an answer that has not come."""
 
     channel: Channel
     heard: float
@@ -65,7 +76,8 @@ class _Peer:
 @dataclass(slots=True)
 class DecodeCounters:
     """Since the worker was built: prompts fetched and their bytes on this rank, attempts that were repeated, prompts
-    computed here after all, and requests that failed. Now: workers, prompts under way, bytes of the arena in use."""
+    computed by this engine after all, and requests that failed. At present: workers, prompts under way, and bytes of
+    the arena in use."""
 
     fetched: int = 0
     bytes_fetched: int = 0
@@ -78,10 +90,10 @@ class DecodeCounters:
 
 
 class DecodeWorker:
-    """Becomes the `prefill_source` of an engine, which is then used as ever.
+    """Becomes the `prefill_source` of an engine, whose callers notice nothing.
 
-    A request waits outside the scheduler, without row, slot or page, until its state lies in the arena; the engine
-    copies it in as it admits the request. So whatever happens to a prefill worker, this engine's other requests go on.
+    A request waits outside the scheduler, without row, slot or page, until its state is in the arena. The engine copies
+    the state from there when it admits the request. So the loss of a prefill worker delays no other request.
 
     Args:
         side: engine, handshake and arena of this side.
@@ -119,7 +131,7 @@ class DecodeWorker:
         side.engine.prefill_source = self
 
     def connect(self, channel: Channel) -> str:
-        """Agrees with a prefill worker, which gets its share of the prompts from then on. Returns its name.
+        """Adds a prefill worker, if both sides agree on what they run. Returns its name.
 
         Raises:
             HandshakeError: the two sides differ. No byte has moved.
@@ -128,16 +140,13 @@ class DecodeWorker:
         name = f"worker-{next(self._numbers)}"
         connected: list[Reader] = []
         try:
-            hello = self._first_message(channel)
-            theirs = Handshake.of_message(hello)
-            self._handshake.check(theirs)
-            tp_ratio(self._handshake.tp_size, theirs.tp_size)
-            if len(hello["ranks"]) != theirs.tp_size:
-                raise MessageError(f"{len(hello['ranks'])} arenas of {theirs.tp_size} ranks are described")
+            hello = unpack(channel.expect(self._timeout), PrefillHello)
+            self._handshake.check(hello.handshake)
+            tp_ratio(self._layout.tp_size, len(hello.ranks))
             for reader in self._readers:
                 connected.append(reader)
-                reader.connect(name, hello["ranks"])
-            channel.send(self._handshake.to_message())
+                reader.connect(name, hello.ranks)
+            channel.send(pack(DecodeHello(self._handshake.fields())))
         except BaseException:
             channel.close()
             for reader in connected:
@@ -151,17 +160,18 @@ class DecodeWorker:
         self._waiting.append(_Pull(request_id, list(tokens)))
 
     def advance(self) -> None:
-        """Frees what the engine is done with, reads messages, looks after reads, and hands out what waits."""
+        """Frees what the engine needs no longer, reads messages, handles reads that have ended, and sends prompts."""
         self._free()
         over = self._ended_reads()
-        # A worker that has let go of an image has closed its channel before: this is heard here, behind the reads' end.
+        # A prefill worker closes its channel before it uses the memory of an image again. A read that ended by now has
+        # valid bytes only if the channel is still open, so messages are read before the read counts.
         heard = [self._hear(name) for name in list(self._workers)]
         self._take_in(over)
         self._end_overdue()
         self._hand_out()
         engine = self._engine.counters()
         if self._under_way() and not (over or any(heard) or engine.running or engine.waiting):
-            time.sleep(_IDLE_SECONDS)  # all wait for other workers
+            time.sleep(_IDLE_SECONDS)  # there is nothing to do but wait for prefill workers
 
     def counters(self) -> DecodeCounters:
         """A snapshot."""
@@ -169,8 +179,8 @@ class DecodeWorker:
         return replace(self._totals, workers=workers, under_way=self._under_way(), bytes_used=used)
 
     def close(self) -> None:
-        """Leaves all workers and the engine, after the last read has ended or been given up. What waits goes on without
-        prefill workers. Closing again does nothing."""
+        """Leaves all workers and the engine, after the last read has ended or was given up. Requests that wait go on
+        without prefill workers. Closing again does nothing."""
         if self._engine.prefill_source is not self:
             return
         self._engine.prefill_source = None
@@ -190,17 +200,6 @@ class DecodeWorker:
     def _under_way(self) -> int:
         return len(self._waiting) + sum(attempt.pull is not None for attempt in self._attempts.values())
 
-    def _first_message(self, channel: Channel) -> Message:
-        deadline = time.monotonic() + self._timeout
-        while not (messages := channel.receive()):
-            if time.monotonic() > deadline:
-                raise PeerGoneError(f"the prefill worker has said nothing for {self._timeout:g} seconds")
-            time.sleep(_IDLE_SECONDS)
-        if len(messages) > 1:
-            raise MessageError("the prefill worker says more than it was asked")
-        kind_of(messages[0], TO_DECODE_FIRST)
-        return messages[0]
-
     def _hear(self, name: str) -> bool:
         peer = self._workers.get(name)
         if peer is None:
@@ -208,7 +207,7 @@ class DecodeWorker:
         try:
             messages = peer.channel.receive()
             for message in messages:
-                self._listen(name, message)
+                self._listen(name, unpack(message, ToDecode))
         except PeerGoneError as e:
             if name in self._workers:
                 self._lose(name, e)
@@ -217,17 +216,18 @@ class DecodeWorker:
             peer.heard, peer.asked = time.monotonic(), None
         return bool(messages)
 
-    def _listen(self, name: str, message: Message) -> None:
-        kind = kind_of(message, TO_DECODE)
-        attempt = self._attempts.get(message["key"]) if kind != "pong" else None
+    def _listen(self, name: str, message: ToDecode) -> None:
+        if isinstance(message, Pong):
+            return
+        attempt = self._attempts.get(message.key)
         if attempt is None or attempt.worker != name or attempt.pull is None:
-            return  # a sign of life, or an answer to what we have taken back
+            return  # an answer to what was cancelled
         if attempt.reading:
             raise MessageError("the prefill worker answers twice")
-        if kind == "failed":
-            self._lost(attempt, TransferError(message["error"]))
+        if isinstance(message, Failed):
+            self._lost(attempt, TransferError(message.error))
         else:
-            self._fetch(attempt, message["offset"])
+            self._fetch(attempt, message.offset)
 
     def _fetch(self, attempt: _Attempt, source: int) -> None:
         attempt.reading = set(range(len(self._readers)))
@@ -236,7 +236,7 @@ class DecodeWorker:
             reader.fetch(Order(attempt.key, attempt.worker, attempt.length, source, attempt.offset))
 
     def _ended_reads(self) -> list[_Attempt]:
-        """Attempts of which the last read has ended. They count as being read until `_take_in`."""
+        """Attempts whose last read has ended. `_take_in` takes them out of `reading`."""
         over = []
         for i, reader in enumerate(self._readers):
             for key, error in reader.poll().items():
@@ -267,7 +267,7 @@ class DecodeWorker:
         self._engine.start(pull.request_id, PrefixMatch(attempt.length, staged=attempt.offset))
 
     def _lost(self, attempt: _Attempt, error: TransferError) -> None:
-        """An attempt comes to nothing: its prompt gets another one, or none. Its memory is free once its reads end."""
+        """An attempt has failed: its prompt gets another one, or none. Its memory is freed after its reads end."""
         pull, attempt.pull = attempt.pull, None
         self._release(attempt)
         if pull is None:
@@ -293,12 +293,12 @@ class DecodeWorker:
             self._engine.fail(pull.request_id, error)
 
     def _dismiss(self, attempt: _Attempt) -> None:
-        """Tells the worker that we need its image no longer."""
+        """Tells the worker that its image is not needed any more."""
         if attempt.worker in self._workers:
-            self._send(attempt.worker, {"type": "done", "key": attempt.key})
+            self._send(attempt.worker, Done(attempt.key))
 
     def _free(self) -> None:
-        """Images that the engine has taken in, and whatever belongs to requests that have ended."""
+        """Frees images that the engine has copied, and all that belongs to requests that have ended."""
         pulls = [*self._waiting, *(a.pull for a in self._attempts.values() if a.pull is not None)]
         for request_id in {*self._arriving, *(pull.request_id for pull in pulls)}:
             gained = self._engine.gained(request_id)
@@ -308,7 +308,7 @@ class DecodeWorker:
                 self.regions.free(self._arriving.pop(request_id))
 
     def _forget_ended(self, request_id: str) -> None:
-        """A request has ended, or its id is used again: what is on its way for it is of no use."""
+        """Cancels what was begun for a request that has ended, or whose id is used again."""
         if request_id in self._arriving:
             self._engine.settle()
             self.regions.free(self._arriving.pop(request_id))
@@ -319,32 +319,32 @@ class DecodeWorker:
                 self._release(attempt)
 
     def _end_overdue(self) -> None:
-        """Gives up workers that owe an answer, and reads that do not end. Who has work of ours is asked now and then
-        whether it is still there; time between two calls does not count, because answers wait in the channel."""
+        """Gives up workers that do not answer and reads that do not end. A worker that has prompts of ours and sends
+        nothing is asked for an answer. The time between two calls does not count: answers wait in the channel."""
         now = time.monotonic()
         for name, peer in list(self._workers.items()):
             if peer.asked is not None and now - peer.asked > 0.75 * self._timeout:
                 self._lose(name, PeerGoneError(f"the prefill worker has said nothing for {self._timeout:g} seconds"))
             elif peer.asked is None and now - peer.heard > 0.25 * self._timeout and self._load(name):
                 peer.asked = now
-                self._send(name, {"type": "ping"})
+                self._send(name, Ping())
         for attempt in list(self._attempts.values()):
             if attempt.pull is not None and attempt.reading and now > attempt.deadline:
                 self._lost(attempt, TransferError(f"an image could not be read within {self._timeout:g} seconds"))
 
     def _hand_out(self) -> None:
-        """Sends prompts, oldest first, to the worker with the fewest, while the arena has room for their images."""
+        """Sends prompts, the oldest first, to the worker with the fewest, while the arena has room for their images."""
         while self._waiting:
             pull, name = self._waiting[0], min(self._workers, key=self._load, default=None)
             try:
                 if name is None:
                     raise TransferError("no prefill worker is connected")
-                if self._load(name) >= MOST_JOBS:
+                if self._load(name) >= MAX_JOBS:
                     return
                 offset = self.regions.alloc(self._layout.image_bytes(len(pull.tokens)))
             except (TransferError, OutOfSlotsError) as e:
                 if name is not None and (self._arriving or any(a.pull for a in self._attempts.values())):
-                    return  # room will come
+                    return  # others will free their room
                 self._waiting.popleft()
                 self._without_worker(pull, e)
                 continue
@@ -352,19 +352,19 @@ class DecodeWorker:
             pull.attempts += 1
             key = f"{pull.request_id}-{next(self._numbers)}"
             self._attempts[key] = _Attempt(key, name, offset, pull, len(pull.tokens))
-            self._send(name, {"type": "prefill", "key": key, "tokens": pull.tokens})
+            self._send(name, Prefill(key, pull.tokens))
 
     def _load(self, name: str) -> int:
         return sum(attempt.worker == name for attempt in self._attempts.values())
 
     def _send(self, name: str, message: Message) -> None:
         try:
-            self._workers[name].channel.send(message)
+            self._workers[name].channel.send(pack(message))
         except PeerGoneError as e:
             self._lose(name, e)
 
     def _lose(self, name: str, error: PeerGoneError) -> None:
-        """Forgets a worker. What it computed is lost, even if it is being read: it may be written over by now."""
+        """Forgets a worker. What it computed is lost, even if it is being read: its memory may hold something else."""
         self._workers.pop(name).channel.close()
         for reader in self._readers:
             reader.disconnect(name)

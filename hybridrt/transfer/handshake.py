@@ -1,29 +1,23 @@
 """What two workers must agree on before any state moves between them."""
 
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from hybridrt.config import EngineConfig
-from hybridrt.distributed.channel import Message
-from hybridrt.errors import HandshakeError, MessageError
+from hybridrt.errors import HandshakeError
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_shape
 from hybridrt.mem_cache.mamba_pool import ring_width
 from hybridrt.runtime.build import RunTarget
 from hybridrt.transfer.digest import model_digest
 
-VERSION = 2
-_MOST_TEXT = 1 << 16
-
-
-def _carried() -> Any:
-    return field(metadata={"carried": True})
+VERSION = 3
 
 
 @dataclass(frozen=True)
 class Handshake:
-    """One side's word on everything that the bytes and the meaning of a state depend on.
+    """What one side says about everything that the bytes and the meaning of a state depend on.
 
     Attributes:
         version: of the messages and the image.
@@ -36,7 +30,6 @@ class Handshake:
         draft_length: drafts that a verify step may hold.
         ring_width: columns of the conv ring and of the state ring.
         page_size: tokens in a KV page.
-        tp_size: ranks. The two sides may differ here: that is what the reads are planned for.
     """
 
     version: int
@@ -49,7 +42,6 @@ class Handshake:
     draft_length: int
     ring_width: str
     page_size: int
-    tp_size: int = _carried()
 
     @classmethod
     def of(cls, config: EngineConfig, target: RunTarget, model_path: Path) -> "Handshake":
@@ -70,35 +62,18 @@ class Handshake:
             draft_length=tokens - 1,
             ring_width=f"conv {max(widths, default=0)}, state {ring_width(tokens)}",
             page_size=config.page_size,
-            tp_size=target.tp.size,
         )
 
-    def check(self, theirs: "Handshake") -> None:
-        """Raises HandshakeError, which names the first field that differs and may not, and both its values."""
-        for f in fields(self):
-            here, there = getattr(self, f.name), getattr(theirs, f.name)
-            if here != there and "carried" not in f.metadata:
-                raise HandshakeError(f.name, here, there)
+    def fields(self) -> dict[str, int | str]:
+        """As a message carries it."""
+        return asdict(self)
 
-    def to_message(self) -> Message:
-        return {"type": "hello", "handshake": asdict(self)}
-
-    @classmethod
-    def of_message(cls, message: Message) -> "Handshake":
-        """Raises HandshakeError if it has other fields: from another version of this code; MessageError if a field is
-        of another type."""
-        data = message["handshake"]
-        ours, theirs = sorted(f.name for f in fields(cls)), sorted(data)
-        if ours != theirs:
-            there = f"one with {', '.join(theirs)[:200] or 'nothing'}"
-            raise HandshakeError("version", f"{VERSION} with {', '.join(ours)}", there)
-        for f in fields(cls):
-            value = data[f.name]
-            if type(value) is not f.type or (type(value) is str and len(value) > _MOST_TEXT):
-                raise MessageError(f"{f.name} of a handshake is not what it must be")
-        if data["tp_size"] < 1:
-            raise MessageError(f"tp_size of a handshake is {data['tp_size']}; a worker has at least one rank")
-        return cls(**data)
+    def check(self, theirs: Mapping[str, int | str]) -> None:
+        """Raises HandshakeError, which names the first field that differs from the other side's and both values."""
+        ours = self.fields()
+        for name in (*ours, *(theirs.keys() - ours.keys())):
+            if ours.get(name) != theirs.get(name):
+                raise HandshakeError(name, ours.get(name), theirs.get(name))
 
 
 def _name(dtype: object) -> str:

@@ -1,88 +1,121 @@
-"""What workers may say to each other: the kinds of message, their fields, and what the fields may hold."""
+"""What workers tell each other, and rank 0 of a worker its other ranks: each message, and what its fields may hold."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated
 
-from hybridrt.distributed.channel import Message
-from hybridrt.errors import MessageError
+from msgspec import Meta
 
-MOST_JOBS = 1024  # prompts that one decode worker may have under way at one prefill worker
-MOST_TEXT = 1 << 10
-MOST_DESCRIPTION = 1 << 20  # characters that say how an arena is read
-MOST_RANKS = 1 << 10
+from hybridrt.distributed.channel_codec import Message
 
-Check = Callable[[Any], bool]
+MAX_JOBS = 1024  # prompts that one decode worker may have under way at one prefill worker
+MAX_TEXT = 1 << 10  # characters
+MAX_RANKS = 1 << 10
 
-
-def _text(most: int = MOST_TEXT) -> Check:
-    return lambda value: type(value) is str and len(value) <= most
-
-
-def _integer(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+LongText = Annotated[str, Meta(max_length=1 << 16)]
+Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Description = Annotated[str, Meta(max_length=1 << 20)]  # how an arena is read
+Descriptions = Annotated[list[Description], Meta(min_length=1, max_length=MAX_RANKS)]  # one for each rank, in order
+Fields = dict[Text, int | LongText]  # of a Handshake
 
 
-def _integers(value: Any) -> bool:
-    return type(value) is list and set(map(type, value)) <= {int}
+class PrefillHello(Message):
+    """The first message on a connection: from the prefill worker."""
+
+    handshake: Fields
+    ranks: Descriptions
 
 
-def _descriptions(value: Any) -> bool:
-    return type(value) is list and len(value) <= MOST_RANKS and all(map(_text(MOST_DESCRIPTION), value))
+class DecodeHello(Message):
+    """The decode worker's answer, if it agrees."""
+
+    handshake: Fields
 
 
-def _error(value: Any) -> bool:
-    return value is None or _text()(value)
+class Prefill(Message):
+    """The decode worker asks for the state after these tokens."""
+
+    key: Text
+    tokens: list[int]
 
 
-def _mapping(value: Any) -> bool:
-    return type(value) is dict
+class Done(Message):
+    """The decode worker does not need the image of this key (any more)."""
+
+    key: Text
 
 
-Schema = Mapping[str, Mapping[str, Check]]
-
-TO_DECODE_FIRST: Schema = {"hello": {"handshake": _mapping, "ranks": _descriptions}}
-TO_DECODE: Schema = {
-    "ready": {"key": _text(), "offset": _integer},
-    "failed": {"key": _text(), "error": _text()},
-    "pong": {},
-}
-TO_PREFILL_FIRST: Schema = {"hello": {"handshake": _mapping}}
-TO_PREFILL: Schema = {
-    "prefill": {"key": _text(), "tokens": _integers},
-    "done": {"key": _text()},
-    "ping": {},
-}
-# Between rank 0 of a worker and its other ranks.
-TO_RANK: Schema = {
-    "connect": {"worker": _text(), "descriptions": _descriptions},
-    "disconnect": {"worker": _text()},
-    "fetch": {"key": _text(), "worker": _text(), "length": _integer, "source": _integer, "destination": _integer},
-}
-FROM_RANK_FIRST: Schema = {"joined": {"rank": _integer, "description": _text(MOST_DESCRIPTION)}}
-FROM_RANK: Schema = {
-    "connected": {"error": _error},
-    "ended": {"key": _text(), "error": _error},
-}
+class Ping(Message):
+    """The decode worker asks for a sign of life."""
 
 
-def kind_of(message: Message, schema: Schema) -> str:
-    """The message's "type". Its fields are then what `schema` says, and no others are there.
+class Ready(Message):
+    """The image of a key lies at this byte of every rank's arena."""
 
-    Raises:
-        MessageError: it is no message that may come now.
-    """
-    kind = message.get("type")
-    if type(kind) is not str or kind not in schema:
-        raise MessageError(f"a message is not of a kind that may come now ({', '.join(schema)})")
-    fields = schema[kind]
-    if message.keys() != {"type", *fields}:
-        raise MessageError(f"a message of the kind {kind!r} does not have the fields {', '.join(fields) or 'none'}")
-    for name, check in fields.items():
-        if not check(message[name]):
-            raise MessageError(f"{name} of a message of the kind {kind!r} is not what it must be")
-    return kind
+    key: Text
+    offset: Number
+
+
+class Failed(Message):
+    """The prompt of a key cannot be computed."""
+
+    key: Text
+    error: Text
+
+
+class Pong(Message):
+    """The answer to Ping."""
+
+
+class Joined(Message):
+    """A rank's first message to rank 0."""
+
+    rank: Number
+    description: Description
+
+
+class Connect(Message):
+    """Rank 0 has a rank make the arenas of a prefill worker readable; the rank answers with Connected."""
+
+    worker: Text
+    descriptions: Descriptions
+
+
+class Disconnect(Message):
+    """Rank 0 has a rank forget a prefill worker."""
+
+    worker: Text
+
+
+class Order(Message):
+    """One image to fetch: of a request's first `length` tokens, which lies at byte `source` of the arenas of all ranks
+    of prefill worker `worker`, to byte `destination` of our own. `key` names it until it has ended."""
+
+    key: Text
+    worker: Text
+    length: Number
+    source: Number
+    destination: Number
+
+
+class Connected(Message):
+    """A rank has done what Connect asks for, or says why it cannot."""
+
+    error: Text | None
+
+
+class Ended(Message):
+    """A rank's reads for an Order have ended, well or with an error."""
+
+    key: Text
+    error: Text | None
+
+
+ToDecode = Ready | Failed | Pong
+ToPrefill = Prefill | Done | Ping
+ToRank = Connect | Disconnect | Order
+FromRank = Connected | Ended
 
 
 def shortened(error: object) -> str:
-    """The text of an error, as long as a message may carry."""
-    return str(error)[:MOST_TEXT]
+    """The text of an error, as long as a message may carry and without what UTF-8 cannot hold."""
+    return str(error)[:MAX_TEXT].encode(errors="replace").decode()

@@ -1,7 +1,7 @@
 """Reads through NIXL (https://github.com/ai-dynamo/nixl) and its UCX backend.
 
-RDMA where there is hardware for it, else TCP or shared memory. Arenas lie in GPU memory, or in host memory where there
-is no GPU.
+UCX takes RDMA where there is hardware for it, else TCP or shared memory. Arenas are in GPU memory, or in host memory
+where there is no GPU.
 """
 
 import base64
@@ -21,8 +21,8 @@ class NixlTransport:
     """One NIXL agent and the arena that it has registered.
 
     Args:
-        serve: others read the arena. A thread of NIXL's own, which keeps a core busy, then answers for networks whose
-            hardware cannot read by itself.
+        serve: others read the arena. NIXL then runs a thread, which keeps a core busy, to answer over networks whose
+            hardware cannot read memory by itself.
         devices: network devices that UCX uses and listens on, as UCX_NET_DEVICES has them ("lo", "mlx5_0:1,eth0"); ""
             leaves that to UCX, which takes all of them unless this environment variable says otherwise.
 

@@ -5,30 +5,41 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hybridrt.distributed.channel import Channel, Message
+from hybridrt.distributed.channel import Channel
+from hybridrt.distributed.channel_codec import Message, pack, unpack
 from hybridrt.distributed.channel_listener import Listener
 from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.outputs import Delta
 from hybridrt.errors import HandshakeError, HybridrtError, MessageError, OutOfSlotsError, PeerGoneError
 from hybridrt.sampling_params import SamplingParams
-from hybridrt.transfer.handshake import Handshake
-from hybridrt.transfer.messages import MOST_JOBS, TO_PREFILL, TO_PREFILL_FIRST, kind_of, shortened
+from hybridrt.transfer.messages import (
+    MAX_JOBS,
+    DecodeHello,
+    Failed,
+    Ping,
+    Pong,
+    Prefill,
+    PrefillHello,
+    Ready,
+    ToPrefill,
+    shortened,
+)
 from hybridrt.transfer.reader import Reader
 from hybridrt.transfer.regions import RegionAllocator
 from hybridrt.transfer.side import WorkerSide
 
-MOST_PEERS = 256
+MAX_PEERS = 256
 TIMEOUT_S = 120.0
 LINGER_S = 1.0
 
-# The one token that ends a prefill is drawn and dropped: the decode side computes the prompt's last token itself.
+# The token that is drawn after a prefill is dropped: the decode side computes the prompt's last token itself.
 _PREFILL = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _IDLE_SECONDS = 0.0005
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A decode worker, its prompts by key, and when its silence ends it if it has not agreed with us by then."""
+    """A decode worker, its prompts by key, and when it is dropped if it has not agreed with us by then."""
 
     channel: Channel
     deadline: float
@@ -38,8 +49,8 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A prompt. `offset` says where its image lies, once there is room for it; `request_id` names it to the engine
-    while it is being computed; `deadline` is when an image that has not been fetched is dropped."""
+    """A prompt. `offset` is the first byte of its image, None before there is room for it. `request_id` is the engine's
+    name for it. `deadline` is when an image that has not been fetched is dropped."""
 
     peer: _Peer
     key: str
@@ -52,7 +63,7 @@ class _Job:
 @dataclass(slots=True)
 class PrefillCounters:
     """Since the worker was built: prompts computed, failed, and images that were not fetched in time; connections
-    refused. Now: decode workers, jobs, and bytes of the arena in use."""
+    refused. At present: decode workers, jobs, and bytes of the arena in use."""
 
     computed: int = 0
     failed: int = 0
@@ -64,7 +75,7 @@ class PrefillCounters:
 
 
 class PrefillWorker:
-    """Serves any number of decode workers. `serve` runs it; `step` moves it on.
+    """Serves any number of decode workers. `serve` runs it without end, `step` once.
 
     A decode worker that sends a message of another kind than it may send loses its connection. Others are not affected.
 
@@ -98,15 +109,17 @@ class PrefillWorker:
         self._peers: list[_Peer] = []
         self._waiting: deque[_Job] = deque()
         self._computing: dict[str, _Job] = {}
-        self._lingering: deque[tuple[float, int]] = deque()  # regions of lost connections, and when they are freed
+        self._lingering: deque[tuple[float, int]] = (
+            deque()
+        )  # when a region of a lost connection is freed, and its offset
         self._totals = PrefillCounters()
 
     def attach(self, channel: Channel) -> None:
-        """Takes a decode worker, and says what this one runs. One too many is refused: its channel is closed."""
+        """Adds a decode worker and tells it what this one runs. Above MAX_PEERS its channel is closed instead."""
         try:
-            if len(self._peers) >= MOST_PEERS:
-                raise PeerGoneError(f"{MOST_PEERS} decode workers are connected")
-            channel.send(self._handshake.to_message() | {"ranks": [rank.description for rank in self._ranks]})
+            if len(self._peers) >= MAX_PEERS:
+                raise PeerGoneError(f"{MAX_PEERS} decode workers are connected")
+            channel.send(pack(PrefillHello(self._handshake.fields(), [rank.description for rank in self._ranks])))
         except PeerGoneError:
             self._totals.refused += 1
             channel.close()
@@ -120,7 +133,7 @@ class PrefillWorker:
                 time.sleep(_IDLE_SECONDS)
 
     def step(self) -> bool:
-        """Reads messages, begins what there is room for, and runs one step of the engine. False: nothing to do."""
+        """Reads messages, starts prompts that have room, and runs one step of the engine. False: it did nothing."""
         for channel in self._listener.accept() if self._listener else ():
             self.attach(channel)
         heard = [self._hear(peer) for peer in list(self._peers)]
@@ -159,24 +172,23 @@ class PrefillWorker:
             return True
         return bool(messages)
 
-    def _obey(self, peer: _Peer, message: Message) -> None:
+    def _obey(self, peer: _Peer, data: bytes) -> None:
         if not peer.agreed:
-            kind_of(message, TO_PREFILL_FIRST)
-            self._handshake.check(Handshake.of_message(message))
+            self._handshake.check(unpack(data, DecodeHello).handshake)
             peer.agreed = True
             return
-        kind = kind_of(message, TO_PREFILL)
-        if kind == "ping":
-            peer.channel.send({"type": "pong"})
-        elif kind == "prefill":
-            self._take(peer, message["key"], message["tokens"])
-        elif message["key"] in peer.jobs:  # "done": fetched, or of no use any more
-            self._drop(peer.jobs[message["key"]])
+        message = unpack(data, ToPrefill)
+        if isinstance(message, Ping):
+            peer.channel.send(pack(Pong()))
+        elif isinstance(message, Prefill):
+            self._take(peer, message.key, message.tokens)
+        elif message.key in peer.jobs:  # Done
+            self._drop(peer.jobs[message.key])
 
     def _take(self, peer: _Peer, key: str, tokens: list[int]) -> None:
-        """Queues a prompt. Its region is sized by what the engine says that it will compute."""
-        if key in peer.jobs or len(peer.jobs) >= MOST_JOBS:
-            raise MessageError(f"a prompt has a key that is in use, or {MOST_JOBS} are under way")
+        """Queues a prompt. The engine says how many tokens it will compute, which sizes the prompt's region."""
+        if key in peer.jobs or len(peer.jobs) >= MAX_JOBS:
+            raise MessageError(f"a prompt has a key that is in use, or {MAX_JOBS} are under way")
         job = peer.jobs[key] = _Job(peer, key)
         try:
             job.prompt = self._engine.prepare(tokens, _PREFILL)
@@ -186,7 +198,7 @@ class PrefillWorker:
             self._waiting.append(job)
 
     def _end_overdue(self) -> None:
-        """Drops decode workers that leave an image unfetched, or never say what they run; frees what lingered."""
+        """Drops decode workers that do not fetch an image, or do not say what they run; frees what lingered."""
         now = time.monotonic()
         for peer in list(self._peers):
             late = sum(job.deadline is not None and now > job.deadline for job in peer.jobs.values())
@@ -197,7 +209,7 @@ class PrefillWorker:
             self.regions.free(self._lingering.popleft()[1])
 
     def _begin(self) -> None:
-        """Starts prompts, first come, first served, while the arena has room for what they will leave there."""
+        """Starts prompts, first come, first served, while the arena has room for their images."""
         while self._waiting:
             job = self._waiting[0]
             assert job.prompt is not None, "what waits was prepared"
@@ -217,31 +229,31 @@ class PrefillWorker:
                 self._computing[job.request_id] = job
 
     def _report(self, deltas: Sequence[Delta]) -> None:
-        for delta in deltas:  # one a request, at its end
+        for delta in deltas:  # one for each request, when it ends
             job = self._computing.pop(delta.request_id, None)
             if job is None:
-                continue  # dropped since
+                continue  # it was dropped
             if delta.error is not None:
                 self._fail(job, delta.error)
                 continue
             self._totals.computed += 1
             job.deadline = time.monotonic() + self._timeout
-            self._send(job.peer, {"type": "ready", "key": job.key, "offset": job.offset})
+            assert job.offset is not None, "what is computed has a region"
+            self._send(job.peer, Ready(job.key, job.offset))
 
     def _fail(self, job: _Job, error: HybridrtError) -> None:
         self._totals.failed += 1
         self._forget(job)
-        text = shortened(f"{type(error).__name__}: {error}")
-        self._send(job.peer, {"type": "failed", "key": job.key, "error": text})
+        self._send(job.peer, Failed(job.key, shortened(f"{type(error).__name__}: {error}")))
 
     def _send(self, peer: _Peer, message: Message) -> None:
         try:
-            peer.channel.send(message)
+            peer.channel.send(pack(message))
         except PeerGoneError:
             self._drop_peer(peer)
 
     def _drop_peer(self, peer: _Peer) -> None:
-        """Ends a connection. Images that may be being read stay for a moment: the reads' end and ours may cross."""
+        """Ends a connection. Images that the other side may be reading stay for some time, until it knows."""
         if peer not in self._peers:
             return
         self._peers.remove(peer)
@@ -253,14 +265,14 @@ class PrefillWorker:
             self._drop(job)
 
     def _drop(self, job: _Job) -> None:
-        """A job that is fetched, or of no use."""
+        """Ends a job that was fetched or is not wanted any more."""
         if job.request_id is not None and job.request_id in self._computing:
             del self._computing[job.request_id]
             self._engine.abort(job.request_id)
         self._forget(job)
 
     def _forget(self, job: _Job) -> None:
-        """Frees what a job holds, once no launched step writes there."""
+        """Frees what a job holds, after the last launched step that writes there."""
         del job.peer.jobs[job.key]
         if job in self._waiting:
             self._waiting.remove(job)

@@ -1,23 +1,34 @@
-"""All ranks of a tensor-parallel worker: each opens its own arena to the network, and rank 0 tells it what to read."""
+"""The ranks of a tensor-parallel worker: each opens its arena to the network, and rank 0 tells it what to read."""
 
 import secrets
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from hybridrt.distributed.channel import Message, SocketChannel
+from hybridrt.distributed.channel import SocketChannel
+from hybridrt.distributed.channel_codec import Message, pack, unpack
 from hybridrt.distributed.channel_listener import Listener
 from hybridrt.errors import PeerGoneError, RankError, TransferError
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.transfer.messages import FROM_RANK, FROM_RANK_FIRST, TO_RANK, kind_of, shortened
+from hybridrt.transfer.messages import (
+    Connect,
+    Connected,
+    Disconnect,
+    Ended,
+    FromRank,
+    Joined,
+    Order,
+    ToRank,
+    shortened,
+)
 from hybridrt.transfer.nixl_transport import NixlTransport
-from hybridrt.transfer.reader import ImageReader, Order, Reader
+from hybridrt.transfer.reader import ImageReader, Reader
 from hybridrt.transfer.side import WorkerSide
 
 _POLL_SECONDS = 0.0002
 _JOIN_SECONDS = 60.0
-ANSWER_S = 30.0  # that a rank may take to answer
+ANSWER_S = 30.0  # seconds that a rank may take to answer
 
 
 def open_ranks(side: WorkerSide, serve: bool, devices: str) -> list[Reader]:
@@ -68,8 +79,8 @@ def _join(side: WorkerSide, serve: bool, devices: str) -> list["RemoteReader"]:
 
 @dataclass(frozen=True)
 class JoinTransfer:
-    """What rank 0 has the others do: open their arena, then serve rank 0, which listens at `host`:`port` and knows
-    `key`, from a thread of its own."""
+    """A task for the other ranks: open the arena, then serve rank 0 in a new thread. Rank 0 listens at `host`:`port`
+    and holds `key`."""
 
     host: str
     port: int
@@ -83,21 +94,22 @@ class JoinTransfer:
         transport = NixlTransport(runner.arena.buffer, self.serve, self.devices)
         reader = ImageReader(transport, runner.arena.layout, rank)
         channel = SocketChannel.connect((self.host, self.port), self.key, _JOIN_SECONDS)
-        channel.send({"type": "joined", "rank": rank, "description": reader.description})
+        channel.send(pack(Joined(rank, reader.description)))
         threading.Thread(target=serve_reads, args=(channel, reader), daemon=True).start()
 
 
 def serve_reads(channel: SocketChannel, reader: Reader) -> None:
-    """Does what a RemoteReader at the other end asks for, until it closes the channel."""
+    """Obeys the RemoteReader at the other end until that closes the channel."""
     under_way = 0
     try:
         while True:
-            for message in channel.receive():
-                under_way += message.get("type") == "fetch"
+            for data in channel.receive():
+                message = unpack(data, ToRank)
+                under_way += isinstance(message, Order)
                 _obey(channel, reader, message)
             for key, error in reader.poll().items():
                 under_way -= 1
-                channel.send({"type": "ended", "key": key, "error": error and shortened(error)})
+                channel.send(pack(Ended(key, None if error is None else shortened(error))))
             if under_way:
                 time.sleep(_POLL_SECONDS)
             else:
@@ -107,48 +119,45 @@ def serve_reads(channel: SocketChannel, reader: Reader) -> None:
         reader.close()
 
 
-def _obey(channel: SocketChannel, reader: Reader, message: Message) -> None:
-    kind = kind_of(message, TO_RANK)
-    if kind == "fetch":
-        reader.fetch(Order(**{name: value for name, value in message.items() if name != "type"}))
-    elif kind == "disconnect":
-        reader.disconnect(message["worker"])
+def _obey(channel: SocketChannel, reader: Reader, message: ToRank) -> None:
+    if isinstance(message, Order):
+        reader.fetch(message)
+    elif isinstance(message, Disconnect):
+        reader.disconnect(message.worker)
     else:
         error = None
         try:
-            reader.connect(message["worker"], message["descriptions"])
+            reader.connect(message.worker, message.descriptions)
         except TransferError as e:
             error = shortened(e)
-        channel.send({"type": "connected", "error": error})
+        channel.send(pack(Connected(error)))
 
 
 class RemoteReader:
-    """The ImageReader of another rank of this worker, over a channel. A rank that is gone, or that does not answer
-    within `timeout` seconds, raises RankError."""
+    """The ImageReader of another rank of this worker, reached over a channel. Every method raises RankError if the rank
+    is gone or does not answer within `timeout` seconds."""
 
     def __init__(self, channel: SocketChannel, timeout: float = ANSWER_S) -> None:
         self._channel, self._timeout = channel, timeout
         self._ended: dict[str, TransferError | None] = {}
         try:
-            hello = channel.expect(timeout)
-            kind_of(hello, FROM_RANK_FIRST)
+            joined: Joined = unpack(channel.expect(timeout), Joined)
         except PeerGoneError as e:
             channel.close()
             raise RankError(f"a tensor-parallel rank did not join the transfer: {e}") from e
-        self.rank: int = hello["rank"]
-        self.description: str = hello["description"]
+        self.rank, self.description = joined.rank, joined.description
 
     def connect(self, worker: str, descriptions: Sequence[str]) -> None:
-        self._tell({"type": "connect", "worker": worker, "descriptions": list(descriptions)})
-        error = self._answer()["error"]
+        self._tell(Connect(worker, list(descriptions)))
+        error = self._answer().error
         if error is not None:
             raise TransferError(f"rank {self.rank}: {error}")
 
     def disconnect(self, worker: str) -> None:
-        self._tell({"type": "disconnect", "worker": worker})
+        self._tell(Disconnect(worker))
 
     def fetch(self, order: Order) -> None:
-        self._tell({"type": "fetch", **asdict(order)})
+        self._tell(order)
 
     def poll(self) -> dict[str, TransferError | None]:
         self._hear()
@@ -160,25 +169,26 @@ class RemoteReader:
 
     def _tell(self, message: Message) -> None:
         try:
-            self._channel.send(message)
+            self._channel.send(pack(message))
         except PeerGoneError as e:
-            raise RankError(f"a tensor-parallel rank takes no reads any more: {e}") from e
+            raise RankError(f"a tensor-parallel rank cannot be reached any more: {e}") from e
 
-    def _hear(self) -> Message | None:
-        """Notes which reads have ended; returns the answer to what was asked, if it has come."""
+    def _hear(self) -> Connected | None:
+        """Notes which reads have ended. Returns the answer to Connect, if it has come."""
         answer = None
         try:
-            for message in self._channel.receive():
-                if kind_of(message, FROM_RANK) == "ended":
-                    error = message["error"]
-                    self._ended[message["key"]] = error and TransferError(f"rank {self.rank}: {error}")
-                else:
+            for data in self._channel.receive():
+                message = unpack(data, FromRank)
+                if isinstance(message, Connected):
                     answer = message
+                else:
+                    lost = TransferError(f"rank {self.rank}: {message.error}")
+                    self._ended[message.key] = None if message.error is None else lost
         except PeerGoneError as e:
             raise RankError(f"a tensor-parallel rank was lost: {e}") from e
         return answer
 
-    def _answer(self) -> Message:
+    def _answer(self) -> Connected:
         deadline = time.monotonic() + self._timeout
         while (answer := self._hear()) is None:
             left = deadline - time.monotonic()

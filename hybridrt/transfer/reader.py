@@ -7,20 +7,9 @@ from typing import Protocol
 from hybridrt.distributed.conv_transfer import PageRead
 from hybridrt.errors import TransferError
 from hybridrt.runtime.state_arena import ImageLayout
+from hybridrt.transfer.messages import Order
 from hybridrt.transfer.reads import image_reads
 from hybridrt.transfer.transport import Read, Transport
-
-
-@dataclass(frozen=True)
-class Order:
-    """One image to fetch: of a request's first `length` tokens, which lies at byte `source` of the arenas of all ranks
-    of prefill worker `worker`, to byte `destination` of our own. `key` names it until it is over."""
-
-    key: str
-    worker: str
-    length: int
-    source: int
-    destination: int
 
 
 @dataclass(slots=True)
@@ -31,7 +20,7 @@ class _Fetch:
 
 
 class Reader(Protocol):
-    """What fetches images for one rank of a worker: an ImageReader, or one in another process.
+    """Fetches images for one rank of a worker: an ImageReader, or a RemoteReader for one in another process.
 
     Attributes:
         description: what others need to read this rank's arena.
@@ -48,18 +37,19 @@ class Reader(Protocol):
         ...
 
     def fetch(self, order: Order) -> None:
-        """Starts the reads of an image; `poll` says when they are over."""
+        """Starts the reads of an image; `poll` tells when they have ended."""
         ...
 
     def poll(self) -> dict[str, TransferError | None]:
-        """Fetches that have ended since the last call, with what went wrong. Their memory is no longer written to."""
+        """Keys of fetches that have ended since the last call, with the error if they failed. No read writes to their
+        memory any more."""
         ...
 
     def close(self) -> None: ...
 
 
 class ImageReader:
-    """Reads of this process. Nothing here waits."""
+    """Reads that this process makes. No method waits."""
 
     def __init__(self, transport: Transport, layout: ImageLayout, rank: int = 0) -> None:
         self.description = transport.describe()

@@ -1,4 +1,4 @@
-"""What a worker brings to a transfer, whichever side it is on."""
+"""What a transfer needs of a worker, on the prefill side and on the decode side alike."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class WorkerSide:
         handshake: what the other side must agree with.
         layout: of the images on each rank.
         arena: rank 0's memory for them, [transfer_bytes] uint8.
-        split: what leads the other ranks; None if there are none.
+        split: the executor that leads the other ranks; None if there are none.
     """
 
     engine: Engine

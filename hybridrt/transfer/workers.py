@@ -58,7 +58,7 @@ def decode_worker(
     timeout: float = TIMEOUT_S,
     devices: str | None = None,
 ) -> DecodeWorker:
-    """Lets the prefill workers at these addresses compute the prompts of `llm`, which is then used as ever.
+    """Has the prefill workers at these addresses compute the prompts of `llm`, whose callers notice nothing.
 
     Args:
         key: the key of the prefill workers, as text or as a Path of a file; None: the environment variable

@@ -54,10 +54,10 @@ def test_decode_and_verify_steps(name: str, mode: str, tokens: int, checkpoints:
     with Questions() as questions, torch.inference_mode():
         graphs.replay(inputs_of(rows, tokens))
         if tokens > 1:
-            hand.backend.commit_decode(accepted)
-        hand.backend.init_forward_metadata(batch)
+            hand.backend.commit(graphs.prepared, accepted)
+        hand.backend.prepare(batch)
         hand.model.logits(hand.model(batch))
-        hand.backend.commit_decode(accepted)
+        hand.backend.commit(batch, accepted)
     assert not questions.found
 
 

@@ -16,7 +16,7 @@ from hybridrt.attention.prefill_decode import HybridAttnBackend, PrefillDecodeAt
 from hybridrt.attention.torch_native import TorchNativeAttnBackend
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.errors import BackendError, ConfigError, ProviderNotInstalledError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
 from hybridrt.kernels.providers import _IMPLEMENTATIONS
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -30,33 +30,24 @@ class Instrumented(SegmentedAttnBackend):
     """Notes every call in a shared log; its output says who computed it."""
 
     def __init__(self, name: str, number: float, log: list[tuple[str, str]], fill: int = 1) -> None:
-        self.name, self.number, self.log, self.fill = name, number, log, fill
+        self.name, self.number, self.log, self.seq_len_fill = name, number, log, fill
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self.log.append((self.name, "metadata"))
+    def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
+        self.log.append((self.name, "metadata" if graph is None else "replay" if batch.num_real else "capture"))
 
     def save_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
         self.log.append((self.name, "save"))
 
-    def forward_decode(self, q: Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> Tensor:
+    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         self.log.append((self.name, "decode"))
         return torch.full_like(q, self.number)
 
-    def forward_extend(self, q: Tensor, layer: Any, batch: ForwardBatch, **kwargs: Any) -> Tensor:
+    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         self.log.append((self.name, "extend"))
         return torch.full_like(q, self.number + 10)
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+    def allocate_graph(self, view: GraphView) -> None:
         self.log.append((self.name, "graph state"))
-
-    def init_forward_metadata_capture_cuda_graph(self, *args: Any) -> None:
-        self.log.append((self.name, "capture"))
-
-    def init_forward_metadata_replay_cuda_graph(self, *args: Any) -> None:
-        self.log.append((self.name, "replay"))
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.fill
 
 
 def split(speculative: str = "decode") -> tuple[PrefillDecodeAttnBackend, list[tuple[str, str]]]:
@@ -82,7 +73,7 @@ def step(
 
 def run(backend: AttentionBackend, batch: ForwardBatch) -> list[float]:
     """Metadata and one layer; who computed each token."""
-    backend.init_forward_metadata(batch)
+    backend.prepare(batch)
     q, k, v = torch.zeros(3, len(batch.input_ids), 8)
     return backend.forward(q, k, v, LAYER, batch)[:, 0].tolist()
 
@@ -149,15 +140,16 @@ def test_saving_is_left_out_when_asked() -> None:
 @pytest.mark.parametrize("hook", ["capture", "replay"])
 def test_graph_hooks_follow(speculative: str, hook: str) -> None:
     backend, log = split(speculative)
+    backend.init_cuda_graph_state(4, 4)
     backend.init_cuda_graph_state(4, 12)
     assert set(log) == {("decode", "graph state"), (speculative, "graph state")}
     for mode, name in ((ForwardMode.DECODE, "decode"), (ForwardMode.TARGET_VERIFY, speculative)):
         log.clear()
-        rows = torch.ones(4, dtype=torch.int32)
+        rows, spec = torch.ones(4, dtype=torch.int32), SpecInfo(3) if mode is ForwardMode.TARGET_VERIFY else None
         if hook == "capture":
-            backend.init_forward_metadata_capture_cuda_graph(4, 4, rows, rows, mode, None)
+            backend.init_forward_metadata_capture_cuda_graph(4, 12 if spec else 4, rows, rows, mode, spec)
         else:
-            backend.init_forward_metadata_replay_cuda_graph(4, 3, rows, rows, mode, None, None)
+            backend.init_forward_metadata_replay_cuda_graph(4, 3, rows, rows, mode, spec, None)
         assert log == [(name, hook)]
 
 
@@ -189,7 +181,7 @@ class Linear(Instrumented):
     def members(self, members: list[Any]) -> None:
         self.plans_for = [member.kind for member in members]
 
-    def commit_decode(self, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
+    def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         self.committed = accepted
 
 
@@ -235,7 +227,7 @@ def test_further_kinds_of_layers_have_backends_of_their_own() -> None:
     assert [ask(backend, i, "mamba2") for i in (1, 2)] == [3.0] * 2
     assert [ask(backend, i, "gdn") for i in (2, 7)] == [8.0] * 2
     log.clear()
-    backend.init_forward_metadata(step(ForwardMode.DECODE, decode=1))
+    backend.prepare(step(ForwardMode.DECODE, decode=1))
     assert log == [("full", "metadata"), ("linear", "metadata")] and linear.plans_for == ["mamba2", "gdn"]
     with pytest.raises(BackendError, match="mamba2, gdn"):
         _ = backend.linear_attn_backend
@@ -246,7 +238,7 @@ def test_further_kinds_of_layers_have_backends_of_their_own() -> None:
 def test_every_hook_reaches_every_backend_once() -> None:
     backend, _, log = composite()
     rows = torch.ones(2, dtype=torch.int32)
-    backend.init_forward_metadata(step(ForwardMode.DECODE, decode=2))
+    backend.prepare(step(ForwardMode.DECODE, decode=2))
     backend.init_cuda_graph_state(2, 2)
     backend.init_forward_metadata_capture_cuda_graph(2, 2, rows, rows, ForwardMode.DECODE, None)
     backend.init_forward_metadata_replay_cuda_graph(2, 1, rows, rows, ForwardMode.DECODE, None, None)
@@ -264,9 +256,9 @@ def test_fill_values_are_each_backends_own() -> None:
 def test_accepted_lengths_reach_the_recurrent_backend() -> None:
     backend, linear, _ = composite()
     accepted = torch.tensor([2, 0], dtype=torch.int32)
-    backend.update_mamba_state_after_mtp_verify(accepted)
+    backend.commit(step(ForwardMode.DECODE, decode=2), accepted)
     assert linear.committed is accepted
-    backend.commit_decode()
+    backend.commit(step(ForwardMode.DECODE, decode=2))
     assert linear.committed is None
 
 
@@ -308,9 +300,9 @@ def test_graphs_have_as_many_tokens_in_every_row(
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.IDLE])
 def test_only_decode_steps_are_captured(mode: ForwardMode, checkpoints: CheckpointStore) -> None:
     backend = ByHand(checkpoints["falcon-plain"].path).backend
-    backend.init_cuda_graph_state(2, 2)
     rows = torch.zeros(2, dtype=torch.int32)
     for part in (backend.full_attn_backend, backend.linear_attn_backend):
+        part.init_cuda_graph_state(2, 2)
         with pytest.raises(BackendError, match=mode.name):
             part.init_forward_metadata_capture_cuda_graph(2, 2, rows, rows, mode, None)
 
@@ -396,9 +388,9 @@ def test_prefill_and_decode_backends_are_split_when_asked(
     class Other(TorchNativeAttnBackend):
         steps = 0
 
-        def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
             Other.steps += 1
-            super().init_forward_metadata(batch)
+            super().prepare(batch, graph=graph)
 
     load = registry.load_attention_backend
     monkeypatch.setattr(registry, "load_attention_backend", lambda name, d: Other if name == "other" else load(name, d))

@@ -49,7 +49,7 @@ def test_a_step_touches_only_its_own_rows(name: str, mode: str, tokens: int, che
         batch = hand.batch(rows, padding=3) if kind == "decode" else hand.batch((), rows, padding=3)
         assert hand.forward(batch).isfinite().all()
         if kind == "decode":
-            hand.commit([1, tokens, 0, 0, 0]) if tokens > 1 else hand.backend.commit_decode()
+            hand.commit([1, tokens, 0, 0, 0]) if tokens > 1 else hand.commit()
         kept = (1, tokens) if kind == "decode" else (7, 7)
         for row, count in zip(rows, kept):
             known[row.row] += row.tokens[:count]
@@ -72,7 +72,7 @@ def test_scratch_stays_finite(name: str, mode: str, tokens: int, checkpoints: Ch
     hand, _ = started(checkpoints[name].path, mode, tokens, {3: 5})
     for step in range(20):
         hand.forward(hand.batch([Row(3, 5 + step, [7] * tokens)], padding=2))
-        hand.commit([1, 0, 0]) if tokens > 1 else hand.backend.commit_decode()
+        hand.commit([1, 0, 0]) if tokens > 1 else hand.commit()
     for what, tensor in hand.snapshot().items():
         assert tensor[:, 0].isfinite().all() if tensor.is_floating_point() else not tensor[:, 0].any(), what
 
@@ -94,7 +94,7 @@ def test_idle_steps_give_empty_tensors(name: str, mode: str, tokens: int, checkp
     before = hand.snapshot()
     batch = hand.batch(mode=ForwardMode.IDLE)
     assert hand.forward(batch).shape == (0, hand.target.model_config.vocab_size)
-    hand.backend.commit_decode()
+    hand.commit()
     assert not any(hand.touched(before).values())
 
 
@@ -112,7 +112,7 @@ def test_mixed_batch_equals_rows_alone(name: str, mode: str, tokens: int, checkp
     accepted = [1, tokens]
 
     mixed = hand.forward(hand.batch(decode, extend))
-    hand.commit(accepted) if tokens > 1 else hand.backend.commit_decode()
+    hand.commit(accepted) if tokens > 1 else hand.commit()
     parts = []
     for row, count in zip(decode, accepted):
         parts.append(alone.verify([row], [count]) if tokens > 1 else alone.decode(row))
@@ -171,7 +171,7 @@ def test_a_new_tenant_sees_nothing_of_the_last(name: str, mode: str, tokens: int
     hand, _ = started(checkpoints[name].path, mode, tokens, {1: 30})
     for step in range(11):
         hand.forward(hand.batch([Row(1, 30 + step, [7 + step] * tokens)]))
-        hand.commit([1]) if tokens > 1 else hand.backend.commit_decode()
+        hand.commit([1]) if tokens > 1 else hand.commit()
     fresh, prompt = started(checkpoints[name].path, mode, tokens, {1: 4})
     hand.admit(1)
     hand.extend(Row(1, 0, prompt[1]))
@@ -247,18 +247,19 @@ def test_metadata_of_a_mixed_step(checkpoints: CheckpointStore) -> None:
     hand.admit(4)
     batch = hand.batch([Row(3, 3, [5])], [Row(4, 0, [5] * 18), Row(2, 20, [6] * 15)])
     linear = hand.backend.linear_attn_backend
-    linear.init_forward_metadata(batch)
-    step = linear.metadata
-    assert step.mamba_cache_indices.tolist() == [hand.slot(3), hand.slot(4), hand.slot(2)]
-    assert step.query_start_loc.tolist() == [0, 1, 19, 34]
-    mixed = step.extend
+    linear.prepare(batch)
+    step = linear.begin(batch)
+    mixed = step.extends[16]
+    assert step.decode.buffers.slots.tolist() == [hand.slot(3)]
+    assert mixed.write_slots.tolist() == [hand.slot(4), hand.slot(2)] == mixed.read_slots.tolist()
     assert mixed.has_initial_states.tolist() == [False, True]
     # A chunk ends with its request and at multiples of chunk_size 16 of the absolute position.
     assert mixed.plan.cu_chunk_seqlens.tolist() == [0, 16, 18, 30, 33]
     assert mixed.plan.seq_idx.tolist() == [0, 0, 1, 1]
     assert mixed.query_start_loc.tolist() == [0, 18, 33]
     assert step.decode.buffers.start_positions.tolist() == [3]
-    assert linear.segment(decode=True).metadata.extend is None and linear.segment(decode=False).metadata.decode is None
+    decode, extend = (linear.begin(linear.segment(batch, decode=decode)) for decode in (True, False))
+    assert (decode.num_tokens, extend.num_tokens, step.num_tokens) == (1, 33, 34)
 
 
 @pytest.mark.parametrize("where", ["decode", "extend"])
@@ -269,8 +270,10 @@ def test_padding_rows_get_slot_minus_one(where: str, checkpoints: CheckpointStor
     rows = [Row(1, 0, [5]), Row(2, 0, [6])]
     batch = hand.batch(rows, padding=2) if where == "decode" else hand.batch((), rows, padding=2)
     linear = hand.backend.linear_attn_backend
-    linear.init_forward_metadata(batch)
-    assert linear.metadata.mamba_cache_indices.tolist() == [hand.slot(1), hand.slot(2), -1, -1]
+    linear.prepare(batch)
+    step = linear.begin(batch)
+    slots = step.decode.buffers.slots if where == "decode" else step.extends[16].write_slots
+    assert slots.tolist() == [hand.slot(1), hand.slot(2), -1, -1]
 
 
 def test_chunk_plan_vector() -> None:

@@ -11,7 +11,7 @@ import torch
 from hybridrt.attention import checks
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import BackendError
+from hybridrt.errors import BackendError, PoolError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.runtime import build
 from hybridrt.runtime.build import load_target, make_plan
@@ -47,9 +47,9 @@ def test_a_forgotten_commit_is_an_error(name: str, make: Make) -> None:
     first = decoding(hand)
     hand.forward(first)
     following = hand.batch([Row(1, 4, [4]), Row(2, 3, [3])])
-    with pytest.raises(BackendError, match="commit_decode"):
+    with pytest.raises(BackendError, match="call commit"):
         hand.forward(following)
-    hand.backend.commit_decode()
+    hand.backend.commit(first)
     hand.decode(Row(1, 4, [4]), Row(2, 3, [3]))
 
 
@@ -58,17 +58,18 @@ def test_a_forgotten_commit_of_a_verify_step_is_an_error(make: Make) -> None:
     decoding(hand)
     hand.admit(3)
     rows = [Row(1, 3, [4, 5, 6]), Row(2, 2, [3, 4, 5])]
-    hand.forward(hand.batch(rows))
-    with pytest.raises(BackendError, match="commit_decode"):
+    step = hand.batch(rows)
+    hand.forward(step)
+    with pytest.raises(BackendError, match="call commit"):
         hand.forward(hand.batch((), [Row(3, 0, [1])]))
-    hand.commit([1, 1])
+    hand.backend.commit(step, torch.ones(2, dtype=torch.int32))
     hand.verify([Row(1, 4, [4, 5, 6]), Row(2, 3, [3, 4, 5])], [1, 1])
 
 
 def test_a_step_that_is_given_up_needs_no_commit(make: Make) -> None:
     hand = make(mode="replay")
     batch = decoding(hand)
-    hand.backend.init_forward_metadata(batch)
+    hand.backend.prepare(batch)
     hand.backend.drop_step()
     hand.decode(Row(1, 3, [4]), Row(2, 2, [3]))
 
@@ -111,9 +112,9 @@ def test_graph_replays_check_commits_and_modes(make: Make) -> None:
     with pytest.raises(BackendError, match="EXTEND"):
         backend.init_forward_metadata_replay_cuda_graph(2, 2, rows, lens, ForwardMode.EXTEND, None, None)
     backend.init_forward_metadata_replay_cuda_graph(2, 2, *verify)
-    with pytest.raises(BackendError, match="commit_decode"):
+    with pytest.raises(BackendError, match="call commit"):
         backend.init_forward_metadata_replay_cuda_graph(2, 2, *verify)
-    hand.commit([1, 1])
+    backend.update_mamba_state_after_mtp_verify(torch.ones(2, dtype=torch.int32))
     plain = (rows, lens - 2, ForwardMode.DECODE, None, None)
     for _ in range(2):  # the commit is part of a plain step's graph
         backend.init_forward_metadata_replay_cuda_graph(2, 2, *plain)
@@ -159,7 +160,7 @@ def test_a_batch_that_contradicts_itself_is_refused(what: str, make: Make) -> No
 def test_a_state_slot_outside_the_pool_is_refused(make: Make) -> None:
     hand = make()
     batch = decoding(hand)
-    hand.pools.req_to_token.req_to_mamba_slot[2] = 99
+    hand.pools.req_to_token.req_to_state_slot[2] = 99
     with pytest.raises(BackendError, match="holds 99"):
         hand.forward(batch)
 
@@ -185,8 +186,8 @@ def test_a_mode_that_is_none_is_refused(mode: Any, make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("slots", "message"),
-    [([0, 0], "req_to_mamba_slot of row 0 is 0, which is scratch"),
-     ([2, 2], "req_to_mamba_slot of row 1 is 2, which belongs to another row")],
+    [([0, 0], "req_to_state_slot of row 0 is 0, which is scratch"),
+     ([2, 2], "req_to_state_slot of row 1 is 2, which belongs to another row")],
 )  # fmt: skip
 def test_debugging_finds_state_slots_that_are_shared_or_missing(
     slots: list[int], message: str, make: Make, monkeypatch: pytest.MonkeyPatch
@@ -195,7 +196,7 @@ def test_debugging_finds_state_slots_that_are_shared_or_missing(
     monkeypatch.setattr(checks, "DEBUG", True)
     hand = make()
     batch = decoding(hand)
-    hand.pools.req_to_token.req_to_mamba_slot[1:3] = torch.tensor(slots).int()
+    hand.pools.req_to_token.req_to_state_slot[1:3] = torch.tensor(slots).int()
     with pytest.raises(BackendError, match=message):
         hand.forward(batch)
 
@@ -226,6 +227,71 @@ def test_debugging_compares_the_device_with_the_host(
     with pytest.raises(BackendError, match=message):
         hand.forward(replace(batch, **changes))
     assert hand.forward(batch).isfinite().all()
+
+
+@pytest.mark.parametrize(("token", "message"), [(0, "position 3 of row 0"), (3, "position 1 of row 2")])
+def test_debugging_finds_a_place_that_is_another_tokens(
+    token: int, message: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies inside the pool, but the page table names another for this token."""
+    monkeypatch.setattr(checks, "DEBUG", False)
+    hand = make()
+    batch = mixed(hand)
+    places = batch.out_cache_loc.clone()
+    places[token] = places[2]
+    assert hand.forward(replace(batch, out_cache_loc=places)).isfinite().all()
+    monkeypatch.setattr(checks, "DEBUG", True)
+    with pytest.raises(BackendError, match=f"out_cache_loc is {int(places[2])} for {message}, .* names"):
+        hand.forward(replace(batch, out_cache_loc=places))
+    assert hand.forward(batch).isfinite().all()
+
+
+def test_debugging_lets_padding_drafts_go_nowhere(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "DEBUG", True)
+    hand = make(tokens=3, mode="replay")
+    decoding(hand)
+    batch = hand.batch([Row(1, 3, [4, 5, 6]), Row(2, 2, [3, 4, 5])])
+    batch.spec_info = SpecInfo(3, num_drafts=torch.tensor([2, 0], dtype=torch.int32))
+    batch.out_cache_loc[4:] = 0
+    hand.forward(batch)
+    hand.commit([1, 1])
+    batch.out_cache_loc[3] = 0
+    with pytest.raises(BackendError, match="out_cache_loc is 0 for position 2 of row 1"):
+        hand.forward(batch)
+
+
+@pytest.mark.parametrize("name", ["falcon-plain", "falcon_mamba-plain"])
+def test_debugging_finds_a_real_row_that_counts_as_padding(
+    name: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand = make(name)
+    batch = decoding(hand)
+    monkeypatch.setattr(checks, "DEBUG", True)
+    with pytest.raises(BackendError, match="num_real is 1, but row 1 is request row 2"):
+        hand.forward(replace(batch, num_real=1))
+    hand.forward(batch)
+
+
+@pytest.mark.parametrize(
+    ("what", "numbers", "message"),
+    [
+        ("admit", ([1, 5], [1, 2]), "rows holds 5; valid are 0 to 4"),
+        ("admit", ([1, 2], [1, 9]), "slots holds 9; valid are 0 to 4"),
+        ("admit", ([-1, 2], [1, 2]), "rows holds -1"),
+        ("write_pages", ([5], [0], [1]), "rows holds 5; valid are 0 to 4"),
+        ("write_pages", ([1], [24], [1]), "page_indices holds 24; valid are 0 to 23"),
+    ],
+)
+def test_rows_and_slots_outside_their_tables_are_refused(
+    what: str, numbers: tuple[list[int], ...], message: str, make: Make
+) -> None:
+    """And nothing is written."""
+    hand = make()
+    decoding(hand)
+    before, table = hand.snapshot(), hand.pools.req_to_token.req_to_token.clone()
+    with pytest.raises(PoolError, match=message):
+        getattr(hand.pools.req_to_token, what)(*map(torch.tensor, numbers))
+    assert not any(hand.touched(before).values()) and torch.equal(table, hand.pools.req_to_token.req_to_token)
 
 
 def test_a_plan_without_a_budget_takes_the_memory_of_its_device(

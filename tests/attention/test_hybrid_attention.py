@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrt.attention.base import AttentionBackend
+from hybridrt.attention.base import QKV, AttentionBackend
 from hybridrt.attention.window_history import WindowHistoryBackend
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import BackendError, ConfigError
 from hybridrt.families.swa_ssm import SwaSsmConfig
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.hybrid_attention import HISTORY_MODES, HybridSSMAdapter
 from hybridrt.layers.weights import Build
@@ -37,24 +37,12 @@ HIDDEN = 6
 class CopiesTheQuery(AttentionBackend):
     """Window attention whose output is its query."""
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+    def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         pass
 
-    def forward(self, q: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
-        assert q is not None
-        return q
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        pass
-
-    def init_forward_metadata_capture_cuda_graph(self, *args: Any) -> None:
-        pass
-
-    def init_forward_metadata_replay_cuda_graph(self, *args: Any) -> None:
-        pass
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 1
+    def run(self, layer: Any, batch: ForwardBatch, qkv: QKV, **kwargs: Any) -> Tensor:
+        assert qkv.q is not None
+        return qkv.q
 
 
 def make_adapter(mode: str, hidden: int = HIDDEN, **more: Any) -> HybridSSMAdapter:
@@ -92,8 +80,10 @@ class Bench:
         lens = [count for _, count in rows]
         modes = {(True, False): ForwardMode.DECODE, (False, True): ForwardMode.EXTEND, (True, True): ForwardMode.MIXED}
         filler = torch.zeros(sum(lens), dtype=torch.int32)
+        places = [p for row, n in rows for p in range(self.lengths[row], self.lengths[row] + n)]
+        positions = torch.tensor(places, dtype=torch.int32)
         return ForwardBatch(
-            forward_mode=modes[bool(decode), bool(extend)], input_ids=filler, positions=filler, out_cache_loc=filler,
+            forward_mode=modes[bool(decode), bool(extend)], input_ids=filler, positions=positions, out_cache_loc=filler,
             req_pool_indices=torch.tensor([row for row, _ in rows], dtype=torch.int32),
             seq_lens=torch.tensor([self.lengths[row] + n for row, n in rows], dtype=torch.int32),
             query_start_loc=torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32),
@@ -108,9 +98,9 @@ class Bench:
     ) -> Tensor:
         """A step over hidden states x, which are the query, too; returns what the branch added."""
         batch = self.batch(decode, extend, padding)
-        self.backend.init_forward_metadata(batch)
+        self.backend.prepare(batch)
         out = self.backend.forward(x, None, None, self.layer, batch, hidden_states=x)
-        self.backend.commit_decode()
+        self.backend.commit(batch)
         for row, count in [*((row, 1) for row in decode), *extend]:
             self.lengths[row] += count
         return out - x
@@ -189,18 +179,19 @@ def test_segments_alone_equal_the_mixed_step(mode: str) -> None:
     wanted = mixed.run(x, [1], [(2, 4), (3, 3)])
     batch = parts.batch([1], [(2, 4), (3, 3)])
     with torch.no_grad():
-        parts.backend.init_forward_metadata(batch)
+        parts.backend.prepare(batch)
         prefill = parts.adapter.forward_history_branch_prefill(x[1:], batch)
         decode = parts.adapter.forward_history_branch_decode(x[:1], batch)
     torch.testing.assert_close(torch.cat((decode, prefill)), wanted, rtol=0, atol=1e-6)
     assert torch.equal(parts.states, mixed.states)
-    assert parts.backend.linear_attn_backend.metadata.extend is not None, "the step is as it was planned"
+    step = batch.metadata[parts.backend.linear_attn_backend]
+    assert step.decode and step.extends, "the step is as it was planned"
 
 
 def test_sums_of_any_rank() -> None:
     bench = Bench("prefix_sum")
     batch, x = bench.batch([], [(3, 4)]), torch.randn(4, 2, 3)
-    bench.backend.init_forward_metadata(batch)
+    bench.backend.prepare(batch)
     torch.testing.assert_close(bench.adapter.forward_history_branch(x, batch), x.cumsum(0))
     torch.testing.assert_close(bench.states[2], x.sum(0).flatten())
 
@@ -232,7 +223,7 @@ def test_what_the_branch_raises_is_raised() -> None:
     with pytest.raises(TypeError):
         bench.run(x, extend=[(1, 3)])
     batch = bench.batch([1], [(2, 4)])
-    bench.backend.init_forward_metadata(batch)
+    bench.backend.prepare(batch)
     with pytest.raises(BackendError, match="3 tokens of a step of 5"):
         bench.adapter.forward_history_branch(x, batch)
     with pytest.raises(BackendError, match="3 tokens of a step of 1"):

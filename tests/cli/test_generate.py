@@ -17,7 +17,7 @@ from hybridrt.cli.app import app
 from hybridrt.cli.options import EngineOptions, SamplingOptions
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.outputs import Delta, RequestOutput
-from hybridrt.errors import EngineError
+from hybridrt.errors import EngineError, RankError
 from hybridrt.runtime import build
 from hybridrt.runtime.model_runner import ModelRunner
 from tests.support.tiny import CHAT_TEMPLATE, write_tiny
@@ -230,6 +230,18 @@ def test_a_step_that_fails_is_status_1(tiny: Path, monkeypatch: pytest.MonkeyPat
     result = run(tiny, "x", "--json")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "out of luck" in result.stderr
+
+
+def test_a_lost_rank_is_named_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(self: ModelRunner, plan: object) -> None:
+        raise RankError("tensor-parallel rank 1 was lost: no sign of life; build a new LLM")
+
+    monkeypatch.setattr(ModelRunner, "launch", lost)
+    result = run(tiny, "x")
+    assert (result.exit_code, result.stderr) == (
+        1,
+        "error: tensor-parallel rank 1 was lost: no sign of life; build a new LLM\n",
+    )
 
 
 def test_traceback_is_shown_on_request(tiny: Path) -> None:

@@ -72,6 +72,13 @@ def test_table_shows_the_stack_and_a_row_for_each_kind(model: tuple[Path, str]) 
         [s, ranges_text([i for i, t in enumerate(symbols) if t == s]).split()[0]] for s in dict.fromkeys(symbols)
     ]
     assert "3 running requests" in lines[-1]
+    assert lines[1].startswith("Fits: ")
+
+
+def test_sizes_of_a_layer_have_names() -> None:
+    layer, *_ = json.loads(run("inspect", "--json").stdout)["layers"]
+    heads = "attention (4 heads, 2 KV heads, head_dim 64)"
+    assert layer["mixer"] == f"{heads} + mamba2 (heads 8, head_dim 64, state_dim 64)"
 
 
 def test_json_lists_every_layer_and_the_sums(model: tuple[Path, str]) -> None:
@@ -105,7 +112,7 @@ def test_a_memory_too_small_is_said_and_the_layers_are_shown(
     result = run("inspect", str(model[0]), "--device", "cpu", "--max-running-requests", "4096")
     assert result.exit_code == 0
     assert model[1] in result.stdout
-    assert "Does not fit: the pools' budget" in " ".join(result.stdout.split())
+    assert "Does not fit: the pools' budget" in " ".join(result.stdout.split()[2:9]), "before the layers"
     arguments = ("--device", "cpu", "--max-running-requests", "4096", "--json")
     report = json.loads(run("inspect", str(model[0]), *arguments).stdout)
     assert report["plan"] is None and "budget" in report["plan_error"]

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ from typer.testing import CliRunner, Result
 
 from hybridrt.cli import app as app_module
 from hybridrt.cli.app import app
+from hybridrt.engine import chat_template
 from hybridrt.engine.llm import LLM
+from hybridrt.errors import CheckpointError
 from tests.support.tiny import CHAT_TEMPLATE, write_tiny
 
 COMMAND = f'{sys.executable} -c "from hybridrt.cli import main; main()"'
@@ -125,6 +128,35 @@ def with_template(path: Path, template: str) -> Path:
 @pytest.mark.usefixtures("no_model")
 def test_a_failing_chat_template_is_one_line(template: str, tmp_path: Path) -> None:
     check_one_line(run(with_template(tmp_path, template), "--chat", "hi"), "the model's chat template fails")
+
+
+LOOP = "{% for i in range(99999) %}"
+ENDLESS = f"{LOOP * 3}{'{% endfor %}' * 3}"
+
+
+@pytest.mark.parametrize("template", [ENDLESS, "{{ 9 ** (9 ** 9) }}"])
+@pytest.mark.usefixtures("no_model")
+def test_a_chat_template_that_does_not_end_is_cut_off(
+    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "TIMEOUT_S", 1.0)
+    result = run(with_template(tmp_path, template), "--chat", "hi")
+    check_one_line(result, "the model's chat template fails (it has not ended within 1 seconds)")
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_chat_template_that_fills_the_memory_is_cut_off(tmp_path: Path) -> None:
+    result = run(with_template(tmp_path, "{{ 'ab' * (2 ** 30) }}"), "--chat", "hi")
+    check_one_line(result, "the model's chat template fails (MemoryError")
+
+
+def test_a_long_conversation_comes_back_whole_and_no_child_stays() -> None:
+    text = "é" * 1_000_000
+    assert chat_template.run_template(lambda: text) == text
+    with pytest.raises(CheckpointError, match="its process was killed"):
+        chat_template.run_template(lambda: os.kill(os.getpid(), signal.SIGKILL) or "")  # type: ignore[func-returns-value]
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
 
 
 @pytest.mark.usefixtures("no_model")

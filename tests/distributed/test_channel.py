@@ -11,18 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridrt.distributed import channel as channel_module
 from hybridrt.distributed import channel_listener
-from hybridrt.distributed.channel import Address, Channel, SocketChannel, pack, unpack
+from hybridrt.distributed.channel import Address, Channel, SocketChannel
 from hybridrt.distributed.channel_auth import ANSWER_BYTES, NONCE_BYTES, TAG_BYTES
+from hybridrt.distributed.channel_codec import Message, pack, unpack
 from hybridrt.distributed.channel_listener import Listener
-from hybridrt.distributed.channel_local import QueueChannel
 from hybridrt.errors import AuthenticationError, ConfigError, MessageError, PeerGoneError
+from tests.support.in_process import QueueChannel
 
 KEY = b"a key of the tests, long enough"
 
@@ -70,7 +71,7 @@ def heard(channel: SocketChannel) -> list[Any]:
 def test_channels_carry_messages_in_order_until_one_end_leaves(make: Any) -> None:
     here, there = make()
     assert there.receive() == []
-    sent = [{"n": i, "tokens": list(range(i * 20_000)), "b": b"\xff", "x": [None, 0.5]} for i in range(4)]
+    sent = [bytes([i]) * i * 40_000 for i in range(4)]
     for message in sent:
         here.send(message)
     got: list[Any] = []
@@ -78,16 +79,16 @@ def test_channels_carry_messages_in_order_until_one_end_leaves(make: Any) -> Non
         here.receive()
         got += there.receive()
     assert got == sent
-    there.send({"type": "bye"})
+    there.send(b"bye")
     there.close()
     there.close()
     with pytest.raises(PeerGoneError):
         while True:
             got += here.receive()
-    assert got[-1] == {"type": "bye"}, "what came before the end is read"
+    assert got[-1] == b"bye", "what came before the end is read"
     with pytest.raises(PeerGoneError):
         while True:  # the first one after the end may still leave
-            here.send({})
+            here.send(b"")
     with pytest.raises(PeerGoneError):
         there.receive()
     here.close()
@@ -98,9 +99,9 @@ def test_a_unix_socket_that_this_user_alone_can_open(tmp_path: Path) -> None:
     listener = Listener(path, KEY)
     assert os.stat(path).st_mode & 0o777 == 0o600
     here, there = join(listener, path)
-    thread = threading.Thread(target=here.send, args=({"n": [1] * 100_000},))
+    thread = threading.Thread(target=here.send, args=(bytes(100_000),))
     thread.start()
-    assert len(there.expect(20)["n"]) == 100_000
+    assert len(there.expect(20)) == 100_000
     thread.join()
     listener.close()
     assert not os.path.exists(path)
@@ -112,8 +113,8 @@ def test_a_channel_waits_no_longer_than_it_is_told(listener: Listener) -> None:
     with pytest.raises(PeerGoneError, match=r"nothing for 0\.01 seconds"):
         here.expect(0.01)
     here.wait(0.001)
-    there.send({})
-    assert here.expect(20) == {}
+    there.send(b"")
+    assert here.expect(20) == b""
     with pytest.raises(PeerGoneError, match="no process answers"):
         SocketChannel.connect("/nowhere/at/all", KEY)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(PeerGoneError, match="does not answer"):
@@ -175,9 +176,9 @@ def test_a_proof_is_of_no_use_on_another_connection(listener: Listener) -> None:
 @pytest.mark.parametrize("change", ["length", "tag", "data", "repeat"])
 def test_what_was_changed_on_the_way_ends_the_channel(change: str, listener: Listener) -> None:
     here, there = join(listener)
-    here.send({"n": 1})
-    assert heard(there) == [{"n": 1}]
-    data = pack({"n": 2})
+    here.send(b"1")
+    assert heard(there) == [b"1"]
+    data = b"2"
     frame = bytearray(len(data).to_bytes(4, "big") + here._tagger.tag(data) + data)
     if change == "length":
         frame[0] = 255
@@ -187,57 +188,94 @@ def test_what_was_changed_on_the_way_ends_the_channel(change: str, listener: Lis
         frame[4 + TAG_BYTES if change == "data" else 4] ^= 1
     here._socket.sendall(frame)
     if change == "repeat":
-        assert heard(there) == [{"n": 2}]
+        assert heard(there) == [b"2"]
     with pytest.raises(MessageError, match="it may have" if change == "length" else "tag"):
         heard(there)
     with pytest.raises(MessageError):
-        there.send({})
+        there.send(b"")
 
 
-DEEP: Any = {}
-for _ in range(8):
-    DEEP = {"x": DEEP}
+class Sum(Message):
+    name: str
+    parts: list[int]
 
 
-@pytest.mark.parametrize("value", [DEEP, {"x": {1: 2}}, {"x": [msgpack.Timestamp(0)]}, {"x": msgpack.ExtType(5, b"")}])
-def test_what_no_message_may_hold_is_refused(value: Any) -> None:
+class Bare(Message):
+    """Without fields."""
+
+
+PART = {"type": "sum", "name": "x"}
+NO_MESSAGES: list[Any] = [
+    {}, None, [], 5, "sum", ["sum"], {"type": None}, {"type": "other"}, {"type": "sum"}, PART, {1: 2},
+    PART | {"parts": "text"}, PART | {"parts": [1.0]}, PART | {"parts": [True]}, PART | {"parts": [[1]]},
+    PART | {"parts": [1 << 64 - 1]} | {"name": b"x"}, PART | {"parts": [], "more": 1}, {"type": "bare", "name": "x"},
+    PART | {"parts": [msgspec.msgpack.Ext(5, b"")]},
+]  # fmt: skip
+
+
+def test_a_message_comes_back_as_it_was() -> None:
+    for message in (Sum("é", [1, -1, 1 << 62]), Bare()):
+        assert unpack(pack(message), Sum | Bare) == message
+    assert unpack(pack(Bare()), Bare) == Bare()
     with pytest.raises(MessageError):
-        unpack(msgpack.packb(value))
+        unpack(pack(Bare()), Sum)
+
+
+@pytest.mark.parametrize("value", NO_MESSAGES)
+def test_what_is_not_of_the_types_is_refused(value: Any) -> None:
+    with pytest.raises(MessageError):
+        unpack(msgspec.msgpack.encode(value), Sum | Bare)
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\xc0", b"\x90", b"{}", b"null", b"\x81", b"\xc1", b"\x91" * 100_000, b"\x80\x80"]
-)
+    "data", [
+        b"", b"\xc0", b"\x90", b"{}", b"null", b"\x81", b"\xc1", b"\x91" * 100_000, b"\x80\x80",
+        b"\x81\xa4type\xa4bare\x00",
+        b"\x83\xa4type\xa3sum\xa4name\xa1\xff\xa5parts\x90", b"\x82\xa4type\xa4bare\xa1z" + b"\x91" * 100_000,
+        b"\x83\xa4type\xa3sum\xa4name\xa1x\xa5parts" + b"\x91" * 100_000,
+    ]
+)  # fmt: skip
 def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
     with pytest.raises(MessageError):
-        unpack(data)
+        unpack(data, Sum | Bare)
 
 
-@pytest.mark.parametrize("value", [{"x": object()}, {"x": 1 << 70}, {"x": bytes(channel_module.MOST_BYTES + 1)}])
-def test_what_cannot_be_sent_is_refused_before_it_is_queued(value: Any, listener: Listener) -> None:
-    here, there = join(listener)
+def test_what_was_sent_does_not_fill_the_text_of_an_error() -> None:
+    with pytest.raises(MessageError) as caught:
+        unpack(msgspec.msgpack.encode({"type": "bare", "z" * 10_000: 1}), Bare)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("message", [Sum("\udc80", []), Sum("x", [1 << 70])])
+def test_what_msgpack_cannot_hold_is_refused(message: Message) -> None:
     with pytest.raises(MessageError):
-        here.send(value)
-    here.send({"n": 1})
-    assert heard(there) == [{"n": 1}]
+        pack(message)
+
+
+def test_what_is_too_long_is_refused_before_it_is_queued(listener: Listener) -> None:
+    here, there = join(listener)
+    with pytest.raises(MessageError, match="it may have"):
+        here.send(bytes(channel_module.MAX_MESSAGE_BYTES + 1))
+    here.send(b"1")
+    assert heard(there) == [b"1"]
 
 
 def test_a_peer_that_does_not_read_stalls_nobody(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     here, _there = join(listener)
-    monkeypatch.setattr(channel_module, "MOST_QUEUED", 1 << 22)
+    monkeypatch.setattr(channel_module, "MAX_QUEUED_BYTES", 1 << 22)
     with pytest.raises(PeerGoneError, match="does not read"):
         while True:
-            here.send({"x": bytes(1 << 20)})
+            here.send(bytes(1 << 20))
     here, _there = join(listener)
     here._timeout = 0.0
     with pytest.raises(PeerGoneError, match="does not read"):
         while True:
-            here.send({"x": bytes(1 << 20)})
+            here.send(bytes(1 << 20))
 
 
 def test_a_peer_that_never_stops_sending_is_read_a_bit_at_a_time(listener: Listener) -> None:
     here, there = join(listener)
-    sending = threading.Thread(target=lambda: [here.send({"x": bytes(1 << 18)}) for _ in range(32)])
+    sending = threading.Thread(target=lambda: [here.send(bytes(1 << 18)) for _ in range(32)])
     sending.start()
     got = 0
     while got < 32:
@@ -252,7 +290,7 @@ def test_a_peer_that_never_stops_sending_is_read_a_bit_at_a_time(listener: Liste
 def test_strangers_that_say_nothing_are_closed_the_oldest_first(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel_listener, "MOST_STRANGERS", 4)
+    monkeypatch.setattr(channel_listener, "MAX_STRANGERS", 4)
     strangers = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(12)]
     while listener.refused < 8:
         listener.accept()
@@ -296,8 +334,8 @@ def test_running_out_of_file_descriptors_costs_one_stranger(number: int, listene
         assert not listener._strangers and listener.refused == 1
         listener._socket = real
     here, there = join(listener)
-    here.send({})
-    assert there.expect(20) == {}
+    here.send(b"")
+    assert there.expect(20) == b""
 
 
 def test_a_descriptor_above_a_thousand_is_waited_for(listener: Listener) -> None:
@@ -307,8 +345,8 @@ def test_a_descriptor_above_a_thousand_is_waited_for(listener: Listener) -> None
     there._socket.close()
     there._socket = socket.socket(fileno=number)
     there._socket.setblocking(False)
-    here.send({"n": 1})
-    assert there.expect(20) == {"n": 1}
+    here.send(b"1")
+    assert there.expect(20) == b"1"
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hybridrt.mem_cache.prefix_cache import NoPrefixCache, PrefixMatch
 from hybridrt.runtime.sampler import SamplingTable
+from hybridrt.sampling_params import SamplingParams
 from tests.support.engine_harness import Rig
 
 
@@ -22,7 +22,7 @@ def test_columns_agree_with_requests_after_every_step(changes: dict[str, Any]) -
         for request in rig.engine._scheduler.running.values():
             assert request.row is not None
             row = request.row.index
-            assert columns.known[row] == len(request.output)
+            assert columns.output_index[row] == len(request.output) + request.pending
             assert columns.prefill_end[row] == len(request.prefill_tokens)
             assert columns.max_output[row] == request.max_len - len(request.prompt)
             assert columns.capacity[row] == request.end_page * 4
@@ -41,12 +41,12 @@ def test_a_request_that_found_no_room_is_not_looked_at_before_room_changes(monke
         matched.append(len(tokens))
         return PrefixMatch()
 
-    def pack(admissions: Sequence[Any]) -> dict[str, np.ndarray]:
-        packed.append(len(admissions))
-        return {}
+    def constants(params: SamplingParams, seed: int) -> bytes:
+        packed.append(seed)
+        return b""
 
     monkeypatch.setattr(NoPrefixCache, "match", match)
-    monkeypatch.setattr(SamplingTable, "pack", staticmethod(pack))
+    monkeypatch.setattr(SamplingTable, "constants", staticmethod(constants))
     rig = Rig(rows=4, pages=10)
     rig.add([5, 6], max_tokens=12, ignore_eos=True)
     rig.step()

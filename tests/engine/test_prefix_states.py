@@ -43,7 +43,7 @@ def test_a_second_turn_starts_where_the_first_ended(slots: int, pages: int, repl
     assert again == tokens_alone(second, 2, 3, VOCAB)
     assert rig.cache is not None and rig.cache.hits >= 1
     assert computed(rig)[-1] in (6, 7), "the last token of the first turn may have been computed or not"
-    read = [row.read_slot for plan in rig.executor.plans for row in plan.extend]
+    read = [row.read_state_slot for plan in rig.executor.plans for row in plan.extend]
     assert read[0] == 0 and bool(read[-1]) == bool(slots)
 
 
@@ -51,7 +51,7 @@ def test_only_the_first_chunk_reads_the_caches_slot() -> None:
     rig = rig_with_cache(chunk=2)
     rig.finish(TEXT[:4], max_tokens=1, seed=1)
     rig.finish(TEXT[:9], max_tokens=1, seed=1)
-    chunks = [(row.computed, row.read_slot > 0) for plan in rig.executor.plans for row in plan.extend]
+    chunks = [(row.computed, row.read_state_slot > 0) for plan in rig.executor.plans for row in plan.extend]
     assert chunks == [(0, False), (2, False), (4, True), (6, False), (8, False)]
 
 

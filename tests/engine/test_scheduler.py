@@ -15,7 +15,7 @@ from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
 from hybridrt.runtime.step import StepPlan
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
-from tests.support.engine_harness import Rig
+from tests.support.engine_harness import Rig, set_computed
 
 
 def request(arrival: int, prompt_len: int, max_tokens: int = 50) -> Request:
@@ -207,9 +207,9 @@ class Watching(Drafter):
             self.gained[request.arrival] = self.gained.get(request.arrival, 0) + tokens
             assert self.begun[request.arrival] + self.gained[request.arrival] == len(request.output)
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
         assert all(request.arrival in self.begun for request in requests)
-        return [Draft([7] * min(1, n)) for n in most]
+        return [Draft([7] * min(1, n)) for n in max_drafts]
 
 
 def test_rows_that_wait_for_their_tokens_rejoin_the_others() -> None:
@@ -237,7 +237,7 @@ def test_rows_without_drafts_are_launched_before_their_tokens_are_known() -> Non
         def waits(self, request: DraftRequest) -> bool:
             return request.arrival == 1 and len(request.output) < 3
 
-        def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
+        def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
             return [Draft() for _ in requests]
 
     bench = Bench([2, 2], chunk=99)
@@ -280,8 +280,8 @@ def test_a_drafter_is_told_who_has_a_row() -> None:
 
 def test_launched_tokens_are_upper_bounds_that_results_lower() -> None:
     class Threes(Drafter):
-        def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Draft]:
-            return [Draft([7] * min(3, n)) for n in most]
+        def propose(self, requests: Sequence[Request], max_drafts: Sequence[int]) -> list[Draft]:
+            return [Draft([7] * min(3, n)) for n in max_drafts]
 
     bench = Bench([2], chunk=99)
     bench.scheduler = Scheduler(bench.pools, 99, Threes())
@@ -299,7 +299,7 @@ def test_launched_tokens_are_upper_bounds_that_results_lower() -> None:
 
 def test_drafts_give_way_when_pages_are_short() -> None:
     class Threes(Drafter):
-        def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Draft]:
+        def propose(self, requests: Sequence[Request], max_drafts: Sequence[int]) -> list[Draft]:
             return [Draft([7, 7, 7]) for _ in requests]
 
     bench = Bench([2, 1], pages=6, chunk=99)
@@ -354,7 +354,7 @@ def test_models_without_attention_or_without_recurrence_need_no_pages_or_slots()
     assert not any(plan.page_writes for plan in plain.executor.plans)
     attention_only = Rig(slots=0)
     attention_only.finish([1] * 3, max_tokens=10, seed=0)
-    assert attention_only.executor.plans[0].admissions[0].slot == 0
+    assert attention_only.executor.plans[0].admissions[0].state_slot == 0
 
 
 class OnePrefixCache:
@@ -404,7 +404,7 @@ def test_a_prefix_cache_drops_in_behind_the_coordinator() -> None:
     first, second, third = request(1, 7), request(1, 7), request(3, 15)
     plan = StepPlan()
     assert pools.admit(first, 0, plan) and first.computed == 0
-    first.computed = 7
+    set_computed(first, 7)
     pools.release(first)
     assert (pages.num_cached, pages.num_used) == (3, 0), "three whole pages stay"
     scheduler.add(second)

@@ -9,7 +9,7 @@ from hybridrt.errors import MemoryBudgetError
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.runtime.step import StepPlan
 from tests.engine.test_scheduler import Bench, OnePrefixCache, request
-from tests.support.engine_harness import Rig
+from tests.support.engine_harness import Rig, set_computed
 
 
 @pytest.mark.parametrize(("page", "window"), [(1, 1), (2, 4), (4, 3), (4, 4), (4, 9), (16, 5)])
@@ -31,7 +31,7 @@ def test_a_long_prompt_holds_few_pages_and_hands_them_down() -> None:
         assert len(step.plan.extend[0].tokens) == 6 or step.plan.extend[0].sample
         bench.complete(ahead)
         ahead = step
-    assert r.prefilled
+    assert r.computed == len(r.prefill_tokens)
     bench.complete(ahead)
     assert not r.spare and bench.pools.pages.num_used == len(r.pages) == 2
     for _ in range(30):
@@ -46,7 +46,7 @@ def test_a_prompt_keeps_no_more_than_the_rest_of_it_wants() -> None:
         pools.settle(r, 2)
         assert (r.settled, len(r.spare), pools.pages.num_used) == (settled, kept, 19 - (settled - 1) + kept)
     assert pools.extend(r, 24, plan) == 24 and (r.end_page, r.spare) == (24, [])
-    r.computed = 24
+    set_computed(r, 24)
     pools.release(r)
     pools.check()
 
@@ -109,7 +109,7 @@ def test_what_has_lost_its_beginning_is_not_offered_to_the_prefix_cache() -> Non
     cache = OnePrefixCache(page_size=2)
     pools, r = CacheCoordinator(4, 0, 30, 2, cache, PageDemand(2, 4, 99)), request(1, 20)
     pools.admit(r, 0, StepPlan())
-    r.computed = 20
+    set_computed(r, 20)
     pools.settle(r, 20)
     pools.release(r)
     assert not cache.pages and pools.pages.num_free == 30
@@ -121,7 +121,7 @@ def test_a_cached_prefix_is_borrowed_and_dropped_but_never_freed() -> None:
     pages = pools.pages
     first, second = request(1, 20), request(1, 31)
     pools.admit(first, 0, StepPlan())
-    first.computed = 20
+    set_computed(first, 20)
     pools.release(first)
     assert pages.num_cached == 10
     scheduler = Scheduler(pools, 99)

@@ -141,7 +141,7 @@ def pool_tensors(pools: Pools) -> dict[str, Tensor]:
     """Every tensor that outlives a step and holds anything, [layer, entry, ...]; entry 0 is scratch."""
     table, mamba = pools.req_to_token, pools.req_to_token.mamba_pool
     found = {"keys": pools.kv.k, "values": pools.kv.v, "tokens": table.req_to_token[None]}
-    found["slots"] = table.req_to_mamba_slot[None]
+    found["slots"] = table.req_to_state_slot[None]
     if mamba is None:
         return found
     for layer_id in mamba.layer_ids:

@@ -98,7 +98,7 @@ def test_eager_steps(name: str, model: str) -> None:
             for each, parts in ((backend, (q, k, v)), (oracle, (q.float(), k.float(), v.float()))):
                 batch = step(lens, decode, each, tokens)
                 if layer is layers[0]:
-                    each.init_forward_metadata(batch)
+                    each.prepare(batch)
                 results.append(each.forward(*parts, layer, batch))
             assert_near(*results)
 
@@ -114,10 +114,10 @@ def test_graphs(name: str, tokens: int) -> None:
     q = torch.zeros(bs * tokens, layers[0].num_heads * 128, dtype=torch.bfloat16, device=DEVICE)
     spec, saved, outs = SpecInfo(tokens) if tokens > 1 else None, table.clone(), [torch.empty_like(q) for _ in layers]
     mode = ForwardMode.TARGET_VERIFY if spec else ForwardMode.DECODE
-    backend.init_cuda_graph_state(bs, bs * tokens)
-    backend.init_forward_metadata_capture_cuda_graph(bs, bs * tokens, rows, lens, mode, spec)
+    view = backend.init_cuda_graph_state(bs, bs * tokens)
     starts = torch.arange(bs + 1, dtype=torch.int32, device=DEVICE) * tokens
-    batch = ForwardBatch(mode, late, late, rows, lens, starts, late, bs, bs, backend, spec_info=spec)
+    batch = ForwardBatch(mode, late, late, rows, lens, starts, late, 0, bs, backend, spec_info=spec)
+    backend.prepare(batch, graph=view)
 
     def pass_over_layers() -> None:
         table.copy_(saved)
@@ -135,10 +135,11 @@ def test_graphs(name: str, tokens: int) -> None:
         rows[:real] = torch.arange(1, real + 1, device=DEVICE)
         lens[:real] = torch.tensor(ends, device=DEVICE)
         q.copy_(torch.randn_like(q))
-        backend.init_forward_metadata_replay_cuda_graph(bs, real, rows, lens, mode, spec, ends)
+        batch.num_real, batch.seq_lens_cpu = real, ends
+        backend.prepare(batch, graph=view)
         graph.replay()
         plain = step({i + 1: (end - tokens, tokens) for i, end in enumerate(ends)}, real, oracle, tokens)
-        oracle.init_forward_metadata(plain)
+        oracle.prepare(plain)
         for layer, out in zip(layers, outs):
             wanted = oracle.forward(q[: real * tokens].float(), None, None, layer, plain, save_kv_cache=False)
             assert_near(out[: real * tokens], wanted)

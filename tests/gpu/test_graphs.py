@@ -59,19 +59,17 @@ class Twin:
     def replay(self, inputs: DecodeRows, bucket: int, accepted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Logits of the real rows, and the pools after the step and its commit."""
         self.graphs.bucket = lambda rows: bucket  # type: ignore[method-assign]
-        for backend in self.runner.backend.linear_attn_backends:
-            backend.metadata = None
         logits = self.graphs.replay(inputs, self.last_pages(inputs)).clone()
         if self.tokens > 1:
-            self.runner.backend.commit_decode(accepted)
+            self.runner.backend.commit(self.graphs.prepared, accepted)
         return logits, self.snapshot()
 
     @torch.inference_mode()
     def eager(self, inputs: DecodeRows, bucket: int, accepted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         batch = self.batch(inputs, bucket)
-        self.runner.backend.init_forward_metadata(batch)
+        self.runner.backend.prepare(batch)
         logits = self.runner.model.logits(self.runner.model(batch))
-        self.runner.backend.commit_decode(accepted if self.tokens > 1 else None)
+        self.runner.backend.commit(batch, accepted if self.tokens > 1 else None)
         return logits[: len(inputs) * self.tokens], self.snapshot()
 
     def batch(self, inputs: DecodeRows, bucket: int) -> ForwardBatch:
@@ -166,6 +164,7 @@ def test_verify(name: str, state_mode: str, checkpoints: CheckpointStore) -> Non
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("name", "state_mode"), DECODING)
+@torch.inference_mode()
 def test_a_thousand_replays_are_alike(name: str, state_mode: str, dtype: str, checkpoints: CheckpointStore) -> None:
     """Kernels of a step that start before the one in front has ended would read what it has not written yet."""
     twin = make_twin(checkpoints[name].path, 1, state_mode=state_mode, dtype=dtype)

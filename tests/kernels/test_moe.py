@@ -104,7 +104,9 @@ def slow_experts(x, w_up, w_down, weights, ids, activation, gated):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", sweep([1, 9, 40], 2))
-@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2", False), ("silu", False), ("relu2", True)])
+@pytest.mark.parametrize(
+    ("activation", "gated"), sweep([("silu", True), ("relu2", True), ("silu", False), ("relu2", False)], 3)
+)
 def test_experts_with_padding_and_experts_that_nobody_chose(dtype, tokens, activation, gated):
     torch.manual_seed(0)
     experts, width, inner = 6, 10, 5

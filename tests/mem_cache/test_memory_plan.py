@@ -119,7 +119,7 @@ def allocated(session: Session | DraftModelDrafter) -> int:
     """Bytes of everything that the runner allocated for requests."""
     runner = session.runner
     table = runner.pools.req_to_token
-    tensors = [runner.pools.kv.k, runner.pools.kv.v, table.req_to_token, table.req_to_mamba_slot, runner.last_tokens]
+    tensors = [runner.pools.kv.k, runner.pools.kv.v, table.req_to_token, table.req_to_state_slot, runner.last_tokens]
     tensors += vars(runner.sampling_table).values()
     if isinstance(head := runner.drafter, HeadRunner):
         tensors += [head.hidden, head.ahead.hidden, head.tokens]

@@ -110,7 +110,7 @@ def test_a_new_tenant_gets_zeros_and_nobody_else_does() -> None:
             untouched = [i for i in range(6) if tensor[i].isnan().all()]
             assert (zeroed, untouched) == ([2, 5], [0, 1, 3, 4])
     assert pool.ring_start.tolist() == [7, 0, 7, 0] and pool.ring_length.tolist() == [9, 0, 9, 0]
-    assert table.get_mamba_indices(torch.tensor([1, 3, 0], dtype=torch.int32)).tolist() == [5, 2, 0]
+    assert table.state_slots(torch.tensor([1, 3, 0], dtype=torch.int32)).tolist() == [5, 2, 0]
     assert table.mamba2_layer_cache(1) is pool.layer_cache(1)
 
 

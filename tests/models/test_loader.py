@@ -19,6 +19,7 @@ from hybridrt.models.loader import LoadReport, load_weights
 from hybridrt.runtime.build import build_model, empty_model, load_target
 from tests.models.test_models_parity import BASES, check_sample, requests
 from tests.support.checkpoints import CASES, CheckpointStore, write
+from tests.support.levels import sweep
 from tests.support.session import Session
 
 Tensors = dict[str, Tensor]
@@ -56,7 +57,7 @@ def edit(path: Path, change: Callable[[Tensors], object], file: str = "model.saf
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / file)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, 2))
 def test_every_key_is_used_once_and_every_parameter_filled(name: str, checkpoints: CheckpointStore) -> None:
     """What nothing fills stays NaN: uninitialised memory is NaN in tests."""
     path = checkpoints[name].path
@@ -70,7 +71,7 @@ def test_every_key_is_used_once_and_every_parameter_filled(name: str, checkpoint
         assert parameter.isfinite().all(), f"{parameter_name} is not filled"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, 2))
 def test_no_two_keys_fill_one_place(name: str, checkpoints: CheckpointStore) -> None:
     """Pieces have names of their own, and the elements they fill do not overlap (biases that add up, apart)."""
     model = empty(checkpoints[name].path)
@@ -279,7 +280,7 @@ def test_stored_dtypes_are_converted(copy_of: Callable[[str], Path]) -> None:
     assert half["layers.0.mamba.A"] == half["norm.weight"] == torch.float32
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, 2))
 def test_dummy_weights_are_seeded_and_finite(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     """config.json is all they need; another seed gives others, and long prompts stay finite."""
     (tmp_path / "config.json").write_bytes((checkpoints[name].path / "config.json").read_bytes())

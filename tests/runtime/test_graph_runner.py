@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
-from hybridrt.forward_batch import SpecInfo
+from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.kernels.moe import fused_experts
-from hybridrt.runtime.graph_runner import ClosureRecorder, GraphRunner, buckets
+from hybridrt.runtime.graph_runner import GraphRunner, buckets
 from hybridrt.runtime.step import DecodeRow, DecodeRows
 from tests.attention.test_backends_verify import MODELS, random_tokens
 from tests.models.test_models_parity import BASES, LENGTHS, requests, with_modes
@@ -34,6 +34,14 @@ def runner_of(hand: ByHand, max_bs: int = ROWS, **changes: Any) -> GraphRunner:
         max_bs=max_bs, **{"spec_info": SpecInfo(tokens) if tokens > 1 else None, **changes},
     )  # fmt: skip
     graphs.capture()
+    replay = graphs.replay
+
+    def noted(*args: Any) -> Tensor:
+        logits = replay(*args)
+        hand.last_batch = graphs.prepared
+        return logits
+
+    graphs.replay = noted  # type: ignore[method-assign]
     return graphs
 
 
@@ -91,7 +99,7 @@ def test_replay_equals_eager_padded_alike(name: str, mode: str, tokens: int, che
         if tokens > 1:
             eager.commit([*accepted, *[0] * padding])
         else:
-            eager.backend.commit_decode()
+            eager.commit()
         assert torch.equal(got, wanted[: count * tokens])
         for what, tensor in eager.snapshot().items():
             assert torch.equal(tensor[:, 1:].nan_to_num(7.5), replayed.snapshot()[what][:, 1:].nan_to_num(7.5)), what
@@ -171,13 +179,14 @@ def test_buckets_cover_every_batch(max_bs: int) -> None:
 def test_buckets_are_captured_from_the_largest_down_and_capped_by_rows(checkpoints: CheckpointStore) -> None:
     hand, _, _ = twins(checkpoints["falcon-plain"].path, "classic", 1)
     sizes: list[int] = []
+    prepare = hand.backend.prepare
 
-    class Noting(ClosureRecorder):
-        def __call__(self, step: Any) -> Any:
-            sizes.append(len(hand.backend.linear_attn_backend.metadata.mamba_cache_indices))
-            return super().__call__(step)
+    def noted(batch: ForwardBatch, **more: Any) -> None:
+        sizes.append(batch.batch_size)
+        prepare(batch, **more)
 
-    graphs = runner_of(hand, max_bs=100, recorder=Noting())
+    hand.backend.prepare = noted
+    graphs = runner_of(hand, max_bs=100)
     assert graphs.max_bs == hand.plan.num_rows == ROWS + 1
     assert sizes == buckets(ROWS + 1)[::-1]
     assert [graphs.bucket(n) for n in (1, 2, 3, 4, 5, 7, 8)] == [1, 2, 4, 4, 7, 7, None]

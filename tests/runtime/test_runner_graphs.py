@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,13 +77,15 @@ def test_what_graphs_take_and_where_they_end_is_said(
 
 def test_each_width_of_a_step_has_its_own_buffers(path: str) -> None:
     """A captured graph goes on reading what it was captured with when another is captured."""
-    backend = runner(path, "intermediate", True).backend.linear_attn_backend
-    rows, found = backend.pools.req_to_mamba_slot[:4], []
+    backend: Any = runner(path, "intermediate", True).backend
+    linear = backend.linear_attn_backend
+    for tokens in (4, 1):
+        backend.init_cuda_graph_state(4, 4 * tokens)
+    rows, found = linear.pools.req_to_state_slot[:4], []
     for tokens in (4, 1, 4):
         spec = SpecInfo(tokens) if tokens > 1 else None
         mode = ForwardMode.TARGET_VERIFY if spec else ForwardMode.DECODE
         backend.init_forward_metadata_replay_cuda_graph(4, 3, rows, rows, mode, spec, None)
         backend.drop_step()
-        found.append(backend.metadata.decode.buffers.slots.data_ptr())
-        assert backend.metadata.query_start_loc.tolist() == [i * tokens for i in range(5)]
+        found.append(backend._last_batch.metadata[linear].decode.buffers.slots.data_ptr())
     assert found[0] == found[2] != found[1]

@@ -10,8 +10,8 @@ from hybridrt.attention import linear
 from hybridrt.config import EngineConfig
 from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
-from hybridrt.runtime.step_inputs import Packing, StagingRing, chunk_names, pack_rows, pack_step
+from hybridrt.runtime.step import NO_INTEGERS, Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
+from hybridrt.runtime.step_inputs import Packing, StagingRing, chunk_names, cut, pack_rows, pack_step, packed_size
 from hybridrt.sampling_params import SamplingParams
 from tests.support.tiny import write_tiny
 
@@ -45,10 +45,16 @@ def plan_of_three() -> StepPlan:
 def test_graphs_and_eager_steps_pack_rows_alike(tree: bool) -> None:
     plan, packing = plan_of_three(), Packing(tree=tree)
     eager = pack_step(StepPlan(decode=plan.decode), 3, packing)
-    padded = pack_rows(plan.decode, (), 3, tree, size=8, fill=3)
+    padding = pack_rows(DecodeRows.of([DecodeRow(0, 0, 0)]), (), 3, tree, np.array([-1], np.int32))
+    rows = pack_rows(plan.decode, (), 3, tree, NO_INTEGERS)
+    shapes = {name: (8, *column.shape[1:]) for name, column in padding.items()}
+    into = torch.empty(packed_size(shapes), dtype=torch.int32)
+    StagingRing(torch.device("cpu")).copy_rows(into, rows, padding, 8)
+    padded = {name: section.numpy() for name, section in cut(into, shapes).items()}
     for name, column in padded.items():
         assert column.shape[0] == 8 and np.array_equal(column[:3], eager[name]), name
     assert padded["seq_lens"].tolist() == [12, 8, 9, 3, 3, 3, 3, 3]
+    assert padded["new_pages"].tolist() == [-1] * 8
     assert padded["drafts"].tolist()[:3] == [[7, 8], [0, 0], [1, 0]]
     if tree:
         assert padded["parents"].tolist()[2:4] == [[-1, 0, 1], [-1, 0, 1]]

@@ -19,12 +19,13 @@ import pytest
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.distributed.channel import SocketChannel
+from hybridrt.distributed.channel_codec import pack
 from hybridrt.distributed.channel_listener import Listener
 from hybridrt.distributed.control import TIMEOUT_VARIABLE, Link, rank_timeout
 from hybridrt.errors import ConfigError, MessageError, PeerGoneError, RankError
 from hybridrt.runtime import rank_start
 from hybridrt.runtime.drafting import DraftRow, DraftTask
-from hybridrt.runtime.messages import KINDS, decode, encode
+from hybridrt.runtime.messages import KINDS, Beat, Failed, Task, decode, encode
 from hybridrt.runtime.ranks import Ranks
 from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StateCopy, StepPlan
 from hybridrt.runtime.torchrun import World
@@ -55,7 +56,7 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
         found = decode(encode(plan))
         assert plain(found) == plain(plan) and type(found) is StepPlan
     assert type(decode(encode(full)).admissions[0].params) is SamplingParams
-    assert len(encode(session.plans[-1])["body"]) < 200
+    assert len(encode(session.plans[-1])) < 250
 
 
 @pytest.mark.parametrize(
@@ -94,13 +95,17 @@ class Runs:
         return os._exit, (1,)
 
 
-def refused() -> Iterator[dict[str, Any]]:
-    whole, pack = encode(StepPlan(decode=DecodeRows.of([DecodeRow(1, 2, 3)]))), msgspec.msgpack.encode
-    yield from ({}, {"type": None}, {"type": []}, {"type": "os"}, {"type": "step"}, {"type": "step", "body": "text"})
-    yield {"type": "step", "body": pickle.dumps(Runs())}
-    yield {"type": "step", "body": whole["body"][:-1]}
-    yield {"type": "step", "body": whole["body"] + b"\0"}
-    yield {"type": "step", "body": b"\x91" * 100_000}
+def task(name: Any, body: Any = b"") -> bytes:
+    return msgspec.msgpack.encode({"type": "task", "name": name, "body": body})
+
+
+def refused() -> Iterator[bytes]:
+    bodies = msgspec.msgpack.decode(encode(StepPlan(decode=DecodeRows.of([DecodeRow(1, 2, 3)]))))["body"]
+    raw: list[Any] = [{}, {"type": None}, {"type": []}, {"type": "task"}, {"type": "step"}, [], None]
+    yield from (msgspec.msgpack.encode(value) for value in raw)
+    yield from (task("os"), task(None), task("step"), task("step", "text"), b"", pickle.dumps(Runs()))
+    yield task("step", pickle.dumps(Runs()))
+    yield from (task("step", bodies[:-1]), task("step", bodies + b"\0"), task("step", b"\x91" * 100_000))
     plans: list[Any] = [[], {"decode": [["1", 2, 3]]}, {"decode": [[1, 2]]}, {"decode": [], "extend": 5}]
     one, two = bytes(4), bytes(8)
     plans += [
@@ -108,9 +113,9 @@ def refused() -> Iterator[dict[str, Any]]:
     ]
     plans += [{"decode": [one, b"\xff" * 4, one, one]}, {"decode": [one, one, one, b"\1\0\0\0", one, two]}]
     plans.append({"admissions": [[1, 1, [1], 1, {"top_p": 7}, 0]]})
-    yield from ({"type": "step", "body": pack(plan)} for plan in plans)
+    yield from (task("step", msgspec.msgpack.encode(plan)) for plan in plans)
     for config in ({}, {"model": 5}, {"model": "m", "tp_size": 0}, {"model": "m", "speculative": {"method": "os"}}):
-        yield {"type": "serve", "body": pack(config)}
+        yield task("serve", msgspec.msgpack.encode(config))
 
 
 def test_malformed_messages_are_refused_and_run_nothing() -> None:
@@ -125,13 +130,13 @@ def test_spoilt_bytes_are_refused_or_still_a_plan() -> None:
         [PageWrite(1, 0, [7])],
         DecodeRows.of([DecodeRow(2, 3, 4, [5], [0])]),
     )
-    body, rng = encode(plan)["body"], random.Random(0)
+    body, rng = msgspec.msgpack.decode(encode(plan))["body"], random.Random(0)
     for _ in range(2000):
         spoilt = bytearray(body)
         for _ in range(rng.randint(1, 4)):
             spoilt[rng.randrange(len(spoilt))] = rng.randrange(256)
         try:
-            assert type(decode({"type": "step", "body": bytes(spoilt)})) is StepPlan
+            assert type(decode(task("step", bytes(spoilt)))) is StepPlan
         except MessageError:
             continue
 
@@ -178,7 +183,7 @@ def links() -> Iterator[tuple[Link, Link]]:
 
 def test_a_large_message_arrives_while_the_sender_does_something_else(links: tuple[Link, Link]) -> None:
     """More than the network holds: `send` returns once the rest is on its way."""
-    message, got = {"type": "step", "body": b"x" * 12_000_000}, list[Any]()
+    message, got = b"x" * 12_000_000, list[Any]()
     thread = threading.Thread(target=lambda: got.extend(links[1].listen(30)))
     thread.start()
     links[0].send(message)
@@ -208,19 +213,33 @@ def test_a_rank_whose_connection_ends_is_lost(links: tuple[Link, Link]) -> None:
     assert "rank 1 was lost: the other process has closed the connection" in wait_for_loss(ranks)
 
 
+def test_a_rank_that_fails_says_why(links: tuple[Link, Link]) -> None:
+    ranks = leader(links[0])
+    for message in (Beat(), Failed("OSError: no")):
+        links[1].send(pack(message))
+    assert "rank 1 was lost: OSError: no" in wait_for_loss(ranks)
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", pack(Task("step"))])
+def test_a_rank_that_sends_something_else_is_lost(data: bytes, links: tuple[Link, Link]) -> None:
+    ranks = leader(links[0])
+    links[1].send(data)
+    assert "rank 1 was lost: a message is not what may come now" in wait_for_loss(ranks)
+
+
 def test_a_forked_child_leaves_the_parents_link_alone(links: tuple[Link, Link]) -> None:
     """Neither its end nor anything that it does there reaches the other rank."""
     child = os.fork()
     if not child:
         try:
-            links[0].send({"type": "end"})
+            links[0].send(b"end")
         except PeerGoneError:
             links[0].close()
             os._exit(0)
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
-    links[0].send({"type": "step"})
-    assert links[1].listen(30) == [{"type": "step"}]
+    links[0].send(b"step")
+    assert links[1].listen(30) == [b"step"]
 
 
 @pytest.mark.parametrize("text", ["", "soon", "nan", "inf", "-1", "0", "1e9"])

@@ -20,6 +20,7 @@ from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from hybridrt.speculative.mtp import MTPDrafter
 from tests.support.checkpoints import falcon, nemotron, write
+from tests.support.levels import sweep
 from tests.support.mtp_oracle import HEADS, NaiveHead, without_head, write_with_head
 from tests.support.samples import Sample
 from tests.support.speculation import Ask, Rig, assert_same, bushy
@@ -160,10 +161,10 @@ def assert_chains(naive: NaiveHead, seen: list[Chain], drafts: int) -> None:
             assert line[draft] >= line.max() - 1e-3, f"{len(tokens)} tokens, {chain}"
 
 
-@pytest.mark.parametrize(("mode", "drafts", "graphs", "chunk", "pages"), [
-    ("intermediate", 4, False, 8192, None), ("replay", 7, True, 3, None), ("replay", 1, False, 2, None),
-    ("intermediate", 7, True, 8192, 0), ("replay", 3, False, 5, 0), ("intermediate", 15, False, 4, None),
-])  # fmt: skip
+@pytest.mark.parametrize(("mode", "drafts", "graphs", "chunk", "pages"), sweep([
+    ("intermediate", 4, False, 8192, None), ("replay", 1, False, 2, None), ("replay", 7, True, 3, None),
+    ("intermediate", 15, False, 4, None), ("intermediate", 7, True, 8192, 0), ("replay", 3, False, 5, 0),
+], 2))  # fmt: skip
 @pytest.mark.parametrize("name", ["qwen", "nemotron"])
 def test_drafts_are_those_of_the_naive_head(
     name: str, mode: str, drafts: int, graphs: bool, chunk: int, pages: int | None, heads: Store

@@ -126,10 +126,11 @@ def rig_and_drafter(models: Models, method: str, mode: str) -> tuple[Rig, Drafte
     return rig, AdaptiveDrafter(inner, 3, patience=1)
 
 
+@pytest.mark.parametrize("draws", sweep([DRAWS // 4, DRAWS], 2))
 @pytest.mark.parametrize(("method", "mode", "filters"), sweep(CASES, 5))
-def test_joint_distribution_of_three_tokens(method: str, mode: str, filters: int, models: Models) -> None:
+def test_joint_distribution_of_three_tokens(method: str, mode: str, filters: int, draws: int, models: Models) -> None:
     common: dict[str, Any] = {"max_tokens": 5, "ignore_eos": True, "n": 500, **FILTERS[filters]}
-    params = [SamplingParams(seed=i, **common) for i in range(DRAWS // 500)]
+    params = [SamplingParams(seed=i, **common) for i in range(draws // 500)]
     rig, drafter = rig_and_drafter(models, method, mode)
     outputs = rig.run([Ask(PROMPT, p) for p in params], drafter)
     counts: dict[tuple[int, ...], int] = {}
@@ -139,7 +140,7 @@ def test_joint_distribution_of_three_tokens(method: str, mode: str, filters: int
     oracle = models.oracle_with_head if method == "mtp" else models.oracle
     statistic, limit = chi_square(counts, joint(oracle, params[0]))
     assert statistic < limit
-    assert rig.counters.accepted > DRAWS / 10, "drafts were kept often enough to show"
+    assert rig.counters.accepted > draws / 10, "drafts were kept often enough to show"
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)

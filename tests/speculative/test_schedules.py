@@ -164,7 +164,7 @@ def check(
     assert_same(requests, found, futures)
 
 
-@pytest.mark.parametrize(("name", "mode", "topk", "method"), sweep(HISTORIES, 4))
+@pytest.mark.parametrize(("name", "mode", "topk", "method"), sweep(HISTORIES, 7))
 @schedules
 @given(requests=asks(), drafts=st.sampled_from([1, 4, 7]), chunk=chunks, data=st.data())
 def test_any_history(
@@ -201,9 +201,9 @@ class Repeated(Drafter):
     def end(self, request: DraftRequest) -> None:
         self.inner.end(request)
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
-        first = self.inner.propose(requests, most)
-        assert first == self.inner.propose(requests, most)
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
+        first = self.inner.propose(requests, max_drafts)
+        assert first == self.inner.propose(requests, max_drafts)
         self.asked += len(first)
         return first
 
@@ -223,7 +223,7 @@ def test_asked_again_a_drafter_says_the_same(method: str, graphs: bool, rigs: Ri
 
 @pytest.mark.parametrize(
     ("name", "mode", "topk"),
-    sweep([way for way in WAYS if way[0] in ("mamba2", "gdn", "history") or way == ("mamba1", "intermediate", 1)], 3),
+    sweep([way for way in WAYS if way[0] in ("mamba2", "gdn", "history") or way == ("mamba1", "intermediate", 1)], 4),
 )
 def test_retraction(name: str, mode: str, topk: int, rigs: Rigs) -> None:
     """KV for one long request and a little: requests are thrown out and come back with their output."""

@@ -39,6 +39,7 @@ class ByHand:
         self, path: Path, *, tokens: int = 1, mode: str = "classic", rows: int = 5, max_len: int = 96, topk: int = 1,
         garbage: bool = True, **changes: Any,
     ) -> None:  # fmt: skip
+        self.tokens = tokens
         speculative = SpeculativeConfig(num_draft_tokens=tokens - 1, state_mode=mode, topk=topk) if tokens > 1 else None
         self.config = EngineConfig(
             str(path), device="cpu", dtype="float32", max_model_len=max_len, max_running_requests=rows + 1, page_size=4,
@@ -58,6 +59,7 @@ class ByHand:
         self._slots = torch.randperm(rows, generator=generator) + 1
         self._pages = (torch.randperm(self.plan.num_pages, generator=generator) + 1).view(rows + 1, -1)
         self._spare_slot = rows + 1
+        self.last_batch: Any = None  # that ran last, which is what `commit` commits
 
     @property
     def mamba(self) -> MambaPool:
@@ -114,13 +116,14 @@ class ByHand:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of every token of the batch; commits nothing."""
-        self.backend.init_forward_metadata(batch)
+        self.backend.prepare(batch)
+        self.last_batch = batch
         return self.model.logits(self.model(batch)).clone()
 
     def decode(self, *rows: Row, extend: Sequence[Row] = (), padding: int = 0) -> Tensor:
         """A plain decode step, committed, with or without extend rows behind it."""
         logits = self.forward(self.batch(rows, extend, padding=padding))
-        self.backend.commit_decode()
+        self.backend.commit(self.last_batch)
         return logits
 
     def extend(self, *rows: Row, padding: int = 0) -> Tensor:
@@ -134,9 +137,11 @@ class ByHand:
         self.commit([*accepted, *[0] * padding])
         return logits
 
-    def commit(self, accepted: Sequence[int]) -> None:
+    def commit(self, accepted: Sequence[int] | None = None) -> None:
+        """Of the step that ran last; without `accepted`, of a plain decode step."""
         with torch.inference_mode():
-            self.backend.update_mamba_state_after_mtp_verify(torch.tensor(accepted, dtype=torch.int32))
+            kept = None if accepted is None else torch.tensor(accepted, dtype=torch.int32)
+            self.backend.commit(self.last_batch, kept)
 
     @torch.inference_mode()
     def state(self, row: int, length: int) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
 from hybridrt.engine.outputs import Delta
+from hybridrt.engine.request import Request
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.sampling_params import SamplingParams
 from tests.support.exact_prefix_cache import ExactPrefixCache
@@ -104,6 +105,12 @@ class Rig:
         self.pools.check()
         if self.cache is not None:
             self.cache.check(self.pools)
+
+
+def set_computed(request: Request, tokens: int) -> None:
+    """As if the launched steps computed so many tokens of a running request."""
+    assert request.columns is not None and request.row is not None
+    request.columns.computed[request.row.index] = tokens
 
 
 def expected(

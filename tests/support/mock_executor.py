@@ -60,7 +60,7 @@ class Tenant:
     @property
     def state(self) -> int:
         """Where its recurrent state lies; a model without recurrent layers gets a place of its own."""
-        return self.admission.slot or -self.admission.row
+        return self.admission.state_slot or -self.admission.row
 
 
 class MockHandle:
@@ -133,7 +133,7 @@ class MockExecutor:
             tenant = Tenant(admission)
             self.take("row", admission.row, tenant)
             if self.limits["slot"]:
-                self.take("slot", admission.slot, tenant)
+                self.take("slot", admission.state_slot, tenant)
             self.rows[admission.row] = tenant
         for write in plan.page_writes:
             tenant = self.rows[write.row]
@@ -168,8 +168,8 @@ class MockExecutor:
     def donate(self, tenant: Tenant, handle: MockHandle) -> None:
         """The tenant's slot is the cache's from this step on."""
         assert all(step.consumed for step, _ in tenant.steps), "a row that a launched step names donates its slot"
-        if self.owner.get(("slot", tenant.admission.slot)) is tenant:  # else a failed step has done it
-            del self.owner["slot", tenant.admission.slot]
+        if self.owner.get(("slot", tenant.admission.state_slot)) is tenant:  # else a failed step has done it
+            del self.owner["slot", tenant.admission.state_slot]
             handle.donors.append(tenant)
 
     def borrow_page(self, page: int, tenant: Tenant) -> None:
@@ -202,11 +202,11 @@ class MockExecutor:
         tenant.steps.append((handle, row.computed))
         held = [("row", row.row)]
         if self.limits["slot"]:
-            held.append(("slot", tenant.admission.slot))
+            held.append(("slot", tenant.admission.state_slot))
         assert all(self.owner[thing] is tenant for thing in held), "a step names what belongs to another request"
-        if isinstance(row, ExtendRow) and row.read_slot:
-            assert ("slot", row.read_slot) not in self.owner, "a slot is read that is not the cache's"
-            self.slot_readers.setdefault(row.read_slot, []).append(handle)
+        if isinstance(row, ExtendRow) and row.read_state_slot:
+            assert ("slot", row.read_state_slot) not in self.owner, "a slot is read that is not the cache's"
+            self.slot_readers.setdefault(row.read_state_slot, []).append(handle)
         tokens = 1 + len(row.drafts) if isinstance(row, DecodeRow) else len(row.tokens)
         if self.limits["page"]:
             for number in range(self.first_page(row.computed), -(-(row.computed + tokens) // self.page_size)):
@@ -245,11 +245,11 @@ class MockExecutor:
 
     def start(self, row: ExtendRow, tenant: Tenant) -> None:
         """The first chunk of a tenant, maybe behind a prefix of the cache."""
-        assert bool(row.read_slot) == bool(row.computed and self.limits["slot"])
+        assert bool(row.read_state_slot) == bool(row.computed and self.limits["slot"])
         tenant.length = row.computed
-        if row.read_slot:
-            self.state[tenant.state] = self.state[row.read_slot]
-            self.text[tenant.state] = list(self.text[row.read_slot])
+        if row.read_state_slot:
+            self.state[tenant.state] = self.state[row.read_state_slot]
+            self.text[tenant.state] = list(self.text[row.read_state_slot])
             assert len(self.text[tenant.state]) == row.computed, "the state of another position"
             if not self.limits["page"]:  # a model without attention layers: the context is all in the state
                 self.kv |= {self.place(tenant, i): token for i, token in enumerate(self.text[tenant.state])}
@@ -338,9 +338,11 @@ class MockDrafter(Drafter):
     def waits(self, request: DraftRequest) -> bool:
         return (len(request.output) + request.pending) // 5 % 2 == 0
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
         assert {request.arrival for request in requests} <= self.begun
-        return [Draft(self.drafts(request, min(n, self.width))) for request, n in zip(requests, most, strict=True)]
+        return [
+            Draft(self.drafts(request, min(n, self.width))) for request, n in zip(requests, max_drafts, strict=True)
+        ]
 
     def drafts(self, request: DraftRequest, most: int) -> list[int]:
         assert not request.pending, "drafts follow a token that the host knows"

@@ -24,17 +24,17 @@ class FirstFollowers(Drafter):
         self.followers.pop(request.arrival, None)
         self.known.pop(request.arrival, None)
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
-        return [Draft(self._chain(request, n)) for request, n in zip(requests, most, strict=True)]
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
+        return [Draft(self._chain(request, n)) for request, n in zip(requests, max_drafts, strict=True)]
 
-    def _chain(self, request: DraftRequest, most: int) -> list[int]:
+    def _chain(self, request: DraftRequest, max_drafts: int) -> list[int]:
         followers, known = self.followers[request.arrival], num_tokens(request)
         new = tokens_between(request, self.known[request.arrival] - 1, known)
         for before, token in pairwise(new):
             followers.setdefault(before, token)
         self.known[request.arrival] = known
         chain = new[-1:]
-        while len(chain) <= most and chain[-1] in followers:
+        while len(chain) <= max_drafts and chain[-1] in followers:
             chain.append(followers[chain[-1]])
         return chain[1:]
 

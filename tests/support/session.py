@@ -137,7 +137,7 @@ def spoil(pools: Pools) -> None:
             if tensor is not None:
                 tensor[1:] = torch.nan
     pools.req_to_token.req_to_token[1:] = -(2**30)
-    pools.req_to_token.req_to_mamba_slot[1:] = -(2**30)
+    pools.req_to_token.req_to_state_slot[1:] = -(2**30)
 
 
 def budget(path: Path, *, rows: int, pages: int, cache_slots: int = 0, **config: Any) -> int:

@@ -167,7 +167,7 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     yield "decode_inputs", plain, drafted
     buffers = DecodeBuffers(*int32(5, B))
     rows = {"req_pool_indices": ROWS, "seq_lens": ROWS, "num_real": 2, "tokens_per_row": 1}
-    pools = {"req_to_mamba_slot": int32(SLOTS), "ring_start": int32(SLOTS), "ring_length": int32(SLOTS)}
+    pools = {"req_to_state_slot": int32(SLOTS), "ring_start": int32(SLOTS), "ring_length": int32(SLOTS)}
     yield "fill_decode_metadata", {"out": buffers} | rows | pools, {}
 
 

@@ -167,9 +167,9 @@ class Scripted(Drafter):
     script: Script
     trees: bool = False
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
         drafts = []
-        for request, n in zip(requests, most, strict=True):
+        for request, n in zip(requests, max_drafts, strict=True):
             done = len(request.output)
             coming = self.futures[request.seed][done : done + n]
             chain = self.script(coming, request)
@@ -205,8 +205,8 @@ class AtRandom(Drafter):
     vocab: int
     state: int = 0
 
-    def propose(self, requests: Sequence[DraftRequest], most: Sequence[int]) -> list[Draft]:
-        return [Draft([self._next() for _ in range(n)]) for n in most]
+    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
+        return [Draft([self._next() for _ in range(n)]) for n in max_drafts]
 
     def _next(self) -> int:
         self.state = derive_seed(self.state, 0)

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 
 from hybridrt import LLM, SamplingParams
-from hybridrt.distributed.channel_local import QueueChannel
 from hybridrt.distributed.conv_transfer import Section
 from hybridrt.runtime.state_arena import ImageLayout
 from hybridrt.transfer.decode import DecodeWorker
 from hybridrt.transfer.prefill import PrefillWorker
 from hybridrt.transfer.reader import ImageReader
 from hybridrt.transfer.side import WorkerSide
-from hybridrt.transfer.transport import InProcessTransport
+from tests.support.in_process import InProcessTransport, QueueChannel
 from tests.support.samples import Samples
 
 SMALL: dict[str, Any] = dict(

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridrt.distributed.channel_local import QueueChannel
 from hybridrt.errors import PeerGoneError, TransferError
 from hybridrt.transfer.decode import DecodeWorker
 from hybridrt.transfer.handshake import Handshake
+from hybridrt.transfer.messages import Order
 from hybridrt.transfer.prefill import PrefillWorker
-from hybridrt.transfer.reader import Order
 from hybridrt.transfer.side import WorkerSide
 from tests.support.engine_harness import Rig
+from tests.support.in_process import QueueChannel, decode_hello, prefill_hello
 from tests.support.mock_executor import mix
 from tests.support.transfer_pair import Images
 
@@ -24,7 +24,7 @@ class Lagging:
     def __init__(self) -> None:
         self.rig = Rig(late=2, overlap=True, chunk=4)
         layout = Images((), (), 0, 0, 0, None, torch.uint8, torch.uint8, 1)
-        ours = Handshake(1, "", "", "", "", "", 0, 0, "", 0, 1)
+        ours = Handshake(1, "", "", "", "", "", 0, 0, "", 0)
         self.side = WorkerSide(self.rig.engine, ours, layout, torch.zeros(100, dtype=torch.uint8))
         self.here, self.there = QueueChannel.pair()
 
@@ -55,9 +55,9 @@ class Immediate:
 
 def test_numbers_of_ranks_that_do_not_fit_are_refused() -> None:
     lagging = Lagging()
-    worker = DecodeWorker(replace(lagging.side, handshake=replace(lagging.side.handshake, tp_size=2)), [Immediate()])
+    worker = DecodeWorker(replace(lagging.side, layout=replace(lagging.side.layout, tp_size=2)), [Immediate()])
     here, there = QueueChannel.pair()
-    there.send(replace(lagging.side.handshake, tp_size=3).to_message() | {"ranks": [""] * 3})
+    there.send(prefill_hello(lagging.side.handshake, [""] * 3))
     with pytest.raises(TransferError, match="3 prefill ranks cannot feed 2"):
         worker.connect(here)
     with pytest.raises(PeerGoneError):
@@ -67,7 +67,7 @@ def test_numbers_of_ranks_that_do_not_fit_are_refused() -> None:
 def test_an_image_is_not_given_away_while_a_step_may_still_read_it() -> None:
     decode = Lagging()
     worker = DecodeWorker(decode.side, [Immediate()])
-    decode.there.send(decode.side.handshake.to_message() | {"ranks": [""]})
+    decode.there.send(prefill_hello(decode.side.handshake, [""]))
     worker.connect(decode.here)
     decode.rig.executor.arena[0] = [1, 2], mix(mix(0, 1), 2)
     request_id = decode.rig.add([1, 2, 3], max_tokens=9)
@@ -85,7 +85,7 @@ def test_an_image_is_not_given_away_while_a_step_may_still_write_it() -> None:
     prefill = Lagging()
     worker = PrefillWorker(prefill.side, [])
     worker.attach(prefill.here)
-    prefill.there.send(prefill.side.handshake.to_message())
+    prefill.there.send(decode_hello(prefill.side.handshake))
     prefill.there.send({"type": "prefill", "key": "x", "tokens": [1, 2, 3, 4, 5, 6]})
     worker.step()
     assert prefill.rig.executor.unread and worker.regions.num_used

@@ -11,14 +11,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridrt.distributed.channel import Message
-from hybridrt.distributed.channel_local import QueueChannel
+from hybridrt.distributed.channel_codec import pack, unpack
 from hybridrt.errors import AuthenticationError, ConfigError, MessageError, PeerGoneError, TransferError
 from hybridrt.transfer import messages, prefill, workers
 from hybridrt.transfer.decode import DecodeWorker
 from hybridrt.transfer.keys import VARIABLE, find_key
 from hybridrt.transfer.reader import ImageReader
-from hybridrt.transfer.transport import InProcessTransport
+from tests.support.in_process import InProcessTransport, QueueChannel, Raw, decode_hello, prefill_hello
 from tests.support.tiny import write_tiny
 from tests.support.transfer_pair import Decoder, Prefiller, alone, build, greedy, run
 
@@ -48,7 +47,7 @@ def intruder(prefiller: Prefiller, agreed: bool = True) -> QueueChannel:
     prefiller.worker.attach(ours)
     theirs.receive()
     if agreed:
-        theirs.send(prefiller.side.handshake.to_message())
+        theirs.send(decode_hello(prefiller.side.handshake))
     return theirs
 
 
@@ -66,7 +65,7 @@ def is_closed(channel: QueueChannel) -> bool:
         return True
 
 
-BAD: list[Message] = [
+BAD: list[Raw] = [
     {}, {"type": None}, {"type": ["prefill"]}, {"type": "hello"}, {"type": "unknown"}, {"type": "ready", "key": "x"},
     {"type": "prefill"}, {"type": "prefill", "key": 1, "tokens": [1]}, {"type": "prefill", "key": "x"},
     {"type": "prefill", "key": "x", "tokens": "some text"}, {"type": "prefill", "key": "x", "tokens": None},
@@ -80,16 +79,14 @@ BAD: list[Message] = [
 
 @pytest.mark.parametrize("agreed", [True, False])
 @pytest.mark.parametrize("message", BAD)
-def test_a_malformed_message_ends_its_own_connection_alone(
-    agreed: bool, message: Message, prefiller: Prefiller
-) -> None:
+def test_a_malformed_message_ends_its_own_connection_alone(agreed: bool, message: Raw, prefiller: Prefiller) -> None:
     other, bad = intruder(prefiller), intruder(prefiller, agreed)
     other.send({"type": "prefill", "key": "x", "tokens": PROMPTS[0]})
     prefiller.step()
     bad.send(message)
     settle(prefiller)
     assert is_closed(bad)
-    assert [answer["type"] for answer in other.receive()] == ["ready"]
+    assert [answer["type"] for answer in other.heard()] == ["ready"]
     other.close()
     settle(prefiller)
     prefiller.assert_empty()
@@ -98,7 +95,7 @@ def test_a_malformed_message_ends_its_own_connection_alone(
 @pytest.mark.parametrize("data", [b"", b"{}", b"null", b"\xc0", b"\xc1", b"\x91" * 5000, b"GET / HTTP/1.1"])
 def test_bytes_that_are_no_message_end_their_own_connection_alone(data: bytes, prefiller: Prefiller) -> None:
     bad = intruder(prefiller)
-    bad._outgoing.append(data)
+    bad.send(data)
     settle(prefiller)
     assert is_closed(bad)
     prefiller.assert_empty()
@@ -110,7 +107,7 @@ def test_a_prompt_of_text_reaches_no_neighbours_image(prefiller: Prefiller) -> N
     first.send({"type": "prefill", "key": "x", "tokens": "a b"})
     second.send({"type": "prefill", "key": "x", "tokens": PROMPTS[1]})
     settle(prefiller)
-    (ready,) = second.receive()
+    (ready,) = second.heard()
     image = prefiller.side.arena[ready["offset"] :][: prefiller.side.layout.image_bytes(40)].clone()
     first = intruder(prefiller)
     for key, tokens in {
@@ -122,7 +119,7 @@ def test_a_prompt_of_text_reaches_no_neighbours_image(prefiller: Prefiller) -> N
     }.items():
         first.send({"type": "prefill", "key": key, "tokens": tokens})
     settle(prefiller)
-    assert [answer["type"] for answer in first.receive()] == ["failed"] * 5
+    assert [answer["type"] for answer in first.heard()] == ["failed"] * 5
     assert torch.equal(prefiller.side.arena[ready["offset"] :][: len(image)], image)
     for channel in (first, second):
         channel.close()
@@ -144,7 +141,7 @@ def test_a_key_that_is_in_use_ends_its_connection_and_leaks_nothing(steps: int, 
 
 
 def test_a_connection_may_have_so_many_prompts_under_way(prefiller: Prefiller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "MOST_JOBS", 3)
+    monkeypatch.setattr(prefill, "MAX_JOBS", 3)
     channel = intruder(prefiller)
     for i in range(4):
         channel.send({"type": "prefill", "key": str(i), "tokens": PROMPTS[0]})
@@ -154,7 +151,7 @@ def test_a_connection_may_have_so_many_prompts_under_way(prefiller: Prefiller, m
 
 
 def test_so_many_decode_workers_are_served(prefiller: Prefiller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "MOST_PEERS", 2)
+    monkeypatch.setattr(prefill, "MAX_PEERS", 2)
     channels = [intruder(prefiller, False) for _ in range(2)]
     ours, theirs = QueueChannel.pair()
     prefiller.worker.attach(ours)
@@ -192,7 +189,7 @@ KEYS = st.sampled_from(["x", "y", "request-0-1", "request-1-2"]) | st.text(max_s
 TOKENS = st.lists(st.integers(-2, 140), max_size=80)
 
 
-def fuzzed(kinds: list[str]) -> st.SearchStrategy[Message]:
+def fuzzed(kinds: list[str]) -> st.SearchStrategy[Raw]:
     """Messages that are right, nearly right, or anything."""
     right = st.one_of(
         st.fixed_dictionaries({"type": st.just("prefill"), "key": KEYS, "tokens": TOKENS}),
@@ -211,18 +208,16 @@ SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=[Healt
 @SETTINGS
 @given(sent=st.lists(fuzzed(["done", "prefill", "hello"]) | st.binary(max_size=30), max_size=8), agreed=st.booleans())
 def test_whatever_a_connection_sends_the_prefill_worker_serves_the_others(
-    sent: list[Message | bytes], agreed: bool, prefiller: Prefiller
+    sent: list[Raw | bytes], agreed: bool, prefiller: Prefiller
 ) -> None:
     other, bad = intruder(prefiller), intruder(prefiller, agreed)
     other.send({"type": "prefill", "key": "x", "tokens": PROMPTS[0]})
     for message in sent:
-        if isinstance(message, bytes):
-            bad._outgoing.append(message)
-        elif bad._alive[0]:
+        if bad._alive[0]:
             bad.send(message)
         prefiller.step()
     settle(prefiller)
-    assert [answer["type"] for answer in other.receive()] == ["ready"]
+    assert [answer["type"] for answer in other.heard()] == ["ready"]
     for channel in (bad, other):
         channel.close()
     settle(prefiller)
@@ -238,19 +233,18 @@ def decode_llm(model: Path) -> Iterator[Any]:
 @SETTINGS
 @given(sent=st.lists(fuzzed(["ready", "failed", "hello"]) | st.binary(max_size=30), min_size=1, max_size=6))
 def test_whatever_a_prefill_worker_sends_the_prompt_is_computed(
-    sent: list[Message | bytes], decode_llm: Any, expected: list[list[int]]
+    sent: list[Raw | bytes], decode_llm: Any, expected: list[list[int]]
 ) -> None:
     decode = Decoder(decode_llm, {"theirs": torch.zeros(1 << 17, dtype=torch.uint8)}, timeout=60.0)
     ours, theirs = QueueChannel.pair()
-    theirs.send(decode.side.handshake.to_message() | {"ranks": ["theirs"]})
+    theirs.send(prefill_hello(decode.side.handshake, ["theirs"]))
     decode.worker.connect(ours)
     request_id = decode.engine.add_request(PROMPTS[1], greedy())
     decode.step()
     (key,) = decode.worker._attempts
     for message in sent:
-        if isinstance(message, bytes):
-            theirs._outgoing.append(message)
-        elif theirs._alive[0] and message != {"type": "ready", "key": key, "offset": message.get("offset")}:
+        right = isinstance(message, dict) and message == {"type": "ready", "key": key, "offset": message.get("offset")}
+        if theirs._alive[0] and not right:
             theirs.send(message)
         decode.step()
     theirs.close()
@@ -262,8 +256,10 @@ def test_whatever_a_prefill_worker_sends_the_prompt_is_computed(
 
 def test_a_hello_of_another_kind_is_refused(decode_llm: Any) -> None:
     decode = Decoder(decode_llm, {"theirs": torch.zeros(9, dtype=torch.uint8)})
-    hello = decode.side.handshake.to_message()
-    for message in (*BAD, hello, hello | {"ranks": [1]}, hello | {"ranks": []}, hello | {"ranks": ["theirs"] * 2}):
+    hello = decode_hello(decode.side.handshake)
+    bad = [prefill_hello(decode.side.handshake, ranks) for ranks in ([1], [], ["theirs"] * 1025)]
+    spoilt = [hello | {"type": "prefillhello", "ranks": ["theirs"], "handshake": h} for h in (None, {"version": True})]
+    for message in (*BAD, hello, *bad, *spoilt):
         ours, theirs = QueueChannel.pair()
         theirs.send(message)
         with pytest.raises(MessageError):
@@ -271,7 +267,7 @@ def test_a_hello_of_another_kind_is_refused(decode_llm: Any) -> None:
         assert is_closed(theirs)
     assert decode.worker.counters().workers == 0
     ours, theirs = QueueChannel.pair()
-    theirs.send(hello | {"ranks": ["nobody"]})
+    theirs.send(prefill_hello(decode.side.handshake, ["nobody"]))
     with pytest.raises(TransferError, match="no arena"):
         decode.worker.connect(ours)
     decode.step()
@@ -366,4 +362,6 @@ def test_ucx_stays_on_the_loopback_device_where_the_workers_do(monkeypatch: pyte
 
 
 def test_every_message_that_workers_send_passes_its_schema() -> None:
-    assert messages.kind_of({"type": "failed", "key": "x", "error": messages.shortened("e" * 9999)}, messages.TO_DECODE)
+    for text in ("e" * 9999, "\udc80"):
+        failed = messages.Failed("x", messages.shortened(text))
+        assert unpack(pack(failed), messages.ToDecode) == failed

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridrt.errors import PeerGoneError
-from hybridrt.transfer.transport import InProcessTransport
+from tests.support.in_process import InProcessTransport
 from tests.support.tiny import write_tiny
 from tests.support.transfer_pair import Decoder, Prefiller, alone, build, greedy, run
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hybridrt import LLM, SpeculativeConfig
-from hybridrt.distributed.channel_local import QueueChannel
 from hybridrt.errors import ConfigError, HandshakeError, TransferError
 from hybridrt.runtime.step import StateCopy, StepPlan
 from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, nemotron, qwen
+from tests.support.in_process import QueueChannel, decode_hello
 from tests.support.levels import sweep
 from tests.support.tiny import write_tiny
 from tests.support.transfer_pair import Decoder, Prefiller, alone, build, greedy, run
@@ -279,7 +279,7 @@ def test_workers_that_differ_refuse_each_other(field: str, change: dict[str, Any
 
 def test_a_prefill_worker_obeys_nobody_who_has_not_shaken_hands(pair: tuple[Prefiller, Decoder]) -> None:
     prefill, decode = pair
-    hello = replace(decode.side.handshake, page_size=64).to_message()
+    hello = decode_hello(replace(decode.side.handshake, page_size=64))
     for messages in (
         [{"type": "prefill", "key": "x", "tokens": [1, 2]}],
         [hello, {"type": "prefill", "key": "x", "tokens": [1, 2]}],

@@ -1,0 +1,141 @@
+"""The samples that an engine has not finished: what each gains, and how it ends."""
+
+import time
+from collections.abc import Sequence
+
+from hybridrt.engine.outputs import EngineCounters, FinishReason
+from hybridrt.engine.request import Request
+from hybridrt.engine.scheduler import ScheduledStep, Scheduler
+from hybridrt.errors import EngineError
+from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.runtime.step import StepResult, TokenLogprobs
+
+
+class Samples:
+    """Unfinished samples by request id. A sample that ends leaves the scheduler, and its reader learns of it.
+
+    Attributes:
+        totals: counts what samples gain and how they end.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.totals = EngineCounters()
+        self._scheduler = scheduler
+        self._samples: dict[str, list[Request]] = {}
+        self._elsewhere: set[str] = set()  # requests whose prompts are computed elsewhere
+
+    def __bool__(self) -> bool:
+        return bool(self._samples)
+
+    def of(self, request_id: str) -> list[Request]:
+        """The unfinished samples of a request; empty if it is not known."""
+        return self._samples.get(request_id, [])
+
+    def all(self) -> list[Request]:
+        return [request for samples in self._samples.values() for request in samples]
+
+    def waits(self, request_id: str) -> bool:
+        """The request is known and not queued yet."""
+        return request_id in self._elsewhere
+
+    def any_queued(self) -> bool:
+        """The scheduler has a request."""
+        return len(self._samples) > len(self._elsewhere)
+
+    def add(self, request_id: str, samples: list[Request]) -> None:
+        self._samples[request_id] = samples
+        self._elsewhere.add(request_id)
+
+    def queue(self, request_id: str, arrived: PrefixMatch | None) -> None:
+        """Gives a request to the scheduler. `arrived`: what of its prompt was computed elsewhere."""
+        self._elsewhere.remove(request_id)
+        for request in self._samples[request_id]:
+            request.arrived = arrived
+            self._scheduler.add(request)
+
+    def take(self, step: ScheduledStep, result: StepResult) -> None:
+        """Gives each sample what a step has gained for it."""
+        gains = iter(zip(result.tokens, result.logprobs, strict=True))
+        gained = []
+        for request, most in step.rows:
+            tokens, logprobs = next(gains) if most else ((), None)
+            gained.append(len(tokens))
+            if tokens and request.finish_reason is None:
+                self._accept(request, tokens, logprobs, most > 1)
+            if -1 in tokens:  # also where the request has ended: the state behind them is not finite
+                request.broken = True
+        self._scheduler.complete(step, gained)
+
+    def fail_step(self, step: ScheduledStep, cause: BaseException) -> None:
+        """Ends the samples of a step that has failed."""
+        for request, _ in step.rows:
+            request.broken = True
+            if request.finish_reason is None:
+                self.fail(request, cause)
+        self._scheduler.complete(step, [0] * len(step.rows))
+
+    def fail(self, request: Request, cause: BaseException) -> None:
+        error = EngineError(f"request {request.request_id!r} failed: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        self._finish(request, "abort", error)
+
+    def abort(self, request: Request) -> None:
+        try:
+            self._finish(request, "abort")
+        except Exception as e:  # its text cannot be made; it ends with that error
+            self.fail(request, e)
+
+    def clear(self) -> None:
+        """Ends all samples with an error, after a change that was broken off. The scheduler has forgotten them."""
+        for request in self.all():
+            if request.finish_reason is None:
+                error = EngineError(f"request {request.request_id!r} failed: an exception broke a step off")
+                request.end("abort", error)
+                self.totals.count_end("abort", error)
+            _notify(request)
+        self._samples.clear()
+        self._elsewhere.clear()
+
+    def _accept(
+        self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, verified: bool
+    ) -> None:
+        """Gives a sample what a step has gained for it, and ends it with its last token."""
+        metrics, totals, known = request.metrics, self.totals, len(request.output)
+        if metrics.first_token_time is None:
+            metrics.first_token_time = time.monotonic()
+        metrics.target_steps += 1
+        totals.target_steps += 1
+        if verified:
+            for counters in (metrics, totals):
+                counters.accepted += len(tokens) - 1
+                counters.verify_steps += 1
+        try:
+            reason = request.append(tokens, logprobs)
+            if reason is not None:
+                self._finish(request, reason)
+            elif request.stream:
+                if request.detokenizer is not None:
+                    request.read_text()
+                _notify(request)
+        except Exception as e:
+            self.fail(request, e)
+        totals.output_tokens += len(request.output) - known
+
+    def _finish(self, request: Request, reason: FinishReason, error: EngineError | None = None) -> None:
+        request_id = request.request_id
+        request.end(reason, error)
+        self.totals.count_end(reason, error)
+        if request_id not in self._elsewhere:
+            self._scheduler.remove(request)
+        _notify(request)
+        self._samples[request_id].remove(request)
+        if not self._samples[request_id]:
+            del self._samples[request_id]
+            self._elsewhere.discard(request_id)
+
+
+def _notify(request: Request) -> None:
+    """Tells the request's reader, if there still is one, that a delta can be taken."""
+    queue = request.queue() if request.queue is not None else None
+    if queue is not None:
+        queue.put(request)

@@ -1,0 +1,23 @@
+"""Whether numbers on a device lie in range. On a CPU they are always looked at, elsewhere with HYBRIDRT_DEBUG=1."""
+
+import os
+
+import torch
+
+from hybridrt.errors import HybridrtError, PoolError
+
+# HYBRIDRT_DEBUG=1: what lies on the device is checked, too, which waits for the device.
+DEBUG = os.environ.get("HYBRIDRT_DEBUG") == "1"
+
+
+def may_look(device: torch.device) -> bool:
+    """Whether values on a device may be looked at: on a CPU that waits for nothing."""
+    return DEBUG or device.type == "cpu"
+
+
+def check_range(name: str, values: torch.Tensor, end: int, error: type[HybridrtError] = PoolError) -> None:
+    """Raises `error` unless all values are in [0, end), or may not be looked at."""
+    if values.numel() and may_look(values.device):
+        least, most = (int(x) for x in torch.aminmax(values))
+        if least < 0 or most >= end:
+            raise error(f"{name} holds {least if least < 0 else most}; valid are 0 to {end - 1}")
