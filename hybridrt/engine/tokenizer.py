@@ -30,8 +30,8 @@ class Tokenizer(Protocol):
         """Token ids of text that holds its special tokens already: nothing is put before it."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens left out; U+FFFD stands for bytes that are no character (yet)."""
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of the ids; U+FFFD stands for bytes that are no character (yet)."""
         ...
 
 
@@ -97,12 +97,12 @@ class HFTokenizer:
                 f"the model's tokenizer fails ({type(e).__name__}: {e}); repair its files, or pass token ids instead"
             ) from e
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if self._plain:
-            text: str = self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=True)
+            text: str = self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
             return text
         # Cleaning up spaces would change text that has already been streamed.
-        return self.hf.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.hf.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, most_tokens: int, *, bare: bool = False) -> list[int]:

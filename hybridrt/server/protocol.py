@@ -40,6 +40,10 @@ class Sampling(Body):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
     seed: int | None = None
     n: int | None = None
     stream: bool | None = False

@@ -28,8 +28,9 @@ class ByteTokenizer:
 
     encode_bare = encode
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(t for t in token_ids if t < 256).decode(errors="replace")
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        special = "" if skip_special_tokens else "".join(f"<{t}>" for t in token_ids if t >= 256)
+        return bytes(t for t in token_ids if t < 256).decode(errors="replace") + special
 
 
 class Rig:
