@@ -22,6 +22,9 @@ from hybridrt.server.warm_up import warm_up
 
 log = logging.getLogger("hybridrt.server")
 KEEP_ALIVE_SECONDS = 30
+# How long the engine's thread waits at most until the event loop lets the interpreter go, or the other way round. With
+# Python's 5 ms the time between tokens of 128 streams had a p99 of 31 ms instead of 17 (benchmarks/bench_http.py).
+SWITCH_SECONDS = 0.0002
 
 
 class Server(uvicorn.Server):
@@ -139,6 +142,7 @@ def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it says of starting and ending is said here, too
     _write_bare_lines()
+    sys.setswitchinterval(SWITCH_SECONDS)
     with llm, AsyncLLM(llm, max_waiting=config.max_waiting) as served:
         service = Service(served, config)
         Server(make_app(service, Metrics(served, service.names[0])), service).run(sockets=[listener])

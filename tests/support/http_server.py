@@ -1,6 +1,5 @@
 """A server in a thread of the tests' process, on a port of its own."""
 
-import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -89,7 +88,7 @@ def serving(llm: LLM, **settings: Any) -> Iterator[Served]:
             ready.set()
 
         server.startup = noting  # type: ignore[method-assign]
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
+        thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         try:
             assert ready.wait(WAIT), "it does not start"
