@@ -3,8 +3,8 @@
     python -m benchmarks.bench_http                                        a double of a device, on any machine
     python -m benchmarks.bench_http --model benchmarks/configs/falcon-h1-7b   a model with random weights, on a GPU
 
-Both run the same closed loop of requests, and a Poisson process at 80% of the engine's rate. The client is a process of its
-own. The double waits as a device would, `--step-ms` a step, and its host does the work of a real step.
+Both run the same closed loop of requests, and a Poisson process at 80% of the engine's rate. The client is a process of
+its own. The double waits as a device would, `--step-ms` a step, and its host does the work of a real step.
 """
 
 import argparse

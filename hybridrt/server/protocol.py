@@ -56,7 +56,7 @@ class Sampling(Body):
 class CompletionRequest(Sampling):
     """/v1/completions"""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: str | TokenIds | list[str | TokenIds]
     echo: bool | None = False
     logprobs: int | None = None
     best_of: int | None = None
