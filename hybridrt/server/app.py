@@ -116,13 +116,13 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
 
 def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    @app.get("/health", response_class=Response)
+    @app.api_route("/health", methods=["GET", "HEAD"], response_class=Response)
     async def health() -> Response:
         """200 while the engine works."""
         problem = service.problem()
         return Response() if problem is None else error_response(APIError(503, problem, code="unhealthy"))
 
-    @app.get("/ready", response_class=Response)
+    @app.api_route("/ready", methods=["GET", "HEAD"], response_class=Response)
     async def ready() -> Response:
         """200 while requests are wanted: the model is warm, and the server is not shutting down."""
         problem = service.problem() if service.ready else "not ready: starting, or shutting down"
@@ -146,7 +146,7 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
         names = [body.request_id, f"cmpl-{body.request_id}", f"chatcmpl-{body.request_id}"]
         return {"aborted": any([service.llm.abort(name) for name in names])}
 
-    @app.get("/metrics", response_class=Response)
+    @app.api_route("/metrics", methods=["GET", "HEAD"], response_class=Response)
     async def show_metrics() -> Response:
         """For Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)

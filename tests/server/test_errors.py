@@ -75,7 +75,7 @@ def test_a_field_that_is_wrong_is_named(
         ({"prompt": [[]]}, None, "the prompt is empty"),
         ({"prompt": None}, "prompt", ""),
         ({"prompt": {"prompt": "x"}}, "prompt", ""),
-        ({"prompt": [1, "a"]}, "prompt.1", ""),
+        ({"prompt": [1, "a"]}, "prompt.0", ""),
         ({"prompt": [10**6]}, None, "outside the vocabulary"),
         ({"prompt": [5] * 300}, None, "the prompt has 300 tokens"),
         ({"prompt": "x" * 10**6}, None, "the prompt has 1000000 characters"),
