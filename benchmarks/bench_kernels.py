@@ -22,6 +22,7 @@ from hybridrt.config import ModelConfig
 from hybridrt.errors import HybridrtError
 from hybridrt.hf_config import read_model_config
 from hybridrt.kernels import providers
+from tests.support.flat import flat
 
 LAUNCHES, REPEATS = 16, 7
 SLOW_REFERENCES = ("torch",)  # written to be read: no measure of what a library can do
@@ -84,7 +85,7 @@ def callables(case: Case, device: str) -> Iterator[tuple[str, Callable[[Args], o
         unusable = name not in providers._IMPLEMENTATIONS[case.op] or providers.objection(case.op, device, name)
         if not unusable and (name not in SLOW_REFERENCES or device == "cpu"):
             function = providers.select(case.op, device, name)
-            yield name, lambda args, function=function: function(**args)
+            yield name, lambda args, function=function: flat(function, **args)
     yield from case.baselines.items()
     if case.plain is not None:
         yield "plain pass", case.plain

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,17 +13,16 @@ from benchmarks.common import gdn_of, mamba1_of, mamba2_of
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.kernels.activation import relu2, silu_and_mul
-from hybridrt.kernels.chunk_plan import plan_chunks
-from hybridrt.kernels.gated_delta_rule import gdn_gates
-from hybridrt.kernels.gdn_decode import split_qkv
-from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.rms_norm import add_rms_norm
 from hybridrt.kernels.skinny_linear import MAX_TOKENS, Activation
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import ColumnLinear, RowLinear
+from hybridrt.layers.weights import Build
 from hybridrt.models.registry import model_class
+from tests.support import kernel_cases as kernels
+from tests.support.kernel_cases import DecodeRows, Prompts
 
 STATE_DTYPES = (torch.bfloat16, torch.float32)
 ROTATED_BYTES = 1 << 28  # an operation's tensors differ until this much has gone by: several times any cache
@@ -83,9 +83,7 @@ def prefill_op(op: str) -> Callable[[Cases], Cases]:
 
 def linears(config: ModelConfig) -> dict[tuple[int, int, bool, Activation | None], str]:
     """(rows, columns, behind a norm, activation) of the model's weights and the name of the first that has them."""
-    model = model_class(config.architecture)(
-        config, tp=TPGroup(), dtype=torch.bfloat16, device=torch.device("meta"), max_len=1
-    )
+    model = model_class(config.architecture)(config, Build(TPGroup(), torch.bfloat16, torch.device("meta")), max_len=1)
     activations: dict[str, Activation] = {"gate_up": "silu_and_mul", "up": "relu2"}
     found: dict[tuple[int, int, bool, Activation | None], str] = {}
     for module in model.modules():
@@ -176,57 +174,30 @@ def attention_extend(config: ModelConfig, load: Load, device: str) -> Iterator[C
     yield Case("attention_extend", heads, make, flops=4 * seen * a.num_heads * a.head_dim)
 
 
-def mamba2_heads(config: ModelConfig, device: str) -> Args:
-    heads = mamba2_of(config).num_heads
-    return {
-        "A": -torch.linspace(1.0, 16.0, heads, device=device), "D": torch.ones(heads, device=device),
-        "dt_bias": torch.linspace(-6.9, -2.3, heads, device=device), "dt_limit": mamba2_of(config).dt_limit,
-    }  # fmt: skip
+def rows_of(shape: StateShape, load: Load, dtype: torch.dtype) -> DecodeRows:
+    """A decode step of as many rows as the load has, each with its own slot and ring."""
+    sizes = {"batch": load.rows, "padding": 0, "num_slots": load.rows, "num_rows": load.rows}
+    return DecodeRows(shape, 1, **sizes, state_dtype=dtype, position=load.context)
 
 
-def states(shape: StateShape, load: Load, device: str, dtype: torch.dtype) -> Args:
-    """A state pool and each row's slot."""
-    slots = torch.randperm(load.rows, dtype=torch.int32, device=device).add_(1)
-    pool = normal(device, load.rows + 1, *shape.temporal, dtype=dtype)
-    return {"states": pool, "read_slots": slots, "write_slots": slots}
-
-
-def mamba2_tokens(config: ModelConfig, device: str, *lead: int) -> Args:
-    """x, dt, B, C and z [*lead, ...] as slices of one projection."""
-    shape = state_shape(mamba2_of(config))
-    heads, dim, _ = shape.temporal
-    widths = [heads * dim, shape.conv_dim, heads]
-    z, xBC, dt = normal(device, *lead, sum(widths)).split(widths, -1)
-    x, B, C = split_conv_channels(xBC, (1, *shape.temporal))
-    return {"x": x, "dt": dt, "B": B, "C": C, "z": z.unflatten(-1, (heads, dim))}
+def prompts_of(shape: StateShape, chunk: int, load: Load) -> Prompts:
+    """New prompts of equal length."""
+    return Prompts(shape, chunk, [load.tokens] * load.rows, [0] * load.rows, num_slots=load.rows, spare=0)
 
 
 @decode_op("selective_state_update")
 def selective_state_update(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
     if "mamba2" not in config.linear:
         return
-    shape, heads = state_shape(mamba2_of(config)), mamba2_heads(config, device)
+    shape = state_shape(mamba2_of(config))
     for dtype in STATE_DTYPES:
 
         def make(dtype: torch.dtype = dtype) -> Args:
-            return states(shape, load, device, dtype) | mamba2_tokens(config, device, load.rows, 1) | heads
+            with torch.device(device):
+                return kernels.selective_state_update(config, rows_of(shape, load, dtype), "classic").args
 
         moved = 2 * load.rows * shape.temporal_numel * dtype.itemsize
         yield Case("selective_state_update", f"{_sizes(shape)} {str(dtype)[6:]}", make, moved)
-
-
-def mamba1_tokens(config: ModelConfig, device: str, *lead: int) -> Args:
-    """x and z [*lead, I] as halves of one projection, B and C as slices of another; and what belongs to channels."""
-    channels, columns = state_shape(mamba1_of(config)).temporal
-    x, z = normal(device, *lead, 2 * channels).chunk(2, -1)
-    _, B, C = normal(device, *lead, mamba1_of(config).dt_rank + 2 * columns).split(
-        [mamba1_of(config).dt_rank, columns, columns], -1
-    )
-    return {
-        "x": x, "z": z, "dt": normal(device, *lead, channels), "B": B, "C": C, "D": torch.ones(channels, device=device),
-        "A": -torch.arange(1.0, columns + 1, device=device).repeat(channels, 1),
-        "dt_bias": torch.linspace(-6.9, -2.3, channels, device=device),
-    }  # fmt: skip
 
 
 @decode_op("mamba1_update")
@@ -237,7 +208,8 @@ def mamba1_update(config: ModelConfig, load: Load, device: str) -> Iterator[Case
     for dtype in STATE_DTYPES:
 
         def make(dtype: torch.dtype = dtype) -> Args:
-            return states(shape, load, device, dtype) | mamba1_tokens(config, device, load.rows, 1)
+            with torch.device(device):
+                return kernels.mamba1_update(config, rows_of(shape, load, dtype), "classic").args
 
         moved = 2 * load.rows * shape.temporal_numel * dtype.itemsize + 4 * shape.temporal_numel
         yield Case("mamba1_update", f"{_sizes(shape)} {str(dtype)[6:]}", make, moved)
@@ -251,26 +223,21 @@ def gdn_recurrent(config: ModelConfig, load: Load, device: str) -> Iterator[Case
     for dtype in STATE_DTYPES:
 
         def make(dtype: torch.dtype = dtype) -> Args:
-            return states(shape, load, device, dtype) | gdn_tokens(shape, device, load.rows, 1)
+            with torch.device(device):
+                return kernels.gdn_recurrent(rows_of(shape, load, dtype), "classic").args
 
         moved = 2 * load.rows * shape.temporal_numel * dtype.itemsize
         yield Case("recurrent_gated_delta_rule", f"{_sizes(shape)} {str(dtype)[6:]}", make, moved)
 
 
-def gdn_tokens(shape: StateShape, device: str, *lead: int) -> Args:
-    heads = shape.temporal[0]
-    qkv, a, b = normal(device, *lead, shape.conv_dim + 2 * heads).split([shape.conv_dim, heads, heads], -1)
-    q, k, v = split_qkv(qkv, torch.empty(1, *shape.temporal, device="meta"))
-    A_log, dt_bias = torch.full((heads,), -4.0, device=device), torch.zeros(heads, device=device)
-    g, beta = gdn_gates.reference(a, b, A_log, dt_bias)
-    return {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-
-
 @decode_op("mixer_decode")
 def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
     """Conv, gates and state of a recurrent layer in one operation, in both state modes."""
-    tokens_of = {"mamba2": mamba2_decode_tokens, "gdn": gdn_decode_tokens}
-    for kind in (kind for kind in config.linear if kind in tokens_of):
+    made: dict[str, Callable[[DecodeRows, str], kernels.Case]] = {
+        "mamba2": partial(kernels.mamba2_decode, config),
+        "gdn": kernels.gdn_decode,
+    }
+    for kind in (kind for kind in config.linear if kind in made):
         shape = state_shape(config.linear[kind])
         heads, values, keys = shape.temporal
         ring = heads * values * 2 + shape.groups * keys * 2 + heads * 4
@@ -279,9 +246,8 @@ def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]
         for mode, dtype in ((mode, dtype) for mode in ("classic", "replay") for dtype in STATE_DTYPES):
 
             def make(kind: str = kind, shape: StateShape = shape, mode: str = mode, dtype: Any = dtype) -> Args:
-                args = states(shape, load, device, dtype) | conv_state(shape, load, device)
-                args |= tokens_of[kind](config, load, device)
-                return args | (ring_state(shape, load, device) if mode == "replay" else {})
+                with torch.device(device):
+                    return made[kind](rows_of(shape, load, dtype), mode).args
 
             state = shape.temporal_numel * dtype.itemsize
             moved = load.rows * (around + (2 * state if mode == "classic" else state + ring * RING / 2))
@@ -289,56 +255,8 @@ def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]
             yield Case(f"{kind}_decode", name, make, moved, plain=plain if mode == "classic" else None)
 
 
-def mamba2_decode_tokens(config: ModelConfig, load: Load, device: str) -> Args:
-    shape = state_shape(mamba2_of(config))
-    heads, dim, _ = shape.temporal
-    widths = [heads * dim, shape.conv_dim, heads]
-    z, xBC, dt = normal(device, load.rows, 1, sum(widths)).split(widths, -1)
-    return {"xBC": xBC, "dt": dt, "z": z.unflatten(-1, (heads, dim))} | mamba2_heads(config, device)
-
-
-def gdn_decode_tokens(config: ModelConfig, load: Load, device: str) -> Args:
-    shape = state_shape(gdn_of(config))
-    heads = shape.temporal[0]
-    qkv, a, b = normal(device, load.rows, 1, shape.conv_dim + 2 * heads).split([shape.conv_dim, heads, heads], -1)
-    gates = {"A_log": torch.full((heads,), -4.0, device=device), "dt_bias": torch.zeros(heads, device=device)}
-    return {"qkv": qkv, "a": a, "b": b} | gates
-
-
-def conv_state(shape: StateShape, load: Load, device: str) -> Args:
-    return {
-        "conv": normal(device, load.rows + 1, shape.conv_dim, shape.conv_width(1)), "bias": None,
-        "weight": normal(device, shape.conv_dim, shape.conv_kernel, scale=0.5),
-        "start_positions": int32(device, [load.context] * load.rows),
-    }  # fmt: skip
-
-
-def ring_state(shape: StateShape, load: Load, device: str) -> Args:
-    """Rings of every length; gates of both kinds stay near what slow decays give."""
-    heads, values, keys = shape.temporal
-    sign = 1.0 if shape.kind == "mamba2" else -1.0
-    return {
-        "values": normal(device, load.rows + 1, heads, RING, values, scale=0.2),
-        "keys": normal(device, load.rows + 1, shape.groups, RING, keys, scale=0.2),
-        "gates": torch.full((load.rows + 1, heads, RING), 0.01 * sign, device=device),
-        "start": int32(device, [i % RING for i in range(load.rows)]),
-        "length": int32(device, [i % (RING - 1) for i in range(load.rows)]),
-        "rows": int32(device, range(1, load.rows + 1)),
-    }  # fmt: skip
-
-
 def _sizes(shape: StateShape) -> str:
     return "x".join(map(str, shape.temporal))
-
-
-def prompts(shape: StateShape, chunk: int, load: Load, device: str) -> Args:
-    """A float32 state pool and `load.rows` new prompts of equal length."""
-    starts = [i * load.tokens for i in range(load.rows + 1)]
-    return states(shape, load, device, torch.float32) | {
-        "has_initial_state": torch.zeros(load.rows, dtype=torch.bool, device=device),
-        "query_start_loc": int32(device, starts),
-        "plan": plan_chunks([0] * load.rows, [load.tokens] * load.rows, chunk, device),
-    }
 
 
 @prefill_op("mamba2_chunk_scan")
@@ -351,8 +269,8 @@ def mamba2_chunk_scan(config: ModelConfig, load: Load, device: str) -> Iterator[
     heads, dim, columns = shape.temporal
 
     def make() -> Args:
-        tokens = mamba2_tokens(config, device, total)
-        return prompts(shape, chunk, load, device) | tokens | mamba2_heads(config, device)
+        with torch.device(device):
+            return kernels.mamba2_chunk_scan(config, prompts_of(shape, chunk, load)).args
 
     per_token = chunk * columns * shape.groups + chunk * dim * heads + 4 * dim * columns * heads
     yield Case("mamba2_chunk_scan", f"{_sizes(shape)}, {shape.groups} groups", make, flops=total * per_token)
@@ -366,7 +284,8 @@ def selective_scan(config: ModelConfig, load: Load, device: str) -> Iterator[Cas
     shape, total = state_shape(mamba1_of(config)), load.rows * load.tokens
 
     def make() -> Args:
-        return prompts(shape, mamba1_of(config).chunk_size, load, device) | mamba1_tokens(config, device, total)
+        with torch.device(device):
+            return kernels.selective_scan(config, prompts_of(shape, mamba1_of(config).chunk_size, load)).args
 
     yield Case("selective_scan", _sizes(shape), make, 8 * total * shape.temporal[0])
 
@@ -381,7 +300,8 @@ def chunk_gated_delta_rule(config: ModelConfig, load: Load, device: str) -> Iter
     heads, values, keys = shape.temporal
 
     def make() -> Args:
-        return prompts(shape, chunk, load, device) | gdn_tokens(shape, device, total)
+        with torch.device(device):
+            return kernels.chunk_gated_delta_rule(prompts_of(shape, chunk, load)).args
 
     per_token = heads * (chunk * (3 * keys + 2 * values) + 6 * keys * values)
     yield Case("chunk_gated_delta_rule", f"{_sizes(shape)}, {shape.groups} key heads", make, flops=total * per_token)
@@ -394,14 +314,8 @@ def causal_conv1d_varlen(config: ModelConfig, load: Load, device: str) -> Iterat
         shape = state_shape(linear)
 
         def make(shape: StateShape = shape) -> Args:
-            slots = int32(device, range(1, load.rows + 1))
-            return {
-                "x": normal(device, total, shape.conv_dim + 64)[:, : shape.conv_dim],
-                "weight": normal(device, shape.conv_dim, shape.conv_kernel), "bias": None,
-                "conv": normal(device, load.rows + 1, shape.conv_dim, shape.conv_width(1)),
-                "read_slots": slots, "write_slots": slots, "start_positions": torch.zeros_like(slots),
-                "query_start_loc": int32(device, [i * load.tokens for i in range(load.rows + 1)]),
-            }  # fmt: skip
+            with torch.device(device):
+                return kernels.causal_conv1d_varlen(prompts_of(shape, 64, load)).args
 
         yield Case("causal_conv1d_varlen", f"{shape.conv_dim} channels", make, 4 * total * shape.conv_dim)
 

@@ -7,6 +7,7 @@ import torch
 
 from hybridrt.errors import ConfigError, PoolError
 from hybridrt.kernels.causal_conv1d import conv_window
+from hybridrt.kernels.records import IntermediateStates
 from hybridrt.kernels.slots import write_columns
 from hybridrt.kernels.state_commit import commit_conv_window, commit_intermediate
 from hybridrt.kernels.state_ring import RingFolds, advance_ring, fold_ring
@@ -36,11 +37,6 @@ class LayerCache:
     ring_values: torch.Tensor | None = None
     ring_keys: torch.Tensor | None = None
     ring_gates: torch.Tensor | None = None
-
-    @property
-    def ring_inputs(self) -> dict[str, torch.Tensor]:
-        """The ring as decode operations take it; empty where the pool keeps none."""
-        return {} if self.ring_values is None else dict(zip(("values", "keys", "gates"), self.ring))
 
     @property
     def ring(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -277,11 +273,13 @@ class MambaPool:
         for cache in self._caches.values():
             assert cache.intermediate_ssm is not None, "one token a row is final in a pool without rings"
             if cache.temporal.numel():
-                commit_intermediate(cache.temporal, cache.intermediate_ssm, slots, rows, nodes)
+                stored = IntermediateStates(cache.intermediate_ssm, rows)
+                commit_intermediate(cache.temporal, stored, slots, nodes)
             # A chain's conv inputs are in the ring already.
             if ends is not None and cache.conv.numel():
                 assert cache.intermediate_conv_window is not None
-                commit_conv_window(cache.conv, cache.intermediate_conv_window, slots, rows, nodes, ends)
+                windows = IntermediateStates(cache.intermediate_conv_window, rows)
+                commit_conv_window(cache.conv, windows, slots, nodes, ends)
 
     def fold(self, rows: torch.Tensor) -> None:
         """Makes the ring entries of `rows` part of what their slots hold, and empties the rings."""
@@ -313,7 +311,7 @@ class MambaPool:
     def _fold(self, folds: RingFolds, write_slots: torch.Tensor | None = None) -> None:
         """One launch for all layers of equal shape."""
         for (_, cache), decay in zip(self.stacks, self.stack_decays(), strict=True):
-            fold_ring(cache.temporal, *cache.ring, decay, folds, write_slots=write_slots)
+            fold_ring(cache.temporal, *cache.ring, decay, folds, write_state_slots=write_slots)
 
     def _empty_rings(self, rows: torch.Tensor) -> None:
         self.ring_start.index_fill_(0, rows.long(), 0)

@@ -66,7 +66,7 @@ class Layer(nn.Module):
         self.kind, self.norm = kind, RMSNorm(f"norm{layer_id}", HIDDEN, 1e-5, device=build.device)
         if kind == "mamba2":
             self.into = nn.Linear(HIDDEN, sum(s.size for s in mamba2_segments(config, build.tp)), bias=False)
-            self.mixer = cls("m", config, layer_id, conv_bias=True, norm=None, build=build)
+            self.mixer = cls("m", config, layer_id, conv_bias=True, gated_norm=None, build=build)
             self.out = nn.Linear(self.mixer.width, HIDDEN, bias=False)
         elif kind == "gdn":
             self.mixer = cls("m", config, layer_id, HIDDEN, 1e-5, build=build)
@@ -209,7 +209,9 @@ def test_the_first_backend_plans_and_commits_for_all() -> None:
     mamba2, gdn = stack.backend.linear_attn_backends
     assert stack.last_batch.metadata.keys() == {mamba2}
     extends = mamba2.begin(stack.last_batch).extends
-    assert gdn.begin(stack.last_batch).extends is extends and extends[16].write_slots is extends[8].write_slots
+    assert (
+        gdn.begin(stack.last_batch).extends is extends and extends[16].write_state_slots is extends[8].write_state_slots
+    )
     assert [extends[backend.chunk_size].plan.chunk_size for backend in (mamba2, gdn)] == [16, 8]
     stack.decode(Row(1, 4, [4]))
     assert stack.mamba.ring_length[1] == 1, "once, not once a kind"

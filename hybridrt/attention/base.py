@@ -1,14 +1,17 @@
 """The interface of every attention and recurrent backend, as an embedding runtime programs against it."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hybridrt.config import AttentionSpec
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
+from hybridrt.kernels.records import Rope
 from hybridrt.kernels.rotary import qk_norm_rotary
 
 
@@ -244,23 +247,23 @@ class AttentionBackend(ABC):
         self.commit_decode(accepted, path)
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding of a layer's queries and keys, after an optional RMS norm of each head.
+class SegmentedAttnBackend(AttentionBackend):
+    """A softmax-attention backend that runs the decode and the extend segment of a batch each with its own method.
 
     Attributes:
-        cos_sin: [max_len, rot] float32 table (hybridrt.layers.rotary).
-        q_weight, k_weight: [head_dim] float32, None for no norm; eps belongs to it.
+        provider: whose kernels it runs, a name of hybridrt.kernels.providers; None for its own.
+        auto_decode, auto_prefill: types of device on which "auto" may choose it for this. Of several the first in
+            hybridrt.attention.registry is chosen.
     """
 
-    cos_sin: Tensor
-    q_weight: Tensor | None = None
-    k_weight: Tensor | None = None
-    eps: float = 0.0
+    provider: ClassVar[str | None] = None
+    auto_decode: ClassVar[tuple[str, ...]] = ()
+    auto_prefill: ClassVar[tuple[str, ...]] = ()
 
-
-class SegmentedAttnBackend(AttentionBackend):
-    """A softmax-attention backend that runs the decode and the extend segment of a batch each with its own method."""
+    @classmethod
+    def objection(cls, device: torch.device, specs: Collection[AttentionSpec]) -> str | None:
+        """Why it cannot serve attention layers of these specs on a device; None if it can."""
+        return None
 
     def run(  # type: ignore[override]  # these keywords alone
         self,
@@ -274,7 +277,7 @@ class SegmentedAttnBackend(AttentionBackend):
         """Attention of one layer over all rows of the batch.
 
         Args:
-            layer: layer_id, scale and head counts.
+            layer: the layer that calls: its `layer_id` and `spec` (AttentionSpec).
             rope: how to rotate q and k first; None if they are rotated, or the model rotates nothing.
             out: [T, heads * head_dim], where the result may be left; what is returned counts.
         Returns:
@@ -284,7 +287,7 @@ class SegmentedAttnBackend(AttentionBackend):
         assert q is not None
         split, total = batch.num_decode_tokens, q.shape[0]
         if total == 0:
-            return q.new_empty(0, layer.num_heads * layer.head_dim)
+            return q.new_empty(0, layer.spec.num_heads * layer.spec.v_head_dim)
         if save and k is not None and v is not None:
             if rope is None:
                 self.save_kv(k, v, layer, batch)
@@ -306,9 +309,9 @@ class SegmentedAttnBackend(AttentionBackend):
 
     @staticmethod
     def _rotate(q: Tensor, k: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> tuple[Tensor, Tensor]:
-        heads, kv_heads = (t.view(t.shape[0], t.shape[1] // layer.head_dim, layer.head_dim) for t in (q, k))
-        weights = (rope.q_weight, rope.k_weight, rope.eps)
-        heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope.cos_sin, *weights)
+        dim = layer.spec.head_dim
+        heads, kv_heads = (t.view(t.shape[0], t.shape[1] // dim, dim) for t in (q, k))
+        heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope)
         return heads.flatten(1), kv_heads.flatten(1)
 
     @abstractmethod

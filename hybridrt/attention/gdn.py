@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
+from hybridrt.attention.linear import Inputs, MambaAttnBackendBase, conv_weights
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
 from hybridrt.kernels.gdn_decode import gdn_decode
+from hybridrt.kernels.records import DeltaInputs, GateWeights
 
 
 class GDNAttnBackend(MambaAttnBackendBase):
@@ -20,37 +21,32 @@ class GDNAttnBackend(MambaAttnBackendBase):
     kind = "gdn"
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        cache, buf = self.layer_cache(layer.layer_id), segment.buffers
+        cache = self.layer_cache(layer.layer_id)
         qkv, a, b = (segment.by_row(inputs[name]) for name in ("mixed_qkv", "a", "b"))
-        if segment.parents is not None:
-            return self._verify_tree(layer, qkv, a, b, segment)
-        out = gdn_decode(
-            qkv, a, b, weight=layer.conv_weight, bias=None, A_log=layer.A_log, dt_bias=layer.dt_bias, conv=cache.conv,
-            states=cache.temporal, read_slots=buf.slots, write_slots=buf.slots, start_positions=buf.start_positions,
-            start=buf.ring_start, length=buf.ring_length, rows=segment.rows,
-            intermediate_states=segment.stored(cache), **cache.ring_inputs,
-        )  # fmt: skip
-        return out.flatten(0, 1).flatten(1)
-
-    def _verify_tree(
-        self, layer: Any, qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segment: DecodeSegment
-    ) -> torch.Tensor:
-        """Draft trees follow parent pointers, which the fused kernel does not."""
-        cache, slots = self.layer_cache(layer.layer_id), segment.buffers.slots
-        q, k, v = layer.split_heads(causal_conv1d_update(qkv, **self.conv_rows(layer, segment)))
-        g, beta = gdn_gates(a, b, layer.A_log, layer.dt_bias)
-        out = recurrent_gated_delta_rule(
-            cache.temporal, q, k, v, g, beta, read_slots=slots, write_slots=slots,
-            intermediate_states=cache.intermediate_ssm, rows=segment.rows, parents=segment.parents,
-        )  # fmt: skip
+        if segment.parents is not None:  # the fused kernel does not follow parents
+            q, k, v = layer.split_heads(causal_conv1d_update(qkv, **self.conv_rows(layer, segment)))
+            tokens = DeltaInputs(q, k, v, *gdn_gates(a, b, _weights(layer)))
+            out = recurrent_gated_delta_rule(tokens, segment.state(cache), segment.intermediate(cache))
+        else:
+            out = gdn_decode(
+                qkv,
+                a,
+                b,
+                conv_weights=conv_weights(layer),
+                weights=_weights(layer),
+                conv_state=segment.conv_state(cache),
+                state=segment.state(cache),
+                ring=segment.ring(cache),
+                intermediate=segment.intermediate(cache),
+            )
         return out.flatten(0, 1).flatten(1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
         q, k, v = layer.split_heads(causal_conv1d_varlen(inputs["mixed_qkv"], **self.conv_chunks(layer, segment)))
-        g, beta = gdn_gates(inputs["a"], inputs["b"], layer.A_log, layer.dt_bias)
-        out = chunk_gated_delta_rule(
-            q, k, v, g, beta, states=self.layer_cache(layer.layer_id).temporal, read_slots=segment.read_slots,
-            write_slots=segment.write_slots, has_initial_state=segment.has_initial_states,
-            query_start_loc=segment.query_start_loc, plan=segment.plan,
-        )  # fmt: skip
-        return out.flatten(1)
+        tokens = DeltaInputs(q, k, v, *gdn_gates(inputs["a"], inputs["b"], _weights(layer)))
+        state = segment.state(self.layer_cache(layer.layer_id))
+        return chunk_gated_delta_rule(tokens, state, segment.prompts).flatten(1)
+
+
+def _weights(layer: Any) -> GateWeights:
+    return GateWeights(layer.A_log, layer.dt_bias)

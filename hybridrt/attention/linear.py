@@ -21,6 +21,7 @@ from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, GraphView
 from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
+from hybridrt.kernels.records import ConvWeights
 from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -32,6 +33,11 @@ UNCOMMITTED = (
     "a decode step before this one was not committed, so its tokens are not part of the state: call commit after its "
     "last layer, or drop_step if it is given up"
 )
+
+
+def conv_weights(layer: Any) -> ConvWeights:
+    """A mixer's conv, as the operations take it."""
+    return ConvWeights(layer.conv_weight, layer.conv_bias)
 
 
 class MambaAttnBackendBase(AttentionBackend):
@@ -116,21 +122,17 @@ class MambaAttnBackendBase(AttentionBackend):
 
     def conv_rows(self, layer: Any, segment: DecodeSegment) -> dict[str, Any]:
         """`causal_conv1d_update` of a mixer's decode rows: all that it takes but the inputs."""
-        cache, buf = self.layer_cache(layer.layer_id), segment.buffers
+        cache = self.layer_cache(layer.layer_id)
         return {
-            "weight": layer.conv_weight, "bias": layer.conv_bias, "conv": cache.conv, "read_slots": buf.slots,
-            "write_slots": buf.slots, "start_positions": buf.start_positions, "rows": segment.rows,
-            "parents": segment.parents,
-            "windows": None if segment.parents is None else cache.intermediate_conv_window,
-        }  # fmt: skip
+            "weights": conv_weights(layer),
+            "state": segment.conv_state(cache),
+            "intermediate": segment.conv_windows(cache),
+        }
 
     def conv_chunks(self, layer: Any, segment: ExtendSegment) -> dict[str, Any]:
         """`causal_conv1d_varlen` of a mixer's prompt chunks: all that it takes but the inputs."""
-        return {
-            "weight": layer.conv_weight, "bias": layer.conv_bias, "conv": self.layer_cache(layer.layer_id).conv,
-            "read_slots": segment.read_slots, "write_slots": segment.write_slots,
-            "query_start_loc": segment.query_start_loc, "start_positions": segment.start_positions,
-        }  # fmt: skip
+        state = segment.conv_state(self.layer_cache(layer.layer_id))
+        return {"weights": conv_weights(layer), "state": state, "query_start_loc": segment.query_start_loc}
 
     @staticmethod
     def ring_decay(layer: Any) -> Tensor | None:
@@ -286,4 +288,4 @@ class MambaAttnBackendBase(AttentionBackend):
         buf = decode.buffers
         accepted = buf.accepted if accepted is None else accepted
         n = len(accepted)
-        self.mamba_pool.commit(decode.rows[:n], buf.slots[:n], accepted, buf.start_positions[:n], path)
+        self.mamba_pool.commit(decode.rows[:n], buf.state_slots[:n], accepted, buf.start_positions[:n], path)

@@ -4,9 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridrt.attention.base import Rope, SegmentedAttnBackend
+from hybridrt.attention.base import SegmentedAttnBackend
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView
+from hybridrt.kernels.records import Rope
 
 _SPECULATIVE = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 

@@ -15,14 +15,10 @@ class PrefixSumAttnBackend(MambaAttnBackendBase):
     kind = "prefix_sum"
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        cache, slots = self.layer_cache(layer.layer_id), segment.buffers.slots
-        sums = prefix_sum_update(
-            segment.by_row(inputs["x"]), cache.temporal, slots, slots, intermediate_states=segment.stored(cache),
-            rows=segment.rows, parents=segment.parents,
-        )  # fmt: skip
-        return sums.flatten(0, 1)
+        cache = self.layer_cache(layer.layer_id)
+        x = segment.by_row(inputs["x"])
+        return prefix_sum_update(x, segment.state(cache), segment.intermediate(cache)).flatten(0, 1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
-        states = self.layer_cache(layer.layer_id).temporal
-        slots = segment.read_slots, segment.write_slots
-        return prefix_sum_varlen(inputs["x"], states, *slots, segment.query_start_loc)
+        state = segment.state(self.layer_cache(layer.layer_id))
+        return prefix_sum_varlen(inputs["x"], state, segment.query_start_loc)

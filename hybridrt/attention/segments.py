@@ -7,6 +7,7 @@ import torch
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.decode_metadata import DecodeBuffers
+from hybridrt.kernels.records import ConvState, IntermediateStates, Prompts, StateRing, StateSlots
 from hybridrt.mem_cache.mamba_pool import LayerCache
 
 
@@ -27,22 +28,55 @@ class DecodeSegment:
         """[n * tokens_per_row, ...] as [n, tokens_per_row, ...]."""
         return t.view(self.rows.shape[0], self.tokens_per_row, *t.shape[1:])
 
-    def stored(self, cache: LayerCache) -> torch.Tensor | None:
+    def state(self, cache: LayerCache) -> StateSlots:
+        """A layer's recurrent states, read and written at the same slots."""
+        return StateSlots(cache.temporal, self.buffers.state_slots, self.buffers.state_slots)
+
+    def conv_state(self, cache: LayerCache) -> ConvState:
+        slots = self.buffers.state_slots
+        return ConvState(cache.conv, slots, slots, self.buffers.start_positions)
+
+    def ring(self, cache: LayerCache) -> StateRing | None:
+        """A layer's state ring; None of a pool that keeps none."""
+        if cache.ring_values is None:
+            return None
+        return StateRing(*cache.ring, self.rows, self.buffers.ring_start, self.buffers.ring_length)
+
+    def intermediate(self, cache: LayerCache) -> IntermediateStates | None:
         """Where the state after each token goes. One token is final at once: only a verify step may have to go back."""
-        return cache.intermediate_ssm if self.tokens_per_row > 1 else None
+        if self.tokens_per_row == 1 or cache.intermediate_ssm is None:
+            return None
+        return IntermediateStates(cache.intermediate_ssm, self.rows, self.parents)
+
+    def conv_windows(self, cache: LayerCache) -> IntermediateStates | None:
+        """Where the conv inputs up to each node of a tree go. Those of a chain roll back by position."""
+        if self.parents is None:
+            return None
+        assert cache.intermediate_conv_window is not None, "a pool for trees has them"
+        return IntermediateStates(cache.intermediate_conv_window, self.rows, self.parents)
 
 
 @dataclass(frozen=True)
 class ExtendSegment:
     """Prompt chunks of n rows, packed. query_start_loc counts from the segment's first token. A row starts from the
-    state in its `read_slots` entry and leaves its own in `write_slots`; -1 marks padding rows."""
+    state in its `read_state_slots` entry and leaves its own in `write_state_slots`; -1 marks padding rows."""
 
-    read_slots: torch.Tensor
-    write_slots: torch.Tensor
+    read_state_slots: torch.Tensor
+    write_state_slots: torch.Tensor
     query_start_loc: torch.Tensor
     start_positions: torch.Tensor
     has_initial_states: torch.Tensor
     plan: ChunkPlan
+
+    def state(self, cache: LayerCache) -> StateSlots:
+        return StateSlots(cache.temporal, self.read_state_slots, self.write_state_slots)
+
+    def conv_state(self, cache: LayerCache) -> ConvState:
+        return ConvState(cache.conv, self.read_state_slots, self.write_state_slots, self.start_positions)
+
+    @property
+    def prompts(self) -> Prompts:
+        return Prompts(self.query_start_loc, self.has_initial_states, self.plan)
 
 
 @dataclass

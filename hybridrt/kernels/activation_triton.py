@@ -34,16 +34,9 @@ def _relu2_kernel(x_ptr, out_ptr, x_sr, INNER: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _sigmoid_mul_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    gate_ptr,
-    out_ptr,
-    x_sr,
-    gate_sr,
-    INNER: tl.constexpr,
-    ONE_GATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, gate_ptr, out_ptr, x_sr, gate_sr,
+    INNER: tl.constexpr, ONE_GATE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < INNER

@@ -4,10 +4,10 @@ The conv state of a request is a ring: the raw input of absolute position p stan
 conv[slot], Wc a power of two >= K - 1 + T for steps of T tokens. A step of T tokens is rolled back by position
 alone: the columns that a rejected token wrote are overwritten before anything reads them.
 
-Slots are int32 [B]; a row whose slots are -1 is padding: its output is zero and it touches no state.
+The arguments are records of `records.py`.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,37 +15,23 @@ from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.records import Activation, ConvState, ConvWeights, IntermediateStates
 from hybridrt.kernels.slots import live_tokens, pad_mask, read_columns, write_columns, write_rows
 
-Activation = Literal["silu"] | None
 
-
-def _check_varlen(x: Tensor, weight: Tensor, bias: Tensor | None, conv: Tensor, *_: Any, **__: Any) -> None:
-    check_ring(conv, weight.shape[1], 1)
+def _check_varlen(x: Tensor, weights: ConvWeights, state: ConvState, *_: Any, **__: Any) -> None:
+    check_ring(state.conv, weights.weight.shape[1], 1)
 
 
 @operation(by("triton"), by("sgl_kernel", priority=5), check=_check_varlen)
-def causal_conv1d_varlen(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    query_start_loc: Tensor,
-    start_positions: Tensor,
-    *,
-    activation: Activation = "silu",
-) -> Tensor:
+def causal_conv1d_varlen(x: Tensor, weights: ConvWeights, state: ConvState, query_start_loc: Tensor) -> Tensor:
     """Convolves the tokens of several requests, packed along one axis.
 
     Args:
         x: [T, C] raw inputs; row b holds x[query_start_loc[b]:query_start_loc[b+1]].
-        weight: [C, K]; bias: [C] or None.
-        conv: [S+1, C, Wc] rings. Taps before the chunk come from `read_slots` (zero before position 0); afterwards
-            the ring of `write_slots` holds the K - 1 raw inputs that end the row.
+        state: inputs before the chunk count as zero before position 0. Afterwards the rings that are written hold the
+            K - 1 raw inputs that end each row.
         query_start_loc: [B+1] int32. Tokens past its last entry get zeros.
-        start_positions: [B] int32, absolute position of each row's first token.
 
     Returns:
         [T, C] in x's dtype.
@@ -54,6 +40,8 @@ def causal_conv1d_varlen(
         ConfigError: the ring is too narrow for K taps, or Wc is not a power of two.
     """
     # Shifted sums over all tokens, then the first K - 1 of each row anew
+    weight, bias, activation = weights
+    conv, read_slots, write_slots, start_positions = state
     num_tokens, taps = x.shape[0], weight.shape[1]
     if num_tokens == 0:
         return torch.empty_like(x)
@@ -61,7 +49,7 @@ def causal_conv1d_varlen(
     window = _window(conv, read_slots, start_positions, taps)
     offsets = torch.arange(taps - 1, device=x.device)
 
-    # One spare row at the end takes what the short rows do not have.
+    # A row shorter than K - 1 tokens writes its missing outputs to one spare row at the end.
     out = torch.empty(num_tokens + 1, x.shape[1], device=x.device)
     _shifted_sum(x.float(), weight, bias, out[:-1])
     head = first + offsets
@@ -77,38 +65,23 @@ def causal_conv1d_varlen(
 
 
 def _check_update(
-    x: Tensor, weight: Tensor, bias: Tensor | None, conv: Tensor, *_: Any, parents: Tensor | None = None, **__: Any
+    x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> None:
-    check_ring(conv, weight.shape[1], x.shape[1] if parents is None else 1)
+    tree = intermediate is not None and intermediate.parents is not None
+    check_ring(state.conv, weights.weight.shape[1], 1 if tree else x.shape[1])
 
 
 @operation(by("triton"), by("sgl_kernel", priority=5), check=_check_update)
 def causal_conv1d_update(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    start_positions: Tensor,
-    *,
-    activation: Activation = "silu",
-    parents: Tensor | None = None,
-    windows: Tensor | None = None,
-    rows: Tensor | None = None,
+    x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> Tensor:
     """Convolves T new tokens of each row: decode (T = 1), verify of a chain or of a tree (T > 1).
 
-    A chain (`parents` None) writes its T raw inputs to the ring. In a tree the taps follow the ancestors and the
-    ring is left alone.
+    A chain writes its T raw inputs to the ring. In a tree the taps follow the ancestors, and the ring is left alone.
 
     Args:
         x: [B, T, C] raw inputs, token t at position start_positions + t (tree: + depth of node t).
-        weight, bias, conv, read_slots, write_slots: as in `causal_conv1d_varlen`.
-        start_positions: [B] int32, position of token 0.
-        parents: [B, T] int32, parent node (< t) of each node, -1 for the committed token before the root.
-        windows: [R+1, T, C, K-1]; windows[rows[b], t] gets the K - 1 raw inputs that end at token t, oldest first.
-        rows: [B] int32, rows of `windows`.
+        intermediate: where the window of each token is stored, and the tree.
 
     Returns:
         [B, T, C] in x's dtype.
@@ -116,6 +89,9 @@ def causal_conv1d_update(
     Raises:
         ConfigError: the ring is too narrow for K taps and T tokens, or Wc is not a power of two.
     """
+    weight, bias, activation = weights
+    conv, read_slots, write_slots, start_positions = state
+    windows, rows, parents = intermediate or (None, None, None)
     num_tokens, taps = x.shape[1], weight.shape[1]
     history = torch.cat([_window(conv, read_slots, start_positions, taps), x], dim=1)
     if parents is None:

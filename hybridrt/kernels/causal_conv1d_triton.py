@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.causal_conv1d import Activation
 from hybridrt.kernels.mamba2_common_triton import silu, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
+from hybridrt.kernels.records import ConvState, ConvWeights, IntermediateStates
 
 
 @triton.jit(do_not_specialize=["batch", "num_tokens"])
@@ -160,19 +160,10 @@ def _update_kernel(  # type: ignore[no-untyped-def]
             tl.store(write_ring + (p & (WC - 1)), old, mask=mask)
 
 
-def causal_conv1d_varlen_triton(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    query_start_loc: Tensor,
-    start_positions: Tensor,
-    *,
-    activation: Activation = "silu",
-) -> Tensor:
-    """Triton `causal_conv1d_varlen`: one launch, no lengths needed on the host."""
+def causal_conv1d_varlen_triton(x: Tensor, weights: ConvWeights, state: ConvState, query_start_loc: Tensor) -> Tensor:
+    """`causal_conv1d_varlen` in one launch, which needs no lengths on the host."""
+    weight, bias, activation = weights
+    conv, read_slots, write_slots, start_positions = state
     (num_tokens, channels), batch = x.shape, len(read_slots)
     out = torch.empty((num_tokens, channels), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
@@ -191,20 +182,12 @@ def causal_conv1d_varlen_triton(
 
 
 def causal_conv1d_update_triton(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    start_positions: Tensor,
-    *,
-    activation: Activation = "silu",
-    parents: Tensor | None = None,
-    windows: Tensor | None = None,
-    rows: Tensor | None = None,
+    x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> Tensor:
-    """Triton `causal_conv1d_update`."""
+    """`causal_conv1d_update` in one launch."""
+    weight, bias, activation = weights
+    conv, read_slots, write_slots, start_positions = state
+    windows, rows, parents = intermediate or (None, None, None)
     batch, tokens, channels = x.shape
     out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
     if batch == 0:

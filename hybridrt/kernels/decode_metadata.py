@@ -13,13 +13,13 @@ class DecodeBuffers:
     """Per-row inputs of the recurrent decode kernels, [B] int32 each; prefix views of them serve a graph's bucket.
 
     Attributes:
-        slots: state slot, -1 for padding rows.
+        state_slots: -1 for padding rows.
         start_positions: position of the row's first new token.
         accepted: tokens that a plain decode step commits: 1, and 0 for padding rows.
         ring_start, ring_length: snapshot of the row's ring cursors at the head of the step.
     """
 
-    slots: Tensor
+    state_slots: Tensor
     start_positions: Tensor
     accepted: Tensor
     ring_start: Tensor
@@ -27,7 +27,7 @@ class DecodeBuffers:
 
     @property
     def device(self) -> torch.device:
-        return self.slots.device
+        return self.state_slots.device
 
     @classmethod
     def allocate(cls, rows: int, device: torch.device | str) -> "DecodeBuffers":
@@ -35,7 +35,7 @@ class DecodeBuffers:
 
     def prefix(self, rows: int) -> "DecodeBuffers":
         """Views of the first `rows` entries."""
-        fields = (self.slots, self.start_positions, self.accepted, self.ring_start, self.ring_length)
+        fields = (self.state_slots, self.start_positions, self.accepted, self.ring_start, self.ring_length)
         return DecodeBuffers(*(t[:rows] for t in fields))
 
 
@@ -56,12 +56,12 @@ def fill_decode_metadata(
         req_pool_indices, seq_lens: [B] int32; seq_lens counts the step's tokens.
         req_to_state_slot, ring_start, ring_length: [R + 1] int32.
     """
-    torch.index_select(req_to_state_slot, 0, req_pool_indices, out=out.slots)
+    torch.index_select(req_to_state_slot, 0, req_pool_indices, out=out.state_slots)
     torch.sub(seq_lens, tokens_per_row, out=out.start_positions)
     torch.index_select(ring_start, 0, req_pool_indices, out=out.ring_start)
     torch.index_select(ring_length, 0, req_pool_indices, out=out.ring_length)
     out.accepted.fill_(1)
-    if num_real < out.slots.shape[0]:
-        out.slots[num_real:] = -1
+    if num_real < out.state_slots.shape[0]:
+        out.state_slots[num_real:] = -1
         out.start_positions[num_real:] = 0
         out.accepted[num_real:] = 0

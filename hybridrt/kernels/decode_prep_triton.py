@@ -10,23 +10,10 @@ from hybridrt.kernels.pdl_triton import begin, pdl
 
 @triton.jit
 def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
-    input_ids,
-    positions,
-    out_cache_loc,
-    rows,
-    seq_lens,
-    new_pages,
-    drafts,
-    num_drafts,
-    last_tokens,
-    req_to_token,
-    table_stride,
-    TOKENS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    PAGE: tl.constexpr,
-    HAS_KV: tl.constexpr,
+    input_ids, positions, out_cache_loc, rows, seq_lens, new_pages, drafts, num_drafts, last_tokens, req_to_token,
+    table_stride, TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, HAS_KV: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     b = tl.program_id(0)
     begin(PDL)
     row = tl.load(rows + b).to(tl.int64)
@@ -83,21 +70,9 @@ def decode_inputs_triton(
 # Row counts change from step to step: specialising on them would compile in the middle of serving.
 @triton.jit(do_not_specialize=["num_rows", "num_real"])
 def _fill_decode_metadata_kernel(  # type: ignore[no-untyped-def]
-    slots,
-    start_positions,
-    accepted,
-    ring_start_out,
-    ring_length_out,
-    req_pool_indices,
-    seq_lens,
-    num_rows,
-    num_real,
-    tokens_per_row,
-    req_to_state_slot,
-    ring_start,
-    ring_length,
-    BLOCK: tl.constexpr,
-):
+    slots, start_positions, accepted, ring_start_out, ring_length_out, req_pool_indices, seq_lens,
+    num_rows, num_real, tokens_per_row, req_to_state_slot, ring_start, ring_length, BLOCK: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = b < num_rows
     real = b < num_real
@@ -121,8 +96,8 @@ def fill_decode_metadata_triton(
     ring_length: Tensor,
 ) -> None:
     """See hybridrt.kernels.decode_metadata.fill_decode_metadata."""
-    rows = out.slots.shape[0]
+    rows = out.state_slots.shape[0]
     _fill_decode_metadata_kernel[(triton.cdiv(rows, 128),)](
-        out.slots, out.start_positions, out.accepted, out.ring_start, out.ring_length, req_pool_indices, seq_lens,
+        out.state_slots, out.start_positions, out.accepted, out.ring_start, out.ring_length, req_pool_indices, seq_lens,
         rows, num_real, tokens_per_row, req_to_state_slot, ring_start, ring_length, BLOCK=128, num_warps=4,
     )  # fmt: skip

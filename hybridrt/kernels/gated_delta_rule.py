@@ -3,8 +3,8 @@
     S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    o_t = S_t q_t
 
 Shapes: T tokens, B rows, Hk key heads of dim K, Hv value heads of dim V; value head h uses key head h // (Hv // Hk).
-States are `[S+1, Hv, V, K]`. q and k are l2-normalised here, and q is scaled by K^-0.5. Slots are int32 `[B]`; a row
-whose slots are -1 is padding: zeros out, nothing touched.
+States are `[S+1, Hv, V, K]`. q and k are l2-normalised here, and q is scaled by K^-0.5. Arguments are records of
+`records.py`.
 """
 
 from dataclasses import dataclass
@@ -15,55 +15,31 @@ from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.operation import by, operation
-from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
+from hybridrt.kernels.records import DeltaInputs, GateWeights, IntermediateStates, Prompts, StateSlots
+from hybridrt.kernels.slots import initial_states, pad_mask, parent_states, read_rows, write_rows
 
 L2_NORM_EPS = 1e-6
 
-_STEP = "hybridrt.kernels.gdn_decode_triton:recurrent_gated_delta_rule_triton"
-_FLA = "hybridrt.kernels.libraries.fla:chunk_gated_delta_rule"
-
 
 @operation(by("triton"))
-def gdn_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def gdn_gates(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor, Tensor]:
     """g = -exp(A_log) softplus(a + dt_bias) (the log of the decay) and beta = sigmoid(b), float32.
 
-    a, b `[..., Hv]` any float dtype; A_log, dt_bias `[Hv]`. Returns (g, beta) of a's shape.
+    a, b `[..., Hv]` any float dtype. Returns (g, beta) of a's shape.
     """
+    A_log, dt_bias = weights
     return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), torch.sigmoid(b.float())
 
 
 @operation(by("triton"), by("fla", priority=5))
-def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    has_initial_state: Tensor,
-    query_start_loc: Tensor,
-    plan: ChunkPlan,
-) -> Tensor:
-    """Prefill of several requests packed along one axis.
-
-    Args:
-        q, k: `[T, Hk, K]`; v: `[T, Hv, V]`; g, beta: `[T, Hv]` float32 from `gdn_gates`.
-        states: `[S+1, Hv, V, K]`. Row b starts from states[read_slots[b]], or from zero where has_initial_state `[B]`
-            is False, and leaves its final state in states[write_slots[b]].
-        query_start_loc: `[B+1]` int32. Tokens past its last entry get zeros.
-        plan: the rows' chunks (`plan_chunks`).
-
-    Returns:
-        `[T, Hv, V]` in v's dtype.
-    """
+def chunk_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, prompts: Prompts) -> Tensor:
+    """Prefill of several requests, packed along one axis. Returns `[T, Hv, V]` in v's dtype."""
     # The WY form (Yang et al. 2024, section 3.3): within a chunk the corrected values solve a triangular system
+    (q, k, v, g, beta), (states, read_slots, write_slots) = inputs, state
+    _, has_initial_state, plan = prompts
     tokens = v.shape[0]
     index, valid = _chunk_tokens(plan, tokens)
-    initial = read_rows(states, read_slots).float()
-    initial = torch.where(has_initial_state.view(-1, 1, 1, 1), initial, 0.0)
+    initial = initial_states(states, read_slots, has_initial_state)
     scaled_q = l2_normalize(q) * q.shape[-1] ** -0.5
     chunks = _wy_chunks(*(_to_chunks(x, index, valid) for x in (scaled_q, l2_normalize(k), v, g, beta)))
     out, final = _scan_chunks(chunks, initial, plan)
@@ -76,32 +52,15 @@ def chunk_gated_delta_rule(
 
 @operation(by("triton", "hybridrt.kernels.gdn_decode_triton:recurrent_gated_delta_rule_triton"))
 def recurrent_gated_delta_rule(
-    states: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    intermediate_states: Tensor | None = None,
-    rows: Tensor | None = None,
-    parents: Tensor | None = None,
+    inputs: DeltaInputs, state: StateSlots, intermediate: IntermediateStates | None = None
 ) -> Tensor:
-    """T tokens per row, one after the other: decode (T = 1) and verification (T > 1).
+    """T tokens of each of B rows, one after the other: decode (T = 1) and verification (T > 1).
 
-    Args:
-        states: `[S+1, Hv, V, K]`; the state is rounded to its dtype after every token, as T single steps would.
-        q, k: `[B, T, Hk, K]`; v: `[B, T, Hv, V]`; g, beta: `[B, T, Hv]` float32.
-        intermediate_states: `[R+1, T, Hv, V, K]` or None. When given, states is left alone and the state after token t
-            is stored at [rows[b], t].
-        rows: `[B]`, with intermediate_states.
-        parents: `[B, T]` int32 or None for a chain: the node whose state token t starts from, -1 for the main state.
-
-    Returns:
-        `[B, T, Hv, V]` in v's dtype.
+    The state is rounded to its dtype after every token, as T single steps would. With `intermediate` the pool is left
+    alone and the state after each token stored. Returns `[B, T, Hv, V]` in v's dtype.
     """
+    (q, k, v, g, beta), (states, read_slots, write_slots) = inputs, state
+    stored, rows, parents = intermediate or (None, None, None)
     padding = pad_mask(read_slots, 4)
     main = read_rows(states, read_slots).float()
     heads_per_key = v.shape[2] // k.shape[2]
@@ -110,16 +69,16 @@ def recurrent_gated_delta_rule(
     pairs = pairs.repeat_interleave(heads_per_key, 2)
     decay, v, beta = g.float().exp()[..., None, None], v.float(), beta.float().unsqueeze(-1)
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    state = main
+    current = main
     for t in range(v.shape[1]):
-        if parents is not None and intermediate_states is not None and rows is not None:
-            state = _parent_states(main, intermediate_states, rows, parents[:, t])
-        out[:, t], state = _delta_rule_step(state, pairs[:, t], v[:, t], decay[:, t], beta[:, t])
-        if intermediate_states is not None and rows is not None:
-            write_rows(intermediate_states[:, t], torch.where(read_slots < 0, -1, rows), state)
-        state = state.to(states.dtype).float()
-    if intermediate_states is None:
-        write_rows(states, write_slots, state)
+        if parents is not None and stored is not None and rows is not None:
+            current = parent_states(main, stored, rows, parents[:, t])
+        out[:, t], current = _delta_rule_step(current, pairs[:, t], v[:, t], decay[:, t], beta[:, t])
+        if stored is not None and rows is not None:
+            write_rows(stored[:, t], torch.where(read_slots < 0, -1, rows), current)
+        current = current.to(states.dtype).float()
+    if stored is None:
+        write_rows(states, write_slots, current)
     return out.masked_fill_(padding, 0).to(q.dtype)
 
 
@@ -203,8 +162,3 @@ def _delta_rule_step(state: Tensor, pairs: Tensor, v: Tensor, decay: Tensor, bet
     value = (v - read_key).mul_(beta)
     out = read_query.addcmul(value, (key * query).sum(-1, keepdim=True))
     return out, state.mul_(decay).addcmul_(value.unsqueeze(-1), key.unsqueeze(-2))
-
-
-def _parent_states(main: Tensor, intermediate_states: Tensor, rows: Tensor, parents: Tensor) -> Tensor:
-    stored = intermediate_states[rows.clamp(min=0), parents.clamp(min=0)].float()
-    return torch.where(pad_mask(parents, 4), main, stored)

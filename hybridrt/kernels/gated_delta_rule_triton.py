@@ -1,6 +1,6 @@
 """Triton kernels of the gates, and of the chunked gated delta rule (Yang et al. 2024, section 3.3) in two launches.
 
-1. `_prepare_kernel`: what the tokens of a chunk owe to each other: the solved triangular system, scores and decays.
+1. `_prepare_kernel`: what depends on the tokens of one chunk alone: the solved triangular system, scores, decays.
 2. `_pass_kernel`: walks each row's chunks with a block of the state's columns on the chip; outputs come on the way.
 
 With G the running sum of g in a chunk, kappa_j = 1 / |k_j|, rho_i = K^-0.5 / |q_i|, and S the state before the chunk:
@@ -9,7 +9,8 @@ With G the running sum of g in a chunk, kappa_j = 1 / |k_j|, rho_i = K^-0.5 / |q
     out = exp(G) rho q S^T + P u,                    P_ij = rho_i kappa_j exp(G_i - G_j) q_i k_j for i >= j
     S <- exp(G_end) S + u^T exp(G_end - G) kappa k
 
-k, q and v stay as they came, all factors act on products: asynchronous copies take tiles from memory to tensor cores.
+k, q and v are not scaled; all factors are applied to products. So asynchronous copies can move tiles from memory to the
+tensor cores.
 """
 
 import torch
@@ -18,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
-from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
 from hybridrt.kernels.launch import dot_precision, multiprocessors
 from hybridrt.kernels.mamba2_common_triton import log_decay, strides
+from hybridrt.kernels.records import DeltaInputs, GateWeights, Prompts, StateSlots
 
 MAX_CHUNK = 64
 PREFETCH_BYTES = 213_000  # of chunks on the way to a program; the rest of its 227 KB holds operands
@@ -182,33 +183,22 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     tl.store(cells + write.to(tl.int64) * states_ss, state.to(states_ptr.dtype.element_ty), mask=inside)
 
 
-def gdn_gates_triton(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def gdn_gates_triton(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor, Tensor]:
     g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
     heads = a.shape[-1]
     a, b = a.reshape(-1, heads), b.reshape(-1, heads)
     if a.numel():
         _gates_kernel[(a.shape[0],)](
-            a, b, A_log, dt_bias, g, beta, a.stride(0), b.stride(0),
+            a, b, *weights, g, beta, a.stride(0), b.stride(0),
             HV=heads, BLOCK=triton.next_power_of_2(heads), num_warps=1,
         )  # fmt: skip
     return g, beta
 
 
-def chunk_gated_delta_rule_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    has_initial_state: Tensor,
-    query_start_loc: Tensor,
-    plan: ChunkPlan,
-) -> Tensor:
+def chunk_gated_delta_rule_triton(inputs: DeltaInputs, state: StateSlots, prompts: Prompts) -> Tensor:
     """`chunk_gated_delta_rule` in two launches. Raises ConfigError for chunks of more than 64 tokens."""
+    (q, k, v, g, beta), (states, read_slots, write_slots) = inputs, state
+    _, has_initial_state, plan = prompts
     if plan.chunk_size > MAX_CHUNK:
         raise ConfigError(
             f"chunks of {plan.chunk_size} tokens; the gated delta rule's kernels take {MAX_CHUNK} at most"

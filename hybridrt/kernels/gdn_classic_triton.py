@@ -5,8 +5,8 @@ A program advances a few tiles, [BLOCK_V, K] each, of one value head's state S. 
     u = beta (v - decay S k),    S' = decay S + u k^T,    S' q = decay S q + (k . q) u,
 
 so that a tile is read once and written once. Before its tiles a program computes the conv, the norms and the gates that
-they need; q and k it computes as the other programs of the key head do, and one of them writes what these leave in the
-conv ring. Time goes by while that runs, and other programs' tiles fill it.
+they need. All programs of a key head compute its q and k, and one of them writes their raw inputs to the conv ring.
+While a program computes these, the tiles of others keep the memory busy.
 """
 
 import torch
@@ -24,6 +24,7 @@ from hybridrt.kernels.mamba2_common_triton import (
     strides,
 )
 from hybridrt.kernels.pdl_triton import begin, pdl
+from hybridrt.kernels.records import ConvState, ConvWeights, GateWeights, StateSlots
 
 TILE_BYTES = 4096
 _EPS = tl.constexpr(L2_NORM_EPS)
@@ -111,18 +112,15 @@ def gdn_classic_triton(
     qkv: Tensor,
     a: Tensor,
     b: Tensor,
-    *,
-    weight: Tensor,
-    bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    conv: Tensor,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    start_positions: Tensor,
+    conv_weights: ConvWeights,
+    weights: GateWeights,
+    conv_state: ConvState,
+    state: StateSlots,
 ) -> Tensor:
     """`gdn_decode` of one token without a ring; arguments as there."""
+    weight, bias, _ = conv_weights
+    conv, read_slots, write_slots, start_positions = conv_state
+    states = state.states
     batch, _, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
     out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
@@ -130,7 +128,7 @@ def gdn_classic_triton(
         return out
     tile = classic_tile(batch, states)
     _classic_kernel[triton.cdiv(value_dim, tile["BLOCK_V"] * tile["TILES"]), value_heads, batch](
-        qkv, a, b, weight, bias, A_log, dt_bias, out, conv, states, read_slots, write_slots, start_positions,
+        qkv, a, b, weight, bias, *weights, out, conv, states, read_slots, write_slots, start_positions,
         strides(qkv), strides(a), strides(b), conv.stride(0), states.stride(0),
         HK=(channels - value_heads * value_dim) // (2 * key_dim), HV=value_heads, K=key_dim, V=value_dim,
         TAPS=weight.shape[1], WC=conv.shape[2], num_warps=4, maxnreg=64, **tile, **pdl(qkv.device),

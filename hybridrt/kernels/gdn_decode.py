@@ -2,9 +2,9 @@
 
 It reads the merged projection and ends at the input of the gated norm, in one of three state modes:
 
-- classic: the state is read and written each step (`values` and `intermediate_states` None);
-- replay: checkpoint and ring of `gdn_replay` (`values`, `keys`, `gates` given);
-- intermediate: the state is read only, and the state after each token stored (`intermediate_states` given).
+- classic: the state is read and written each step (no `ring`, no `intermediate`);
+- replay: the state is a checkpoint, and the inputs since stand in a `ring` (`gdn_replay.py`);
+- intermediate: the state is read only, and the state after each token stored (`intermediate`).
 
 Tokens of a row form a chain; draft trees go through `causal_conv1d_update` and `recurrent_gated_delta_rule`.
 """
@@ -13,17 +13,24 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update, check_ring
+from hybridrt.kernels.causal_conv1d import causal_conv1d_update
 from hybridrt.kernels.gated_delta_rule import gdn_gates, recurrent_gated_delta_rule
 from hybridrt.kernels.gdn_replay import gdn_replay
 from hybridrt.kernels.operation import by, operation
-from hybridrt.kernels.state_ring import check_ring_width
+from hybridrt.kernels.records import (
+    ConvState,
+    ConvWeights,
+    DeltaInputs,
+    GateWeights,
+    IntermediateStates,
+    StateRing,
+    StateSlots,
+)
+from hybridrt.kernels.state_ring import check_step
 
 
-def _check(qkv: Tensor, *_: Any, weight: Tensor, conv: Tensor, gates: Tensor | None = None, **__: Any) -> None:
-    check_ring(conv, weight.shape[1], qkv.shape[1])
-    if gates is not None:
-        check_ring_width(gates.shape[2], qkv.shape[1])
+def _check(qkv: Tensor, *_: Any, **named: Any) -> None:
+    check_step(qkv, **named)
 
 
 @operation(by("triton"), check=_check)
@@ -32,35 +39,19 @@ def gdn_decode(
     a: Tensor,
     b: Tensor,
     *,
-    weight: Tensor,
-    bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    conv: Tensor,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    start_positions: Tensor,
-    values: Tensor | None = None,
-    keys: Tensor | None = None,
-    gates: Tensor | None = None,
-    start: Tensor | None = None,
-    length: Tensor | None = None,
-    intermediate_states: Tensor | None = None,
-    rows: Tensor | None = None,
+    conv_weights: ConvWeights,
+    weights: GateWeights,
+    conv_state: ConvState,
+    state: StateSlots,
+    ring: StateRing | None = None,
+    intermediate: IntermediateStates | None = None,
 ) -> Tensor:
     """Advances each of B rows by T tokens.
 
     Args:
         qkv: `[B, T, C]` raw conv inputs: q (Hk*K), k (Hk*K), v (Hv*V) side by side; a, b: `[B, T, Hv]` raw gate inputs.
             Any row and token stride: they may be column slices of one projection.
-        weight: `[C, taps]`; bias: `[C]` or None; A_log, dt_bias: `[Hv]` float32.
-        conv: `[S+1, C, Wc]` rings; states: `[S+1, Hv, V, K]`.
-        read_slots, write_slots: `[B]` int32, -1 for padding (zeros, nothing touched); equal in replay mode.
-        start_positions: `[B]` int32, absolute position of each row's first token.
-        values, keys, gates, start, length: the state ring and its cursors `[B]`, as in `gdn_replay`.
-        intermediate_states: `[R+1, T, Hv, V, K]`, as in `recurrent_gated_delta_rule`.
-        rows: `[B]` int32, rows of the ring or of `intermediate_states`.
+        conv_state, state: of the same slots; those read and written are equal in replay mode.
 
     Returns:
         `[B, T, Hv, V]` in qkv's dtype.
@@ -69,18 +60,11 @@ def gdn_decode(
         ConfigError: the conv ring or the state ring is too narrow for T tokens.
     """
     # The separate operations one after the other
-    conved = causal_conv1d_update.reference(qkv, weight, bias, conv, read_slots, write_slots, start_positions)
-    q, k, v = split_qkv(conved, states)
-    g, beta = gdn_gates.reference(a, b, A_log, dt_bias)
-    if values is None:
-        return recurrent_gated_delta_rule.reference(
-            states, q, k, v, g, beta, read_slots=read_slots, write_slots=write_slots,
-            intermediate_states=intermediate_states, rows=rows,
-        )  # fmt: skip
-    assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
-    return gdn_replay(
-        states, values, keys, gates, q, k, v, g, beta, slots=read_slots, rows=rows, start=start, length=length
-    )
+    conved = causal_conv1d_update.reference(qkv, conv_weights, conv_state)
+    inputs = DeltaInputs(*split_qkv(conved, state.states), *gdn_gates.reference(a, b, weights))
+    if ring is None:
+        return recurrent_gated_delta_rule.reference(inputs, state, intermediate)
+    return gdn_replay(inputs, state, ring)
 
 
 def split_qkv(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Triton kernel of the recurrent gated delta rule, alone and as `gdn_decode` of several tokens without a state ring.
 
 A program keeps BLOCK_V rows of one value head's state, [BLOCK_V, K], in registers over the T tokens. The programs of a
-key head each compute its q and k; one of them writes what these leave in the rings, to columns that none of them reads.
+key head each compute its q and k. One of them writes their raw inputs to the rings, in columns that none of them reads.
 """
 
 import torch
@@ -12,9 +12,18 @@ from torch import Tensor
 from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
 from hybridrt.kernels.gdn_classic_triton import gdn_classic_triton
 from hybridrt.kernels.gdn_decode import split_qkv
-from hybridrt.kernels.gdn_stream_triton import Ring, gdn_stream_triton
-from hybridrt.kernels.mamba2_common_triton import log_decay, push_inputs, step_input
+from hybridrt.kernels.gdn_stream_triton import gdn_stream_triton
+from hybridrt.kernels.mamba2_common_triton import log_decay, push_inputs, step_input, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
+from hybridrt.kernels.records import (
+    ConvState,
+    ConvWeights,
+    DeltaInputs,
+    GateWeights,
+    IntermediateStates,
+    StateRing,
+    StateSlots,
+)
 
 BLOCK_V = 32
 _EPS = tl.constexpr(L2_NORM_EPS)
@@ -118,101 +127,52 @@ def gdn_decode_triton(
     a: Tensor,
     b: Tensor,
     *,
-    weight: Tensor,
-    bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    conv: Tensor,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    start_positions: Tensor,
-    values: Tensor | None = None,
-    keys: Tensor | None = None,
-    gates: Tensor | None = None,
-    start: Tensor | None = None,
-    length: Tensor | None = None,
-    intermediate_states: Tensor | None = None,
-    rows: Tensor | None = None,
+    conv_weights: ConvWeights,
+    weights: GateWeights,
+    conv_state: ConvState,
+    state: StateSlots,
+    ring: StateRing | None = None,
+    intermediate: IntermediateStates | None = None,
 ) -> Tensor:
     """`gdn_decode`: with a state ring, of one token without, or of several."""
-    if values is not None:
-        assert keys is not None and gates is not None and rows is not None and start is not None and length is not None
-        return gdn_stream_triton(
-            qkv, a, b, weight=weight, bias=bias, A_log=A_log, dt_bias=dt_bias, conv=conv, states=states,
-            slots=read_slots, start_positions=start_positions, ring=Ring(values, keys, gates, rows, start, length),
-        )  # fmt: skip
-    if intermediate_states is None and qkv.shape[1] == 1:
-        return gdn_classic_triton(
-            qkv, a, b, weight=weight, bias=bias, A_log=A_log, dt_bias=dt_bias, conv=conv, states=states,
-            read_slots=read_slots, write_slots=write_slots, start_positions=start_positions,
-        )  # fmt: skip
-    inputs = (*split_qkv(qkv, states), a, b)
-    raw = (weight, bias, A_log, dt_bias, conv, start_positions)
-    return _recurrent(states, inputs, raw, read_slots, write_slots, intermediate_states, rows, None)
+    if ring is not None:
+        return gdn_stream_triton(qkv, a, b, conv_weights, weights, conv_state, state.states, ring)
+    if intermediate is None and qkv.shape[1] == 1:
+        return gdn_classic_triton(qkv, a, b, conv_weights, weights, conv_state, state)
+    inputs = DeltaInputs(*split_qkv(qkv, state.states), a, b)
+    return _recurrent(inputs, state, intermediate, conv_weights, weights, conv_state)
 
 
 def recurrent_gated_delta_rule_triton(
-    states: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    intermediate_states: Tensor | None = None,
-    rows: Tensor | None = None,
-    parents: Tensor | None = None,
+    inputs: DeltaInputs, state: StateSlots, intermediate: IntermediateStates | None = None
 ) -> Tensor:
-    inputs = (q, k, v, g, beta)
-    return _recurrent(states, inputs, (None,) * 6, read_slots, write_slots, intermediate_states, rows, parents)
-
-
-_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-_Raw = tuple[Tensor | None, ...]
+    """`recurrent_gated_delta_rule` in one launch."""
+    return _recurrent(inputs, state, intermediate)
 
 
 def _recurrent(
-    states: Tensor,
-    inputs: _Inputs,
-    raw: _Raw,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    stored: Tensor | None,
-    rows: Tensor | None,
-    parents: Tensor | None,
+    inputs: DeltaInputs,
+    state: StateSlots,
+    intermediate: IntermediateStates | None,
+    conv_weights: ConvWeights | None = None,
+    weights: GateWeights | None = None,
+    conv_state: ConvState | None = None,
 ) -> Tensor:
-    """`raw`: what turns raw inputs into (q, k, v, g, beta): weight, bias, A_log, dt_bias, conv, start_positions."""
+    """With weights the inputs are raw: q, k, v in front of the conv, and a and b instead of g and beta."""
     q, _, v, _, _ = inputs
-    *weights, conv, positions = raw
-    out, shape = torch.empty(v.shape, dtype=v.dtype, device=v.device), _shape(states, q.shape[2])
+    states, read_slots, write_slots = state
+    stored, rows, parents = intermediate or (None, None, None)
+    weight, bias, _ = conv_weights or (None, None, None)
+    conv, _, _, positions = conv_state or (None, None, None, None)
+    _, value_heads, value_dim, key_dim = states.shape
+    out, block_v = torch.empty(v.shape, dtype=v.dtype, device=v.device), min(BLOCK_V, triton.next_power_of_2(value_dim))
     if out.numel():
-        _recurrent_kernel[_grid(v.shape[0], shape)](
-            *inputs, out, *weights, conv, states, stored, read_slots, write_slots, positions, rows, parents,
-            *_strides(inputs), 0 if conv is None else conv.stride(0), states.stride(0),
+        _recurrent_kernel[len(v), value_heads, triton.cdiv(value_dim, block_v)](
+            *inputs, out, weight, bias, *(weights or (None, None)), conv, states, stored, read_slots, write_slots,
+            positions, rows, parents, *map(strides, inputs), 0 if conv is None else conv.stride(0), states.stride(0),
             *((0, 0) if stored is None else stored.stride()[:2]), 0 if parents is None else parents.stride(0),
-            T=v.shape[1], **_taps(raw), **shape, **pdl(v.device),
+            T=v.shape[1], HK=q.shape[2], HV=value_heads, K=key_dim, V=value_dim,
+            TAPS=0 if weight is None else weight.shape[1], WC=0 if conv is None else conv.shape[2],
+            BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block_v, **pdl(v.device),
         )  # fmt: skip
     return out
-
-
-def _shape(states: Tensor, key_heads: int) -> dict[str, int]:
-    _, value_heads, value_dim, key_dim = states.shape
-    blocks = {"BLOCK_K": triton.next_power_of_2(key_dim), "BLOCK_V": min(BLOCK_V, triton.next_power_of_2(value_dim))}
-    return {"HK": key_heads, "HV": value_heads, "K": key_dim, "V": value_dim, **blocks}
-
-
-def _grid(batch: int, shape: dict[str, int]) -> tuple[int, int, int]:
-    return batch, shape["HV"], triton.cdiv(shape["V"], shape["BLOCK_V"])
-
-
-def _taps(raw: _Raw) -> dict[str, int]:
-    weight, conv = raw[0], raw[4]
-    return {"TAPS": 0 if weight is None else weight.shape[1], "WC": 0 if conv is None else conv.shape[2]}
-
-
-def _strides(inputs: _Inputs) -> list[tuple[int, ...]]:
-    """All but the last, constants to the kernels: so the compiler sees how far rows of a merged projection align."""
-    return [x.stride()[:-1] for x in inputs]

@@ -9,9 +9,8 @@ after n entries is
 and is only written once the ring is full. Every term is computed from the entries as the ring stores them (its
 dtype), so that a token's output does not depend on how tokens were grouped into steps.
 
-Shapes: B rows, T new tokens, W ring columns, Hk key heads of dim K, Hv value heads of dim V. `start` and `length`
-`[B]` int32 are the ring's cursors of each row at the head of the step; the T new entries go to columns (start + length
-+ t) mod W.
+Shapes: B rows, T new tokens, W ring columns, Hk key heads of dim K, Hv value heads of dim V. The T new entries go to
+columns (start + length + t) mod W.
 """
 
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.gated_delta_rule import l2_normalize
+from hybridrt.kernels.records import DeltaInputs, StateRing, StateSlots
 from hybridrt.kernels.slots import pad_mask, read_rows
 from hybridrt.kernels.state_ring import write_entries
 
@@ -39,36 +39,16 @@ class _History:
     decay: Tensor
 
 
-def gdn_replay(
-    states: Tensor,
-    values: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    slots: Tensor,
-    rows: Tensor,
-    start: Tensor,
-    length: Tensor,
-) -> Tensor:
+def gdn_replay(inputs: DeltaInputs, state: StateSlots, ring: StateRing) -> Tensor:
     """Outputs of T new tokens per row (decode: T = 1, verification of a chain: T > 1); their entries join the ring.
 
-    Args:
-        states: `[S+1, Hv, V, K]` checkpoints; values `[R+1, Hv, W, V]`, keys `[R+1, Hk, W, K]`, gates `[R+1, Hv, W]`
-            float32.
-        q, k: `[B, T, Hk, K]`; v: `[B, T, Hv, V]`; g, beta: `[B, T, Hv]` float32 from `gdn_gates`.
-        slots, rows, start, length: `[B]` int32. Slot -1 is padding: zeros out, nothing touched. The cursors are not
-            moved (`advance_ring` does that).
-
-    Returns:
-        `[B, T, Hv, V]` in v's dtype.
+    `state` holds the checkpoints; it is read alone. The cursors are not moved (`advance_ring` does that). Returns
+    `[B, T, Hv, V]` in v's dtype.
     """
+    (q, k, v, g, beta), (states, slots, _) = inputs, state
+    values, keys, gates, rows, start, length = ring
     tokens, width = q.shape[1], values.shape[2]
-    history = _read_history(values, keys, gates, rows, start, length)
+    history = _read_history(ring)
     new_keys = l2_normalize(k).to(keys.dtype).float().transpose(1, 2)
     queries = (l2_normalize(q) * q.shape[-1] ** -0.5).transpose(1, 2)
     log_decay = g.float().cumsum(1).transpose(1, 2)
@@ -76,18 +56,19 @@ def gdn_replay(
     base = _read_past(checkpoint, history, torch.cat((new_keys, queries), 2), torch.cat((log_decay, log_decay), 2))
     out, corrected = _new_tokens(base, new_keys, queries, v, log_decay, beta.float(), values.dtype)
     column = ((start + length).unsqueeze(1) + torch.arange(tokens, device=start.device)) % width
-    for ring, entries in ((values, corrected.transpose(1, 2)), (keys, new_keys.transpose(1, 2)), (gates, g)):
-        write_entries(ring, slots, rows, column, entries)
+    for tensor, entries in ((values, corrected.transpose(1, 2)), (keys, new_keys.transpose(1, 2)), (gates, g)):
+        write_entries(tensor, slots, rows, column, entries)
     return out.transpose(1, 2).masked_fill(pad_mask(slots, 4), 0).to(q.dtype)
 
 
-def _read_history(values: Tensor, keys: Tensor, gates: Tensor, rows: Tensor, start: Tensor, length: Tensor) -> _History:
+def _read_history(ring: StateRing) -> _History:
+    values, keys, gates, rows, start, length = ring
     place = torch.arange(values.shape[2], device=rows.device)
     row, column = rows.clamp(min=0).unsqueeze(1), (start.unsqueeze(1) + place) % values.shape[2]
     visible = (place < length.unsqueeze(1)).unsqueeze(1)
     # Columns that are not visible may hold anything, NaN included, so they are replaced and not multiplied by zero.
     entry_values, entry_keys = (
-        torch.where(visible.unsqueeze(-1), ring[row, :, column].transpose(1, 2), 0).float() for ring in (values, keys)
+        torch.where(visible.unsqueeze(-1), part[row, :, column].transpose(1, 2), 0).float() for part in (values, keys)
     )
     entry_gates = torch.where(visible, gates[row, :, column].transpose(1, 2), 0)
     # From the end, not as a difference of sums from the start: strong decays long ago would round it away.

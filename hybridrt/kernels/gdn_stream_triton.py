@@ -12,8 +12,6 @@ then finds the corrected values u = beta (v - S k) of the tokens one after the o
 before it. Queries stay as the conv left them: their norm and scale stand in decay_n and scores.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +28,7 @@ from hybridrt.kernels.mamba2_common_triton import (
     strides,
 )
 from hybridrt.kernels.pdl_triton import begin, begin_in_turn, pdl
+from hybridrt.kernels.records import ConvState, ConvWeights, GateWeights, StateRing
 from hybridrt.kernels.state_ring_triton import exact_dot
 
 _EPS = tl.constexpr(L2_NORM_EPS)
@@ -155,7 +154,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     slot, position = tl.load(slots_ptr + b).to(tl.int64), tl.load(positions_ptr + b)
     safe_slot = tl.maximum(slot, 0)
     cells = states_ptr + safe_slot * states_ss + h * (V * K) + v[:, None] * K + k[None, :]
-    # The kernel before this one touches neither states nor v, and let this one start when all before it had finished.
+    # The kernel before this one touches neither states nor v. It lets this one start once all earlier ones have ended.
     WHOLE: tl.constexpr = BLOCK_K >= K
     if WHOLE:
         state = tl.load(cells, mask=v_mask[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
@@ -176,7 +175,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
             tl.store(out + t * (HV * V), tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=v_mask)
         return
 
-    # What does not stream is asked for first: it arrives behind the first columns of the state.
+    # What is read once is loaded first: it arrives after the first columns of the state.
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
     head = (b * HV + h) * (2 * T)
     vectors_row = vectors_ptr + (b * HK + h // (HV // HK)) * (2 * T * K)
@@ -247,34 +246,19 @@ def _multiply(state, vectors, acc):  # type: ignore[no-untyped-def]
     return acc
 
 
-@dataclass(frozen=True)
-class Ring:
-    """State rings of one layer and the cursors of the step's rows, as in `gdn_decode`."""
-
-    values: Tensor
-    keys: Tensor
-    gates: Tensor
-    rows: Tensor
-    start: Tensor
-    length: Tensor
-
-
 def gdn_stream_triton(
     qkv: Tensor,
     a: Tensor,
     b: Tensor,
-    *,
-    weight: Tensor,
-    bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    conv: Tensor,
+    conv_weights: ConvWeights,
+    weights: GateWeights,
+    conv_state: ConvState,
     states: Tensor,
-    slots: Tensor,
-    start_positions: Tensor,
-    ring: Ring,
+    ring: StateRing,
 ) -> Tensor:
-    """`gdn_decode` with a state ring; `slots` are read and written, other arguments as there."""
+    """`gdn_decode` with a state ring; arguments as there, `states` [S+1, Hv, V, K]."""
+    weight, bias, _ = conv_weights
+    conv, slots, _, start_positions = conv_state
     batch, tokens, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
     key_heads, device = (channels - value_heads * value_dim) // (2 * key_dim), qkv.device
@@ -291,7 +275,7 @@ def gdn_stream_triton(
     sizes |= {"TAPS": weight.shape[1], "WC": conv.shape[2]}
     rows = slots, start_positions, ring.rows, ring.start, ring.length
     _prepare_kernel[batch, key_heads](
-        qkv, a, b, weight, bias, A_log, dt_bias, conv, ring.keys, ring.gates, vectors, scores, decays, betas,
+        qkv, a, b, weight, bias, *weights, conv, ring.keys, ring.gates, vectors, scores, decays, betas,
         *rows, strides(qkv), strides(a), strides(b), conv.stride(0), ring.keys.stride(0), ring.gates.stride(0),
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BLOCK_H=triton.next_power_of_2(value_heads // key_heads),
         # One token's few sums stay within a warp; several tokens are products of tiles.

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.mamba1_update import BCNorms
-from hybridrt.kernels.mamba2_common_triton import silu, softplus, strides
+from hybridrt.kernels.mamba2_common_triton import silu, softplus, state_of_parent, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
+from hybridrt.kernels.records import BCNorms, IntermediateStates, SSMInputs, SSMWeights, StateSlots
 
 # Elements of a program's states: 8 a thread.
 _TILE = 1024
@@ -59,11 +59,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         stored = stored_ptr + tl.load(rows_ptr + b).to(tl.int64) * stored_strides[0] + tile
     for t in range(T):
         if parents_ptr is not None:
-            parent = tl.load(parents_ptr + b * parents_sb + t)
-            tl.debug_barrier()  # the parent's state was stored by this program
-            inherits = tl.zeros(mask.shape, tl.int32) + parent >= 0
-            inherited = tl.load(stored + tl.maximum(parent, 0) * stored_strides[1], mask=mask & inherits, other=0.0)
-            state = tl.where(inherits, inherited.to(tl.float32), initial)
+            state = state_of_parent(parents_ptr + b * parents_sb, stored, stored_strides[1], t, initial, mask)
         dt = tl.load(dt_ptr + b * dt_strides[0] + t * dt_strides[1] + i, mask=i_mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + b * x_strides[0] + t * x_strides[1] + i, mask=i_mask, other=0.0).to(tl.float32)
         z = tl.load(z_ptr + b * z_strides[0] + t * z_strides[1] + i, mask=i_mask, other=0.0).to(tl.float32)
@@ -83,24 +79,16 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 
 
 def mamba1_update_triton(
-    states: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor,
-    dt_bias: Tensor,
-    z: Tensor,
+    inputs: SSMInputs,
+    weights: SSMWeights,
+    state: StateSlots,
+    intermediate: IntermediateStates | None = None,
     norms: BCNorms | None = None,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    intermediate_states: Tensor | None = None,
-    rows: Tensor | None = None,
-    parents: Tensor | None = None,
 ) -> Tensor:
-    """Triton `mamba1_update`."""
+    """`mamba1_update` in one launch."""
+    (x, dt, B, C, z), (A, D, dt_bias, _) = inputs, weights
+    states, read_slots, write_slots = state
+    stored, rows, parents = intermediate or (None, None, None)
     batch, tokens, channels = x.shape
     out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
     if batch == 0:
@@ -108,9 +96,9 @@ def mamba1_update_triton(
     block_n = triton.next_power_of_2(states.shape[2])
     block_i = max(1, _TILE // block_n)
     _update_kernel[triton.cdiv(channels, block_i), batch](
-        x, dt, A, B, C, z, D, dt_bias, out, states, intermediate_states, read_slots, write_slots, rows, parents,
+        x, dt, A, B, C, z, D, dt_bias, out, states, stored, read_slots, write_slots, rows, parents,
         *(norms or (None, None, 0.0)),
-        strides(x), strides(dt), strides(B), strides(C), strides(z), states.stride(0), strides(intermediate_states),
+        strides(x), strides(dt), strides(B), strides(C), strides(z), states.stride(0), strides(stored),
         strides(parents)[0], T=tokens, CHANNELS=channels, N=states.shape[2], BLOCK_I=block_i, BLOCK_N=block_n,
         num_warps=4, **pdl(x.device),
     )  # fmt: skip

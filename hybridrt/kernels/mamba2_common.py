@@ -1,12 +1,11 @@
 """What the Mamba operations share: the time step and the output terms that do not pass through the state."""
 
-import math
 from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
 
-NO_LIMIT = (0.0, math.inf)
+from hybridrt.kernels.records import NO_LIMIT
 
 
 def time_step(dt: Tensor, dt_bias: Tensor | None, dt_limit: tuple[float, float]) -> Tensor:

@@ -47,6 +47,16 @@ def time_step(dt_ptr, dt_bias_ptr, h, dt_min, dt_max):  # type: ignore[no-untype
 
 
 @triton.jit
+def state_of_parent(parents, stored, stored_st, t, initial, mask):  # type: ignore[no-untyped-def]
+    """The state [rows, columns] that node t of a tree starts from, float32: `initial`, or its parent's in `stored`."""
+    parent = tl.load(parents + t)
+    tl.debug_barrier()  # the parent's state was stored by this program
+    inherits = tl.zeros(mask.shape, tl.int32) + parent >= 0
+    inherited = tl.load(stored + tl.maximum(parent, 0) * stored_st, mask=mask & inherits, other=0.0)
+    return tl.where(inherits, inherited.to(tl.float32), initial)
+
+
+@triton.jit
 def step_input(  # type: ignore[no-untyped-def]
     source, stride_t: tl.constexpr, conv_row, weight_ptr, bias_ptr, channel, mask, position,
     t, TAPS: tl.constexpr, WC: tl.constexpr,
@@ -77,7 +87,7 @@ def conv_operands(  # type: ignore[no-untyped-def]
     source, conv_row, channel, mask, WC: tl.constexpr
 ):
     """What a single token adds to, and finds in, the conv ring: its raw inputs at `source` [C], and the ring [C, WC], a
-    whole channel at a time: column by column the loads would be two bytes each."""
+    whole channel at a time: loads by column would be two bytes each."""
     new = tl.load(source, mask=mask, other=0.0)
     ring = tl.load(conv_row + channel[:, None] * WC + tl.arange(0, WC)[None, :], mask=mask[:, None], other=0.0)
     return new, ring

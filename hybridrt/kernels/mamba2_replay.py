@@ -9,45 +9,23 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
+from hybridrt.kernels.records import SSMInputs, SSMWeights, StateRing, StateSlots
 from hybridrt.kernels.slots import pad_mask, read_rows
 from hybridrt.kernels.state_ring import ring_entries, write_entries
 
 
-def mamba2_replay(
-    states: Tensor,
-    values: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    z: Tensor | None,
-    slots: Tensor,
-    rows: Tensor,
-    start: Tensor,
-    length: Tensor,
-) -> Tensor:
-    """Outputs of T new tokens of each row; their inputs enter the ring at (start + length + t) mod W.
+def mamba2_replay(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, ring: StateRing) -> Tensor:
+    """Outputs of T new tokens of each of B rows; their inputs enter the ring at (start + length + t) mod W.
 
-    Args:
-        states: [S+1, H, P, N] checkpoints; values, keys, gates: the ring of this layer.
-        x, z: [B, T, H, P]; dt: [B, T, H] raw; B, C: [B, T, G, N]; A, D, dt_bias: [H].
-        slots, rows: [B] int32, rows of `states` and of the ring. Slot -1 is padding: zeros, nothing touched.
-        start, length: [B] int32, the cursors at the head of the step.
-
-    Returns:
-        [B, T, H, P] in x's dtype.
+    `state` holds the checkpoints; it is read alone. Returns [B, T, H, P] in x's dtype.
     """
+    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
+    states, slots, _ = state
+    values, keys, gates, rows, start, length = ring
     new = torch.arange(x.shape[1], device=x.device)
     column = (start[:, None] + length[:, None] + new) % gates.shape[2]
-    for ring, entries in ((values, x), (keys, B), (gates, time_step(dt, dt_bias, dt_limit))):
-        write_entries(ring, slots, rows, column, entries)
+    for tensor, entries in ((values, x), (keys, B), (gates, time_step(dt, dt_bias, dt_limit))):
+        write_entries(tensor, slots, rows, column, entries)
     v, k, g = ring_entries(values, keys, gates, rows, start)
     y = _read(read_rows(states, slots).float(), v, k, g, A, C.float(), length[:, None] + new)
     return skip_and_gate(y, x, D, z).masked_fill_(pad_mask(slots, 4), 0.0).to(x.dtype)

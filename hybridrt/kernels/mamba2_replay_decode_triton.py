@@ -25,6 +25,7 @@ from hybridrt.kernels.mamba2_common_triton import (
     strides,
 )
 from hybridrt.kernels.pdl_triton import begin, begin_in_turn, pdl
+from hybridrt.kernels.records import ConvState, ConvWeights, SSMWeights, StateRing
 from hybridrt.kernels.state_ring_triton import exact_dot
 
 
@@ -183,7 +184,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     cells = states_ptr + tl.maximum(slot, 0) * states_ss + h * (P * N) + p[:, None] * N + n[None, :]
     WHOLE: tl.constexpr = BLOCK_N >= N
     if WHOLE:
-        # The kernel before this one writes no state, and it let this one start when all before it had finished.
+        # The kernel before this one writes no state. It lets this one start once all earlier ones have finished.
         state = tl.load(cells, mask=p_mask[:, None] & (n < N)[None, :], other=0.0)
     begin(PDL)
     out = out_ptr + b.to(tl.int64) * out_strides[0] + t[:, None] * out_strides[1] + h * P + p[None, :]
@@ -192,7 +193,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         tl.store(out, tl.zeros([BLOCK_T, BLOCK_P], out_ptr.dtype.element_ty), mask=live)
         return
 
-    # What does not stream is asked for first: it arrives behind the first columns of the state.
+    # What is read once is loaded first: it arrives after the first columns of the state.
     token = b * T + t
     newest = t[:, None] + length
     place = (start + w) % W
@@ -250,26 +251,17 @@ def replay_decode_triton(
     xBC: Tensor,
     dt: Tensor,
     z: Tensor | None,
-    *,
-    weight: Tensor,
-    bias: Tensor | None,
-    A: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_limit: tuple[float, float],
-    conv: Tensor,
+    conv_weights: ConvWeights,
+    weights: SSMWeights,
+    conv_state: ConvState,
     states: Tensor,
-    values: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    slots: Tensor,
-    rows: Tensor,
-    start: Tensor,
-    length: Tensor,
-    start_positions: Tensor,
+    ring: StateRing,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`mamba2_decode` with a state ring; arguments as there."""
+    """`mamba2_decode` with a state ring; arguments as there, `states` [S+1, H, P, N]."""
+    (weight, bias, _), (A, D, dt_bias, dt_limit) = conv_weights, weights
+    conv, slots, _, start_positions = conv_state
+    values, keys, gates, rows, start, length = ring
     batch, tokens, _ = xBC.shape
     _, heads, dim, state_dim = states.shape
     groups, width = keys.shape[1], gates.shape[2]

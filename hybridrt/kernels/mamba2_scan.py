@@ -10,44 +10,26 @@ T tokens in all, B requests, H heads of P channels, G groups of B and C, N state
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.chunk_plan import ChunkPlan, chunk_tokens, ith_chunks, plan_chunks
+from hybridrt.kernels.chunk_plan import chunk_tokens, ith_chunks
 from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
 from hybridrt.kernels.operation import by, operation
-from hybridrt.kernels.slots import live_tokens, read_rows, write_rows
-
-__all__ = ["ChunkPlan", "mamba2_chunk_scan", "plan_chunks"]
+from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
+from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
 
 
 @operation(by("triton"), by("mamba_ssm", priority=5))
 def mamba2_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    z: Tensor | None,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    has_initial_state: Tensor,
-    query_start_loc: Tensor,
-    plan: ChunkPlan,
+    inputs: SSMInputs,
+    weights: SSMWeights,
+    state: StateSlots,
+    prompts: Prompts,
     snapshot_slots: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Scans the new tokens of each request from its state and leaves the state after them in the pool.
 
     Args:
-        x, z: [T, H, P]; dt: [T, H] raw; B, C: [T, G, N]. Any token stride, last dimension contiguous.
-        A: [H] float32, negative; D, dt_bias: [H].
-        states: [S+1, H, P, N] pool, read at `read_slots` where `has_initial_state` [B] (else zero), written at
-            `write_slots` in the pool's dtype. A row whose slots are -1 gets zeros and touches no state.
-        query_start_loc: [B+1] int32. Tokens past its last entry get zeros.
-        plan: chunks of the same rows.
+        inputs: packed.
         snapshot_slots: [n] int32, the slot that gets a copy of the state after each chunk of the plan, -1 for none.
         out: [T, H, P] in x's dtype, of any token stride, where the result goes; None for a new tensor.
 
@@ -56,21 +38,23 @@ def mamba2_chunk_scan(
     """
     # The i-th chunks of all requests at once, for each i. This is the CPU path too; there it is fastest with
     # chunks of 64 to 128 tokens
+    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
+    states, read_slots, write_slots = state
+    query_start_loc, has_initial_state, plan = prompts
     num_tokens = x.shape[0]
     dt = time_step(dt, dt_bias, dt_limit)
-    fresh = ~has_initial_state.view(-1, 1, 1, 1)
-    state = read_rows(states, read_slots).float().masked_fill_(fresh, 0.0)
+    current = initial_states(states, read_slots, has_initial_state)
     # One spare token at the end takes the output of positions that pad a chunk.
     y = torch.empty(num_tokens + 1, *x.shape[1:], device=x.device)
     for i in range(plan.max_chunks_per_seq):
         rows, chunk = ith_chunks(plan, i)
         token, inside = chunk_tokens(plan, chunk)
         step = torch.where(inside[:, :, None], dt[token], 0.0)
-        part, state[rows] = _chunk_step(x[token].float(), step, A, B[token].float(), C[token].float(), state[rows])
+        part, current[rows] = _chunk_step(x[token].float(), step, A, B[token].float(), C[token].float(), current[rows])
         y[torch.where(inside, token, num_tokens)] = part
         if snapshot_slots is not None:
-            write_rows(states, snapshot_slots[chunk], state[rows])
-    write_rows(states, write_slots, state)
+            write_rows(states, snapshot_slots[chunk], current[rows])
+    write_rows(states, write_slots, current)
     y = skip_and_gate(y[:-1], x, D, z)
     dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
     y = y.masked_fill_(dead[:, None, None], 0.0).to(x.dtype)

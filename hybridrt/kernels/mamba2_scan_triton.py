@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.mamba2_common_triton import silu, softplus, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
+from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
 
 
 @triton.jit
@@ -200,39 +200,28 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
     if z_ptr is not None:
         gates = z_ptr + start * z_strides[0] + h * z_strides[1] + token[:, None] * z_strides[0] + p[None, :]
         y *= silu(_load(gates, p_mask, P % BLOCK_P == 0).to(tl.float32))
-    # The head of a dead row's chunk was never written: whatever came of it gives way to zeros.
+    # The head of a dead row's chunk was never written, so its outputs are replaced by zeros.
     y = tl.where(dead, 0.0, y).to(out_ptr.dtype.element_ty)
     outputs = out_ptr + start * out_strides[0] + h * out_strides[1] + m[:, None] * out_strides[0] + p[None, :]
     tl.store(outputs, y, mask=(m < size)[:, None] & p_mask)
 
 
 def mamba2_chunk_scan_triton(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    z: Tensor | None,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    has_initial_state: Tensor,
-    query_start_loc: Tensor,
-    plan: ChunkPlan,
+    inputs: SSMInputs,
+    weights: SSMWeights,
+    state: StateSlots,
+    prompts: Prompts,
     snapshot_slots: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Triton `mamba2_chunk_scan`."""
+    """`mamba2_chunk_scan` in five launches."""
+    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
+    (states, read_slots, write_slots), (_, has_initial_state, plan) = state, prompts
     num_tokens, heads, dim = x.shape
     chunks, groups, state_dim, size = len(plan.seq_idx), B.shape[1], states.shape[3], plan.chunk_size
     out = torch.empty((num_tokens, heads, dim), dtype=x.dtype, device=x.device) if out is None else out
     out[plan.num_tokens :].zero_()
-    step = torch.empty((2, heads, num_tokens), dtype=torch.float32, device=x.device)
-    step, cum = step.unbind()
+    step, cum = torch.empty((2, heads, num_tokens), dtype=torch.float32, device=x.device).unbind()
     chunk_heads = torch.empty((chunks, heads, dim, state_dim), dtype=x.dtype, device=x.device)
     width = triton.cdiv(size, 64) * 64  # whole blocks: the outputs' kernel reads scores without a mask
     scores = torch.empty((chunks, groups, width, width), dtype=x.dtype, device=x.device)

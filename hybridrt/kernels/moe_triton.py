@@ -87,7 +87,7 @@ def _gathered_down_kernel(  # type: ignore[no-untyped-def]
     p = r // BLOCK_D
     w_rows = w_ptr + tl.minimum(tl.program_id(1) * BLOCK_D + r % BLOCK_D, D - 1) * w_sr
     ids_row, weights_row = ids_ptr + t * TOP_K, weights_ptr + t * TOP_K
-    # Who goes where was known before the kernel in front began.
+    # The experts were chosen before the kernel in front began: they may be read before it ends.
     tile = _down_tile(w_rows, ids_row, w_se, p, i, TOP_K, INNER)
     begin(PDL)
     total = tl.zeros([BLOCK_P * BLOCK_D, BLOCK_I // 8], tl.float32)

@@ -1,7 +1,7 @@
 """Running sums within each request: y_t = S + x_1 + ... + x_t, and S becomes the last y.
 
-The simplest recurrence there is, for the history branch's mode "prefix_sum": what it should give is plain to see, so a
-wrong slot, a lost state or a sum that runs into the next row of a batch is, too. Sums are float32 throughout.
+The simplest recurrence, for the history branch's mode "prefix_sum". Its results are easy to predict, so tests notice a
+wrong slot, a lost state or a sum that continues into the next row of a batch. Sums are float32 throughout.
 """
 
 from math import prod
@@ -11,20 +11,17 @@ from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.records import IntermediateStates, StateSlots
 from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
 
 
 @operation(by("triton"))
-def prefix_sum_varlen(
-    x: Tensor, states: Tensor, read_slots: Tensor, write_slots: Tensor, query_start_loc: Tensor
-) -> Tensor:
+def prefix_sum_varlen(x: Tensor, state: StateSlots, query_start_loc: Tensor) -> Tensor:
     """Running sums of ragged rows, packed along one axis.
 
     Args:
         x: [T, *dims] of any number of dims; row b holds x[query_start_loc[b]:query_start_loc[b+1]].
-        states: [S+1, *state] float32 sums, as many numbers a slot as dims has.
-        read_slots, write_slots: [B] int32, where the sum before and after the row stands; -1 for padding rows, which
-            get zeros and touch no state.
+        state: float32 sums, as many numbers a slot as dims has.
         query_start_loc: [B+1] int32. Tokens past its last entry get zeros.
 
     Returns:
@@ -34,6 +31,7 @@ def prefix_sum_varlen(
         ConfigError: states and x do not hold as many numbers, or states are not float32.
     """
     shape = x.shape
+    states, read_slots, write_slots = state
     x, states = flat(x, 1, states)
     out = torch.zeros_like(x)
     lens = query_start_loc.diff().tolist()
@@ -48,42 +46,31 @@ def prefix_sum_varlen(
 
 
 @operation(by("triton"))
-def prefix_sum_update(
-    x: Tensor,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    *,
-    intermediate_states: Tensor | None = None,
-    rows: Tensor | None = None,
-    parents: Tensor | None = None,
-) -> Tensor:
+def prefix_sum_update(x: Tensor, state: StateSlots, intermediate: IntermediateStates | None = None) -> Tensor:
     """Running sums of T new tokens of each row: decode (T = 1), verify of a chain or of a tree (T > 1).
 
     Args:
-        x: [B, T, *dims]; states, read_slots, write_slots: as in `prefix_sum_varlen`.
-        intermediate_states: [R+1, T or more, *state] float32. When given, `states` is left alone and the sum after
-            token t of row b is stored at [rows[b], t].
-        rows: [B] int32, rows of `intermediate_states`.
-        parents: [B, T] int32, a draft tree: parent node (< t) of each node, -1 for the sum in the pool. Needs
-            `intermediate_states`.
+        x: [B, T, *dims].
+        state: as in `prefix_sum_varlen`.
+        intermediate: if given, the pool is left alone and the sum after each token stored.
 
     Returns:
         [B, T, *dims] in x's dtype.
     """
-    shape, stored = x.shape, stored_sums(intermediate_states, x.shape[1])
+    shape, (stored, rows, parents) = x.shape, stored_sums(intermediate, x.shape[1])
+    states, read_slots, write_slots = state
     x, states = flat(x, 2, states)
-    initial = state = read_rows(states, read_slots)
+    initial = current = read_rows(states, read_slots)
     out = torch.empty(x.shape, device=x.device)
     for t in range(x.shape[1]):
         if parents is not None:
             parent = parents[:, t, None, None].long()
             of_parent = out.gather(1, parent.clamp(min=0).expand(-1, 1, x.shape[2])).squeeze(1)
-            state = torch.where(parent[:, 0] < 0, initial, of_parent)
-        state = state + x[:, t].float()
-        out[:, t] = state
+            current = torch.where(parent[:, 0] < 0, initial, of_parent)
+        current = current + x[:, t].float()
+        out[:, t] = current
     if stored is None:
-        write_rows(states, write_slots, state)
+        write_rows(states, write_slots, current)
     else:
         assert rows is not None
         write_rows(stored, torch.where(read_slots < 0, -1, rows), out)
@@ -101,6 +88,10 @@ def flat(x: Tensor, leading: int, states: Tensor) -> tuple[Tensor, Tensor]:
     return x.reshape(*x.shape[:leading], numbers), states.view(len(states), numbers)
 
 
-def stored_sums(intermediate_states: Tensor | None, tokens: int) -> Tensor | None:
-    """Where the sums after `tokens` tokens of each row are stored, [R+1, T, numbers]."""
-    return None if intermediate_states is None else intermediate_states.flatten(2)[:, :tokens]
+def stored_sums(
+    intermediate: IntermediateStates | None, tokens: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Where the sums after `tokens` tokens of each row are stored, [R+1, T, numbers]; rows and parents."""
+    if intermediate is None:
+        return None, None, None
+    return intermediate.stored.flatten(2)[:, :tokens], intermediate.rows, intermediate.parents

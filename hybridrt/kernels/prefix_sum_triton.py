@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.prefix_sum import flat, prefix_sum_update, stored_sums
+from hybridrt.kernels.records import IntermediateStates, StateSlots
 
 COLUMNS, TOKENS = 32, 64  # of a program; tokens of one of its tiles at most
 
@@ -35,58 +36,37 @@ def _prefix_sum_kernel(  # type: ignore[no-untyped-def]
         if stored_ptr is not None:
             stored = tl.load(rows_ptr + b).to(tl.int64) * stored_sr + (token - first)[:, None] * C + c[None, :]
             tl.store(stored_ptr + stored, sums, mask=mask)
-        # What goes on is the last sum itself, not the same numbers added in another order; past `end` it stays.
+        # The next tile starts from the last sum itself, not from the same numbers added in another order.
         last = tl.arange(0, BLOCK_T) == BLOCK_T - 1
         total = tl.sum(tl.where(last[:, None], sums, 0.0), 0)
     if stored_ptr is None:
         tl.store(states_ptr + write * C + c, total, mask=column)
 
 
-def prefix_sum_varlen_triton(
-    x: Tensor, states: Tensor, read_slots: Tensor, write_slots: Tensor, query_start_loc: Tensor
-) -> Tensor:
+def prefix_sum_varlen_triton(x: Tensor, state: StateSlots, query_start_loc: Tensor) -> Tensor:
     """Triton `prefix_sum_varlen`."""
-    numbers, sums = flat(x, 1, states)
-    return _launch(numbers, sums, read_slots, write_slots, query_start_loc, None, None, 0).view(x.shape)
+    numbers, sums = flat(x, 1, state.states)
+    return _launch(numbers, state._replace(states=sums), query_start_loc, None, None, 0).view(x.shape)
 
 
-def prefix_sum_update_triton(
-    x: Tensor,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    *,
-    intermediate_states: Tensor | None = None,
-    rows: Tensor | None = None,
-    parents: Tensor | None = None,
-) -> Tensor:
+def prefix_sum_update_triton(x: Tensor, state: StateSlots, intermediate: IntermediateStates | None = None) -> Tensor:
     """Triton `prefix_sum_update` of chains. A tree is rare and small: the reference's few loops over nodes serve it."""
+    stored, rows, parents = stored_sums(intermediate, x.shape[1])
     if parents is not None:
-        return prefix_sum_update.reference(
-            x, states, read_slots, write_slots, intermediate_states=intermediate_states, rows=rows, parents=parents
-        )
-    stored = stored_sums(intermediate_states, x.shape[1])
-    numbers, sums = flat(x, 2, states)
-    out = _launch(numbers.flatten(0, 1), sums, read_slots, write_slots, None, stored, rows, x.shape[1])
+        return prefix_sum_update.reference(x, state, intermediate)
+    numbers, sums = flat(x, 2, state.states)
+    out = _launch(numbers.flatten(0, 1), state._replace(states=sums), None, stored, rows, x.shape[1])
     return out.view(x.shape)
 
 
 def _launch(
-    x: Tensor,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    starts: Tensor | None,
-    stored: Tensor | None,
-    rows: Tensor | None,
-    tokens: int,
+    x: Tensor, state: StateSlots, starts: Tensor | None, stored: Tensor | None, rows: Tensor | None, tokens: int
 ) -> Tensor:
-    columns = x.shape[1]
+    columns, batch = x.shape[1], len(state.read_state_slots)
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    if len(read_slots) and x.numel():
-        _prefix_sum_kernel[(len(read_slots), triton.cdiv(columns, COLUMNS))](
-            x, out, states, read_slots, write_slots, starts, stored, rows, x.stride(0),
-            0 if stored is None else stored.stride(0),
+    if batch and x.numel():
+        _prefix_sum_kernel[batch, triton.cdiv(columns, COLUMNS)](
+            x, out, *state, starts, stored, rows, x.stride(0), 0 if stored is None else stored.stride(0),
             T=tokens, C=columns, BLOCK_T=triton.next_power_of_2(tokens or TOKENS), BLOCK_C=COLUMNS, num_warps=4,
         )  # fmt: skip
     return out

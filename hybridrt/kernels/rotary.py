@@ -5,33 +5,23 @@ from torch import Tensor
 
 from hybridrt.kernels.operation import by, operation
 from hybridrt.kernels.paged_attention import write_kv
+from hybridrt.kernels.records import Rope
 from hybridrt.kernels.rms_norm import rms_norm
 
 
-def apply_rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate the first `rot` dims of every head by its token's position; the other dims pass through.
-
-    q `[T, Hq, D]`, k `[T, Hkv, D]` (strided views are fine), positions `[T]` int32 or int64, cos_sin `[max_pos, rot]`
-    float32: rot/2 cosines, then rot/2 sines. Returns (q, k) in their dtypes, possibly views of one tensor. With an
-    implementation that works in place, the arguments themselves come back.
-    """
-    return qk_norm_rotary(q, k, positions, cos_sin, None, None, 0.0)
-
-
 @operation(by("triton"))
-def qk_norm_rotary(
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """`apply_rotary` after a per-head RMS norm of q and k (Qwen3-Next); weights `[D]` float32, None for no norm."""
+def qk_norm_rotary(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    """Norms q and k per head if there are weights (Qwen3-Next), then rotates the first `rot` dims of every head by its
+    token's position; the other dims pass through.
+
+    q `[T, Hq, D]`, k `[T, Hkv, D]` (strided views are fine), positions `[T]` int32 or int64. Returns (q, k) in their
+    dtypes, possibly views of one tensor. With an implementation that works in place, the arguments themselves come
+    back.
+    """
+    cos_sin, q_weight, k_weight, eps = rope
     normed_q = q if q_weight is None else rms_norm.reference(q, q_weight, eps)
     normed_k = k if k_weight is None else rms_norm.reference(k, k_weight, eps)
-    # One tensor for both: half as many operations, which is what a decode step on a CPU pays for.
+    # One tensor for both takes half as many operations: a decode step on a CPU spends its time on their number.
     heads = torch.cat((normed_q, normed_k), dim=1).float()
     half = cos_sin.shape[1] // 2
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).split(half, dim=-1)
@@ -49,15 +39,12 @@ def rotary_write_kv(
     k: Tensor,
     v: Tensor,
     positions: Tensor,
-    cos_sin: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
+    rope: Rope,
     k_cache: Tensor,
     v_cache: Tensor,
     out_cache_loc: Tensor,
 ) -> Tensor:
     """`qk_norm_rotary`, then `write_kv` of the rotated k and of v `[T, Hkv, D]`. Returns the rotated q."""
-    q, k = qk_norm_rotary.reference(q, k, positions, cos_sin, q_weight, k_weight, eps)
+    q, k = qk_norm_rotary.reference(q, k, positions, rope)
     write_kv.reference(k, v, k_cache, v_cache, out_cache_loc)
     return q

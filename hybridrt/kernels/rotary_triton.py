@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hybridrt.kernels.mamba2_common_triton import strides
 from hybridrt.kernels.pdl_triton import begin, pdl
+from hybridrt.kernels.records import Rope
 
 
 @triton.jit
@@ -90,17 +91,9 @@ def _rotary_kernel(  # type: ignore[no-untyped-def]
                   HKV, D, PAGE, BLOCK_R, BLOCK_D)  # fmt: skip
 
 
-def qk_norm_rotary_triton(
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+def qk_norm_rotary_triton(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
     """`qk_norm_rotary`, in place."""
-    _launch(q, k, None, positions, cos_sin, q_weight, k_weight, eps, None, None, None)
+    _launch(q, k, None, positions, rope)
     return q, k
 
 
@@ -109,16 +102,13 @@ def rotary_write_kv_triton(
     k: Tensor,
     v: Tensor,
     positions: Tensor,
-    cos_sin: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
+    rope: Rope,
     k_cache: Tensor,
     v_cache: Tensor,
     out_cache_loc: Tensor,
 ) -> Tensor:
     """`rotary_write_kv`; q is rotated in place, k and v are left alone."""
-    _launch(q, k, v, positions, cos_sin, q_weight, k_weight, eps, k_cache, v_cache, out_cache_loc)
+    _launch(q, k, v, positions, rope, k_cache, v_cache, out_cache_loc)
     return q
 
 
@@ -127,14 +117,12 @@ def _launch(
     k: Tensor,
     v: Tensor | None,
     positions: Tensor,
-    cos_sin: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    k_cache: Tensor | None,
-    v_cache: Tensor | None,
-    out_cache_loc: Tensor | None,
+    rope: Rope,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    out_cache_loc: Tensor | None = None,
 ) -> None:
+    cos_sin, q_weight, k_weight, eps = rope
     (tokens, query_heads, head_dim), half = q.shape, cos_sin.shape[1] // 2
     if tokens == 0:
         return

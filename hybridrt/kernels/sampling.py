@@ -5,6 +5,7 @@ works on what the ones before it left, and keeps entries that tie with its thres
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,25 @@ class Penalties:
     prompt_mask: Tensor
 
 
+class LogitFilters(NamedTuple):
+    """How the logits of B rows become what a draw is made from; None where no row uses a filter.
+
+    Attributes:
+        temperature: `[B]` float32; rows below MIN_TEMPERATURE are greedy and not tempered.
+        top_k: `[B]` int32, <= 0 is off.
+        top_p: `[B]` float32, 1 is off: the smallest set of likeliest tokens with mass >= top_p (Holtzman et al. 2020).
+        min_p: `[B]` float32, 0 is off: tokens of at least min_p times the best one's probability (Nguyen et al. 2024).
+        bitmask: `[B, ceil(V / 32)]` int32, bit i % 32 of word i // 32 set where token i is allowed.
+    """
+
+    temperature: Tensor
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+    penalties: Penalties | None = None
+    bitmask: Tensor | None = None
+
+
 @operation(by("triton"))
 def uniform(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
     """Uniform float32 in (0, 1), a pure function of (seed, index, stream, id): `[B, n]` for seed, index `[B]` int64,
@@ -55,24 +75,9 @@ def uniform(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
 
 
 @operation(by("triton"), by("flashinfer", priority=5))
-def filtered_logits(
-    logits: Tensor,
-    *,
-    temperature: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    penalties: Penalties | None = None,
-    bitmask: Tensor | None = None,
-) -> Tensor:
-    """The logits `[B, V]` float32 that a draw is made from: penalised, tempered, -inf where filtered out.
-
-    logits `[B, V]`; temperature `[B]` float32 (below MIN_TEMPERATURE: greedy; such rows are not tempered); top_k `[B]`
-    int32 (<= 0: off), top_p, min_p `[B]` float32 (1 and 0: off); None where no row uses a filter; bitmask
-    `[B, ceil(V / 32)]` int32, bit i % 32 of word i // 32 set where token i is allowed. top-p keeps the smallest set of
-    most likely tokens with mass >= top_p (Holtzman et al. 2020); min-p those of at least min_p times the best one's
-    probability (Nguyen et al. 2024).
-    """
+def filtered_logits(logits: Tensor, filters: LogitFilters) -> Tensor:
+    """The logits `[B, V]` float32 that a draw is made from: penalised, tempered, -inf where filtered out."""
+    temperature, top_k, top_p, min_p, penalties, bitmask = filters
     logits = _allowed(logits.float(), bitmask)
     if penalties is not None:
         logits = _penalized(logits, penalties)
@@ -85,38 +90,19 @@ def filtered_logits(
 
 
 @operation(by("triton"), by("flashinfer", priority=5))
-def sample(
-    logits: Tensor,
-    *,
-    temperature: Tensor,
-    seeds: Tensor,
-    indices: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    penalties: Penalties | None = None,
-    bitmask: Tensor | None = None,
-) -> Tensor:
-    """One token per row, `[B]` int64: a draw from softmax(filtered_logits), or its argmax where temperature is below
-    MIN_TEMPERATURE; -1 where the logits are not finite, as in `greedy`.
+def sample(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor) -> Tensor:
+    """One token per row, `[B]` int64: a draw from softmax(filtered_logits), or its argmax in greedy rows; -1 where the
+    logits are not finite, as in `greedy`.
 
     seeds, indices `[B]` int64 (the request's seed, the position of the token in its output) key the draw, so neither
-    batching nor overlap changes it. The rest as in `filtered_logits`.
+    batching nor overlap changes it.
     """
     # Gumbel-max: argmax(logit - log(e)) for exponential e; u near 0 matters, which is where `uniform` is fine-
     # grained
-    logits = filtered_logits.reference(
-        logits,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        penalties=penalties,
-        bitmask=bitmask,
-    )
+    logits = filtered_logits.reference(logits, filters)
     ids = torch.arange(logits.shape[1], device=logits.device)
     noise = torch.log1p(uniform.reference(seeds, indices, STREAM_TOKEN, ids).neg_()).neg_().log_()
-    return _best(logits - noise.masked_fill_((temperature < MIN_TEMPERATURE).unsqueeze(1), 0))
+    return _best(logits - noise.masked_fill_((filters.temperature < MIN_TEMPERATURE).unsqueeze(1), 0))
 
 
 @operation(by("triton"))

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.launch import multiprocessors
-from hybridrt.kernels.sampling import GOLDEN_GAMMA, MIN_TEMPERATURE, MIX_1, MIX_2, STREAM_TOKEN, Penalties
+from hybridrt.kernels.sampling import GOLDEN_GAMMA, MIN_TEMPERATURE, MIX_1, MIX_2, STREAM_TOKEN, LogitFilters
 from hybridrt.kernels.sampling_filters_triton import thresholds
 
 BLOCK = 4096
@@ -93,7 +93,7 @@ def _filter_kernel(logits_ptr, threshold_ptr, V, BLOCK: tl.constexpr):  # type: 
     tl.store(logits_ptr + b * V + ids, tl.where(x >= tl.load(threshold_ptr + b), x, float("-inf")), mask=mask)
 
 
-# How a row is split follows the batch size, which changes from step to step: no reason to compile anew.
+# How a row is split depends on the batch size, which changes from step to step and must not cause a compilation.
 @triton.jit(do_not_specialize=["per_split", "splits"])
 def _argmax_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, bitmask_ptr, threshold_ptr, temperature_ptr, seeds_ptr, indices_ptr, best_ptr, tokens_ptr,
@@ -160,55 +160,27 @@ def greedy_triton(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
     return _argmax(logits, bitmask=bitmask)
 
 
-def sample_triton(
-    logits: Tensor,
-    *,
-    temperature: Tensor,
-    seeds: Tensor,
-    indices: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    penalties: Penalties | None = None,
-    bitmask: Tensor | None = None,
-) -> Tensor:
+def sample_triton(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor) -> Tensor:
     """Prepare, threshold (where a filter is on), draw."""
-    prepared, threshold = _filtered(logits, temperature, top_k, top_p, min_p, penalties, bitmask)
-    return _argmax(prepared, threshold=threshold, temperature=temperature, seeds=seeds, indices=indices)
+    prepared, threshold = _filtered(logits, filters)
+    return _argmax(prepared, threshold=threshold, temperature=filters.temperature, seeds=seeds, indices=indices)
 
 
-def filtered_logits_triton(
-    logits: Tensor,
-    *,
-    temperature: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    penalties: Penalties | None = None,
-    bitmask: Tensor | None = None,
-) -> Tensor:
-    prepared, threshold = _filtered(logits, temperature, top_k, top_p, min_p, penalties, bitmask)
+def filtered_logits_triton(logits: Tensor, filters: LogitFilters) -> Tensor:
+    prepared, threshold = _filtered(logits, filters)
     if threshold is not None and prepared.numel():
         batch, vocabulary = prepared.shape
         _filter_kernel[(batch, triton.cdiv(vocabulary, BLOCK))](prepared, threshold, vocabulary, BLOCK=BLOCK)
     return prepared
 
 
-def _filtered(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    penalties: Penalties | None,
-    bitmask: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+def _filtered(logits: Tensor, filters: LogitFilters) -> tuple[Tensor, Tensor | None]:
     """The logits `[B, V]` float32 before the filters, and the lowest that each row keeps; None where none is on."""
+    temperature, top_k, top_p, min_p, p, bitmask = filters
     batch, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
     out = torch.empty(batch, vocabulary, dtype=torch.float32, device=logits.device)
     maxima = torch.empty(batch, blocks, dtype=torch.float32, device=logits.device)
-    p = penalties
     if batch:
         _prepare_kernel[(batch, blocks)](
             logits, out, maxima, temperature, bitmask,

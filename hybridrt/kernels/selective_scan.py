@@ -12,50 +12,29 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.chunk_plan import ChunkPlan, chunk_tokens, ith_chunks
-from hybridrt.kernels.mamba2_common import NO_LIMIT, skip_and_gate, time_step
+from hybridrt.kernels.chunk_plan import chunk_tokens, ith_chunks
+from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
 from hybridrt.kernels.operation import by, operation
-from hybridrt.kernels.slots import live_tokens, read_rows, write_rows
+from hybridrt.kernels.records import NO_LIMIT, Prompts, SSMInputs, SSMWeights, StateSlots
+from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
 
 # Tokens of a block of the plain-torch scan: it runs BLOCK + chunk / BLOCK vectorised steps a chunk.
 _BLOCK = 4
 
 
 @operation(by("triton"))
-def selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor,
-    dt_bias: Tensor,
-    z: Tensor,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    has_initial_state: Tensor,
-    query_start_loc: Tensor,
-    plan: ChunkPlan,
-) -> Tensor:
+def selective_scan(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts) -> Tensor:
     """Scans the new tokens of each request from its state and leaves the state after them in the pool.
 
-    Args:
-        x, z: [T, I]; dt: [T, I] raw; B, C: [T, N]. Any token stride, last dimension contiguous.
-        A: [I, N] float32, negative; D, dt_bias: [I].
-        states: [S+1, I, N] pool, read at `read_slots` where `has_initial_state` [B] (else zero), written at
-            `write_slots` in the pool's dtype. A row whose slots are -1 gets zeros and touches no state.
-        query_start_loc: [B+1] int32. Tokens past its last entry get zeros.
-        plan: chunks of the same rows.
-
-    Returns:
-        [T, I] in x's dtype.
+    Inputs are packed; z, D and dt_bias are always there. Returns [T, I] in x's dtype.
     """
     # The i-th chunks of all requests at once, for each i
+    (x, dt, B, C, z), (A, D, dt_bias, _) = inputs, weights
+    states, read_slots, write_slots = state
+    query_start_loc, has_initial_state, plan = prompts
     num_tokens = x.shape[0]
     dt = time_step(dt, dt_bias, NO_LIMIT)
-    state = read_rows(states, read_slots).float().masked_fill_(~has_initial_state.view(-1, 1, 1), 0.0)
+    current = initial_states(states, read_slots, has_initial_state)
     # One spare token at the end takes the output of positions that pad a chunk.
     out = torch.empty(num_tokens + 1, x.shape[1], device=x.device)
     for i in range(plan.max_chunks_per_seq):
@@ -63,14 +42,14 @@ def selective_scan(
         token, inside = chunk_tokens(plan, chunk)
         step = torch.where(inside[:, :, None], dt[token], 0.0)
         decay = (step[..., None] * A).exp_()
-        inputs = (step * x[token].float())[..., None] * B[token].float()[:, :, None]
-        after = _scan_chunk(decay, inputs, state[rows])
+        added = (step * x[token].float())[..., None] * B[token].float()[:, :, None]
+        after = _scan_chunk(decay, added, current[rows])
         out[torch.where(inside, token, num_tokens)] = torch.einsum("bqin,bqn->bqi", after, C[token].float())
-        state[rows] = after[:, -1]
-    write_rows(states, write_slots, state)
+        current[rows] = after[:, -1]
+    write_rows(states, write_slots, current)
     dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
     # A channel is a head of one.
-    y = skip_and_gate(out[:-1, :, None], x[:, :, None], D, z[:, :, None])
+    y = skip_and_gate(out[:-1, :, None], x[:, :, None], D, None if z is None else z[:, :, None])
     return y.squeeze(2).masked_fill_(dead[:, None], 0.0).to(x.dtype)
 
 

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.mamba2_common_triton import silu, softplus
 from hybridrt.kernels.pdl_triton import begin, pdl
+from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
 
 
 @triton.jit
@@ -146,24 +146,12 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
         out += CHANNELS
 
 
-def selective_scan_triton(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor,
-    dt_bias: Tensor,
-    z: Tensor,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    has_initial_state: Tensor,
-    query_start_loc: Tensor,
-    plan: ChunkPlan,
-) -> Tensor:
-    """Triton `selective_scan`."""
+def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts) -> Tensor:
+    """`selective_scan` in three launches."""
+    (x, dt, B, C, z), (A, D, dt_bias, _) = inputs, weights
+    states, read_slots, write_slots = state
+    _, has_initial_state, plan = prompts
+    assert z is not None
     (tokens, channels), state_dim, chunks = x.shape, states.shape[2], len(plan.seq_idx)
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
     out[plan.num_tokens :].zero_()
@@ -175,19 +163,9 @@ def selective_scan_triton(
     grid = (triton.cdiv(channels, 64), chunks)
     if chunks:
         _chunks_kernel[grid](
-            x,
-            dt,
-            rates,
-            B,
-            dt_bias,
-            heads,
-            times,
-            plan.cu_chunk_seqlens,
-            x.stride(0),
-            dt.stride(0),
-            B.stride(0),
-            **launch,
-        )
+            x, dt, rates, B, dt_bias, heads, times, plan.cu_chunk_seqlens,
+            x.stride(0), dt.stride(0), B.stride(0), **launch,
+        )  # fmt: skip
     _heads_kernel[triton.cdiv(channels, 64), len(read_slots)](
         rates, heads, times, states, read_slots, write_slots, has_initial_state, plan.first_chunk, plan.last_chunk,
         states.stride(0), **launch,

@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.mamba2_common_triton import silu, strides, time_step
+from hybridrt.kernels.mamba2_common_triton import silu, state_of_parent, strides, time_step
 from hybridrt.kernels.pdl_triton import begin, pdl
+from hybridrt.kernels.records import IntermediateStates, SSMInputs, SSMWeights, StateSlots
 
 
 @triton.jit
@@ -46,11 +47,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         stored = stored_ptr + tl.load(rows_ptr + b).to(tl.int64) * stored_strides[0] + tile
     for t in range(T):
         if parents_ptr is not None:
-            parent = tl.load(parents_ptr + b * parents_sb + t)
-            tl.debug_barrier()  # the parent's state was stored by this program
-            inherits = tl.zeros(mask.shape, tl.int32) + parent >= 0
-            inherited = tl.load(stored + tl.maximum(parent, 0) * stored_strides[1], mask=mask & inherits, other=0.0)
-            state = tl.where(inherits, inherited.to(tl.float32), initial)
+            state = state_of_parent(parents_ptr + b * parents_sb, stored, stored_strides[1], t, initial, mask)
         dt = time_step(dt_ptr + b * dt_strides[0] + t * dt_strides[1] + h, dt_bias_ptr, h, dt_min, dt_max)
         x = _load(x_ptr + b * x_strides[0] + t * x_strides[1] + h * x_strides[2] + p, p_mask)
         key = _load(B_ptr + b * B_strides[0] + t * B_strides[1] + g * B_strides[2] + n, n_mask)
@@ -76,25 +73,16 @@ def _load(pointer, mask):  # type: ignore[no-untyped-def]
 
 
 def selective_state_update_triton(
-    states: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    z: Tensor | None,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    intermediate_states: Tensor | None = None,
-    rows: Tensor | None = None,
-    parents: Tensor | None = None,
+    inputs: SSMInputs,
+    weights: SSMWeights,
+    state: StateSlots,
+    intermediate: IntermediateStates | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Triton `selective_state_update`: one launch. `out` as in `mamba2_decode`."""
+    """`selective_state_update` in one launch."""
+    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
+    states, read_slots, write_slots = state
+    stored, rows, parents = intermediate or (None, None, None)
     batch, tokens, heads, dim = x.shape
     if out is None:
         out = torch.empty((batch, tokens, heads, dim), dtype=x.dtype, device=x.device)
@@ -102,9 +90,9 @@ def selective_state_update_triton(
         return out
     tile = update_tile(tokens, states)
     _update_kernel[triton.cdiv(dim, tile["BLOCK_P"]), heads, batch](
-        x, B, C, dt, z, out, A, D, dt_bias, states, intermediate_states, read_slots, write_slots, rows, parents,
+        x, B, C, dt, z, out, A, D, dt_bias, states, stored, read_slots, write_slots, rows, parents,
         strides(x), strides(B), strides(C), strides(dt), strides(z), strides(out),
-        states.stride(0), strides(intermediate_states), strides(parents)[0], *dt_limit,
+        states.stride(0), strides(stored), strides(parents)[0], *dt_limit,
         T=tokens, H=heads, P=dim, N=states.shape[3], HEADS_PER_GROUP=heads // B.shape[2], **tile, **pdl(x.device),
     )  # fmt: skip
     return out

@@ -24,12 +24,24 @@ def read_rows(pool: Tensor, slots: Tensor) -> Tensor:
     return pool.index_select(0, slots.clamp(min=0))
 
 
+def initial_states(states: Tensor, slots: Tensor, has_initial_state: Tensor) -> Tensor:
+    """[B, *state] float32: a copy of states[slots], zeros where has_initial_state [B] is False."""
+    return read_rows(states, slots).float().masked_fill_(~has_initial_state.view(-1, *[1] * (states.ndim - 1)), 0.0)
+
+
 def write_rows(pool: Tensor, slots: Tensor, values: Tensor) -> None:
     """pool[slots] = values [B, ...] in the pool's dtype; padding rows touch nothing."""
     # Padding rows land in row 0, which gets its bytes back: copying one row is cheaper than masking all of them.
     scratch = pool[:1].clone()
     pool.index_copy_(0, slots.clamp(min=0).long(), values.to(pool.dtype))
     pool[:1] = scratch
+
+
+def parent_states(initial: Tensor, stored: Tensor, rows: Tensor, parents: Tensor) -> Tensor:
+    """[B, *state] float32, the state that a tree's node starts from: stored[rows, parents], or `initial` [B, *state]
+    where its parent [B] is -1."""
+    found = stored[rows.clamp(min=0), parents.clamp(min=0)].float()
+    return torch.where(pad_mask(parents, found.ndim), initial, found)
 
 
 def read_columns(conv: Tensor, slots: Tensor, columns: Tensor) -> Tensor:

@@ -7,37 +7,40 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.records import IntermediateStates
 from hybridrt.kernels.slots import write_columns, write_rows
 
 
 @operation(by("triton"))
-def commit_intermediate(temporal: Tensor, intermediate: Tensor, slots: Tensor, rows: Tensor, accepted: Tensor) -> None:
-    """temporal[slots[b]] = intermediate[rows[b], accepted[b] - 1] where accepted[b] > 0, in place.
+def commit_intermediate(
+    states: Tensor, intermediate: IntermediateStates, state_slots: Tensor, accepted: Tensor
+) -> None:
+    """states[state_slots[b]] = stored[rows[b], accepted[b] - 1] where accepted[b] > 0, in place.
 
     Args:
-        temporal: [S + 1, *state]; intermediate: [R + 1, T, *state].
-        slots, rows, accepted: [B] int32; slots -1 or accepted 0 leave everything as it is. Of a tree, `accepted` is
+        states: [S + 1, *state].
+        state_slots, accepted: [B] int32; slot -1 or accepted 0 leaves everything as it is. Of a tree, `accepted` is
             the last accepted node + 1.
     """
-    kept = slots.masked_fill(accepted == 0, -1)
-    write_rows(temporal, kept, intermediate[rows, (accepted - 1).clamp(min=0)])
+    kept = state_slots.masked_fill(accepted == 0, -1)
+    write_rows(states, kept, intermediate.stored[intermediate.rows, (accepted - 1).clamp(min=0)])
 
 
 @operation()
 def commit_conv_window(
-    conv: Tensor, windows: Tensor, slots: Tensor, rows: Tensor, accepted: Tensor, positions: Tensor
+    conv: Tensor, intermediate: IntermediateStates, state_slots: Tensor, accepted: Tensor, positions: Tensor
 ) -> None:
     """The conv inputs that end at the last accepted node of a tree enter the ring, in place.
 
     Args:
-        conv: [S + 1, C, Wc] ring; windows: [R + 1, T, C, K - 1], the inputs that end at each node, oldest first.
-        slots, rows, accepted: as in `commit_intermediate`, node + 1.
+        conv: [S + 1, C, Wc] rings.
+        state_slots, accepted: as in `commit_intermediate`, node + 1.
         positions: [B] int32, absolute position of that node.
     """
-    inputs = windows[rows, (accepted - 1).clamp(min=0)].transpose(1, 2)
+    inputs = intermediate.stored[intermediate.rows, (accepted - 1).clamp(min=0)].transpose(1, 2)
     offsets = torch.arange(1 - inputs.shape[1], 1, device=conv.device)
     columns = (positions[:, None] + offsets) & (conv.shape[2] - 1)
-    write_columns(conv, slots.masked_fill(accepted == 0, -1), columns, inputs)
+    write_columns(conv, state_slots.masked_fill(accepted == 0, -1), columns, inputs)
 
 
 @operation()

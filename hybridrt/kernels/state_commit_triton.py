@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.pdl_triton import begin, pdl
+from hybridrt.kernels.records import IntermediateStates
 
 _BLOCK = 4096
 
@@ -27,12 +28,13 @@ def _commit_kernel(  # type: ignore[no-untyped-def]
 
 
 def commit_intermediate_triton(
-    temporal: Tensor, intermediate: Tensor, slots: Tensor, rows: Tensor, accepted: Tensor
+    states: Tensor, intermediate: IntermediateStates, state_slots: Tensor, accepted: Tensor
 ) -> None:
-    """Triton `commit_intermediate`; each state is contiguous in its pool."""
-    size = temporal[0].numel()
-    if len(slots):
-        _commit_kernel[triton.cdiv(size, _BLOCK), len(slots)](
-            temporal, intermediate, slots, rows, accepted, temporal.stride(0), *intermediate.stride()[:2],
-            SIZE=size, BLOCK=_BLOCK, num_warps=4, **pdl(temporal.device),
+    """`commit_intermediate`; each state is contiguous in its pool."""
+    stored, rows, _ = intermediate
+    size = states[0].numel()
+    if len(state_slots):
+        _commit_kernel[triton.cdiv(size, _BLOCK), len(state_slots)](
+            states, stored, state_slots, rows, accepted, states.stride(0), *stored.stride()[:2],
+            SIZE=size, BLOCK=_BLOCK, num_warps=4, **pdl(states.device),
         )  # fmt: skip

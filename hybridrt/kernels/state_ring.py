@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
+from hybridrt.kernels.causal_conv1d import check_ring
 from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.records import ConvState, ConvWeights, StateRing
 from hybridrt.kernels.slots import read_rows, write_rows
 
 
@@ -34,11 +36,11 @@ class RingFolds:
     """Which rings are folded, the first `count` of B entries: int32, [B] each, count [1].
 
     Attributes:
-        slots, rows: the state slot and the ring of each.
+        state_slots, rows: the state slot and the ring of each.
         start, length: its oldest entry's column, and how many entries become part of the state.
     """
 
-    slots: Tensor
+    state_slots: Tensor
     rows: Tensor
     start: Tensor
     length: Tensor
@@ -52,13 +54,24 @@ def check_ring_width(width: int, tokens: int) -> None:
                           f"tokens_per_step={tokens}")  # fmt: skip
 
 
+def check_step(
+    inputs: Tensor, *, conv_weights: ConvWeights, conv_state: ConvState, ring: StateRing | None = None, **_: Any
+) -> None:
+    """Raises ConfigError unless the conv rings, and the state ring if there is one, take `inputs` [B, T, C]."""
+    if conv_weights.activation != "silu":
+        raise ConfigError(f"a fused step's conv ends in SiLU, not in {conv_weights.activation!r}")
+    check_ring(conv_state.conv, conv_weights.weight.shape[1], inputs.shape[1])
+    if ring is not None:
+        check_ring_width(ring.gates.shape[2], inputs.shape[1])
+
+
 def _check_advance(*_: Any, width: int, widest: int) -> None:
     check_ring_width(width, widest)
 
 
 @operation(by("triton"), check=_check_advance)
 def advance_ring(
-    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, slots: Tensor, *, width: int, widest: int
+    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, state_slots: Tensor, *, width: int, widest: int
 ) -> RingFolds:
     """Commits `accepted` [B] new entries of `rows`: moves the cursors `start`, `length` [R+1] in place.
 
@@ -66,7 +79,7 @@ def advance_ring(
     those rows say already that their rings are empty. Rows with nothing accepted (padding) stay as they are.
 
     Args:
-        slots: [B] int32 state slots of the rows.
+        state_slots: [B] int32, of the rows.
         width: W; widest: tokens of the widest step that may follow.
     """
     row = rows.long()
@@ -76,7 +89,7 @@ def advance_ring(
     length[row] = torch.where(full, 0, entries)
     order = torch.argsort(full, descending=True, stable=True)
     count = full.sum(dtype=torch.int32).view(1)
-    return RingFolds(slots[order], rows[order], oldest[order], entries[order], count)
+    return RingFolds(state_slots[order], rows[order], oldest[order], entries[order], count)
 
 
 @operation(by("triton"))
@@ -88,9 +101,10 @@ def fold_ring(
     A: Tensor | None,
     folds: RingFolds,
     *,
-    write_slots: Tensor | None = None,
+    write_state_slots: Tensor | None = None,
 ) -> None:
-    """Writes the state after the entries that `folds` names, in L layers, to `write_slots` ([B], None: folds.slots).
+    """Writes the state after the entries that `folds` names, in L layers, to `write_state_slots` ([B] int32, None:
+    folds.state_slots).
 
     Rings and cursors stay as they are. Nothing is written for slot -1.
 
@@ -99,10 +113,10 @@ def fold_ring(
         A: [L, H] float32 of Mamba-2 layers; None where the gates are logs of decays.
     """
     if states.device.type == "cpu" and not int(folds.count):
-        return  # only a CPU knows without waiting
-    targets = folds.slots if write_slots is None else write_slots
-    meant = torch.arange(len(folds.slots), device=states.device) < folds.count
-    read, write = (torch.where(meant, slots, -1) for slots in (folds.slots, targets))
+        return  # only on a CPU can this be read without waiting
+    targets = folds.state_slots if write_state_slots is None else write_state_slots
+    meant = torch.arange(len(folds.state_slots), device=states.device) < folds.count
+    read, write = (torch.where(meant, slots, -1) for slots in (folds.state_slots, targets))
     for layer in range(states.shape[0]):
         v, k, g = ring_entries(values[layer], keys[layer], gates[layer], folds.rows, folds.start)
         state = _folded(read_rows(states[layer], read), v, k, g, None if A is None else A[layer], folds.length)

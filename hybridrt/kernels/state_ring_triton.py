@@ -107,15 +107,16 @@ def exact_dot(a, b):  # type: ignore[no-untyped-def]
 
 
 def advance_ring_triton(
-    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, slots: Tensor, *, width: int, widest: int
+    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, state_slots: Tensor, *, width: int, widest: int
 ) -> RingFolds:
     """Triton `advance_ring`: one launch of one program."""
     batch = len(rows)
     named = torch.empty((4, batch), dtype=torch.int32, device=rows.device)
     folds = RingFolds(named[0], named[1], named[2], named[3], start.new_empty(1))
     _advance_kernel[(1,)](
-        start, length, rows, accepted, slots, folds.slots, folds.rows, folds.start, folds.length, folds.count, batch,
-        W=width, WIDEST=widest, BLOCK=128, **pdl(start.device),
+        start, length, rows, accepted, state_slots,
+        folds.state_slots, folds.rows, folds.start, folds.length, folds.count,
+        batch, W=width, WIDEST=widest, BLOCK=128, **pdl(start.device),
     )  # fmt: skip
     return folds
 
@@ -128,18 +129,18 @@ def fold_ring_triton(
     A: Tensor | None,
     folds: RingFolds,
     *,
-    write_slots: Tensor | None = None,
+    write_state_slots: Tensor | None = None,
 ) -> None:
     """Triton `fold_ring`: one launch for all layers."""
     layers, _, heads, dim, state_dim = states.shape
     block_p = min(64, max(16, triton.next_power_of_2(dim)))
     block_n = min(128, max(16, triton.next_power_of_2(state_dim)))
-    tiles = len(folds.slots) * layers * heads * triton.cdiv(dim, block_p) * triton.cdiv(state_dim, block_n)
+    tiles = len(folds.state_slots) * layers * heads * triton.cdiv(dim, block_p) * triton.cdiv(state_dim, block_n)
     if tiles == 0:
         return
-    targets = folds.slots if write_slots is None else write_slots
+    targets = folds.state_slots if write_state_slots is None else write_state_slots
     _fold_kernel[(min(tiles, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(states.device)),)](
-        A, states, values, keys, gates, folds.slots, targets, folds.rows, folds.start, folds.length, folds.count,
+        A, states, values, keys, gates, folds.state_slots, targets, folds.rows, folds.start, folds.length, folds.count,
         states.stride(0), values.stride(0), keys.stride(0), gates.stride(0),
         states.stride(1), values.stride(1), keys.stride(1), gates.stride(1),
         L=layers, H=heads, P=dim, N=state_dim, G=keys.shape[2], W=gates.shape[3],

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.mamba1_update import BCNorms
+from hybridrt.kernels.records import BCNorms
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
@@ -85,7 +85,7 @@ class Mamba1Mixer(nn.Module):
         # What a token selects: how much time passes (dt), what it writes (B), what it reads (C). A sum over ranks.
         dt, B, C = self.x_proj(x).split(self.widths, dim=-1)
         if self.norms:  # B and C get theirs in the scan
-            dt, _ = self.dt_proj.method.apply_normed(self.norms[0], dt, None, self.dt_proj.weight, None)
+            dt, _ = self.dt_proj.method.apply_normed(self.norms[0], dt, None, None)
         else:
             dt = self.dt_proj(dt)
         mixed: torch.Tensor = backend.run(self, batch, x=x, dt=dt, B=B, C=C, z=z)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hybridrt.kernels.acceptance import accept_chain, accept_tree
-from hybridrt.kernels.sampling import Penalties, greedy, sample
+from hybridrt.kernels.sampling import LogitFilters, Penalties, greedy, sample
 from hybridrt.runtime.step import Admission
 from hybridrt.sampling_params import SamplingParams
 
@@ -266,16 +266,14 @@ class Sampler:
         int64, and how often each counts, [n, k] int32."""
         table = self.table
         constants = dict(zip(FLOATS, table.floats.index_select(1, rows)))
-        return sample(
-            logits,
-            temperature=constants["temperature"],
-            seeds=table.seeds[rows],
-            indices=output_indices.long(),
+        logit_filters = LogitFilters(
+            constants["temperature"],
             top_k=table.top_k[rows] if filters.top_k else None,
             top_p=constants["top_p"] if filters.top_p else None,
             min_p=constants["min_p"] if filters.min_p else None,
             penalties=self._penalties(rows, constants, earlier) if filters.penalties else None,
         )
+        return sample(logits, logit_filters, table.seeds[rows], output_indices.long())
 
     def _penalties(
         self,

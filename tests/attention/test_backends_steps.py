@@ -250,8 +250,8 @@ def test_metadata_of_a_mixed_step(checkpoints: CheckpointStore) -> None:
     linear.prepare(batch)
     step = linear.begin(batch)
     mixed = step.extends[16]
-    assert step.decode.buffers.slots.tolist() == [hand.slot(3)]
-    assert mixed.write_slots.tolist() == [hand.slot(4), hand.slot(2)] == mixed.read_slots.tolist()
+    assert step.decode.buffers.state_slots.tolist() == [hand.slot(3)]
+    assert mixed.write_state_slots.tolist() == [hand.slot(4), hand.slot(2)] == mixed.read_state_slots.tolist()
     assert mixed.has_initial_states.tolist() == [False, True]
     # A chunk ends with its request and at multiples of chunk_size 16 of the absolute position.
     assert mixed.plan.cu_chunk_seqlens.tolist() == [0, 16, 18, 30, 33]
@@ -272,7 +272,7 @@ def test_padding_rows_get_slot_minus_one(where: str, checkpoints: CheckpointStor
     linear = hand.backend.linear_attn_backend
     linear.prepare(batch)
     step = linear.begin(batch)
-    slots = step.decode.buffers.slots if where == "decode" else step.extends[16].write_slots
+    slots = step.decode.buffers.state_slots if where == "decode" else step.extends[16].write_state_slots
     assert slots.tolist() == [hand.slot(1), hand.slot(2), -1, -1]
 
 

@@ -1,8 +1,7 @@
-"""Calls of the operations at the shapes of real models, in bfloat16, over pools full of NaN: the recurrent ones."""
+"""Which calls of the operations the tests on a GPU make, by model; how they are made and repeated."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +11,18 @@ from torch import Tensor
 from benchmarks.common import gdn_of, mamba1_of, mamba2_of
 from hybridrt.config import ModelConfig
 from hybridrt.hf_config import read_model_config
-from hybridrt.kernels.chunk_plan import plan_chunks
-from hybridrt.kernels.gated_delta_rule import gdn_gates as gdn_gates_op
-from hybridrt.kernels.gdn_decode import split_qkv
-from hybridrt.kernels.mamba1_update import BCNorms
-from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.providers import select
-from hybridrt.kernels.state_ring import RingFolds
-from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_shape
-from hybridrt.mem_cache.mamba_pool import ring_width
 from tests.gpu import rig
+from tests.support import kernel_cases as kernels
+from tests.support import more_kernel_cases as others
+from tests.support.flat import flat
+from tests.support.kernel_cases import Case, DecodeRows, Prompts
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 MODELS = ("falcon-h1-7b", "nemotron-h-8b", "qwen3-next-12l")
 MAMBA1 = "falcon-mamba-7b"  # its recurrent layers are all that it has of its own
-SLOTS, ROWS = 31, 30  # entries of the pools, scratch apart
-BATCH, PADDING = 18, 2
-
-
-@dataclass
-class Case:
-    """One call of an operation.
-
-    Attributes:
-        args: arguments by name.
-        pools: arguments that the call may write, and the entries of their first dimension that it may change.
-        consumed: arguments that the call may overwrite with anything.
-        exact: rounding does not tell the reference from the kernel: the results must be the same numbers.
-        decode: runs in decode steps.
-    """
-
-    op: str
-    args: dict[str, Any]
-    pools: dict[str, list[int]] = field(default_factory=dict)
-    consumed: tuple[str, ...] = ()
-    exact: bool = False
-    decode: bool = True
+Cases = Callable[[str], Iterator[tuple[str, Callable[[], Case]]]]
 
 
 def model_config(name: str) -> ModelConfig:
@@ -57,7 +31,7 @@ def model_config(name: str) -> ModelConfig:
 
 def call(case: Case, provider: str, args: dict[str, Any]) -> dict[str, Tensor]:
     """What a call returns and what it leaves in the pools, by name."""
-    result = select(case.op, rig.DEVICE, provider)(**args)
+    result = flat(select(case.op, rig.DEVICE, provider), **args)
     outputs = result if isinstance(result, tuple) else (result,)
     found = {f"output {i}": out for i, out in enumerate(outputs) if out is not None}
     return found | {name: args[name] for name in case.pools}
@@ -84,306 +58,101 @@ def in_float32(case: Case) -> dict[str, Any]:
     return {name: widen(value) for name, value in copied(case).items()}
 
 
-def int32(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=rig.DEVICE)
+def on_device(cases: Cases) -> Cases:
+    """Cases whose tensors are made on the tests' device."""
+
+    def make(case: Callable[[], Case]) -> Case:
+        with torch.device(rig.DEVICE):
+            return case()
+
+    @wraps(cases)
+    def placed(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
+        return ((what, partial(make, case)) for what, case in cases(name))
+
+    return placed
 
 
-def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return (torch.randn(shape, device=rig.DEVICE) * scale).to(dtype)
-
-
-def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.full(shape, torch.nan, dtype=dtype, device=rig.DEVICE)
-
-
-@dataclass
-class DecodeRows:
-    """BATCH rows, the last PADDING of them padding, with their pools: each has its own slot and ring row."""
-
-    shape: StateShape
-    tokens: int
-    slots: Tensor = field(init=False)
-    rows: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        real = BATCH - PADDING
-        self.used_slots = torch.randperm(SLOTS)[:real].add(1).tolist()
-        self.used_rows = torch.randperm(ROWS)[:real].add(1).tolist()
-        self.slots = int32([*self.used_slots, *[-1] * PADDING])
-        self.rows = int32([*self.used_rows, *[0] * PADDING])
-        self.positions = int32([*torch.randint(0, 3000, (real,)).tolist(), *[0] * PADDING])
-
-    def tokenwise(self, *widths: int) -> list[Tensor]:
-        """Slices [B, T, width] of one merged projection; padding rows are NaN."""
-        merged = normal(BATCH, self.tokens, sum(widths))
-        merged[-PADDING:] = torch.nan
-        return list(merged.split(widths, -1))
-
-    def conv(self) -> Tensor:
-        pool = poisoned(SLOTS + 1, self.shape.conv_dim, self.shape.conv_width(self.tokens), dtype=torch.bfloat16)
-        pool[self.used_slots] = normal(len(self.used_slots), *pool.shape[1:])
-        return pool
-
-    def states(self) -> Tensor:
-        pool = poisoned(SLOTS + 1, *self.shape.temporal)
-        pool[self.used_slots] = normal(len(self.used_slots), *self.shape.temporal, dtype=torch.float32)
-        return pool
-
-    def ring(self, gate: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """A state ring with entries where the cursors say so, some rows about to fold; gates are gate(normal)."""
-        heads, values, keys = self.shape.temporal
-        width = ring_width(self.tokens)
-        pools = {
-            "values": poisoned(ROWS + 1, heads, width, values, dtype=torch.bfloat16),
-            "keys": poisoned(ROWS + 1, self.shape.groups, width, keys, dtype=torch.bfloat16),
-            "gates": poisoned(ROWS + 1, heads, width),
-        }
-        start = torch.randint(0, width, (BATCH,)).tolist()
-        length = [i % (width - self.tokens + 1) for i in range(width, width - BATCH, -1)]
-        for row, first, count in zip(self.used_rows, start, length):
-            for column in [(first + i) % width for i in range(count)]:
-                for name in ("values", "keys"):
-                    pools[name][row, :, column] = normal(*pools[name].shape[1::2], scale=0.2)
-                pools["gates"][row, :, column] = gate(normal(heads, dtype=torch.float32))
-        return pools | {"start": int32(start), "length": int32(length)}
-
-    def state_args(self, mode: str, gate: Callable[[Tensor], Tensor]) -> tuple[dict[str, Any], dict[str, list[int]]]:
-        """Arguments of a state mode, and what a call may then write."""
-        args: dict[str, Any] = {"states": self.states(), "rows": self.rows}
-        if mode == "replay":
-            of_rows = dict.fromkeys(("values", "keys", "gates"), self.used_rows)
-            return args | self.ring(gate), {"states": []} | of_rows
-        if mode == "intermediate":
-            stored = poisoned(ROWS + 1, self.tokens, *self.shape.temporal)
-            return args | {"intermediate_states": stored}, {"intermediate_states": self.used_rows, "states": []}
-        return args, {"states": self.used_slots}
-
-
-def time_step_gate(x: Tensor) -> Tensor:
-    """Time steps of 0.001 to 0.1."""
-    return (x * 0.8 - 4.5).exp()
-
-
-def log_decay_gate(x: Tensor) -> Tensor:
-    return -time_step_gate(x)
-
-
-def mamba2_heads(config: ModelConfig) -> dict[str, Any]:
-    """Per-head numbers: decays from 0.999 to 0.2 a token."""
-    heads = mamba2_of(config).num_heads
-    return {
-        "A": -torch.linspace(1.0, 16.0, heads, device=rig.DEVICE),
-        "D": normal(heads, dtype=torch.float32),
-        "dt_bias": torch.linspace(-6.9, -2.3, heads, device=rig.DEVICE),
-        "dt_limit": mamba2_of(config).dt_limit,
-    }
-
-
-def conv_weights(shape: StateShape) -> dict[str, Tensor]:
-    return {"weight": normal(shape.conv_dim, shape.conv_kernel, scale=0.5), "bias": normal(shape.conv_dim, scale=0.5)}
-
-
-def mamba2_decode(config: ModelConfig, mode: str, tokens: int) -> Case:
-    shape = state_shape(mamba2_of(config))
-    rows, (heads, dim, _) = DecodeRows(shape, tokens), shape.temporal
-    z, xBC, dt = rows.tokenwise(heads * dim, shape.conv_dim, heads)
-    args, pools = rows.state_args(mode, time_step_gate)
-    args |= {
-        "xBC": xBC, "dt": dt, "z": z.unflatten(-1, (heads, dim)), "conv": rows.conv(), "read_slots": rows.slots,
-        "write_slots": rows.slots, "start_positions": rows.positions,
-    }  # fmt: skip
-    return Case("mamba2_decode", args | mamba2_heads(config) | conv_weights(shape), pools | {"conv": rows.used_slots})
-
-
-def after_conv(config: ModelConfig, rows: DecodeRows) -> dict[str, Any]:
-    shape = rows.shape
-    heads, dim, _ = shape.temporal
-    z, xBC, dt = rows.tokenwise(heads * dim, shape.conv_dim, heads)
-    x, B, C = split_conv_channels(xBC, (SLOTS + 1, *shape.temporal))
-    return {"x": x, "dt": dt, "B": B, "C": C, "z": z.unflatten(-1, (heads, dim))} | mamba2_heads(config)
-
-
-def selective_state_update(config: ModelConfig, mode: str, tokens: int) -> Case:
-    rows = DecodeRows(state_shape(mamba2_of(config)), tokens)
-    args, pools = rows.state_args(mode, time_step_gate)
-    args |= after_conv(config, rows) | {"read_slots": rows.slots, "write_slots": rows.slots}
-    if mode == "intermediate":  # a tree: each node under the one before the last
-        args["parents"] = int32([[max(t - 2, -1) for t in range(tokens)]] * BATCH)
-    return Case("selective_state_update", args, pools)
-
-
-def mamba1_tokens(config: ModelConfig, tokenwise: Callable[..., list[Tensor]]) -> dict[str, Any]:
-    """x and z are halves of one projection, B and C slices of another; rates from 1 to 16."""
-    channels, states = state_shape(mamba1_of(config)).temporal
-    x, z = tokenwise(channels, channels)
-    _, B, C = tokenwise(mamba1_of(config).dt_rank, states, states)
-    rates = -torch.arange(1.0, states + 1, device=rig.DEVICE).expand(channels, -1).contiguous()
-    return {
-        "x": x, "z": z, "dt": tokenwise(channels)[0], "B": B, "C": C, "A": rates,
-        "D": normal(channels, dtype=torch.float32), "dt_bias": torch.linspace(-6.9, -2.3, channels, device=rig.DEVICE),
-    }  # fmt: skip
-
-
-def mamba1_update(config: ModelConfig, mode: str, tokens: int, tree: bool = False) -> Case:
-    rows = DecodeRows(state_shape(mamba1_of(config)), tokens)
-    args, pools = rows.state_args(mode, time_step_gate)
-    args |= mamba1_tokens(config, rows.tokenwise) | {"read_slots": rows.slots, "write_slots": rows.slots}
-    weights = torch.rand(2, mamba1_of(config).state_size, device=rig.DEVICE) + 0.5
-    args["norms"] = BCNorms(weights[0], weights[1], 1e-6)
-    if tree:  # each node under the one before the last
-        args["parents"] = int32([[max(t - 2, -1) for t in range(tokens)]] * BATCH)
-    return Case("mamba1_update", args, pools)
-
-
-def selective_scan(config: ModelConfig) -> Case:
-    prompts = Prompts(state_shape(mamba1_of(config)), mamba1_of(config).chunk_size)
-    args = mamba1_tokens(config, prompts.tokenwise) | prompts.scan_args()
-    return Case("selective_scan", args, {"states": prompts.used_slots}, decode=False)
-
-
-def fold(shape: StateShape, gate: Callable[[Tensor], Tensor], A: Tensor | None) -> Case:
-    """From each slot to itself or, of the first rows, to unused ones."""
-    rows = DecodeRows(shape, 1)
-    args, _ = rows.state_args("replay", gate)
-    others = sorted({*range(1, SLOTS + 1)} - {*rows.used_slots})[:5]
-    pools = {name: args[name][None] for name in ("states", "values", "keys", "gates")}
-    folds = RingFolds(rows.slots, args["rows"], args["start"], args["length"], int32([BATCH]))
-    written = int32([*others, *rows.used_slots[5:], *[-1] * PADDING])
-    args = pools | {"A": None if A is None else A[None], "folds": folds, "write_slots": written}
-    return Case("fold_ring", args, {"states": [0], "values": [], "keys": [], "gates": []})
-
-
-@dataclass
-class Prompts:
-    """Chunks of several requests, packed: whole prompts, later chunks with a state before them, one single token."""
-
-    shape: StateShape
-    chunk_size: int
-    lengths: tuple[int, ...] = (700, 1, 515, 64, 130)
-    computed: tuple[int, ...] = (0, 100, 77, 256, 0)
-
-    def __post_init__(self) -> None:
-        self.used_slots = torch.randperm(SLOTS)[: len(self.lengths)].add(1).tolist()
-        self.slots = int32(self.used_slots)
-        self.query_start_loc = int32([sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)])
-        self.total = sum(self.lengths) + 3  # tokens past the last row
-
-    def tokenwise(self, *widths: int) -> list[Tensor]:
-        return list(normal(self.total, sum(widths)).split(widths, -1))
-
-    def scan_args(self) -> dict[str, Any]:
-        states = poisoned(SLOTS + 1, *self.shape.temporal)
-        later = [slot for slot, done in zip(self.used_slots, self.computed) if done]
-        states[later] = normal(len(later), *self.shape.temporal, dtype=torch.float32)
-        return {
-            "states": states, "read_slots": self.slots, "write_slots": self.slots,
-            "has_initial_state": int32(self.computed) > 0, "query_start_loc": self.query_start_loc,
-            "plan": plan_chunks(self.computed, self.lengths, self.chunk_size, rig.DEVICE),
-        }  # fmt: skip
-
-
-def mamba2_chunk_scan(config: ModelConfig) -> Case:
-    shape = state_shape(mamba2_of(config))
-    prompts, (heads, dim, _) = Prompts(shape, mamba2_of(config).chunk_size), shape.temporal
-    z, xBC, dt = prompts.tokenwise(heads * dim, shape.conv_dim, heads)
-    x, B, C = split_conv_channels(xBC, (SLOTS + 1, *shape.temporal))
-    args = {"x": x, "dt": dt, "B": B, "C": C, "z": z.unflatten(-1, (heads, dim))}
-    args |= mamba2_heads(config) | prompts.scan_args()
-    return Case("mamba2_chunk_scan", args, {"states": prompts.used_slots}, decode=False)
-
-
-def causal_conv1d_varlen(shape: StateShape) -> Case:
-    prompts = Prompts(shape, 64)
-    conv = poisoned(SLOTS + 1, shape.conv_dim, shape.conv_width(1), dtype=torch.bfloat16)
-    conv[prompts.used_slots] = normal(len(prompts.used_slots), *conv.shape[1:])
-    x, _ = prompts.tokenwise(shape.conv_dim, 24)
-    args = {
-        "x": x, "conv": conv, "read_slots": prompts.slots, "write_slots": prompts.slots, "activation": "silu",
-        "query_start_loc": prompts.query_start_loc, "start_positions": int32(prompts.computed),
-    }  # fmt: skip
-    return Case("causal_conv1d_varlen", args | conv_weights(shape), {"conv": prompts.used_slots}, decode=False)
-
-
-def causal_conv1d_update(shape: StateShape, tokens: int) -> Case:
-    rows = DecodeRows(shape, tokens)
-    x, _ = rows.tokenwise(shape.conv_dim, 24)
-    args = {
-        "x": x, "conv": rows.conv(), "read_slots": rows.slots, "write_slots": rows.slots, "activation": "silu",
-        "start_positions": rows.positions,
-    }  # fmt: skip
-    return Case("causal_conv1d_update", args | conv_weights(shape), {"conv": rows.used_slots})
-
-
-def gdn_decode(config: ModelConfig, mode: str, tokens: int) -> Case:
-    shape = state_shape(gdn_of(config))
-    rows, heads = DecodeRows(shape, tokens), shape.temporal[0]
-    qkv, _, b, a = rows.tokenwise(shape.conv_dim, heads * shape.temporal[1], heads, heads)
-    args, pools = rows.state_args(mode, log_decay_gate)
-    args |= gdn_heads(heads) | {
-        "qkv": qkv, "a": a, "b": b, "conv": rows.conv(), "read_slots": rows.slots, "write_slots": rows.slots,
-        "start_positions": rows.positions,
-    }  # fmt: skip
-    return Case("gdn_decode", args | conv_weights(shape), pools | {"conv": rows.used_slots})
-
-
-def gdn_heads(heads: int) -> dict[str, Tensor]:
-    return {"A_log": normal(heads, dtype=torch.float32) - 4, "dt_bias": normal(heads, dtype=torch.float32)}
-
-
-def gdn_tokens(config: ModelConfig, tokenwise: Callable[..., list[Tensor]]) -> dict[str, Tensor]:
-    shape = state_shape(gdn_of(config))
-    heads = shape.temporal[0]
-    qkv, a, b = tokenwise(shape.conv_dim, heads, heads)
-    q, k, v = split_qkv(qkv, torch.empty(1, *shape.temporal, device="meta"))
-    g, beta = gdn_gates_op.reference(a, b, *gdn_heads(heads).values())
-    return {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-
-
-def gdn_recurrent(config: ModelConfig, mode: str, tokens: int) -> Case:
-    rows = DecodeRows(state_shape(gdn_of(config)), tokens)
-    args, pools = rows.state_args(mode, log_decay_gate)
-    args |= gdn_tokens(config, rows.tokenwise)
-    return Case("recurrent_gated_delta_rule", args | {"read_slots": rows.slots, "write_slots": rows.slots}, pools)
-
-
-def chunk_gated_delta_rule(config: ModelConfig) -> Case:
-    prompts = Prompts(state_shape(gdn_of(config)), gdn_of(config).chunk_size)
-    args = gdn_tokens(config, prompts.tokenwise) | prompts.scan_args()
-    return Case("chunk_gated_delta_rule", args, {"states": prompts.used_slots}, decode=False)
-
-
-def gdn_gates(config: ModelConfig) -> Case:
-    heads = gdn_of(config).num_v_heads
-    a, b, _ = normal(300, 2 * heads + 5).split([heads, heads, 5], -1)
-    return Case("gdn_gates", {"a": a, "b": b} | gdn_heads(heads), decode=False)
-
-
+@on_device
 def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
     """(operation and details, how to make it) of every operation of a model's recurrent layers."""
     config = model_config(name)
     shapes = [state_shape(linear) for linear in config.linear.values()]
     modes = [("classic", 1), ("replay", 1), ("replay", 4), ("intermediate", 4)]
+
+    def rows(tokens: int) -> DecodeRows:
+        return DecodeRows(shapes[0], tokens)
+
     for shape in shapes:
-        yield "causal_conv1d_varlen", partial(causal_conv1d_varlen, shape)
-        for tokens in (1, 4):
-            yield f"causal_conv1d_update {tokens}", partial(causal_conv1d_update, shape, tokens)
+        yield "causal_conv1d_varlen", lambda shape=shape: kernels.causal_conv1d_varlen(Prompts(shape, 64))
+        for n in (1, 4):
+            yield f"causal_conv1d_update {n}", lambda s=shape, n=n: kernels.causal_conv1d_update(DecodeRows(s, n))
     if "mamba1" in config.linear:
-        for mode, tokens, tree in (("classic", 1, False), ("intermediate", 4, False), ("intermediate", 4, True)):
-            what = f"mamba1_update {mode} {tokens}{' tree' * tree}"
-            yield what, partial(mamba1_update, config, mode, tokens, tree)
-        yield "selective_scan", partial(selective_scan, config)
+        for mode, n, tree in (("classic", 1, False), ("intermediate", 4, False), ("intermediate", 4, True)):
+            what = f"mamba1_update {mode} {n}{' tree' * tree}"
+            yield what, lambda mode=mode, n=n, tree=tree: kernels.mamba1_update(config, rows(n), mode, tree)
+        chunk = mamba1_of(config).chunk_size
+        yield "selective_scan", lambda: kernels.selective_scan(config, Prompts(shapes[0], chunk))
     if "mamba2" in config.linear:
-        for mode, tokens in modes:
-            yield f"mamba2_decode {mode} {tokens}", partial(mamba2_decode, config, mode, tokens)
+        for mode, n in modes:
+            yield f"mamba2_decode {mode} {n}", lambda mode=mode, n=n: kernels.mamba2_decode(config, rows(n), mode)
             if mode != "replay":
-                yield f"selective_state_update {mode} {tokens}", partial(selective_state_update, config, mode, tokens)
-        yield "fold_ring", partial(fold, shapes[0], time_step_gate, mamba2_heads(config)["A"])
-        yield "mamba2_chunk_scan", partial(mamba2_chunk_scan, config)
+                make = lambda mode=mode, n=n: kernels.selective_state_update(config, rows(n), mode)  # noqa: E731
+                yield f"selective_state_update {mode} {n}", make
+        yield "fold_ring", lambda: kernels.fold(rows(1), kernels.time_step_gate, kernels.mamba2_heads(config)["A"])
+        chunk = mamba2_of(config).chunk_size
+        yield "mamba2_chunk_scan", lambda: kernels.mamba2_chunk_scan(config, Prompts(shapes[0], chunk))
     if "gdn" in config.linear:
-        for mode, tokens in modes:
-            yield f"gdn_decode {mode} {tokens}", partial(gdn_decode, config, mode, tokens)
+        for mode, n in modes:
+            yield f"gdn_decode {mode} {n}", lambda mode=mode, n=n: kernels.gdn_decode(rows(n), mode)
             if mode != "replay":
-                yield f"recurrent_gated_delta_rule {mode} {tokens}", partial(gdn_recurrent, config, mode, tokens)
-        yield "fold_ring", partial(fold, shapes[0], log_decay_gate, None)
-        yield "gdn_gates", partial(gdn_gates, config)
-        yield "chunk_gated_delta_rule", partial(chunk_gated_delta_rule, config)
+                what = f"recurrent_gated_delta_rule {mode} {n}"
+                yield what, lambda mode=mode, n=n: kernels.gdn_recurrent(rows(n), mode)
+        yield "fold_ring", lambda: kernels.fold(rows(1), kernels.log_decay_gate, None)
+        yield "gdn_gates", lambda: kernels.gdn_gates(config)
+        chunk = gdn_of(config).chunk_size
+        yield "chunk_gated_delta_rule", lambda: kernels.chunk_gated_delta_rule(Prompts(shapes[0], chunk))
+
+
+@on_device
+def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
+    """(operation and details, how to make it) of every other operation of a model."""
+    config = model_config(name)
+    attention, hidden = config.attention, config.hidden_size
+    for tokens in (1, 4):
+        yield f"attention_decode {tokens}", partial(others.attention_decode, attention, tokens)
+        yield f"attention_decode {tokens} full", partial(others.attention_decode, attention, tokens, 18)
+    for window in (None, 500):
+        details = "" if window is None else f" window {window}"
+        yield f"attention_extend{details}", partial(others.attention_extend, attention, [300, 1, 130, 133], window)
+        yield (
+            f"attention_extend long{details}",
+            partial(others.attention_extend, attention, [3000, 1, 700, 1500], window),
+        )
+    yield "write_kv", partial(others.write_kv, attention)
+    if attention.rope is not None:
+        yield "qk_norm_rotary", partial(others.rotary, "qk_norm_rotary", config)
+        yield "rotary_write_kv", partial(others.rotary, "rotary_write_kv", config)
+    for tokens in (3, 200):
+        yield f"rms_norm {tokens}", partial(others.norm, "rms_norm", hidden, tokens)
+        yield f"add_rms_norm {tokens}", partial(others.norm, "add_rms_norm", hidden, tokens)
+    yield "sample", partial(others.draws, config, False)
+    yield "sample filtered", partial(others.draws, config, True)
+    yield "greedy", partial(others.greedy, config)
+    if config.architecture.startswith("Falcon"):
+        yield "silu_and_mul", partial(others.elementwise, "silu_and_mul", 2 * config.hf.intermediate_size, 40)
+        yield "skinny_linear silu", partial(others.skinny_linear, config, 1, "silu_and_mul", True)
+        yield "skinny_linear 8", partial(others.skinny_linear, config, 8, None, False)
+        yield "skinny_linear 32, some rows shared", partial(others.skinny_linear, config, 32, None, False, 8728)
+        for tokens in (50, 100):
+            yield f"skinny_linear {tokens}", partial(others.skinny_linear, config, tokens, "silu_and_mul", False)
+    if config.architecture.startswith("Nemotron"):
+        yield "relu2", partial(others.elementwise, "relu2", config.hf.intermediate_size, 40)
+        yield "gated_rms_norm", partial(others.gated_rms_norm, 8192, 1024, False)
+        yield "skinny_linear relu2", partial(others.skinny_linear, config, 3, "relu2", True)
+        yield "router_sigmoid_grouped", others.router_sigmoid_grouped
+    if config.architecture.startswith("Qwen"):
+        yield "gated_rms_norm", partial(others.gated_rms_norm, 128, 128, True)
+        yield "sigmoid_mul", partial(others.elementwise, "sigmoid_mul", 4096, 40)
+        yield "router_softmax", partial(others.router_softmax, config)
+        for tokens in (8, 400):
+            yield f"fused_experts {tokens}", partial(others.fused_experts, config, tokens)

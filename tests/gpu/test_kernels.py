@@ -10,9 +10,9 @@ from torch import Tensor
 from hybridrt.errors import BackendError
 from hybridrt.kernels import providers
 from tests.gpu import rig
-from tests.gpu.kernel_cases import MAMBA1, MODELS, SLOTS, Case, call, copied, in_float32, recurrent_cases
-from tests.gpu.more_kernel_cases import other_cases
+from tests.gpu.kernel_cases import MAMBA1, MODELS, call, copied, in_float32, other_cases, recurrent_cases
 from tests.gpu.rig import GPU, changed_entries, same_bits
+from tests.support.kernel_cases import SLOTS, Case
 
 pytestmark = GPU
 KERNELS = "triton"
@@ -172,11 +172,11 @@ def moved_to_far_slots(case: Case) -> dict[str, object]:
             shape[slot_dim(case)] = FAR_SLOTS + 1
             args[name] = small.new_full(shape, torch.nan)
             args[name].narrow(slot_dim(case), FAR_SLOTS - SLOTS, SLOTS + 1).copy_(small)
-    for name in ("slots", "read_slots", "write_slots"):
+    for name in ("read_state_slots", "write_state_slots"):
         if name in args:
             args[name] = far_slots(args[name])
     if "folds" in args:
-        args["folds"] = replace(args["folds"], slots=far_slots(args["folds"].slots))
+        args["folds"] = replace(args["folds"], state_slots=far_slots(args["folds"].state_slots))
     return args
 
 
@@ -188,12 +188,12 @@ def test_rows_of_intermediate_states_past_two_to_the_31() -> None:
     """Verify rows at the end of a cache of more than 2^31 numbers."""
     torch.manual_seed(3)
     case = dict(recurrent_cases("falcon-h1-7b"))["mamba2_decode intermediate 4"]()
-    wanted = call(case, KERNELS, copied(case))["intermediate_states"]
-    args, small = copied(case), case.args["intermediate_states"]
+    wanted = call(case, KERNELS, copied(case))["stored"]
+    args, small = copied(case), case.args["stored"]
     far = 2**31 // small[0].numel() + 1
-    args["intermediate_states"] = small.new_full((far + len(small), *small.shape[1:]), torch.nan)
+    args["stored"] = small.new_full((far + len(small), *small.shape[1:]), torch.nan)
     args["rows"] = case.args["rows"] + far
-    got = call(case, KERNELS, args)["intermediate_states"][far:]
+    got = call(case, KERNELS, args)["stored"][far:]
     assert got.shape == wanted.shape and same_bits(got, wanted)
 
 

@@ -10,6 +10,7 @@ from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from hybridrt.kernels.gdn_replay import gdn_replay
 from hybridrt.kernels.paged_attention import attention_decode, attention_extend, write_kv
+from hybridrt.kernels.records import DeltaInputs, Prompts, StateRing, StateSlots
 from hybridrt.kernels.state_ring import RingFolds, fold_ring
 from tests.support.gdn_loops import random_tokens, relative_error, slow_delta_rule
 from tests.support.mamba2_oracle import int32
@@ -36,7 +37,8 @@ def test_recurrent_steps():
     torch.manual_seed(0)
     tokens, initial = random_tokens(1, 2), torch.randn(STATE).half()
     states = far_states(initial)
-    out = recurrent_gated_delta_rule(states, *tokens.tensors, read_slots=int32(FAR), write_slots=int32(FAR))
+    state = StateSlots(states, int32(FAR), int32(FAR))
+    out = recurrent_gated_delta_rule(DeltaInputs(*tokens.tensors), state)
     expected, after = slow_delta_rule(initial, tokens[0])
     assert relative_error(out[0], expected) < 2e-3 and relative_error(states[FAR], after[-1]) < 2e-3
 
@@ -46,10 +48,10 @@ def test_replay_and_fold():
     tokens, initial = random_tokens(1, 2), torch.randn(STATE).half()
     states, row = far_states(initial), int32(2)
     ring = torch.zeros(3, 4, 8, 5), torch.zeros(3, 2, 8, 6), torch.zeros(3, 4, 8)
-    cursors = {"rows": row, "start": int32(0), "length": int32(0)}
-    out = gdn_replay(states, *ring, *tokens.tensors, slots=int32(FAR), **cursors)
+    state = StateSlots(states, int32(FAR), int32(FAR))
+    out = gdn_replay(DeltaInputs(*tokens.tensors), state, StateRing(*ring, row, int32(0), int32(0)))
     folds = RingFolds(int32(FAR), row, int32(0), int32(2), int32(1))
-    fold_ring(*(part[None] for part in (states, *ring)), None, folds, write_slots=int32(FAR - 1))
+    fold_ring(*(part[None] for part in (states, *ring)), None, folds, write_state_slots=int32(FAR - 1))
     expected, after = slow_delta_rule(initial, tokens[0])
     assert relative_error(out[0], expected) < 2e-6 and relative_error(states[FAR - 1], after[-1]) < 1e-3
     assert torch.equal(states[FAR], initial)
@@ -59,10 +61,9 @@ def test_chunked_prefill():
     torch.manual_seed(2)
     tokens, initial = random_tokens(5), torch.randn(STATE).half()
     states = far_states(initial)
-    out = chunk_gated_delta_rule(
-        *tokens.tensors, states=states, read_slots=int32(FAR), write_slots=int32(FAR), plan=plan_chunks([3], [5], 4),
-        has_initial_state=torch.tensor([True]), query_start_loc=int32(0, 5),
-    )  # fmt: skip
+    prompts = Prompts(int32(0, 5), torch.tensor([True]), plan_chunks([3], [5], 4))
+    state = StateSlots(states, int32(FAR), int32(FAR))
+    out = chunk_gated_delta_rule(DeltaInputs(*tokens.tensors), state, prompts)
     expected, after = slow_delta_rule(initial, tokens)
     assert relative_error(out, expected) < 2e-6 and relative_error(states[FAR], after[-1]) < 1e-3
 

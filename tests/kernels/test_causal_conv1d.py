@@ -4,6 +4,7 @@ from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen, conv_window
+from hybridrt.kernels.records import ConvState, ConvWeights, IntermediateStates
 from tests.support.levels import sweep
 from tests.support.mamba2_oracle import changed_rows, close, conv_loop, int32, poisoned, same_bytes
 
@@ -22,6 +23,7 @@ class Requests:
         self.computed, self.new, self.taps, self.width = computed, new, taps, width
         self.history = [torch.randn(c + n, C).to(dtype) for c, n in zip(computed, new, strict=True)]
         self.weight, self.bias = torch.randn(C, taps).to(dtype), torch.randn(C).to(dtype)
+        self.weights = ConvWeights(self.weight, self.bias)
         self.conv = poisoned(40, C, width, dtype=dtype)
 
     def fill(self, slots: list[int]) -> None:
@@ -57,10 +59,8 @@ def test_varlen_equals_loop(dtype: torch.dtype, taps: int, width: int, separate:
     requests.fill(read)
     before = requests.conv.clone()
     x, query_start_loc = requests.packed(spare=2)
-    out = causal_conv1d_varlen(
-        x, requests.weight, requests.bias, requests.conv, int32(*read), int32(*write), query_start_loc,
-        int32(*requests.computed),
-    )  # fmt: skip
+    state = ConvState(requests.conv, int32(*read), int32(*write), int32(*requests.computed))
+    out = causal_conv1d_varlen(x, requests.weights, state, query_start_loc)
     assert out.dtype == dtype and not out[-2:].any()
     ends = int32(*(c + n for c, n in zip(requests.computed, requests.new, strict=True)))
     windows = conv_window(requests.conv, int32(*write), ends, taps)
@@ -78,10 +78,8 @@ def test_varlen_padding_rows_leave_no_trace() -> None:
     requests.fill(slots)
     before = requests.conv.clone()
     x, query_start_loc = requests.packed()
-    out = causal_conv1d_varlen(
-        x, requests.weight, None, requests.conv, int32(*slots), int32(*slots), query_start_loc,
-        int32(*requests.computed), activation=None,
-    )  # fmt: skip
+    state = ConvState(requests.conv, int32(*slots), int32(*slots), int32(*requests.computed))
+    out = causal_conv1d_varlen(x, ConvWeights(requests.weight, activation=None), state, query_start_loc)
     assert not out[3:5].any()
     close(out[:3], requests.expected(0, silu=False, bias=False), 1e-6)
     close(out[5:], requests.expected(2, silu=False, bias=False), 1e-6)
@@ -92,9 +90,8 @@ def test_varlen_without_tokens() -> None:
     requests = Requests([3], [0])
     before = requests.conv.clone()
     x, query_start_loc = requests.packed()
-    out = causal_conv1d_varlen(
-        x, requests.weight, None, requests.conv, int32(2), int32(2), query_start_loc, int32(3)
-    )  # fmt: skip
+    state = ConvState(requests.conv, int32(2), int32(2), int32(3))
+    out = causal_conv1d_varlen(x, requests.weights, state, query_start_loc)
     assert out.shape == (0, C) and same_bytes(before, requests.conv)
 
 
@@ -104,7 +101,7 @@ def test_varlen_in_two_chunks_equals_whole(split: int) -> None:
     x, _ = requests.packed()
     parts = [
         causal_conv1d_varlen(
-            part, requests.weight, requests.bias, requests.conv, int32(9), int32(9), int32(0, len(part)), int32(start)
+            part, requests.weights, ConvState(requests.conv, int32(9), int32(9), int32(start)), int32(0, len(part))
         )
         for part, start in ((x[:split], 0), (x[split:], split))
     ]
@@ -121,10 +118,8 @@ def test_update_equals_loop(dtype: torch.dtype, tokens: int, separate: bool) -> 
     requests.fill(read)
     before = requests.conv.clone()
     x, _ = requests.packed()
-    out = causal_conv1d_update(
-        x.unflatten(0, (5, tokens)), requests.weight, requests.bias, requests.conv, int32(*read), int32(*write),
-        int32(*requests.computed),
-    )  # fmt: skip
+    state = ConvState(requests.conv, int32(*read), int32(*write), int32(*requests.computed))
+    out = causal_conv1d_update(x.unflatten(0, (5, tokens)), requests.weights, state)
     ends = int32(*(c + tokens for c in requests.computed))
     for row in range(5):
         close(out[row], requests.expected(row), TOLERANCE[dtype])
@@ -139,9 +134,9 @@ def test_update_rolls_back_by_position(accepted: int) -> None:
     requests.fill([4])
     x, _ = requests.packed()
     wrong = torch.cat([x[:accepted], torch.full((5 - accepted, C), 99.0)])[None]
-    args = requests.weight, requests.bias, requests.conv, int32(4), int32(4)
-    first = causal_conv1d_update(wrong, *args, int32(6))
-    second = causal_conv1d_update(x[accepted:][None, :4], *args, int32(6 + accepted))
+    ring = requests.conv, int32(4), int32(4)
+    first = causal_conv1d_update(wrong, requests.weights, ConvState(*ring, int32(6)))
+    second = causal_conv1d_update(x[accepted:][None, :4], requests.weights, ConvState(*ring, int32(6 + accepted)))
     expected = requests.expected(0)
     close(torch.cat([first[0, :accepted], second[0]]), expected[: accepted + 4], 1e-6)
 
@@ -154,10 +149,9 @@ def test_update_padding_rows_leave_no_trace() -> None:
     before, windows = requests.conv.clone(), poisoned(5, 2, C, 3)
     windows_before = windows.clone()
     x, _ = requests.packed()
-    out = causal_conv1d_update(
-        x.unflatten(0, (3, 2)), requests.weight, requests.bias, requests.conv, slots, slots,
-        int32(*requests.computed), windows=windows, rows=int32(4, 3, 1),
-    )  # fmt: skip
+    state = ConvState(requests.conv, slots, slots, int32(*requests.computed))
+    stored = IntermediateStates(windows, int32(4, 3, 1))
+    out = causal_conv1d_update(x.unflatten(0, (3, 2)), requests.weights, state, stored)
     assert not out[1].any() and not out.isnan().any()
     assert changed_rows(before, requests.conv) == {5, 30}
     assert changed_rows(windows_before, windows) == {1, 4}
@@ -172,10 +166,8 @@ def test_tree_follows_ancestors(start: int) -> None:
     requests.fill([4])
     before, windows = requests.conv.clone(), poisoned(3, nodes, C, 3)
     x, _ = requests.packed()
-    out = causal_conv1d_update(
-        x[None], requests.weight, requests.bias, requests.conv, int32(4), int32(4), int32(start),
-        parents=parents[None], windows=windows, rows=int32(2),
-    )  # fmt: skip
+    state = ConvState(requests.conv, int32(4), int32(4), int32(start))
+    out = causal_conv1d_update(x[None], requests.weights, state, IntermediateStates(windows, int32(2), parents[None]))
     for node in range(nodes):
         path, ancestor = list[int](), node
         while ancestor >= 0:
@@ -192,5 +184,6 @@ def test_tree_follows_ancestors(start: int) -> None:
 def test_narrow_ring_is_refused_before_anything_is_written(width: int, tokens: int) -> None:
     conv = torch.zeros(3, C, width)
     with pytest.raises(ConfigError, match=f"{width} columns"):
-        causal_conv1d_update(torch.ones(1, tokens, C), torch.ones(C, 4), None, conv, int32(1), int32(1), int32(0))
+        state = ConvState(conv, int32(1), int32(1), int32(0))
+        causal_conv1d_update(torch.ones(1, tokens, C), ConvWeights(torch.ones(C, 4)), state)
     assert not conv.any()

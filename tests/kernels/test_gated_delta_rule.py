@@ -5,6 +5,7 @@ import torch
 
 from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
+from hybridrt.kernels.records import DeltaInputs, GateWeights, IntermediateStates, Prompts, StateSlots
 from tests.support.gdn_loops import random_tokens, relative_error, slow_delta_rule
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -25,7 +26,7 @@ def int32(*values):
 def test_gates():
     a, b = torch.tensor([[-1.0, 30.0]], dtype=torch.bfloat16), torch.tensor([[0.5, -2.0]], dtype=torch.bfloat16)
     A_log, dt_bias = torch.tensor([0.3, -2.0]), torch.tensor([0.2, 0.1])
-    g, beta = gdn_gates(a, b, A_log, dt_bias)
+    g, beta = gdn_gates(a, b, GateWeights(A_log, dt_bias))
     assert g.dtype == beta.dtype == torch.float32
     expected = [-math.exp(0.3) * math.log1p(math.exp(-0.8)), -math.exp(-2.0) * math.log1p(math.exp(30.1))]
     torch.testing.assert_close(g[0], torch.tensor(expected))
@@ -33,15 +34,9 @@ def test_gates():
 
 
 def run_chunks(states, tokens, lengths, computed, read_slots, write_slots, chunk_size):
-    return chunk_gated_delta_rule(
-        *tokens.tensors,
-        states=states,
-        read_slots=read_slots,
-        write_slots=write_slots,
-        has_initial_state=torch.tensor(computed) > 0,
-        query_start_loc=torch.tensor([0, *lengths]).cumsum(0).int(),
-        plan=plan_chunks(computed, lengths, chunk_size),
-    )
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    prompts = Prompts(starts, torch.tensor(computed) > 0, plan_chunks(computed, lengths, chunk_size))
+    return chunk_gated_delta_rule(DeltaInputs(*tokens.tensors), StateSlots(states, read_slots, write_slots), prompts)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +152,11 @@ def test_rows_without_tokens_and_an_empty_batch():
     assert run_chunks(states, random_tokens(0), [0], [0], int32(-1), int32(-1), 4).shape == (0, 4, 5)
 
 
-def run_steps(states, tokens, **kwargs):
-    return recurrent_gated_delta_rule(states, *tokens.tensors, **kwargs)
+def run_steps(states, tokens, read_slots, write_slots, *intermediate):
+    """intermediate: stored states, rows and parents."""
+    stored = IntermediateStates(*intermediate) if intermediate else None
+    state = StateSlots(states, read_slots, write_slots)
+    return recurrent_gated_delta_rule(DeltaInputs(*tokens.tensors), state, stored)
 
 
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
@@ -171,7 +169,7 @@ def test_recurrent_steps_with_padding(state_dtype, count, key_heads):
     states = make_states(dtype=state_dtype)
     states[5] = torch.nan
     before = states.clone()
-    out = run_steps(states, tokens, read_slots=read_slots, write_slots=write_slots)
+    out = run_steps(states, tokens, read_slots, write_slots)
     for b in (0, 2):
         expected, expected_states = slow_delta_rule(before[read_slots[b]], tokens[b])
         assert relative_error(out[b], expected) < ERROR[state_dtype]
@@ -189,10 +187,10 @@ def test_verified_states_equal_single_steps_for_every_accepted_length(state_dtyp
     states = make_states(dtype=state_dtype)
     before, stepwise = states.clone(), states.clone()
     stored = torch.full((4, count, 4, 5, 6), torch.nan).to(state_dtype)
-    verified = run_steps(states, tokens, read_slots=slots, write_slots=slots, intermediate_states=stored, rows=rows)
+    verified = run_steps(states, tokens, slots, slots, stored, rows)
     assert torch.equal(states, before)
     for t in range(count):
-        out = run_steps(stepwise, tokens[:, t : t + 1], read_slots=slots, write_slots=slots)
+        out = run_steps(stepwise, tokens[:, t : t + 1], slots, slots)
         torch.testing.assert_close(verified[:, t], out[:, 0], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(stored[[2, 1], t], stepwise[[3, 7]], rtol=1e-6, atol=1e-6)
     assert stored[[0, 3]].isnan().all()
@@ -203,9 +201,7 @@ def test_a_tree_starts_each_node_from_its_parent():
     parents = torch.tensor([[-1, 0, 0, 1, 2], [-1, 0, 1, 2, 2]], dtype=torch.int32)
     tokens, states, slots, rows = random_tokens(2, 5), make_states(), int32(4, 2), int32(1, 3)
     stored = torch.full((4, 5, 4, 5, 6), torch.nan)
-    out = run_steps(
-        states, tokens, read_slots=slots, write_slots=slots, intermediate_states=stored, rows=rows, parents=parents
-    )
+    out = run_steps(states, tokens, slots, slots, stored, rows, parents)
     for b in range(2):
         for node in range(5):
             path = [node]
@@ -219,7 +215,7 @@ def test_a_tree_starts_each_node_from_its_parent():
 def test_keys_and_queries_of_zero_stay_finite():
     tokens, states, slot = random_tokens(1, 2), make_states(), int32(3)
     tokens.q.zero_(), tokens.k.zero_()
-    assert run_steps(states, tokens, read_slots=slot, write_slots=slot).eq(0).all()
+    assert run_steps(states, tokens, slot, slot).eq(0).all()
     assert run_chunks(states, tokens[0], [2], [0], slot, slot, 4).eq(0).all()
     assert states.isfinite().all()
 
@@ -228,7 +224,7 @@ def test_decode_continues_a_prefill():
     torch.manual_seed(0)
     tokens, states, slot = random_tokens(21), make_states(), int32(6)
     run_chunks(states, tokens[:20], [20], [0], slot, slot, 8)
-    last = run_steps(states, tokens[None, 20:], read_slots=slot, write_slots=slot)
+    last = run_steps(states, tokens[None, 20:], slot, slot)
     expected, expected_states = slow_delta_rule(torch.zeros(4, 5, 6), tokens)
     assert relative_error(last[0, 0], expected[-1]) < 2e-6
     assert relative_error(states[6], expected_states[-1]) < 2e-6

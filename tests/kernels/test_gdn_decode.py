@@ -7,6 +7,7 @@ from hybridrt.errors import ConfigError
 from hybridrt.kernels.causal_conv1d import conv_window
 from hybridrt.kernels.gated_delta_rule import gdn_gates
 from hybridrt.kernels.gdn_decode import gdn_decode, split_qkv
+from tests.support.flat import flat
 from tests.support.gdn_loops import Tokens, relative_error, slow_delta_rule
 from tests.support.mamba2_oracle import changed_rows, conv_loop, int32, poisoned, same_bytes
 from tests.support.ring_steps import commit
@@ -48,12 +49,17 @@ class Layer:
         }
         self.start, self.length = int32(*[0] * 8), int32(*[0] * 8)
 
+    @property
+    def gate_weights(self):
+        return {name: self.weights[name] for name in ("A_log", "dt_bias")}
+
     def step(self, first, tokens, **changed):
         merged = torch.stack([row[p : p + tokens] for row, p in zip(self.merged, first, strict=True)])
         qkv, a, b = merged.split([self.channels, VALUE_HEADS, VALUE_HEADS], dim=-1)
         slots = int32(*self.slots)
-        pools = {"conv": self.conv, "states": self.states, "read_slots": slots, "write_slots": slots}
-        return gdn_decode(qkv, a, b, **{**self.weights, **pools, "start_positions": int32(*first), **changed})
+        pools = {"conv": self.conv, "states": self.states, "read_state_slots": slots, "write_state_slots": slots}
+        terms = {**self.weights, **pools, "start_positions": int32(*first), **changed}
+        return flat(gdn_decode, qkv=qkv, a=a, b=b, **terms)
 
     def replay_step(self, first, tokens, rows):
         row = int32(*rows)
@@ -67,7 +73,7 @@ class Layer:
         """Outputs and states after every token of a request, from the loops."""
         qkv, a, b = self.merged[row].split([self.channels, VALUE_HEADS, VALUE_HEADS], dim=-1)
         conved = conv_loop(qkv, self.weights["weight"], self.weights["bias"])
-        gates = gdn_gates(a, b, self.weights["A_log"], self.weights["dt_bias"])
+        gates = flat(gdn_gates, a=a, b=b, **self.gate_weights)
         tokens = Tokens(*split_qkv(conved, self.states), *gates)
         return slow_delta_rule(torch.zeros(self.states.shape[1:]), tokens)
 
@@ -93,7 +99,7 @@ def test_classic_decode_to_other_slots(dims):
     layer = Layer([7, 39], 2, dims=dims)
     layer.step([0, 0], 1)
     before = layer.conv.clone(), layer.states.clone()
-    layer.step([1, 1], 1, write_slots=int32(8, 3))
+    layer.step([1, 1], 1, write_state_slots=int32(8, 3))
     assert changed_rows(before[0], layer.conv) == changed_rows(before[1], layer.states) == {3, 8}
     for b, slot in enumerate((8, 3)):
         assert relative_error(layer.states[slot], layer.expected(b)[1][1]) < 1e-5
@@ -115,7 +121,7 @@ def test_verify_equals_the_loop_for_each_accepted_length(mode, tokens):
             out = layer.replay_step(done, tokens, rows)
             layer.commit(rows, accepted, tokens)
         else:
-            out = layer.step(done, tokens, intermediate_states=stored, rows=int32(*rows))
+            out = layer.step(done, tokens, stored=stored, rows=int32(*rows))
         for b, count in enumerate(accepted):
             assert relative_error(out[b], expected[b][0][done[b] : done[b] + tokens]) < 1e-5
             done[b] += count
@@ -165,7 +171,7 @@ def test_replay_keeps_accuracy_through_strong_and_weak_decays():
     qkv, a, b = layer.merged[0].split([layer.channels, VALUE_HEADS, VALUE_HEADS], dim=-1)
     tokens = Tokens(
         *split_qkv(conv_loop(qkv, layer.weights["weight"], layer.weights["bias"]), layer.states),
-        *gdn_gates(a, b, layer.weights["A_log"], layer.weights["dt_bias"]),
+        *flat(gdn_gates, a=a, b=b, **layer.gate_weights),
     )
     expected, _ = slow_delta_rule(layer.states[7].clone(), tokens)
     for t in range(16):
@@ -185,7 +191,7 @@ def test_padding_rows_leave_no_trace(small_blocks, mode):
     if mode == "replay":
         out = layer.replay_step([0, 0, 0], 2, [0, 4, 3])
     else:
-        changed = {"intermediate_states": stored, "rows": int32(0, 4, 3)} if mode == "intermediate" else {}
+        changed = {"stored": stored, "rows": int32(0, 4, 3)} if mode == "intermediate" else {}
         out = layer.step([0, 0, 0], 2, **changed)
     assert not out[0::2].any()
     assert relative_error(out[1], layer.expected(1)[0][:2]) < 1e-5

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hybridrt.kernels.gdn_replay import gdn_replay
+from hybridrt.kernels.records import DeltaInputs, StateRing, StateSlots
 from tests.support.gdn_loops import random_tokens, relative_error, slow_delta_rule
 from tests.support.ring_steps import commit, materialize
 
@@ -30,7 +31,8 @@ class Ring:
 
     def step(self, tokens, slots, rows, accepted):
         start, length = (cursor[rows.clamp(min=0)] for cursor in (self.start, self.length))
-        out = gdn_replay(*self.tensors, *tokens.tensors, slots=slots, rows=rows, start=start, length=length)
+        ring = StateRing(self.values, self.keys, self.gates, rows, start, length)
+        out = gdn_replay(DeltaInputs(*tokens.tensors), StateSlots(self.states, slots, slots), ring)
         cursors, widest = (self.start, self.length), tokens.q.shape[1]
         commit(self.tensors, None, cursors, rows, slots, torch.tensor(accepted).int(), widest)
         return out

@@ -22,6 +22,7 @@ from tests.runtime.test_graph_runner import inputs_of, runner_of
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore
 from tests.support.fake_libraries import installed
+from tests.support.flat import flat
 from tests.support.tiny import write_tiny
 
 BACKENDS = ("fa3", "flashinfer")
@@ -175,14 +176,14 @@ def test_conv_of_prompts() -> None:
     torch.manual_seed(0)
     slots = torch.tensor([4, 1, 2, -1], dtype=torch.int32)
     args = {
-        "x": torch.randn(20, 6), "weight": torch.randn(6, 4), "bias": torch.randn(6), "read_slots": slots,
-        "write_slots": slots, "query_start_loc": torch.tensor([0, 2, 3, 15, 18], dtype=torch.int32),
+        "x": torch.randn(20, 6), "weight": torch.randn(6, 4), "bias": torch.randn(6), "read_state_slots": slots,
+        "write_state_slots": slots, "query_start_loc": torch.tensor([0, 2, 3, 15, 18], dtype=torch.int32),
         "start_positions": torch.tensor([0, 9, 5, 0], dtype=torch.int32),
     }  # fmt: skip
     ring = torch.randn(5, 6, 8)
     rings = ring.clone(), ring.clone()
-    got = select("causal_conv1d_varlen", "cpu", "sgl_kernel")(**args, conv=rings[0])
-    torch.testing.assert_close(got, causal_conv1d_varlen.reference(**args, conv=rings[1]))
+    got = flat(select("causal_conv1d_varlen", "cpu", "sgl_kernel"), **args, conv=rings[0])
+    torch.testing.assert_close(got, flat(causal_conv1d_varlen.reference, **args, conv=rings[1]))
     torch.testing.assert_close(*rings)
 
 
@@ -192,13 +193,14 @@ def test_conv_of_decode_steps(tokens: int) -> None:
     slots = torch.tensor([4, -1, 2], dtype=torch.int32)
     merged = torch.randn(3, tokens, 10)
     args = {
-        "x": merged[..., :6], "weight": torch.randn(6, 4), "bias": None, "read_slots": slots, "write_slots": slots,
-        "start_positions": torch.tensor([7, 0, 30], dtype=torch.int32),
+        "x": merged[..., :6], "weight": torch.randn(6, 4), "bias": None, "read_state_slots": slots,
+        "write_state_slots": slots, "start_positions": torch.tensor([7, 0, 30], dtype=torch.int32),
     }  # fmt: skip
     ring = torch.randn(5, 6, 8)
     rings = ring.clone(), ring.clone()
-    got = select("causal_conv1d_update", "cpu", "sgl_kernel")(**args, conv=rings[0])
-    torch.testing.assert_close(got, causal_conv1d_update.reference(**args, conv=rings[1]))
+    got = flat(select("causal_conv1d_update", "cpu", "sgl_kernel"), **args, conv=rings[0])
+    torch.testing.assert_close(got, flat(causal_conv1d_update.reference, **args, conv=rings[1]))
     torch.testing.assert_close(*rings)
     with pytest.raises(BackendError, match="same slot"):
-        select("causal_conv1d_update", "cpu", "sgl_kernel")(**args | {"write_slots": slots + 0}, conv=rings[0])
+        args |= {"conv": rings[0], "write_state_slots": slots + 0}
+        flat(select("causal_conv1d_update", "cpu", "sgl_kernel"), **args)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import plan_chunks
-from hybridrt.kernels.mamba1_update import BCNorms, mamba1_update
+from hybridrt.kernels.mamba1_update import mamba1_update
+from hybridrt.kernels.records import BCNorms
 from hybridrt.kernels.rms_norm import rms_norm
 from hybridrt.kernels.selective_scan import selective_scan
 from tests.kernels.test_mamba2_slots import FAR, far_pool
+from tests.support.flat import flat
 from tests.support.mamba1_oracle import SelectiveInputs, selective_inputs, selective_loop
 from tests.support.mamba2_oracle import changed_rows, close, int32, poisoned, same_bytes
 
@@ -31,18 +33,16 @@ def scan(
     write_slots: list[int] | None = None,
     chunk_size: int = 16,
 ) -> Tensor:
-    i = inputs
-    return selective_scan(
-        i.x, i.dt, i.A, i.B, i.C, **i.channel_terms(), states=states, read_slots=int32(*slots),
-        write_slots=int32(*(write_slots or slots)), has_initial_state=torch.tensor(computed) > 0,
+    return flat(
+        selective_scan, **inputs.terms(), states=states, read_state_slots=int32(*slots),
+        write_state_slots=int32(*(write_slots or slots)), has_initial_state=torch.tensor(computed) > 0,
         query_start_loc=int32(0, *torch.tensor(new).cumsum(0).tolist()), plan=plan_chunks(computed, new, chunk_size),
     )  # fmt: skip
 
 
 def update(inputs: SelectiveInputs, states: Tensor, slots: list[int], **changed: Any) -> Tensor:
-    i = inputs
-    terms: dict[str, Any] = {**i.channel_terms(), "read_slots": int32(*slots), "write_slots": int32(*slots), **changed}
-    return mamba1_update(states, i.x, i.dt, i.A, i.B, i.C, **terms)
+    own = {"states": states, "read_state_slots": int32(*slots), "write_state_slots": int32(*slots)}
+    return flat(mamba1_update, **{**inputs.terms(), **own, **changed})
 
 
 def filled(rows: int, slots: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -146,7 +146,7 @@ def test_update_equals_loop(dtype: torch.dtype, tokens: int, separate: bool) -> 
     write = [4, 38, 16] if separate else read
     states, inputs = filled(40, read, dtype), selective_inputs(3, tokens)
     before = states.clone()
-    out = update(inputs, states, read, write_slots=int32(*write))
+    out = update(inputs, states, read, write_state_slots=int32(*write))
     for row, slot in enumerate(read):
         expected, after = selective_loop(inputs[row], before[slot])
         close(out[row], expected, TOLERANCE[dtype])
@@ -163,7 +163,7 @@ def test_stored_states_equal_single_steps(dtype: torch.dtype) -> None:
     inputs, states = selective_inputs(2, tokens), filled(10, slots, dtype)
     before, stored = states.clone(), poisoned(5, tokens, *STATE, dtype=dtype)
     stored_before = stored.clone()
-    out = update(inputs, states, slots, intermediate_states=stored, rows=int32(4, 2))
+    out = update(inputs, states, slots, stored=stored, rows=int32(4, 2))
     assert same_bytes(before, states)
     assert changed_rows(stored_before, stored) == {2, 4}
     for t in range(tokens):
@@ -180,7 +180,7 @@ def test_norms_of_what_is_written_and_read(dtype: torch.dtype, state: int) -> No
     torch.manual_seed(8)
     inputs, states = selective_inputs(2, 3, state=state, dtype=dtype), torch.randn(3, 6, state)
     norms = BCNorms(torch.rand(state) + 0.5, torch.rand(state) + 0.5, 1e-3)
-    normed = replace(inputs, B=rms_norm(inputs.B, norms.B, 1e-3), C=rms_norm(inputs.C, norms.C, 1e-3))
+    normed = replace(inputs, B=rms_norm(inputs.B, norms.B_weight, 1e-3), C=rms_norm(inputs.C, norms.C_weight, 1e-3))
     before = states.clone()
     out = update(inputs, states, [2, 1], norms=norms)
     for row, slot in enumerate([2, 1]):
@@ -194,7 +194,7 @@ def test_tree_follows_ancestors() -> None:
     parents = int32(-1, 0, 0, 2, 1, 4, -1)
     inputs, states = selective_inputs(1, 7), filled(4, [3])
     before, stored = states.clone(), poisoned(3, 7, *STATE)
-    out = update(inputs, states, [3], intermediate_states=stored, rows=int32(2), parents=parents[None])
+    out = update(inputs, states, [3], stored=stored, rows=int32(2), parents=parents[None])
     for node in range(7):
         path, ancestor = list[int](), node
         while ancestor >= 0:
@@ -216,7 +216,7 @@ def test_padding_rows_leave_no_trace(mode: str) -> None:
     stored_before = stored.clone()
     changed: dict[str, Any] = {}
     if mode != "classic":
-        changed = {"intermediate_states": stored, "rows": int32(3, 2, 1, 2)}
+        changed = {"stored": stored, "rows": int32(3, 2, 1, 2)}
     if mode == "tree":
         changed["parents"] = int32(-1, 0).repeat(4, 1)
     out = update(inputs, states, [5, -1, 2, -1], **changed)
@@ -234,5 +234,5 @@ def test_slots_past_4096() -> None:
     states[FAR] = initial
     close(scan(inputs[0], states, [3], [9], [FAR], write_slots=[FAR - 1], chunk_size=4), expected, 1e-5)
     close(states[FAR - 1], after[-1], 2e-3)
-    close(update(inputs, states, [FAR], write_slots=int32(FAR - 2))[0], expected, 5e-3)
+    close(update(inputs, states, [FAR], write_state_slots=int32(FAR - 2))[0], expected, 5e-3)
     close(states[FAR - 2], after[-1], 5e-3)

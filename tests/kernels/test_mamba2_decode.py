@@ -7,6 +7,7 @@ from torch import Tensor
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.causal_conv1d import conv_window
 from hybridrt.kernels.mamba2_decode import mamba2_decode
+from tests.support.flat import flat
 from tests.support.mamba2_oracle import (
     ScanInputs,
     changed_rows,
@@ -53,9 +54,9 @@ class Layer:
         slots = int32(*self.slots)
         terms: dict[str, Any] = {
             **self.head_terms, "weight": self.weight, "bias": self.bias, "conv": self.conv, "states": self.states,
-            "read_slots": slots, "write_slots": slots, "start_positions": int32(*first), **changed,
+            "read_state_slots": slots, "write_state_slots": slots, "start_positions": int32(*first), **changed,
         }  # fmt: skip
-        return mamba2_decode(xBC, dt, z.unflatten(-1, (H, P)), **terms)
+        return flat(mamba2_decode, xBC=xBC, dt=dt, z=z.unflatten(-1, (H, P)), **terms)
 
     def replay_step(self, first: list[int], tokens: int, rows: list[int]) -> Tensor:
         row = int32(*rows)
@@ -112,7 +113,7 @@ def test_classic_decode_to_other_slots() -> None:
     layer = Layer([7, 39], 2)
     layer.step([0, 0], 1)
     before = layer.conv.clone(), layer.states.clone()
-    layer.step([1, 1], 1, write_slots=int32(8, 3))
+    layer.step([1, 1], 1, write_state_slots=int32(8, 3))
     assert changed_rows(before[0], layer.conv) == changed_rows(before[1], layer.states) == {3, 8}
     for b, slot in enumerate((8, 3)):
         close(layer.states[slot], layer.expected(b)[1][1], 1e-5)
@@ -133,7 +134,7 @@ def test_verify_equals_loop_for_each_accepted_length(mode: str, tokens: int, pro
             out = layer.replay_step(done, tokens, rows)
             layer.commit(rows, accepted, tokens)
         else:
-            out = layer.step(done, tokens, intermediate_states=stored, rows=int32(*rows))
+            out = layer.step(done, tokens, stored=stored, rows=int32(*rows))
         for b, count in enumerate(accepted):
             close(out[b], expected[b][0][done[b] : done[b] + tokens], 1e-5)
             done[b] += count
@@ -155,16 +156,17 @@ def test_states_larger_than_a_piece(dim: int, state_dim: int, block_t: int, monk
     xBC, dt, z = torch.randn(2, tokens, channels), torch.randn(2, tokens, heads), torch.randn(2, tokens, heads, dim)
     terms: dict[str, Any] = {
         "weight": torch.randn(channels, K), "bias": None, "A": -torch.rand(heads), "D": None, "dt_bias": None,
-        "read_slots": int32(3, -1), "write_slots": int32(3, -1), "start_positions": int32(0, 0), "rows": int32(2, 1),
-        "start": int32(6, 0), "length": int32(4, 0),
+        "read_state_slots": int32(3, -1), "write_state_slots": int32(3, -1), "start_positions": int32(0, 0),
+        "rows": int32(2, 1), "start": int32(6, 0), "length": int32(4, 0),
     }  # fmt: skip
     pools = {
         "conv": torch.zeros(5, channels, 8), "states": torch.randn(5, heads, dim, state_dim),
         "values": torch.randn(4, heads, 8, dim), "keys": torch.randn(4, 1, 8, state_dim),
         "gates": torch.rand(4, heads, 8),
     }  # fmt: skip
-    out = mamba2_decode(xBC, dt, z, **terms, **{name: pool.clone() for name, pool in pools.items()})
-    close(out, mamba2_decode.reference(xBC, dt, z, **terms, **pools), 1e-5)
+    terms |= {"xBC": xBC, "dt": dt, "z": z}
+    out = flat(mamba2_decode, **terms, **{name: pool.clone() for name, pool in pools.items()})
+    close(out, flat(mamba2_decode.reference, **terms, **pools), 1e-5)
 
 
 @pytest.mark.parametrize("mode", ["classic", "intermediate", "replay"])
@@ -178,7 +180,7 @@ def test_padding_rows_leave_no_trace(mode: str) -> None:
     if mode == "replay":
         out = layer.replay_step([0, 0, 0], 2, [0, 4, 3])
     else:
-        changed = {"intermediate_states": stored, "rows": int32(0, 4, 3)} if mode == "intermediate" else {}
+        changed = {"stored": stored, "rows": int32(0, 4, 3)} if mode == "intermediate" else {}
         out = layer.step([0, 0, 0], 2, **changed)
     assert not out[0::2].any()
     close(out[1], layer.expected(1)[0][:2], 1e-5)
@@ -205,7 +207,7 @@ def test_results_are_left_where_they_are_asked_for(mode: str, tokens: int) -> No
             return layer.step(
                 [0] * 3, tokens, rows=int32(6, 0, 2), start=int32(0, 0, 0), length=int32(0, 0, 0), out=out, **layer.ring
             )
-        stored = {"intermediate_states": poisoned(8, tokens, H, P, N), "rows": int32(6, 0, 2)}
+        stored = {"stored": poisoned(8, tokens, H, P, N), "rows": int32(6, 0, 2)}
         return layer.step([0] * 3, tokens, out=out, **(stored if mode == "intermediate" else {}))
 
     wide = torch.full((3 * tokens, H * P + 5), torch.nan)

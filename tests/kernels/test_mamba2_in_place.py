@@ -8,6 +8,7 @@ import torch
 from hybridrt.kernels import mamba2_decode as module
 from hybridrt.kernels.mamba2_decode import mamba2_decode
 from hybridrt.kernels.slots import consecutive
+from tests.support.flat import flat
 from tests.support.mamba2_oracle import changed_rows, int32
 
 P, N, K, SLOTS = 3, 5, 4, 9
@@ -38,7 +39,7 @@ def step(
         if not in_place:
             patched.setattr(module, "consecutive", lambda slots: None)
         ids = int32(*slots)
-        out = mamba2_decode.reference(read_slots=ids, write_slots=ids, **terms)
+        out = flat(mamba2_decode.reference, read_state_slots=ids, write_state_slots=ids, **terms)
     return [out, terms["conv"], terms["states"]]
 
 
@@ -68,14 +69,15 @@ def test_rows_that_are_not_in_the_batch_keep_their_bytes(monkeypatch: pytest.Mon
     [
         {"start_positions": int32(K - 2, 50)},
         {"states": torch.zeros(SLOTS, 4, P, N, dtype=torch.bfloat16)},
-        {"intermediate_states": torch.zeros(3, 1, 4, P, N), "rows": int32(1, 2)},
+        {"stored": torch.zeros(3, 1, 4, P, N), "rows": int32(1, 2)},
     ],
     ids=["prompt-shorter-than-the-window", "bfloat16-state", "state-kept"],
 )
 def test_other_steps_take_the_general_path(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_one_token", None)
     ids = int32(1, 2)
-    mamba2_decode.reference(read_slots=ids, write_slots=ids, **inputs(2, 4, 2, 4, **changed))
+    terms = inputs(2, 4, 2, 4, **changed)
+    flat(mamba2_decode.reference, read_state_slots=ids, write_state_slots=ids, **terms)
 
 
 @pytest.mark.parametrize(

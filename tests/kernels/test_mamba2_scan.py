@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
+from tests.support.flat import flat
 from tests.support.levels import sweep
 from tests.support.mamba2_oracle import ScanInputs, changed_rows, close, int32, poisoned, scan_inputs, scan_loop
 
@@ -27,13 +28,11 @@ def scan(
     chunk_size: int = 16,
     **changed: Any,
 ) -> Tensor:
-    i = inputs
-    terms: dict[str, Any] = {**i.head_terms(), **changed}
-    return mamba2_chunk_scan(
-        i.x, i.dt, i.A, i.B, i.C, **terms,
+    return flat(
+        mamba2_chunk_scan, **{**inputs.terms(), **changed},
         states=states,
-        read_slots=int32(*slots),
-        write_slots=int32(*(write_slots or slots)),
+        read_state_slots=int32(*slots),
+        write_state_slots=int32(*(write_slots or slots)),
         has_initial_state=torch.tensor(computed) > 0,
         query_start_loc=int32(0, *torch.tensor(new).cumsum(0).tolist()),
         plan=plan_chunks(computed, new, chunk_size),

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen, conv_window
+from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.mamba2_replay import mamba2_replay
-from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan, plan_chunks
+from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
+from hybridrt.kernels.records import ConvState, ConvWeights, IntermediateStates
 from hybridrt.kernels.selective_state_update import selective_state_update
 from hybridrt.kernels.state_commit import commit_intermediate
 from hybridrt.kernels.state_ring import RingFolds, fold_ring
+from tests.support.flat import flat
 from tests.support.mamba2_oracle import close, int32, same_bytes, scan_inputs, scan_loop
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -38,11 +41,9 @@ def states_with(initial: Tensor) -> Tensor:
 def test_selective_state_update() -> None:
     torch.manual_seed(0)
     inputs, initial = scan_inputs(1, 2), torch.randn(STATE).half()
-    states, i = states_with(initial), inputs
-    slots = int32(FAR)
-    out = selective_state_update(
-        states, i.x, i.dt, i.A, i.B, i.C, **i.head_terms(), read_slots=slots, write_slots=slots
-    )
+    states, slots = states_with(initial), int32(FAR)
+    pool = {"states": states, "read_state_slots": slots, "write_state_slots": slots}
+    out = flat(selective_state_update, **inputs.terms(), **pool)
     expected, after = scan_loop(inputs[0], initial)
     close(out[0], expected, 5e-3)
     close(states[FAR], after[-1], 5e-3)
@@ -51,17 +52,19 @@ def test_selective_state_update() -> None:
 def test_replay_and_fold() -> None:
     torch.manual_seed(1)
     inputs, initial = scan_inputs(1, 2), torch.randn(STATE).half()
-    states, i = states_with(initial), inputs
+    states = states_with(initial)
     values, keys, gates = torch.zeros(3, 4, 8, 3), torch.zeros(3, 2, 8, 5), torch.zeros(3, 4, 8)
     slots, rows, zero = int32(FAR), int32(2), int32(0)
-    out = mamba2_replay(
-        states, values, keys, gates, i.x, i.dt, i.A, i.B, i.C, **i.head_terms(),
-        slots=slots, rows=rows, start=zero, length=zero,
+    out = flat(
+        mamba2_replay, **inputs.terms(), states=states, read_state_slots=slots, write_state_slots=slots,
+        values=values, keys=keys, gates=gates, rows=rows, start=zero, length=zero,
     )  # fmt: skip
     expected, after = scan_loop(inputs[0], initial)
     close(out[0], expected, 1e-5)
     folds = RingFolds(slots, rows, zero, int32(2), int32(1))
-    fold_ring(*(part[None] for part in (states, values, keys, gates, i.A)), folds, write_slots=int32(FAR - 1))
+    fold_ring(
+        *(part[None] for part in (states, values, keys, gates, inputs.A)), folds, write_state_slots=int32(FAR - 1)
+    )
     close(states[FAR - 1], after[-1], 2e-3)
     assert same_bytes(states[FAR], initial)
 
@@ -69,9 +72,10 @@ def test_replay_and_fold() -> None:
 def test_chunk_scan() -> None:
     torch.manual_seed(2)
     inputs, initial = scan_inputs(9), torch.randn(STATE).half()
-    states, i = states_with(initial), inputs
-    out = mamba2_chunk_scan(
-        i.x, i.dt, i.A, i.B, i.C, **i.head_terms(), states=states, read_slots=int32(FAR), write_slots=int32(FAR - 1),
+    states = states_with(initial)
+    out = flat(
+        mamba2_chunk_scan, **inputs.terms(), states=states, read_state_slots=int32(FAR),
+        write_state_slots=int32(FAR - 1),
         has_initial_state=torch.tensor([True]), query_start_loc=int32(0, 9), plan=plan_chunks([3], [9], 4),
         snapshot_slots=int32(-1, FAR - 2, -1),
     )  # fmt: skip
@@ -85,10 +89,11 @@ def test_conv() -> None:
     torch.manual_seed(3)
     conv, weight, x = far_pool(6, 8), torch.randn(6, 4).half(), torch.randn(7, 6).half()
     slots = int32(FAR)
-    first = causal_conv1d_varlen(x[:5], weight, None, conv, slots, slots, int32(0, 5), int32(0))
-    second = causal_conv1d_update(x[5:][None], weight, None, conv, slots, int32(FAR - 1), int32(5))
+    weights = ConvWeights(weight)
+    first = causal_conv1d_varlen(x[:5], weights, ConvState(conv, slots, slots, int32(0)), int32(0, 5))
+    second = causal_conv1d_update(x[5:][None], weights, ConvState(conv, slots, int32(FAR - 1), int32(5)))
     near = torch.zeros(2, 6, 8).half()
-    whole = causal_conv1d_varlen(x, weight, None, near, int32(1), int32(1), int32(0, 7), int32(0))
+    whole = causal_conv1d_varlen(x, weights, ConvState(near, int32(1), int32(1), int32(0)), int32(0, 7))
     close(torch.cat([first, second[0]]), whole, 1e-3)
     assert same_bytes(conv_window(conv, int32(FAR - 1), int32(7), 4)[0], x[4:].t())
 
@@ -96,5 +101,5 @@ def test_conv() -> None:
 def test_commit() -> None:
     torch.manual_seed(4)
     states, stored = far_pool(*STATE), torch.randn(2, 3, *STATE).half()
-    commit_intermediate(states, stored, int32(FAR), int32(1), int32(3))
+    commit_intermediate(states, IntermediateStates(stored, int32(1)), int32(FAR), int32(3))
     assert same_bytes(states[FAR], stored[1, 2])

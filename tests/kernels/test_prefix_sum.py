@@ -8,6 +8,7 @@ import torch
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.prefix_sum import prefix_sum_update, prefix_sum_varlen
+from hybridrt.kernels.records import IntermediateStates, StateSlots
 
 pytestmark = pytest.mark.usefixtures("provider")
 VECTOR = json.loads((Path(__file__).parents[1] / "vectors" / "prefix_sum.json").read_text())
@@ -24,11 +25,11 @@ def test_the_given_vector():
     states[slots.long(), 0] = torch.tensor([r["state"] for r in requests], dtype=torch.float32)
     x = torch.cat([torch.tensor(r["x"], dtype=torch.float32) for r in requests])[:, None]
     starts = torch.tensor([0, *(len(r["x"]) for r in requests)]).cumsum(0).int()
-    y = prefix_sum_varlen(x, states, slots, slots, starts)
+    y = prefix_sum_varlen(x, StateSlots(states, slots, slots), starts)
     assert y[:, 0].tolist() == [value for r in requests for value in r["y"]]
     assert states[slots.long(), 0].tolist() == VECTOR["state_after"]
     x = torch.tensor(VECTOR["then_decode_x"], dtype=torch.float32).view(3, 1, 1)
-    assert prefix_sum_update(x, states, slots, slots).flatten().tolist() == VECTOR["then_decode_y"]
+    assert prefix_sum_update(x, StateSlots(states, slots, slots)).flatten().tolist() == VECTOR["then_decode_y"]
     assert states[[0, 1, 4, 6]].isnan().all()
 
 
@@ -41,7 +42,7 @@ def test_ragged_rows_of_any_rank(dims, dtype):
     states, x = torch.randn(8, *dims), torch.randn(12, *dims).to(dtype)
     x[4] = torch.nan
     before, starts = states.clone(), torch.tensor([0, *lens]).cumsum(0).int()
-    y = prefix_sum_varlen(x, states, read, write, starts)
+    y = prefix_sum_varlen(x, StateSlots(states, read, write), starts)
     assert y.dtype == dtype and y.shape == x.shape
     first = 0
     for count, source, target in zip(lens, read.tolist(), write.tolist(), strict=True):
@@ -59,9 +60,10 @@ def test_ragged_rows_of_any_rank(dims, dtype):
 def test_sums_are_float32_whatever_the_activations_are():
     """512 times 1/8 in bfloat16 sums of 8 bits would stop growing at 32."""
     states, x = torch.zeros(2, 1), torch.full((512, 1), 0.125, dtype=torch.bfloat16)
-    prefix_sum_varlen(x, states, ints(1), ints(1), ints(0, 512))
+    state = StateSlots(states, ints(1), ints(1))
+    prefix_sum_varlen(x, state, ints(0, 512))
     for _ in range(8):
-        prefix_sum_update(x[:1, None], states, ints(1), ints(1))
+        prefix_sum_update(x[:1, None], state)
     assert states[1].item() == 65.0
 
 
@@ -71,7 +73,7 @@ def test_a_verified_row_leaves_the_sum_alone_and_says_what_it_would_be(tree):
     x, states, stored = torch.randn(3, 4, 2, 3), torch.randn(6, 6), torch.full((5, 7, 6), torch.nan)
     slots, rows, before = ints(2, -1, 4), ints(3, 0, 1), states.clone()
     parents = torch.tensor([[-1, 0, 0, 2]] * 3, dtype=torch.int32) if tree else None
-    y = prefix_sum_update(x, states, slots, slots, intermediate_states=stored, rows=rows, parents=parents)
+    y = prefix_sum_update(x, StateSlots(states, slots, slots), IntermediateStates(stored, rows, parents))
     paths = [[0], [0, 1], [0, 2], [0, 2, 3]] if tree else [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
     for b, (slot, row) in enumerate(zip(slots.tolist(), rows.tolist(), strict=True)):
         for t, path in enumerate(paths):
@@ -88,4 +90,4 @@ def test_states_must_hold_float32_of_the_same_size():
     x, slots = torch.zeros(2, 3), ints(1)
     for states in (torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.bfloat16)):
         with pytest.raises(ConfigError, match="3 numbers a token"):
-            prefix_sum_varlen(x, states, slots, slots, ints(0, 2))
+            prefix_sum_varlen(x, StateSlots(states, slots, slots), ints(0, 2))

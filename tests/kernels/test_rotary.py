@@ -3,8 +3,9 @@ import math
 import pytest
 import torch
 
+from hybridrt.kernels.records import Rope
 from hybridrt.kernels.rms_norm import rms_norm
-from hybridrt.kernels.rotary import apply_rotary, qk_norm_rotary, rotary_write_kv
+from hybridrt.kernels.rotary import qk_norm_rotary, rotary_write_kv
 
 pytestmark = pytest.mark.usefixtures("provider")
 
@@ -35,7 +36,7 @@ def test_rotates_the_first_dims_of_views_of_a_merged_projection(dtype, rot, posi
     positions = torch.tensor([0, 7, 3, 3, 11], dtype=position_dtype)
     expected = slow_rotary(q, positions, rot), slow_rotary(k, positions, rot)
     other = merged[:, 5 * 16 :].clone()
-    out = apply_rotary(q, k, positions, table(12, rot))
+    out = qk_norm_rotary(q, k, positions, Rope(table(12, rot)))
     tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
     for got, want in zip(out, expected, strict=True):
         assert got.dtype == dtype
@@ -47,8 +48,9 @@ def test_norm_per_head_comes_first():
     torch.manual_seed(0)
     q, k, positions = torch.randn(4, 3, 8), torch.randn(4, 1, 8), torch.tensor([5, 0, 2, 9])
     q_weight, k_weight = torch.randn(8), torch.randn(8)
-    got = qk_norm_rotary(q.clone(), k.clone(), positions, table(10, 8), q_weight, k_weight, 1e-6)
-    want = apply_rotary(rms_norm(q, q_weight, 1e-6), rms_norm(k, k_weight, 1e-6), positions, table(10, 8))
+    got = qk_norm_rotary(q.clone(), k.clone(), positions, Rope(table(10, 8), q_weight, k_weight, 1e-6))
+    normed = rms_norm(q, q_weight, 1e-6), rms_norm(k, k_weight, 1e-6)
+    want = qk_norm_rotary(*normed, positions, Rope(table(10, 8)))
     torch.testing.assert_close(got, want)
 
 
@@ -60,11 +62,12 @@ def test_rotated_keys_and_values_land_in_their_slots(normed, rot):
     q, k = (x.unflatten(-1, (-1, 12)) for x in merged.split([36, 24], -1))
     v = torch.randn(4, 2, 20)[..., :12]
     weights = (torch.randn(12), torch.randn(12)) if normed else (None, None)
-    want_q, want_k = qk_norm_rotary.reference(q, k, positions, table(10, rot), *weights, 1e-6)
+    rope = Rope(table(10, rot), *weights, 1e-6)
+    want_q, want_k = qk_norm_rotary.reference(q, k, positions, rope)
     want_v = v.clone()
     k_cache, v_cache = (torch.full((3, 8, 2, 12), torch.nan) for _ in range(2))
     slots = torch.tensor([17, 11, 8, 21], dtype=torch.int32)
-    got = rotary_write_kv(q, k, v, positions, table(10, rot), *weights, 1e-6, k_cache, v_cache, slots)
+    got = rotary_write_kv(q, k, v, positions, rope, k_cache, v_cache, slots)
     torch.testing.assert_close(got, want_q)
     torch.testing.assert_close(k_cache.view(-1, 2, 12)[slots], want_k)
     assert torch.equal(v_cache.view(-1, 2, 12)[slots], want_v)
@@ -76,11 +79,13 @@ def test_keys_and_values_of_padding_are_not_written():
     k[1] = v[1] = 1.0
     k_cache, v_cache = torch.zeros(2, 3, 8, 2, 12)
     slots, positions = torch.tensor([0, 9], dtype=torch.int32), torch.tensor([1, 0])
-    rotary_write_kv(q, k, v, positions, table(10, 8), None, None, 1e-6, k_cache, v_cache, slots)
+    rotary_write_kv(q, k, v, positions, Rope(table(10, 8)), k_cache, v_cache, slots)
     for cache in (k_cache, v_cache):
         assert not cache[0].any() and cache.isfinite().all() and cache.view(-1, 2, 12)[9].all()
 
 
 def test_no_tokens():
-    q, k = apply_rotary(torch.empty(0, 2, 8), torch.empty(0, 1, 8), torch.empty(0, dtype=torch.int64), table(4, 8))
+    q, k = qk_norm_rotary(
+        torch.empty(0, 2, 8), torch.empty(0, 1, 8), torch.empty(0, dtype=torch.int64), Rope(table(4, 8))
+    )
     assert q.shape == (0, 2, 8) and k.shape == (0, 1, 8)

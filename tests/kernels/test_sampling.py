@@ -16,6 +16,7 @@ from hybridrt.kernels.sampling import (
     uniform,
 )
 from hybridrt.sampling_params import SamplingParams
+from tests.support.flat import flat
 from tests.support.levels import sweep
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -147,19 +148,21 @@ def test_filters_in_a_mixed_batch_and_alone(vocabulary):
     torch.manual_seed(0)
     logits = torch.randn(len(SETTINGS), vocabulary) * 2
     temperature = torch.linspace(0.5, 2, len(SETTINGS))
-    filtered = filtered_logits(logits, temperature=temperature, **batch_settings(SETTINGS))
+    filtered = flat(filtered_logits, logits, temperature=temperature, **batch_settings(SETTINGS))
     for b, setting in enumerate(SETTINGS):
         check_filtered(filtered[b], logits[b], float(temperature[b]), setting)
         row = slice(b, b + 1)
         alone = {name: tensor for name, tensor in batch_settings([setting]).items() if name in setting}
-        torch.testing.assert_close(filtered_logits(logits[row], temperature=temperature[row], **alone), filtered[row])
+        torch.testing.assert_close(
+            flat(filtered_logits, logits[row], temperature=temperature[row], **alone), filtered[row]
+        )
 
 
 def test_ties_at_a_threshold_are_kept():
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
     one = torch.ones(1)
     for keyword in ({"top_k": torch.tensor([2], dtype=torch.int32)}, {"top_p": torch.tensor([0.5])}):
-        kept = filtered_logits(logits, temperature=one, **keyword).isfinite()[0]
+        kept = flat(filtered_logits, logits, temperature=one, **keyword).isfinite()[0]
         assert kept.tolist() == [False, True, True, True, True, False]
 
 
@@ -200,7 +203,8 @@ def test_filters_by_definition_on_rows_of_every_shape(shape, monkeypatch):
     torch.manual_seed(SHAPES.index(shape))
     pairs = [(k, p) for k in (0, 20, 700) for p in (1.0, 0.3003, 0.9002, 0.9999)] + [(1, 0.9), (0, 0.0)]
     logits = torch.stack([spread_logits(shape, 1500) for _ in pairs])
-    filtered = filtered_logits(
+    filtered = flat(
+        filtered_logits,
         logits,
         temperature=torch.ones(len(pairs)),
         top_k=torch.tensor([k for k, _ in pairs], dtype=torch.int32),
@@ -217,7 +221,7 @@ def test_filters_by_definition_on_rows_of_every_shape(shape, monkeypatch):
 
 def test_top_p_of_one_keeps_tokens_too_unlikely_to_move_the_sum():
     logits = torch.tensor([[0.0, -20.0], [0.0, -20.0]])
-    kept = filtered_logits(logits, temperature=torch.ones(2), top_p=torch.tensor([1.0, 0.99])).isfinite()
+    kept = flat(filtered_logits, logits, temperature=torch.ones(2), top_p=torch.tensor([1.0, 0.99])).isfinite()
     assert kept.tolist() == [[True, True], [True, False]]
 
 
@@ -230,7 +234,7 @@ def test_penalties():
         output_counts=torch.tensor([[0, 2, 1, 0, 0], [3, 0, 0, 0, 0]], dtype=torch.int32),
         prompt_mask=torch.tensor([[True, False, True, False, False], [True, True, False, False, False]]),
     )
-    got = filtered_logits(logits, temperature=torch.tensor([0.5, 0.0]), penalties=penalties)
+    got = flat(filtered_logits, logits, temperature=torch.tensor([0.5, 0.0]), penalties=penalties)
     expected = [2 / 1.25, -2 * 1.25 - 2 * 0.25 - 0.5, 1 / 1.25 - 0.25 - 0.5, 0.5, 3.0]
     torch.testing.assert_close(got[0], torch.tensor(expected) / 0.5)
     torch.testing.assert_close(got[1], torch.ones(5))
@@ -248,13 +252,15 @@ def test_bitmask_forbids_in_every_tail():
     logits = torch.randn(2, 70)
     allowed = [[3, 31, 32, 63, 69], list(range(70))]
     bitmask = torch.stack([bitmask_of(tokens, 70) for tokens in allowed])
-    filtered = filtered_logits(logits, temperature=torch.ones(2), bitmask=bitmask)
+    filtered = flat(filtered_logits, logits, temperature=torch.ones(2), bitmask=bitmask)
     assert filtered[0].isfinite().nonzero().flatten().tolist() == allowed[0]
     assert torch.equal(filtered[1], logits[1])
     expected = [max(tokens, key=lambda i, b=b: float(logits[b, i])) for b, tokens in enumerate(allowed)]
     assert greedy(logits, bitmask).tolist() == expected
     keys = torch.tensor([1, 2])
-    assert sample(logits, temperature=torch.zeros(2), seeds=keys, indices=keys, bitmask=bitmask).tolist() == expected
+    assert (
+        flat(sample, logits, temperature=torch.zeros(2), seeds=keys, indices=keys, bitmask=bitmask).tolist() == expected
+    )
 
 
 def test_greedy_takes_the_first_of_equals():
@@ -275,10 +281,10 @@ def test_a_temperature_too_small_for_float32_is_greedy(setting):
     )  # fmt: skip
     arguments = {"temperature": temperature, **batch_settings([setting] * rows)}
     for more in ({}, {"penalties": penalties}):
-        filtered = filtered_logits(logits, **arguments, **more)
+        filtered = flat(filtered_logits, logits, **arguments, **more)
         assert not filtered.isnan().any() and not (filtered == torch.inf).any()
         assert filtered[:-1].argmax(-1).tolist() == [77] * (rows - 1)
-        tokens = sample(logits, seeds=torch.arange(rows), indices=torch.arange(rows), **arguments, **more)
+        tokens = flat(sample, logits, seeds=torch.arange(rows), indices=torch.arange(rows), **arguments, **more)
         assert tokens[:-1].tolist() == [77] * (rows - 1) and int(tokens[-1]) in range(130)
 
 
@@ -287,7 +293,7 @@ def test_rows_of_a_tiny_temperature_draw_what_greedy_takes(below):
     torch.manual_seed(1)
     logits = torch.randn(8, 200)  # close neighbours: noise would change some of them
     keys = torch.arange(8)
-    drawn = sample(logits, temperature=torch.full((8,), below), seeds=keys, indices=keys)
+    drawn = flat(sample, logits, temperature=torch.full((8,), below), seeds=keys, indices=keys)
     assert torch.equal(drawn, greedy(logits))
 
 
@@ -301,7 +307,8 @@ def test_draws_follow_the_distribution(setting):
     torch.manual_seed(0)
     draws, logits = 20_000, torch.randn(12) * 1.5
     rows = torch.arange(draws)
-    tokens = sample.reference(
+    tokens = flat(
+        sample.reference,
         logits.expand(draws, -1),
         temperature=torch.full((draws,), 0.8),
         seeds=rows // 200,
@@ -320,14 +327,14 @@ def test_a_draw_depends_on_its_keys_and_not_on_the_batch():
     torch.manual_seed(0)
     logits, seeds, indices = torch.randn(6, 50), torch.arange(6) * 7, torch.arange(6)
     temperature = torch.tensor([1.0, 0.0, 0.7, 1.3, 0.0, 1.0])
-    together = sample(logits, temperature=temperature, seeds=seeds, indices=indices)
+    together = flat(sample, logits, temperature=temperature, seeds=seeds, indices=indices)
     order = torch.tensor([4, 2, 0, 5, 3, 1])
-    shuffled = sample(logits[order], temperature=temperature[order], seeds=seeds[order], indices=indices[order])
+    shuffled = flat(sample, logits[order], temperature=temperature[order], seeds=seeds[order], indices=indices[order])
     assert torch.equal(shuffled, together[order])
     assert together[1] == logits[1].argmax() and together[4] == logits[4].argmax()
-    flat = torch.zeros(1, 50)
+    even = torch.zeros(1, 50)
     drawn = {
-        int(sample(flat, temperature=torch.ones(1), seeds=torch.tensor([seed]), indices=torch.tensor([index])))
+        int(flat(sample, even, temperature=torch.ones(1), seeds=torch.tensor([seed]), indices=torch.tensor([index])))
         for seed, index in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (0, 2)]
     }
     assert len(drawn) > 2
@@ -340,7 +347,7 @@ def test_the_draw_is_gumbel_max_over_the_token_stream():
             float(logits[0, token]) - math.log(-math.log1p(-slow_uniform(5, index, STREAM_TOKEN, token)))
             for token in range(4)
         ]
-        got = sample(logits, temperature=torch.ones(1), seeds=torch.tensor([5]), indices=torch.tensor([index]))
+        got = flat(sample, logits, temperature=torch.ones(1), seeds=torch.tensor([5]), indices=torch.tensor([index]))
         assert int(got) == max(range(4), key=noisy.__getitem__)
 
 
@@ -362,10 +369,12 @@ def test_the_same_draws_over_many_blocks(small_blocks):
     temperature, keys = torch.linspace(0.4, 1.5, batch), torch.arange(batch)
     temperature[4] = 0
     arguments = {"temperature": temperature, **batch_settings(settings)}
-    torch.testing.assert_close(filtered_logits(logits, **arguments), filtered_logits.reference(logits, **arguments))
+    torch.testing.assert_close(
+        flat(filtered_logits, logits, **arguments), flat(filtered_logits.reference, logits, **arguments)
+    )
     for chosen in ({"temperature": temperature}, arguments):
-        got = sample(logits, seeds=keys, indices=keys + 1, **chosen)
-        assert torch.equal(got, sample.reference(logits, seeds=keys, indices=keys + 1, **chosen))
+        got = flat(sample, logits, seeds=keys, indices=keys + 1, **chosen)
+        assert torch.equal(got, flat(sample.reference, logits, seeds=keys, indices=keys + 1, **chosen))
     bitmask = torch.randint(-(2**31), 2**31, (batch, 10), dtype=torch.int64).int()
     assert torch.equal(greedy(logits.half(), bitmask), greedy.reference(logits.half(), bitmask))
     ids = torch.arange(0, 303, 7)
@@ -403,8 +412,8 @@ def test_logits_that_are_not_finite_give_no_token(small_blocks, monkeypatch, mul
     for temperature in (0.0, 1.0):
         arguments = {"temperature": torch.full((3,), temperature), "seeds": torch.arange(3), "indices": torch.arange(3)}
         arguments |= {name: FILTERS[name].expand(3).contiguous() for name in filters}
-        drawn = sample(logits, **arguments)
-        assert drawn[1] == -1 and drawn[[0, 2]].tolist() == sample(sound, **arguments)[[0, 2]].tolist()
+        drawn = flat(sample, logits, **arguments)
+        assert drawn[1] == -1 and drawn[[0, 2]].tolist() == flat(sample, sound, **arguments)[[0, 2]].tolist()
     if value != -torch.inf:
         assert token_logprobs(logits, torch.tensor([1, -1, 1]), 2)[0][[0, 2]].isfinite().all()
 
@@ -418,7 +427,7 @@ def test_a_tiny_uniform_wins_only_as_much_as_it_should():
     assert float(uniform(seeds, torch.tensor([index]), STREAM_TOKEN, torch.tensor([0]))) == 2.0**-40
     for advantage, token in ((20.0, 0), (40.0, 1)):
         logits = torch.tensor([[0.0, advantage]])
-        got = sample(logits, temperature=torch.ones(1), seeds=seeds, indices=torch.tensor([index]))
+        got = flat(sample, logits, temperature=torch.ones(1), seeds=seeds, indices=torch.tensor([index]))
         assert int(got) == token
 
 

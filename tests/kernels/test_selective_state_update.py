@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.selective_state_update import selective_state_update
+from tests.support.flat import flat
 from tests.support.mamba2_oracle import (
     ScanInputs,
     changed_rows,
@@ -22,9 +23,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
 def update(inputs: ScanInputs, states: Tensor, slots: list[int], **changed: Any) -> Tensor:
-    i = inputs
-    terms: dict[str, Any] = {**i.head_terms(), "read_slots": int32(*slots), "write_slots": int32(*slots), **changed}
-    return selective_state_update(states, i.x, i.dt, i.A, i.B, i.C, **terms)
+    own = {"states": states, "read_state_slots": int32(*slots), "write_state_slots": int32(*slots)}
+    return flat(selective_state_update, **{**inputs.terms(), **own, **changed})
 
 
 def filled(rows: int, slots: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -44,7 +44,7 @@ def test_update_equals_loop(dtype: torch.dtype, tokens: int, groups: int, separa
     write = [4, 38, 16] if separate else read
     states, inputs = filled(40, read, dtype), scan_inputs(3, tokens, groups=groups)
     before = states.clone()
-    out = update(inputs, states, read, write_slots=int32(*write))
+    out = update(inputs, states, read, write_state_slots=int32(*write))
     for row, slot in enumerate(read):
         expected, after = scan_loop(inputs[row], before[slot])
         close(out[row], expected, TOLERANCE[dtype])
@@ -103,7 +103,7 @@ def test_stored_states_equal_single_steps(dtype: torch.dtype) -> None:
     inputs, states = scan_inputs(2, tokens), filled(10, slots, dtype)
     before, stored = states.clone(), poisoned(5, tokens, 4, 3, 5, dtype=dtype)
     stored_before = stored.clone()
-    out = update(inputs, states, slots, intermediate_states=stored, rows=int32(4, 2))
+    out = update(inputs, states, slots, stored=stored, rows=int32(4, 2))
     assert same_bytes(before, states)
     assert changed_rows(stored_before, stored) == {2, 4}
     for t in range(tokens):
@@ -131,7 +131,7 @@ def test_tree_follows_ancestors() -> None:
     parents = int32(-1, 0, 0, 2, 1, 4, -1)
     inputs, states = scan_inputs(1, 7), filled(4, [3])
     before, stored = states.clone(), poisoned(3, 7, 4, 3, 5)
-    out = update(inputs, states, [3], intermediate_states=stored, rows=int32(2), parents=parents[None])
+    out = update(inputs, states, [3], stored=stored, rows=int32(2), parents=parents[None])
     for node in range(7):
         path, ancestor = list[int](), node
         while ancestor >= 0:
@@ -153,7 +153,7 @@ def test_padding_rows_leave_no_trace(mode: str) -> None:
     stored_before = stored.clone()
     changed: dict[str, Any] = {}
     if mode != "classic":
-        changed = {"intermediate_states": stored, "rows": int32(3, 2, 1, 2)}
+        changed = {"stored": stored, "rows": int32(3, 2, 1, 2)}
     if mode == "tree":
         changed["parents"] = int32(-1, 0).repeat(4, 1)
     out = update(inputs, states, [5, -1, 2, -1], **changed)

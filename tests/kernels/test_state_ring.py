@@ -12,6 +12,7 @@ from hybridrt.errors import ConfigError
 from hybridrt.kernels.mamba2_replay import mamba2_replay
 from hybridrt.kernels.selective_state_update import selective_state_update
 from hybridrt.kernels.state_ring import RingFolds, advance_ring, fold_ring
+from tests.support.flat import flat
 from tests.support.mamba2_oracle import (
     ScanInputs,
     changed_rows,
@@ -62,11 +63,11 @@ class Ring:
         return self.states, self.values, self.keys, self.gates
 
     def step(self, inputs: ScanInputs, slots: list[int], rows: list[int], **changed: Any) -> Tensor:
-        i, row = inputs, int32(*rows)
-        terms: dict[str, Any] = {**i.head_terms(), **changed}
-        return mamba2_replay(
-            *self.tensors, i.x, i.dt, i.A, i.B, i.C, **terms,
-            slots=int32(*slots), rows=row, start=self.start[row], length=self.length[row],
+        row, state_slots = int32(*rows), int32(*slots)
+        return flat(
+            mamba2_replay, **{**inputs.terms(), **changed}, states=self.states, read_state_slots=state_slots,
+            write_state_slots=state_slots, values=self.values, keys=self.keys, gates=self.gates, rows=row,
+            start=self.start[row], length=self.length[row],
         )  # fmt: skip
 
     def commit(self, inputs: ScanInputs, slots: list[int], rows: list[int], accepted: list[int], widest: int) -> None:
@@ -121,9 +122,8 @@ def test_verify_equals_decodes_for_each_accepted_length(tokens: int, provider: s
         ring.commit(inputs, [5], [2], [accepted], tokens)
         for t in range(accepted):
             i = inputs[:, t : t + 1]
-            single = selective_state_update(
-                plain, i.x, i.dt, i.A, i.B, i.C, **i.head_terms(), read_slots=int32(5), write_slots=int32(5)
-            )
+            pool = {"states": plain, "read_state_slots": int32(5), "write_state_slots": int32(5)}
+            single = flat(selective_state_update, **i.terms(), **pool)
             close(out[:, t : t + 1], single, 1e-5)
         close(ring.materialize(inputs, 2, 5, into=20), plain[5], 5e-6)
         assert int(ring.length[2]) + tokens <= 16
@@ -236,7 +236,7 @@ def test_advance_wraps_and_names_the_rows_that_fold() -> None:
     folds = advance_ring(start, length, int32(1, 2, 3, 4), int32(4, 1, 2, 0), int32(7, 8, 9, -1), width=16, widest=4)
     assert start.tolist() == [0, 14, 3, 7, 0] and length.tolist() == [0, 9, 11, 0, 13]
     assert int(folds.count) == 1
-    assert [int(part[0]) for part in (folds.slots, folds.rows, folds.start, folds.length)] == [9, 3, 9, 14]
+    assert [int(part[0]) for part in (folds.state_slots, folds.rows, folds.start, folds.length)] == [9, 3, 9, 14]
 
 
 def test_advance_names_the_folds_of_many_rows() -> None:
@@ -249,7 +249,7 @@ def test_advance_names_the_folds_of_many_rows() -> None:
     full = (accepted > 0) & (before[1:] + accepted + 3 > 16)
     count = int(folds.count)
     assert folds.rows[:count].tolist() == rows[full].tolist()
-    assert folds.slots[:count].tolist() == (rows[full] + 1000).tolist()
+    assert folds.state_slots[:count].tolist() == (rows[full] + 1000).tolist()
     assert folds.length[:count].tolist() == (before[1:] + accepted)[full].tolist()
     assert length[1:].tolist() == torch.where(full, 0, before[1:] + accepted).tolist()
 

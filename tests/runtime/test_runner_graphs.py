@@ -87,5 +87,5 @@ def test_each_width_of_a_step_has_its_own_buffers(path: str) -> None:
         mode = ForwardMode.TARGET_VERIFY if spec else ForwardMode.DECODE
         backend.init_forward_metadata_replay_cuda_graph(4, 3, rows, rows, mode, spec, None)
         backend.drop_step()
-        found.append(backend._last_batch.metadata[linear].decode.buffers.slots.data_ptr())
+        found.append(backend._last_batch.metadata[linear].decode.buffers.state_slots.data_ptr())
     assert found[0] == found[2] != found[1]

@@ -23,6 +23,7 @@ from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
 from hybridrt.speculative.make import make_drafter
 from hybridrt.speculative.ngram import NgramDrafter
 from tests.support.checkpoints import falcon, nemotron, write
+from tests.support.flat import flat
 from tests.support.levels import sweep
 from tests.support.mtp_oracle import write_with_head
 from tests.support.speculation import Ask, AtRandom, Rig
@@ -163,8 +164,8 @@ def test_two_models_draw_alike_as_often_as_the_coupling_promises(apart: float, f
     drawn, laws = [], []
     for logits in (target, draft):
         one = torch.ones(n)
-        drawn.append(sample(
-            logits.expand(n, -1), temperature=one * params.temperature, seeds=torch.arange(n),
+        drawn.append(flat(
+            sample, logits.expand(n, -1), temperature=one * params.temperature, seeds=torch.arange(n),
             indices=torch.zeros(n).long(), top_k=(one * params.top_k).int() if params.top_k > 0 else None,
             top_p=one * params.top_p, min_p=one * params.min_p,
         ))  # fmt: skip

@@ -53,7 +53,7 @@ def test_states_after_each_token_are_those_of_decoding(kind: str, tokens: int) -
     layer, taps = layer_of(kind, tokens, FIRST), LAYERS[kind][1]
     stored = torch.full((8, tokens, *layer.states.shape[1:]), torch.nan)
     before = layer.states.clone()
-    out = layer.step(FIRST, tokens, intermediate_states=stored, rows=int32(*ROWS))
+    out = layer.step(FIRST, tokens, stored=stored, rows=int32(*ROWS))
     assert same_bytes(layer.states, before), "the state itself waits for the commit"
     verified = layer.conv.clone()
     outputs, states = decoded(layer_of(kind, tokens, FIRST), tokens)

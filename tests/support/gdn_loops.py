@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from hybridrt.kernels.gated_delta_rule import gdn_gates
+from hybridrt.kernels.records import GateWeights
 
 
 @dataclass
@@ -32,7 +33,7 @@ def random_tokens(*lead, key_heads=2, value_heads=4, key_dim=6, value_dim=5, dty
     q, k, v, _ = merged.split([q_width, q_width, v_width, 3], -1)
     gate_inputs = torch.randn(*lead, 2 * value_heads).to(dtype)
     a, b = gate_inputs.chunk(2, -1)
-    g, beta = gdn_gates(a, b, torch.randn(value_heads) - 4, torch.randn(value_heads))
+    g, beta = gdn_gates(a, b, GateWeights(torch.randn(value_heads) - 4, torch.randn(value_heads)))
     heads = (q.unflatten(-1, (key_heads, key_dim)), k.unflatten(-1, (key_heads, key_dim)))
     return Tokens(*heads, v.unflatten(-1, (value_heads, value_dim)), g, beta)
 

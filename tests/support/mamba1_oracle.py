@@ -24,8 +24,9 @@ class SelectiveInputs:
     def __getitem__(self, index: Any) -> "SelectiveInputs":
         return replace(self, **{name: getattr(self, name)[index] for name in ("x", "dt", "B", "C", "z")})
 
-    def channel_terms(self) -> dict[str, Any]:
-        return {"D": self.D, "dt_bias": self.dt_bias, "z": self.z}
+    def terms(self) -> dict[str, Any]:
+        """The arguments of an operation, by name."""
+        return dict(vars(self))
 
 
 def selective_inputs(

@@ -60,8 +60,9 @@ class ScanInputs:
         tokens = {name: getattr(self, name)[index] for name in ("x", "dt", "B", "C", "z")}
         return replace(self, **tokens)
 
-    def head_terms(self) -> dict[str, Any]:
-        return {"D": self.D, "dt_bias": self.dt_bias, "z": self.z}
+    def terms(self) -> dict[str, Any]:
+        """The arguments of an operation, by name."""
+        return dict(vars(self))
 
 
 def scan_inputs(

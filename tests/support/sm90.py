@@ -1,14 +1,19 @@
-"""Compiles Triton kernels for sm_90 without a GPU and reports what they need of the hardware.
+"""Compiles the Triton kernels of operations for sm_90, without a GPU, and prints what they need of the hardware.
 
-It runs where Triton's interpreter is off, so tests start it as another process.
+    python -m tests.support.sm90 TABLE
+
+TABLE is one of `sm90_cases.py`, or "optional". It runs where Triton's interpreter is off, so tests start it as another
+process.
 """
 
+import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,11 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from hybridrt.kernels import providers
+from tests.support.flat import flat
+from tests.support.sm90_cases import TABLES
+from tests.support.sm90_optional import others, recurrent
+
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
     torch.bool: "*i1", torch.uint8: "*u8", torch.int8: "*i8",
@@ -28,8 +38,9 @@ _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 
 @dataclass(frozen=True)
 class Usage:
-    """Per thread: registers and bytes of stack (spills); per program: bytes of shared memory."""
+    """Of a compiled kernel: registers of a thread, its bytes of stack (spills), bytes of a program's shared memory."""
 
+    module: str
     kernel: str
     registers: int
     stack: int
@@ -37,26 +48,11 @@ class Usage:
 
 
 @contextmanager
-def compiled_only() -> Iterator[list[Usage]]:
-    """Within it, launching a kernel compiles it for sm_90 instead, and the list grows by what it uses.
+def compiled_only(note: Callable[[JITFunction, Any], object]) -> Iterator[None]:
+    """Within it, launching a kernel compiles it for sm_90 instead and hands it to `note`.
 
     Call the launchers with tensors on the "meta" device.
     """
-    used: list[Usage] = []
-    with _instead_of_launches(lambda fn, compiled: used.append(_usage(fn.__name__, compiled))):
-        yield used
-
-
-@contextmanager
-def compiled_names() -> Iterator[set[str]]:
-    """Like `compiled_only`, for module and name of each kernel alone."""
-    names: set[str] = set()
-    with _instead_of_launches(lambda fn, _: names.add(f"{fn.fn.__module__.rpartition('.')[2]} {fn.fn.__name__}")):
-        yield names
-
-
-@contextmanager
-def _instead_of_launches(note: Callable[[JITFunction, Any], object]) -> Iterator[None]:
     run = JITFunction.run
 
     def compile_instead(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -69,10 +65,28 @@ def _instead_of_launches(note: Callable[[JITFunction, Any], object]) -> Iterator
         JITFunction.run = run
 
 
-def usage(launch: Callable[[], Any]) -> list[Usage]:
-    with compiled_only() as used:
-        launch()
-    return used
+def cases(table: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The cases of a table. Those of "optional" come without optional arguments and with them, for every operation."""
+    if table != "optional":
+        yield from TABLES[table]()
+        return
+    left = {op for op, by in providers._IMPLEMENTATIONS.items() if "triton" in by}
+    for op, args, optional in (*recurrent(), *others()):
+        yield op, args
+        if optional:
+            yield op, args | optional
+        left.discard(op)
+    assert not left, f"operations without a call: {left}"
+
+
+def main() -> None:
+    providers._import_operations()
+    with compiled_only(lambda fn, compiled: print(json.dumps(asdict(usage(fn, compiled))), flush=True)):
+        for op, args in cases(sys.argv[1]):
+            try:
+                flat(providers._IMPLEMENTATIONS[op]["triton"].load(), **args)
+            except Exception as e:
+                raise RuntimeError(f"{op} with {sorted(args)}: {e}") from e
 
 
 def _compile(fn: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -102,14 +116,18 @@ def _type(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def _usage(name: str, compiled: Any) -> Usage:
+def usage(fn: JITFunction, compiled: Any) -> Usage:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        command = [tool, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
-    return Usage(name, int(found[1]), int(found[2]), compiled.metadata.shared)
+    module = fn.fn.__module__.rpartition(".")[2]
+    return Usage(module, fn.__name__, int(found[1]), int(found[2]), compiled.metadata.shared)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,42 +1,19 @@
-"""Compiles the Triton kernels of every operation for sm_90 at small sizes, without optional arguments and with them: a
-branch that Triton cannot compile, or a None that it does not expect, shows. Prints the kernels, one name a line."""
+"""Calls of every operation at small sizes, with the arguments that may be left out: a branch that Triton cannot
+compile, or a None that it does not expect, shows. One by one, as in `sm90_cases.py`."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from hybridrt.kernels import providers
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.decode_metadata import DecodeBuffers
-from hybridrt.kernels.mamba1_update import BCNorms
 from hybridrt.kernels.sampling import Penalties
 from hybridrt.kernels.state_ring import RingFolds
-from tests.support.sm90 import compiled_names
+from tests.support.sm90_cases import Args, f32, flags, int32, meta
 
 B, T, H, P, N, G, SLOTS, K, TOKENS = 3, 2, 4, 16, 16, 2, 9, 4, 40
-Args = dict[str, Any]
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def int32(*shape: int) -> Tensor:
-    return meta(*shape, dtype=torch.int32)
-
-
-def f32(*shape: int) -> Tensor:
-    return meta(*shape, dtype=torch.float32)
-
-
-def flags(*shape: int) -> Tensor:
-    return meta(*shape, dtype=torch.bool)
-
-
 ROWS, STARTS = int32(B), int32(B + 1)
-SLOT_ARGS = {"read_slots": ROWS, "write_slots": ROWS}
+SLOT_ARGS = {"read_state_slots": ROWS, "write_state_slots": ROWS}
 PLAN = ChunkPlan(int32(4), int32(3), ROWS, ROWS, 1, 16, TOKENS, (16, 8, 16))
 PROMPTS = SLOT_ARGS | {"has_initial_state": flags(B), "query_start_loc": STARTS, "plan": PLAN}
 RING = {"values": meta(SLOTS, H, 16, P), "keys": meta(SLOTS, G, 16, N), "gates": f32(SLOTS, H, 16)}
@@ -71,11 +48,11 @@ def paged(*lead: int) -> Args:
 
 def recurrent() -> Iterator[tuple[str, Args, Args]]:
     """(operation, arguments, optional arguments), of recurrent layers."""
-    per_head, stored = {"D": f32(H), "dt_bias": f32(H)}, {"rows": ROWS, "intermediate_states": f32(SLOTS, T, H, P, N)}
+    per_head, stored = {"D": f32(H), "dt_bias": f32(H)}, {"rows": ROWS, "stored": f32(SLOTS, T, H, P, N)}
     none, channels, parents = dict.fromkeys(("D", "dt_bias", "z")), H * P + 2 * G * N, {"parents": int32(B, T)}
     step = {"start_positions": ROWS} | SLOT_ARGS
     tokenwise = {"x": meta(B, T, channels)} | conv(channels) | step
-    windows = {"windows": meta(SLOTS, T, channels, K - 1), "rows": ROWS}
+    windows = {"stored": meta(SLOTS, T, channels, K - 1), "rows": ROWS}
     yield "causal_conv1d_update", tokenwise | {"activation": None}, {"bias": meta(channels)} | windows | parents
     ragged = conv(channels) | step | {"x": meta(TOKENS, channels), "query_start_loc": STARTS}
     yield "causal_conv1d_varlen", ragged | {"activation": None}, {"bias": meta(channels), "activation": "silu"}
@@ -90,9 +67,9 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     )
     scan = {"z": meta(TOKENS, H, P), "snapshot_slots": int32(3)} | per_head
     yield "mamba2_chunk_scan", mamba(TOKENS) | PROMPTS | none, scan
-    inner = {"rows": ROWS, "intermediate_states": f32(SLOTS, T, H * P, N)}
-    norms = {"norms": BCNorms(f32(N), f32(N), 1e-5)}
-    yield "mamba1_update", mamba1(B, T) | SLOT_ARGS | {"norms": None}, norms | inner | parents
+    inner = {"rows": ROWS, "stored": f32(SLOTS, T, H * P, N)}
+    norms = {"B_weight": f32(N), "C_weight": f32(N), "eps": 1e-5}
+    yield "mamba1_update", mamba1(B, T) | SLOT_ARGS, norms | inner | parents
     yield "selective_scan", mamba1(TOKENS) | PROMPTS, {}
     gates = {"a": meta(B, T, H), "b": meta(B, T, H), "A_log": f32(H), "dt_bias": f32(H)}
     yield "gdn_gates", gates, {}
@@ -104,15 +81,15 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     yield "chunk_gated_delta_rule", delta(TOKENS) | PROMPTS, {}
     sums = {"states": f32(SLOTS, H)} | SLOT_ARGS
     yield "prefix_sum_varlen", sums | {"x": meta(TOKENS, H), "query_start_loc": STARTS}, {}
-    stored_sums = {"intermediate_states": f32(SLOTS, T, H), "rows": ROWS}
+    stored_sums = {"stored": f32(SLOTS, T, H), "rows": ROWS}
     yield "prefix_sum_update", sums | {"x": meta(B, T, H)} | dict.fromkeys((*stored_sums, "parents")), stored_sums
-    cursors = {"start": int32(SLOTS), "length": int32(SLOTS), "rows": ROWS, "accepted": ROWS, "slots": ROWS}
+    cursors = {"start": int32(SLOTS), "length": int32(SLOTS), "rows": ROWS, "accepted": ROWS, "state_slots": ROWS}
     yield "advance_ring", cursors | {"width": 16, "widest": 1}, {}
     layers = {name: part[None] for name, part in ({"states": f32(SLOTS, H, P, N)} | RING).items()}
-    folds = {"folds": RingFolds(ROWS, ROWS, ROWS, ROWS, int32(1)), "write_slots": ROWS}
+    folds = {"folds": RingFolds(ROWS, ROWS, ROWS, ROWS, int32(1)), "write_state_slots": ROWS}
     yield "fold_ring", layers | folds | {"A": None}, {"A": f32(1, H)}
-    commit = {"slots": ROWS, "rows": ROWS, "accepted": ROWS}
-    pools = {"temporal": f32(2, SLOTS, H, P, N), "intermediate": f32(2, SLOTS, T, H, P, N)}
+    commit = {"state_slots": ROWS, "rows": ROWS, "accepted": ROWS}
+    pools = {"states": f32(2, SLOTS, H, P, N), "stored": f32(2, SLOTS, T, H, P, N)}
     yield "commit_intermediate", commit | pools, {}
 
 
@@ -169,23 +146,3 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     rows = {"req_pool_indices": ROWS, "seq_lens": ROWS, "num_real": 2, "tokens_per_row": 1}
     pools = {"req_to_state_slot": int32(SLOTS), "ring_start": int32(SLOTS), "ring_length": int32(SLOTS)}
     yield "fill_decode_metadata", {"out": buffers} | rows | pools, {}
-
-
-def main() -> None:
-    providers._import_operations()
-    left = {op for op, by in providers._IMPLEMENTATIONS.items() if "triton" in by}
-    with compiled_names() as names:
-        for op, args, optional in (*recurrent(), *others()):
-            launch = providers._IMPLEMENTATIONS[op]["triton"].load()
-            for given in (args, args | optional) if optional else (args,):
-                try:
-                    launch(**given)
-                except Exception as e:
-                    raise RuntimeError(f"{op} with {sorted(optional) if given is not args else 'nothing'}: {e}") from e
-            left.discard(op)
-    assert not left, f"operations without a call: {left}"
-    print("\n".join(sorted(names)))
-
-
-if __name__ == "__main__":
-    main()

@@ -59,9 +59,3 @@ def page_numbers(req_to_token: Tensor, rows: Tensor, page_starts: Tensor, count:
 def broadcast_heads(per_head: Tensor, dim: int) -> Tensor:
     """[..., H] as [..., H, dim] without memory of its own: how libraries are told that a head's channels share it."""
     return per_head.unsqueeze(-1).expand(*per_head.shape, dim)
-
-
-def initial_states(states: Tensor, read_slots: Tensor, has_initial_state: Tensor) -> Tensor:
-    """Copy of states[read_slots], zero where a row has none."""
-    fresh = ~has_initial_state.view(-1, *[1] * (states.dim() - 1))
-    return states.index_select(0, read_slots.clamp(min=0)).masked_fill_(fresh, 0.0)

@@ -6,30 +6,17 @@ import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_chunk_gated_delta_rule
 from torch import Tensor
 
-from hybridrt.kernels.chunk_plan import ChunkPlan
-from hybridrt.kernels.libraries.common import initial_states
-from hybridrt.kernels.slots import live_tokens, write_rows
+from hybridrt.kernels.records import DeltaInputs, Prompts, StateSlots
+from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
 
 
-def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    has_initial_state: Tensor,
-    query_start_loc: Tensor,
-    plan: ChunkPlan,
-) -> Tensor:
+def chunk_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, prompts: Prompts) -> Tensor:
     """`chunk_gated_delta_rule`; its chunks start with the row, wherever the prefix ended."""
-    real = plan.num_tokens
-    parts = (t[None, :real].contiguous() for t in (q, k, v, g, beta))
+    (states, read_slots, write_slots), (query_start_loc, has_initial_state, plan) = state, prompts
+    v, real = inputs.v, plan.num_tokens
     y, after = fla_chunk_gated_delta_rule(
-        *parts, initial_state=initial_states(states, read_slots, has_initial_state).float(), output_final_state=True,
+        *(t[None, :real].contiguous() for t in inputs),
+        initial_state=initial_states(states, read_slots, has_initial_state), output_final_state=True,
         use_qk_l2norm_in_kernel=True, state_v_first=True, cu_seqlens=query_start_loc.long(),
         cu_seqlens_cpu=torch.tensor([*accumulate(plan.lengths, initial=0)]),
     )  # fmt: skip

@@ -11,7 +11,8 @@ from flashinfer.sampling import top_k_mask_logits, top_p_renorm_probs
 from torch import Tensor
 
 from hybridrt.kernels.libraries.common import broadcast_heads, clamped, page_numbers, refuse
-from hybridrt.kernels.sampling import MIN_TEMPERATURE, Penalties
+from hybridrt.kernels.records import IntermediateStates, SSMInputs, SSMWeights, StateSlots
+from hybridrt.kernels.sampling import MIN_TEMPERATURE, LogitFilters
 from hybridrt.kernels.sampling import filtered_logits as filtered_logits_op
 from hybridrt.kernels.sampling import sample as sample_op
 from hybridrt.kernels.slots import pad_mask
@@ -137,25 +138,17 @@ def attention_extend(
 
 
 def selective_state_update(
-    states: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    z: Tensor | None,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    intermediate_states: Tensor | None = None,
-    rows: Tensor | None = None,
-    parents: Tensor | None = None,
+    inputs: SSMInputs,
+    weights: SSMWeights,
+    state: StateSlots,
+    intermediate: IntermediateStates | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`selective_state_update` of chains."""
-    tokens, stores = x.shape[1], intermediate_states is not None
+    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
+    states, read_slots, write_slots = state
+    stored, rows, parents = intermediate or (None, None, None)
+    tokens, stores = x.shape[1], stored is not None
     refuse(
         LIBRARY, "state update",
         "it knows no draft trees" if parents is not None else None,
@@ -166,7 +159,7 @@ def selective_state_update(
     assert D is not None
     heads, dim, columns = states.shape[1:]
     several = {} if not stores else {
-        "intermediate_states_buffer": intermediate_states, "intermediate_state_indices": rows,
+        "intermediate_states_buffer": stored, "intermediate_state_indices": rows,
         "disable_state_update": True, "cache_steps": tokens,
     }  # fmt: skip
     parts = [None if t is None else t if stores else t[:, 0] for t in (x, B, C, z)]
@@ -177,7 +170,8 @@ def selective_state_update(
         state_batch_indices=read_slots, pad_slot_id=-1, **several,
         **({} if stores or read_slots is write_slots else {"dst_state_batch_indices": write_slots}),
     )  # fmt: skip
-    return y.view(x.shape).masked_fill_(pad_mask(read_slots, 4), 0.0)
+    y = y.view(x.shape).masked_fill_(pad_mask(read_slots, 4), 0.0)
+    return y if out is None else out.copy_(y)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -199,44 +193,22 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
-def filtered_logits(
-    logits: Tensor,
-    *,
-    temperature: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    penalties: Penalties | None = None,
-    bitmask: Tensor | None = None,
-) -> Tensor:
+def filtered_logits(logits: Tensor, filters: LogitFilters) -> Tensor:
     """`filtered_logits`: top-k and top-p by flashinfer, the rest by plain torch."""
-    rest = filtered_logits_op.reference(logits, temperature=temperature, penalties=penalties, bitmask=bitmask)
+    _, top_k, top_p, min_p, _, _ = filters
+    rest = filtered_logits_op.reference(logits, filters._replace(top_k=None, top_p=None, min_p=None))
     if top_k is not None:
         vocabulary = rest.shape[1]
         rest = top_k_mask_logits(rest, torch.where((top_k <= 0) | (top_k > vocabulary), vocabulary, top_k))
     if top_p is not None:
         kept = top_p_renorm_probs(rest.softmax(-1), top_p) > 0
         rest = rest.masked_fill(~kept & (top_p < 1)[:, None], -torch.inf)
-    ones = torch.ones_like(temperature)
-    return rest if min_p is None else filtered_logits_op.reference(rest, temperature=ones, min_p=min_p)
+    ones = torch.ones_like(filters.temperature)
+    return rest if min_p is None else filtered_logits_op.reference(rest, LogitFilters(ones, min_p=min_p))
 
 
-def sample(
-    logits: Tensor,
-    *,
-    temperature: Tensor,
-    seeds: Tensor,
-    indices: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    penalties: Penalties | None = None,
-    bitmask: Tensor | None = None,
-) -> Tensor:
+def sample(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor) -> Tensor:
     """`sample`: flashinfer filters, the draw is ours. Its own draws are keyed by a generator's state, so that a batch's
     other rows would change them."""
-    filtered = filtered_logits(
-        logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, penalties=penalties, bitmask=bitmask
-    )
-    tempered = torch.where(temperature < MIN_TEMPERATURE, 0.0, 1.0)
-    return sample_op.reference(filtered, temperature=tempered, seeds=seeds, indices=indices)
+    tempered = LogitFilters(torch.where(filters.temperature < MIN_TEMPERATURE, 0.0, 1.0))
+    return sample_op.reference(filtered_logits(logits, filters), tempered, seeds, indices)

@@ -8,37 +8,27 @@ from mamba_ssm.ops.triton.selective_state_update import selective_state_update a
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from torch import Tensor
 
-from hybridrt.kernels.chunk_plan import ChunkPlan
-from hybridrt.kernels.libraries.common import broadcast_heads, clamped, initial_states, refuse
-from hybridrt.kernels.slots import live_tokens, pad_mask, write_rows
+from hybridrt.kernels.libraries.common import broadcast_heads, clamped, refuse
+from hybridrt.kernels.records import IntermediateStates, Prompts, SSMInputs, SSMWeights, StateSlots
+from hybridrt.kernels.slots import initial_states, live_tokens, pad_mask, write_rows
 
 LIBRARY = "mamba-ssm"
 
 
 def mamba2_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    z: Tensor | None,
-    states: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    has_initial_state: Tensor,
-    query_start_loc: Tensor,
-    plan: ChunkPlan,
+    inputs: SSMInputs,
+    weights: SSMWeights,
+    state: StateSlots,
+    prompts: Prompts,
     snapshot_slots: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`mamba2_chunk_scan`: neighbours of equal length in one call; its own ragged form takes no states."""
     refuse(LIBRARY, "scan", "it keeps no states within a row" if snapshot_slots is not None else None)
-    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if out is None else out.zero_()
-    before = initial_states(states, read_slots, has_initial_state)
+    (A, D, dt_bias, dt_limit), (states, read_slots, write_slots) = weights, state
+    query_start_loc, has_initial_state, plan = prompts
+    out = torch.zeros(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.device) if out is None else out.zero_()
+    before = initial_states(states, read_slots, has_initial_state).to(states.dtype)
     row = start = 0
     for length, group in groupby(plan.lengths):
         count = len(list(group))
@@ -46,40 +36,29 @@ def mamba2_chunk_scan(
         row, start = rows.stop, tokens.stop
         if length == 0:
             continue
-        parts = (t[tokens].unflatten(0, (count, length)) for t in (x, dt, B, C))
-        batch_x, batch_dt, batch_B, batch_C = parts
+        x, dt, B, C, z = (None if t is None else t[tokens].unflatten(0, (count, length)) for t in inputs)
         y, before[rows] = mamba_chunk_scan_combined(
-            batch_x, batch_dt, A, batch_B, batch_C, plan.chunk_size, D=D, dt_bias=dt_bias, dt_softplus=True,
-            z=None if z is None else z[tokens].unflatten(0, (count, length)), dt_limit=dt_limit,
+            x, dt, A, B, C, plan.chunk_size, D=D, dt_bias=dt_bias, dt_softplus=True, z=z, dt_limit=dt_limit,
             initial_states=before[rows], return_final_states=True,
         )  # fmt: skip
         out[tokens] = y.flatten(0, 1)
     write_rows(states, write_slots, before)
-    return out.masked_fill_(~live_tokens(read_slots, query_start_loc, x.shape[0])[:, None, None], 0.0)
+    return out.masked_fill_(~live_tokens(read_slots, query_start_loc, len(out))[:, None, None], 0.0)
 
 
 def selective_state_update(
-    states: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    z: Tensor | None,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    intermediate_states: Tensor | None = None,
-    rows: Tensor | None = None,
-    parents: Tensor | None = None,
+    inputs: SSMInputs,
+    weights: SSMWeights,
+    state: StateSlots,
+    intermediate: IntermediateStates | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`selective_state_update` of one token. It knows no padding: such rows update the scratch slot 0."""
+    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
+    states, read_slots, write_slots = state
     refuse(
         LIBRARY, "state update",
-        "it takes one token" if x.shape[1] > 1 or intermediate_states is not None else None,
+        "it takes one token" if x.shape[1] > 1 or intermediate is not None else None,
         "it reads and writes the same slot" if read_slots is not write_slots else None,
         clamped(dt_limit),
     )  # fmt: skip
@@ -91,7 +70,8 @@ def selective_state_update(
         # int64: slot times state bytes passes 2^31.
         state_batch_indices=read_slots.clamp(min=0).long(),
     )  # fmt: skip
-    return y.unsqueeze(1).masked_fill_(pad_mask(read_slots, 4), 0.0)
+    y = y.unsqueeze(1).masked_fill_(pad_mask(read_slots, 4), 0.0)
+    return y if out is None else out.copy_(y)
 
 
 def gated_rms_norm(

@@ -13,8 +13,9 @@ from sgl_kernel import silu_and_mul as sgl_silu_and_mul
 from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from hybridrt.kernels.causal_conv1d import Activation, conv_window
+from hybridrt.kernels.causal_conv1d import conv_window
 from hybridrt.kernels.libraries.common import page_numbers, page_table, refuse
+from hybridrt.kernels.records import ConvState, ConvWeights, IntermediateStates
 from hybridrt.kernels.slots import live_tokens, pad_mask, write_columns
 
 LIBRARY, WIDEST_CONV, PADDING = "sglang-kernel", 4, -1
@@ -154,19 +155,9 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
-def causal_conv1d_varlen(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    query_start_loc: Tensor,
-    start_positions: Tensor,
-    *,
-    activation: Activation = "silu",
-) -> Tensor:
+def causal_conv1d_varlen(x: Tensor, weights: ConvWeights, state: ConvState, query_start_loc: Tensor) -> Tensor:
     """`causal_conv1d_varlen`. The library wants channels first and linear windows: both are copied there and back."""
+    (weight, bias, activation), (conv, read_slots, write_slots, start_positions) = weights, state
     taps = weight.shape[1]
     refuse(LIBRARY, "convolution", _too_wide(taps))
     windows = conv_window(conv, read_slots, start_positions, taps)
@@ -182,23 +173,13 @@ def causal_conv1d_varlen(
 
 
 def causal_conv1d_update(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor,
-    start_positions: Tensor,
-    *,
-    activation: Activation = "silu",
-    parents: Tensor | None = None,
-    windows: Tensor | None = None,
-    rows: Tensor | None = None,
+    x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> Tensor:
     """`causal_conv1d_update` of chains, in place in the ring (whose columns of negative positions must be zero)."""
+    (weight, bias, activation), (conv, read_slots, write_slots, start_positions) = weights, state
     refuse(
         LIBRARY, "convolution", _too_wide(weight.shape[1]),
-        "it knows no draft trees" if parents is not None or windows is not None else None,
+        "it knows no draft trees" if intermediate is not None else None,
         "it reads and writes the same slot" if read_slots is not write_slots else None,
     )  # fmt: skip
     out = x.clone(memory_format=torch.contiguous_format)

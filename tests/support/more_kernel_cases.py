@@ -1,7 +1,7 @@
-"""Calls of the operations at the shapes of real models, in bfloat16: attention, experts, norms, products, sampling."""
+"""Calls of the other operations at the shapes of a model, in bfloat16: attention, experts, norms, products, sampling.
 
-from collections.abc import Callable, Iterator
-from functools import partial
+See `kernel_cases.py`."""
+
 from typing import Any
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 from hybridrt.config import AttentionConfig, ModelConfig
 from hybridrt.kernels.sampling import Penalties
 from hybridrt.layers.rotary import rotary_table
-from tests.gpu import rig
-from tests.gpu.kernel_cases import Case, int32, model_config, normal, poisoned
+from tests.support.kernel_cases import Case, int32, normal, poisoned
 
 PAGE_SIZE, PAGES, MAX_CONTEXT = 16, 1000, 4096
 
@@ -21,7 +20,7 @@ def paged(
 ) -> tuple[dict[str, Any], list[int]]:
     """KV caches with shuffled pages for rows of these lengths; what lies past them is large. And the pages used."""
     shape = (PAGES + 1, PAGE_SIZE, config.num_kv_heads, config.head_dim)
-    caches = {name: torch.full(shape, 1e4, dtype=torch.bfloat16, device=rig.DEVICE) for name in ("k_cache", "v_cache")}
+    caches = {name: torch.full(shape, 1e4, dtype=torch.bfloat16) for name in ("k_cache", "v_cache")}
     table = torch.full((len(seq_lens) + 1, max_context), -(2**30), dtype=torch.int32)
     free, used = torch.randperm(PAGES).add(1).tolist(), []
     for row, length in enumerate(seq_lens, 1):
@@ -32,7 +31,7 @@ def paged(
             for cache in caches.values():
                 cache[page, :count] = normal(count, *shape[2:])
     table[0] = 0
-    return caches | {"req_to_token": table.to(rig.DEVICE)}, used
+    return caches | {"req_to_token": table.to(torch.get_default_device())}, used
 
 
 def attention_decode(config: AttentionConfig, tokens: int, times: int = 1) -> Case:
@@ -72,8 +71,8 @@ def rotary(op: str, config: ModelConfig) -> Case:
     if config.architecture.startswith("Qwen"):
         norms = {name: 1 + normal(attention.head_dim, scale=0.2, dtype=torch.float32) for name in norms}
     args = {
-        "q": q, "k": k, "positions": torch.randint(0, 4000, (tokens,), device=rig.DEVICE), "eps": 1e-6,
-        "cos_sin": rotary_table(config, 4000, torch.device(rig.DEVICE)), **norms,
+        "q": q, "k": k, "positions": torch.randint(0, 4000, (tokens,)), "eps": 1e-6,
+        "cos_sin": rotary_table(config, 4000, torch.get_default_device()), **norms,
     }  # fmt: skip
     if op == "qk_norm_rotary":
         return Case(op, args, consumed=("q", "k"))
@@ -87,7 +86,7 @@ def kv_write(config: AttentionConfig, tokens: int) -> tuple[dict[str, Tensor], d
     shape = (PAGES + 1, PAGE_SIZE, config.num_kv_heads, config.head_dim)
     pages = sorted({slot // PAGE_SIZE for slot in slots.tolist()})
     caches = {name: poisoned(*shape, dtype=torch.bfloat16) for name in ("k_cache", "v_cache")}
-    return caches | {"out_cache_loc": slots.int().to(rig.DEVICE)}, dict.fromkeys(caches, pages)
+    return caches | {"out_cache_loc": slots.int().to(torch.get_default_device())}, dict.fromkeys(caches, pages)
 
 
 def write_kv(config: AttentionConfig) -> Case:
@@ -152,9 +151,9 @@ def fused_experts(config: ModelConfig, tokens: int) -> Case:
     hf, hidden = config.hf, config.hidden_size
     ids = torch.stack([torch.randperm(hf.num_experts)[: hf.num_experts_per_tok] for _ in range(tokens)]).int()
     ids[-1] = -1  # padding
-    weights = torch.rand(ids.shape, device=rig.DEVICE)
+    weights = torch.rand(ids.shape)
     args = {
-        "x": normal(tokens, hidden), "ids": ids.to(rig.DEVICE), "weights": weights / weights.sum(1, keepdim=True),
+        "x": normal(tokens, hidden), "ids": ids, "weights": weights / weights.sum(1, keepdim=True),
         "w_up": normal(hf.num_experts, 2 * hf.moe_intermediate_size, hidden, scale=hidden**-0.5),
         "w_down": normal(hf.num_experts, hidden, hf.moe_intermediate_size, scale=hf.moe_intermediate_size**-0.5),
         "activation": "silu", "gated": True,
@@ -167,14 +166,14 @@ def draws(config: ModelConfig, filtered: bool) -> Case:
     rows, vocab = 12, config.vocab_size
 
     def each(*values: float) -> Tensor:
-        return torch.tensor([values[i % len(values)] for i in range(rows)], device=rig.DEVICE)
+        return torch.tensor([values[i % len(values)] for i in range(rows)])
 
     args: dict[str, Any] = {
         "logits": normal(rows, vocab, scale=3.0), "temperature": each(1.0, 0.7, 0.0, 1.5),
-        "seeds": torch.arange(rows, device=rig.DEVICE) * 7919, "indices": torch.arange(rows, device=rig.DEVICE),
+        "seeds": torch.arange(rows) * 7919, "indices": torch.arange(rows),
     }  # fmt: skip
     if filtered:
-        counts = torch.randint(0, 3, (rows, vocab), dtype=torch.int32, device=rig.DEVICE)
+        counts = torch.randint(0, 3, (rows, vocab), dtype=torch.int32)
         penalties = Penalties(each(1.2, 1.0), each(0.5), each(0.1, 0.0, 0.3), counts, counts.roll(1, 0) > 1)
         filters = {"top_k": each(50, -1, 1000).int(), "top_p": each(0.9, 1.0, 0.3, 0.99), "min_p": each(0.0, 0.02)}
         args |= filters | {"penalties": penalties}
@@ -183,44 +182,3 @@ def draws(config: ModelConfig, filtered: bool) -> Case:
 
 def greedy(config: ModelConfig) -> Case:
     return Case("greedy", {"logits": normal(30, config.vocab_size)}, exact=True)
-
-
-def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
-    """(operation and details, how to make it) of every other operation of a model."""
-    config = model_config(name)
-    attention, hidden = config.attention, config.hidden_size
-    for tokens in (1, 4):
-        yield f"attention_decode {tokens}", partial(attention_decode, attention, tokens)
-        yield f"attention_decode {tokens} full", partial(attention_decode, attention, tokens, 18)
-    for window in (None, 500):
-        details = "" if window is None else f" window {window}"
-        yield f"attention_extend{details}", partial(attention_extend, attention, [300, 1, 130, 133], window)
-        yield f"attention_extend long{details}", partial(attention_extend, attention, [3000, 1, 700, 1500], window)
-    yield "write_kv", partial(write_kv, attention)
-    if attention.rope is not None:
-        yield "qk_norm_rotary", partial(rotary, "qk_norm_rotary", config)
-        yield "rotary_write_kv", partial(rotary, "rotary_write_kv", config)
-    for tokens in (3, 200):
-        yield f"rms_norm {tokens}", partial(norm, "rms_norm", hidden, tokens)
-        yield f"add_rms_norm {tokens}", partial(norm, "add_rms_norm", hidden, tokens)
-    yield "sample", partial(draws, config, False)
-    yield "sample filtered", partial(draws, config, True)
-    yield "greedy", partial(greedy, config)
-    if config.architecture.startswith("Falcon"):
-        yield "silu_and_mul", partial(elementwise, "silu_and_mul", 2 * config.hf.intermediate_size, 40)
-        yield "skinny_linear silu", partial(skinny_linear, config, 1, "silu_and_mul", True)
-        yield "skinny_linear 8", partial(skinny_linear, config, 8, None, False)
-        yield "skinny_linear 32, some rows shared", partial(skinny_linear, config, 32, None, False, 8728)
-        for tokens in (50, 100):
-            yield f"skinny_linear {tokens}", partial(skinny_linear, config, tokens, "silu_and_mul", False)
-    if config.architecture.startswith("Nemotron"):
-        yield "relu2", partial(elementwise, "relu2", config.hf.intermediate_size, 40)
-        yield "gated_rms_norm", partial(gated_rms_norm, 8192, 1024, False)
-        yield "skinny_linear relu2", partial(skinny_linear, config, 3, "relu2", True)
-        yield "router_sigmoid_grouped", router_sigmoid_grouped
-    if config.architecture.startswith("Qwen"):
-        yield "gated_rms_norm", partial(gated_rms_norm, 128, 128, True)
-        yield "sigmoid_mul", partial(elementwise, "sigmoid_mul", 4096, 40)
-        yield "router_softmax", partial(router_softmax, config)
-        for tokens in (8, 400):
-            yield f"fused_experts {tokens}", partial(fused_experts, config, tokens)

@@ -1,0 +1,182 @@
+"""Arguments of operations that always travel together, with their shapes and dtypes.
+
+Shapes: B rows, T new tokens a row (prompts are packed: T tokens in all), S state slots, R running requests, C conv
+channels, K conv taps, Wc columns of a conv ring, W columns of a state ring. A state of Mamba-2 is [H, P, N] (H heads of
+P channels, N state columns, G groups of keys), of a Gated Delta Net [Hv, V, K] (Hv value heads, Hk key heads), of
+Mamba-1 [I, N] (I channels). Entry 0 of every pool is scratch. A row whose state slots are -1 is padding: it gets zeros
+and touches no state. Indices are int32. Activations, conv rings, values and keys of state rings share the model's
+dtype; pools of states are float32, bfloat16 or float16; the rest is float32 where nothing else is said. Token-wise
+tensors may have any row and token stride, so that they can be column slices of one projection.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.chunk_plan import ChunkPlan
+
+Activation = Literal["silu"] | None
+NO_LIMIT = (0.0, math.inf)
+
+
+class ConvWeights(NamedTuple):
+    """A depthwise convolution: weight [C, K], bias [C] or None, and what follows it."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    activation: Activation = "silu"
+
+
+class ConvState(NamedTuple):
+    """Raw conv inputs of B rows: the one of position p stands in column p mod Wc of its slot.
+
+    Attributes:
+        conv: [S+1, C, Wc] rings; Wc is a power of two, at least K - 1 + T for steps of T tokens.
+        read_state_slots, write_state_slots: [B], where inputs before the step stand and where new ones go.
+        start_positions: [B] absolute position of each row's first new token.
+    """
+
+    conv: Tensor
+    read_state_slots: Tensor
+    write_state_slots: Tensor
+    start_positions: Tensor
+
+
+class StateSlots(NamedTuple):
+    """The recurrent states of B rows.
+
+    Attributes:
+        states: [S+1, *state] pool.
+        read_state_slots, write_state_slots: [B], where the state before and after the step stands.
+    """
+
+    states: Tensor
+    read_state_slots: Tensor
+    write_state_slots: Tensor
+
+
+class StateRing(NamedTuple):
+    """Inputs of each row's tokens since its state was written, of one layer (`state_ring.py`).
+
+    Attributes:
+        values: [R+1, H, W, P]; keys: [R+1, G, W, N]; gates: [R+1, H, W] float32.
+        rows: [B] ring of each row.
+        start, length: [B] column of its oldest entry and number of its entries, at the head of the step.
+    """
+
+    values: Tensor
+    keys: Tensor
+    gates: Tensor
+    rows: Tensor
+    start: Tensor
+    length: Tensor
+
+
+class IntermediateStates(NamedTuple):
+    """Where a verify step leaves what it would make of the state, so that the pool keeps the state before it.
+
+    Attributes:
+        stored: [R+1, T or more, *state] in the dtype of the states: stored[rows[b], t] is the state after token t of
+            row b. For a conv [R+1, T, C, K-1]: the raw inputs that end at token t, oldest first.
+        rows: [B].
+        parents: [B, T] a draft tree: the parent (< t) of each node, -1 for the state in the pool. None for a chain.
+    """
+
+    stored: Tensor
+    rows: Tensor
+    parents: Tensor | None = None
+
+
+class Prompts(NamedTuple):
+    """New tokens of B prompts, packed along one axis.
+
+    Attributes:
+        query_start_loc: [B+1]; row b has the tokens from query_start_loc[b] to query_start_loc[b + 1]. Tokens past the
+            last entry get zeros.
+        has_initial_state: [B] bool, False where a row starts from zeros instead of what its slot holds.
+        plan: the chunks of the same rows.
+    """
+
+    query_start_loc: Tensor
+    has_initial_state: Tensor
+    plan: ChunkPlan
+
+
+class SSMInputs(NamedTuple):
+    """What tokens bring to a selective state space model, after the conv. Last dimensions are contiguous.
+
+    Mamba-2: x, z [..., H, P], dt [..., H], B, C [..., G, N]; Mamba-1: x, z, dt [..., I], B, C [..., N]. dt is raw;
+    without z the output is not gated. The leading dimensions are [B, T], or [T] of packed prompts.
+    """
+
+    x: Tensor
+    dt: Tensor
+    B: Tensor
+    C: Tensor
+    z: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+
+class SSMWeights(NamedTuple):
+    """Numbers of each head of Mamba-2 [H], or of each channel of Mamba-1 [I].
+
+    Attributes:
+        A: float32, negative rates; [I, N] in Mamba-1.
+        D: the skip connection, or None.
+        dt_bias: added to raw dt, or None.
+        dt_limit: time steps are clamped to it (Mamba-2).
+    """
+
+    A: Tensor
+    D: Tensor | None = None
+    dt_bias: Tensor | None = None
+    dt_limit: tuple[float, float] = NO_LIMIT
+
+
+class BCNorms(NamedTuple):
+    """Weights [N] of the RMS norms of Mamba-1's B and C, and their epsilon."""
+
+    B_weight: Tensor
+    C_weight: Tensor
+    eps: float
+
+
+class DeltaInputs(NamedTuple):
+    """What tokens bring to the gated delta rule: q, k [..., Hk, K], v [..., Hv, V]; g, beta [..., Hv] float32 from
+    `gdn_gates`. The leading dimensions are [B, T], or [T] of packed prompts."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.v.device
+
+
+class GateWeights(NamedTuple):
+    """Numbers of each value head of a Gated Delta Net: [Hv] float32."""
+
+    A_log: Tensor
+    dt_bias: Tensor
+
+
+class Rope(NamedTuple):
+    """Rotary embedding of a layer's queries and keys, after an optional RMS norm of each head.
+
+    Attributes:
+        cos_sin: [max_len, rot] float32 (`hybridrt.layers.rotary`): rot/2 cosines, then rot/2 sines.
+        q_weight, k_weight: [head_dim] float32, None for no norm; eps belongs to it.
+    """
+
+    cos_sin: Tensor
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 0.0

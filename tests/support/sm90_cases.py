@@ -1,0 +1,265 @@
+"""Calls of the operations at the shapes of real models, on the meta device, whose kernels are compiled for sm_90.
+
+A case is an operation and its arguments one by one (`tests/support/flat.py`). Activations are bfloat16.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.chunk_plan import ChunkPlan
+from hybridrt.kernels.sampling import Penalties
+from hybridrt.kernels.state_ring import RingFolds
+
+Args = dict[str, Any]
+Cases = Iterator[tuple[str, Args]]
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def int32(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.int32)
+
+
+def f32(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.float32)
+
+
+def flags(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.bool)
+
+
+def slots(rows: int) -> Args:
+    same = int32(rows)
+    return {"read_state_slots": same, "write_state_slots": same}
+
+
+def stored(rows: int, tokens: int, *state: int, dtype: torch.dtype = torch.float32) -> Args:
+    return {"stored": meta(129, tokens, *state, dtype=dtype), "rows": int32(rows)}
+
+
+def ring(rows: int, width: int, values: tuple[int, int], keys: tuple[int, int]) -> Args:
+    """A state ring; values and keys: heads and their width."""
+    (heads, dim), (groups, state_dim) = values, keys
+    pools = {"values": meta(129, heads, width, dim), "keys": meta(129, groups, width, state_dim)}
+    return pools | {"gates": f32(129, heads, width)} | {name: int32(rows) for name in ("rows", "start", "length")}
+
+
+def fold(states: Tensor, rings: Args, A: Tensor | None) -> tuple[str, Args]:
+    """Of one layer."""
+    rows = len(rings["rows"])
+    pool = {"states": states[None]} | {name: rings[name][None] for name in ("values", "keys", "gates")}
+    folds = RingFolds(int32(rows), rings["rows"], rings["start"], rings["length"], int32(1))
+    return "fold_ring", pool | {"A": None if A is None else A[None], "folds": folds, "write_state_slots": int32(rows)}
+
+
+def prompts(rows: int, length: int, chunk_size: int) -> Args:
+    chunks, tokens = rows * length // chunk_size, rows * length
+    per_row, lengths = length // chunk_size, (length,) * rows
+    plan = ChunkPlan(int32(chunks + 1), int32(chunks), int32(rows), int32(rows), per_row, chunk_size, tokens, lengths)
+    return slots(rows) | {"query_start_loc": int32(rows + 1), "has_initial_state": flags(rows), "plan": plan}
+
+
+MAMBA2_SHAPES = ((24, 128, 256, 1), (128, 64, 128, 8))  # Falcon-H1-7B and Nemotron-H-8B: H, P, N, G
+
+
+def mamba2() -> Cases:
+    for shape in MAMBA2_SHAPES:
+        for state in (torch.bfloat16, torch.float32):
+            for batch, tokens, width in ((128, 1, 16), (32, 5, 32)):
+                yield from mamba2_step(shape, state, batch, tokens, width)
+        yield from mamba2_prefill(shape, 8192, 256)
+        yield "causal_conv1d_update", mamba2_conv(shape, 32, 5) | {"parents": int32(32, 5)}
+
+
+def mamba2_tokens(shape: tuple[int, int, int, int], *lead: int) -> Args:
+    """x, dt, B, C and z, and the conv's inputs x | B | C, as slices of one projection; and the heads' numbers."""
+    heads, dim, state_dim, groups = shape
+    keys = groups * state_dim
+    z, xBC, dt = meta(*lead, 2 * heads * dim + 2 * keys + heads).split([heads * dim, heads * dim + 2 * keys, heads], -1)
+    x, B, C = xBC.split([heads * dim, keys, keys], -1)
+    per_head = {"A": f32(heads), "D": f32(heads), "dt_bias": f32(heads), "dt_limit": (0.0, float("inf"))}
+    B, C = (t.unflatten(-1, (groups, state_dim)) for t in (B, C))
+    x, z = (t.unflatten(-1, (heads, dim)) for t in (x, z))
+    return {"x": x, "dt": dt, "B": B, "C": C, "z": z, "xBC": xBC} | per_head
+
+
+def conv(channels: int, rows: int) -> Args:
+    weights = {"weight": meta(channels, 4), "bias": meta(channels), "conv": meta(300, channels, 8)}
+    return weights | slots(rows) | {"start_positions": int32(rows)}
+
+
+def mamba2_conv(shape: tuple[int, int, int, int], batch: int, tokens: int) -> Args:
+    """Of a draft tree, but for its parents."""
+    xBC = mamba2_tokens(shape, batch, tokens)["xBC"]
+    channels = xBC.shape[-1]
+    return {"x": xBC} | conv(channels, batch) | stored(batch, tokens, channels, 3, dtype=torch.bfloat16)
+
+
+def mamba2_step(shape: tuple[int, int, int, int], state: torch.dtype, batch: int, tokens: int, width: int) -> Cases:
+    """Classic decode for one token, verify with intermediate states for more, conv included; then replay."""
+    heads, dim, state_dim, groups = shape
+    inputs = mamba2_tokens(shape, batch, tokens)
+    xBC = inputs.pop("xBC")
+    states = meta(300, heads, dim, state_dim, dtype=state)
+    yield "causal_conv1d_update", {"x": xBC} | conv(xBC.shape[-1], batch)
+    kept = stored(batch, tokens, heads, dim, state_dim, dtype=state) if tokens > 1 else {}
+    yield "selective_state_update", inputs | {"states": states} | slots(batch) | kept
+    rings = ring(batch, width, (heads, dim), (groups, state_dim))
+    whole = {name: part for name, part in inputs.items() if name not in ("x", "B", "C")}
+    yield "mamba2_decode", whole | {"xBC": xBC, "states": states} | conv(xBC.shape[-1], batch) | rings
+    yield fold(states, rings, inputs["A"])
+    cursors = {name: rings[name] for name in ("start", "length", "rows")}
+    rows = {"accepted": int32(batch), "state_slots": int32(batch)}
+    yield "advance_ring", cursors | rows | {"width": width, "widest": tokens}
+
+
+def mamba2_prefill(shape: tuple[int, int, int, int], length: int, chunk_size: int) -> Cases:
+    heads, dim, state_dim, groups = shape
+    inputs, plan = mamba2_tokens(shape, length), prompts(1, length, chunk_size)
+    xBC = inputs.pop("xBC")
+    yield "causal_conv1d_varlen", {"x": xBC, "query_start_loc": int32(2)} | conv(xBC.shape[-1], 1)
+    yield "mamba2_chunk_scan", inputs | {"states": meta(300, heads, dim, state_dim)} | plan
+    gate = inputs["z"].flatten(1)
+    norm = {"weight": f32(gate.shape[1]), "eps": 1e-5, "group_size": gate.shape[1] // groups, "norm_before_gate": False}
+    yield "gated_rms_norm", {"x": gate, "gate": gate} | norm
+
+
+def mamba1() -> Cases:
+    """Falcon-Mamba-7B: 8192 channels of 16 states."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for batch, tokens, tree in ((128, 1, False), (32, 5, False), (32, 5, True)):
+            kept = stored(batch, tokens, 8192, 16, dtype=dtype) if tokens > 1 else {}
+            kept |= {"parents": int32(batch, tokens)} if tree else {}
+            norms = {"B_weight": f32(16), "C_weight": f32(16), "eps": 1e-6}
+            yield "mamba1_update", mamba1_tokens(dtype, batch, tokens) | slots(batch) | kept | norms
+        yield "selective_scan", mamba1_tokens(dtype, 8192) | prompts(1, 8192, 64)
+
+
+def mamba1_tokens(dtype: torch.dtype, *lead: int) -> Args:
+    """Activations as the projections leave them: halves of one, and slices of another; and states."""
+    x, z = meta(*lead, 2 * 8192).chunk(2, -1)
+    _, B, C = meta(*lead, 256 + 2 * 16).split((256, 16, 16), -1)
+    channels = {"A": f32(8192, 16), "D": f32(8192), "dt_bias": f32(8192), "states": meta(300, 8192, 16, dtype=dtype)}
+    return {"x": x, "dt": meta(*lead, 8192), "B": B, "C": C, "z": z} | channels
+
+
+KEY_HEADS, VALUE_HEADS, DIM = 16, 32, 128  # of Qwen3-Next's Gated Delta Net
+
+
+def delta_net() -> Cases:
+    float32 = torch.float32
+    for batch, tokens, mode in ((128, 1, "classic"), (128, 1, "replay"), (32, 5, "intermediate"), (32, 5, "replay")):
+        yield from delta_net_step(batch, tokens, mode, float32)
+    for batch in (1, 128):
+        yield from delta_net_step(batch, 1, "classic", torch.bfloat16)
+    for rows, length in ((1, 8192), (16, 2048)):
+        gate, heads = meta(rows * length, VALUE_HEADS), f32(VALUE_HEADS)
+        yield "gdn_gates", {"a": gate, "b": gate, "A_log": heads, "dt_bias": heads}
+        q, v = meta(rows * length, KEY_HEADS, DIM), meta(rows * length, VALUE_HEADS, DIM)
+        g = f32(rows * length, VALUE_HEADS)
+        inputs = {"q": q, "k": q, "v": v, "g": g, "beta": g, "states": f32(300, VALUE_HEADS, DIM, DIM)}
+        yield "chunk_gated_delta_rule", inputs | prompts(rows, length, 64)
+
+
+def delta_net_step(batch: int, tokens: int, mode: str, state: torch.dtype) -> Cases:
+    values, channels = VALUE_HEADS * DIM, 2 * KEY_HEADS * DIM + VALUE_HEADS * DIM
+    qkv, _, b, a = meta(batch, tokens, channels + values + 2 * VALUE_HEADS).split(
+        [channels, values, VALUE_HEADS, VALUE_HEADS], -1
+    )
+    states = meta(300, VALUE_HEADS, DIM, DIM, dtype=state)
+    args = {"qkv": qkv, "a": a, "b": b, "A_log": f32(VALUE_HEADS), "dt_bias": f32(VALUE_HEADS), "states": states}
+    args |= conv(channels, batch) | {"bias": None}
+    rings = ring(batch, 16 if tokens == 1 else 32, (VALUE_HEADS, DIM), (KEY_HEADS, DIM))
+    kept = stored(batch, tokens, VALUE_HEADS, DIM, DIM)
+    yield "gdn_decode", args | {"classic": {}, "intermediate": kept, "replay": rings}[mode]
+    if mode == "replay":
+        yield fold(states, rings, None)
+
+
+def attention() -> Cases:
+    """Heads of Falcon-H1-7B and of Qwen3-Next: query heads, key/value heads, their width, how much of it is rotated."""
+    for query_heads, kv_heads, dim, rot in ((12, 2, 128, 128), (16, 2, 256, 64)):
+        cache = {"k_cache": meta(5000, 16, kv_heads, dim), "v_cache": meta(5000, 16, kv_heads, dim), "scale": 0.1}
+        # In a wide table the contexts of many rows are split as well, the longest of them.
+        for batch, tokens, nodes, width in (
+            (128, 1, 0, 4096), (128, 1, 0, 32784), (32, 5, 5, 4096), (32, 5, 0, 4096), (128, 5, 0, 4096),
+        ):  # fmt: skip
+            q, rows = meta(batch, tokens, query_heads, dim), {"rows": int32(batch), "seq_lens": int32(batch)}
+            tree = {"tree_mask": flags(batch, nodes, nodes) if nodes else None}
+            tree["num_drafts"] = int32(batch) if tokens > 1 else None
+            yield "attention_decode", cache | rows | tree | {"q": q, "req_to_token": int32(300, width)}
+        q, k = meta(8192, query_heads, dim), meta(8192, kv_heads, dim)
+        # Long chunks, whose keys are gathered, short ones, and one so short that tiles are halved.
+        for count, tokens, window in (
+            (1, 8192, None), (1, 8192, 4096), (64, 128, None), (64, 128, 4096), (1, 128, None),
+        ):  # fmt: skip
+            lens = {"query_lens": [tokens] * count, "seq_lens_host": [tokens] * count, "sliding_window": window}
+            rows = {"rows": int32(count), "query_start_loc": int32(count + 1), "seq_lens": int32(count)}
+            yield "attention_extend", cache | rows | lens | {"q": q[: count * tokens], "req_to_token": int32(300, 4096)}
+        places = {"k_cache": cache["k_cache"], "v_cache": cache["v_cache"], "out_cache_loc": int32(8192)}
+        rope = {"cos_sin": f32(4096, rot), "q_weight": f32(dim), "k_weight": f32(dim), "eps": 1e-6}
+        yield "rotary_write_kv", {"q": q, "k": k, "v": k, "positions": int32(8192)} | rope | places
+        yield "write_kv", {"k": k, "v": k} | places
+
+
+def elementwise() -> Cases:
+    for width in (3072, 4096):
+        yield "add_rms_norm", {"x": meta(128, width), "residual": meta(128, width), "weight": f32(width), "eps": 1e-5}
+    yield "silu_and_mul", {"x": meta(128, 2 * 12288)}
+    yield "relu2", {"x": meta(128, 21504)}
+    yield "sigmoid_mul", {"x": meta(128, 4096), "gate": meta(128, 4096)}
+
+
+def sampling() -> Cases:
+    batch, vocabulary = 128, 151936
+    rows, keys, ids = f32(batch), meta(batch, dtype=torch.int64), int32(batch)
+    logits, words = meta(batch, vocabulary), int32(batch, vocabulary // 32)
+    filters = {"temperature": rows, "top_k": ids, "top_p": rows, "min_p": rows}
+    yield "greedy", {"logits": logits, "bitmask": words}
+    drawn, drafts = meta(batch, 5, dtype=torch.int64), int32(batch, 4)
+    chain = {"drawn": drawn, "drafts": drafts, "num_drafts": ids, "rows": ids, "last_tokens": int32(300)}
+    yield "accept_chain", chain
+    yield "filtered_logits", {"logits": logits} | filters
+    penalties = Penalties(rows, rows, rows, int32(batch, vocabulary), flags(batch, vocabulary))
+    drawn_by = {"seeds": keys, "indices": keys, "penalties": penalties, "bitmask": words}
+    yield "sample", {"logits": logits} | filters | drawn_by
+
+
+def experts() -> Cases:
+    """512 routed experts of Qwen3-Next and one that all tokens pass; the router of Nemotron."""
+    count, width, inner, top_k = 512, 2048, 512, 10
+    weights = {"w_up": meta(count + 1, 2 * inner, width), "w_down": meta(count + 1, width, inner)}
+    for tokens in (1, 128, 1024):
+        logits = meta(tokens, count + 8)
+        shared = {"shared_gate": logits[:, count], "shared": 1}
+        yield "router_softmax", {"logits": logits[:, :count], "top_k": top_k, "renormalize": True} | shared
+        picks = {"weights": f32(tokens, top_k + 1), "ids": int32(tokens, top_k + 1)}
+        yield "fused_experts", {"x": meta(tokens, width), "activation": "silu", "gated": True} | weights | picks
+    groups = {"top_k": 6, "n_group": 8, "topk_group": 4, "renormalize": True, "scaling": 2.5}
+    yield "router_sigmoid_grouped", {"logits": f32(128, 128), "correction_bias": f32(128)} | groups
+
+
+def skinny_linear() -> Cases:
+    """The linear layers of Falcon-H1-7B with few tokens."""
+    for tokens in (1, 8, 32, 64):
+        x, norm = meta(tokens, 3072), {"norm_weight": f32(3072), "eps": 1e-5}
+        yield "skinny_linear", {"x": x, "weight": meta(8728, 3072), "residual": x} | norm
+        yield "skinny_linear", {"x": meta(tokens, 1536), "weight": meta(3072, 4608), "tail": meta(tokens, 3072)}
+        activated = {"residual": x, "activation": "silu_and_mul"}
+        yield "skinny_linear", {"x": x, "weight": meta(24576, 3072)} | norm | activated
+        yield "skinny_linear", {"x": meta(tokens, 12288), "weight": meta(3072, 12288)}
+
+
+def everything_else() -> Cases:
+    for cases in (attention, elementwise, sampling, delta_net, experts):
+        yield from cases()
+
+
+TABLES: dict[str, Callable[[], Cases]] = {
+    "mamba2": mamba2, "mamba1": mamba1, "skinny_linear": skinny_linear, "others": everything_else,
+}  # fmt: skip
