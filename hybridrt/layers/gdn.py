@@ -1,5 +1,8 @@
 """The Gated Delta Net mixer: projections, the backend's delta rule, gated norm (Yang et al. 2025)."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
 import torch
 from torch import nn
 
@@ -8,7 +11,25 @@ from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget, Transform, parameter, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter, whole
+
+
+@dataclass(frozen=True)
+class GDNKeys:
+    """How a checkpoint names the tensors of the mixer.
+
+    Attributes:
+        projections: the input projections, and the segments (q, k, v, z, b, a) whose rows each holds.
+        by_key_head: the rows of a projection are sorted by key head first, and by segment within one.
+        convs: the convolutions, and the segments whose channels each holds.
+        norm, out: the gated norm and the output projection.
+    """
+
+    projections: Mapping[str, Sequence[str]]
+    by_key_head: bool = False
+    convs: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"conv1d": "qkv"})
+    norm: str = "norm"
+    out: str = "out_proj"
 
 
 class GDNMixer(nn.Module):
@@ -25,10 +46,11 @@ class GDNMixer(nn.Module):
         hidden_size: int,
         norm_eps: float,
         *,
+        keys: GDNKeys,
         build: Build,
     ) -> None:
         super().__init__()
-        self.name, self.config, self.layer_id, self.tp = name, config, layer_id, build.tp
+        self.name, self.config, self.layer_id, self.tp, self.keys = name, config, layer_id, build.tp, keys
         self.shape = state_shape(config, self.tp.size)
         self.num_v_heads, self.head_v_dim, self.head_k_dim = self.shape.temporal
         self.num_k_heads, self.width = self.shape.groups, self.num_v_heads * self.head_v_dim
@@ -66,32 +88,36 @@ class GDNMixer(nn.Module):
         )
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets under `key` of a Qwen3-Next checkpoint, whose projections are interleaved by key head."""
-        c, ratio = self.config, self.config.num_v_heads // self.config.num_k_heads
-        dims = [c.head_k_dim, c.head_k_dim, ratio * c.head_v_dim, ratio * c.head_v_dim]
-        qkvz = _deinterleave(c.num_k_heads, dims)
-        ba = _deinterleave(c.num_k_heads, [ratio, ratio])
+        """Targets under `key`, by the names of `keys`."""
+        keys, key_heads = self.keys, self.config.num_k_heads
 
         def heads(name: str, dest: torch.Tensor) -> CheckpointTarget:
             return whole(f"{self.name}.{name}", dest, lambda t: self.tp.shard(t, 0))
 
-        return {
-            **self.in_proj.targets(f"{key}.in_proj_qkvz", ["q", "k", "v", "z"], rearrange=qkvz),
-            **self.in_proj.targets(f"{key}.in_proj_ba", ["b", "a"], rearrange=ba),
-            **self.out_proj.targets(f"{key}.out_proj", "x"),
-            f"{key}.conv1d.weight": whole(f"{self.name}.conv.weight", self.conv_weight.data, self._conv_shard),
+        found = {
+            **self.out_proj.targets(f"{key}.{keys.out}", "x"),
             f"{key}.A_log": heads("A_log", self.A_log.data),
             f"{key}.dt_bias": heads("dt_bias", self.dt_bias.data),
-            f"{key}.norm.weight": whole(
+            f"{key}.{keys.norm}.weight": whole(
                 f"{self.name}.norm.weight", self.norm.weight.data, lambda t: t.repeat(self.num_v_heads)
             ),
         }
+        for name, parts in keys.projections.items():
+            rows = [self.in_proj.segments[part].size // key_heads for part in parts]
+            order = _deinterleave(key_heads, rows) if keys.by_key_head else None
+            found |= self.in_proj.targets(f"{key}.{name}", list(parts), rearrange=order)
+        return found | {f"{key}.{name}.weight": self._conv_target(parts) for name, parts in keys.convs.items()}
 
-    def _conv_shard(self, t: torch.Tensor) -> torch.Tensor:
-        """[conv_dim, 1, K] of the checkpoint to this rank's q, k and v rows."""
-        c = self.config
-        qk, v = c.num_k_heads * c.head_k_dim, c.num_v_heads * c.head_v_dim
-        return torch.cat([self.tp.shard(part, 0) for part in t.squeeze(1).split([qk, qk, v])])
+    def _conv_target(self, names: Sequence[str]) -> CheckpointTarget:
+        """Of a tensor [channels, 1, K] that holds these segments of q, k and v."""
+        sizes, locals_ = [self.in_proj.segments[name].size for name in names], dict(self.shape.segments)
+
+        def piece(i: int, name: str) -> Piece:
+            start = sum(locals_[before] for before in "qkv"[: "qkv".index(name)])
+            place = self.conv_weight.data.narrow(0, start, locals_[name])
+            return Piece(f"{self.name}.conv_{name}", place, lambda t: self.tp.shard(t.squeeze(1).split(sizes)[i], 0))
+
+        return tuple(piece(i, name) for i, name in enumerate(names))
 
 
 def _deinterleave(heads: int, dims: list[int]) -> Transform:
