@@ -53,6 +53,7 @@ HEIRS = {"qwen3_next": "qwen3_5"}
 
 FAMILIES = [
     "jamba", "falcon_mamba", "nemotron_h", "qwen3_next", "falcon_h1", "qwen3_5", "granite_moe_hybrid", "bamba",
+    "olmo_hybrid",
 ]  # fmt: skip
 
 

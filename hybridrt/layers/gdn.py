@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.forward_batch import ForwardBatch
@@ -21,7 +22,7 @@ class GDNKeys:
     Attributes:
         projections: the input projections, and the segments (q, k, v, z, b, a) whose rows each holds.
         by_key_head: the rows of a projection are sorted by key head first, and by segment within one.
-        convs: the convolutions, and the segments whose channels each holds.
+        convs: the convolutions, and the segments whose channels each holds: one for all, or one for each segment.
         norm, out: the gated norm and the output projection.
     """
 
@@ -61,6 +62,8 @@ class GDNMixer(nn.Module):
         self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build)
         self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", v)], hidden_size, build=build)
         self.conv_weight = parameter(self.shape.conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
+        if len(keys.convs) > 1:  # each adds what it holds
+            self.conv_weight.data.zero_()
         self.A_log = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="zeros")
         self.dt_bias = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="dt_bias")
         # One weight of a head for all of them, written out for each: so the norm reads z where the projection left it.
@@ -109,15 +112,25 @@ class GDNMixer(nn.Module):
         return found | {f"{key}.{name}.weight": self._conv_target(parts) for name, parts in keys.convs.items()}
 
     def _conv_target(self, names: Sequence[str]) -> CheckpointTarget:
-        """Of a tensor [channels, 1, K] that holds these segments of q, k and v."""
-        sizes, locals_ = [self.in_proj.segments[name].size for name in names], dict(self.shape.segments)
+        """Of a tensor [channels, 1, K] that holds q, k and v, or one of them. Their tensors may also be thirds of the
+        three side by side, whatever their sizes: transformers' save_pretrained cuts them so."""
+        sizes = [self.in_proj.segments[name].size for name in "qkv"]
+        first, total = "qkv".index(names[0]), sum(sizes)
+        third = -(-total // 3)
+        known = {total: 0} if len(names) == 3 else {
+            min(third, total - first * third): first * third, sizes[first]: sum(sizes[:first]),
+        }  # fmt: skip
 
-        def piece(i: int, name: str) -> Piece:
-            start = sum(locals_[before] for before in "qkv"[: "qkv".index(name)])
-            place = self.conv_weight.data.narrow(0, start, locals_[name])
-            return Piece(f"{self.name}.conv_{name}", place, lambda t: self.tp.shard(t.squeeze(1).split(sizes)[i], 0))
+        def select(t: torch.Tensor) -> torch.Tensor:
+            if t.shape[0] not in known:
+                raise RuntimeError(f"{'|'.join(names)} has {sum(sizes[first : first + len(names)])} channels")
+            rows = t.squeeze(1)
+            before = known[t.shape[0]]
+            whole_rows = F.pad(rows, (0, 0, before, total - before - len(rows)))
+            return torch.cat([self.tp.shard(part, 0) for part in whole_rows.split(sizes)])
 
-        return tuple(piece(i, name) for i, name in enumerate(names))
+        name = f"{self.name}.conv.{''.join(names)}"
+        return (Piece(name, self.conv_weight.data, select, accumulate=len(names) < 3),)
 
 
 def _deinterleave(heads: int, dims: list[int]) -> Transform:

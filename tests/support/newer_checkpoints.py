@@ -71,6 +71,18 @@ def bamba(**changes: Any) -> Make:
     return lambda: (tf.BambaConfig(**(fields | changes)), tf.BambaForCausalLM)
 
 
+def olmo(**changes: Any) -> Make:
+    """OLMo-Hybrid: one layer of attention in three."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "max_position_embeddings": LENGTH, **TOKENS,
+    }  # fmt: skip
+    return lambda: (tf.OlmoHybridConfig(**(fields | changes)), tf.OlmoHybridForCausalLM)
+
+
 QWEN35: dict[str, Make] = {
     "plain": qwen35(),
     "experts": qwen35_moe(),
@@ -106,8 +118,16 @@ BAMBA: dict[str, Make] = {
     "no_conv_bias_tied": bamba(mamba_conv_bias=False, tie_word_embeddings=True, attn_layer_indices=[0, 2]),
     "mamba_alone": bamba(attn_layer_indices=None, num_hidden_layers=2, time_step_limit=(0.05, 0.2)),
 }  # fmt: skip
+OLMO: dict[str, Make] = {
+    "plain": olmo(),
+    "equal_heads_tied": olmo(linear_num_key_heads=4, linear_key_head_dim=8, tie_word_embeddings=True),
+    "positive_eigenvalues": olmo(linear_allow_neg_eigval=False, num_key_value_heads=1, attention_bias=True),
+    "attention_first": olmo(layer_types=["full_attention", "linear_attention"], num_hidden_layers=2,
+                            linear_conv_kernel_dim=3, num_key_value_heads=4),
+    "no_positions": olmo(rope_parameters={"rope_type": "default", "rope_theta": None}),
+}  # fmt: skip
 
-NEWER: dict[str, dict[str, Make]] = {"qwen35": QWEN35, "granite": GRANITE, "bamba": BAMBA}
+NEWER: dict[str, dict[str, Make]] = {"qwen35": QWEN35, "granite": GRANITE, "bamba": BAMBA, "olmo": OLMO}
 NEWER_SPLIT: dict[str, Make] = {
     "qwen35-split": qwen35(linear_num_key_heads=4, linear_num_value_heads=8, attention_bias=True,
                            full_attention_interval=2, num_hidden_layers=2, num_key_value_heads=1),
@@ -115,5 +135,7 @@ NEWER_SPLIT: dict[str, Make] = {
                                        full_attention_interval=2, num_hidden_layers=2),
     "granite-split": granite(num_key_value_heads=1, num_hidden_layers=2, layer_types=["mamba", "attention"],
                              mamba_proj_bias=True, attention_bias=True, shared_intermediate_size=28),
+    "olmo-split": olmo(linear_num_key_heads=4, linear_num_value_heads=8, num_attention_heads=8, num_key_value_heads=2,
+                       num_hidden_layers=2, layer_types=["full_attention", "linear_attention"], attention_bias=True),
     "bamba-split": bamba(mamba_n_groups=4, num_hidden_layers=2, mlp_bias=True),
 }  # fmt: skip
