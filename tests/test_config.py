@@ -25,6 +25,7 @@ from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
+from hybridrt.kinds.short_conv import ShortConvConfig
 from hybridrt.runtime.build import resolve_model_path, resolve_state_mode
 from tests.support.checkpoints import CheckpointStore
 from tests.support.session import Session
@@ -87,11 +88,18 @@ def test_qwen3_next(checkpoints: CheckpointStore) -> None:
     assert config.full_attention_layer_ids == (3,)
 
 
+def test_lfm2(checkpoints: CheckpointStore) -> None:
+    config = read_model_config(checkpoints["lfm2_moe-plain"].path)
+    assert config.linear_of(ShortConvConfig) == ShortConvConfig(channels=32, conv_kernel=3)
+    conv, attention = LayerSpec(False, "short_conv", "moe"), LayerSpec(True, None, "moe")
+    assert config.layers == (LayerSpec(False, "short_conv", "mlp"), attention, conv, conv)
+
+
 def test_published_configs_are_read() -> None:
     root = Path(__file__).parents[1] / "benchmarks" / "configs"
     kinds = {path.name: read_model_config(path) for path in root.iterdir()}
     linear = {type(c) for config in kinds.values() for c in config.linear.values()}
-    assert linear == {Mamba1Config, Mamba2Config, GDNConfig}
+    assert linear >= {Mamba1Config, Mamba2Config, GDNConfig, ShortConvConfig}
     assert kinds["falcon-h1-7b"].linear_of(Mamba2Config).state_size == 256
     assert len(kinds["nemotron-h-8b"].full_attention_layer_ids) == 4
 

@@ -55,7 +55,7 @@ def test_a_family_takes_two_files(family: str) -> None:
     assert sum(code_lines((ROOT / file).read_text()) for file in files) <= 150
 
 
-@pytest.mark.parametrize("kind", ["gdn", "mamba2", "mamba1", "prefix_sum"])
+@pytest.mark.parametrize("kind", ["gdn", "mamba2", "mamba1", "prefix_sum", "short_conv"])
 def test_a_kind_takes_three_files(kind: str) -> None:
     """Beside the families that are made of it, and the names that another runtime's callers have for two of them."""
     users = (

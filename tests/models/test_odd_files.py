@@ -26,6 +26,8 @@ from tests.support.checkpoints import (
     falcon,
     falcon_mamba,
     jamba,
+    lfm2,
+    lfm2_moe,
     nemotron,
     qwen,
     swa_ssm,
@@ -36,7 +38,7 @@ from tests.support.tiny import write_tiny
 
 FAMILIES: dict[str, Make] = {
     "falcon": falcon(), "nemotron": nemotron("M*-ME"), "qwen": qwen(), "falcon_mamba": falcon_mamba(),
-    "jamba": jamba(), "swa_ssm": swa_ssm(),
+    "jamba": jamba(), "lfm2": lfm2(), "lfm2_moe": lfm2_moe(), "swa_ssm": swa_ssm(),
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from tests.support import swa_ssm as swa
 
 VOCAB = 131
 LENGTH = 256
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")  # of routers: buffers
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 Make = Callable[[], tuple[Any, Any]]
 
@@ -79,6 +80,28 @@ def jamba(**changes: Any) -> Make:
         "max_position_embeddings": LENGTH, **TOKENS,
     }  # fmt: skip
     return lambda: (tf.JambaConfig(**(fields | changes)), tf.JambaForCausalLM)
+
+
+def lfm2(**changes: Any) -> Make:
+    """LFM2: attention in layer 1 of 4, short convs in the others."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False,
+        "layer_types": ["conv", "full_attention", "conv", "conv"], "tie_word_embeddings": False,
+        "max_position_embeddings": LENGTH, **TOKENS,
+    }  # fmt: skip
+    return lambda: (tf.Lfm2Config(**(fields | changes)), tf.Lfm2ForCausalLM)
+
+
+def lfm2_moe(**changes: Any) -> Make:
+    """LFM2 with experts behind its first layer."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1, "num_experts": 8,
+        "num_experts_per_tok": 2, "tie_word_embeddings": False, "max_position_embeddings": LENGTH, **TOKENS,
+    }  # fmt: skip
+    return lambda: (tf.Lfm2MoeConfig(**(fields | changes)), tf.Lfm2MoeForCausalLM)
 
 
 def swa_ssm(**changes: Any) -> Make:
@@ -184,6 +207,27 @@ JAMBA: dict[str, Make] = {
     "mamba_alone": jamba(attn_layer_period=9, attn_layer_offset=8, num_hidden_layers=2),
 }  # fmt: skip
 
+LFM2: dict[str, Make] = {
+    "plain": lfm2(),
+    "biases_tied": lfm2(conv_bias=True, tie_word_embeddings=True, num_key_value_heads=4),
+    "adjusted_width": lfm2(block_auto_adjust_ff_dim=True, block_multiple_of=7, block_ffn_dim_multiplier=1.3),
+    "odd_sizes": lfm2(
+        hidden_size=30, num_attention_heads=5, num_key_value_heads=1, conv_L_cache=2, intermediate_size=20,
+        full_attn_idxs=[2], layer_types=None,
+    ),
+    "conv_alone": lfm2(layer_types=["conv"] * 3, num_hidden_layers=3, conv_L_cache=5),
+    "attention_alone": lfm2(layer_types=["full_attention"] * 2, num_hidden_layers=2, **LLAMA3),
+}  # fmt: skip
+
+LFM2_MOE: dict[str, Make] = {
+    "plain": lfm2_moe(),
+    "no_expert_bias_tied": lfm2_moe(use_expert_bias=False, norm_topk_prob=False, tie_word_embeddings=True),
+    "all_sparse_scaled": lfm2_moe(
+        num_dense_layers=0, routed_scaling_factor=1.7, num_experts=5, num_experts_per_tok=3, conv_bias=True,
+    ),
+    "dense": lfm2_moe(num_dense_layers=4),
+}  # fmt: skip
+
 SWA_SSM: dict[str, Make] = {
     "plain": swa_ssm(),
     "benchmark_tied": swa_ssm(
@@ -199,16 +243,16 @@ SWA_SSM: dict[str, Make] = {
 CASES: dict[str, Make] = {
     f"{family}-{name}": make
     for family, cases in (
-        ("falcon", FALCON), ("falcon_mamba", FALCON_MAMBA), ("jamba", JAMBA), ("nemotron", NEMOTRON), ("qwen", QWEN),
-        ("swa_ssm", SWA_SSM),
+        ("falcon", FALCON), ("falcon_mamba", FALCON_MAMBA), ("jamba", JAMBA), ("lfm2", LFM2), ("lfm2_moe", LFM2_MOE),
+        ("nemotron", NEMOTRON), ("qwen", QWEN), ("swa_ssm", SWA_SSM),
     )
     for name, make in cases.items()
 }  # fmt: skip
 
 
 def has_replay(name: str) -> bool:
-    """Whether a case's recurrent layers have state mode "replay": all but Mamba-1 and sums do."""
-    return not name.startswith(("falcon_mamba", "jamba", "swa_ssm"))
+    """Whether a case's recurrent layers have state mode "replay": all but Mamba-1, short convs and sums do."""
+    return not name.startswith(("falcon_mamba", "jamba", "lfm2", "swa_ssm"))
 
 
 # What 2 and 4 ranks can share; the models whose tests split them. KV heads are fewer than 4 ranks.
@@ -229,6 +273,8 @@ SPLIT: dict[str, Make] = {
     ),
     "falcon_mamba-split": CASES["falcon_mamba-projection_bias_tied"],
     "jamba-split": CASES["jamba-every_layer_sparse_tied"],
+    "lfm2-split": lfm2(conv_bias=True, tie_word_embeddings=True, num_key_value_heads=1),
+    "lfm2_moe-split": lfm2_moe(),
     "swa_ssm-split": CASES["swa_ssm-plain"],
 }  # fmt: skip
 
@@ -240,7 +286,7 @@ def write(make: Make, path: Path, *, seed: int = 0, **save: Any) -> Any:
     config.dtype = "float32"
     model = cls(config).eval().float()
     with torch.no_grad():
-        corrections = ((name, t) for name, t in model.named_buffers() if "e_score_correction_bias" in name)
+        corrections = ((name, t) for name, t in model.named_buffers() if name.endswith(CORRECTIONS))
         for name, tensor in [*model.named_parameters(), *corrections]:
             _randomize(name, tensor)
     model.generation_config = tf.GenerationConfig(**TOKENS)
@@ -254,7 +300,7 @@ def _randomize(name: str, t: Tensor) -> None:
         t.copy_(torch.rand_like(t) * 4.0 - 5.0)
     elif "dt_bias" in name or "dt_proj.bias" in name:
         t.copy_(torch.rand_like(t) * 2.5 - 3.0)
-    elif "e_score_correction_bias" in name:
+    elif name.endswith(CORRECTIONS):
         t.copy_(torch.rand_like(t) * 0.2)
     elif name.endswith(".D") or ("norm" in name and t.dim() == 1):
         t.add_(torch.randn_like(t) * 0.2)
