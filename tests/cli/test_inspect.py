@@ -21,7 +21,7 @@ from hybridrt.kernels import providers
 from hybridrt.kinds.registry import can_replay
 from hybridrt.runtime import build, fit
 from hybridrt.runtime.model_runner import ModelRunner
-from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, lfm2, lfm2_moe, nemotron, qwen
+from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, lfm2, lfm2_moe, mamba, mamba2, nemotron, qwen
 from tests.support.tiny import write_tiny
 
 FAMILIES: dict[str, tuple[Make, str]] = {
@@ -31,6 +31,8 @@ FAMILIES: dict[str, tuple[Make, str]] = {
     "falcon_mamba": (falcon_mamba(), "MM"),
     "jamba": (jamba(num_hidden_layers=4, expert_layer_period=1, expert_layer_offset=0), "M*MM"),
     "lfm2": (lfm2(), "C*CC"),
+    "mamba": (mamba(), "MM"),
+    "mamba2": (mamba2(), "MM"),
     "lfm2_moe": (lfm2_moe(num_dense_layers=0), "C*CC"),
 }
 SMALL = {"max_running_requests": 3, "max_model_len": 64, "device": "cpu"}

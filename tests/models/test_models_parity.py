@@ -23,7 +23,7 @@ STEPS = 64
 LENGTHS = (1, 2, 17, 40)
 BASES = (
     "falcon-norm_after_gate", "nemotron-experts", "qwen-plain", "falcon_mamba-plain", "jamba-plain", "lfm2-plain",
-    "lfm2_moe-plain", "swa_ssm-plain",
+    "lfm2_moe-plain", "mamba-plain", "mamba2-plain", "swa_ssm-plain",
 )  # fmt: skip
 # Rounding does not change which experts run where there are none.
 DENSE = (

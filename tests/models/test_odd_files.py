@@ -28,6 +28,8 @@ from tests.support.checkpoints import (
     jamba,
     lfm2,
     lfm2_moe,
+    mamba,
+    mamba2,
     nemotron,
     qwen,
     swa_ssm,
@@ -38,7 +40,8 @@ from tests.support.tiny import write_tiny
 
 FAMILIES: dict[str, Make] = {
     "falcon": falcon(), "nemotron": nemotron("M*-ME"), "qwen": qwen(), "falcon_mamba": falcon_mamba(),
-    "jamba": jamba(), "lfm2": lfm2(), "lfm2_moe": lfm2_moe(), "swa_ssm": swa_ssm(),
+    "jamba": jamba(), "lfm2": lfm2(), "lfm2_moe": lfm2_moe(), "mamba": mamba(), "mamba2": mamba2(),
+    "swa_ssm": swa_ssm(),
 }  # fmt: skip
 
 

@@ -70,6 +70,24 @@ def falcon_mamba(**changes: Any) -> Make:
     return lambda: (tf.FalconMambaConfig(**(fields | changes)), tf.FalconMambaForCausalLM)
 
 
+def mamba(**changes: Any) -> Make:
+    """Mamba: Mamba-1 alone."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "expand": 2, "conv_kernel": 4,
+        "time_step_rank": 5, "tie_word_embeddings": False, **TOKENS,
+    }  # fmt: skip
+    return lambda: (tf.MambaConfig(**(fields | changes)), tf.MambaForCausalLM)
+
+
+def mamba2(**changes: Any) -> Make:
+    """Mamba-2 alone."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "expand": 2, "conv_kernel": 4,
+        "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 16, "tie_word_embeddings": False, **TOKENS,
+    }  # fmt: skip
+    return lambda: (tf.Mamba2Config(**(fields | changes)), tf.Mamba2ForCausalLM)
+
+
 def jamba(**changes: Any) -> Make:
     """Jamba: attention in layer 1 of every 3, experts in every second layer."""
     fields: dict[str, Any] = {
@@ -207,6 +225,21 @@ JAMBA: dict[str, Make] = {
     "mamba_alone": jamba(attn_layer_period=9, attn_layer_offset=8, num_hidden_layers=2),
 }  # fmt: skip
 
+MAMBA: dict[str, Make] = {
+    "plain": mamba(),
+    "biases_tied": mamba(use_bias=True, tie_word_embeddings=True, time_step_rank="auto", residual_in_fp32=False),
+    "odd_sizes": mamba(hidden_size=27, state_size=5, conv_kernel=2, expand=1, time_step_rank=1, use_conv_bias=False),
+}
+
+MAMBA2: dict[str, Make] = {
+    "plain": mamba2(),
+    "biases_tied": mamba2(use_bias=True, tie_word_embeddings=True, n_groups=1, residual_in_fp32=False),
+    "odd_sizes": mamba2(
+        hidden_size=27, expand=1, num_heads=3, head_dim=9, n_groups=3, state_size=5, conv_kernel=3, chunk_size=7,
+        use_conv_bias=False, time_step_limit=(0.02, 0.3),
+    ),
+}  # fmt: skip
+
 LFM2: dict[str, Make] = {
     "plain": lfm2(),
     "biases_tied": lfm2(conv_bias=True, tie_word_embeddings=True, num_key_value_heads=4),
@@ -244,7 +277,7 @@ CASES: dict[str, Make] = {
     f"{family}-{name}": make
     for family, cases in (
         ("falcon", FALCON), ("falcon_mamba", FALCON_MAMBA), ("jamba", JAMBA), ("lfm2", LFM2), ("lfm2_moe", LFM2_MOE),
-        ("nemotron", NEMOTRON), ("qwen", QWEN), ("swa_ssm", SWA_SSM),
+        ("mamba", MAMBA), ("mamba2", MAMBA2), ("nemotron", NEMOTRON), ("qwen", QWEN), ("swa_ssm", SWA_SSM),
     )
     for name, make in cases.items()
 }  # fmt: skip
@@ -252,7 +285,7 @@ CASES: dict[str, Make] = {
 
 def has_replay(name: str) -> bool:
     """Whether a case's recurrent layers have state mode "replay": all but Mamba-1, short convs and sums do."""
-    return not name.startswith(("falcon_mamba", "jamba", "lfm2", "swa_ssm"))
+    return not name.startswith(("falcon_mamba", "jamba", "lfm2", "mamba-", "swa_ssm"))
 
 
 # What 2 and 4 ranks can share; the models whose tests split them. KV heads are fewer than 4 ranks.
@@ -273,6 +306,8 @@ SPLIT: dict[str, Make] = {
     ),
     "falcon_mamba-split": CASES["falcon_mamba-projection_bias_tied"],
     "jamba-split": CASES["jamba-every_layer_sparse_tied"],
+    "mamba-split": mamba(use_bias=True, tie_word_embeddings=True),
+    "mamba2-split": mamba2(use_bias=True, n_groups=4),
     "lfm2-split": lfm2(conv_bias=True, tie_word_embeddings=True, num_key_value_heads=1),
     "lfm2_moe-split": lfm2_moe(),
     "swa_ssm-split": CASES["swa_ssm-plain"],
