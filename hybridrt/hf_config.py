@@ -36,6 +36,7 @@ def read_model_config(path: Path) -> ModelConfig:
     if raw.get("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; use the unquantised checkpoint that it was made from")
     family = family_of(architecture)
+    raw = family.rewrite(raw, file) if family.rewrite else raw
     hf = family.read(raw, file) if family.read else _transformers_config(path, raw, family)
     check_fields(hf, family.fields, file)
     _check_activation(hf, path)

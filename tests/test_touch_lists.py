@@ -47,10 +47,14 @@ def files_that_name(pattern: str) -> set[str]:
     return {file for file, text in WORDS.items() if re.search(pattern, text, re.IGNORECASE)}
 
 
-@pytest.mark.parametrize("family", ["jamba", "falcon_mamba", "nemotron_h", "qwen3_next", "falcon_h1"])
+# Families that are another one with a difference.
+BUILT_ON = {"nemotron_h": {"hybridrt/families/nemotron_puzzle.py", "models/nemotron_puzzle.py"}}
+
+
+@pytest.mark.parametrize("family", ["jamba", "falcon_mamba", "nemotron_h", "qwen3_next", "falcon_h1", "lfm2"])
 def test_a_family_takes_two_files(family: str) -> None:
     """And at most 150 lines where it brings no block of its own."""
-    files = files_that_name(family.replace("_", "_?"))
+    files = files_that_name(family.replace("_", "_?")) - BUILT_ON.get(family, set())
     assert files == {f"hybridrt/families/{family}.py", f"models/{family}.py"}
     assert sum(code_lines((ROOT / file).read_text()) for file in files) <= 150
 

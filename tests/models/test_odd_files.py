@@ -31,6 +31,7 @@ from tests.support.checkpoints import (
     mamba,
     mamba2,
     nemotron,
+    puzzle,
     qwen,
     swa_ssm,
     write,
@@ -41,6 +42,7 @@ from tests.support.tiny import write_tiny
 FAMILIES: dict[str, Make] = {
     "falcon": falcon(), "nemotron": nemotron("M*-ME"), "qwen": qwen(), "falcon_mamba": falcon_mamba(),
     "jamba": jamba(), "lfm2": lfm2(), "lfm2_moe": lfm2_moe(), "mamba": mamba(), "mamba2": mamba2(),
+    "puzzle": puzzle("ME", {1: {"num_experts_per_tok": 2}}),
     "swa_ssm": swa_ssm(),
 }  # fmt: skip
 

@@ -1,7 +1,9 @@
 """Tiny random checkpoints that transformers writes, in many variations, and its logits as the oracle."""
 
 import gc
+import json
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,38 @@ def nemotron(pattern: str = "M*-M", **changes: Any) -> Make:
         "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, **TOKENS,
     }  # fmt: skip
     return lambda: (tf.NemotronHConfig(**(fields | changes)), tf.NemotronHForCausalLM)
+
+
+class PuzzleForCausalLM(tf.NemotronHForCausalLM):
+    """Nemotron-H whose blocks of experts differ: transformers' own blocks, each made of a configuration of its own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.own: dict[int, dict[str, int]] = config.own
+        for i, own in self.own.items():
+            block = copy(config)
+            vars(block).update(own)
+            self.model.layers[i].mixer = type(self.model.layers[i].mixer)(block, layer_idx=i)
+
+    def save_pretrained(self, path: Path, **save: Any) -> None:
+        super().save_pretrained(path, **save)
+        fields = json.loads((path / "config.json").read_text())
+        kinds = fields.pop("layers_block_type")
+        blocks = [{"block_type": OLD_KINDS.get(kind, kind), **self.own.get(i, {})} for i, kind in enumerate(kinds)]
+        fields |= {"architectures": ["NemotronHPuzzleForCausalLM"], "model_type": "nemotron_h_puzzle"}
+        (path / "config.json").write_text(json.dumps(fields | {"block_configs": blocks}))
+
+
+OLD_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
+
+
+def puzzle(pattern: str, own: dict[int, dict[str, int]], **changes: Any) -> Make:
+    def make() -> tuple[Any, Any]:
+        config, _ = nemotron(pattern, **changes)()
+        config.own = own
+        return config, PuzzleForCausalLM
+
+    return make
 
 
 def qwen(**changes: Any) -> Make:
@@ -182,6 +216,11 @@ NEMOTRON: dict[str, Make] = {
         n_groups=1, ssm_state_size=5, conv_kernel=3, chunk_size=5,
     ),
     "float32_residuals": nemotron("M*M", residual_in_fp32=True),
+    "puzzle": puzzle("ME*EM-", {
+        1: {"moe_intermediate_size": 16, "num_experts_per_tok": 2},
+        3: {"moe_intermediate_size": 40, "num_experts_per_tok": 5, "n_routed_experts": 6},
+        5: {"intermediate_size": 20},
+    }, moe_latent_size=20),
 }  # fmt: skip
 
 QWEN: dict[str, Make] = {
