@@ -38,6 +38,7 @@ def read_model_config(path: Path) -> ModelConfig:
     family = family_of(architecture)
     images = _image_tokens(raw, family, file)
     raw = _text_part(raw, family, file)
+    raw = family.rewrite(raw, file) if family.rewrite else raw
     hf = family.read(raw, file) if family.read else _transformers_config(path, raw, family)
     check_fields(hf, family.fields, file)
     _check_activation(hf, path)
