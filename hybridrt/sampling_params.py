@@ -33,18 +33,6 @@ def is_number(value: object, kind: type) -> bool:
     return getattr(getattr(value, "dtype", None), "kind", "") != "m"
 
 
-def _integer(name: str, value: Any, low: int, high: int, allowed: str) -> int:
-    """`value`, a Python or numpy integer in [low, high], as a Python integer."""
-    _require(is_number(value, Integral) and low <= value <= high, name, value, allowed)
-    return int(value)
-
-
-def _number(name: str, value: Any, low: float, high: float, allowed: str) -> float:
-    """`value`, a Python or numpy number in [low, high], as a float. NaN is in no range."""
-    _require(is_number(value, Real) and low <= value <= high, name, value, allowed)
-    return float(value)
-
-
 def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
     """What a list (or another collection) holds; None holds nothing. It is read no further than the limit."""
     if value is None:
@@ -56,6 +44,23 @@ def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
     if len(entries) > max_entries:
         raise RequestError(f"{name} has more than {max_entries} entries; pass at most {max_entries}")
     return entries
+
+
+# Of each field that is a number: Integral or Real, the least and the largest value, and how an error states them.
+_NUMBERS: dict[str, tuple[type, float, float, str]] = {
+    "max_tokens": (Integral, 1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or None"),
+    "temperature": (Real, 0, _FLOAT32_MAX, "a finite float32 >= 0 (0 is greedy)"),
+    "top_p": (Real, math.ulp(0), 1, "in (0, 1]"),
+    "top_k": (Integral, -1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or -1 for off"),
+    "min_p": (Real, 0, 1, "in [0, 1]"),
+    "repetition_penalty": (Real, 1 / MAX_REPETITION, MAX_REPETITION, "a number from 0.01 to 100 (1 is off)"),
+    "presence_penalty": (Real, -2, 2, "in [-2, 2]"),
+    "frequency_penalty": (Real, -2, 2, "in [-2, 2]"),
+    "seed": (Integral, 0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None"),
+    "logprobs": (Integral, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
+    "n": (Integral, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}"),
+}
+_OPTIONAL = ("max_tokens", "seed", "logprobs")
 
 
 @dataclass(frozen=True)
@@ -106,32 +111,14 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in (self._lengths() | self._distribution() | self._stops()).items():
+        checked = self._stops()
+        for name, (kind, low, high, allowed) in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:  # NaN is in no range
+                _require(is_number(value, kind) and low <= value <= high, name, value, allowed)
+                checked[name] = int(value) if kind is Integral else float(value)
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
-
-    def _lengths(self) -> dict[str, Any]:
-        optional = {
-            "max_tokens": (1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or None"),
-            "logprobs": (0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
-            "seed": (0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None"),
-        }
-        given = {name: getattr(self, name) for name in optional}
-        checked = {name: _integer(name, v, *optional[name]) for name, v in given.items() if v is not None}
-        return checked | {"n": _integer("n", self.n, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}")}
-
-    def _distribution(self) -> dict[str, Any]:
-        largest, least = MAX_REPETITION, 1 / MAX_REPETITION
-        ranges = {
-            "temperature": (0, _FLOAT32_MAX, "a finite float32 >= 0 (0 is greedy)"),
-            "top_p": (math.ulp(0), 1, "in (0, 1]"),
-            "min_p": (0, 1, "in [0, 1]"),
-            "repetition_penalty": (least, largest, f"a number from {least:g} to {largest:g} (1 is off)"),
-            "presence_penalty": (-2, 2, "in [-2, 2]"),
-            "frequency_penalty": (-2, 2, "in [-2, 2]"),
-        }
-        checked = {name: _number(name, getattr(self, name), *allowed) for name, allowed in ranges.items()}
-        top_k = _integer("top_k", self.top_k, -1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or -1 for off")
-        return checked | {"top_k": top_k}
 
     def _stops(self) -> dict[str, Any]:
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
@@ -141,8 +128,10 @@ class SamplingParams:
             _require(ok, "stop", s, f"strings of 1 to {MAX_STOP_CHARACTERS} characters")
             _require(is_text(s), "stop", s, "text: it holds a lone surrogate, which no output can hold")
         ids = _entries("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        ids = tuple(_integer("stop_token_ids", t, 0, _INT32_MAX, "integers >= 0 from the vocabulary") for t in ids)
-        return {"stop": stop, "stop_token_ids": ids}
+        for t in ids:
+            ok = is_number(t, Integral) and 0 <= t <= _INT32_MAX
+            _require(ok, "stop_token_ids", t, "integers >= 0 from the vocabulary")
+        return {"stop": stop, "stop_token_ids": tuple(map(int, ids))}
 
     @property
     def greedy(self) -> bool:
