@@ -19,6 +19,7 @@ from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import ColumnLinear, RowLinear
+from hybridrt.layers.weights import Build
 from hybridrt.models.registry import model_class
 from tests.support import kernel_cases as kernels
 from tests.support.kernel_cases import DecodeRows, Prompts
@@ -82,9 +83,7 @@ def prefill_op(op: str) -> Callable[[Cases], Cases]:
 
 def linears(config: ModelConfig) -> dict[tuple[int, int, bool, Activation | None], str]:
     """(rows, columns, behind a norm, activation) of the model's weights and the name of the first that has them."""
-    model = model_class(config.architecture)(
-        config, tp=TPGroup(), dtype=torch.bfloat16, device=torch.device("meta"), max_len=1
-    )
+    model = model_class(config.architecture)(config, Build(TPGroup(), torch.bfloat16, torch.device("meta")), max_len=1)
     activations: dict[str, Activation] = {"gate_up": "silu_and_mul", "up": "relu2"}
     found: dict[tuple[int, int, bool, Activation | None], str] = {}
     for module in model.modules():

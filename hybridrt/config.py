@@ -14,14 +14,59 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Softmax attention of a model, before sharding. `rope` is the Hugging Face rope_parameters dict, None for none.
-    A model without attention layers has no heads."""
+    """Softmax attention of a layer, before sharding. A model without attention layers has no heads.
+
+    Attributes:
+        head_dim: of queries and keys.
+        rope: the Hugging Face rope_parameters dict, None for none.
+        sliding_window: keys that a token sees, its own included; None for all.
+        v_head_dim: of values; None for head_dim.
+        scale: of the scores; None for head_dim ** -0.5.
+        variant: as in AttentionSpec.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: Mapping[str, Any] | None
     sliding_window: int | None = None
+    v_head_dim: int | None = None
+    scale: float | None = None
+    variant: str = "gqa"
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Softmax attention of one layer on one rank: what its KV cache and its kernels must know.
+
+    Attributes:
+        sliding_window, head_dim, v_head_dim, scale: as in AttentionConfig, and filled in.
+        dtype: of the KV cache.
+        variant: "gqa" keeps keys and values of every KV head. "mla" keeps one latent vector of head_dim numbers for a
+            token; the first v_head_dim of them are its values (DeepSeek-AI 2024, section 2.1).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    sliding_window: int | None
+    scale: float
+    dtype: torch.dtype
+    variant: str = "gqa"
+
+    def __post_init__(self) -> None:
+        _one_of("variant of an attention layer", self.variant, ("gqa", "mla"))
+
+    @property
+    def cache_dims(self) -> tuple[int, int]:
+        """Numbers of a KV head that the cache holds for a token: keys, values."""
+        return self.head_dim, self.v_head_dim if self.variant == "gqa" else 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in the cache of one layer."""
+        return self.num_kv_heads * sum(self.cache_dims) * self.dtype.itemsize
 
 
 class LinearConfig:
@@ -46,9 +91,13 @@ Linear = TypeVar("Linear", bound=LinearConfig)
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one decoder layer holds: softmax attention and/or a recurrent mixer, then a feed-forward part or none."""
+    """What one decoder layer holds: softmax attention and/or a recurrent mixer, then a feed-forward part or none.
 
-    attention: bool
+    Attributes:
+        attention: whether there is any; where it differs from the model's, its own configuration.
+    """
+
+    attention: bool | AttentionConfig
     linear: str | None  # a kind of recurrent layer (hybridrt.kinds), or None
     ffn: str | None  # "mlp" | "moe" | None
 
@@ -57,7 +106,8 @@ class LayerSpec:
 class ModelConfig:
     """A model as the runtime sees it, family spellings normalised (`hybridrt.hf_config.read_model_config` makes it).
     `hf` keeps the transformers config for the numbers that only one model file reads (multipliers, biases);
-    `mtp_layers` are those of its multi-token-prediction head, none without one."""
+    `mtp_layers` are those of its multi-token-prediction head, none without one; their ids count on after the model's
+    last. `attention` is that of the layers that bring none of their own."""
 
     architecture: str
     vocab_size: int
@@ -78,8 +128,25 @@ class ModelConfig:
 
     @property
     def mtp_attention_layer_ids(self) -> tuple[int, ...]:
-        """Attention layers of the prediction head, which counts on after the model's last layer."""
+        """Attention layers of the prediction head."""
         return tuple(i for i, spec in enumerate(self.mtp_layers, len(self.layers)) if spec.attention)
+
+    def layer(self, layer_id: int) -> LayerSpec:
+        """A layer of the model or of its prediction head."""
+        return (*self.layers, *self.mtp_layers)[layer_id]
+
+    def attention_of(self, layer_id: int) -> AttentionConfig:
+        """The softmax attention of a layer, of the prediction head too."""
+        own = self.layer(layer_id).attention
+        assert own, f"layer {layer_id} has no attention"
+        return self.attention if own is True else own
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Keys that a token sees in the attention layer that sees most; None if a layer sees all, or there is none."""
+        ids = (*self.full_attention_layer_ids, *self.mtp_attention_layer_ids)
+        windows = [self.attention_of(i).sliding_window for i in ids]
+        return max((w for w in windows if w is not None), default=None) if None not in windows else None
 
     def linear_of(self, cls: type[Linear]) -> Linear:
         """The configuration of the model's recurrent layers of one kind, by its class."""

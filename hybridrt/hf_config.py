@@ -43,7 +43,8 @@ def read_model_config(path: Path) -> ModelConfig:
         fields = family.describe(hf)
     except ConfigError as e:
         raise ConfigError(f"{file}: {e}") from e
-    _check_rope(fields["attention"], file)
+    for attention in _attentions(fields):
+        _check_rope(attention, file)
     _check_sizes(fields, file)
     if any(layer.ffn == "moe" for layer in fields["layers"]):
         _check_experts(hf, path)
@@ -58,6 +59,12 @@ def read_model_config(path: Path) -> ModelConfig:
         hf=hf,
         **fields,
     )
+
+
+def _attentions(fields: FamilyFields) -> list[AttentionConfig]:
+    """The model's softmax attention, and that of layers that bring their own."""
+    layers = (*fields["layers"], *fields.get("mtp_layers", ()))
+    return [fields["attention"], *(a for layer in layers if isinstance(a := layer.attention, AttentionConfig))]
 
 
 def _check_rope(attention: AttentionConfig, file: Path) -> None:
@@ -76,8 +83,7 @@ def _check_rope(attention: AttentionConfig, file: Path) -> None:
 
 def _check_sizes(fields: FamilyFields, file: Path) -> None:
     """Products of sizes that are fine by themselves."""
-    attention: AttentionConfig = fields["attention"]
-    widths = {"attention heads x head_dim": attention.num_heads * attention.head_dim}
+    widths = {"attention heads x head_dim": max(a.num_heads * a.head_dim for a in _attentions(fields))}
     for kind, linear in fields["linear"].items():
         widths |= {f"the width of {name} ({kind})": width for name, width in state_shape(linear).segments}
     attends = any(layer.attention for layer in fields["layers"])

@@ -1,46 +1,47 @@
 """Keys and values of the softmax-attention layers, in pages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+
+from hybridrt.config import AttentionSpec
+
+# Layer ids by the spec that these layers share.
+KVGroups = Mapping[AttentionSpec, Sequence[int]]
 
 
 class KVPool:
     """KV cache of the attention layers alone: recurrent layers take no room here.
 
-    `k` and `v` are [A, num_pages + 1, page_size, kv_heads, head_dim]; page 0 stands for padding and stays
-    zero. A token's slot is page * page_size + offset.
+    Layers of equal spec form a group. All groups have the same pages: a page of the allocator is a page in every layer.
+    Page 0 stands for padding and stays zero. A token's slot is page * page_size + offset.
 
     Args:
-        layer_ids: the model's attention layers, in order.
+        groups: the model's attention layers.
         num_pages: pages that an allocator may hand out (1 to num_pages).
-        num_kv_heads: of this tensor-parallel rank.
+
+    Attributes:
+        tensors: keys of a group, values of that group, then those of the next:
+            [A, num_pages + 1, page_size, kv_heads, dim], A layers in the order of the group.
     """
 
-    def __init__(
-        self,
-        *,
-        layer_ids: Sequence[int],
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        self.page_size = page_size
-        self.num_pages = num_pages
-        shape = (len(layer_ids), num_pages + 1, page_size, num_kv_heads, head_dim)
-        # Zeroed once: kernels of other libraries multiply what a mask hides by zero, and 0 * NaN is NaN.
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self._layers = {layer_id: (self.k[i], self.v[i]) for i, layer_id in enumerate(layer_ids)}
+    def __init__(self, groups: KVGroups, *, num_pages: int, page_size: int, device: torch.device | str) -> None:
+        self.page_size, self.num_pages, self.device = page_size, num_pages, torch.device(device)
+        self.specs = {layer_id: spec for spec, layer_ids in groups.items() for layer_id in layer_ids}
+        self.tensors: list[torch.Tensor] = []
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for spec, layer_ids in groups.items():
+            shape = (len(layer_ids), num_pages + 1, page_size, spec.num_kv_heads)
+            # Zeroed once: kernels of other libraries multiply what a mask hides by zero, and 0 * NaN is NaN.
+            k, v = (torch.zeros(*shape, dim, dtype=spec.dtype, device=device) for dim in spec.cache_dims)
+            self.tensors += [k, v]
+            self._layers |= {layer_id: (k[i], v[i]) for i, layer_id in enumerate(layer_ids)}
 
     def layer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer: [num_pages + 1, page_size, kv_heads, head_dim] each."""
+        """Keys and values of one layer: [num_pages + 1, page_size, kv_heads, dim] each."""
         return self._layers[layer_id]
 
     @staticmethod
-    def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def page_bytes(groups: KVGroups, page_size: int) -> int:
         """Bytes that one page takes over all attention layers."""
-        return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+        return page_size * sum(len(layer_ids) * spec.token_bytes for spec, layer_ids in groups.items())

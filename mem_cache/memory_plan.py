@@ -134,8 +134,8 @@ def plan_memory(
     rows = max_running_requests or _default_rows(default_rows, available, per_request, fitting_rows)
     if available < rows * per_request + need * costs.page:
         raise MemoryBudgetError(_too_small(budget_bytes, available, per_request, costs, demand, rows, need, cached))
-    most = demand.pool(rows, max_model_len or model_limit)
-    pages = min((available - rows * per_request) // costs.page, most) if costs.page else 0
+    useful_pages = demand.pool(rows, max_model_len or model_limit)
+    pages = min((available - rows * per_request) // costs.page, useful_pages) if costs.page else 0
     fits = not costs.page or demand.least(model_limit) <= pages
     length = max_model_len or (model_limit if fits else pages * demand.page_size)
     return MemoryPlan(
@@ -144,8 +144,8 @@ def plan_memory(
     )  # fmt: skip
 
 
-def _default_rows(most: int, available: int, per_request: int, fitting: int) -> int:
-    return max(min(most, int(available * STATE_SHARE) // max(per_request, 1), fitting), 1)
+def _default_rows(max_rows: int, available: int, per_request: int, fitting: int) -> int:
+    return max(min(max_rows, int(available * STATE_SHARE) // max(per_request, 1), fitting), 1)
 
 
 def _too_small(

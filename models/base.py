@@ -1,22 +1,117 @@
 """What every model gives the runtime."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
-from hybridrt.config import ModelConfig
+from hybridrt.config import AttentionConfig, ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import RowLinear, Segment
 from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.rotary import rotary_table
+from hybridrt.layers.stack import ResidualPart, ResidualStack
 from hybridrt.layers.weights import Build, CheckpointMap
 
 MTP_KEYS = r"mtp\..*"
+
+
+class CausalLM(nn.Module, ABC):
+    """A decoder: embedding, layers, final norm, head. A family says what each layer is made of (`layer`), and how its
+    checkpoints name the rest.
+
+    Args:
+        max_len: positions that the rotary table covers.
+        eps, zero_centered: of the norms.
+        embed_scale, norm_scale: multipliers of the embedding's rows and of the final norm.
+    """
+
+    # Checkpoint keys that a model leaves alone on purpose (regular expressions): the loader lists what they matched.
+    skipped_keys: tuple[str, ...] = (MTP_KEYS,)
+    # How its softmax attention and its recurrent layers are put together.
+    composite: type[HybridLinearAttnBackend] = HybridLinearAttnBackend
+    embed_key: ClassVar[str] = "model.embed_tokens"
+    norm_key: ClassVar[str] = "model.norm"
+    layers_key: ClassVar[str] = "model.layers"
+
+    def __init__(
+        self, config: ModelConfig, build: Build, max_len: int, *, eps: float, zero_centered: bool = False,
+        embed_scale: float = 1.0, norm_scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.config, self.build, self.max_len = config, build, max_len
+        self.tp, self.dtype, self.device = build.tp, build.dtype, build.device
+        self.norm_options: dict[str, Any] = {"eps": eps, "device": build.device, "zero_centered": zero_centered}
+        self.mtp: MTPHead | None = None
+        self._rotary: list[tuple[AttentionConfig, torch.Tensor]] = []
+        tables = (config.vocab_size, config.hidden_size)
+        self.embed = VocabParallelEmbedding("embed", *tables, multiplier=embed_scale, build=build)
+        tied = config.tie_word_embeddings
+        self.head = self.embed if tied else VocabParallelEmbedding("head", *tables, build=build)
+        self.stack = self.make_stack(range(len(config.layers)))
+        self.norm = RMSNorm("norm", config.hidden_size, scale=norm_scale, **self.norm_options)
+
+    @abstractmethod
+    def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
+        """The parts of a layer of the model or of its prediction head. The names of their pieces begin with `name`."""
+
+    def make_stack(self, layer_ids: Iterable[int]) -> ResidualStack:
+        """These layers, with their norms."""
+        layers = {f"layers.{i}": self.layer(i, f"layers.{i}") for i in layer_ids}
+        return ResidualStack(layers, self.config.hidden_size, **self.norm_options)
+
+    def cos_sin(self, attention: AttentionConfig) -> torch.Tensor | None:
+        """The rotary table of a layer's attention; layers of equal embeddings share one. None if it rotates nothing."""
+        if attention.rope is None:
+            return None
+        for known, table in self._rotary:
+            if (known.rope, known.head_dim) == (attention.rope, attention.head_dim):
+                return table
+        self._rotary.append((attention, rotary_table(self.config, self.max_len, self.device, attention)))
+        return self._rotary[-1][1]
+
+    def attach_mtp(self, head: "MTPHead") -> None:
+        """Adds a prediction head, whose keys are then read as the model's own are."""
+        self.mtp = head
+        self.skipped_keys = tuple(keys for keys in self.skipped_keys if keys != MTP_KEYS)
+
+    def predict(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The prediction head over hidden states [T, hidden] and the batch's tokens, which follow them: [T, hidden]."""
+        assert self.mtp is not None, "attach_mtp comes first"
+        predicted: torch.Tensor = self.mtp(self.embed(batch.input_ids), hidden, batch)
+        return predicted
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states after the final norm, [T, hidden]."""
+        x, residual = self.embed(batch.input_ids), None
+        for norm, part in self.stack:
+            x, residual = part(norm, x, residual, batch)
+        return self.norm(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] to [n, vocab] in the model's dtype."""
+        return self.head.logits(hidden)
+
+    def checkpoint_map(self) -> CheckpointMap:
+        """Every key of a checkpoint and what it fills, a prediction head's apart."""
+        found = {**self.embed.targets(self.embed_key), **self.norm.targets(self.norm_key)}
+        if self.head is not self.embed:
+            found |= self.head.targets("lm_head")
+        return found | self.stack.targets(self.layers_key)
+
+    def mixers(self) -> dict[int, Any]:
+        """The recurrent mixers by layer id."""
+        return self.stack.mixers()
+
+    def rename_key(self, key: str) -> str:
+        """Brings an older spelling of a checkpoint key into the map's."""
+        return key
 
 
 class MTPHead(nn.Module, ABC):
@@ -28,87 +123,26 @@ class MTPHead(nn.Module, ABC):
     From its output and the token drawn from it, it goes on. Its layers' ids count on after the model's last.
     """
 
-    def __init__(self, config: ModelConfig, build: Build, *, eps: float, zero_centered: bool = False) -> None:
+    def __init__(self, model: CausalLM) -> None:
         super().__init__()
-        size = config.hidden_size
-        norm: dict[str, Any] = {"eps": eps, "device": build.device, "zero_centered": zero_centered}
+        size, first, norm = model.config.hidden_size, len(model.config.layers), model.norm_options
         self.embedding_norm = RMSNorm("mtp.embedding_norm", size, **norm)
         self.hidden_norm = RMSNorm("mtp.hidden_norm", size, **norm)
         # Every rank needs the whole fused vector, so the projection is not cut.
-        self.fuse = RowLinear("mtp.fuse", [Segment("both", 2 * size)], size, build=replace(build, tp=TPGroup()))
+        uncut = replace(model.build, tp=TPGroup())
+        self.fuse = RowLinear("mtp.fuse", [Segment("both", 2 * size)], size, build=uncut)
         self.norm = RMSNorm("mtp.norm", size, **norm)
+        self.stack = model.make_stack(range(first, first + len(model.config.mtp_layers)))
 
     def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[T, hidden] embeddings of the next tokens and hidden states (after the final norm, the model's or this head's
         own) to [T, hidden] hidden states after the head's norm."""
         x = self.fuse(self.embedding_norm(embedded)[0], tail=self.hidden_norm(hidden)[0])
-        return self.norm(*self.layers_of(x, batch))[0]
-
-    @abstractmethod
-    def layers_of(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The layers: [T, hidden] to (what the last one adds, what it adds it to)."""
+        residual = None
+        for norm, part in self.stack:
+            x, residual = part(norm, x, residual, batch)
+        return self.norm(x, residual)[0]
 
     @abstractmethod
     def checkpoint_map(self) -> CheckpointMap:
         """Every `mtp.*` key and what it fills."""
-
-
-class CausalLM(nn.Module, ABC):
-    """A decoder: embedding, layers, final norm, head.
-
-    Args:
-        max_len: positions that the rotary table covers.
-    """
-
-    # Checkpoint keys that a model leaves alone on purpose (regular expressions): the loader lists what they matched.
-    skipped_keys: tuple[str, ...] = (MTP_KEYS,)
-    # How its softmax attention and its recurrent layers are put together.
-    composite: type[HybridLinearAttnBackend] = HybridLinearAttnBackend
-    embed: VocabParallelEmbedding
-    head: VocabParallelEmbedding
-
-    def __init__(
-        self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device, max_len: int
-    ) -> None:
-        super().__init__()
-        self.config, self.tp, self.dtype, self.device, self.max_len = config, tp, dtype, device, max_len
-        self.mtp: MTPHead | None = None
-
-    def make_tables(self, build: Build, multiplier: float = 1.0) -> None:
-        """`embed`, whose rows are scaled by `multiplier`, and `head`: one table if the model ties them."""
-        shape = (self.config.vocab_size, self.config.hidden_size)
-        self.embed = VocabParallelEmbedding("embed", *shape, multiplier=multiplier, build=build)
-        tied = self.config.tie_word_embeddings
-        self.head = self.embed if tied else VocabParallelEmbedding("head", *shape, build=build)
-
-    def attach_mtp(self, head: MTPHead) -> None:
-        """Adds a prediction head, whose keys are then read as the model's own are."""
-        self.mtp = head
-        self.skipped_keys = tuple(keys for keys in self.skipped_keys if keys != MTP_KEYS)
-
-    def predict(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """The prediction head over hidden states [T, hidden] and the batch's tokens, which follow them: [T, hidden]."""
-        assert self.mtp is not None, "attach_mtp comes first"
-        head: MTPHead = self.mtp
-        predicted: torch.Tensor = head(self.embed(batch.input_ids), hidden, batch)
-        return predicted
-
-    @abstractmethod
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states after the final norm, [T, hidden]."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] to [n, vocab] in the model's dtype."""
-        return self.head.logits(hidden)
-
-    @abstractmethod
-    def checkpoint_map(self) -> CheckpointMap:
-        """Every key of a checkpoint and what it fills, a prediction head's apart."""
-
-    @abstractmethod
-    def mixers(self) -> dict[int, Any]:
-        """The recurrent mixers by layer id."""
-
-    def rename_key(self, key: str) -> str:
-        """Brings an older spelling of a checkpoint key into the map's."""
-        return key

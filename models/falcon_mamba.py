@@ -5,57 +5,39 @@
 dt, B and C are RMS-normed without weights (TII 2024, arXiv:2410.05355).
 """
 
-from typing import Any, cast
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from hybridrt.config import ModelConfig
-from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.layers.mamba1 import Mamba1Mixer
-from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointMap
+from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.weights import Build
 from hybridrt.models.base import CausalLM
 
 
 class FalconMambaForCausalLM(CausalLM):
     """Falcon-Mamba (TII 2024)."""
 
-    def __init__(
-        self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device, max_len: int
-    ) -> None:
-        super().__init__(config, tp=tp, dtype=dtype, device=device, max_len=max_len)
-        hf, build, hidden = config.hf, Build(tp, dtype, device), config.hidden_size
-        self.make_tables(build)
-        ids, mamba = range(len(config.layers)), config.linear_of(Mamba1Config)
-        norms = nn.ModuleList(RMSNorm(f"layers.{i}.norm", hidden, hf.layer_norm_epsilon, device=device) for i in ids)
-        mixers = nn.ModuleList(
-            Mamba1Mixer(
-                f"layers.{i}.mixer", mamba, i, hidden, conv_bias=hf.use_conv_bias, proj_bias=hf.use_bias,
-                norm_eps=hf.mixer_rms_eps, learned_norms=False, build=build,
-            )
-            for i in ids
+    embed_key, norm_key, layers_key = "backbone.embeddings", "backbone.norm_f", "backbone.layers"
+
+    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
+        super().__init__(config, build, max_len, eps=config.hf.layer_norm_epsilon)
+        self.residual_dtype = torch.float32 if config.hf.residual_in_fp32 else build.dtype
+
+    def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
+        hf, hidden, mamba = self.config.hf, self.config.hidden_size, self.config.linear_of(Mamba1Config)
+        mixer = Mamba1Mixer(
+            f"{name}.mixer", mamba, layer_id, hidden, conv_bias=hf.use_conv_bias, proj_bias=hf.use_bias,
+            norm_eps=hf.mixer_rms_eps, learned_norms=False, build=self.build,
         )  # fmt: skip
-        self.norms, self.mixer_layers = cast(list[RMSNorm], norms), cast(list[Mamba1Mixer], mixers)
-        self.norm = RMSNorm("norm", hidden, hf.layer_norm_epsilon, device=device)
-        self.residual_dtype = torch.float32 if hf.residual_in_fp32 else dtype
+        return [ResidualPart("norm", "mixer", mixer)]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         x = self.embed(batch.input_ids)
         x, residual = torch.zeros_like(x), x.to(self.residual_dtype)
-        for norm, mixer in zip(self.norms, self.mixer_layers):
-            x, residual = mixer(norm, x, residual, batch)
+        for norm, part in self.stack:
+            x, residual = part(norm, x, residual, batch)
         return self.norm(x, residual)[0]
-
-    def mixers(self) -> dict[int, Any]:
-        return dict(enumerate(self.mixer_layers))
-
-    def checkpoint_map(self) -> CheckpointMap:
-        found = {**self.embed.targets("backbone.embeddings"), **self.norm.targets("backbone.norm_f")}
-        if self.head is not self.embed:
-            found |= self.head.targets("lm_head")
-        for i, (norm, mixer) in enumerate(zip(self.norms, self.mixer_layers)):
-            found |= {**norm.targets(f"backbone.layers.{i}.norm"), **mixer.targets(f"backbone.layers.{i}.mixer")}
-        return found

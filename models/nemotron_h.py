@@ -5,169 +5,82 @@
 Positions come from the recurrent layers: attention rotates nothing (NVIDIA 2025, arXiv:2504.03624).
 """
 
-from dataclasses import replace
-from typing import Any, cast
-
-import torch
-from torch import Tensor, nn
+from collections.abc import Sequence
+from typing import Any
 
 from hybridrt.config import ModelConfig
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kinds.mamba2 import Mamba2Config
-from hybridrt.layers.attention import PlainAttention
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
-from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
-from hybridrt.layers.mlp import Relu2MLP
-from hybridrt.layers.moe import Experts, SigmoidGroupRouter
-from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
+from hybridrt.layers.attention import Attention
+from hybridrt.layers.mamba2 import Mamba2Block
+from hybridrt.layers.mlp import MLP
+from hybridrt.layers.moe import Experts, Latent, MoE, SigmoidGroupRouter
+from hybridrt.layers.stack import ResidualPart
 from hybridrt.layers.weights import Build, CheckpointMap
-from hybridrt.models.base import CausalLM
+from hybridrt.models.base import CausalLM, MTPHead
 
-
-class MambaPart(nn.Module):
-    """Mamba-2 with its two projections; the gated norm works in groups as wide as a group of B and C serves."""
-
-    def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
-        super().__init__()
-        hf, mamba = config.hf, config.linear_of(Mamba2Config)
-        self.has_bias = hf.use_bias
-        parts = mamba2_segments(mamba, build.tp)
-        bias = [s.name for s in parts] if hf.use_bias else []
-        self.in_proj = ColumnLinear(f"{name}.in_proj", config.hidden_size, parts, bias=bias, build=build)
-        norm = GatedRMSNorm(
-            f"{name}.norm", mamba.intermediate_size // build.tp.size, hf.layer_norm_epsilon,
-            group_size=mamba.intermediate_size // mamba.n_groups, norm_before_gate=False, build=build,
-        )  # fmt: skip
-        self.mixer = Mamba2Mixer(name, mamba, layer_id, conv_bias=hf.use_conv_bias, norm=norm, build=build)
-        output = [Segment("x", mamba.intermediate_size)]
-        self.out_proj = RowLinear(f"{name}.out_proj", output, config.hidden_size, bias=hf.use_bias, build=build)
-
-    def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> Summands:
-        projected, residual = norm_linear(norm, self.in_proj, x, residual)
-        return self.out_proj.onto(residual, self.mixer(projected, batch))
-
-    def checkpoint_map(self, key: str) -> CheckpointMap:
-        return {
-            **self.in_proj.targets(f"{key}.in_proj", ["z", "x", "B", "C", "dt"], bias=self.has_bias),
-            **self.out_proj.targets(f"{key}.out_proj", "x", bias=self.has_bias),
-            **self.mixer.targets(key),
-        }
-
-
-class AttentionPart(PlainAttention):
-    """Grouped-query attention without rotary."""
-
-    def checkpoint_map(self, key: str) -> CheckpointMap:
-        return self.targets(key)
-
-
-class MLPPart(Relu2MLP):
-    """Squared-ReLU MLP."""
-
-    def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
-        super().__init__(name, config.hidden_size, config.hf.intermediate_size, bias=config.hf.mlp_bias, build=build)
-
-    def forward(  # type: ignore[override]  # as the other parts
-        self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch
-    ) -> Summands:
-        return self.after_norm(norm, x, residual, batch)
-
-    checkpoint_map = Relu2MLP.targets
-
-
-class MoEPart(nn.Module):
-    """Routed squared-ReLU experts, in a smaller latent space where the config has one, beside a shared expert."""
-
-    def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
-        super().__init__()
-        hf, hidden, bias = config.hf, config.hidden_size, config.hf.mlp_bias
-        self.tp, self.has_bias = build.tp, bias
-        self.router = SigmoidGroupRouter(
-            f"{name}.router", hidden, hf.n_routed_experts, top_k=hf.num_experts_per_tok, n_group=hf.n_group,
-            topk_group=hf.topk_group, renormalize=hf.norm_topk_prob, scaling=float(hf.routed_scaling_factor),
-            build=build,
-        )  # fmt: skip
-        latent = hf.moe_latent_size
-        self.experts = Experts(
-            f"{name}.experts", hf.n_routed_experts, latent or hidden, hf.moe_intermediate_size,
-            activation="relu2", gated=False, build=build,
-        )  # fmt: skip
-        self.shared = Relu2MLP(f"{name}.shared", hidden, hf.moe_shared_expert_intermediate_size, bias=bias, build=build)
-        self.to_latent = self.from_latent = None
-        if latent:
-            # Every rank needs the whole latent vector, so its two projections are not cut.
-            names, uncut = ("latent",) if bias else (), replace(build, tp=TPGroup())
-            self.to_latent = ColumnLinear(
-                f"{name}.to_latent", hidden, [Segment("latent", latent)], bias=names, build=uncut
-            )
-            self.from_latent = ColumnLinear(
-                f"{name}.from_latent", latent, [Segment("latent", hidden)], bias=names, build=uncut
-            )
-
-    def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> Summands:
-        x, residual = norm(x, residual)
-        weights, ids = self.router(x, batch)
-        if self.to_latent is None or self.from_latent is None:
-            return self.tp.all_reduce(self.experts(x, weights, ids) + self.shared(x, reduce=False)), residual
-        routed = self.from_latent(self.tp.all_reduce(self.experts(self.to_latent(x), weights, ids)))
-        return routed + self.shared(x), residual
-
-    def checkpoint_map(self, key: str) -> CheckpointMap:
-        found = {**self.router.targets(f"{key}.gate"), **self.experts.targets(f"{key}.experts")}
-        found |= self.shared.targets(f"{key}.shared_experts")
-        if self.to_latent is not None and self.from_latent is not None:
-            found |= self.to_latent.targets(f"{key}.fc1_latent_proj", ["latent"], bias=self.has_bias)
-            found |= self.from_latent.targets(f"{key}.fc2_latent_proj", ["latent"], bias=self.has_bias)
-        return found
-
-
-Part = MambaPart | AttentionPart | MLPPart | MoEPart
-
-
-def make_part(config: ModelConfig, layer_id: int, name: str, build: Build) -> Part:
-    """The part that config.layers[layer_id] describes."""
-    spec = config.layers[layer_id]
-    kinds: dict[str | None, Any] = {
-        "mlp": MLPPart,
-        "moe": MoEPart,
-        None: AttentionPart if spec.attention else MambaPart,
-    }
-    part: Part = kinds[spec.ffn](config, layer_id, name, build)
-    return part
+MOE_KEYS = {
+    "router": "gate",
+    "experts": "experts",
+    "shared": "shared_experts",
+    "into": "fc1_latent_proj",
+    "back": "fc2_latent_proj",
+}
 
 
 class NemotronHForCausalLM(CausalLM):
     """Nemotron-H and Nemotron 3 (NVIDIA)."""
 
-    def __init__(
-        self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device, max_len: int
-    ) -> None:
-        super().__init__(config, tp=tp, dtype=dtype, device=device, max_len=max_len)
-        build, hidden, eps = Build(tp, dtype, device), config.hidden_size, config.hf.layer_norm_epsilon
-        self.make_tables(build)
-        ids = range(len(config.layers))
-        norms = nn.ModuleList(RMSNorm(f"layers.{i}.norm", hidden, eps, device=device) for i in ids)
-        parts = nn.ModuleList(make_part(config, i, f"layers.{i}.mixer", build) for i in ids)
-        self.norms, self.parts = cast(list[RMSNorm], norms), cast(list[Part], parts)
-        self.norm = RMSNorm("norm", hidden, eps, device=device)
+    embed_key, norm_key, layers_key = "backbone.embeddings", "backbone.norm_f", "backbone.layers"
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        x, residual = self.embed(batch.input_ids), None
-        for norm, part in zip(self.norms, self.parts):
-            x, residual = part(norm, x, residual, batch)
-        return self.norm(x, residual)[0]
+    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
+        super().__init__(config, build, max_len, eps=config.hf.layer_norm_epsilon)
 
-    def mixers(self) -> dict[int, Any]:
-        return {part.mixer.layer_id: part.mixer for part in self.parts if isinstance(part, MambaPart)}
+    def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
+        return [ResidualPart("norm", "mixer", self._part(layer_id, f"{name}.mixer"))]
+
+    def _part(self, layer_id: int, name: str) -> Any:
+        config, hf, spec = self.config, self.config.hf, self.config.layer(layer_id)
+        hidden, build = config.hidden_size, self.build
+        if spec.attention:
+            return Attention(name, config.attention_of(layer_id), layer_id, hidden, build=build)
+        if spec.linear:
+            return Mamba2Block(
+                name, config.linear_of(Mamba2Config), layer_id, hidden, bias=hf.use_bias, conv_bias=hf.use_conv_bias,
+                gated_norm=(hf.layer_norm_epsilon, False), build=build,
+            )  # fmt: skip
+        return self._moe(name) if spec.ffn == "moe" else self._mlp(name, hf.intermediate_size)
+
+    def _mlp(self, name: str, size: int) -> MLP:
+        hidden, bias = self.config.hidden_size, self.config.hf.mlp_bias
+        return MLP(name, hidden, size, activation="relu2", bias=bias, build=self.build)
+
+    def _moe(self, name: str) -> MoE:
+        """Routed squared-ReLU experts, in a smaller latent space where the config has one, beside a shared expert."""
+        hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
+        router = SigmoidGroupRouter(
+            f"{name}.router", hidden, hf.n_routed_experts, top_k=hf.num_experts_per_tok, n_group=hf.n_group,
+            topk_group=hf.topk_group, renormalize=hf.norm_topk_prob, scaling=float(hf.routed_scaling_factor),
+            build=build,
+        )  # fmt: skip
+        count, size = hf.n_routed_experts, hf.moe_latent_size or hidden
+        experts = Experts(f"{name}.experts", count, size, hf.moe_intermediate_size, activation="relu2", build=build)
+        shared = self._mlp(f"{name}.shared", hf.moe_shared_expert_intermediate_size)
+        latent = Latent(name, hidden, size, bias=hf.mlp_bias, build=build) if hf.moe_latent_size else None
+        return MoE(router, experts, shared=shared, latent=latent, keys=MOE_KEYS)
 
     def rename_key(self, key: str) -> str:
         return f"backbone.{key.removeprefix('model.')}" if key.startswith("model.") else key
 
+
+class NemotronHMTP(MTPHead):
+    """The prediction head of Nemotron 3: a few of the model's own blocks. In the checkpoint the fusion stands with the
+    first of them, the final norm with the last."""
+
     def checkpoint_map(self) -> CheckpointMap:
-        found = {**self.embed.targets("backbone.embeddings"), **self.norm.targets("backbone.norm_f")}
-        if self.head is not self.embed:
-            found |= self.head.targets("lm_head")
-        for i, (norm, part) in enumerate(zip(self.norms, self.parts)):
-            found |= {**norm.targets(f"backbone.layers.{i}.norm"), **part.checkpoint_map(f"backbone.layers.{i}.mixer")}
-        return found
+        return {
+            **self.embedding_norm.targets("mtp.layers.0.enorm"),
+            **self.hidden_norm.targets("mtp.layers.0.hnorm"),
+            **self.fuse.targets("mtp.layers.0.eh_proj", "both"),
+            **self.norm.targets(f"mtp.layers.{len(self.stack.parts) - 1}.final_layernorm"),
+            **self.stack.targets("mtp.layers"),
+        }

@@ -8,53 +8,16 @@ remember (docs/hybrid-layer.md).
 """
 
 import re
-from typing import Any, cast
-
-import torch
-from torch import nn
+from collections.abc import Sequence
+from typing import Any
 
 from hybridrt.attention.window_history import WindowHistoryBackend
 from hybridrt.config import ModelConfig
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.records import Rope
 from hybridrt.layers.hybrid_attention import HybridAttentionLayer, HybridSSMAdapter
-from hybridrt.layers.linear import Summands
-from hybridrt.layers.mlp import GatedMLP
-from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.rotary import rotary_table
-from hybridrt.layers.weights import Build, CheckpointMap
+from hybridrt.layers.mlp import MLP
+from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.weights import Build
 from hybridrt.models.base import CausalLM
-
-
-class SwaSsmBlock(nn.Module):
-    """One decoder block."""
-
-    def __init__(self, config: ModelConfig, layer_id: int, build: Build) -> None:
-        super().__init__()
-        hf, hidden, name = config.hf, config.hidden_size, f"layers.{layer_id}"
-        history = HybridSSMAdapter(
-            hidden, hf.ssm_state_size, hf.ssm_conv_kernel, hf.ssm_intermediate_size,
-            time_step_rank=hf.ssm_time_step_rank, mode=hf.history_modes[layer_id], layer_id=layer_id,
-            name=f"{name}.history", build=build,
-        )  # fmt: skip
-        self.mixer = HybridAttentionLayer(config, layer_id, f"{name}.attn", history, build)
-        self.mlp = GatedMLP(f"{name}.mlp", hidden, hf.intermediate_size, build=build)
-        self.input_norm = RMSNorm(f"{name}.input_norm", hidden, hf.rms_norm_eps, device=build.device)
-        self.mlp_norm = RMSNorm(f"{name}.mlp_norm", hidden, hf.rms_norm_eps, device=build.device)
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, batch: ForwardBatch) -> Summands:
-        h, residual = self.input_norm(x, residual)
-        return self.mlp.after_norm(self.mlp_norm, self.mixer(h, rope, batch), residual, batch)
-
-    def checkpoint_map(self, key: str) -> CheckpointMap:
-        return {
-            **self.mixer.targets(f"{key}.self_attn"),
-            **self.mixer.ssm_adapter.targets(f"{key}.history"),
-            **self.mlp.targets(f"{key}.mlp"),
-            **self.input_norm.targets(f"{key}.input_layernorm"),
-            **self.mlp_norm.targets(f"{key}.post_attention_layernorm"),
-        }
 
 
 class SwaSsmForCausalLM(CausalLM):
@@ -62,32 +25,24 @@ class SwaSsmForCausalLM(CausalLM):
 
     composite = WindowHistoryBackend
 
-    def __init__(
-        self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device, max_len: int
-    ) -> None:
-        super().__init__(config, tp=tp, dtype=dtype, device=device, max_len=max_len)
-        build, hidden = Build(tp, dtype, device), config.hidden_size
-        self.make_tables(build)
-        blocks = nn.ModuleList(SwaSsmBlock(config, i, build) for i in range(len(config.layers)))
-        self.layers = cast(list[SwaSsmBlock], blocks)
-        self.norm = RMSNorm("norm", hidden, config.hf.rms_norm_eps, device=device)
-        self.rope = Rope(rotary_table(config, max_len, device))
-        unused = [i for i, block in enumerate(self.layers) if not block.mixer.ssm_adapter.targets("")]
+    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
+        super().__init__(config, build, max_len, eps=config.hf.rms_norm_eps)
+        unused = [i for i, adapter in self.mixers().items() if not adapter.targets("")]
         self.skipped_keys = tuple(re.escape(f"model.layers.{i}.history.") + ".*" for i in unused)
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        x, residual = self.embed(batch.input_ids), None
-        for layer in self.layers:
-            x, residual = layer(x, residual, self.rope, batch)
-        return self.norm(x, residual)[0]
+    def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
+        hf, hidden, own = self.config.hf, self.config.hidden_size, self.config.attention_of(layer_id)
+        history = HybridSSMAdapter(
+            hidden, hf.ssm_state_size, hf.ssm_conv_kernel, hf.ssm_intermediate_size,
+            time_step_rank=hf.ssm_time_step_rank, mode=hf.history_modes[layer_id], layer_id=layer_id,
+            name=f"{name}.history", build=self.build,
+        )  # fmt: skip
+        mixer = HybridAttentionLayer(
+            f"{name}.attn", own, layer_id, hidden, history, cos_sin=self.cos_sin(own), build=self.build
+        )
+        mlp = MLP(f"{name}.mlp", hidden, hf.intermediate_size, build=self.build)
+        return [ResidualPart("input_layernorm", "", mixer), ResidualPart("post_attention_layernorm", "mlp", mlp)]
 
     def mixers(self) -> dict[int, Any]:
-        return {i: layer.mixer.ssm_adapter for i, layer in enumerate(self.layers)}
-
-    def checkpoint_map(self) -> CheckpointMap:
-        found = {**self.embed.targets("model.embed_tokens"), **self.norm.targets("model.norm")}
-        if self.head is not self.embed:
-            found |= self.head.targets("lm_head")
-        for i, layer in enumerate(self.layers):
-            found |= layer.checkpoint_map(f"model.layers.{i}")
-        return found
+        adapters = [m for m in self.stack.modules() if isinstance(m, HybridSSMAdapter)]
+        return {adapter.layer_id: adapter for adapter in adapters}

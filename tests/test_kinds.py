@@ -66,7 +66,7 @@ class Layer(nn.Module):
         self.kind, self.norm = kind, RMSNorm(f"norm{layer_id}", HIDDEN, 1e-5, device=build.device)
         if kind == "mamba2":
             self.into = nn.Linear(HIDDEN, sum(s.size for s in mamba2_segments(config, build.tp)), bias=False)
-            self.mixer = cls("m", config, layer_id, conv_bias=True, norm=None, build=build)
+            self.mixer = cls("m", config, layer_id, conv_bias=True, gated_norm=None, build=build)
             self.out = nn.Linear(self.mixer.width, HIDDEN, bias=False)
         elif kind == "gdn":
             self.mixer = cls("m", config, layer_id, HIDDEN, 1e-5, build=build)

@@ -118,8 +118,8 @@ def play(
 
 def tensors(pools: Pools) -> Iterator[tuple[str, Tensor]]:
     """All of them with scratch at entry 0 of the first dimension."""
-    for name, cache_ in (("k", pools.kv.k), ("v", pools.kv.v)):
-        yield from ((f"{name} of layer {i}", layer) for i, layer in enumerate(cache_))
+    for n, cache_ in enumerate(pools.kv.tensors):
+        yield from ((f"KV tensor {n} of layer {i}", layer) for i, layer in enumerate(cache_))
     mamba = pools.req_to_token.mamba_pool
     for i in mamba.layer_ids if mamba is not None else ():
         for name, tensor in vars(mamba.layer_cache(i)).items():  # type: ignore[union-attr]

@@ -1,12 +1,14 @@
 """The interface of every attention and recurrent backend, as an embedding runtime programs against it."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hybridrt.config import AttentionSpec
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
 from hybridrt.kernels.records import Rope
@@ -246,7 +248,22 @@ class AttentionBackend(ABC):
 
 
 class SegmentedAttnBackend(AttentionBackend):
-    """A softmax-attention backend that runs the decode and the extend segment of a batch each with its own method."""
+    """A softmax-attention backend that runs the decode and the extend segment of a batch each with its own method.
+
+    Attributes:
+        provider: whose kernels it runs, a name of hybridrt.kernels.providers; None for its own.
+        auto_decode, auto_prefill: types of device on which "auto" may choose it for this. Of several the first in
+            hybridrt.attention.registry is chosen.
+    """
+
+    provider: ClassVar[str | None] = None
+    auto_decode: ClassVar[tuple[str, ...]] = ()
+    auto_prefill: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def objection(cls, device: torch.device, specs: Collection[AttentionSpec]) -> str | None:
+        """Why it cannot serve attention layers of these specs on a device; None if it can."""
+        return None
 
     def run(  # type: ignore[override]  # these keywords alone
         self,
@@ -260,7 +277,7 @@ class SegmentedAttnBackend(AttentionBackend):
         """Attention of one layer over all rows of the batch.
 
         Args:
-            layer: layer_id, scale and head counts.
+            layer: the layer that calls: its `layer_id` and `spec` (AttentionSpec).
             rope: how to rotate q and k first; None if they are rotated, or the model rotates nothing.
             out: [T, heads * head_dim], where the result may be left; what is returned counts.
         Returns:
@@ -270,7 +287,7 @@ class SegmentedAttnBackend(AttentionBackend):
         assert q is not None
         split, total = batch.num_decode_tokens, q.shape[0]
         if total == 0:
-            return q.new_empty(0, layer.num_heads * layer.head_dim)
+            return q.new_empty(0, layer.spec.num_heads * layer.spec.v_head_dim)
         if save and k is not None and v is not None:
             if rope is None:
                 self.save_kv(k, v, layer, batch)
@@ -292,7 +309,8 @@ class SegmentedAttnBackend(AttentionBackend):
 
     @staticmethod
     def _rotate(q: Tensor, k: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> tuple[Tensor, Tensor]:
-        heads, kv_heads = (t.view(t.shape[0], t.shape[1] // layer.head_dim, layer.head_dim) for t in (q, k))
+        dim = layer.spec.head_dim
+        heads, kv_heads = (t.view(t.shape[0], t.shape[1] // dim, dim) for t in (q, k))
         heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope)
         return heads.flatten(1), kv_heads.flatten(1)
 

@@ -1,5 +1,6 @@
 """Softmax attention by FlashAttention 3 (Shah et al. 2024), as sglang-kernel brings it."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -7,13 +8,20 @@ from torch import Tensor
 
 from hybridrt.attention.paged import PagedAttnBackend
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.libraries.sgl_kernel import plan_extend, run_extend
+from hybridrt.mem_cache.kv_pool import KVPool
+from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
 
 class Fa3AttnBackend(PagedAttnBackend):
     """Hopper's own matrix instructions; nothing is planned on the host but prefill's pages. 16-bit KV, chains alone."""
 
     provider = "sgl_kernel"
+    auto_prefill = ("cuda",)  # it prefills faster than our kernels (docs/performance.md)
+
+    def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
+        super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
+        # Imported once it is known to be installed: what this class says of itself needs no library.
+        self._library = import_module("hybridrt.kernels.libraries.sgl_kernel")
 
     def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         segment = self.planned(batch).extend
@@ -22,9 +30,10 @@ class Fa3AttnBackend(PagedAttnBackend):
         plan = segment.get("plan")
         if plan is None:  # the first layer makes it: the page table is complete by then
             table, page_size = self.req_to_token_pool.req_to_token, self.kv_pool.page_size
-            plan = segment["plan"] = plan_extend(table, **segment, page_size=page_size)
-        heads = q.view(-1, layer.num_heads, layer.head_dim)
+            plan = segment["plan"] = self._library.plan_extend(table, **segment, page_size=page_size)
+        spec = layer.spec
+        heads = q.view(-1, spec.num_heads, spec.head_dim)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        window = (layer.scale, layer.sliding_window)
-        run_extend(plan, heads, *self.kv_pool.layer(layer.layer_id), *window, out.view(heads.shape))
+        caches, window = self.kv_pool.layer(layer.layer_id), (spec.scale, spec.sliding_window)
+        self._library.run_extend(plan, heads, *caches, *window, out.view(heads.shape))
         return out

@@ -2,17 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hybridrt.attention.paged import PagedKVBackend
+from hybridrt.config import AttentionSpec
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, GraphView
-from hybridrt.kernels.libraries.flashinfer import WORKSPACE_BYTES, GraphBuffers, HeadLayout, PagedAttention
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+
+if TYPE_CHECKING:
+    from hybridrt.kernels.libraries.flashinfer import GraphBuffers, HeadLayout, PagedAttention
 
 
 @dataclass
@@ -29,20 +33,23 @@ class Segment:
     rows: Tensor
     query_lens: Sequence[int]
     seq_lens: Sequence[int]
-    plans: dict[HeadLayout, PagedAttention]
-    current: dict[HeadLayout, int]
-    graph: tuple[int, GraphBuffers] | None = None
+    plans: "dict[HeadLayout, PagedAttention]"
+    current: "dict[HeadLayout, int]"
+    graph: "tuple[int, GraphBuffers] | None" = None
 
 
 class FlashinferAttnBackend(PagedKVBackend):
     """Plans need the lengths of all rows on the host, so a replay waits for them; chains alone, 16-bit KV."""
 
     provider, needs_host_lens = "flashinfer", True
+    operations = ("attention_extend",)
+    auto_prefill = ("cuda",)  # it prefills faster than our kernels (docs/performance.md)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
-        self.select("attention_extend")  # raises where the library cannot serve this pool
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.k.device)
+        # Imported once it is known to be installed: what this class says of itself needs no library.
+        self._library = import_module("hybridrt.kernels.libraries.flashinfer")
+        self._workspace = torch.zeros(self._library.WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.device)
         self._eager: dict[str, dict[HeadLayout, PagedAttention]] = {"decode": {}, "extend": {}}
         self._copied: torch.cuda.Event | None = None
 
@@ -68,22 +75,22 @@ class FlashinferAttnBackend(PagedKVBackend):
 
     def _run(self, segment: Segment, q: Tensor, layer: Any) -> Tensor:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
-        layout = HeadLayout(
-            layer.num_heads, layer.num_kv_heads, layer.head_dim, k_cache.shape[1], layer.scale, layer.sliding_window,
-            q.dtype,
-        )  # fmt: skip
+        spec: AttentionSpec = layer.spec
+        layout = self._library.HeadLayout(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, k_cache.shape[1], spec.scale, spec.sliding_window, q.dtype
+        )
         if layout not in segment.plans:
-            segment.plans[layout] = PagedAttention(self._workspace, *(segment.graph or ()))
+            segment.plans[layout] = self._library.PagedAttention(self._workspace, *(segment.graph or ()))
         attention = segment.plans[layout]
         if layout not in segment.current:
             self._plan(segment, layout)
             segment.current[layout] = layer.layer_id
         if segment.current[layout] == layer.layer_id:
             attention.fill_pages(self.req_to_token_pool.req_to_token, segment.rows, layout.page_size)
-        out = attention.run(q.view(-1, layer.num_heads, layer.head_dim), k_cache, v_cache)
+        out = attention.run(q.view(-1, spec.num_heads, spec.head_dim), k_cache, v_cache)
         return out.view(q.shape[0], -1)
 
-    def _plan(self, segment: Segment, layout: HeadLayout) -> None:
+    def _plan(self, segment: Segment, layout: "HeadLayout") -> None:
         """A plan is copied from pinned memory that the next plan overwrites: it must have arrived by then."""
         if self._copied is not None:
             self._copied.synchronize()
@@ -94,7 +101,7 @@ class FlashinferAttnBackend(PagedKVBackend):
 
     def allocate_graph(self, view: GraphView) -> None:
         pages_per_row = self.req_to_token_pool.max_context // self.kv_pool.page_size
-        buffers = GraphBuffers.allocate(view.max_bs, pages_per_row, self._workspace.device)
+        buffers = self._library.GraphBuffers.allocate(view.max_bs, pages_per_row, self._workspace.device)
         view.buffers[self] = buffers, dict[int, Segment]()
 
     def _graph_segment(self, batch: ForwardBatch, view: GraphView) -> Segment:

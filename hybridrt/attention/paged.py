@@ -1,8 +1,8 @@
 """Attention over KVPool: the metadata and the writing that all backends share, and those whose kernels plan nothing."""
 
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from hybridrt.attention.checks import (
     check_own,
     check_written_places,
 )
+from hybridrt.config import AttentionSpec
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, GraphView
-from hybridrt.kernels.providers import select
+from hybridrt.kernels.providers import objection, require, select
 from hybridrt.kernels.records import Rope
 from hybridrt.kernels.state_commit import move_kv
 from hybridrt.mem_cache.bounds import check_range, may_look
@@ -37,9 +38,9 @@ class PagedMetadata:
     extend: dict[str, Any]
 
 
-def kernel_facts(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-    """What providers are told of a KV cache when they are asked whether they can serve it."""
-    facts: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim}
+def kernel_facts(device: torch.device, spec: AttentionSpec) -> dict[str, Any]:
+    """What providers are told of an attention layer when they are asked whether they can serve it."""
+    facts: dict[str, Any] = {"dtype": spec.dtype, "head_dim": spec.head_dim}
     return facts | {"capability": torch.cuda.get_device_capability(device)} if device.type == "cuda" else facts
 
 
@@ -51,24 +52,35 @@ class PagedKVBackend(SegmentedAttnBackend):
 
     Attributes:
         provider: whose kernels attend (hybridrt.kernels.providers).
+        operations: those that it runs.
 
     Raises:
-        ProviderNotInstalledError, BackendError: the provider is missing, or cannot serve this device and KV cache.
+        ProviderNotInstalledError, BackendError: the provider is missing, or cannot serve this device and these layers.
     """
 
-    provider: str
+    provider: ClassVar[str]
+    operations: ClassVar[tuple[str, ...]] = ("attention_extend", "attention_decode")
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         self.kv_pool = kv_pool
         self.req_to_token_pool = req_to_token_pool
-        device_type = kv_pool.k.device.type
-        self._write_kv = select("write_kv", device_type)
-        self._rotary_write_kv = select("rotary_write_kv", device_type)
+        device, specs = kv_pool.device, set(kv_pool.specs.values())
+        require(self.provider, type(self).__name__)
+        if reason := self.objection(device, specs):
+            raise BackendError(f"provider {self.provider!r} cannot serve attention on {device.type!r}: {reason}")
+        self._write_kv = select("write_kv", device.type)
+        self._rotary_write_kv = select("rotary_write_kv", device.type)
 
-    def select(self, op: str) -> Callable[..., Tensor]:
-        """The provider's implementation of `op` for this KV cache."""
-        k = self.kv_pool.k
-        return select(op, k.device.type, self.provider, **kernel_facts(k.device, k.dtype, k.shape[-1]))
+    @classmethod
+    def objection(cls, device: torch.device, specs: Collection[AttentionSpec]) -> str | None:
+        for spec in specs:
+            if spec.variant != "gqa":
+                return f'{cls.__name__} has no kernels for variant "{spec.variant}"'
+            if spec.v_head_dim != spec.head_dim:
+                return f"head_dim is {spec.head_dim} and v_head_dim {spec.v_head_dim}; {cls.__name__} takes equal ones"
+        facts = [kernel_facts(device, spec) for spec in specs]
+        asked = (objection(op, device.type, cls.provider, **each) for op in cls.operations for each in facts)
+        return next((reason for reason in asked if reason is not None), None)
 
     def _check_places(self, batch: ForwardBatch) -> None:
         """Rows, and the KV slots that the step writes and reads. Waits for the device."""
@@ -122,7 +134,8 @@ class PagedKVBackend(SegmentedAttnBackend):
         }
 
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
-        heads, kv_heads = (-1, layer.num_heads, layer.head_dim), (-1, layer.num_kv_heads, layer.head_dim)
+        spec: AttentionSpec = layer.spec
+        heads, kv_heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
         rotated: Tensor = self._rotary_write_kv(
             q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.positions, rope,
             *self.kv_pool.layer(layer.layer_id), batch.out_cache_loc,
@@ -131,7 +144,7 @@ class PagedKVBackend(SegmentedAttnBackend):
 
     def save_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
-        shape = (k.shape[0], layer.num_kv_heads, layer.head_dim)
+        shape = (k.shape[0], layer.spec.num_kv_heads, layer.spec.head_dim)
         self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
@@ -144,7 +157,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         table, rows = self.req_to_token_pool.req_to_token, batch.req_pool_indices[:n].unsqueeze(1)
         kept = depth < accepted.unsqueeze(1)
         source, destination = (table[rows, first + at].masked_fill(~kept, 0) for at in (path, depth))
-        for cache in (self.kv_pool.k, self.kv_pool.v):
+        for cache in self.kv_pool.tensors:
             move_kv(cache, source.flatten(), destination.flatten())
 
 
@@ -153,15 +166,15 @@ class PagedAttnBackend(PagedKVBackend):
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
-        self._decode, self._extend = self.select("attention_decode"), self.select("attention_extend")
+        self._extend, self._decode = (select(op, kv_pool.device.type, self.provider) for op in self.operations)
 
     def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        heads = q.view(batch.num_decode_rows, -1, layer.num_heads, layer.head_dim)
+        heads = q.view(batch.num_decode_rows, -1, layer.spec.num_heads, layer.spec.head_dim)
         result = self._decode(heads, **self._arguments(layer, heads, out), **self.planned(batch).decode)
         return result.reshape(q.shape[0], -1)
 
     def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        heads = q.view(-1, layer.num_heads, layer.head_dim)
+        heads = q.view(-1, layer.spec.num_heads, layer.spec.head_dim)
         result = self._extend(heads, **self._arguments(layer, heads, out), **self.planned(batch).extend)
         return result.reshape(q.shape[0], -1)
 
@@ -172,7 +185,7 @@ class PagedAttnBackend(PagedKVBackend):
             "k_cache": k_cache,
             "v_cache": v_cache,
             "req_to_token": self.req_to_token_pool.req_to_token,
-            "scale": layer.scale,
-            "sliding_window": layer.sliding_window,
+            "scale": layer.spec.scale,
+            "sliding_window": layer.spec.sliding_window,
             "out": None if out is None else out.view(heads.shape),
         }

@@ -1,85 +1,101 @@
 """Names to backends. Nothing here imports a backend before it is chosen."""
 
 import logging
-from collections.abc import Mapping
-from importlib.metadata import entry_points
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from hybridrt.attention.base import AttentionBackend, SegmentedAttnBackend
 from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
-from hybridrt.attention.paged import kernel_facts
 from hybridrt.attention.prefill_decode import PrefillDecodeAttnBackend
-from hybridrt.config import EngineConfig, ModelConfig
+from hybridrt.config import AttentionSpec, EngineConfig, ModelConfig
 from hybridrt.errors import BackendError
-from hybridrt.kernels.providers import is_installed, objection, require
+from hybridrt.kernels.providers import is_installed, require
 from hybridrt.kinds.registry import kind_names
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.plugins import load_object
+from hybridrt.plugins import Plugins
 
-# "module:class" of each full-attention backend; packages add theirs through the entry-point group below.
-FULL_ATTENTION = {
-    "torch": "hybridrt.attention.torch_native:TorchNativeAttnBackend",
-    "triton": "hybridrt.attention.triton:TritonAttnBackend",
-    "flashinfer": "hybridrt.attention.flashinfer:FlashinferAttnBackend",
-    "fa3": "hybridrt.attention.fa3:Fa3AttnBackend",
-}
-ENTRY_POINT_GROUP = "hybridrt.attention_backends"
-DEFAULT_BY_DEVICE = {"cpu": "torch", "cuda": "triton"}
-# Whose kernels a backend runs. These prefill faster than ours (docs/performance.md), the fastest first.
-LIBRARIES = {"fa3": "sgl_kernel", "flashinfer": "flashinfer"}
+# The one list. "auto" takes the first that fits: libraries that prefill faster than our kernels stand before these.
+# Packages add theirs: an entry point of this group names a SegmentedAttnBackend, "name = module:class".
+BACKENDS = Plugins(
+    "hybridrt.attention_backends",
+    {
+        "fa3": "hybridrt.attention.fa3:Fa3AttnBackend",
+        "flashinfer": "hybridrt.attention.flashinfer:FlashinferAttnBackend",
+        "triton": "hybridrt.attention.triton:TritonAttnBackend",
+        "torch": "hybridrt.attention.torch_native:TorchNativeAttnBackend",
+    },
+)
 
 logger = logging.getLogger(__name__)
 
 
 def attention_backend_names() -> list[str]:
     """Every name that `attention_backend` accepts, "auto" apart."""
-    return sorted({*FULL_ATTENTION, *(e.name for e in entry_points(group=ENTRY_POINT_GROUP))})
+    return BACKENDS.names()
 
 
-def resolve_attention_name(name: str, device: torch.device) -> str:
-    """What "auto" means on a device; every other name is itself."""
-    return DEFAULT_BY_DEVICE[device.type] if name == "auto" else name
-
-
-def resolve_prefill_name(config: EngineConfig, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """The backend that serves prefill. Where neither backend is named, a faster one than ours if it is installed.
-
-    Args:
-        dtype, head_dim: of the KV cache.
-    """
-    if config.prefill_attention_backend is not None:
-        return resolve_attention_name(config.prefill_attention_backend, device)
-    if config.attention_backend == "auto" and device.type == "cuda":
-        facts = kernel_facts(device, dtype, head_dim)
-        for name, provider in LIBRARIES.items():
-            reason = objection("attention_extend", device.type, provider, **facts)
-            if reason is None:
-                return name
-            if is_installed(provider):
-                logger.warning("prefill attention does not use %s: %s", name, reason)
-    return resolve_attention_name(config.attention_backend, device)
-
-
-def load_attention_backend(name: str, device: torch.device) -> type[SegmentedAttnBackend]:
-    """The class behind a name; "auto" picks by platform.
+def backend_class(name: str) -> type[SegmentedAttnBackend]:
+    """The class behind a name, whether what it needs is installed or not.
 
     Raises:
-        BackendError: the name is unknown, or what the backend needs cannot be imported.
-        ProviderNotInstalledError: the library that it is named after is missing.
+        BackendError: the name is unknown, its class cannot be imported or is no SegmentedAttnBackend.
     """
-    name = resolve_attention_name(name, device)
-    third_party = {e.name: e.value for e in entry_points(group=ENTRY_POINT_GROUP)}
-    target = FULL_ATTENTION.get(name) or third_party.get(name)
-    if target is None:
+    cls = BACKENDS.load(name)
+    if cls is None:
         raise BackendError(
             f"attention_backend is {name!r}; it must be one of auto, {', '.join(attention_backend_names())}"
         )
-    if name in LIBRARIES:
-        require(LIBRARIES[name], f"attention_backend {name!r}")
-    cls: type[SegmentedAttnBackend] = load_object(target)
+    if not (isinstance(cls, type) and issubclass(cls, SegmentedAttnBackend)):
+        raise BackendError(f"attention_backend {name!r} leads to {cls!r}; it must be a SegmentedAttnBackend")
+    return cls
+
+
+def resolve_attention_name(name: str, device: torch.device) -> str:
+    """The backend that serves decode where `name` is asked for; "auto" is the first that says so of the device."""
+    if name != "auto":
+        return name
+    return next(each for each in BACKENDS.built_in if device.type in backend_class(each).auto_decode)
+
+
+def resolve_prefill_name(config: EngineConfig, device: torch.device, specs: Collection[AttentionSpec]) -> str:
+    """The backend that serves prefill. Where neither is named, the first that is installed and serves the model.
+
+    Args:
+        specs: of the model's attention layers.
+    """
+    if config.prefill_attention_backend is not None:
+        return resolve_attention_name(config.prefill_attention_backend, device)
+    decode = resolve_attention_name(config.attention_backend, device)
+    if config.attention_backend != "auto":
+        return decode
+    for name in BACKENDS.built_in:
+        cls = backend_class(name)
+        if name == decode:
+            break
+        if device.type not in cls.auto_prefill:
+            continue
+        reason = cls.objection(device, specs)
+        if reason is None:
+            return name
+        if cls.provider is None or is_installed(cls.provider):
+            logger.warning("prefill attention does not use %s: %s", name, reason)
+    return decode
+
+
+def load_attention_backend(name: str, device: torch.device) -> type[SegmentedAttnBackend]:
+    """The class behind a name, ready to be made; "auto" picks by device.
+
+    Raises:
+        BackendError: as `backend_class`.
+        ProviderNotInstalledError: the library whose kernels it runs is missing.
+    """
+    name = resolve_attention_name(name, device)
+    cls = backend_class(name)
+    if cls.provider is not None:
+        require(cls.provider, f"attention_backend {name!r}")
     return cls
 
 
@@ -115,7 +131,7 @@ def _full_attention(
         return backend
 
     decode = resolve_attention_name(config.attention_backend, device)
-    prefill = resolve_prefill_name(config, device, kv_pool.k.dtype, kv_pool.k.shape[-1])
+    prefill = resolve_prefill_name(config, device, set(kv_pool.specs.values()))
     if prefill == decode:
         return build(decode)
     # A prefill backend that no option names was chosen for prefill alone.

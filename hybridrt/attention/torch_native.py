@@ -7,3 +7,4 @@ class TorchNativeAttnBackend(PagedAttnBackend):
     """Gathers a request's pages and calls scaled_dot_product_attention."""
 
     provider = "torch"
+    auto_decode = auto_prefill = ("cpu",)

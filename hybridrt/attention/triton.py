@@ -7,3 +7,4 @@ class TritonAttnBackend(PagedAttnBackend):
     """Decode is split over the KV length with lengths on the device; prefill is a flash kernel over pages."""
 
     provider = "triton"
+    auto_decode = auto_prefill = ("cuda",)

@@ -132,28 +132,27 @@ def _plan(config: "EngineConfig", target: "RunTarget", weights: int) -> "tuple[M
 
 def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerKind]:
     from hybridrt.kinds.registry import state_shape
-    from hybridrt.mem_cache.kv_pool import KVPool
-    from hybridrt.runtime.build import kv_shape, pool_spec
+    from hybridrt.runtime.build import kv_groups, pool_spec
 
     mc, spec = target.model_config, pool_spec(config, target)
     attention = _attention_backends(config, target)
     shapes = {kind: state_shape(linear, target.tp.size) for kind, linear in mc.linear.items()}
-    per_token = KVPool.page_bytes(1, 1, *kv_shape(target), target.dtype)
-    for layer in mc.layers:
+    token_bytes = {i: spec.token_bytes for spec, ids in kv_groups(config, target).items() for i in ids}
+    for i, layer in enumerate(mc.layers):
         state = spec.layer_bytes(shapes[layer.linear]) if layer.linear else 0
-        backends = " + ".join([attention] * layer.attention + [layer.linear or ""] * bool(layer.linear))
-        kv = per_token * layer.attention
-        yield LayerKind(_symbol(layer), _mixer(layer, target, shapes), layer.ffn or "-", backends or "-", state, kv)
+        backends = " + ".join([attention] * bool(layer.attention) + [layer.linear or ""] * bool(layer.linear))
+        mixer, kv = _mixer(layer, i, target, shapes), token_bytes.get(i, 0)
+        yield LayerKind(_symbol(layer), mixer, layer.ffn or "-", backends or "-", state, kv)
 
 
 def _attention_backends(config: "EngineConfig", target: "RunTarget") -> str:
     """Name of the backend that decodes, and after a slash of the one that prefills if that is another."""
     from hybridrt.attention.registry import load_attention_backend, resolve_attention_name, resolve_prefill_name
+    from hybridrt.runtime.build import kv_groups
 
-    head_dim = target.model_config.attention.head_dim
     names = [
         resolve_attention_name(config.attention_backend, target.device),
-        resolve_prefill_name(config, target.device, target.dtype, head_dim),
+        resolve_prefill_name(config, target.device, kv_groups(config, target)),
     ]
     for name in names:
         load_attention_backend(name, target.device)
@@ -168,12 +167,12 @@ def _symbol(layer: "LayerSpec") -> str:
     return "*" if layer.attention else {"mlp": "-", "moe": "E"}[layer.ffn or "mlp"]
 
 
-def _mixer(layer: "LayerSpec", target: "RunTarget", shapes: "dict[str, StateShape]") -> str:
+def _mixer(layer: "LayerSpec", layer_id: int, target: "RunTarget", shapes: "dict[str, StateShape]") -> str:
     from hybridrt.kinds.registry import linear_kind
 
-    attention = target.model_config.attention
     parts = []
     if layer.attention:
+        attention = target.model_config.attention_of(layer_id)
         window = f", window {attention.sliding_window}" if attention.sliding_window else ""
         heads = f"{attention.num_heads} heads, {attention.num_kv_heads} KV heads, head_dim {attention.head_dim}"
         parts.append(f"attention ({heads}{window})")

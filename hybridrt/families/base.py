@@ -17,8 +17,7 @@ class Family:
     """One family of models.
 
     Attributes:
-        architecture: its name in config.json.
-        model: "module:class" of its CausalLM.
+        model: "module:class" of its CausalLM. The class has the name that config.json gives the architecture.
         fields: the values that the fields of its config.json may have: every field that the model or its plan reads.
         describe: from the object that holds these fields to what the family decides of a ModelConfig: `layers`,
             `linear`, `attention` and, where it has a prediction head, `mtp_layers`. Raises ConfigError.
@@ -28,13 +27,17 @@ class Family:
         mtp_head: "module:class" of its multi-token-prediction head.
     """
 
-    architecture: str
     model: str
     fields: Kinds
     describe: Callable[[Any], FamilyFields]
     config_class: str | None = None
     read: Callable[[Mapping[str, Any], Path], Any] | None = None
     mtp_head: str | None = None
+
+    @property
+    def architecture(self) -> str:
+        """Its name in config.json."""
+        return self.model.partition(":")[2]
 
 
 def attention_config(hf: Any, rotary: bool = True) -> AttentionConfig:

@@ -45,7 +45,6 @@ def _describe(hf: Any) -> FamilyFields:
 
 
 FAMILY = Family(
-    architecture="FalconH1ForCausalLM",
     model="hybridrt.models.falcon_h1:FalconH1ForCausalLM",
     config_class="FalconH1Config",
     fields=FIELDS,

@@ -26,7 +26,6 @@ def _describe(hf: Any) -> FamilyFields:
 
 
 FAMILY = Family(
-    architecture="FalconMambaForCausalLM",
     model="hybridrt.models.falcon_mamba:FalconMambaForCausalLM",
     config_class="FalconMambaConfig",
     fields=FIELDS,

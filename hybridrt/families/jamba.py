@@ -39,7 +39,6 @@ def _describe(hf: Any) -> FamilyFields:
 
 
 FAMILY = Family(
-    architecture="JambaForCausalLM",
     model="hybridrt.models.jamba:JambaForCausalLM",
     config_class="JambaConfig",
     fields=FIELDS,

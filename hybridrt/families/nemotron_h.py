@@ -71,10 +71,9 @@ def _describe(hf: Any) -> FamilyFields:
 
 
 FAMILY = Family(
-    architecture="NemotronHForCausalLM",
     model="hybridrt.models.nemotron_h:NemotronHForCausalLM",
     config_class="NemotronHConfig",
     fields=FIELDS,
     describe=_describe,
-    mtp_head="hybridrt.models.nemotron_h_mtp:NemotronHMTP",
+    mtp_head="hybridrt.models.nemotron_h:NemotronHMTP",
 )

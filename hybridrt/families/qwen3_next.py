@@ -48,10 +48,9 @@ def _describe(hf: Any) -> FamilyFields:
 
 
 FAMILY = Family(
-    architecture="Qwen3NextForCausalLM",
     model="hybridrt.models.qwen3_next:Qwen3NextForCausalLM",
     config_class="Qwen3NextConfig",
     fields=FIELDS,
     describe=_describe,
-    mtp_head="hybridrt.models.qwen3_next_mtp:Qwen3NextMTP",
+    mtp_head="hybridrt.models.qwen3_next:Qwen3NextMTP",
 )

@@ -142,7 +142,6 @@ class SwaSsmConfig:
 
 
 FAMILY = Family(
-    architecture=ARCHITECTURE,
     model=f"hybridrt.models.swa_ssm:{ARCHITECTURE}",
     read=SwaSsmConfig.from_json,
     fields={},  # `read` has compared them

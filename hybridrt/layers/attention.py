@@ -1,63 +1,118 @@
-"""The softmax-attention layer: what a backend reads of a layer, and a plain layer with projections."""
+"""Softmax attention: what a backend reads of a layer, and the layer with its projections."""
 
 import torch
 from torch import nn
 
-from hybridrt.config import AttentionConfig, ModelConfig
+from hybridrt.config import AttentionConfig, AttentionSpec
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.activation import sigmoid_mul
+from hybridrt.kernels.records import Rope
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget
 
 
+def attention_spec(config: AttentionConfig, tp: TPGroup, dtype: torch.dtype) -> AttentionSpec:
+    """The attention of one rank, with a KV cache of `dtype`. Ranks share KV heads where there are fewer than ranks.
+
+    Raises:
+        ConfigError: the heads or the KV heads cannot be split over the ranks.
+    """
+    return AttentionSpec(
+        num_heads=tp.divide("attention heads", config.num_heads),
+        num_kv_heads=tp.divide("KV heads", config.num_kv_heads, min(config.num_kv_heads, tp.size)),
+        head_dim=config.head_dim,
+        v_head_dim=config.v_head_dim or config.head_dim,
+        sliding_window=config.sliding_window,
+        scale=config.head_dim**-0.5 if config.scale is None else config.scale,
+        dtype=dtype,
+        variant=config.variant,
+    )
+
+
 class AttentionLayer:
     """Attention of one layer on one rank, as `backend.forward(q, k, v, layer, batch)` takes its layer; keys and values
-    live in the backend's KV pool, under `layer_id`. Ranks share KV heads where there are fewer heads than ranks.
+    live in the backend's KV pool, under `layer_id`.
 
     Raises:
         ConfigError: the heads or the KV heads cannot be split over the ranks.
     """
 
-    def __init__(self, config: AttentionConfig, layer_id: int, tp: TPGroup) -> None:
+    def __init__(self, config: AttentionConfig, layer_id: int, build: Build) -> None:
         self.layer_id = layer_id
-        self.num_heads = tp.divide("attention heads", config.num_heads)
-        self.num_kv_heads = tp.divide("KV heads", config.num_kv_heads, min(config.num_kv_heads, tp.size))
-        self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
-        self.sliding_window = config.sliding_window
-        self.q_size = self.num_heads * self.head_dim
-        self.kv_size = self.num_kv_heads * self.head_dim
+        self.spec = attention_spec(config, build.tp, build.dtype)
+        self.q_size = self.spec.num_heads * self.spec.head_dim
+        self.kv_size = self.spec.num_kv_heads * self.spec.head_dim
 
 
-def qkv_segments(config: AttentionConfig, tp: TPGroup, q_multiple: int = 1) -> list[Segment]:
+def qkv_segments(config: AttentionConfig, tp: TPGroup) -> list[Segment]:
     """Output segments q, k, v of a merged projection; KV heads are shared by ranks where there are fewer."""
     kv_shards = min(config.num_kv_heads, tp.size)
     kv_size = config.num_kv_heads * config.head_dim
-    q_size = config.num_heads * config.head_dim * q_multiple
+    q_size = config.num_heads * config.head_dim
     return [Segment("q", q_size), Segment("k", kv_size, kv_shards), Segment("v", kv_size, kv_shards)]
 
 
-class PlainAttention(nn.Module):
-    """Grouped-query attention without rotary and without biases, its projections included (Nemotron-H, Jamba)."""
+class Attention(nn.Module):
+    """Grouped-query attention with its projections.
 
-    def __init__(self, config: ModelConfig, layer_id: int, name: str, build: Build) -> None:
+    Args:
+        cos_sin: the table of rotary embeddings (hybridrt.layers.rotary); None rotates nothing.
+        bias: of all projections.
+        qk_norm: (epsilon, whether the weights are zero-centred) of RMS norms of each head of q and k; None for none.
+            They go with `cos_sin`.
+        gated: the output is multiplied by the sigmoid of a fourth projection, whose rows stand in the checkpoint behind
+            those of q, head by head (Qwen3-Next).
+    """
+
+    def __init__(
+        self, name: str, config: AttentionConfig, layer_id: int, hidden_size: int, *, build: Build,
+        cos_sin: torch.Tensor | None = None, bias: bool = False, qk_norm: tuple[float, bool] | None = None,
+        gated: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        attention, hidden = config.attention, config.hidden_size
-        self.attn = AttentionLayer(attention, layer_id, build.tp)
-        self.qkv = ColumnLinear(f"{name}.qkv", hidden, qkv_segments(attention, build.tp), build=build)
-        width = attention.num_heads * attention.head_dim
-        self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width)], hidden, build=build)
+        self.config, self.has_bias, self.gated = config, bias, gated
+        self.attn = attn = AttentionLayer(config, layer_id, build)
+        width = config.num_heads * config.head_dim
+        parts = qkv_segments(config, build.tp) + [Segment("gate", width)] * gated
+        biased = [part.name for part in parts if bias]
+        self.qkv = ColumnLinear(f"{name}.qkv", hidden_size, parts, bias=biased, build=build)
+        self.sizes = (attn.q_size, attn.kv_size, attn.kv_size, *[attn.q_size] * gated)
+        self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width)], hidden_size, bias=bias, build=build)
+        self.q_norm = self.k_norm = None
+        if qk_norm is not None:
+            eps, zero_centered = qk_norm
+            self.q_norm, self.k_norm = (
+                RMSNorm(f"{name}.{part}_norm", config.head_dim, eps, device=build.device, zero_centered=zero_centered)
+                for part in ("q", "k")
+            )
+        self.rope = None if cos_sin is None else self._rope(cos_sin)
+
+    def _rope(self, cos_sin: torch.Tensor) -> Rope:
+        if self.q_norm is None or self.k_norm is None:
+            return Rope(cos_sin)
+        return Rope(cos_sin, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Attention over norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.qkv, x, residual)
-        q, k, v = projected.split((self.attn.q_size, self.attn.kv_size, self.attn.kv_size), dim=-1)
-        return self.o_proj.onto(residual, batch.attn_backend.forward(q, k, v, self.attn, batch))
+        q, k, v, *gate = projected.split(self.sizes, dim=-1)
+        out = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope)
+        return self.o_proj.onto(residual, sigmoid_mul(out, *gate) if gate else out)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets of the four projections under `key`."""
-        found = self.o_proj.targets(f"{key}.o_proj", "x")
-        for name in ("q", "k", "v"):
-            found |= self.qkv.targets(f"{key}.{name}_proj", [name])
-        return found
+        """Targets of the projections and norms under `key`."""
+        heads, dim = self.config.num_heads, self.config.head_dim
+        if self.gated:  # q_proj holds, head by head, the query and then its gate
+            found = self.qkv.targets(
+                f"{key}.q_proj", ["q", "gate"], bias=self.has_bias,
+                rearrange=lambda t: t.unflatten(0, (heads, 2, dim)).transpose(0, 1).flatten(0, 2),
+            )  # fmt: skip
+        else:
+            found = self.qkv.targets(f"{key}.q_proj", ["q"], bias=self.has_bias)
+        for name in ("k", "v"):
+            found |= self.qkv.targets(f"{key}.{name}_proj", [name], bias=self.has_bias)
+        if self.q_norm is not None and self.k_norm is not None:
+            found |= {**self.q_norm.targets(f"{key}.q_norm"), **self.k_norm.targets(f"{key}.k_norm")}
+        return found | self.o_proj.targets(f"{key}.o_proj", "x", bias=self.has_bias)

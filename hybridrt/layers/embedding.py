@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hybridrt.layers.linear import DenseMethod
+from hybridrt.layers.methods import DenseMethod
 from hybridrt.layers.weights import Build, CheckpointTarget, whole
 
 
@@ -25,9 +25,9 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.vocab_size, self.tp, self.multiplier = name, vocab_size, build.tp, multiplier
-        self.method = DenseMethod()
         self.rows = -(-vocab_size // self.tp.size)
-        self.weight = self.method.create(self.rows, hidden_size, build)
+        self.method = DenseMethod(self.rows, hidden_size, build)
+        self.weight = self.method.weight
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[T] int64 to [T, hidden]."""
@@ -42,7 +42,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, vocab]: the head, or the embedding where the model ties them."""
-        return self.tp.all_gather_last(self.method.apply(x, self.weight, None))[:, : self.vocab_size]
+        return self.tp.all_gather_last(self.method.apply(x, None))[:, : self.vocab_size]
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data, self._select)}

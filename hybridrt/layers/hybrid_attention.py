@@ -5,16 +5,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridrt.config import ModelConfig
+from hybridrt.config import AttentionConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import BackendError, ConfigError
 from hybridrt.families.swa_ssm import HISTORY_MODES
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.records import Rope
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.kinds.registry import linear_kind
-from hybridrt.layers.attention import PlainAttention
+from hybridrt.layers.attention import Attention
+from hybridrt.layers.linear import Summands
+from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget
 from hybridrt.plugins import load_object
 
@@ -108,22 +109,27 @@ class HybridSSMAdapter(nn.Module):
         return {} if self.mixer is None else self.mixer.targets(key)
 
 
-class HybridAttentionLayer(PlainAttention):
+class HybridAttentionLayer(Attention):
     """Attention with rotary over a sliding window, plus `ssm_adapter`; one sum over tensor-parallel ranks for both."""
 
     def __init__(
-        self, config: ModelConfig, layer_id: int, name: str, ssm_adapter: HybridSSMAdapter, build: Build
-    ) -> None:
-        super().__init__(config, layer_id, name, build)
+        self, name: str, config: AttentionConfig, layer_id: int, hidden_size: int, ssm_adapter: HybridSSMAdapter, *,
+        cos_sin: torch.Tensor | None, build: Build,
+    ) -> None:  # fmt: skip
+        super().__init__(name, config, layer_id, hidden_size, cos_sin=cos_sin, build=build)
         self.ssm_adapter, self.tp = ssm_adapter, build.tp
 
-    def forward(self, hidden_states: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:  # type: ignore[override]
-        """[T, hidden], normed, to [T, hidden]."""
-        attn = self.attn
-        q, k, v = self.qkv(hidden_states).split((attn.q_size, attn.kv_size, attn.kv_size), dim=-1)
-        out = batch.attn_backend.forward(q, k, v, self, batch, hidden_states=hidden_states, rope=rope)
-        return self.tp.all_reduce(out)
+    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        """Both over norm(x + residual), and x + residual."""
+        h, residual = norm(x, residual)
+        q, k, v = self.qkv(h).split(self.sizes, dim=-1)
+        out = batch.attn_backend.forward(q, k, v, self, batch, hidden_states=h, rope=self.rope)
+        return self.tp.all_reduce(out), residual
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
         """This rank's summand of the attention's output: [T, heads * head_dim] to [T, hidden]."""
         return self.o_proj(attended, reduce=False)
+
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
+        """Targets of the attention under `key`.self_attn and of the branch under `key`.history."""
+        return {**super().targets(f"{key}.self_attn"), **self.ssm_adapter.targets(f"{key}.history")}

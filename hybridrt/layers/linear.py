@@ -6,21 +6,19 @@ output (RowLinear: attention and SSM). Merging makes one GEMM of several; naming
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.distributed.groups import TPGroup
-from hybridrt.kernels.activation import relu2, silu_and_mul
-from hybridrt.kernels.skinny_linear import Activation, is_skinny, skinny_linear
+from hybridrt.kernels.skinny_linear import Activation
+from hybridrt.layers.methods import Part
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter
+from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter
 
 # What a block adds and what it is to be added to, [T, hidden] each; None where the first has been added already.
 Summands = tuple[torch.Tensor, torch.Tensor | None]
-
-ADDS_FROM = 1024  # tokens: of fewer, the bytes that it saves are too few to be seen in a step
 
 
 @dataclass(frozen=True)
@@ -37,83 +35,36 @@ class Segment:
         return tp.divide(f"channels of {self.name!r}", self.size, self.shards)
 
 
-class DenseMethod:
-    """How a linear layer stores and applies its weight: here in the model's dtype. A quantised method replaces it.
-
-    A step of few tokens on a GPU takes one kernel for the product with the norm before it and the activation behind it.
-    """
-
-    def create(self, out_features: int, in_features: int, build: Build) -> nn.Parameter:
-        weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
-        if build.device.type == "cpu" and build.dtype == torch.float32:
-            # Column by column in memory, which BLAS multiplies a fifth faster with few rows and no slower with many.
-            weight.data = torch.empty(in_features, out_features).t()
-        return weight
-
-    def slot(self, weight: nn.Parameter, dim: int, start: int, size: int) -> torch.Tensor:
-        """Where a segment of the checkpoint lands, and where its scale is applied."""
-        return weight.data.narrow(dim, start, size)
-
-    def apply(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: Activation | None = None,
-        tail: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """act(x W^T + b) for x [T, in], whose last columns may come in `tail`."""
-        if is_skinny(x, weight, activation):
-            return skinny_linear(x, weight, bias, tail=tail, activation=activation)[0]
-        y = F.linear(x if tail is None else side_by_side(x, tail), weight, bias)
-        if activation is None:
-            return y
-        return silu_and_mul(y) if activation == "silu_and_mul" else relu2(y)
-
-    def adds(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
-        """Whether the product should end with the addition of a residual, so that the norm behind it moves half the
-        bytes."""
-        return x.shape[0] >= ADDS_FROM and residual.dtype == x.dtype
-
-    def apply_onto(
-        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor | None
-    ) -> torch.Tensor:
-        """x W^T + residual, in the place of `residual`; where `adds` says so."""
-        return residual.addmm_(x if tail is None else side_by_side(x, tail), weight.t())
-
-    def apply_normed(
-        self,
-        norm: RMSNorm,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: Activation | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(act(norm(x + residual) W^T + b), x + residual), as `norm` counts a missing residual."""
-        if not is_skinny(x, weight, activation):
-            h, residual = norm(x, residual)
-            return self.apply(h, weight, bias, activation), residual
-        y, total = skinny_linear(
-            x, weight, bias, norm_weight=norm.weight, eps=norm.eps, residual=residual, activation=activation
-        )
-        return y, x if total is None else total
-
-
 class _SegmentedLinear(nn.Module):
-    def __init__(self, name: str, segments: Sequence[Segment], build: Build, method: DenseMethod) -> None:
+    """A merged weight whose segments stand side by side along `dim`, and its bias."""
+
+    dim: ClassVar[int]
+
+    def __init__(self, name: str, segments: Sequence[Segment], width: int, bias_size: int, build: Build) -> None:
         super().__init__()
-        self.name, self.tp, self.method = name, build.tp, method
+        self.name, self.tp = name, build.tp
         self.segments = {s.name: s for s in segments}
         self.sizes = [s.local(build.tp) for s in segments]
         starts = [sum(self.sizes[:i]) for i in range(len(segments))]
         self.spans = dict(zip(self.segments, zip(starts, self.sizes)))
+        self.method = build.method(name, dict(zip(self.segments, self.sizes)), width, self.dim)
+        for each, param in self.method.parameters().items():
+            self.register_parameter(each, param)
+        self.bias = parameter(bias_size, dtype=build.dtype, device=build.device, dummy="zeros") if bias_size else None
+        if self.bias is not None:
+            self.bias.data.zero_()
 
-    def _take(self, names: Sequence[str], name: str, dim: int) -> Transform:
-        """Selects segment `name` of a checkpoint tensor that holds `names` side by side, then this rank's shard."""
-        sizes, index = [self.segments[n].size for n in names], list(names).index(name)
+    def _part(self, names: Sequence[str], name: str, scale: float, rearrange: Transform | None = None) -> Part:
+        """Segment `name` of a checkpoint tensor that holds `names` side by side."""
+        sizes, index, shards = (
+            [self.segments[n].size for n in names],
+            list(names).index(name),
+            self.segments[name].shards,
+        )
         # split, not narrow: it raises unless the sizes add up to the whole tensor.
-        return lambda t: self.tp.shard(t.split(sizes, dim)[index], dim, self.segments[name].shards)
+        take: Transform = lambda t: self.tp.shard(t.split(sizes, self.dim)[index], self.dim, shards)  # noqa: E731
+        select = take if rearrange is None else _compose(rearrange, take)
+        return Part(f"{self.name}.{name}", self.dim, *self.spans[name], select, scale)
 
 
 class ColumnLinear(_SegmentedLinear):
@@ -124,25 +75,16 @@ class ColumnLinear(_SegmentedLinear):
         bias: names of the segments that have a bias; the others get zeros.
     """
 
+    dim = 0
+
     def __init__(
-        self,
-        name: str,
-        in_features: int,
-        segments: Sequence[Segment],
-        *,
-        bias: Sequence[str] = (),
-        build: Build,
-        method: DenseMethod | None = None,
+        self, name: str, in_features: int, segments: Sequence[Segment], *, bias: Sequence[str] = (), build: Build
     ) -> None:
-        super().__init__(name, segments, build, method or DenseMethod())
-        total = sum(self.sizes)
-        self.weight = self.method.create(total, in_features, build)
-        self.bias = parameter(total, dtype=build.dtype, device=build.device, dummy="zeros") if bias else None
-        if self.bias is not None:
-            self.bias.data.zero_()
+        bias_size = sum(s.local(build.tp) for s in segments) if bias else 0
+        super().__init__(name, segments, in_features, bias_size, build)
 
     def forward(self, x: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
-        return self.method.apply(x, self.weight, self.bias, activation)
+        return self.method.apply(x, self.bias, activation)
 
     def targets(
         self,
@@ -153,62 +95,43 @@ class ColumnLinear(_SegmentedLinear):
         scale: Mapping[str, float] | None = None,
         bias_scale: Mapping[str, float] | None = None,
         rearrange: Transform | None = None,
-    ) -> dict[str, CheckpointTarget]:
+    ) -> CheckpointMap:
         """Targets of `key`.weight (and .bias), whose rows are the segments `names` one after the other.
 
         Args:
             scale, bias_scale: multipliers by segment name; they differ where a multiplier acts on the input.
             rearrange: brings the checkpoint's row order into that of `names` first.
         """
-        pieces = self._pieces(names, "weight", self.weight, scale or {}, rearrange)
-        found = {f"{key}.weight": pieces}
+
+        def parts(scales: Mapping[str, float] | None) -> list[Part]:
+            return [self._part(names, name, (scales or {}).get(name, 1.0), rearrange) for name in names]
+
+        found = self.method.targets(key, parts(scale))
         if bias:
             assert self.bias is not None
-            found[f"{key}.bias"] = self._pieces(names, "bias", self.bias, bias_scale or {}, rearrange)
+            found[f"{key}.bias"] = tuple(
+                Piece(f"{p.name}.bias", self.bias.data.narrow(0, p.start, p.size), p.select, p.scale)
+                for p in parts(bias_scale)
+            )
         return found
-
-    def _pieces(
-        self,
-        names: Sequence[str],
-        kind: str,
-        param: nn.Parameter,
-        scale: Mapping[str, float],
-        rearrange: Transform | None,
-    ) -> CheckpointTarget:
-        pieces = []
-        for name in names:
-            take, start_size = self._take(names, name, 0), self.spans[name]
-            select = take if rearrange is None else _compose(rearrange, take)
-            dest = self.method.slot(param, 0, *start_size)
-            pieces.append(Piece(f"{self.name}.{name}.{kind}", dest, select, scale.get(name, 1.0)))
-        return tuple(pieces)
 
 
 class RowLinear(_SegmentedLinear):
     """y = sum over ranks of x W^T, + b. The input is cut over ranks: x [T, sum of local segments], y [T, out]."""
 
+    dim = 1
+
     def __init__(
-        self,
-        name: str,
-        segments: Sequence[Segment],
-        out_features: int,
-        *,
-        bias: bool = False,
-        build: Build,
-        method: DenseMethod | None = None,
+        self, name: str, segments: Sequence[Segment], out_features: int, *, bias: bool = False, build: Build
     ) -> None:
-        super().__init__(name, segments, build, method or DenseMethod())
-        self.weight = self.method.create(out_features, sum(self.sizes), build)
-        self.bias = parameter(out_features, dtype=build.dtype, device=build.device, dummy="zeros") if bias else None
-        if self.bias is not None:
-            self.bias.data.zero_()
+        super().__init__(name, segments, out_features, out_features if bias else 0, build)
 
     def forward(self, x: torch.Tensor, tail: torch.Tensor | None = None, reduce: bool = True) -> torch.Tensor:
         """y of x, or of x and `tail` side by side: what two branches made need not be copied into one tensor.
         With `reduce` False this rank's summand alone, for a caller that adds more before it sums over ranks."""
         # One rank adds the bias: the sum over ranks must hold it once.
         bias = self.bias if self.tp.rank == 0 else None
-        y = self.method.apply(x, self.weight, bias, tail=tail)
+        y = self.method.apply(x, bias, tail=tail)
         return self.tp.all_reduce(y) if reduce else y
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> Summands:
@@ -216,10 +139,8 @@ class RowLinear(_SegmentedLinear):
         if self.bias is not None or not self.method.adds(residual, x):
             return self(x, tail), residual
         # One rank adds the residual, as it would a bias: the sum over ranks must hold it once.
-        if self.tp.rank == 0:
-            total = self.method.apply_onto(residual, x, self.weight, tail)
-        else:
-            total = self.method.apply(x, self.weight, None, tail=tail)
+        onto = self.tp.rank == 0
+        total = self.method.apply_onto(residual, x, tail) if onto else self.method.apply(x, None, tail=tail)
         return self.tp.all_reduce(total), None
 
     def places(self, like: torch.Tensor) -> list[torch.Tensor]:
@@ -227,13 +148,9 @@ class RowLinear(_SegmentedLinear):
         there need not be copied together."""
         return list(like.new_empty(like.shape[0], sum(self.sizes)).split(self.sizes, dim=-1))
 
-    def targets(self, key: str, name: str, *, bias: bool = False, scale: float = 1.0) -> dict[str, CheckpointTarget]:
+    def targets(self, key: str, name: str, *, bias: bool = False, scale: float = 1.0) -> CheckpointMap:
         """Targets of `key`.weight (and .bias), the matrix that reads segment `name`. `scale` scales its output."""
-        start, size = self.spans[name]
-        dest = self.method.slot(self.weight, 1, start, size)
-        found: dict[str, CheckpointTarget] = {
-            f"{key}.weight": (Piece(f"{self.name}.{name}.weight", dest, self._take([name], name, 1), scale),)
-        }
+        found = self.method.targets(key, [self._part([name], name, scale)])
         if bias:
             assert self.bias is not None
             piece = Piece(f"{self.name}.{name}.bias", self.bias.data, lambda t: t, scale, accumulate=True)
@@ -249,18 +166,7 @@ def norm_linear(
     activation: Activation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(act(linear(norm(x + residual))), x + residual) for x, residual [T, in]: how a block begins."""
-    return linear.method.apply_normed(norm, x, residual, linear.weight, linear.bias, activation)
-
-
-def side_by_side(x: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
-    """x [T, a] and tail [T, b] as [T, a + b]: a view if they are neighbouring columns of one tensor, else a copy."""
-    rows, width = x.shape[0], x.shape[1] + tail.shape[1]
-    row_stride = width if rows == 1 else x.stride(0)  # a single row has none that counts
-    alike = x.stride(1) == tail.stride(1) == 1 and (rows == 1 or tail.stride(0) == row_stride)
-    neighbours = alike and tail.data_ptr() == x.data_ptr() + x.shape[1] * x.element_size()
-    if neighbours and x.untyped_storage().data_ptr() == tail.untyped_storage().data_ptr():
-        return x.as_strided((rows, width), (row_stride, 1))
-    return torch.cat((x, tail), dim=-1)
+    return linear.method.apply_normed(norm, x, residual, linear.bias, activation)
 
 
 def _compose(first: Transform, second: Transform) -> Transform:

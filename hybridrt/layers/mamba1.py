@@ -85,7 +85,7 @@ class Mamba1Mixer(nn.Module):
         # What a token selects: how much time passes (dt), what it writes (B), what it reads (C). A sum over ranks.
         dt, B, C = self.x_proj(x).split(self.widths, dim=-1)
         if self.norms:  # B and C get theirs in the scan
-            dt, _ = self.dt_proj.method.apply_normed(self.norms[0], dt, None, self.dt_proj.weight, None)
+            dt, _ = self.dt_proj.method.apply_normed(self.norms[0], dt, None, None)
         else:
             dt = self.dt_proj(dt)
         mixed: torch.Tensor = backend.run(self, batch, x=x, dt=dt, B=B, C=C, z=z)

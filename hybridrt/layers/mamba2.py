@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer between its projections: weights of conv and scan, gate and norm (Dao & Gu 2024, figure 6)."""
+"""Mamba-2 (Dao & Gu 2024, figure 6): the mixer (conv, scan, gate and norm), and the block with its projections."""
 
 import torch
 from torch import nn
@@ -7,8 +7,8 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
-from hybridrt.layers.linear import Segment
-from hybridrt.layers.norm import GatedRMSNorm
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
+from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, Transform, parameter, whole
 
 
@@ -33,23 +33,18 @@ class Mamba2Mixer(nn.Module):
     """Reads the projected z | x | B | C | dt of a step and leaves what the output projection reads.
 
     Args:
-        norm: gates and norms the scan's output; None gates inside the scan (y * silu(z)).
+        gated_norm: (epsilon, whether the gate comes after the norm) of an RMS norm over what a group of B and C serves;
+            None gates inside the scan (y * silu(z)).
     """
 
     kind = "mamba2"
 
     def __init__(
-        self,
-        name: str,
-        config: Mamba2Config,
-        layer_id: int,
-        *,
-        conv_bias: bool,
-        norm: GatedRMSNorm | None,
-        build: Build,
-    ) -> None:
+        self, name: str, config: Mamba2Config, layer_id: int, *, conv_bias: bool,
+        gated_norm: tuple[float, bool] | None, build: Build,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.name, self.config, self.layer_id, self.tp, self.norm = name, config, layer_id, build.tp, norm
+        self.name, self.config, self.layer_id, self.tp = name, config, layer_id, build.tp
         self.shape = state_shape(config, self.tp.size)
         self.heads, self.head_dim, self.state_size = self.shape.temporal
         self.width = self.heads * self.head_dim
@@ -60,6 +55,12 @@ class Mamba2Mixer(nn.Module):
         self.A = parameter(self.heads, dtype=torch.float32, device=device, dummy="decay")
         self.D = parameter(self.heads, dtype=torch.float32, device=device, dummy="ones")
         self.dt_bias = parameter(self.heads, dtype=torch.float32, device=device, dummy="dt_bias")
+        self.norm: GatedRMSNorm | None = None
+        if gated_norm is not None:
+            (eps, before), group = gated_norm, config.intermediate_size // config.n_groups
+            self.norm = GatedRMSNorm(
+                f"{name}.norm", self.width, eps, group_size=group, norm_before_gate=before, build=build
+            )
 
     def forward(self, projected: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """[T, z | x | B | C | dt], which may be a strided view, to [T, width], decode rows first; in `out` where a step
@@ -77,7 +78,7 @@ class Mamba2Mixer(nn.Module):
         return x.unflatten(-1, (self.heads, self.head_dim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets of the conv, A_log, D, dt_bias and the norm under `key` (the projections are the model's)."""
+        """Targets of the conv, A_log, D, dt_bias and the norm under `key`; the projections are the block's."""
 
         def heads(name: str, dest: torch.Tensor, select: Transform = lambda t: t) -> CheckpointTarget:
             return whole(f"{self.name}.{name}", dest, lambda t: self.tp.shard(select(t), 0))
@@ -101,3 +102,36 @@ class Mamba2Mixer(nn.Module):
         shards = [self.tp.shard(part, 0, s.shards) for part, s in zip(parts, segments)]
         whole_shard = torch.cat(shards)
         return whole_shard.squeeze(1) if whole_shard.dim() == 3 else whole_shard
+
+
+class Mamba2Block(nn.Module):
+    """Mamba-2 with its two projections. The arguments are the mixer's.
+
+    Args:
+        bias: of the projections.
+    """
+
+    def __init__(
+        self, name: str, config: Mamba2Config, layer_id: int, hidden_size: int, *, bias: bool, conv_bias: bool,
+        gated_norm: tuple[float, bool] | None, build: Build,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.has_bias, parts = bias, mamba2_segments(config, build.tp)
+        biased = [s.name for s in parts if bias]
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, bias=biased, build=build)
+        self.mixer = Mamba2Mixer(name, config, layer_id, conv_bias=conv_bias, gated_norm=gated_norm, build=build)
+        output = [Segment("x", config.intermediate_size)]
+        self.out_proj = RowLinear(f"{name}.out_proj", output, hidden_size, bias=bias, build=build)
+
+    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        """Mamba-2 of norm(x + residual), and x + residual."""
+        projected, residual = norm_linear(norm, self.in_proj, x, residual)
+        return self.out_proj.onto(residual, self.mixer(projected, batch))
+
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
+        """Targets of the whole block under `key`."""
+        return {
+            **self.in_proj.targets(f"{key}.in_proj", list(self.in_proj.segments), bias=self.has_bias),
+            **self.out_proj.targets(f"{key}.out_proj", "x", bias=self.has_bias),
+            **self.mixer.targets(key),
+        }

@@ -1,16 +1,21 @@
 """Mixture of experts: routers, and experts as stacked matrices, those that every token passes among them."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.moe import fused_experts, router_sigmoid_grouped, router_softmax
-from hybridrt.layers.linear import DenseMethod, Summands
+from hybridrt.kernels.moe import router_sigmoid_grouped, router_softmax
+from hybridrt.layers.linear import ColumnLinear, Segment, Summands
+from hybridrt.layers.methods import DenseMethod, ExpertPart
+from hybridrt.layers.mlp import MLP
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget, parameter, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, Transform, parameter, whole
 
 
 class SoftmaxRouter(nn.Module):
@@ -27,24 +32,24 @@ class SoftmaxRouter(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.top_k, self.renormalize = name, top_k, renormalize
-        self.num_experts, self.shared_experts, self.method = num_experts, shared_experts, DenseMethod()
-        # Eight rows for one gate: logits of a token then begin where a 16-byte access may.
-        self.weight = self.method.create(num_experts + (8 if shared_experts else 0), hidden_size, build)
+        self.num_experts, self.shared_experts = num_experts, shared_experts
+        # Eight rows for one gate: logits of a token then begin where a 16-byte access may. Routers are never quantised.
+        self.method = DenseMethod(num_experts + (8 if shared_experts else 0), hidden_size, build)
+        self.weight = self.method.weight
         self.weight.data[num_experts:].zero_()
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden] to weights [T, k + shared experts] float32 and expert ids, int32; no expert for padding."""
-        logits = self.method.apply(x, self.weight, None)
+        logits = self.method.apply(x, None)
         gate = logits[:, self.num_experts] if self.shared_experts else None
         choice = self.top_k, self.renormalize, gate, self.shared_experts
         return router_softmax(logits[:, : self.num_experts], *choice, batch.padded_rows)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        rows = self.method.slot(self.weight, 0, 0, self.num_experts)
-        return {f"{key}.weight": whole(f"{self.name}.weight", rows)}
+        return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data[: self.num_experts])}
 
     def shared_gate_targets(self, key: str) -> dict[str, CheckpointTarget]:
-        row = self.method.slot(self.weight, 0, self.num_experts, 1)
+        row = self.weight.data[self.num_experts : self.num_experts + 1]
         return {f"{key}.weight": whole(f"{self.name}.shared_gate.weight", row)}
 
 
@@ -74,48 +79,55 @@ class SigmoidGroupRouter(nn.Module):
 
 
 class Experts(nn.Module):
-    """E experts of intermediate size I, stacked: up [E, I or 2 I, in], down [E, in, I]; I is cut over ranks.
+    """E experts of intermediate size I, stacked; I is cut over ranks.
 
     Args:
+        activation: "silu" for SwiGLU, whose gate and up stand one above the other; "relu2" for squared ReLU.
         shared_size: intermediate size of an MLP that every token passes. It is the sum of `num_shared` MLPs of size I,
             the last filled up with zeros, and they follow the others as experts E, E + 1, ...
     """
 
     def __init__(
         self, name: str, num_experts: int, size: int, intermediate_size: int, *,
-        activation: Literal["silu", "relu2"], gated: bool, build: Build, shared_size: int = 0,
+        activation: Literal["silu", "relu2"], build: Build, shared_size: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.num_experts, self.tp = name, num_experts, build.tp
         self.activation: Literal["silu", "relu2"] = activation
-        self.gated = gated
+        self.matrices = ("gate", "up") if activation == "silu" else ("up",)
         self.local = self.tp.divide("channels of an expert", intermediate_size)
         self.shared_size, self.num_shared = shared_size, -(-shared_size // intermediate_size)
-        count, inner = num_experts + self.num_shared, self.local * (2 if gated else 1)
-        self.up = parameter(count, inner, size, dtype=build.dtype, device=build.device)
-        self.down = parameter(count, size, self.local, dtype=build.dtype, device=build.device)
+        count, rows = num_experts + self.num_shared, self.local * len(self.matrices)
+        self.method = build.experts(name)(count, rows, size, self.local, build)
+        for each, param in self.method.parameters().items():
+            self.register_parameter(each, param)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """[T, in] to this rank's part of [T, in]; the caller sums over ranks."""
-        return fused_experts(x, self.up, self.down, weights, ids, activation=self.activation, gated=self.gated)
+        gated = self.activation == "silu"
+        return self.method.apply(x, weights, ids, activation=self.activation, gated=gated)
 
-    def _up_parts(self) -> list[tuple[str, torch.Tensor]]:
-        names = ("gate", "up") if self.gated else ("up",)
-        return list(zip(names, self.up.data.split(self.local, dim=1), strict=True))
+    def _targets(
+        self, key: str, name: str, first: int, count: int, up: Transform, down: Transform
+    ) -> dict[str, CheckpointTarget]:
+        """Targets of `key`.{gate,up,down}_proj.weight, which hold `count` experts from number `first` on."""
+        found: dict[str, CheckpointTarget] = {}
+        for i, matrix in enumerate(self.matrices):
+            part = ExpertPart(f"{name}.{matrix}", "up", first, count, i * self.local, self.local, up)
+            found |= self.method.targets(f"{key}.{matrix}_proj", part)
+        part = ExpertPart(f"{name}.down", "down", first, count, 0, self.local, down)
+        return found | self.method.targets(f"{key}.down_proj", part)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of `key`.{expert}.{gate,up,down}_proj.weight."""
         found: dict[str, CheckpointTarget] = {}
         for e in range(self.num_experts):
-            for name, dest in self._up_parts():
-                found[f"{key}.{e}.{name}_proj.weight"] = whole(f"{self.name}.{e}.{name}", dest[e], self._rows)
-            down = whole(f"{self.name}.{e}.down", self.down.data[e], lambda t: self.tp.shard(t, 1))
-            found[f"{key}.{e}.down_proj.weight"] = down
+            up, down = (lambda t: self.tp.shard(t, 0)[None]), (lambda t: self.tp.shard(t, 1)[None])
+            found |= self._targets(f"{key}.{e}", f"{self.name}.{e}", e, 1, up, down)
         return found
 
     def shared_targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of `key`.{gate,up,down}_proj.weight."""
-
         size = self.local * self.tp.size
 
         def by_expert(t: torch.Tensor) -> torch.Tensor:
@@ -124,29 +136,61 @@ class Experts(nn.Module):
             padded = F.pad(whole_rows, (0, 0, 0, self.num_shared * size - self.shared_size))
             return self.tp.shard(padded.unflatten(0, (self.num_shared, size)), 1)
 
-        found = {
-            f"{key}.{name}_proj.weight": whole(f"{self.name}.shared.{name}", dest[self.num_experts :], by_expert)
-            for name, dest in self._up_parts()
-        }
-        down = whole(
-            f"{self.name}.shared.down", self.down.data[self.num_experts :], lambda t: by_expert(t.t()).transpose(1, 2)
-        )
-        return {**found, f"{key}.down_proj.weight": down}
-
-    def _rows(self, t: torch.Tensor) -> torch.Tensor:
-        return self.tp.shard(t, 0)
+        name, down = f"{self.name}.shared", (lambda t: by_expert(t.t()).transpose(1, 2))
+        return self._targets(key, name, self.num_experts, self.num_shared, by_expert, down)
 
 
-class SoftmaxMoE(nn.Module):
-    """A softmax router and its experts in the place of an MLP (Qwen, Jamba)."""
+class Latent(nn.Module):
+    """The smaller space in which routed experts work. Every rank needs the whole latent vector, so its two projections
+    are not cut."""
 
-    def __init__(self, router: SoftmaxRouter, experts: Experts) -> None:
+    def __init__(self, name: str, hidden_size: int, size: int, *, bias: bool, build: Build) -> None:
         super().__init__()
-        self.router, self.experts = router, experts
+        self.has_bias, biased, uncut = bias, ("latent",) if bias else (), replace(build, tp=TPGroup())
+        into, back = [Segment("latent", size)], [Segment("latent", hidden_size)]
+        self.into = ColumnLinear(f"{name}.to_latent", hidden_size, into, bias=biased, build=uncut)
+        self.back = ColumnLinear(f"{name}.from_latent", size, back, bias=biased, build=uncut)
 
-    def after_norm(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
-    ) -> Summands:
+    def targets(self, into_key: str, back_key: str) -> dict[str, CheckpointTarget]:
+        return {
+            **self.into.targets(into_key, ["latent"], bias=self.has_bias),
+            **self.back.targets(back_key, ["latent"], bias=self.has_bias),
+        }
+
+
+class MoE(nn.Module):
+    """A mixture of experts in the place of an MLP.
+
+    Args:
+        shared: an MLP that every token passes and that is not among the experts' stack.
+        latent: where the routed experts work, None for the hidden states themselves.
+        keys: of the checkpoint, below the block's: router, experts, the shared MLP (of the stack or beside it), the
+            shared gate, and the projections into and out of the latent space; those that the block has.
+    """
+
+    def __init__(
+        self, router: SoftmaxRouter | SigmoidGroupRouter, experts: Experts, *, keys: Mapping[str, str],
+        shared: MLP | None = None, latent: Latent | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.router, self.experts, self.shared, self.latent, self.keys = router, experts, shared, latent, keys
+
+    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Experts of norm(x + residual), and x + residual."""
         h, residual = norm(x, residual)
-        return self.experts.tp.all_reduce(self.experts(h, *self.router(h, batch))), residual
+        weights, ids = self.router(h, batch)
+        all_reduce = self.experts.tp.all_reduce
+        if self.latent is not None:
+            routed = self.latent.back(all_reduce(self.experts(self.latent.into(h), weights, ids)))
+            return routed if self.shared is None else routed + self.shared.summand(h, reduce=True), residual
+        routed = self.experts(h, weights, ids)
+        return all_reduce(routed if self.shared is None else routed + self.shared.summand(h)), residual
+
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
+        at = {what: f"{key}.{below}" for what, below in self.keys.items()}
+        found = {**self.router.targets(at["router"]), **self.experts.targets(at["experts"])}
+        if isinstance(self.router, SoftmaxRouter) and self.router.shared_experts:
+            found |= self.router.shared_gate_targets(at["shared_gate"]) | self.experts.shared_targets(at["shared"])
+        if self.shared is not None:
+            found |= self.shared.targets(at["shared"])
+        return found if self.latent is None else found | self.latent.targets(at["into"], at["back"])

@@ -1,54 +1,66 @@
 """The cosine and sine table of rotary embeddings; scaled variants come from transformers' own formulas."""
 
 import math
+from copy import copy
 from typing import Any
 
 import torch
 
-from hybridrt.config import ModelConfig
+from hybridrt.config import AttentionConfig, ModelConfig
 from hybridrt.errors import ConfigError, shown
 
 
-def rotary_table(config: ModelConfig, max_len: int, device: torch.device) -> torch.Tensor:
+def rotary_table(
+    config: ModelConfig, max_len: int, device: torch.device, attention: AttentionConfig | None = None
+) -> torch.Tensor:
     """[max_len, rot] float32: rot/2 cosines, then rot/2 sines, of every position (Su et al. 2021, eq. 34).
 
     `rot` is head_dim x partial_rotary_factor; types other than "default" (linear, dynamic, yarn, llama3, ...) take
     their frequencies from transformers.modeling_rope_utils. On the "meta" device nothing is computed.
 
+    Args:
+        attention: of the layers that the table is for; None for the model's.
+
     Raises:
         ConfigError: the model's rope_parameters give no frequencies, or max_len is beyond what they serve.
     """
-    _check_longrope(config, max_len)
-    inv_freq, scaling = _frequencies(config)
+    attention = attention or config.attention
+    _check_longrope(attention, max_len)
+    inv_freq, scaling = _frequencies(config, attention)
     if not inv_freq.isfinite().all() or not math.isfinite(scaling):
-        raise ConfigError(f"rope_parameters {shown(dict(config.attention.rope or {}))} give infinite frequencies")
+        raise ConfigError(f"rope_parameters {shown(dict(attention.rope or {}))} give infinite frequencies")
     if device.type == "meta":
         return torch.empty(max_len, 2 * len(inv_freq), dtype=torch.float32, device=device)
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inv_freq.float())
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(scaling).to(device)
 
 
-def _check_longrope(config: ModelConfig, max_len: int) -> None:
+def _check_longrope(attention: AttentionConfig, max_len: int) -> None:
     """longrope turns to other frequencies, for all positions at once, when a request outgrows the pretraining length:
     one table cannot serve both."""
-    rope: Any = config.attention.rope
+    rope: Any = attention.rope
     short = rope.get("original_max_position_embeddings") or max_len
     if rope.get("rope_type") == "longrope" and max_len > short:
         raise ConfigError(f"max_model_len is {max_len}; with this model's longrope it can be at most {short}")
 
 
-def _frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
-    rope: Any = config.attention.rope
-    kind = rope.get("rope_type", "default")
-    if kind != "default":
+def _frequencies(config: ModelConfig, attention: AttentionConfig) -> tuple[torch.Tensor, float]:
+    rope: Any = attention.rope
+    rope_type, hf = rope.get("rope_type", "default"), config.hf
+    if attention is not config.attention:  # the formulas read a whole configuration
+        hf = copy(hf)
+        hf.rope_parameters, hf.head_dim = dict(rope), attention.head_dim
+    if rope_type != "default":
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        if kind not in ROPE_INIT_FUNCTIONS:
-            raise ConfigError(f"rope_type is {kind!r}; known are default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}")
+        if rope_type not in ROPE_INIT_FUNCTIONS:
+            raise ConfigError(
+                f"rope_type is {rope_type!r}; known are default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
+            )
         try:
-            inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config.hf, torch.device("cpu"))
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](hf, torch.device("cpu"))
             return inv_freq, float(scaling)
         except Exception as e:  # the formulas raise whatever a wrong or missing number leads to
-            raise ConfigError(f"rope_parameters {shown(rope)} do not serve rope_type {kind!r}: {e!r}") from e
-    rot = int(config.attention.head_dim * (rope.get("partial_rotary_factor") or 1.0))
+            raise ConfigError(f"rope_parameters {shown(rope)} do not serve rope_type {rope_type!r}: {e!r}") from e
+    rot = int(attention.head_dim * (rope.get("partial_rotary_factor") or 1.0))
     return 1.0 / rope["rope_theta"] ** (torch.arange(0, rot, 2, dtype=torch.float32) / rot), 1.0

@@ -1,7 +1,8 @@
 """How checkpoint tensors land in parameters: each key has one target, each target fills named pieces exactly once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -9,14 +10,46 @@ from torch import nn
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from hybridrt.layers.methods import ExpertsMethod, LinearMethod
+
 
 @dataclass(frozen=True)
 class Build:
-    """What a layer is made for: its tensor-parallel rank, its numbers and its device."""
+    """What a layer is made for: its tensor-parallel rank, its numbers and its device.
+
+    Attributes:
+        scheme: from the names of a layer and of a segment ("experts" for a stack of them) to the name of the method
+            that holds its weight (hybridrt.layers.methods).
+    """
 
     tp: TPGroup
     dtype: torch.dtype
     device: torch.device
+    scheme: Callable[[str, str], str] = lambda layer, segment: "dense"
+
+    def method(self, name: str, segments: Mapping[str, int], width: int, dim: int) -> "LinearMethod":
+        """The method of layer `name`, with a merged weight of `segments` (their sizes by name).
+
+        Args:
+            dim: along which the segments stand: 0 for a weight [sum of sizes, width], 1 for [width, sum of sizes].
+        """
+        from hybridrt.layers.methods import MixedMethod, linear_method  # it takes Build
+
+        runs: list[tuple[type[LinearMethod], int]] = []
+        for segment, size in segments.items():
+            method = linear_method(self.scheme(name, segment))
+            if runs and runs[-1][0] is method and (dim == 0 or method.merges_inputs):
+                size += runs.pop()[1]
+            runs.append((method, size))
+        made = [(method(*((size, width) if dim == 0 else (width, size)), self), size) for method, size in runs]
+        return made[0][0] if len(made) == 1 else MixedMethod(made, dim)
+
+    def experts(self, name: str) -> "type[ExpertsMethod]":
+        """The class that holds the stack of experts `name`."""
+        from hybridrt.layers.methods import experts_method  # it takes Build
+
+        return experts_method(self.scheme(name, "experts"))
 
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -43,6 +76,7 @@ class Piece:
         select: takes the whole checkpoint tensor to this rank's part of it, in dest's shape.
         scale: multiplier (mu-P and the like) applied in float32 before rounding to the parameter's dtype.
         accumulate: add to dest instead of writing: biases that one merged output shares.
+        dtypes: what the checkpoint's tensor may hold.
     """
 
     name: str
@@ -50,12 +84,16 @@ class Piece:
     select: Transform
     scale: float = 1.0
     accumulate: bool = False
+    dtypes: tuple[torch.dtype, ...] = WEIGHT_DTYPES
 
     def fill(self, key: str, tensor: torch.Tensor) -> None:
-        """Copies (scaled, in dest's dtype); CheckpointError if shapes disagree or the dtype is not in WEIGHT_DTYPES."""
-        if tensor.dtype not in WEIGHT_DTYPES:
+        """Copies (scaled, in dest's dtype); CheckpointError if shapes disagree or the dtype is not one of `dtypes`."""
+        if tensor.dtype not in self.dtypes:
+            taken = (
+                "bfloat16, float16 or float32" if self.dtypes is WEIGHT_DTYPES else " or ".join(map(str, self.dtypes))
+            )
             raise CheckpointError(
-                f"{key} holds {tensor.dtype}, and {self.name} takes bfloat16, float16 or float32; quantised "
+                f"{key} holds {tensor.dtype}, and {self.name} takes {taken}; quantised "
                 "checkpoints are not supported, use the original one"
             )
         try:

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from hybridrt.config import EngineConfig, ModelConfig, resolve_device, resolve_dtype, resolve_state_dtype
+from hybridrt.config import AttentionSpec, EngineConfig, ModelConfig, resolve_device, resolve_dtype, resolve_state_dtype
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.hf_config import read_model_config
 from hybridrt.kinds.registry import can_replay, check_replay, state_shape
+from hybridrt.layers.attention import attention_spec
+from hybridrt.layers.weights import Build
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.mamba_pool import MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts, plan_memory
@@ -108,7 +110,7 @@ def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -
     # Padding drafts stand past the last position that a request may have.
     max_len = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
     max_len += config.num_verify_tokens - 1
-    model = model_class(mc.architecture)(mc, tp=target.tp, dtype=target.dtype, device=device, max_len=max_len)
+    model = model_class(mc.architecture)(mc, Build(target.tp, target.dtype, device), max_len)
     draft_method(config).attach(model)
     return model
 
@@ -136,22 +138,19 @@ def pool_spec(config: EngineConfig, target: RunTarget) -> MambaPoolSpec:
     return MambaPoolSpec(groups, target.dtype, target.state_dtype, config.num_verify_tokens, target.state_mode, tree)
 
 
-def kv_shape(target: RunTarget) -> tuple[int, int]:
-    """KV heads on this rank, and their dimension."""
-    attention = target.model_config.attention
-    return max(attention.num_kv_heads // target.tp.size, 1), attention.head_dim
-
-
 def page_demand(config: EngineConfig, model_config: ModelConfig) -> PageDemand:
     """How many KV pages the model's requests hold at a time."""
-    window = model_config.attention.sliding_window
-    return PageDemand(config.page_size, window, config.chunked_prefill_size, config.num_verify_tokens)
+    window, chunk = model_config.sliding_window, config.chunked_prefill_size
+    return PageDemand(config.page_size, window, chunk, config.num_verify_tokens)
 
 
-def kv_layer_ids(config: EngineConfig, target: RunTarget) -> tuple[int, ...]:
-    """Layers with keys and values: the model's attention layers, then those of its drafter."""
+def kv_groups(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, list[int]]:
+    """Layers with keys and values by their spec: the model's attention layers, then those of its drafter."""
     mc = target.model_config
-    return mc.full_attention_layer_ids + draft_method(config).kv_layers(mc)
+    groups: dict[AttentionSpec, list[int]] = {}
+    for layer_id in mc.full_attention_layer_ids + draft_method(config).kv_layers(mc):
+        groups.setdefault(attention_spec(mc.attention_of(layer_id), target.tp, target.dtype), []).append(layer_id)
+    return groups
 
 
 def make_plan(
@@ -198,14 +197,13 @@ def row_bytes(config: EngineConfig, target: RunTarget, max_len: int) -> int:
 
 def page_bytes(config: EngineConfig, target: RunTarget) -> int:
     """Bytes of a KV page over all layers that attend."""
-    layers = len(kv_layer_ids(config, target))
-    return KVPool.page_bytes(layers, config.page_size, *kv_shape(target), target.dtype)
+    return KVPool.page_bytes(kv_groups(config, target), config.page_size)
 
 
 def _table_length(config: EngineConfig, target: RunTarget, max_len: int) -> int:
     """Positions of a page table: the drafts of a last verify step may reach beyond the longest request. Without
     attention layers there is no KV to point at."""
-    return max_len + config.num_verify_tokens - 1 if kv_layer_ids(config, target) else 0
+    return max_len + config.num_verify_tokens - 1 if kv_groups(config, target) else 0
 
 
 def graph_bytes(config: EngineConfig, target: RunTarget) -> int:
@@ -231,12 +229,9 @@ def build_pools(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> Po
     """Allocates everything that the plan counts."""
     device, spec = target.device, pool_spec(config, target)
     mamba = MambaPool(spec, num_slots=plan.num_slots, num_rows=plan.num_rows, device=device) if spec.groups else None
-    heads, head_dim = kv_shape(target)
     own = (plan.num_rows + 1) * draft_method(config).row_pages(config)
-    kv = KVPool(
-        layer_ids=kv_layer_ids(config, target), num_pages=plan.num_pages + own,
-        page_size=plan.page_size, num_kv_heads=heads, head_dim=head_dim, dtype=target.dtype, device=device,
-    )  # fmt: skip
+    groups, pages = kv_groups(config, target), plan.num_pages + own
+    kv = KVPool(groups, num_pages=pages, page_size=plan.page_size, device=device)
     table = HybridReqToTokenPool(
         num_rows=plan.num_rows, max_context=_table_length(config, target, plan.max_model_len), page_size=plan.page_size,
         mamba_pool=mamba, device=device,

@@ -37,7 +37,8 @@ def table_bytes(config: EngineConfig, target: RunTarget) -> int:
     """Bytes at the peak of making the table of rotary embeddings, which has a row for each position."""
     mc = target.model_config
     positions = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
-    return 3 * 4 * positions * mc.attention.head_dim if mc.attention.rope is not None else 0
+    rotated = {a.head_dim: a for i in mc.full_attention_layer_ids if (a := mc.attention_of(i)).rope is not None}
+    return 3 * 4 * positions * sum(rotated)
 
 
 def _too_large(config: EngineConfig, target: RunTarget, weights: int, free: int) -> str:

@@ -17,7 +17,7 @@ from hybridrt.runtime.build import (
     device_budget,
     empty_model,
     host_budget,
-    kv_layer_ids,
+    kv_groups,
     load_target,
     make_plan,
     weight_bytes,
@@ -92,7 +92,7 @@ def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalL
     limit = target.model_config.max_position_embeddings
     length = min(config.chunked_prefill_size, config.max_model_len or limit, limit)
     rows = -(-config.chunked_prefill_size // length)
-    pages = -(-length // config.page_size) if kv_layer_ids(config, target) else 0
+    pages = -(-length // config.page_size) if kv_groups(config, target) else 0
     plan = MemoryPlan(rows, rows, rows * pages, config.page_size, length, UnitCosts(slot=0, row=0, page=0), 0)
     runner = StepRunner(config, target, model, plan)
     torch.cuda.reset_peak_memory_stats(target.device)

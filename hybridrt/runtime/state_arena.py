@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridrt.config import AttentionSpec
 from hybridrt.distributed.conv_transfer import MambaSpec, Section, derive_mamba_conv_split
 from hybridrt.errors import PoolError
 from hybridrt.kinds.base import StateShape
@@ -19,17 +20,15 @@ class ImageLayout:
     """What one rank keeps of a request after `length` tokens, as one run of bytes without gaps:
 
         for each recurrent layer   conv inputs [conv_dim, K - 1] | recurrent state [*temporal]
-        for each attention layer   keys [kv_heads, tokens, head_dim] | values [kv_heads, tokens, head_dim]
+        for each attention layer   keys [kv_heads, tokens, head_dim] | values [kv_heads, tokens, v_head_dim]
 
-    Tokens are all `length` of them or, with a sliding window, those that the next token sees. Whatever is cut over the
+    Tokens are all `length` of them or, where every attention layer has a sliding window, those that the next token sees
+    in the layer with the widest. Whatever is cut over the
     ranks is outermost, so that a share of it is one run too.
     """
 
     recurrent: tuple[tuple[int, StateShape, int], ...]  # layer id, state on this rank, groups before sharding
-    attention: tuple[int, ...]
-    kv_heads: int
-    all_kv_heads: int
-    head_dim: int
+    attention: tuple[tuple[int, AttentionSpec, int], ...]  # layer id, spec on this rank, KV heads before sharding
     window: int | None
     dtype: torch.dtype
     state_dtype: torch.dtype
@@ -45,11 +44,8 @@ class ImageLayout:
         )
         return cls(
             recurrent=tuple(recurrent),
-            attention=mc.full_attention_layer_ids,
-            kv_heads=kv.k.shape[3],
-            all_kv_heads=mc.attention.num_kv_heads,
-            head_dim=kv.k.shape[4],
-            window=mc.attention.sliding_window,
+            attention=tuple((i, kv.specs[i], mc.attention_of(i).num_kv_heads) for i in mc.full_attention_layer_ids),
+            window=mc.sliding_window,
             dtype=target.dtype,
             state_dtype=target.state_dtype,
             tp_size=tp,
@@ -60,10 +56,12 @@ class ImageLayout:
         found: list[Section] = []
         for _, shape, groups in self.recurrent:
             shapes = (shape.conv_dim, shape.conv_kernel - 1), shape.temporal
-            spec = MambaSpec(shapes, (self.dtype, state_dtype(shape, self.state_dtype)), shape.kind, groups)
-            found += derive_mamba_conv_split(spec, self.tp_size).sections
-        nbytes = self.kv_heads * self.kv_tokens(length) * self.head_dim * self.dtype.itemsize
-        return found + [Section(nbytes, self.all_kv_heads)] * (2 * len(self.attention))
+            state = MambaSpec(shapes, (self.dtype, state_dtype(shape, self.state_dtype)), shape.kind, groups)
+            found += derive_mamba_conv_split(state, self.tp_size).sections
+        for _, spec, all_kv_heads in self.attention:
+            per_dim = spec.num_kv_heads * self.kv_tokens(length) * spec.dtype.itemsize
+            found += [Section(per_dim * dim, all_kv_heads) for dim in spec.cache_dims]
+        return found
 
     def state_parts(self) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of a row's recurrent state, in the image's order."""
@@ -90,7 +88,7 @@ class StateArena:
         self.layout = ImageLayout.of(target, pools.kv)
         self.buffer = torch.zeros(transfer_bytes, dtype=torch.uint8, device=target.device)
         self._table = pools.req_to_token
-        self._kv = [tensor for layer_id in self.layout.attention for tensor in pools.kv.layer(layer_id)]
+        self._kv = [tensor for layer_id, _, _ in self.layout.attention for tensor in pools.kv.layer(layer_id)]
 
     def export_state(self, copy: StateCopy) -> None:
         """Pools to image. Nothing changes but where a state lies: a ring of inputs becomes part of its checkpoint.
@@ -117,7 +115,7 @@ class StateArena:
             self._table.mamba_pool.import_(copy.row, copy.length, map(image.take, *zip(*layout.state_parts())))
         places = self._places(copy)
         for tensor in self._kv:
-            heads = image.take((layout.kv_heads, len(places), layout.head_dim), layout.dtype)
+            heads = image.take((tensor.shape[2], len(places), tensor.shape[3]), tensor.dtype)
             tensor.flatten(0, 1).index_copy_(0, places, heads.transpose(0, 1))
 
     def _check_room(self, copy: StateCopy) -> None:

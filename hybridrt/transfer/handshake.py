@@ -1,8 +1,9 @@
 """What two workers must agree on before any state moves between them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from hybridrt.config import EngineConfig
+from hybridrt.config import EngineConfig, ModelConfig
 from hybridrt.errors import HandshakeError
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_shape
@@ -32,7 +33,6 @@ def handshake_of(config: EngineConfig, target: RunTarget, model_path: Path) -> H
     """
     mc, tokens = target.model_config, config.num_verify_tokens
     linear = [(state_shape(c), mc.linear_layer_ids(kind), c) for kind, c in sorted(mc.linear.items())]
-    attention = mc.attention
     widths = [shape.conv_width(tokens) for shape, _, _ in linear]
     return {
         "version": VERSION,
@@ -40,8 +40,7 @@ def handshake_of(config: EngineConfig, target: RunTarget, model_path: Path) -> H
         "conv_dtype": _name(target.dtype),
         "state_dtype": _name(target.state_dtype),
         "conv_layout": "; ".join(f"{_conv(shape)} in layers {_ids(ids)}" for shape, ids, _ in linear),
-        "kv_layout": f"{attention.num_kv_heads} x {attention.head_dim}, window {attention.sliding_window} in layers "
-        + _ids(mc.full_attention_layer_ids),
+        "kv_layout": _kv_layout(mc),
         "chunk_size": max((c.chunk_size for _, _, c in linear), default=0),
         "draft_length": tokens - 1,
         "ring_width": f"conv {max(widths, default=0)}, state {ring_width(tokens)}",
@@ -65,5 +64,16 @@ def _conv(shape: StateShape) -> str:
     return f"{shape.kind} ({parts}) x {shape.conv_kernel - 1}, state {list(shape.temporal)}"
 
 
-def _ids(layer_ids: tuple[int, ...]) -> str:
+def _kv_layout(model: ModelConfig) -> str:
+    groups: dict[str, list[int]] = {}
+    for i in model.full_attention_layer_ids:
+        a = model.attention_of(i)
+        values = f" and {a.v_head_dim}" if a.v_head_dim not in (None, a.head_dim) else ""
+        variant = f"{a.variant} " if a.variant != "gqa" else ""
+        text = f"{variant}{a.num_kv_heads} x {a.head_dim}{values}, window {a.sliding_window}"
+        groups.setdefault(text, []).append(i)
+    return "; ".join(f"{text} in layers {_ids(ids)}" for text, ids in groups.items())
+
+
+def _ids(layer_ids: Sequence[int]) -> str:
     return ",".join(map(str, layer_ids))

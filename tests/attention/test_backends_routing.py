@@ -14,16 +14,15 @@ from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
 from hybridrt.attention.mamba2 import Mamba2AttnBackend
 from hybridrt.attention.prefill_decode import HybridAttnBackend, PrefillDecodeAttnBackend
 from hybridrt.attention.torch_native import TorchNativeAttnBackend
-from hybridrt.config import EngineConfig, SpeculativeConfig
-from hybridrt.errors import BackendError, ConfigError, ProviderNotInstalledError
+from hybridrt.config import AttentionSpec, EngineConfig, SpeculativeConfig
+from hybridrt.errors import BackendError, ConfigError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
-from hybridrt.kernels.providers import _IMPLEMENTATIONS
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore
 
-LAYER = SimpleNamespace(layer_id=0, num_heads=2, num_kv_heads=2, head_dim=4, scale=0.5, sliding_window=None)
+LAYER = SimpleNamespace(layer_id=0, spec=AttentionSpec(2, 2, 4, 4, None, 0.5, torch.float32))
 
 
 class Instrumented(SegmentedAttnBackend):
@@ -307,68 +306,6 @@ def test_only_decode_steps_are_captured(mode: ForwardMode, checkpoints: Checkpoi
             part.init_forward_metadata_capture_cuda_graph(2, 2, rows, rows, mode, None)
 
 
-def test_registry_names_and_errors(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    assert registry.load_attention_backend("torch", cpu) is TorchNativeAttnBackend
-    assert registry.load_attention_backend("auto", cpu) is TorchNativeAttnBackend
-    assert "torch" in registry.attention_backend_names()
-    with pytest.raises(BackendError, match="torch"):
-        registry.load_attention_backend("nonsense", cpu)
-    monkeypatch.setitem(registry.FULL_ATTENTION, "absent", "hybridrt_absent.module:Backend")
-    with pytest.raises(BackendError, match=r"hybridrt_absent.*install"):
-        registry.load_attention_backend("absent", cpu)
-
-
-def test_prefill_takes_a_faster_library_where_nobody_named_a_backend(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By name, or the first that is installed and serves this KV cache; one that is installed and cannot says why."""
-    cuda, answers = torch.device("cuda"), {"sgl_kernel": "head_dim is 80", "flashinfer": None}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(registry, "objection", lambda op, device, provider, **facts: answers[provider])
-    monkeypatch.setattr(registry, "is_installed", lambda provider: provider == "sgl_kernel")
-
-    def resolved(device: torch.device = cuda, **config: Any) -> str:
-        return registry.resolve_prefill_name(EngineConfig("x", **config), device, torch.bfloat16, 80)
-
-    assert resolved() == "flashinfer"
-    assert "prefill attention does not use fa3: head_dim is 80" in caplog.text
-    answers["sgl_kernel"] = None
-    assert resolved() == "fa3"
-    assert resolved(attention_backend="triton") == "triton"
-    assert resolved(prefill_attention_backend="auto") == "triton"
-    assert resolved(torch.device("cpu")) == "torch"
-    answers |= dict.fromkeys(answers, "not installed")
-    assert resolved() == "triton"
-
-
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"dtype": torch.float32}, "float32, it takes bfloat16"), ({"head_dim": 80}, "head_dim is 80, it takes 64"),
-    ({"capability": (12, 0)}, "sm_120"),
-])  # fmt: skip
-def test_what_flash_attention_3_cannot_serve(changes: dict[str, Any], message: str) -> None:
-    facts = {"dtype": torch.bfloat16, "head_dim": 128, "capability": (9, 0)}
-    supports = _IMPLEMENTATIONS["attention_extend"]["sgl_kernel"].supports
-    assert supports is not None and supports(facts) is None and supports({}) is None
-    assert message in (supports(facts | changes) or "")
-
-
-@pytest.mark.parametrize(("name", "extra"), [("fa3", "sgl"), ("flashinfer", "flashinfer")])
-def test_a_backend_whose_library_is_missing_says_what_to_install(name: str, extra: str) -> None:
-    with pytest.raises(ProviderNotInstalledError, match=rf"{name}.*pip install 'hybridrt\[{extra}\]'"):
-        registry.load_attention_backend(name, torch.device("cpu"))
-
-
-def test_third_parties_register_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Point(SimpleNamespace):
-        name, value = "theirs", "tests.attention.test_backends_routing:Instrumented"
-
-    points = {registry.ENTRY_POINT_GROUP: [Point()]}
-    monkeypatch.setattr(registry, "entry_points", lambda group: points[group])
-    assert "theirs" in registry.attention_backend_names()
-    assert registry.load_attention_backend("theirs", torch.device("cpu")).__name__ == "Instrumented"
-
-
 def test_a_model_without_recurrent_layers_needs_no_composite(checkpoints: CheckpointStore) -> None:
     hand = ByHand(checkpoints["falcon-plain"].path)
     config = EngineConfig("x", device="cpu")
@@ -436,7 +373,7 @@ def test_bad_names_in_the_configuration() -> None:
 
 def test_kv_pool_holds_attention_layers_alone(checkpoints: CheckpointStore) -> None:
     hand = ByHand(checkpoints["qwen-plain"].path)
-    assert hand.pools.kv.k.shape[0] == len(hand.target.model_config.full_attention_layer_ids) == 1
+    assert hand.pools.kv.tensors[0].shape[0] == len(hand.target.model_config.full_attention_layer_ids) == 1
     assert isinstance(hand.pools.kv, KVPool)
     with pytest.raises(KeyError):
         hand.pools.kv.layer(0)

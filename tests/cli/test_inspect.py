@@ -52,7 +52,7 @@ def test_report_is_what_a_runner_allocates(model: tuple[Path, str], options: dic
     assert report.weight_bytes == build.weight_bytes(runner.model)
     assert report.num_parameters == sum(p.numel() for p in runner.model.parameters())
     kv, mamba = runner.pools.kv, runner.pools.req_to_token.mamba_pool
-    assert report.kv_bytes_per_token * kv.k.shape[1] * kv.page_size == kv.k.nbytes + kv.v.nbytes
+    assert report.kv_bytes_per_token * (kv.num_pages + 1) * kv.page_size == sum(t.nbytes for t in kv.tensors)
     assert mamba is not None
     for i, layer in enumerate(report.layers):
         cached = vars(mamba.layer_cache(i)).values() if i in mamba.layer_ids else ()
@@ -153,7 +153,8 @@ def test_tables_break_no_word(arguments: tuple[str, ...], width: int, monkeypatc
 def test_two_attention_backends_are_both_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hybridrt.attention import registry
 
-    monkeypatch.setitem(registry.FULL_ATTENTION, "other", registry.FULL_ATTENTION["torch"])
+    built_in: Any = registry.BACKENDS.built_in
+    monkeypatch.setitem(built_in, "other", built_in["torch"])
     config = EngineConfig(str(write_tiny(tmp_path)), device="cpu", prefill_attention_backend="other")
     assert describe_model(config).layers[0].backends == "torch/other + mamba2"
 

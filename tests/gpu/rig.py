@@ -140,8 +140,8 @@ class Rows:
 def pool_tensors(pools: Pools) -> dict[str, Tensor]:
     """Every tensor that outlives a step and holds anything, [layer, entry, ...]; entry 0 is scratch."""
     table, mamba = pools.req_to_token, pools.req_to_token.mamba_pool
-    found = {"keys": pools.kv.k, "values": pools.kv.v, "tokens": table.req_to_token[None]}
-    found["slots"] = table.req_to_state_slot[None]
+    found = {f"KV tensor {i}": tensor for i, tensor in enumerate(pools.kv.tensors)}
+    found |= {"tokens": table.req_to_token[None], "slots": table.req_to_state_slot[None]}
     if mamba is None:
         return found
     for layer_id in mamba.layer_ids:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.attention.registry import load_attention_backend
+from hybridrt.config import AttentionSpec
 from hybridrt.errors import HybridrtError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.mem_cache.kv_pool import KVPool
@@ -20,16 +21,13 @@ HEADS = {"falcon-h1-7b": (12, 2, 128), "nemotron-h-8b": (32, 8, 128), "qwen3-nex
 TOLERANCE = 1e-2
 
 
-def pools(dtype: torch.dtype, kv_heads: int, head_dim: int) -> dict[str, Any]:
+def pools(spec: AttentionSpec) -> dict[str, Any]:
     """Shuffled pages for all rows, and keys and values everywhere."""
     torch.manual_seed(0)
     count = ROWS * CONTEXT // PAGE
-    kv = KVPool(
-        layer_ids=[3, 5], num_pages=count, page_size=PAGE, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
-        device=DEVICE,
-    )  # fmt: skip
+    kv = KVPool({spec: [3, 5]}, num_pages=count, page_size=PAGE, device=DEVICE)
     table = HybridReqToTokenPool(num_rows=ROWS, max_context=CONTEXT, page_size=PAGE, mamba_pool=None, device=DEVICE)
-    for cache in (kv.k, kv.v):
+    for cache in kv.tensors:
         cache.copy_(torch.randn(cache.shape, device=DEVICE).bfloat16())
     pages = (torch.randperm(count) + 1).view(ROWS, -1).to(DEVICE)
     rows = torch.arange(1, ROWS + 1, device=DEVICE).repeat_interleave(pages.shape[1])
@@ -61,17 +59,21 @@ def step(lens: dict[int, tuple[int, int]], decode: int, backend: Any, tokens: in
 def made(name: str, model: str) -> tuple[Any, Any, list[Any]]:
     """The backend, its oracle, and two layers; skipped with the reason where it cannot run."""
     heads, kv_heads, head_dim = HEADS[model]
+    spec, whole = (
+        AttentionSpec(heads, kv_heads, head_dim, head_dim, None, head_dim**-0.5, dtype)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
     try:
-        backend = load_attention_backend(name, torch.device(DEVICE))(**pools(torch.bfloat16, kv_heads, head_dim))
+        backend = load_attention_backend(name, torch.device(DEVICE))(**pools(spec))
     except HybridrtError as e:
         pytest.skip(str(e))
-    oracle = load_attention_backend("torch", torch.device(DEVICE))(**pools(torch.float32, kv_heads, head_dim))
-    shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "scale": head_dim**-0.5}
-    return backend, oracle, [SimpleNamespace(layer_id=i, sliding_window=None, **shape) for i in (3, 5)]
+    oracle = load_attention_backend("torch", torch.device(DEVICE))(**pools(whole))
+    return backend, oracle, [SimpleNamespace(layer_id=i, spec=spec) for i in (3, 5)]
 
 
 def inputs(layer: Any, tokens: int) -> list[Tensor]:
-    widths = [layer.num_heads * layer.head_dim, *[layer.num_kv_heads * layer.head_dim] * 2]
+    spec = layer.spec
+    widths = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
     return list(torch.randn(tokens, sum(widths), device=DEVICE).bfloat16().split(widths, -1))
 
 

@@ -8,7 +8,7 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.skinny_linear import MAX_TOKENS, is_skinny, skinny_linear
 from hybridrt.kernels.skinny_linear_triton import Tile, matmul_tile
-from hybridrt.layers.mlp import GatedMLP, Relu2MLP
+from hybridrt.layers.mlp import MLP
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build
 
@@ -194,20 +194,20 @@ def test_the_reference_is_the_product_itself():
     torch.testing.assert_close(skinny_linear(x, weight)[0], F.linear(x, weight))
 
 
-@pytest.mark.parametrize("mlp_class", [GatedMLP, Relu2MLP])
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_layers_compute_the_same_with_it_and_without(mlp_class, tokens, monkeypatch):
+def test_layers_compute_the_same_with_it_and_without(activation, tokens, monkeypatch):
     torch.manual_seed(0)
     device = torch.device("cpu")
-    mlp = mlp_class("mlp", 32, 24, bias=True, build=Build(TPGroup(), torch.float16, device))
+    mlp = MLP("mlp", 32, 24, activation=activation, bias=True, build=Build(TPGroup(), torch.float16, device))
     norm = RMSNorm("norm", 32, EPS, device=device)
     for parameter in (*mlp.parameters(), *norm.parameters()):
         torch.nn.init.normal_(parameter, std=0.3)
     x, residual = torch.randn(2, tokens, 32).half()
     for before in (None, residual):
-        separate = mlp.after_norm(norm, x, None if before is None else before.clone(), None)
+        separate = mlp(norm, x, None if before is None else before.clone(), None)
         with monkeypatch.context() as patch:
-            patch.setattr("hybridrt.layers.linear.is_skinny", lambda *_: True)
-            fused = mlp.after_norm(norm, x, None if before is None else before.clone(), None)
+            patch.setattr("hybridrt.layers.methods.is_skinny", lambda *_: True)
+            fused = mlp(norm, x, None if before is None else before.clone(), None)
         torch.testing.assert_close(fused, separate, rtol=1e-2, atol=1e-2)
         assert torch.equal(fused[1], x if before is None else x + before)

@@ -119,7 +119,7 @@ def allocated(session: Session | DraftModelDrafter) -> int:
     """Bytes of everything that the runner allocated for requests."""
     runner = session.runner
     table = runner.pools.req_to_token
-    tensors = [runner.pools.kv.k, runner.pools.kv.v, table.req_to_token, table.req_to_state_slot, runner.last_tokens]
+    tensors = [*runner.pools.kv.tensors, table.req_to_token, table.req_to_state_slot, runner.last_tokens]
     tensors += vars(runner.sampling_table).values()
     if isinstance(head := runner.drafter, HeadRunner):
         tensors += [head.hidden, head.ahead.hidden, head.tokens]
@@ -173,7 +173,7 @@ def test_a_draft_model_is_charged(checkpoints: CheckpointStore) -> None:
     pools = drafter.runner.pools
     assert pools.req_to_token.mamba_pool is not None
     slot = pools.req_to_token.mamba_pool.spec.slot_bytes()
-    page, pages = (pools.kv.k[:, 0].numel() + pools.kv.v[:, 0].numel()) * 4, -(-(100 + 4) // 16)
+    page, pages = sum(tensor[:, 0].nbytes for tensor in pools.kv.tensors), -(-(100 + 4) // 16)
     unused = slot + (pages - 1) * page  # row 0 needs one slot and one page alone
     held = allocated(drafter) + weight_bytes(drafter.runner.model)
     assert with_draft.pool_bytes - without.pool_bytes == held + unused

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrt.config import AttentionSpec
 from hybridrt.errors import ConfigError
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
@@ -125,15 +126,21 @@ def test_page_tables_are_contiguous_within_pages() -> None:
 
 
 def test_kv_pools_start_finite_and_know_their_bytes() -> None:
-    pool = KVPool(
-        layer_ids=[3, 7], num_pages=4, page_size=2, num_kv_heads=3, head_dim=5, dtype=torch.float16, device="cpu"
-    )
-    assert pool.k.shape == pool.v.shape == (2, 5, 2, 3, 5)
-    assert not pool.k.any() and not pool.v.any(), "what a mask hides must be finite"
-    k, v = pool.layer(7)
-    assert k.data_ptr() == pool.k[1].data_ptr() and v.data_ptr() == pool.v[1].data_ptr()
-    per_page = KVPool.page_bytes(2, 2, 3, 5, torch.float16)
-    assert 5 * per_page == 2 * (pool.k.numel() + pool.v.numel())
+    """Groups of equal specs; of "mla" one latent vector a token."""
+    half = {"dtype": torch.float16, "sliding_window": None, "scale": 1.0}
+    gqa, wide = AttentionSpec(6, 3, 5, 5, **half), AttentionSpec(6, 3, 5, 8, **half)
+    groups = {gqa: [3, 7], wide: [4], AttentionSpec(6, 1, 9, 6, variant="mla", **half): [5]}
+    pool = KVPool(groups, num_pages=4, page_size=2, device="cpu")
+    shapes = [(2, 5, 2, 3, 5)] * 2 + [(1, 5, 2, 3, 5), (1, 5, 2, 3, 8), (1, 5, 2, 1, 9), (1, 5, 2, 1, 0)]
+    assert [tuple(tensor.shape) for tensor in pool.tensors] == shapes
+    assert not any(tensor.any() for tensor in pool.tensors), "what a mask hides must be finite"
+    for layer_id, (group, index) in {3: (0, 0), 7: (0, 1), 4: (1, 0)}.items():
+        places = [tensor.data_ptr() for tensor in pool.layer(layer_id)]
+        assert places == [tensor[index].data_ptr() for tensor in pool.tensors[2 * group : 2 * group + 2]]
+    assert pool.specs == {3: gqa, 7: gqa, 4: wide, 5: list(groups)[2]}
+    assert 5 * KVPool.page_bytes(groups, 2) == sum(tensor.nbytes for tensor in pool.tensors)
+    with pytest.raises(ConfigError, match=r"'mqa'.*'gqa', 'mla'"):
+        AttentionSpec(6, 3, 5, 5, variant="mqa", **half)
 
 
 @pytest.mark.parametrize("mode", ["classic", "replay"])

@@ -276,8 +276,8 @@ def test_stored_dtypes_are_converted(copy_of: Callable[[str], Path]) -> None:
     model = load(path)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     half = {name: p.dtype for name, p in load(path, dtype="float16").named_parameters()}
-    assert half["layers.0.in_proj.weight"] == torch.float16
-    assert half["layers.0.mamba.A"] == half["norm.weight"] == torch.float32
+    assert half["stack.parts.0.in_proj.weight"] == torch.float16
+    assert half["stack.parts.0.mamba.A"] == half["norm.weight"] == torch.float32
 
 
 @pytest.mark.parametrize("name", sweep(CASES, 2))

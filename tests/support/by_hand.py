@@ -1,6 +1,6 @@
 """A model, its pools and its backend driven step by step, without engine or runner, for tests of the backends."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -157,13 +157,18 @@ class ByHand:
             window = self.mamba.conv_window(layer_id, slot, torch.tensor([length], dtype=torch.int32))
             found[f"conv of layer {layer_id}"] = window[0].clone()
         where = self.pools.req_to_token.req_to_token[row, :length].long()
-        for name, pool in (("keys", self.pools.kv.k), ("values", self.pools.kv.v)):
+        for name, pool in self._kv():
             found[name] = pool.flatten(1, 2)[:, where].clone()
         return found
 
+    def _kv(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the KV pool: keys and values of the first group, of the second, ..."""
+        for i, tensor in enumerate(self.pools.kv.tensors):
+            yield f"{('keys', 'values')[i % 2]}{i // 2 or ''}", tensor
+
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of all pool tensors by name: [layer, entry, ...], or [entry] for cursors."""
-        found = {"keys": self.pools.kv.k, "values": self.pools.kv.v}
+        found = dict(self._kv())
         for layer_id in self.mamba.layer_ids:
             for name, tensor in vars(self.mamba.layer_cache(layer_id)).items():
                 if tensor is not None:

@@ -12,4 +12,4 @@ class OutsideForCausalLM(JambaForCausalLM):
     """Nothing of its own."""
 
 
-FAMILY = replace(JAMBA, architecture=ARCHITECTURE, model=f"{__name__}:{ARCHITECTURE}")
+FAMILY = replace(JAMBA, model=f"{__name__}:{ARCHITECTURE}")

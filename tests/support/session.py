@@ -129,7 +129,7 @@ class Session:
 
 def spoil(pools: Pools) -> None:
     """Fills what is not scratch with garbage: NaN, and in KV, whose hidden entries must be finite, large numbers."""
-    for tensor in (pools.kv.k, pools.kv.v):
+    for tensor in pools.kv.tensors:
         tensor[:, 1:] = 1e4
     mamba = pools.req_to_token.mamba_pool
     for layer_id in mamba.layer_ids if mamba is not None else ():

@@ -213,7 +213,7 @@ def test_reads_of_nothing() -> None:
     assert image_reads([], 0, 1, 2) == []
 
 
-LAYOUT = Images((), (), 0, 0, 0, None, torch.uint8, torch.uint8, 1)
+LAYOUT = Images((), (), None, torch.uint8, torch.uint8, 1)
 
 
 @pytest.fixture(params=["here", "another rank"])

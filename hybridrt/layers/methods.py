@@ -1,0 +1,298 @@
+"""How a linear layer or a stack of experts stores its weights and computes with them: the protocol, and dense weights.
+
+A method owns its parameters and says which tensors of a checkpoint fill them. Packages add methods by entry points of
+the group `hybridrt.linear_methods`, "name = module:class".
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hybridrt.errors import BackendError
+from hybridrt.kernels.activation import relu2, silu_and_mul
+from hybridrt.kernels.moe import fused_experts
+from hybridrt.kernels.skinny_linear import Activation, is_skinny, skinny_linear
+from hybridrt.layers.weights import CheckpointMap, Piece, Transform, parameter
+from hybridrt.plugins import Plugins
+
+if TYPE_CHECKING:
+    from hybridrt.layers.norm import RMSNorm
+    from hybridrt.layers.weights import Build
+
+ACTIVATIONS = {"silu_and_mul": silu_and_mul, "relu2": relu2}
+ADDS_FROM = 1024  # tokens: of fewer, the bytes that it saves are too few to be seen in a step
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a segment takes of the matrix under a checkpoint key, and where it goes.
+
+    Attributes:
+        name: prefix of the names of the pieces that it fills; unique in the model.
+        dim: along which the weight is made of segments: 0 for rows (outputs), 1 for columns (inputs).
+        start, size: of the segment in the method's weight, along `dim`.
+        select: from a tensor of the checkpoint that has the matrix's rows (columns) at `dim` to this rank's.
+        scale: multiplier of the matrix; the method decides which of its numbers take it.
+    """
+
+    name: str
+    dim: int
+    start: int
+    size: int
+    select: Transform
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """The same for experts: `matrix` of experts `first` to `first + count`, of "up" the rows `start` to `start + size`.
+
+    Attributes:
+        select: from the checkpoint's matrix to [count, ...] of this rank, as the method's stack holds it.
+    """
+
+    name: str
+    matrix: Literal["up", "down"]
+    first: int
+    count: int
+    start: int
+    size: int
+    select: Transform
+
+
+class Method:
+    """What owns parameters. They are attributes; the layer that uses the method registers them under their names."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, nn.Parameter)}
+
+
+class ExpertsMethod(Method, ABC):
+    """A stack of experts: up [E, rows, in], down [E, in, size].
+
+    Args:
+        count: E. rows: of up: `size`, or twice as many where a gate stands before it.
+    """
+
+    @abstractmethod
+    def __init__(self, count: int, rows: int, in_features: int, size: int, build: "Build") -> None: ...
+
+    @abstractmethod
+    def targets(self, key: str, part: ExpertPart) -> CheckpointMap:
+        """What the tensors under `key` (`key`.weight, scales, ...) fill."""
+
+    @abstractmethod
+    def apply(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
+        gated: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """[T, in] to this rank's part of [T, in]; weights and ids [T, k] as `fused_experts` takes them."""
+
+
+class LinearMethod(Method, ABC):
+    """A weight [out, in] and the products with it. What a method does not fuse has a default.
+
+    Attributes:
+        experts: the class for stacks of experts, None if there is none.
+        merges_inputs: whether one weight may hold several matrices of the checkpoint side by side along its input. Not
+            where a scale serves a whole row: each matrix has scales of its own.
+    """
+
+    experts: ClassVar[type[ExpertsMethod] | None] = None
+    merges_inputs: ClassVar[bool] = False
+
+    @abstractmethod
+    def __init__(self, out_features: int, in_features: int, build: "Build") -> None: ...
+
+    @abstractmethod
+    def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
+        """What the tensors under `key` (`key`.weight, scales, ...) fill."""
+
+    @abstractmethod
+    def apply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None,
+        tail: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """act(x W^T + b) for x [T, in], whose last columns may come in `tail`."""
+
+    def apply_into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """x W^T + b into `out` [T, out], which may be columns of a wider tensor."""
+        out.copy_(self.apply(x, bias))
+
+    def adds(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
+        """Whether the product should end with the addition of a residual (`apply_onto`)."""
+        return False
+
+    def apply_onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + residual, in the place of `residual`."""
+        return residual.add_(self.apply(x, None, tail=tail))
+
+    def apply_normed(
+        self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None,
+        activation: Activation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """(act(norm(x + residual) W^T + b), x + residual), as `norm` counts a missing residual."""
+        h, residual = norm(x, residual)
+        return self.apply(h, bias, activation), residual
+
+
+class DenseExperts(ExpertsMethod):
+    """Experts in the model's dtype."""
+
+    def __init__(self, count: int, rows: int, in_features: int, size: int, build: "Build") -> None:
+        self.up = parameter(count, rows, in_features, dtype=build.dtype, device=build.device)
+        self.down = parameter(count, in_features, size, dtype=build.dtype, device=build.device)
+
+    def targets(self, key: str, part: ExpertPart) -> CheckpointMap:
+        stack = self.up.data.narrow(1, part.start, part.size) if part.matrix == "up" else self.down.data
+        piece = Piece(part.name, stack.narrow(0, part.first, part.count), part.select)
+        return {f"{key}.weight": (piece,)}
+
+    def apply(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
+        gated: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        return fused_experts(x, self.up, self.down, weights, ids, activation=activation, gated=gated)
+
+
+class DenseMethod(LinearMethod):
+    """A weight in the model's dtype.
+
+    A step of few tokens on a GPU takes one kernel for the product with the norm before it and the activation behind it.
+    """
+
+    experts = DenseExperts
+    merges_inputs = True
+
+    def __init__(self, out_features: int, in_features: int, build: "Build") -> None:
+        self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
+        if build.device.type == "cpu" and build.dtype == torch.float32:
+            # Column by column in memory, which BLAS multiplies a fifth faster with few rows and no slower with many.
+            self.weight.data = torch.empty(in_features, out_features).t()
+
+    def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
+        weight = self.weight.data
+        places = [weight.narrow(part.dim, part.start, part.size) for part in parts]
+        return {
+            f"{key}.weight": tuple(
+                Piece(f"{part.name}.weight", place, part.select, part.scale)
+                for part, place in zip(parts, places, strict=True)
+            )
+        }
+
+    def apply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None,
+        tail: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        if is_skinny(x, self.weight, activation):
+            return skinny_linear(x, self.weight, bias, tail=tail, activation=activation)[0]
+        y = F.linear(x if tail is None else side_by_side(x, tail), self.weight, bias)
+        return y if activation is None else ACTIVATIONS[activation](y)
+
+    def apply_into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+        weight = self.weight.t()
+        torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
+
+    def adds(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
+        """Of many tokens: the norm behind it then moves half the bytes."""
+        return x.shape[0] >= ADDS_FROM and residual.dtype == x.dtype
+
+    def apply_onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> torch.Tensor:
+        return residual.addmm_(x if tail is None else side_by_side(x, tail), self.weight.t())
+
+    def apply_normed(
+        self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None,
+        activation: Activation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        if not is_skinny(x, self.weight, activation):
+            h, residual = norm(x, residual)
+            return self.apply(h, bias, activation), residual
+        y, total = skinny_linear(
+            x, self.weight, bias, norm_weight=norm.weight, eps=norm.eps, residual=residual, activation=activation
+        )
+        return y, x if total is None else total
+
+
+class MixedMethod(LinearMethod):
+    """A merged weight whose segments have several schemes: one method for each run of equal ones.
+
+    Args:
+        runs: (method, its length along `dim`), in the order of the weight.
+        dim: 0: the runs write neighbouring columns of one output; 1: they read neighbouring columns of one input, and
+            their products are added.
+    """
+
+    def __init__(self, runs: Sequence[tuple[LinearMethod, int]], dim: int) -> None:  # made of methods that were made
+        self.runs, self.sizes, self.dim = [method for method, _ in runs], [size for _, size in runs], dim
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {f"{name}_{i}": p for i, run in enumerate(self.runs) for name, p in run.parameters().items()}
+
+    def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
+        found: CheckpointMap = {}
+        for i, run in enumerate(self.runs):
+            start, end = sum(self.sizes[:i]), sum(self.sizes[: i + 1])
+            mine = [replace(part, start=part.start - start) for part in parts if start <= part.start < end]
+            for name, pieces in (run.targets(key, mine) if mine else {}).items():
+                found[name] = found.get(name, ()) + pieces
+        return found
+
+    def apply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None,
+        tail: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        x = x if tail is None else side_by_side(x, tail)
+        if self.dim == 0:
+            out = x.new_empty(x.shape[0], sum(self.sizes))
+            biases = [None] * len(self.runs) if bias is None else bias.split(self.sizes)
+            for run, part, its_bias in zip(self.runs, out.split(self.sizes, -1), biases, strict=True):
+                run.apply_into(part, x, its_bias)
+        else:
+            first, *rest = zip(self.runs, x.split(self.sizes, -1), strict=True)
+            out = first[0].apply(first[1], bias)
+            for run, part in rest:
+                out = run.apply_onto(out, part)
+        return out if activation is None else ACTIVATIONS[activation](out)
+
+
+_METHODS = Plugins("hybridrt.linear_methods", {"dense": f"{__name__}:DenseMethod"})
+
+
+@cache
+def linear_method(name: str) -> type[LinearMethod]:
+    """The method of a name.
+
+    Raises:
+        BackendError: there is none, its package cannot be imported, or it brings something else.
+    """
+    method = _METHODS.load(name)
+    if method is None:
+        raise BackendError(f"{name!r} is no method of linear layers; known are {', '.join(_METHODS.names())}")
+    if not (isinstance(method, type) and issubclass(method, LinearMethod)):
+        raise BackendError(f"the entry point {name!r} gives {method!r}; it must name a LinearMethod")
+    return method
+
+
+def experts_method(name: str) -> type[ExpertsMethod]:
+    """The method of a name for stacks of experts. Raises BackendError as `linear_method`, and where it has none."""
+    experts = linear_method(name).experts
+    if experts is None:
+        raise BackendError(f"method {name!r} serves no stacks of experts; leave the experts dense")
+    return experts
+
+
+def side_by_side(x: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+    """x [T, a] and tail [T, b] as [T, a + b]: a view if they are neighbouring columns of one tensor, else a copy."""
+    rows, width = x.shape[0], x.shape[1] + tail.shape[1]
+    row_stride = width if rows == 1 else x.stride(0)  # a single row has none that counts
+    alike = x.stride(1) == tail.stride(1) == 1 and (rows == 1 or tail.stride(0) == row_stride)
+    neighbours = alike and tail.data_ptr() == x.data_ptr() + x.shape[1] * x.element_size()
+    if neighbours and x.untyped_storage().data_ptr() == tail.untyped_storage().data_ptr():
+        return x.as_strided((rows, width), (row_stride, 1))
+    return torch.cat((x, tail), dim=-1)

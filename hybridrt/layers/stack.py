@@ -1,0 +1,65 @@
+"""The stack of a decoder: parts, each behind a norm of its own, that add to a residual."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.weights import CheckpointMap
+
+
+@dataclass(frozen=True)
+class ResidualPart:
+    """One norm and what follows it.
+
+    Attributes:
+        norm_key, key: of the norm and of the part in a checkpoint, below the layer's; "" where the part's keys stand
+            directly below it.
+        part: a module with `forward(norm, x, residual, batch)`, which gives what it adds to x + residual, and that sum;
+            and with `targets(key)`.
+    """
+
+    norm_key: str
+    key: str
+    part: Any
+
+
+class ResidualStack(nn.Module):
+    """Layers of parts:  x ─ norm ─ part ─ + ─ norm ─ part ─ + ...
+
+    Args:
+        layers: the parts of each layer, by the layer's name: a prefix of the names of its pieces.
+        norm: further arguments of the RMS norms: eps, device, zero_centered.
+    """
+
+    def __init__(self, layers: dict[str, Sequence[ResidualPart]], hidden_size: int, **norm: Any) -> None:
+        super().__init__()
+        self.norms, self.parts = nn.ModuleList(), nn.ModuleList()
+        self.keys: list[tuple[int, str, str]] = []
+        for i, (name, parts) in enumerate(layers.items()):
+            for each in parts:
+                self.norms.append(RMSNorm(f"{name}.{each.norm_key}", hidden_size, **norm))
+                self.parts.append(each.part)
+                self.keys.append((i, each.norm_key, each.key))
+
+    def __iter__(self) -> Iterator[tuple[RMSNorm, Any]]:
+        """(norm, part) in their order. A model calls `part(norm, x, residual, batch)` itself: a frame less in each."""
+        parts: Any = zip(self.norms, self.parts)
+        return iter(parts)
+
+    def mixers(self) -> dict[int, Any]:
+        """The recurrent mixers by layer id."""
+        found: list[Any] = [module for module in self.modules() if hasattr(module, "kind")]
+        return {mixer.layer_id: mixer for mixer in found}
+
+    def targets(self, key: str) -> CheckpointMap:
+        """Targets of the layers under `key`.0, `key`.1, ..."""
+        found: CheckpointMap = {}
+        parts: Any = zip(self.keys, self.norms, self.parts, strict=True)
+        for (i, norm_key, part_key), norm, part in parts:
+            layer = f"{key}.{i}"
+            found |= norm.targets(f"{layer}.{norm_key}")
+            found |= part.targets(f"{layer}.{part_key}" if part_key else layer)
+        return found

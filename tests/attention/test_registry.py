@@ -1,0 +1,108 @@
+"""Attention backends by name: those of this package and those of others, and which of them "auto" means."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybridrt import plugins
+from hybridrt.attention import paged, registry
+from hybridrt.attention.torch_native import TorchNativeAttnBackend
+from hybridrt.config import AttentionSpec, EngineConfig
+from hybridrt.errors import BackendError, ProviderNotInstalledError
+from hybridrt.hf_config import read_model_config
+from hybridrt.kernels.providers import _IMPLEMENTATIONS
+from tests.support.checkpoints import CheckpointStore
+from tests.support.outside_attention import OutsideAttnBackend
+from tests.support.session import Session
+
+SPEC = AttentionSpec(2, 2, 128, 128, None, 0.5, torch.bfloat16)
+
+
+def test_registry_names_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert registry.load_attention_backend("torch", cpu) is TorchNativeAttnBackend
+    assert registry.load_attention_backend("auto", cpu) is TorchNativeAttnBackend
+    assert "torch" in registry.attention_backend_names()
+    with pytest.raises(BackendError, match="torch"):
+        registry.load_attention_backend("nonsense", cpu)
+    built_in: Any = registry.BACKENDS.built_in
+    monkeypatch.setitem(built_in, "absent", "hybridrt_absent.module:Backend")
+    with pytest.raises(BackendError, match=r"hybridrt_absent.*install"):
+        registry.load_attention_backend("absent", cpu)
+
+
+def test_prefill_takes_a_faster_library_where_nobody_named_a_backend(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By name, or the first that is installed and serves this KV cache; one that is installed and cannot says why."""
+    cuda, answers = torch.device("cuda"), {"sgl_kernel": "head_dim is 80", "flashinfer": None}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(paged, "objection", lambda op, device, provider, **facts: answers[provider])
+    monkeypatch.setattr(registry, "is_installed", lambda provider: provider == "sgl_kernel")
+
+    def resolved(device: torch.device = cuda, **config: Any) -> str:
+        return registry.resolve_prefill_name(EngineConfig("x", **config), device, [SPEC])
+
+    assert resolved() == "flashinfer"
+    assert "prefill attention does not use fa3: head_dim is 80" in caplog.text
+    answers["sgl_kernel"] = None
+    assert resolved() == "fa3"
+    assert resolved(attention_backend="triton") == "triton"
+    assert resolved(prefill_attention_backend="auto") == "triton"
+    assert resolved(torch.device("cpu")) == "torch"
+    answers |= dict.fromkeys(answers, "not installed")
+    assert resolved() == "triton"
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"dtype": torch.float32}, "float32, it takes bfloat16"), ({"head_dim": 80}, "head_dim is 80, it takes 64"),
+    ({"capability": (12, 0)}, "sm_120"),
+])  # fmt: skip
+def test_what_flash_attention_3_cannot_serve(changes: dict[str, Any], message: str) -> None:
+    facts = {"dtype": torch.bfloat16, "head_dim": 128, "capability": (9, 0)}
+    supports = _IMPLEMENTATIONS["attention_extend"]["sgl_kernel"].supports
+    assert supports is not None and supports(facts) is None and supports({}) is None
+    assert message in (supports(facts | changes) or "")
+
+
+@pytest.mark.parametrize(("name", "extra"), [("fa3", "sgl"), ("flashinfer", "flashinfer")])
+def test_a_backend_whose_library_is_missing_says_what_to_install(name: str, extra: str) -> None:
+    with pytest.raises(ProviderNotInstalledError, match=rf"{name}.*pip install 'hybridrt\[{extra}\]'"):
+        registry.load_attention_backend(name, torch.device("cpu"))
+
+
+def test_third_parties_register_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point(SimpleNamespace):
+        name, value = "theirs", "tests.attention.test_backends_routing:Instrumented"
+
+    class Wrong(SimpleNamespace):
+        name, value = "wrong", "tests.attention.test_backends_routing:LAYER"
+
+    monkeypatch.setattr(
+        plugins, "entry_points", lambda group: {"hybridrt.attention_backends": [Point(), Wrong()]}[group]
+    )
+    assert "theirs" in registry.attention_backend_names()
+    assert registry.load_attention_backend("theirs", torch.device("cpu")).__name__ == "Instrumented"
+    with pytest.raises(BackendError, match=r"'wrong'.*must be a SegmentedAttnBackend"):
+        registry.load_attention_backend("wrong", torch.device("cpu"))
+
+
+def test_a_backend_of_another_package_runs_and_says_what_it_requires(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = SimpleNamespace(name="outside", value="tests.support.outside_attention:OutsideAttnBackend")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == registry.BACKENDS.group else [])
+    path, requests = checkpoints["qwen-plain"].path, [([5, 6, 7, 8], 5), ([9], 5)]
+    OutsideAttnBackend.layers_seen.clear()
+    samples = Session(path, attention_backend="outside").run(requests)
+    assert [s.tokens for s in samples] == [s.tokens for s in Session(path).run(requests)]
+    assert OutsideAttnBackend.layers_seen == set(read_model_config(path).full_attention_layer_ids)
+    with pytest.raises(BackendError, match="cannot serve attention on 'cpu': a window of 9, it takes none"):
+        Session(checkpoints["swa_ssm-plain"].path, attention_backend="outside")
+
+
+def test_each_device_has_a_backend_that_auto_means() -> None:
+    for device, decode in (("cpu", "torch"), ("cuda", "triton")):
+        assert registry.resolve_attention_name("auto", torch.device(device)) == decode

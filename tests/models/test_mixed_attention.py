@@ -1,0 +1,125 @@
+"""A model whose attention layers differ: head dims, numbers of heads, windows, scales, rotary or none."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hybridrt import plugins
+from hybridrt.cli.inspect import describe_model
+from hybridrt.config import SpeculativeConfig
+from hybridrt.errors import BackendError
+from hybridrt.families.registry import family_of
+from hybridrt.mem_cache.kv_pool import KVPool
+from hybridrt.runtime.build import kv_groups
+from hybridrt.runtime.state_arena import StateArena
+from hybridrt.runtime.step import StateCopy
+from hybridrt.transfer.handshake import Handshake
+from tests.support import outside_mixed
+from tests.support.outside_mixed import ARCHITECTURE, LAYERS, Reference, write_checkpoint
+from tests.support.session import Session
+
+PROMPTS = [[7, 3, 50, 11, 2, 9, 9, 40, 21, 5, 33, 18, 27], [4], [60, 1] * 16, [13, 14, 15, 16, 17]]
+COUNT = 24
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    points = [SimpleNamespace(name=ARCHITECTURE, value="tests.support.outside_mixed:FAMILY")]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: points if group == "hybridrt.families" else [])
+    for cached in (family_of, family_of.__wrapped__.__globals__["_families"]):
+        cached.cache_clear()
+    yield
+    for cached in (family_of, family_of.__wrapped__.__globals__["_families"]):
+        cached.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]], Reference]:
+    """The checkpoint, what follows each prompt, and the model in plain torch."""
+    path = tmp_path_factory.mktemp("mixed")
+    reference = write_checkpoint(path)
+    return path, [reference.greedy(prompt, COUNT) for prompt in PROMPTS], reference
+
+
+@pytest.mark.parametrize(("chunk", "gap", "options"), [
+    (8192, 0, {}), (5, 2, {}), (16, 0, {"page_size": 4}),
+    (7, 1, {"speculative": SpeculativeConfig("ngram", num_draft_tokens=3)}),
+    (8192, 1, {"speculative": SpeculativeConfig("ngram", num_draft_tokens=4, topk=2)}),
+])  # fmt: skip
+def test_tokens_are_the_reference_s(model: tuple, chunk: int, gap: int, options: dict) -> None:
+    """Whole and chunked prompts, mixed steps, chains and trees of drafts."""
+    path, expected, reference = model
+    session = Session(path, **options)
+    samples = session.run([(prompt, COUNT) for prompt in PROMPTS], chunk=chunk, gap=gap)
+    assert [sample.tokens for sample in samples] == expected
+    assert session.num_mixed() or not gap
+    for sample in samples:
+        logits = reference.logits(sample.prompt + sample.tokens)[len(sample.prompt) - 1 : -1]
+        torch.testing.assert_close(sample.logits, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_survive_preemption(model: tuple) -> None:
+    path, expected, _ = model
+    page = KVPool.page_bytes(kv_groups(Session(path).config, Session(path).runner.target), 4)
+    plan = Session(path, page_size=4).plan
+    budget = plan.costs.fixed + 5 * plan.costs.row + 28 * page
+    session = Session(path, page_size=4, max_model_len=60, budget_bytes=budget)
+    samples = session.run([(prompt, COUNT) for prompt in PROMPTS], chunk=6)
+    assert [sample.tokens for sample in samples] == expected
+    assert sum(sample.retractions for sample in samples)
+
+
+def test_layers_of_equal_spec_share_a_group_and_the_plan_charges_all(model: tuple) -> None:
+    session = Session(model[0])
+    pool = session.runner.pools.kv
+    assert [tensor.shape[0] for tensor in pool.tensors] == [2, 2, 1, 1, 1, 1, 1, 1]
+    for i, own in enumerate(LAYERS):
+        spec, shape = pool.specs[i], pool.layer(i)[0].shape
+        assert (spec.num_heads, spec.sliding_window) == (own.num_heads, own.sliding_window)
+        assert shape[2:] == (own.num_kv_heads, own.head_dim)
+    assert (session.plan.num_pages + 1) * session.plan.costs.page == sum(t.nbytes for t in pool.tensors)
+    report = describe_model(session.config)
+    assert [layer.kv_bytes_per_token for layer in report.layers] == [8 * o.num_kv_heads * o.head_dim for o in LAYERS]
+    assert report.layers[4].mixer == "attention (4 heads, 4 KV heads, head_dim 12, window 9)"
+
+
+def test_pages_stay_while_one_layer_sees_everything(model: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Session(model[0]).plan.demand.window is None  # type: ignore[union-attr]
+    monkeypatch.setattr(outside_mixed, "LAYERS", tuple(own for own in LAYERS if own.sliding_window))
+    assert Session(model[0], load_format="dummy").plan.demand.window == 9  # type: ignore[union-attr]
+
+
+def test_a_variant_without_kernels_is_refused_when_built(model: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes, message in (({"variant": "mla"}, 'no kernels for variant "mla"'), ({"v_head_dim": 4}, "v_head_dim 4")):
+        layers = (*LAYERS[:-1], replace(LAYERS[-1], **changes))
+        monkeypatch.setattr(outside_mixed, "LAYERS", layers)
+        with pytest.raises(BackendError, match=message):
+            Session(model[0], load_format="dummy")
+
+
+def test_states_leave_and_arrive(model: tuple) -> None:
+    """Keys and values of all groups, each with its own shape."""
+    sides = [Session(model[0], page_size=4, transfer_bytes=10**5).runner for _ in range(2)]
+    arenas = [StateArena(side.target, side.pools, 10**5) for side in sides]
+    pages = ([3, 1, 7], [2, 9, 4])
+    for side, own in zip(sides, pages, strict=True):
+        side.pools.req_to_token.write_pages(torch.tensor([1, 1, 1]), torch.arange(3), torch.tensor(own))
+        for tensor in side.pools.kv.tensors:
+            tensor.normal_()
+    copy = StateCopy(1, 10, 0)
+    arenas[0].export_state(copy)
+    arenas[1].buffer.copy_(arenas[0].buffer)
+    arenas[1].import_state(copy)
+    for i in range(len(LAYERS)):
+        for sent, got in zip(*(side.pools.kv.layer(i) for side in sides), strict=True):
+            there, here = (tensor[own].flatten(0, 1)[:10] for tensor, own in zip((sent, got), pages, strict=True))
+            assert torch.equal(there, here)
+    config = sides[0].config
+    assert Handshake.of(config, sides[0].target, model[0]).kv_layout == (
+        "2 x 8, window 5 in layers 0,3; 2 x 8, window None in layers 1; 1 x 12, window None in layers 2; "
+        "4 x 12, window 9 in layers 4"
+    )

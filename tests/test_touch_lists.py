@@ -1,0 +1,83 @@
+"""How many files another family, kind, drafter or attention backend takes: those that name one that is there."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.count_lines import code_lines
+
+ROOT = Path(__file__).parents[1]
+# Kernels are given. What inspects an installation, or offers names at large, is no part of the way.
+FOLDERS = ("hybridrt", "models", "mem_cache")
+GIVEN = ("hybridrt/kernels/",)
+
+
+def words(file: Path) -> str:
+    """The names and strings of a file, without its comments and docstrings."""
+    tree = ast.parse(file.read_text())
+    docs = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                docs.add(first.value)
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(text)) if node not in docs:
+                found.append(text)
+            case ast.Name(id=name) | ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.Attribute(attr=name):
+                found.append(name)
+            case ast.ImportFrom(module=str(module), names=names):
+                found += [f"{module}.{alias.name}" for alias in names]
+    return "\n".join(found)
+
+
+WORDS = {
+    str(file.relative_to(ROOT)): words(file)
+    for folder in FOLDERS
+    for file in sorted((ROOT / folder).rglob("*.py"))
+    if not str(file.relative_to(ROOT)).startswith(GIVEN)
+}
+
+
+def files_that_name(pattern: str) -> set[str]:
+    return {file for file, text in WORDS.items() if re.search(pattern, text, re.IGNORECASE)}
+
+
+@pytest.mark.parametrize("family", ["jamba", "falcon_mamba", "nemotron_h", "qwen3_next", "falcon_h1"])
+def test_a_family_takes_two_files(family: str) -> None:
+    """And at most 150 lines where it brings no block of its own."""
+    files = files_that_name(family.replace("_", "_?"))
+    assert files == {f"hybridrt/families/{family}.py", f"models/{family}.py"}
+    assert sum(code_lines((ROOT / file).read_text()) for file in files) <= 150
+
+
+@pytest.mark.parametrize("kind", ["gdn", "mamba2", "mamba1", "prefix_sum"])
+def test_a_kind_takes_three_files(kind: str) -> None:
+    """Beside the families that are made of it, and the names that another runtime's callers have for two of them."""
+    users = (
+        "hybridrt/families/",
+        "models/",
+        "hybridrt/layers/hybrid_attention.py",
+        "hybridrt/distributed/conv_transfer.py",
+    )
+    files = {file for file in files_that_name(rf"\b{kind}\b|{kind}[a-z]*config") if not file.startswith(users)}
+    assert files == {f"hybridrt/{part}/{kind}.py" for part in ("kinds", "attention", "layers")}
+
+
+def test_a_drafter_on_the_host_takes_two_files() -> None:
+    assert files_that_name(r"NgramMethod|speculative\.ngram") == {
+        "hybridrt/speculative/ngram.py",
+        "hybridrt/speculative/registry.py",
+    }
+
+
+@pytest.mark.parametrize(("cls", "file"), [
+    ("Fa3AttnBackend", "fa3"), ("FlashinferAttnBackend", "flashinfer"), ("TritonAttnBackend", "triton"),
+    ("TorchNativeAttnBackend", "torch_native"),
+])  # fmt: skip
+def test_an_attention_backend_takes_two_files(cls: str, file: str) -> None:
+    assert files_that_name(cls) == {f"hybridrt/attention/{file}.py", "hybridrt/attention/registry.py"}
