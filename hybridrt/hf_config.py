@@ -15,7 +15,7 @@ from hybridrt.config_json import check_fields, read_object
 from hybridrt.config_kinds import EOS, MAX_LAYERS, MAX_WIDTH, RAW, ROPE
 from hybridrt.errors import ConfigError, UnsupportedModelError, shown
 from hybridrt.families.base import Family, FamilyFields
-from hybridrt.families.registry import architectures, family_of
+from hybridrt.families.registry import family_of
 from hybridrt.kinds.registry import state_shape
 
 # Longest request of a model whose config.json sets no limit, since nothing in it counts positions.
@@ -32,10 +32,9 @@ def read_model_config(path: Path) -> ModelConfig:
     file = path / "config.json"
     raw = _read_config(path)
     check_fields(raw, RAW, file)
-    architecture = _architecture(path, raw)
+    family = _family(path, raw)
     if raw.get("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; use the unquantised checkpoint that it was made from")
-    family = family_of(architecture)
     hf = family.read(raw, file) if family.read else _transformers_config(path, raw, family)
     check_fields(hf, family.fields, file)
     _check_activation(hf, path)
@@ -49,7 +48,7 @@ def read_model_config(path: Path) -> ModelConfig:
     if any(layer.ffn == "moe" for layer in fields["layers"]):
         _check_experts(hf, path)
     return ModelConfig(
-        architecture=architecture,
+        architecture=family.architecture,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         max_position_embeddings=getattr(hf, "max_position_embeddings", None) or UNLIMITED_POSITIONS,
@@ -121,19 +120,18 @@ def _read_config(path: Path) -> dict[str, Any]:
     return read_object(file)
 
 
-def _architecture(path: Path, raw: Mapping[str, Any]) -> str:
-    """The first architecture that the file names."""
-    architecture: str = (raw.get("architectures") or [""])[0]
-    known = architectures()
-    if architecture in known:
-        return architecture
-    text = f"{path}: architecture {architecture!r} is not supported; supported are {', '.join(known)}"
-    if raw.get("auto_map"):
-        text += (
-            ". Its config.json asks for trust_remote_code=True: auto_map names Python code of the checkpoint, and "
-            "hybridrt never runs such code"
-        )
-    raise UnsupportedModelError(text)
+def _family(path: Path, raw: Mapping[str, Any]) -> Family:
+    """That of the first architecture that the file names."""
+    try:
+        return family_of((raw.get("architectures") or [""])[0])
+    except UnsupportedModelError as e:
+        text = f"{path}: {e}"
+        if raw.get("auto_map"):
+            text += (
+                ". Its config.json asks for trust_remote_code=True: auto_map names Python code of the checkpoint, and "
+                "hybridrt never runs such code"
+            )
+        raise UnsupportedModelError(text) from e
 
 
 def _transformers_config(path: Path, raw: dict[str, Any], family: Family) -> Any:

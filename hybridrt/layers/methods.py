@@ -261,7 +261,8 @@ class MixedMethod(LinearMethod):
         return out if activation is None else ACTIVATIONS[activation](out)
 
 
-_METHODS = Plugins("hybridrt.linear_methods", {"dense": f"{__name__}:DenseMethod"})
+_DENSE = {"dense": f"{__name__}:DenseMethod"}
+_METHODS = Plugins("hybridrt.linear_methods", _DENSE, "method of linear layers", LinearMethod, classes=True)
 
 
 @cache
@@ -271,11 +272,7 @@ def linear_method(name: str) -> type[LinearMethod]:
     Raises:
         BackendError: there is none, its package cannot be imported, or it brings something else.
     """
-    method = _METHODS.load(name)
-    if method is None:
-        raise BackendError(f"{name!r} is no method of linear layers; known are {', '.join(_METHODS.names())}")
-    if not (isinstance(method, type) and issubclass(method, LinearMethod)):
-        raise BackendError(f"the entry point {name!r} gives {method!r}; it must name a LinearMethod")
+    method: type[LinearMethod] = _METHODS.load(name)
     return method
 
 

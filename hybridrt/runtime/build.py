@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hybridrt.attention.base import AttentionBackend
+from hybridrt.attention.registry import create_backend
 from hybridrt.config import AttentionSpec, EngineConfig, ModelConfig, resolve_device, resolve_dtype, resolve_state_dtype
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
@@ -58,6 +60,37 @@ class RunTarget:
         dtype = resolve_dtype(config.dtype, model_config.dtype, device)
         mode = resolve_state_mode(config, model_config.linear, device)
         return cls(model_config, device, dtype, resolve_state_dtype(config.mamba_ssm_dtype, device), mode, tp)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A model in memory, ready to run steps.
+
+    Attributes:
+        plan: rows, slots and pages that a scheduler may hand out.
+    """
+
+    config: EngineConfig
+    target: RunTarget
+    model: CausalLM
+    plan: MemoryPlan
+    pools: Pools
+    backend: AttentionBackend
+
+    @classmethod
+    def allocate(cls, config: EngineConfig, target: RunTarget, model: CausalLM, plan: MemoryPlan) -> "Runtime":
+        """The model's pools as planned, and a backend over them."""
+        pools = build_pools(config, target, plan)
+        backend = create_backend(
+            config,
+            target.model_config,
+            layers=model.mixers(),
+            kv_pool=pools.kv,
+            req_to_token_pool=pools.req_to_token,
+            device=target.device,
+            composite=model.composite,
+        )
+        return cls(config, target, model, plan, pools, backend)
 
 
 def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: torch.device) -> str:

@@ -13,6 +13,7 @@ from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.build import (
     RunTarget,
+    Runtime,
     build_model,
     device_budget,
     empty_model,
@@ -68,7 +69,7 @@ class ModelRunner(StepRunner):
             model = build_model(config, target, self.model_path, progress)
         with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
             plan = plan or plan_pools(config, target, model, budget_bytes)
-            super().__init__(config, target, model, plan)
+            super().__init__(Runtime.allocate(config, target, model, plan))
             if config.transfer_bytes:
                 self.arena = StateArena(target, self.pools, config.transfer_bytes)
         if self.device.type == "cuda" and config.cuda_graph:
@@ -94,7 +95,7 @@ def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalL
     rows = -(-config.chunked_prefill_size // length)
     pages = -(-length // config.page_size) if kv_groups(config, target) else 0
     plan = MemoryPlan(rows, rows, rows * pages, config.page_size, length, UnitCosts(slot=0, row=0, page=0), 0)
-    runner = StepRunner(config, target, model, plan)
+    runner = StepRunner(Runtime.allocate(config, target, model, plan))
     torch.cuda.reset_peak_memory_stats(target.device)
     before = torch.cuda.memory_allocated(target.device)
     runner.launch(_probe_step(rows, length, pages)).result()

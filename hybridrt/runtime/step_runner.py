@@ -6,13 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hybridrt.attention.registry import create_backend
-from hybridrt.config import EngineConfig
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
-from hybridrt.mem_cache.memory_plan import MemoryPlan
-from hybridrt.models.base import CausalLM
-from hybridrt.runtime.build import RunTarget, build_pools, step_widths
+from hybridrt.runtime.build import Runtime, step_widths
 from hybridrt.runtime.drafting import DeviceDrafter, draft_method
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
@@ -26,12 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepRunner:
-    """Launches steps of a model over pools of its own, which are allocated as planned. Captures nothing unless told
-    (`capture`).
-
-    Args:
-        model: in memory, its weights set.
-        plan: rows, slots and pages that a scheduler may hand out.
+    """Launches steps over a Runtime, whose parts are attributes here too. Captures nothing unless told (`capture`).
 
     Attributes:
         last_tokens: [R + 1] int32, the next input of every row: sampled here, read by the next step, never waited for
@@ -41,20 +32,11 @@ class StepRunner:
         drafter: the part of a drafter that runs beside the model; None without one.
     """
 
-    def __init__(self, config: EngineConfig, target: RunTarget, model: CausalLM, plan: MemoryPlan) -> None:
-        self.config, self.target, self.model, self.plan = config, target, model, plan
-        self.model_config, self.device = target.model_config, target.device
-        self.pools = build_pools(config, target, plan)
-        self.backend = create_backend(
-            config,
-            target.model_config,
-            layers=model.mixers(),
-            kv_pool=self.pools.kv,
-            req_to_token_pool=self.pools.req_to_token,
-            device=target.device,
-            composite=model.composite,
-        )
-        self._trees = config.speculative is not None and config.speculative.topk > 1
+    def __init__(self, runtime: Runtime) -> None:
+        self.config, self.target, self.model = runtime.config, runtime.target, runtime.model
+        self.plan, self.pools, self.backend = runtime.plan, runtime.pools, runtime.backend
+        self.model_config, self.device = runtime.target.model_config, runtime.target.device
+        self._trees = self.config.speculative is not None and self.config.speculative.topk > 1
         self.graphs: dict[int, GraphRunner] = {}
         self.sampling_table = SamplingTable(self.plan.num_rows, self.model_config.vocab_size, self.device)
         self.sampler = Sampler(self.sampling_table)

@@ -129,7 +129,7 @@ def test_padding_goes_to_no_expert(
         routed.append(ids)
         return fused_experts(x, up, down, weights, ids, **how)
 
-    monkeypatch.setattr("hybridrt.layers.moe.fused_experts", noted)
+    monkeypatch.setattr("hybridrt.layers.methods.fused_experts", noted)
     rows = [Row(row, lengths[row], [10 + row] * tokens) for row in (5, 2, 4)]
     logits = graphs.replay(inputs_of(rows, tokens))
     assert graphs.bucket(3) == 4 and routed
