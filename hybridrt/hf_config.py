@@ -1,7 +1,7 @@
 """Reads a Hugging Face config.json into a ModelConfig: what all families share.
 
-Nothing in the file is trusted: fields are compared with `config_kinds` before they are used, and no code that the
-checkpoint brings is ever imported.
+The file is not trusted: fields are compared with `config_kinds` before they are used, and code of a checkpoint is never
+imported.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from hybridrt.families.base import Family, FamilyFields
 from hybridrt.families.registry import family_of
 from hybridrt.kinds.registry import state_shape
 
-# Longest request of a model whose config.json sets no limit, since nothing in it counts positions.
+# Longest request of a model whose config.json sets no limit, because the model does not use positions.
 UNLIMITED_POSITIONS = 2**20
 
 
@@ -81,7 +81,7 @@ def _check_rope(attention: AttentionConfig, file: Path) -> None:
 
 
 def _check_sizes(fields: FamilyFields, file: Path) -> None:
-    """Products of sizes that are fine by themselves."""
+    """Raises ConfigError for products of sizes that are too large although each size is allowed."""
     widths = {"attention heads x head_dim": max(a.num_heads * a.head_dim for a in _attentions(fields))}
     for kind, linear in fields["linear"].items():
         widths |= {f"the width of {name} ({kind})": width for name, width in state_shape(linear).segments}
@@ -121,7 +121,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _family(path: Path, raw: Mapping[str, Any]) -> Family:
-    """That of the first architecture that the file names."""
+    """The family of the first architecture in the file."""
     try:
         return family_of((raw.get("architectures") or [""])[0])
     except UnsupportedModelError as e:
@@ -135,7 +135,8 @@ def _family(path: Path, raw: Mapping[str, Any]) -> Family:
 
 
 def _transformers_config(path: Path, raw: dict[str, Any], family: Family) -> Any:
-    """The family's own class over the fields that were read, so that no other file and no auto_map is looked at."""
+    """The family's config class, made of the fields that were read: transformers then reads no other file and follows
+    no auto_map."""
     import transformers
 
     assert family.config_class is not None, "a family is read by transformers or by itself"
@@ -147,7 +148,7 @@ def _transformers_config(path: Path, raw: dict[str, Any], family: Family) -> Any
         )
     try:
         return cls.from_dict(raw)
-    except Exception as e:  # transformers raises many kinds here; all mean that config.json cannot be used
+    except Exception as e:  # transformers raises many types here; all of them mean that config.json cannot be used
         raise ConfigError(f"{path}/config.json: transformers cannot read it: {e}") from e
 
 
@@ -159,7 +160,8 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
 
 
 def _eos_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """generation_config.json wins over config.json: chat models list their end-of-turn ids there."""
+    """End-of-sequence ids. generation_config.json overrides config.json: chat models list their end-of-turn ids
+    there."""
     file = path / "generation_config.json"
     generation = read_object(file) if file.exists() else {}
     check_fields(generation, EOS, file)

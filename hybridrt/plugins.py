@@ -45,9 +45,9 @@ class Plugins:
         if target is None:
             raise self.unknown(f"{self.what} {name!r} is not supported; supported are {', '.join(self.names())}")
         found = load_object(target)
-        fits = (
-            isinstance(found, type) and issubclass(found, self.base) if self.classes else isinstance(found, self.base)
-        )
+        fits = isinstance(found, self.base)
+        if self.classes:
+            fits = isinstance(found, type) and issubclass(found, self.base)
         if not fits:
             raise BackendError(f"{self.what} {name!r} leads to {found!r}; it must name a {self.base.__name__}")
         return found

@@ -26,19 +26,19 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 
 def is_number(value: object, kind: type) -> bool:
-    """True for numbers of `kind`, Integral or Real, of Python and numpy. A bool is none, nor is a numpy duration,
-    although it claims to be both."""
+    """True for numbers of `kind`, Integral or Real, of Python and numpy. A bool and a numpy duration are instances of
+    these classes, but they do not count as numbers."""
     if not isinstance(value, kind) or isinstance(value, bool):
         return False
     return getattr(getattr(value, "dtype", None), "kind", "") != "m"
 
 
 def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
-    """What a list (or another collection) holds; None holds nothing. It is read no further than the limit."""
+    """The entries of a list or another collection; none for None. At most `max_entries` + 1 of them are read."""
     if value is None:
         return ()
     collection = isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping))
-    # A numpy or torch scalar says that it can be iterated over, too.
+    # numpy and torch scalars have `__iter__`, too, but cannot be iterated over.
     _require(collection and getattr(value, "ndim", 1) == 1, name, value, "a sequence")
     entries = tuple(islice(value, max_entries + 1))
     if len(entries) > max_entries:
@@ -67,26 +67,26 @@ _OPTIONAL = ("max_tokens", "seed", "logprobs")
 class SamplingParams:
     """Sampling and stopping of one request; every field is checked when the object is made.
 
-    numpy numbers are taken and kept as Python's. What depends on a model's vocabulary (`stop_token_ids`, `logprobs`) is
-    checked again where a request meets the model (`Engine.prepare`).
+    numpy numbers are accepted and converted to Python's. What depends on a model's vocabulary (`stop_token_ids`,
+    `logprobs`) is checked again where a request meets the model (`Engine.prepare`).
 
     Args:
         max_tokens: tokens to generate at most, 1 to 2**31 - 1; None means as many as `max_model_len` leaves room for.
-        temperature: 0 is greedy, and so is everything below MIN_TEMPERATURE (1e-5); otherwise logits are divided by it.
-            At most float32's largest number.
+        temperature: logits are divided by it. 0 and all values below MIN_TEMPERATURE (1e-5) mean greedy decoding. At
+            most float32's largest number.
         top_p: nucleus mass in (0, 1]; 1 turns it off.
-        top_k: candidates kept, up to 2**31 - 1; -1 or 0 turns it off, and so does the size of the vocabulary or more.
+        top_k: candidates kept, up to 2**31 - 1; -1, 0, and values from the size of the vocabulary on turn it off.
         min_p: candidates below `min_p * max(p)` are dropped; 0 turns it off.
         repetition_penalty: 0.01 to 100; logits of tokens in the prompt or the output are divided (if positive) or
             multiplied (if negative) by it (Keskar et al. 2019, CTRL).
         presence_penalty, frequency_penalty: subtracted once, respectively per occurrence, for tokens of the output.
         stop: strings that end the request, up to MAX_STOP_STRINGS (32) of up to MAX_STOP_CHARACTERS (256) characters
-            each; the text is cut before the first of them. One string may be passed as it is.
+            each; the text is cut before the first of them. A single string may be passed without a list.
         stop_token_ids: token ids that end the request, beside the model's own end-of-sequence ids; up to
             MAX_STOP_TOKEN_IDS (1024).
-        ignore_eos: go on after end-of-sequence ids (`stop_token_ids` still end the request).
-        seed: 0 to 2**63 - 1, makes the request's draws reproducible whatever runs beside it; None derives one from the
-            engine's seed.
+        ignore_eos: continue after end-of-sequence ids (`stop_token_ids` still end the request).
+        seed: 0 to 2**63 - 1. With it the request draws the same tokens whatever other requests run. None derives a seed
+            from the engine's.
         logprobs: return the log-probability of each token and of this many most likely alternatives, up to 64; None
             returns none.
         n: independent samples of the same prompt, up to 1024.

@@ -40,9 +40,9 @@ def test_names_are_those_of_this_package_and_of_others() -> None:
 
 
 @pytest.mark.parametrize(("method", "error", "text"), [
-    ("guess", ConfigError, r"'guess'.*'absent', 'draft', 'first', 'mtp', 'ngram'"),
+    ("guess", ConfigError, r"'guess'.*absent, draft, first, mtp, ngram"),
     (["ngram"], ConfigError, r"method is \['ngram'\]"),
-    ("wrong", BackendError, "'wrong' gives .*must name a DraftMethod"),
+    ("wrong", BackendError, "'wrong' leads to .*must name a DraftMethod"),
     ("absent", BackendError, "tests.support.outside_drafter:Absent cannot be imported"),
 ])  # fmt: skip
 def test_a_name_that_leads_to_no_method_is_refused_at_once(method: str, error: type[Exception], text: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridrt.config import EngineConfig, ModelConfig
+from hybridrt.config import EngineConfig, ModelConfig, dtype_name
 from hybridrt.errors import HandshakeError
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_shape
@@ -37,8 +37,8 @@ def handshake_of(config: EngineConfig, target: RunTarget, model_path: Path) -> H
     return {
         "version": VERSION,
         "model": model_digest(model_path, config),
-        "conv_dtype": _name(target.dtype),
-        "state_dtype": _name(target.state_dtype),
+        "conv_dtype": dtype_name(target.dtype),
+        "state_dtype": dtype_name(target.state_dtype),
         "conv_layout": "; ".join(f"{_conv(shape)} in layers {_ids(ids)}" for shape, ids, _ in linear),
         "kv_layout": _kv_layout(mc),
         "chunk_size": max((c.chunk_size for _, _, c in linear), default=0),
@@ -53,10 +53,6 @@ def check_handshake(ours: Handshake, theirs: Handshake) -> None:
     for name in (*ours, *(theirs.keys() - ours.keys())):
         if ours.get(name) != theirs.get(name):
             raise HandshakeError(name, ours.get(name), theirs.get(name))
-
-
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _conv(shape: StateShape) -> str:
