@@ -17,7 +17,7 @@ from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.runtime.build import kv_groups
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import StateCopy
-from hybridrt.transfer.handshake import Handshake
+from hybridrt.transfer.handshake import handshake_of
 from tests.support import outside_mixed
 from tests.support.outside_mixed import ARCHITECTURE, LAYERS, Reference, write_checkpoint
 from tests.support.session import Session
@@ -119,7 +119,7 @@ def test_states_leave_and_arrive(model: tuple) -> None:
             there, here = (tensor[own].flatten(0, 1)[:10] for tensor, own in zip((sent, got), pages, strict=True))
             assert torch.equal(there, here)
     config = sides[0].config
-    assert Handshake.of(config, sides[0].target, model[0]).kv_layout == (
+    assert handshake_of(config, sides[0].target, model[0])["kv_layout"] == (
         "2 x 8, window 5 in layers 0,3; 2 x 8, window None in layers 1; 1 x 12, window None in layers 2; "
         "4 x 12, window 9 in layers 4"
     )
