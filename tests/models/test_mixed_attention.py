@@ -12,7 +12,7 @@ from hybridrt import plugins
 from hybridrt.cli.inspect import describe_model
 from hybridrt.config import SpeculativeConfig
 from hybridrt.errors import BackendError
-from hybridrt.families.registry import family_of
+from hybridrt.families.registry import all_families, family_of
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.runtime.build import kv_groups
 from hybridrt.runtime.state_arena import StateArena
@@ -30,10 +30,10 @@ COUNT = 24
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     points = [SimpleNamespace(name=ARCHITECTURE, value="tests.support.outside_mixed:FAMILY")]
     monkeypatch.setattr(plugins, "entry_points", lambda group: points if group == "hybridrt.families" else [])
-    for cached in (family_of, family_of.__wrapped__.__globals__["_families"]):
+    for cached in (family_of, all_families):
         cached.cache_clear()
     yield
-    for cached in (family_of, family_of.__wrapped__.__globals__["_families"]):
+    for cached in (family_of, all_families):
         cached.cache_clear()
 
 
