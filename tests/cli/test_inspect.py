@@ -21,6 +21,7 @@ from hybridrt.kernels import providers
 from hybridrt.runtime import build, fit
 from hybridrt.runtime.model_runner import ModelRunner
 from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, nemotron, qwen
+from tests.support.newer_checkpoints import bamba, granite, olmo, qwen35_moe
 from tests.support.tiny import write_tiny
 
 FAMILIES: dict[str, tuple[Make, str]] = {
@@ -28,6 +29,10 @@ FAMILIES: dict[str, tuple[Make, str]] = {
     "nemotron": (nemotron("M*-ME"), "M*-ME"),
     "qwen": (qwen(num_hidden_layers=8), "GGG*GGG*"),
     "falcon_mamba": (falcon_mamba(), "MM"),
+    "qwen35": (qwen35_moe(), "GGG*"),
+    "granite": (granite(), "M*MM"),
+    "bamba": (bamba(), "M*M"),
+    "olmo": (olmo(), "G*G"),
     "jamba": (jamba(num_hidden_layers=4, expert_layer_period=1, expert_layer_offset=0), "M*MM"),
 }
 SMALL = {"max_running_requests": 3, "max_model_len": 64, "device": "cpu"}

@@ -1,7 +1,7 @@
 """Tiny random checkpoints that transformers writes, in many variations, and its logits as the oracle."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,8 @@ import transformers as tf
 from torch import Tensor
 
 from tests.support import swa_ssm as swa
-
-VOCAB = 131
-LENGTH = 256
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-Make = Callable[[], tuple[Any, Any]]
+from tests.support.newer_checkpoints import NEWER, NEWER_SPLIT
+from tests.support.sizes import LENGTH, TOKENS, VOCAB, Make
 
 
 def falcon(**changes: Any) -> Make:
@@ -200,7 +197,7 @@ CASES: dict[str, Make] = {
     f"{family}-{name}": make
     for family, cases in (
         ("falcon", FALCON), ("falcon_mamba", FALCON_MAMBA), ("jamba", JAMBA), ("nemotron", NEMOTRON), ("qwen", QWEN),
-        ("swa_ssm", SWA_SSM),
+        ("swa_ssm", SWA_SSM), *NEWER.items(),
     )
     for name, make in cases.items()
 }  # fmt: skip
@@ -230,6 +227,7 @@ SPLIT: dict[str, Make] = {
     "falcon_mamba-split": CASES["falcon_mamba-projection_bias_tied"],
     "jamba-split": CASES["jamba-every_layer_sparse_tied"],
     "swa_ssm-split": CASES["swa_ssm-plain"],
+    **NEWER_SPLIT,
 }  # fmt: skip
 
 
@@ -237,7 +235,8 @@ def write(make: Make, path: Path, *, seed: int = 0, **save: Any) -> Any:
     """Saves a random model as transformers does (`save` goes to save_pretrained) and returns it."""
     torch.manual_seed(seed)
     config, cls = make()
-    config.dtype = "float32"
+    for part in (config, *(getattr(config, name) for name in getattr(config, "sub_configs", ()))):
+        part.dtype = "float32"
     model = cls(config).eval().float()
     with torch.no_grad():
         corrections = ((name, t) for name, t in model.named_buffers() if "e_score_correction_bias" in name)
