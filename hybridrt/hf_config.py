@@ -37,6 +37,7 @@ def read_model_config(path: Path) -> ModelConfig:
         raise ConfigError(f"{path} has a quantization_config; use the unquantised checkpoint that it was made from")
     images = _image_tokens(raw, family, file)
     raw = _text_part(raw, family, file)
+    raw = family.rewrite(raw, file) if family.rewrite else raw
     hf = family.read(raw, file) if family.read else _transformers_config(path, raw, family)
     check_fields(hf, family.fields, file)
     _check_activation(hf, path)

@@ -24,6 +24,8 @@ class Family:
         config_class: the class of transformers that reads its config.json.
         read: for a family that transformers does not know: (config.json's object, its path) to the object that
             `describe` takes. Exactly one of `config_class` and `read` is given.
+        rewrite: (config.json's object, its path) to the object that `config_class` can read, for a family that spells
+            the fields of another one in its own way. Raises ConfigError.
         mtp_head: "module:class" of its multi-token-prediction head.
         section: for a model of text and images: the object of config.json that describes its text part, the only part
             that runs. `config_class` reads it.
@@ -35,6 +37,7 @@ class Family:
     describe: Callable[[Any], FamilyFields]
     config_class: str | None = None
     read: Callable[[Mapping[str, Any], Path], Any] | None = None
+    rewrite: Callable[[Mapping[str, Any], Path], dict[str, Any]] | None = None
     mtp_head: str | None = None
     section: str | None = None
     image_tokens: tuple[str, ...] = ()
