@@ -45,7 +45,7 @@ def gdn_replay(inputs: DeltaInputs, state: StateSlots, ring: StateRing) -> Tenso
     `state` holds the checkpoints; it is read alone. The cursors are not moved (`advance_ring` does that). Returns
     `[B, T, Hv, V]` in v's dtype.
     """
-    (q, k, v, g, beta), (states, slots, _) = inputs, state
+    (q, k, v, g, beta), (states, slots, _, _) = inputs, state
     values, keys, gates, rows, start, length = ring
     tokens, width = q.shape[1], values.shape[2]
     history = _read_history(ring)

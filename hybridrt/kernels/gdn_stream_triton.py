@@ -28,7 +28,7 @@ from hybridrt.kernels.mamba2_common_triton import (
     strides,
 )
 from hybridrt.kernels.pdl_triton import begin, begin_in_turn, pdl
-from hybridrt.kernels.records import ConvState, ConvWeights, GateWeights, StateRing
+from hybridrt.kernels.records import FusedStep, GateWeights
 from hybridrt.kernels.state_ring_triton import exact_dot
 
 _EPS = tl.constexpr(L2_NORM_EPS)
@@ -246,19 +246,10 @@ def _multiply(state, vectors, acc):  # type: ignore[no-untyped-def]
     return acc
 
 
-def gdn_stream_triton(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    conv_weights: ConvWeights,
-    weights: GateWeights,
-    conv_state: ConvState,
-    states: Tensor,
-    ring: StateRing,
-) -> Tensor:
-    """`gdn_decode` with a state ring; arguments as there, `states` [S+1, Hv, V, K]."""
-    weight, bias, _ = conv_weights
-    conv, slots, _, start_positions = conv_state
+def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
+    """`gdn_decode` with a state ring."""
+    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring = step
+    assert ring is not None
     batch, tokens, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
     key_heads, device = (channels - value_heads * value_dim) // (2 * key_dim), qkv.device

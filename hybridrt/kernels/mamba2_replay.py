@@ -20,7 +20,7 @@ def mamba2_replay(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, rin
     `state` holds the checkpoints; it is read alone. Returns [B, T, H, P] in x's dtype.
     """
     (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    states, slots, _ = state
+    states, slots, _, _ = state
     values, keys, gates, rows, start, length = ring
     new = torch.arange(x.shape[1], device=x.device)
     column = (start[:, None] + length[:, None] + new) % gates.shape[2]

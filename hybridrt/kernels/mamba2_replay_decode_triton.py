@@ -25,7 +25,7 @@ from hybridrt.kernels.mamba2_common_triton import (
     strides,
 )
 from hybridrt.kernels.pdl_triton import begin, begin_in_turn, pdl
-from hybridrt.kernels.records import ConvState, ConvWeights, SSMWeights, StateRing
+from hybridrt.kernels.records import FusedStep, SSMWeights
 from hybridrt.kernels.state_ring_triton import exact_dot
 
 
@@ -248,19 +248,12 @@ def _multiply(state, queries, acc):  # type: ignore[no-untyped-def]
 
 
 def replay_decode_triton(
-    xBC: Tensor,
-    dt: Tensor,
-    z: Tensor | None,
-    conv_weights: ConvWeights,
-    weights: SSMWeights,
-    conv_state: ConvState,
-    states: Tensor,
-    ring: StateRing,
-    out: Tensor | None = None,
+    xBC: Tensor, dt: Tensor, z: Tensor | None, weights: SSMWeights, step: FusedStep, out: Tensor | None = None
 ) -> Tensor:
-    """`mamba2_decode` with a state ring; arguments as there, `states` [S+1, H, P, N]."""
-    (weight, bias, _), (A, D, dt_bias, dt_limit) = conv_weights, weights
-    conv, slots, _, start_positions = conv_state
+    """`mamba2_decode` with a state ring."""
+    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring = step
+    A, D, dt_bias, dt_limit = weights
+    assert ring is not None
     values, keys, gates, rows, start, length = ring
     batch, tokens, _ = xBC.shape
     _, heads, dim, state_dim = states.shape

@@ -44,17 +44,34 @@ class ConvState(NamedTuple):
     start_positions: Tensor
 
 
+class IntermediateStates(NamedTuple):
+    """Where a verify step leaves what it would make of the state, so that the pool keeps the state before it.
+
+    Attributes:
+        stored: [R+1, T or more, *state] in the dtype of the states: stored[rows[b], t] is the state after token t of
+            row b. For a conv [R+1, T, C, K-1]: the raw inputs that end at token t, oldest first.
+        rows: [B].
+        parents: [B, T] a draft tree: the parent (< t) of each node, -1 for the state in the pool. None for a chain.
+    """
+
+    stored: Tensor
+    rows: Tensor
+    parents: Tensor | None = None
+
+
 class StateSlots(NamedTuple):
     """The recurrent states of B rows.
 
     Attributes:
         states: [S+1, *state] pool.
         read_state_slots, write_state_slots: [B], where the state before and after the step stands.
+        intermediate: of a verify step: where the state after each token is stored. The pool is left alone then.
     """
 
     states: Tensor
     read_state_slots: Tensor
     write_state_slots: Tensor
+    intermediate: IntermediateStates | None = None
 
 
 class StateRing(NamedTuple):
@@ -74,19 +91,19 @@ class StateRing(NamedTuple):
     length: Tensor
 
 
-class IntermediateStates(NamedTuple):
-    """Where a verify step leaves what it would make of the state, so that the pool keeps the state before it.
+class FusedStep(NamedTuple):
+    """The conv and the states of a decode step that one operation does from the projection on.
 
     Attributes:
-        stored: [R+1, T or more, *state] in the dtype of the states: stored[rows[b], t] is the state after token t of
-            row b. For a conv [R+1, T, C, K-1]: the raw inputs that end at token t, oldest first.
-        rows: [B].
-        parents: [B, T] a draft tree: the parent (< t) of each node, -1 for the state in the pool. None for a chain.
+        conv_weights: with SiLU behind the conv.
+        conv_state, state: of the same slots; those read and written are equal with a ring.
+        ring: the inputs since the state in the pool, which is a checkpoint then.
     """
 
-    stored: Tensor
-    rows: Tensor
-    parents: Tensor | None = None
+    conv_weights: ConvWeights
+    conv_state: ConvState
+    state: StateSlots
+    ring: StateRing | None = None
 
 
 class Prompts(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrt.kernels.mamba2_common_triton import silu, state_of_parent, strides, time_step
 from hybridrt.kernels.pdl_triton import begin, pdl
-from hybridrt.kernels.records import IntermediateStates, SSMInputs, SSMWeights, StateSlots
+from hybridrt.kernels.records import SSMInputs, SSMWeights, StateSlots
 
 
 @triton.jit
@@ -73,15 +73,11 @@ def _load(pointer, mask):  # type: ignore[no-untyped-def]
 
 
 def selective_state_update_triton(
-    inputs: SSMInputs,
-    weights: SSMWeights,
-    state: StateSlots,
-    intermediate: IntermediateStates | None = None,
-    out: Tensor | None = None,
+    inputs: SSMInputs, weights: SSMWeights, state: StateSlots, out: Tensor | None = None
 ) -> Tensor:
     """`selective_state_update` in one launch."""
     (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    states, read_slots, write_slots = state
+    states, read_slots, write_slots, intermediate = state
     stored, rows, parents = intermediate or (None, None, None)
     batch, tokens, heads, dim = x.shape
     if out is None:

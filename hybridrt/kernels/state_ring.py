@@ -27,7 +27,7 @@ from torch import Tensor
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.causal_conv1d import check_ring
 from hybridrt.kernels.operation import by, operation
-from hybridrt.kernels.records import ConvState, ConvWeights, StateRing
+from hybridrt.kernels.records import FusedStep
 from hybridrt.kernels.slots import read_rows, write_rows
 
 
@@ -54,15 +54,15 @@ def check_ring_width(width: int, tokens: int) -> None:
                           f"tokens_per_step={tokens}")  # fmt: skip
 
 
-def check_step(
-    inputs: Tensor, *, conv_weights: ConvWeights, conv_state: ConvState, ring: StateRing | None = None, **_: Any
-) -> None:
-    """Raises ConfigError unless the conv rings, and the state ring if there is one, take `inputs` [B, T, C]."""
-    if conv_weights.activation != "silu":
-        raise ConfigError(f"a fused step's conv ends in SiLU, not in {conv_weights.activation!r}")
-    check_ring(conv_state.conv, conv_weights.weight.shape[1], inputs.shape[1])
-    if ring is not None:
-        check_ring_width(ring.gates.shape[2], inputs.shape[1])
+def check_step(inputs: Tensor, step: FusedStep) -> None:
+    """Raises ConfigError unless the conv ends in SiLU, and its rings and the state ring, if there is one, take `inputs`
+    [B, T, C]."""
+    weight, _, activation = step.conv_weights
+    if activation != "silu":
+        raise ConfigError(f"a fused step's conv ends in SiLU, not in {activation!r}")
+    check_ring(step.conv_state.conv, weight.shape[1], inputs.shape[1])
+    if step.ring is not None:
+        check_ring_width(step.ring.gates.shape[2], inputs.shape[1])
 
 
 def _check_advance(*_: Any, width: int, widest: int) -> None:

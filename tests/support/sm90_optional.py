@@ -65,7 +65,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
         mamba(B, T) | SLOT_ARGS | none,
         per_head | {"z": meta(B, T, H, P)} | stored | parents,
     )
-    scan = {"z": meta(TOKENS, H, P), "snapshot_slots": int32(3)} | per_head
+    scan = {"z": meta(TOKENS, H, P)} | per_head
     yield "mamba2_chunk_scan", mamba(TOKENS) | PROMPTS | none, scan
     inner = {"rows": ROWS, "stored": f32(SLOTS, T, H * P, N)}
     norms = {"B_weight": f32(N), "C_weight": f32(N), "eps": 1e-5}

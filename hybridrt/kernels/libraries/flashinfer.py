@@ -11,7 +11,7 @@ from flashinfer.sampling import top_k_mask_logits, top_p_renorm_probs
 from torch import Tensor
 
 from hybridrt.kernels.libraries.common import broadcast_heads, clamped, page_numbers, refuse
-from hybridrt.kernels.records import IntermediateStates, SSMInputs, SSMWeights, StateSlots
+from hybridrt.kernels.records import SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.sampling import MIN_TEMPERATURE, LogitFilters
 from hybridrt.kernels.sampling import filtered_logits as filtered_logits_op
 from hybridrt.kernels.sampling import sample as sample_op
@@ -138,15 +138,11 @@ def attention_extend(
 
 
 def selective_state_update(
-    inputs: SSMInputs,
-    weights: SSMWeights,
-    state: StateSlots,
-    intermediate: IntermediateStates | None = None,
-    out: Tensor | None = None,
+    inputs: SSMInputs, weights: SSMWeights, state: StateSlots, out: Tensor | None = None
 ) -> Tensor:
     """`selective_state_update` of chains."""
     (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    states, read_slots, write_slots = state
+    states, read_slots, write_slots, intermediate = state
     stored, rows, parents = intermediate or (None, None, None)
     tokens, stores = x.shape[1], stored is not None
     refuse(
