@@ -10,6 +10,7 @@ tensors may have any row and token stride, so that they can be column slices of 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -183,6 +184,68 @@ class GateWeights(NamedTuple):
 
     A_log: Tensor
     dt_bias: Tensor
+
+
+class PagedKV(NamedTuple):
+    """A softmax attention layer's keys and values in pages, and how it weighs them (`paged_attention.py`).
+
+    Attributes:
+        k_cache, v_cache: [pages, page, Hkv, D].
+        req_to_token: [R+1, max_context] int32 table of KV slots.
+        scale: of the scores.
+        sliding_window: a token at position p sees keys at positions > p - window; None for all keys before it.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    req_to_token: Tensor
+    scale: float
+    sliding_window: int | None = None
+
+
+class AttentionRows(NamedTuple):
+    """B rows of T new tokens each, whose keys are in the cache already.
+
+    Attributes:
+        rows: [B] request rows.
+        seq_lens: [B] the keys that the last of the T tokens sees; 0 for padding.
+        tree_mask: [B, T, T] bool, what each node of a draft tree sees of the T: its ancestors and itself. None for a
+            chain.
+        num_drafts: [B] int32; tokens after the first 1 + num_drafts[b] of a row are padding without keys in the cache.
+            None where all T are real.
+        max_len: an upper bound of seq_lens known on the host; None means the table's width.
+    """
+
+    rows: Tensor
+    seq_lens: Tensor
+    tree_mask: Tensor | None = None
+    num_drafts: Tensor | None = None
+    max_len: int | None = None
+
+
+class AttentionPrompts(NamedTuple):
+    """New tokens of B prompts, packed along one axis, whose keys are in the cache already.
+
+    Attributes:
+        rows: [B] request rows.
+        query_start_loc: [B+1] int32; row b has the tokens from query_start_loc[b] to query_start_loc[b + 1].
+        seq_lens: [B] int32 length that counts the new tokens.
+        query_lens, seq_lens_host: new tokens and lengths, on the host.
+    """
+
+    rows: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    query_lens: Sequence[int]
+    seq_lens_host: Sequence[int]
+
+
+class KVPlaces(NamedTuple):
+    """Where keys and values go: caches [pages, page, Hkv, D], and the slot of each token, out_cache_loc [T] int32."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    out_cache_loc: Tensor
 
 
 class Rope(NamedTuple):
