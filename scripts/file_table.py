@@ -26,6 +26,7 @@ SECTIONS = (
     ("Speculative decoding", ("hybridrt/speculative",)),
     ("Engine: requests on the host", ("hybridrt/engine",)),
     ("State transfer", ("hybridrt/transfer",)),
+    ("The surface for other engines", ("hybridrt/embedding",)),
     ("Command line", ("hybridrt/cli",)),
     ("Benchmarks, examples and scripts", ("benchmarks", "examples", "scripts")),
 )

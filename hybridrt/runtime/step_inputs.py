@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 import torch
 
-from hybridrt.kernels.chunk_plan import CHUNK_COLUMNS, chunk_columns
+from hybridrt.kernels.chunk_plan import CHUNK_COLUMNS, ChunkPlan, chunk_columns, chunk_plan
 from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.runtime.step import NO_INTEGERS, DecodeRows, ExtendRow, StepPlan, int32s
 
@@ -65,7 +65,7 @@ def pack_step(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
         "extend_positions": np.arange(decoded, decoded + new.sum(), dtype=np.int32) + starts,
         **({"following_ids": _flat([[*r.tokens[1:], r.following] for r in extend])} if packing.following else {}),
         **_read_slots(plan),
-        **_chunks(computed, new, packing.chunk_sizes),
+        **pack_chunks(computed, new, packing.chunk_sizes),
         **_bookkeeping(plan),
     }  # fmt: skip
 
@@ -118,12 +118,23 @@ def chunk_names(size: int) -> dict[str, str]:
     return {name: f"{name} of {size}" for name in CHUNK_COLUMNS}
 
 
-def _chunks(computed: np.ndarray, new: np.ndarray, sizes: Iterable[int]) -> Columns:
+def pack_chunks(computed: np.ndarray, new: np.ndarray, sizes: Iterable[int]) -> Columns:
+    """The tensors of the chunk plans of each of `sizes`, for rows with `computed` tokens and `new` ones, [n] int32."""
     found: Columns = {}
     for size in sizes:
         columns = chunk_columns(computed, new, size)
         found |= {packed: columns[name] for name, packed in chunk_names(size).items()}
     return found
+
+
+def chunk_plans(columns: Columns, sections: Sections, new: Sequence[int], sizes: Iterable[int]) -> dict[int, ChunkPlan]:
+    """By chunk size, the plans that `pack_chunks` packed into `columns`, which are on the device as `sections`."""
+    plans = {}
+    for size in sizes:
+        names = chunk_names(size)
+        on_host = {name: columns[packed] for name, packed in names.items()}
+        plans[size] = chunk_plan({name: sections[packed] for name, packed in names.items()}, on_host, new, size)
+    return plans
 
 
 def _bookkeeping(plan: StepPlan) -> Columns:

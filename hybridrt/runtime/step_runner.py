@@ -8,7 +8,6 @@ import torch
 
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
-from hybridrt.kernels.chunk_plan import ChunkPlan, chunk_plan
 from hybridrt.runtime.build import Runtime, step_widths
 from hybridrt.runtime.drafting import DeviceDrafter, draft_method
 from hybridrt.runtime.graph_runner import GraphRunner
@@ -17,7 +16,7 @@ from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, Samplin
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageWrite, StepHandle, StepPlan
 from hybridrt.runtime.step_batch import TokenInputs, make_batch, spec_info_of
-from hybridrt.runtime.step_inputs import Columns, Packing, Sections, StagingRing, chunk_names, pack_step
+from hybridrt.runtime.step_inputs import Columns, Packing, Sections, StagingRing, chunk_plans, pack_step
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +221,7 @@ class StepRunner:
             seq_lens_cpu=columns["seq_lens"].tolist(),
             query_lens_cpu=[tokens] * n + new,
             read_state_slots=sections.get("read_state_slots"),
-            chunk_plans={size: _chunk_plan(columns, sections, new, size) for size in self._packing.chunk_sizes},
+            chunk_plans=chunk_plans(columns, sections, new, self._packing.chunk_sizes),
         )
 
     def _sample(
@@ -251,10 +250,3 @@ class StepRunner:
         self.backend.commit(batch, kept.counts, kept.path)
         logprobs = requested_logprobs(logits, kept.tokens, wanted, kept.path)
         return LaunchedStep(kept.tokens, kept.counts, *logprobs), kept
-
-
-def _chunk_plan(columns: Columns, sections: Sections, new: Sequence[int], size: int) -> ChunkPlan:
-    """The plan whose columns were packed under the chunk size."""
-    names = chunk_names(size)
-    on_host = {name: columns[packed] for name, packed in names.items()}
-    return chunk_plan({name: sections[packed] for name, packed in names.items()}, on_host, new, size)
