@@ -29,7 +29,7 @@ from hybridrt.kernels.mamba2_common_triton import (
 )
 from hybridrt.kernels.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.records import FusedStep, GateWeights
-from hybridrt.kernels.state_ring_triton import exact_dot
+from hybridrt.kernels.state_ring_triton import exact_dot, multiply_state
 
 _EPS = tl.constexpr(L2_NORM_EPS)
 
@@ -214,7 +214,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
                     cells + first, mask=v_mask[:, None] & mask[None, :], other=0.0, eviction_policy="evict_first"
                 )
             tile = tl.load(vectors + first, mask=n_mask[:, None] & mask[None, :], other=0.0)
-            acc = _multiply(state, tile, acc)
+            acc = multiply_state(state, tile, acc)
         scores_cells = scores_ptr + (head + n)[:, None] * W + w[None, :]
         scores = tl.load(scores_cells, mask=n_mask[:, None] & past[None, :], other=0.0)
         read = tl.trans(acc) * decays[:, None] + exact_dot(scores, values)
@@ -234,16 +234,6 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     for t in range(T):
         result = tl.sum(tl.where((n == T + t)[:, None], read, 0.0), axis=0)
         tl.store(out + t * (HV * V), result.to(out_ptr.dtype.element_ty), mask=v_mask)
-
-
-@triton.jit
-def _multiply(state, vectors, acc):  # type: ignore[no-untyped-def]
-    """acc + state [V, K] vectors^T [K, N]."""
-    if state.dtype == vectors.dtype and state.dtype != tl.float32:
-        acc = tl.dot(state, tl.trans(vectors), acc=acc)
-    else:
-        acc += exact_dot(state.to(tl.float32), tl.trans(vectors))
-    return acc
 
 
 def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.mamba2_common_triton import silu, softplus, strides
+from hybridrt.kernels.mamba2_common_triton import silu, strides, time_step
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
 
@@ -46,10 +46,8 @@ def _time_step_kernel(  # type: ignore[no-untyped-def]
     first, end = tl.load(cu_chunks_ptr + chunk), tl.load(cu_chunks_ptr + chunk + 1)
     token = first + tl.arange(0, BLOCK_Q)
     mask = (token < end)[:, None] & (h < H)[None, :]
-    dt = tl.load(dt_ptr + token.to(tl.int64)[:, None] * dt_st + h[None, :], mask=mask, other=0.0).to(tl.float32)
-    if dt_bias_ptr is not None:
-        dt += tl.load(dt_bias_ptr + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
-    step = tl.where(mask, tl.minimum(tl.maximum(softplus(dt), dt_min), dt_max), 0.0)
+    dt = dt_ptr + token.to(tl.int64)[:, None] * dt_st + h[None, :]
+    step = tl.where(mask, time_step(dt, dt_bias_ptr, h[None, :], mask, dt_min, dt_max), 0.0)
     cum = tl.cumsum(step * tl.load(A_ptr + h, mask=h < H, other=0.0)[None, :], axis=0)
     place = h.to(tl.int64)[None, :] * num_tokens + token[:, None]
     tl.store(step_ptr + place, step, mask=mask)

@@ -44,7 +44,7 @@ def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor |
     """
     k_cache, v_cache, req_to_token, scale, sliding_window = kv
     rows, seq_lens, tree_mask, num_drafts, max_len = batch
-    batch, tokens, query_heads, head_dim = q.shape
+    num_rows, tokens, query_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     groups = query_heads // kv_heads
     slots, position = _last_slots(req_to_token, rows, seq_lens, tokens, sliding_window, max_len)
@@ -58,21 +58,21 @@ def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor |
         stand_in = slots.gather(1, (last - position[:, 0]).clamp(min=0).long().unsqueeze(1))
         slots = torch.where(in_context, slots, stand_in)
         if tokens == 1:
-            visible = in_context.view(batch, 1, 1, context)
+            visible = in_context.view(num_rows, 1, 1, context)
         else:
             node = position - (seq_lens.unsqueeze(1) - tokens)
             visible = _visible(in_context, node, tokens, sliding_window, tree_mask)
-            visible = visible.unsqueeze(1).expand(-1, groups, -1, -1).reshape(batch, 1, groups * tokens, context)
+            visible = visible.unsqueeze(1).expand(-1, groups, -1, -1).reshape(num_rows, 1, groups * tokens, context)
     keys, values = (
-        _gather(cache, slots.view(-1)).view(batch, context, kv_heads, head_dim).transpose(1, 2).to(q.dtype)
+        _gather(cache, slots.view(-1)).view(num_rows, context, kv_heads, head_dim).transpose(1, 2).to(q.dtype)
         for cache in (k_cache, v_cache)
     )
     # The query heads that share a key head become extra query positions of that head: nothing is repeated.
-    query = q.view(batch, tokens, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
-    query = query.reshape(batch, kv_heads, groups * tokens, head_dim)
+    query = q.view(num_rows, tokens, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
+    query = query.reshape(num_rows, kv_heads, groups * tokens, head_dim)
     result = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
-    result = result.view(batch, kv_heads, groups, tokens, head_dim).permute(0, 3, 1, 2, 4)
-    result = result.reshape(batch, tokens, query_heads, head_dim)
+    result = result.view(num_rows, kv_heads, groups, tokens, head_dim).permute(0, 3, 1, 2, 4)
+    result = result.reshape(num_rows, tokens, query_heads, head_dim)
     if visible is not None:
         result.masked_fill_((seq_lens == 0).view(-1, 1, 1, 1), 0)
     return result if out is None else out.copy_(result)

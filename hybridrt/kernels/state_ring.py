@@ -38,6 +38,7 @@ class RingFolds:
     Attributes:
         state_slots, rows: the state slot and the ring of each.
         start, length: its oldest entry's column, and how many entries become part of the state.
+        write_state_slots: where the new states go; None: to state_slots. Nothing is written for slot -1.
     """
 
     state_slots: Tensor
@@ -45,6 +46,7 @@ class RingFolds:
     start: Tensor
     length: Tensor
     count: Tensor
+    write_state_slots: Tensor | None = None
 
 
 def check_ring_width(width: int, tokens: int) -> None:
@@ -93,20 +95,8 @@ def advance_ring(
 
 
 @operation(by("triton"))
-def fold_ring(
-    states: Tensor,
-    values: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    A: Tensor | None,
-    folds: RingFolds,
-    *,
-    write_state_slots: Tensor | None = None,
-) -> None:
-    """Writes the state after the entries that `folds` names, in L layers, to `write_state_slots` ([B] int32, None:
-    folds.state_slots).
-
-    Rings and cursors stay as they are. Nothing is written for slot -1.
+def fold_ring(states: Tensor, values: Tensor, keys: Tensor, gates: Tensor, A: Tensor | None, folds: RingFolds) -> None:
+    """Writes the state after the entries that `folds` names, in L layers. Rings and cursors stay as they are.
 
     Args:
         states: [L, S+1, H, P, N]; values: [L, R+1, H, W, P]; keys: [L, R+1, G, W, N]; gates: [L, R+1, H, W].
@@ -114,7 +104,7 @@ def fold_ring(
     """
     if states.device.type == "cpu" and not int(folds.count):
         return  # only on a CPU can this be read without waiting
-    targets = folds.state_slots if write_state_slots is None else write_state_slots
+    targets = folds.state_slots if folds.write_state_slots is None else folds.write_state_slots
     meant = torch.arange(len(folds.state_slots), device=states.device) < folds.count
     read, write = (torch.where(meant, slots, -1) for slots in (folds.state_slots, targets))
     for layer in range(states.shape[0]):

@@ -16,7 +16,7 @@ from torch import nn
 
 from hybridrt.errors import BackendError
 from hybridrt.kernels.activation import relu2, silu_and_mul
-from hybridrt.kernels.moe import fused_experts
+from hybridrt.kernels.moe import ExpertStack, fused_experts
 from hybridrt.kernels.skinny_linear import Activation, is_skinny, skinny_linear
 from hybridrt.layers.weights import CheckpointMap, Piece, Transform, parameter
 from hybridrt.plugins import Plugins
@@ -158,7 +158,7 @@ class DenseExperts(ExpertsMethod):
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
         gated: bool,
     ) -> torch.Tensor:  # fmt: skip
-        return fused_experts(x, self.up, self.down, weights, ids, activation=activation, gated=gated)
+        return fused_experts(x, ExpertStack(self.up, self.down, activation, gated), weights, ids)
 
 
 class DenseMethod(LinearMethod):

@@ -61,10 +61,8 @@ def test_replay_and_fold() -> None:
     )  # fmt: skip
     expected, after = scan_loop(inputs[0], initial)
     close(out[0], expected, 1e-5)
-    folds = RingFolds(slots, rows, zero, int32(2), int32(1))
-    fold_ring(
-        *(part[None] for part in (states, values, keys, gates, inputs.A)), folds, write_state_slots=int32(FAR - 1)
-    )
+    folds = RingFolds(slots, rows, zero, int32(2), int32(1), int32(FAR - 1))
+    fold_ring(*(part[None] for part in (states, values, keys, gates, inputs.A)), folds)
     close(states[FAR - 1], after[-1], 2e-3)
     assert same_bytes(states[FAR], initial)
 

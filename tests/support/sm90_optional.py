@@ -86,7 +86,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     cursors = {"start": int32(SLOTS), "length": int32(SLOTS), "rows": ROWS, "accepted": ROWS, "state_slots": ROWS}
     yield "advance_ring", cursors | {"width": 16, "widest": 1}, {}
     layers = {name: part[None] for name, part in ({"states": f32(SLOTS, H, P, N)} | RING).items()}
-    folds = {"folds": RingFolds(ROWS, ROWS, ROWS, ROWS, int32(1)), "write_state_slots": ROWS}
+    folds = {"folds": RingFolds(ROWS, ROWS, ROWS, ROWS, int32(1), ROWS)}
     yield "fold_ring", layers | folds | {"A": None}, {"A": f32(1, H)}
     commit = {"state_slots": ROWS, "rows": ROWS, "accepted": ROWS}
     pools = {"states": f32(2, SLOTS, H, P, N), "stored": f32(2, SLOTS, T, H, P, N)}
