@@ -72,10 +72,12 @@ def read_columns(conv: Tensor, slots: Tensor, columns: Tensor) -> Tensor:
     return conv[slots.clamp(min=0)[:, None], :, columns]
 
 
-def write_columns(conv: Tensor, slots: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Inverse of `read_columns`: values [B, n, C]; padding rows touch nothing."""
-    old = read_columns(conv, slots, columns)
-    conv[slots.clamp(min=0)[:, None], :, columns] = torch.where(pad_mask(slots, 3), old, values.to(conv.dtype))
+def write_columns(rings: Tensor, slots: Tensor, columns: Tensor, values: Tensor, rows: Tensor | None = None) -> None:
+    """rings[rows[b], :, columns[b, i]] = values [B, n, C, ...]; rows whose slot is -1 are padding and touch nothing.
+    rows [B] is where the rings of states stand; None: at `slots`, as those of convs do."""
+    ring = (slots.clamp(min=0) if rows is None else rows)[:, None]
+    old = rings[ring, :, columns]
+    rings[ring, :, columns] = torch.where(pad_mask(slots, values.ndim), old, values.to(rings.dtype))
 
 
 def live_tokens(slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:

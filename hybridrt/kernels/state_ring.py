@@ -123,13 +123,6 @@ def ring_entries(
     return v, k, g
 
 
-def write_entries(ring: Tensor, slots: Tensor, rows: Tensor, column: Tensor, entries: Tensor) -> None:
-    """ring[rows[b], :, column[b, t]] = entries [B, T, heads, ...]; rows whose slot is -1 touch nothing."""
-    real = (slots >= 0).view(-1, *[1] * (entries.ndim - 1))
-    old = ring[rows[:, None], :, column]
-    ring[rows[:, None], :, column] = torch.where(real, entries.to(ring.dtype), old)
-
-
 def _folded(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor | None, length: Tensor) -> Tensor:
     """The states [B, H, P, N] after the first `length` [B] entries, float32."""
     # Columns past the end may hold anything, NaN included, so they are replaced and not multiplied by zero.
