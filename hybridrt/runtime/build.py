@@ -1,6 +1,6 @@
 """From a model's name to weights on a device: paths, the model, its memory plan, its pools."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,8 @@ def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -
     # Padding drafts stand past the last position that a request may have.
     max_len = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
     max_len += config.num_verify_tokens - 1
-    model = model_class(mc.architecture)(mc, Build(target.tp, target.dtype, device), max_len)
+    family: Callable[..., CausalLM] = model_class(mc.architecture)  # it chooses what CausalLM has beside these three
+    model = family(mc, Build(target.tp, target.dtype, device), max_len)
     draft_method(config).attach(model)
     return model
 
