@@ -3,10 +3,11 @@
 Shapes: B rows, T new tokens a row (prompts are packed: T tokens in all), S state slots, R running requests, C conv
 channels, K conv taps, Wc columns of a conv ring, W columns of a state ring. A state of Mamba-2 is [H, P, N] (H heads of
 P channels, N state columns, G groups of keys), of a Gated Delta Net [Hv, V, K] (Hv value heads, Hk key heads), of
-Mamba-1 [I, N] (I channels). Entry 0 of every pool is scratch. A row whose state slots are -1 is padding: it gets zeros
-and touches no state. Indices are int32. Activations, conv rings, values and keys of state rings share the model's
-dtype; pools of states are float32, bfloat16 or float16; the rest is float32 where nothing else is said. Token-wise
-tensors may have any row and token stride, so that they can be column slices of one projection.
+Mamba-1 [I, N] (I channels). Softmax attention has Hq query heads and Hkv key heads of dim D. Entry 0 of every pool is
+scratch. A row whose state slots are -1 is padding: it gets zeros and touches no state. Indices are int32. Activations,
+conv rings, values and keys of state rings share the model's dtype; pools of states are float32, bfloat16 or float16;
+the rest is float32 where nothing else is said. Token-wise tensors may have any row and token stride, so that they can
+be column slices of one projection.
 """
 
 import math
