@@ -14,6 +14,7 @@ MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 64
 MAX_SAMPLES = 1024
+MAX_SALT_CHARACTERS = 256
 MIN_TEMPERATURE = 1e-5  # below it hybridrt.kernels.sampling takes the best token: logits over less may overflow
 MAX_REPETITION = 100.0  # more, or less than its reciprocal, and penalised logits may leave float32's range
 _INT32_MAX = 2**31 - 1
@@ -85,6 +86,8 @@ class SamplingParams:
         logprobs: return the log-probability of each token and of this many most likely alternatives, up to 64; None
             returns none.
         n: independent samples of the same prompt, up to 1024.
+        cache_salt: the prefix cache shares nothing between requests of different salts; a string of 1 to
+            MAX_SALT_CHARACTERS (256) characters. None shares with all requests that have none.
 
     Raises:
         RequestError: a field is out of range; the text names the field, the value and the allowed range.
@@ -104,6 +107,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     n: int = 1
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         for name, value in (self._lengths() | self._distribution() | self._stops()).items():
@@ -142,6 +146,9 @@ class SamplingParams:
             _require(is_text(s), "stop", s, "text: it holds a lone surrogate, which no output can hold")
         ids = _entries("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         ids = tuple(_integer("stop_token_ids", t, 0, _INT32_MAX, "integers >= 0 from the vocabulary") for t in ids)
+        salt = self.cache_salt
+        ok = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_CHARACTERS and is_text(salt))
+        _require(ok, "cache_salt", salt, f"a string of 1 to {MAX_SALT_CHARACTERS} characters, or None")
         return {"stop": stop, "stop_token_ids": ids}
 
     @property
