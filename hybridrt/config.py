@@ -107,7 +107,8 @@ class ModelConfig:
     """A model as the runtime sees it, family spellings normalised (`hybridrt.hf_config.read_model_config` makes it).
     `hf` keeps the transformers config for the numbers that only one model file reads (multipliers, biases);
     `mtp_layers` are those of its multi-token-prediction head, none without one; their ids count on after the model's
-    last. `attention` is that of the layers that bring none of their own."""
+    last. `attention` is that of the layers that bring none of their own. `image_tokens` are tokens in whose place
+    images stand, with the names of their fields: a prompt that holds one is refused."""
 
     architecture: str
     vocab_size: int
@@ -121,6 +122,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     hf: Any = field(repr=False, compare=False)
     mtp_layers: tuple[LayerSpec, ...] = ()
+    image_tokens: Mapping[int, str] = field(default_factory=dict, compare=False)
 
     @property
     def full_attention_layer_ids(self) -> tuple[int, ...]:

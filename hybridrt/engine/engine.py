@@ -99,7 +99,9 @@ class Engine:
             overlap: None follows `config` on a GPU. It is off on a CPU, where a launched step has already run.
         """
         plan, model = runner.plan, runner.model_config
-        limits = EngineLimits(model.vocab_size, plan.max_model_len, config.chunked_prefill_size, model.eos_token_ids)
+        limits = EngineLimits(
+            model.vocab_size, plan.max_model_len, config.chunked_prefill_size, model.eos_token_ids, model.image_tokens
+        )
         overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
         drafter = make_drafter(runner, split.everywhere if split else None) if config.speculative else None
         # The KV of a prediction head's token depends on the next token.
