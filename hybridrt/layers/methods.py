@@ -16,8 +16,8 @@ from torch import nn
 
 from hybridrt.errors import BackendError
 from hybridrt.kernels.activation import relu2, silu_and_mul
-from hybridrt.kernels.moe import fused_experts
-from hybridrt.kernels.skinny_linear import Activation, is_skinny, skinny_linear
+from hybridrt.kernels.moe import ExpertStack, fused_experts
+from hybridrt.kernels.skinny_linear import Activation, InputNorm, is_skinny, skinny_linear
 from hybridrt.layers.weights import CheckpointMap, Piece, Transform, parameter
 from hybridrt.plugins import Plugins
 
@@ -160,7 +160,7 @@ class DenseExperts(ExpertsMethod):
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
         gated: bool,
     ) -> torch.Tensor:  # fmt: skip
-        return fused_experts(x, self.up, self.down, weights, ids, activation=activation, gated=gated)
+        return fused_experts(x, ExpertStack(self.up, self.down, activation, gated), weights, ids)
 
 
 class DenseMethod(LinearMethod):
@@ -215,9 +215,8 @@ class DenseMethod(LinearMethod):
         if not is_skinny(x, self.weight, activation):
             h, residual = norm(x, residual)
             return self.apply(h, bias, activation), residual
-        y, total = skinny_linear(
-            x, self.weight, bias, norm_weight=norm.weight, eps=norm.eps, residual=residual, activation=activation
-        )
+        before = InputNorm(norm.weight, norm.eps, residual)
+        y, total = skinny_linear(x, self.weight, bias, norm=before, activation=activation)
         return y, x if total is None else total
 
 
