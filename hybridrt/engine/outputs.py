@@ -58,7 +58,8 @@ class EngineCounters(TokenCounters):
 
     Attributes:
         cache_asked, cache_hit, cache_without_state: hybridrt.mem_cache.prefix_cache.CacheCounts, in tokens.
-        cached_slots, cached_pages: what the prefix cache holds now. It gives up what requests need.
+        cached_slots, cached_pages: what the prefix cache holds and no running request reads. Requests get it when they
+            need it.
     """
 
     steps: int = 0

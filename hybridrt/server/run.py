@@ -110,12 +110,12 @@ async def write_statistics(service: Service) -> None:
             continue
         rates = [(new - old) / (now - then) for new, old in zip(done, before)]
         plan = llm.llm.plan
-        used = 100 * (1 - counters.free_pages / plan.num_pages) if plan.num_pages else 0.0
+        used = 100 * (1 - (counters.free_pages + counters.cached_pages) / plan.num_pages) if plan.num_pages else 0.0
         log.info(
             "%d running, %d waiting; prompt %.1f tokens/s, output %.1f tokens/s; KV pages %.1f%% used, %d of %d state "
             "slots free, %d retractions",
-            counters.running, max(llm.unfinished - counters.running, 0), *rates, used, counters.free_slots,
-            plan.num_slots, counters.retractions,
+            counters.running, max(llm.unfinished - counters.running, 0), *rates, used,
+            counters.free_slots + counters.cached_slots, plan.num_slots, counters.retractions,
         )  # fmt: skip
         before, then = done, now
 

@@ -118,7 +118,7 @@ def test_metrics_count_what_happened(served: Served) -> None:
     assert gained["hybridrt:steps_total"] >= 4 and gained["hybridrt:step_seconds_count"] >= 4
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["vllm:kv_cache_usage_perc"] == 0 and after["vllm:cache_config_info"] == 1
-    assert after["hybridrt:state_slots"] == after["hybridrt:state_slots_free"] == 32
+    assert after["hybridrt:state_slots"] == after["hybridrt:state_slots_free"] == 64
     assert "process_resident_memory_bytes" in after
 
 
