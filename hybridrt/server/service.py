@@ -105,7 +105,6 @@ UNSUPPORTED = {
     "allowed_token_ids": "leave it out",
     "bad_words": "leave it out",
     "prompt_logprobs": "leave it out",
-    "cache_salt": "leave it out",
     "use_beam_search": "use n for several samples",
     "length_penalty": "leave it out",
     "structured_outputs": "check the text yourself",
