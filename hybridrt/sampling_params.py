@@ -12,6 +12,8 @@ from hybridrt.errors import RequestError, is_text, shown
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_LOGPROBS = 64
 MAX_SAMPLES = 1024
 MIN_TEMPERATURE = 1e-5  # below it hybridrt.kernels.sampling takes the best token: logits over less may overflow
@@ -85,6 +87,11 @@ class SamplingParams:
         logprobs: return the log-probability of each token and of this many most likely alternatives, up to 64; None
             returns none.
         n: independent samples of the same prompt, up to 1024.
+        min_tokens: the output does not end before it has so many tokens, up to max_tokens: tokens that would end it are
+            ruled out, and stop strings are not looked for.
+        logit_bias: token id -> -100 to 100, added to its logit before all else; up to MAX_LOGIT_BIASES (1024) tokens.
+            Kept as pairs.
+        allowed_token_ids: the only tokens that may be drawn, up to 2**20, end-of-sequence ids included; None: all.
         include_stop_str_in_output: the text goes on to the end of the stop string, or of the stopping token.
         skip_special_tokens: special tokens leave nothing in the text.
         truncate_prompt_tokens: of a longer prompt only the last so many tokens are used, 1 to 2**31 - 1; -1: as many as
@@ -110,6 +117,9 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     n: int = 1
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    allowed_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
@@ -131,6 +141,9 @@ class SamplingParams:
         checked = {name: _integer(name, v, *optional[name]) for name, v in given.items() if v is not None}
         checked["n"] = _integer("n", self.n, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}")
         checked["priority"] = _integer("priority", self.priority, -_INT32_MAX, _INT32_MAX, "an integer of 32 bits")
+        most = 2**31 - 1 if self.max_tokens is None else checked["max_tokens"]
+        allowed = f"an integer from 0 to {'2**31 - 1' if self.max_tokens is None else f'max_tokens, {most}'}"
+        checked["min_tokens"] = _integer("min_tokens", self.min_tokens, 0, most, allowed)
         return checked
 
     def _distribution(self) -> dict[str, Any]:
@@ -145,7 +158,22 @@ class SamplingParams:
         }
         checked = {name: _number(name, getattr(self, name), *allowed) for name, allowed in ranges.items()}
         top_k = _integer("top_k", self.top_k, -1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or -1 for off")
-        return checked | {"top_k": top_k}
+        return checked | {"top_k": top_k, **self._token_rules()}
+
+    def _token_rules(self) -> dict[str, Any]:
+        name, bias = "logit_bias", self.logit_bias
+        pairs = _entries(name, bias.items() if isinstance(bias, Mapping) else bias, MAX_LOGIT_BIASES)
+        _require(all(isinstance(p, (tuple, list)) and len(p) == 2 for p in pairs), name, bias, "token id -> bias")
+        ids = [_integer(name, t, 0, _INT32_MAX, "token ids >= 0 from the vocabulary") for t, _ in pairs]
+        values = [_number(name, value, -100, 100, "biases in [-100, 100]") for _, value in pairs]
+        _require(len(set(ids)) == len(ids), name, bias, "one bias a token")
+        allowed = self.allowed_token_ids
+        if allowed is not None:
+            name = "allowed_token_ids"
+            allowed = _entries(name, allowed, MAX_ALLOWED_TOKEN_IDS)
+            _require(len(allowed) > 0, name, allowed, "None, or hold at least one token id")
+            allowed = tuple(_integer(name, t, 0, _INT32_MAX, "integers >= 0 from the vocabulary") for t in allowed)
+        return {"logit_bias": tuple(zip(ids, values)), "allowed_token_ids": allowed}
 
     def _stops(self) -> dict[str, Any]:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
@@ -158,6 +186,11 @@ class SamplingParams:
         ids = _entries("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         ids = tuple(_integer("stop_token_ids", t, 0, _INT32_MAX, "integers >= 0 from the vocabulary") for t in ids)
         return {"stop": stop, "stop_token_ids": ids}
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept."""
+        return tuple(self.logit_bias)  # type: ignore[arg-type]
 
     @property
     def greedy(self) -> bool:

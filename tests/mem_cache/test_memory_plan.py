@@ -120,7 +120,8 @@ def allocated(session: Session | DraftModelDrafter) -> int:
     runner = session.runner
     table = runner.pools.req_to_token
     tensors = [*runner.pools.kv.tensors, table.req_to_token, table.req_to_state_slot, runner.last_tokens]
-    tensors += vars(runner.sampling_table).values()
+    sampling = vars(runner.sampling_table) | vars(runner.sampling_table.rules)
+    tensors += [part for part in sampling.values() if isinstance(part, torch.Tensor)]
     if isinstance(head := runner.drafter, HeadRunner):
         tensors += [head.hidden, head.ahead.hidden, head.tokens]
     if (mamba := table.mamba_pool) is not None:
