@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from hybridrt.config import SpeculativeConfig
 from hybridrt.errors import MemoryBudgetError
@@ -121,7 +122,7 @@ def allocated(session: Session | DraftModelDrafter) -> int:
     table = runner.pools.req_to_token
     tensors = [*runner.pools.kv.tensors, table.req_to_token, table.req_to_state_slot, runner.last_tokens]
     sampling = vars(runner.sampling_table) | vars(runner.sampling_table.rules)
-    tensors += [part for part in sampling.values() if isinstance(part, torch.Tensor)]
+    tensors += [part for part in sampling.values() if isinstance(part, Tensor)]
     if isinstance(head := runner.drafter, HeadRunner):
         tensors += [head.hidden, head.ahead.hidden, head.tokens]
     if (mamba := table.mamba_pool) is not None:
