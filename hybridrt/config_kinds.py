@@ -24,6 +24,7 @@ DT_LIMIT = list_of(number(0.0, float("inf")), 2)
 EOS: Kinds = {"eos_token_id": either(either(NULL, integer(0, 2**31 - 1)), list_of(integer(0, 2**31 - 1)))}
 # Before transformers reads it: what it would build lists from, and what is read from the file itself.
 RAW: Kinds = {
+    "per_layer_config": Kind("absent: no architecture here takes one", lambda v: not v),
     "architectures": either(NULL, list_of(TEXT)),
     "model_type": TEXT,
     "num_hidden_layers": either(NULL, LAYERS),

@@ -16,6 +16,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_LOGPROBS = 64
 MAX_SAMPLES = 1024
+MAX_SALT_CHARACTERS = 256
 MIN_TEMPERATURE = 1e-5  # below it hybridrt.kernels.sampling takes the best token: logits over less may overflow
 MAX_REPETITION = 100.0  # more, or less than its reciprocal, and penalised logits may leave float32's range
 _INT32_MAX = 2**31 - 1
@@ -98,6 +99,8 @@ class SamplingParams:
             leave room for one output token. None refuses a prompt that is too long.
         priority: requests of a lower number are started first, and are the last to give their memory back; first come,
             first served among equals.
+        cache_salt: the prefix cache shares nothing between requests of different salts; a string of 1 to
+            MAX_SALT_CHARACTERS (256) characters. None shares with all requests that have none.
 
     Raises:
         RequestError: a field is out of range; the text names the field, the value and the allowed range.
@@ -124,6 +127,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     priority: int = 0
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         for name, value in (self._lengths() | self._distribution() | self._stops()).items():
@@ -185,6 +189,9 @@ class SamplingParams:
             _require(is_text(s), "stop", s, "text: it holds a lone surrogate, which no output can hold")
         ids = _entries("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         ids = tuple(_integer("stop_token_ids", t, 0, _INT32_MAX, "integers >= 0 from the vocabulary") for t in ids)
+        salt = self.cache_salt
+        ok = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_CHARACTERS and is_text(salt))
+        _require(ok, "cache_salt", salt, f"a string of 1 to {MAX_SALT_CHARACTERS} characters, or None")
         return {"stop": stop, "stop_token_ids": ids}
 
     @property

@@ -177,7 +177,9 @@ def _mixer(layer: "LayerSpec", layer_id: int, target: "RunTarget", shapes: "dict
         heads = f"{attention.num_heads} heads, {attention.num_kv_heads} KV heads, head_dim {attention.head_dim}"
         parts.append(f"attention ({heads}{window})")
     if layer.linear:
-        state = zip(linear_kind(layer.linear).temporal_dims, shapes[layer.linear].temporal)
+        shape = shapes[layer.linear]
+        conv = [("channels", shape.conv_dim), ("taps", shape.conv_kernel)]
+        state = list(zip(linear_kind(layer.linear).temporal_dims, shape.temporal)) or conv
         parts.append(f"{layer.linear} ({', '.join(f'{name} {size}' for name, size in state)})")
     return " + ".join(parts) or "-"
 

@@ -66,6 +66,7 @@ class LLM:
         speculative: SpeculativeConfig | None = None,
         tp_size: int = 1,
         transfer_bytes: int = 0,
+        prefix_cache: bool = True,
         seed: int = 0,
     ) -> None:
         options = dict(locals())  # the parameters, which are the fields of EngineConfig
@@ -154,6 +155,11 @@ class LLM:
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
         return self._stream(self.engine.prepare(prompt, params))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes, as `Engine.reset_prefix_cache` does."""
+        with self.engine.turns:
+            return self.engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Aborts all requests and frees the model and the pools. A second call does nothing, or what an exception kept

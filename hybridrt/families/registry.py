@@ -1,4 +1,4 @@
-"""Architectures to families: a module of this package each, or what other packages name in an entry point."""
+"""Architectures to families: those that modules of this package hold, or what other packages name in an entry point."""
 
 from functools import cache
 from importlib import import_module
@@ -12,12 +12,13 @@ from hybridrt.plugins import Plugins
 
 @cache
 def _families() -> Plugins:
-    """The other modules of this package each hold one FAMILY. Packages add theirs: an entry point of this group names
-    a Family, "architecture = module:object"."""
-    names = (
+    """The other modules of this package hold a Family for each architecture. Packages add theirs: an entry point of
+    this group names a Family, "architecture = module:object"."""
+    names = [
         f"{families.__name__}.{m.name}" for m in iter_modules(families.__path__) if m.name not in ("base", "registry")
-    )
-    return Plugins("hybridrt.families", {import_module(name).FAMILY.architecture: f"{name}:FAMILY" for name in names})
+    ]
+    held = [(name, of, it) for name in names for of, it in vars(import_module(name)).items() if isinstance(it, Family)]
+    return Plugins("hybridrt.families", {family.architecture: f"{name}:{of}" for name, of, family in held})
 
 
 def architectures() -> list[str]:

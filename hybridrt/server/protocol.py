@@ -47,6 +47,7 @@ class Sampling(Body):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
+    cache_salt: str | None = None
     seed: int | None = None
     n: int | None = None
     stream: bool | None = False

@@ -114,7 +114,6 @@ def record(scope: Scope, **facts: Any) -> None:
 UNSUPPORTED = {
     "bad_words": "leave it out",
     "prompt_logprobs": "leave it out",
-    "cache_salt": "leave it out",
     "use_beam_search": "use n for several samples",
     "length_penalty": "leave it out",
     "structured_outputs": "check the text yourself",

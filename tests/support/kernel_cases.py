@@ -298,6 +298,15 @@ def causal_conv1d_update(rows: DecodeRows) -> Case:
     return Case("causal_conv1d_update", args | conv_weights(shape), {"conv": rows.used_slots})
 
 
+def short_conv_update(rows: DecodeRows) -> Case:
+    projected, _ = rows.tokenwise(3 * rows.shape.conv_dim, 24)
+    args = {
+        "projected": projected, "conv": rows.conv(), **rows.slot_args(), "start_positions": rows.positions,
+        "weight": conv_weights(rows.shape)["weight"], "bias": None, "activation": None,
+    }  # fmt: skip
+    return Case("short_conv_update", args, {"conv": rows.used_slots})
+
+
 def gdn_decode(rows: DecodeRows, mode: str) -> Case:
     shape, heads = rows.shape, rows.shape.temporal[0]
     qkv, _, b, a = rows.tokenwise(shape.conv_dim, heads * shape.temporal[1], heads, heads)
