@@ -12,6 +12,8 @@ from hybridrt.errors import RequestError, is_text, shown
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_LOGPROBS = 64
 MAX_SAMPLES = 1024
 MAX_SALT_CHARACTERS = 256
@@ -57,6 +59,7 @@ _NUMBERS: dict[str, tuple[type, float, float, str]] = {
     "repetition_penalty": (Real, 1 / MAX_REPETITION, MAX_REPETITION, "a number from 0.01 to 100 (1 is off)"),
     "presence_penalty": (Real, -2, 2, "in [-2, 2]"),
     "frequency_penalty": (Real, -2, 2, "in [-2, 2]"),
+    "min_tokens": (Integral, 0, _INT32_MAX, "an integer from 0 to 2**31 - 1"),
     "seed": (Integral, 0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None"),
     "logprobs": (Integral, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
     "n": (Integral, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}"),
@@ -93,6 +96,11 @@ class SamplingParams:
         logprobs: return the log-probability of each token and of this many most likely alternatives, up to 64; None
             returns none.
         n: independent samples of the same prompt, up to 1024.
+        min_tokens: the output does not end before it has so many tokens, up to max_tokens: tokens that would end it are
+            ruled out, and stop strings are not looked for.
+        logit_bias: token id -> -100 to 100, added to its logit before all else; up to MAX_LOGIT_BIASES (1024) tokens.
+            Kept as pairs.
+        allowed_token_ids: the only tokens that may be drawn, up to 2**20, end-of-sequence ids included; None: all.
         include_stop_str_in_output: the text goes on to the end of the stop string, or of the stopping token.
         skip_special_tokens: special tokens leave nothing in the text.
         truncate_prompt_tokens: of a longer prompt only the last so many tokens are used, 1 to 2**31 - 1; -1: as many as
@@ -120,6 +128,9 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     n: int = 1
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    allowed_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
@@ -127,15 +138,38 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        checked = self._stops()
+        checked = self._stops() | self._token_rules()
         for name, (kind, low, high, allowed) in _NUMBERS.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:  # NaN is in no range
                 ok = is_number(value, kind) and low <= value <= high
                 _require(ok and (value != 0 or name != "truncate_prompt_tokens"), name, value, allowed)
                 checked[name] = int(value) if kind is Integral else float(value)
+        most = checked.get("max_tokens")
+        ok = most is None or checked["min_tokens"] <= most
+        _require(ok, "min_tokens", self.min_tokens, f"an integer from 0 to max_tokens, {most}")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    def _token_rules(self) -> dict[str, Any]:
+        bias, allowed = self.logit_bias, self.allowed_token_ids
+        pairs = _entries("logit_bias", bias.items() if isinstance(bias, Mapping) else bias, MAX_LOGIT_BIASES)
+        ok = all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs)
+        _require(ok, "logit_bias", bias, "token id -> bias")
+        for token, value in pairs:
+            ok = is_number(token, Integral) and 0 <= token <= _INT32_MAX
+            _require(ok, "logit_bias", token, "token ids >= 0 from the vocabulary")
+            _require(is_number(value, Real) and -100 <= value <= 100, "logit_bias", value, "biases in [-100, 100]")
+        biases = {int(token): float(value) for token, value in pairs}
+        _require(len(biases) == len(pairs), "logit_bias", bias, "one bias a token")
+        if allowed is not None:
+            allowed = _entries("allowed_token_ids", allowed, MAX_ALLOWED_TOKEN_IDS)
+            _require(len(allowed) > 0, "allowed_token_ids", allowed, "None, or hold at least one token id")
+            for token in allowed:
+                ok = is_number(token, Integral) and 0 <= token <= _INT32_MAX
+                _require(ok, "allowed_token_ids", token, "integers >= 0 from the vocabulary")
+            allowed = tuple(map(int, allowed))
+        return {"logit_bias": tuple(biases.items()), "allowed_token_ids": allowed}
 
     def _stops(self) -> dict[str, Any]:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
@@ -153,6 +187,11 @@ class SamplingParams:
         ok = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_CHARACTERS and is_text(salt))
         _require(ok, "cache_salt", salt, f"a string of 1 to {MAX_SALT_CHARACTERS} characters, or None")
         return {"stop": stop, "stop_token_ids": tuple(map(int, ids))}
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept."""
+        return tuple(self.logit_bias)  # type: ignore[arg-type]
 
     @property
     def greedy(self) -> bool:

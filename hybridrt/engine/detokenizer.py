@@ -55,8 +55,9 @@ class Detokenizer:
         self._read = len(self._window)
         self._known = len(self._decode(self._window))
 
-    def advance(self, tokens: Sequence[int]) -> bool:
-        """Reads on. True if a stop string has appeared; the text is then cut before it."""
+    def advance(self, tokens: Sequence[int], search: bool = True) -> bool:
+        """Reads on. True if a stop string has appeared, which is looked for where `search` says so; the text is then
+        cut there."""
         window = self._window
         window += tokens
         text = self._decode(window)
@@ -70,7 +71,7 @@ class Detokenizer:
             return False
         self._window = window = window[self._read :]
         self._read, self._known = len(window), len(self._decode(window))
-        return self._extend(text[known:])
+        return self._extend(text[known:], search)
 
     def finish(self, tokens: Sequence[int]) -> bool:
         """Reads the last tokens, but for a character whose last bytes never came. True as for `advance`."""
@@ -90,9 +91,9 @@ class Detokenizer:
             return self._tokenizer.decode(tokens)
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
-    def _extend(self, fresh: str) -> bool:
+    def _extend(self, fresh: str, search: bool = True) -> bool:
         self._text += fresh
-        if self._stop is None:
+        if self._stop is None or not search:
             return False
         self._stop_state, behind = self._stop.scan(self._stop_state, fresh)
         if behind:

@@ -1,7 +1,7 @@
 """What the engine knows of its model, and what it therefore refuses before a request is queued."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hybridrt.engine.prompts import Prompt, text_or_ids, token_ids
 from hybridrt.engine.tokenizer import Tokenizer, encode_prompt
@@ -63,18 +63,26 @@ class EngineLimits:
         longest = self.max_model_len
         max_len = longest if params.max_tokens is None else min(longest, len(tokens) + params.max_tokens)
         eos = () if params.ignore_eos else self.eos_token_ids
-        return PreparedPrompt(tokens, params, max_len, frozenset((*eos, *params.stop_token_ids)))
+        stop_ids = frozenset((*eos, *params.stop_token_ids))
+        if params.min_tokens:
+            if params.allowed_token_ids is not None and stop_ids.issuperset(params.allowed_token_ids):
+                text = (
+                    f"allowed_token_ids holds nothing but tokens that end the output; min_tokens is {params.min_tokens}"
+                )
+                raise RequestError(f"{text}: allow more, or set min_tokens to 0", "allowed_token_ids")
+            params = replace(params, stop_token_ids=tuple(stop_ids))  # the sampler rules all of them out
+        return PreparedPrompt(tokens, params, max_len, stop_ids)
 
     def _check_params(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         """What parameters can be wrong about only beside a model."""
         vocab = self.vocab_size
         if params.stop and tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids", "stop")
-        if max(params.stop_token_ids, default=0) >= vocab:
-            raise RequestError(
-                f"stop_token_ids holds {max(params.stop_token_ids)}; the vocabulary ends at {vocab - 1}: remove it",
-                "stop_token_ids",
-            )
+        biased = [token for token, _ in params.biases]
+        named = {"stop_token_ids": params.stop_token_ids, "logit_bias": biased}
+        for name, ids in (named | {"allowed_token_ids": params.allowed_token_ids or ()}).items():
+            if max(ids, default=0) >= vocab:
+                raise RequestError(f"{name} holds {max(ids)}; the vocabulary ends at {vocab - 1}: remove it", name)
         if params.logprobs is not None and params.logprobs > vocab:
             raise RequestError(
                 f"logprobs is {params.logprobs} and the vocabulary has {vocab} tokens; lower it", "logprobs"

@@ -4,7 +4,6 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -168,10 +167,13 @@ class Request:
         return None
 
     def read_text(self) -> bool:
-        """Makes text of the tokens since the last call. True if a stop string has appeared in it."""
+        """Makes text of the tokens since the last call. True if a stop string has appeared in it; none is looked for
+        in the text of the first `min_tokens`."""
         tokens = self.output[self.decoded :]
         self.decoded += len(tokens)
-        return bool(tokens) and self.detokenizer is not None and self.detokenizer.advance(tokens)
+        if not tokens or self.detokenizer is None:
+            return False
+        return self.detokenizer.advance(tokens, search=self.decoded > self.params.min_tokens)
 
     def end(self, reason: FinishReason, error: EngineError | None = None) -> None:
         """Ends the request. Without an error all of its text is made: a stop string may be hidden in what was held back
@@ -204,10 +206,6 @@ def new_samples(
     """The `n` samples of a prompt."""
     tokens, params = prepared.tokens, prepared.params
     stop = StopStrings(params.stop) if params.stop else None
-    make_text = partial(
-        Detokenizer, tokenizer, tokens, stop,
-        include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
-    )  # fmt: skip
     samples = [
         Request(
             request_id=request_id,
@@ -219,7 +217,7 @@ def new_samples(
             max_len=prepared.max_len,
             stop_ids=prepared.stop_ids,
             metrics=RequestMetrics(prompt_tokens=len(tokens), arrival_time=time.monotonic()),
-            detokenizer=make_text() if tokenizer is not None else None,
+            detokenizer=_detokenizer(tokenizer, prepared, stop),
             logprobs=None if params.logprobs is None else [],
         )
         for index in range(params.n)
@@ -227,6 +225,13 @@ def new_samples(
     for request in samples[1:]:
         request.leader = samples[0]
     return samples
+
+
+def _detokenizer(tokenizer: Tokenizer | None, prepared: PreparedPrompt, stop: StopStrings | None) -> Detokenizer | None:
+    if tokenizer is None:
+        return None
+    include, skip = prepared.params.include_stop_str_in_output, prepared.params.skip_special_tokens
+    return Detokenizer(tokenizer, prepared.tokens, stop, include_stop=include, skip_special_tokens=skip)
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -1,7 +1,7 @@
 """From logits to tokens: penalties, temperature, filters, Gumbel-max draws keyed by (seed, output index, token id).
 
 Shapes: B rows, V vocabulary entries. The order is: bitmask, penalties, temperature, top-k, top-p, min-p. Each filter
-works on what the ones before it left, and keeps entries that tie with its threshold.
+works on what the ones before it left, and keeps entries that tie with its threshold. Biases come before all of them.
 """
 
 from dataclasses import dataclass
@@ -41,6 +41,20 @@ class Penalties:
     prompt_mask: Tensor
 
 
+class LogitBiases(NamedTuple):
+    """What is added to single logits of B rows, K entries a row.
+
+    Attributes:
+        ids: `[B, K]` int32 tokens. One may come more than once.
+        values: `[B, K]` float32; -inf rules a token out.
+        until: `[B, K]` int32: an entry counts for tokens of a lower output index. 0: it is not in use.
+    """
+
+    ids: Tensor
+    values: Tensor
+    until: Tensor
+
+
 class LogitFilters(NamedTuple):
     """How the logits of B rows become what a draw is made from; None where no row uses a filter.
 
@@ -72,6 +86,13 @@ def uniform(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
     bits = _mix(key.unsqueeze(1) + (ids.long() + 1) * GOLDEN_GAMMA)
     # 63 bits, then the middle of their interval: 0 is never reached, and 1 only by rounding, which the clamp undoes.
     return ((bits >> 1) & (2**63 - 1)).float().mul_(2.0**-63).clamp_(2.0**-64, 1 - 2.0**-24)
+
+
+@operation(by("triton"))
+def biased_logits(logits: Tensor, biases: LogitBiases, indices: Tensor) -> Tensor:
+    """The logits `[B, V]` in float32 with their biases, for tokens of output index `indices` `[B]`. They are a copy."""
+    values = biases.values.masked_fill(indices.unsqueeze(1) >= biases.until, 0)
+    return logits.float().scatter_add(1, biases.ids.long(), values)
 
 
 @operation(by("triton"), by("flashinfer", priority=5))

@@ -12,12 +12,14 @@ import torch
 from hybridrt.kernels.acceptance import accept_chain, accept_tree
 from hybridrt.kernels.sampling import LogitFilters, Penalties, greedy, sample
 from hybridrt.runtime.step import Admission
+from hybridrt.runtime.token_rules import TokenRules, num_biases
 from hybridrt.sampling_params import SamplingParams
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_CONSTANTS = Struct(f"=q{len(FLOATS)}fi")
+INTEGERS = ("top_k", "num_biases", "restricted")
+_CONSTANTS = Struct(f"=q{len(FLOATS)}f{len(INTEGERS)}i")
 
-_DRAWS, _TOP_K, _TOP_P, _MIN_P, _PENALTIES, _LOGPROBS = (1 << i for i in range(6))
+_DRAWS, _TOP_K, _TOP_P, _MIN_P, _PENALTIES, _LOGPROBS, _BIASES, _RESTRICTED = (1 << i for i in range(8))
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,13 @@ class Filters:
     top_p: bool
     min_p: bool
     penalties: bool
+    biases: bool
+    restricted: bool
+
+    @property
+    def plain(self) -> bool:
+        """The best logit of every row is its token."""
+        return self.greedy and not (self.penalties or self.biases or self.restricted)
 
     @classmethod
     def of(cls, params: Iterable[SamplingParams]) -> "Filters":
@@ -38,7 +47,7 @@ class Filters:
     @cache
     def of_bits(cls, bits: int) -> "Filters":
         """What any row's `_bits` ask for."""
-        used = (bool(bits & bit) for bit in (_TOP_K, _TOP_P, _MIN_P, _PENALTIES))
+        used = (bool(bits & bit) for bit in (_TOP_K, _TOP_P, _MIN_P, _PENALTIES, _BIASES, _RESTRICTED))
         return cls(not bits & _DRAWS, *used)
 
 
@@ -51,6 +60,8 @@ def _bits(params: SamplingParams) -> int:
         | _MIN_P * (params.min_p > 0)
         | _PENALTIES * params.uses_penalties
         | _LOGPROBS * (params.logprobs is not None)
+        | _BIASES * bool(num_biases(params))
+        | _RESTRICTED * (params.allowed_token_ids is not None)
     )
 
 
@@ -130,12 +141,14 @@ class Accepted:
 class SamplingTable:
     """Sampling constants and token counts by request row, on the device, written at admission.
 
-    `floats` is [len(FLOATS), R + 1], the rest [R + 1, ...]: the constants of any rows, [n] each, are contiguous.
+    `floats` is [len(FLOATS), R + 1], `integers` [len(INTEGERS), R + 1], the rest [R + 1, ...]: the constants of any
+    rows, [n] each, are contiguous.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.floats = torch.zeros(len(FLOATS), num_rows + 1, device=device)
-        self.top_k = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+        self.integers = torch.zeros(len(INTEGERS), num_rows + 1, dtype=torch.int32, device=device)
+        self.rules = TokenRules(num_rows, vocab_size, device)
         self.seeds = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.output_counts = torch.zeros(num_rows + 1, vocab_size, dtype=torch.int32, device=device)
         self.prompt_mask = torch.zeros(num_rows + 1, vocab_size, dtype=torch.bool, device=device)
@@ -143,16 +156,17 @@ class SamplingTable:
     @staticmethod
     def row_bytes(vocab_size: int) -> int:
         """Bytes of one row."""
-        return 4 * len(FLOATS) + 4 + 8 + 5 * vocab_size
+        return 4 * len(FLOATS) + 4 * len(INTEGERS) + 8 + 5 * vocab_size + TokenRules.row_bytes(vocab_size)
 
     @staticmethod
     def constants(params: SamplingParams, seed: int) -> bytes:
-        """A request's row of `pack`: its seed, its FLOATS and its top_k.
+        """A request's row of `pack`: its seed, its FLOATS and its INTEGERS.
 
         Raises:
             struct.error, OverflowError: the table holds no such number.
         """
-        return _CONSTANTS.pack(seed, *(getattr(params, name) for name in FLOATS), params.top_k)
+        integers = params.top_k, num_biases(params), params.allowed_token_ids is not None
+        return _CONSTANTS.pack(seed, *(getattr(params, name) for name in FLOATS), *integers)
 
     @classmethod
     def pack(cls, admissions: Sequence[Admission]) -> dict[str, np.ndarray]:
@@ -164,17 +178,19 @@ class SamplingTable:
         constants = np.frombuffer(rows, np.int32).reshape(-1, _CONSTANTS.size // 4)
         return {
             "seeds": constants[:, :2].reshape(-1),
-            "floats": constants[:, 2:-1].reshape(-1),
-            "top_k": constants[:, -1],
+            "floats": constants[:, 2 : -len(INTEGERS)].reshape(-1),
+            "integers": constants[:, -len(INTEGERS) :].reshape(-1),
             "penalty_rows": np.array([a.row for a in counted], np.int32),
             "output_tokens": np.array(outputs, np.int32).reshape(-1),
             "prompt_tokens": np.array(prompts, np.int32).reshape(-1),
+            **TokenRules.pack(admissions),
         }
 
     def admit(self, rows: torch.Tensor, sections: dict[str, torch.Tensor]) -> None:
         """Stores what `pack` packed, for request rows `rows` [n]."""
         self.floats[:, rows] = sections["floats"].view(torch.float32).view(-1, len(FLOATS)).t()
-        self.top_k[rows] = sections["top_k"]
+        self.integers[:, rows] = sections["integers"].view(-1, len(INTEGERS)).t()
+        self.rules.admit(sections)
         self.seeds[rows] = sections["seeds"].view(torch.int64)
         counted = sections["penalty_rows"].long()
         if counted.numel():
@@ -202,7 +218,7 @@ class Sampler:
         self, logits: torch.Tensor, rows: torch.Tensor, output_indices: torch.Tensor, filters: Filters
     ) -> torch.Tensor:
         """logits [n, vocab], rows and output_indices [n] int32 to tokens [n] int64; -1 where logits are not finite."""
-        if filters.greedy and not filters.penalties:
+        if filters.plain:
             return greedy(logits)
         tokens = self._draw(logits, rows, output_indices, filters, None)
         if filters.penalties:
@@ -216,7 +232,7 @@ class Sampler:
             logits: [n * T, vocab].
         """
         n, width = step.positions.shape
-        if filters.greedy and not filters.penalties:
+        if filters.plain:
             tokens = greedy(logits).view(n, width)
         else:
             rows = step.rows.repeat_interleave(width, output_size=n * width)
@@ -249,7 +265,7 @@ class Sampler:
         drafted: torch.Tensor,
     ) -> torch.Tensor:
         """Draws as `__call__` does, for rows that `drafted` [n, k] int64 has run ahead of: none of it is counted."""
-        if filters.greedy and not filters.penalties:
+        if filters.plain:
             return greedy(logits)
         earlier = drafted.clamp(min=0), torch.ones_like(drafted, dtype=torch.int32)
         return self._draw(logits, rows, output_indices, filters, earlier)
@@ -266,12 +282,16 @@ class Sampler:
         int64, and how often each counts, [n, k] int32."""
         table = self.table
         constants = dict(zip(FLOATS, table.floats.index_select(1, rows)))
+        integers = dict(zip(INTEGERS, table.integers.index_select(1, rows)))
+        if filters.biases:
+            logits = table.rules.biased(logits, rows, integers["num_biases"], output_indices)
         logit_filters = LogitFilters(
             constants["temperature"],
-            top_k=table.top_k[rows] if filters.top_k else None,
+            top_k=integers["top_k"] if filters.top_k else None,
             top_p=constants["top_p"] if filters.top_p else None,
             min_p=constants["min_p"] if filters.min_p else None,
             penalties=self._penalties(rows, constants, earlier) if filters.penalties else None,
+            bitmask=table.rules.bitmask(rows, integers["restricted"]) if filters.restricted else None,
         )
         return sample(logits, logit_filters, table.seeds[rows], output_indices.long())
 

@@ -87,6 +87,7 @@ class Answer:
         """What the access log says of the answer."""
         return {
             "output_tokens": self.output_tokens,
+            "cached_tokens": self.cached_tokens,
             "finish_reasons": self._reasons,
             "time_to_first_token": self._first,
         }

@@ -50,8 +50,12 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream": 1}, "stream", "valid boolean"),
     ({"stream_options": {"include_usage": 3}}, "stream_options.include_usage", "valid boolean"),
     ({"request_id": "a b"}, "request_id", "pattern"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
-    ({"min_tokens": 5}, "min_tokens", "not supported"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "[-100, 100]"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "keys are token ids"),
+    ({"logit_bias": {"1000000": 1}}, "logit_bias", "the vocabulary ends at"),
+    ({"min_tokens": 5}, "min_tokens", "0 to max_tokens, 2"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
+    ({"bad_words": ["x"]}, "bad_words", "not supported"),
     ({"structured_outputs": {"json": {}}}, "structured_outputs", "not supported"),
 ]
 
