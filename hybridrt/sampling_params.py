@@ -22,7 +22,7 @@ _FLOAT32_MAX = 3.4028234663852886e38
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        raise RequestError(f"{name} is {shown(value)}; it must be {allowed}")
+        raise RequestError(f"{name} is {shown(value)}; it must be {allowed}", name)
 
 
 def is_number(value: object, kind: type) -> bool:
@@ -54,7 +54,7 @@ def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
     _require(collection and getattr(value, "ndim", 1) == 1, name, value, "a sequence")
     entries = tuple(islice(value, max_entries + 1))
     if len(entries) > max_entries:
-        raise RequestError(f"{name} has more than {max_entries} entries; pass at most {max_entries}")
+        raise RequestError(f"{name} has more than {max_entries} entries; pass at most {max_entries}", name)
     return entries
 
 
@@ -85,6 +85,12 @@ class SamplingParams:
         logprobs: return the log-probability of each token and of this many most likely alternatives, up to 64; None
             returns none.
         n: independent samples of the same prompt, up to 1024.
+        include_stop_str_in_output: the text goes on to the end of the stop string, or of the stopping token.
+        skip_special_tokens: special tokens leave nothing in the text.
+        truncate_prompt_tokens: of a longer prompt only the last so many tokens are used, 1 to 2**31 - 1; -1: as many as
+            leave room for one output token. None refuses a prompt that is too long.
+        priority: requests of a lower number are started first, and are the last to give their memory back; first come,
+            first served among equals.
 
     Raises:
         RequestError: a field is out of range; the text names the field, the value and the allowed range.
@@ -104,6 +110,10 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     n: int = 1
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         for name, value in (self._lengths() | self._distribution() | self._stops()).items():
@@ -114,10 +124,14 @@ class SamplingParams:
             "max_tokens": (1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or None"),
             "logprobs": (0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
             "seed": (0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None"),
+            "truncate_prompt_tokens": (-1, _INT32_MAX, "an integer from 1 to 2**31 - 1, -1, or None"),
         }
+        _require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, optional["truncate_prompt_tokens"][2])
         given = {name: getattr(self, name) for name in optional}
         checked = {name: _integer(name, v, *optional[name]) for name, v in given.items() if v is not None}
-        return checked | {"n": _integer("n", self.n, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}")}
+        checked["n"] = _integer("n", self.n, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}")
+        checked["priority"] = _integer("priority", self.priority, -_INT32_MAX, _INT32_MAX, "an integer of 32 bits")
+        return checked
 
     def _distribution(self) -> dict[str, Any]:
         largest, least = MAX_REPETITION, 1 / MAX_REPETITION
@@ -134,7 +148,8 @@ class SamplingParams:
         return checked | {"top_k": top_k}
 
     def _stops(self) -> dict[str, Any]:
-        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         stop = (self.stop,) if isinstance(self.stop, str) else _entries("stop", self.stop, MAX_STOP_STRINGS)
         for s in stop:
             ok = isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS

@@ -23,7 +23,7 @@ def option(text: str, default: str, metavar: str | None = None) -> Any:
     return typer.Option(help=f"{text} [{default}]", show_default=False, metavar=metavar)
 
 
-class _Overrides:
+class Overrides:
     def given(self) -> dict[str, Any]:
         """The options that the command line set, by name."""
         values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
@@ -34,7 +34,7 @@ _DTYPES = "float32|bfloat16|float16"
 
 
 @dataclass(frozen=True)
-class EngineOptions(_Overrides):
+class EngineOptions(Overrides):
     """Fields of EngineConfig, which checks them."""
 
     device: Annotated[str | None, option("Where to run.", "auto", "cpu|cuda|cuda:N")] = None
@@ -102,7 +102,7 @@ _FILE = "the model's"
 
 
 @dataclass(frozen=True)
-class SamplingOptions(_Overrides):
+class SamplingOptions(Overrides):
     """Fields of SamplingParams, which checks them. Its `seed` stays None: EngineOptions' seeds every request."""
 
     max_tokens: Annotated[int | None, option("Tokens to generate at most.", "128", "N")] = None

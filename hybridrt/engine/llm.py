@@ -77,6 +77,7 @@ class LLM:
         runner = self._split.runner if self._split else ModelRunner(self.config, progress=progress)
         self.model_config = runner.model_config
         self.plan = runner.plan
+        self.device = runner.device
         self.default_sampling_params = default_sampling_params(runner.model_path)
         self.tokenizer = load_tokenizer(runner.model_path)
         self._engine: Engine | None = Engine.from_config(self.config, runner, self.tokenizer, split=self._split)
@@ -134,7 +135,9 @@ class LLM:
                     ended.update({(delta.request_id, delta.index): delta for delta in deltas})
                     interrupts.check()
                     bar.update(len(deltas))
-                return [_output(request_id, prepared, ended) for request_id, prepared in zip(ids, batch, strict=True)]
+                return [
+                    whole_output(request_id, prepared, ended) for request_id, prepared in zip(ids, batch, strict=True)
+                ]
             finally:
                 with engine.turns:
                     engine.abandon(queue)
@@ -223,7 +226,7 @@ def _raise_error(deltas: Sequence[Delta]) -> None:
             raise delta.error
 
 
-def _output(request_id: str, prepared: PreparedPrompt, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
+def whole_output(request_id: str, prepared: PreparedPrompt, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
     """The samples of a prompt, each of whose tokens came in one delta."""
     first, *siblings = (_sample(prepared.tokens, ended[request_id, index]) for index in range(prepared.params.n))
     first.siblings = tuple(siblings)

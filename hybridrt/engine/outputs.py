@@ -105,6 +105,14 @@ class Delta(msgspec.Struct):
     metrics: RequestMetrics | None = None
     error: EngineError | None = None
 
+    def extend(self, later: "Delta") -> None:
+        """Adds the sample's next delta."""
+        self.token_ids += later.token_ids
+        self.text += later.text
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.finish_reason, self.metrics, self.error = later.finish_reason, later.metrics, later.error
+
 
 @dataclass(slots=True)
 class RequestOutput:

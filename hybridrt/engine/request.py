@@ -4,6 +4,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from hybridrt.engine.columns import RowColumns
 from hybridrt.engine.delta_queue import DeltaQueue
@@ -146,7 +147,7 @@ class Request:
         for an unfinished character."""
         if error is None and self.detokenizer is not None:
             rest = self.output[self.decoded :]
-            if rest and rest[-1] in self.stop_ids:
+            if rest and rest[-1] in self.stop_ids and not self.params.include_stop_str_in_output:
                 del rest[-1]
             stopped = self.detokenizer.finish(rest)
             reason = "stop" if stopped and reason == "length" else reason
@@ -172,6 +173,10 @@ def new_samples(
     """The `n` samples of a prompt."""
     tokens, params = prepared.tokens, prepared.params
     stop = StopStrings(params.stop) if params.stop else None
+    make_text = partial(
+        Detokenizer, tokenizer, tokens, stop,
+        include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
+    )  # fmt: skip
     return [
         Request(
             request_id=request_id,
@@ -183,7 +188,7 @@ def new_samples(
             max_len=prepared.max_len,
             stop_ids=prepared.stop_ids,
             metrics=RequestMetrics(prompt_tokens=len(tokens), arrival_time=time.monotonic()),
-            detokenizer=Detokenizer(tokenizer, tokens, stop) if tokenizer is not None else None,
+            detokenizer=make_text() if tokenizer is not None else None,
             logprobs=None if params.logprobs is None else [],
         )
         for index in range(params.n)
