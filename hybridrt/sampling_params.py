@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from numbers import Integral, Real
 from typing import Any
@@ -14,6 +14,11 @@ MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 64
 MAX_SAMPLES = 1024
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_ALLOWED_TOKEN_IDS = 2**20
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 256
 MIN_TEMPERATURE = 1e-5  # below it hybridrt.kernels.sampling takes the best token: logits over less may overflow
 MAX_REPETITION = 100.0  # more, or less than its reciprocal, and penalised logits may leave float32's range
 _INT32_MAX = 2**31 - 1
@@ -45,6 +50,11 @@ def _number(name: str, value: Any, low: float, high: float, allowed: str) -> flo
     return float(value)
 
 
+def _token_id(name: str, value: Any) -> int:
+    """`value`, one of the token ids in a field, as a Python integer."""
+    return _integer(name, value, 0, _INT32_MAX, "token ids: integers >= 0 from the vocabulary")
+
+
 def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
     """What a list (or another collection) holds; None holds nothing. It is read no further than the limit."""
     if value is None:
@@ -62,8 +72,11 @@ def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
 class SamplingParams:
     """Sampling and stopping of one request; every field is checked when the object is made.
 
-    numpy numbers are taken and kept as Python's. What depends on a model's vocabulary (`stop_token_ids`, `logprobs`) is
-    checked again where a request meets the model (`Engine.prepare`).
+    numpy numbers are taken and kept as Python's. What depends on a model's vocabulary (token ids, `bad_words`, numbers of
+    log-probabilities) is checked again where a request meets the model (`Engine.prepare`).
+
+    Logits are changed in the order of vLLM: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties,
+    temperature, filters. Log-probabilities are those of the model: none of this changes them.
 
     Args:
         max_tokens: tokens to generate at most, 1 to 2**31 - 1; None means as many as `max_model_len` leaves room for.
@@ -91,6 +104,16 @@ class SamplingParams:
             leave room for one output token. None refuses a prompt that is too long.
         priority: requests of a lower number are started first, and are the last to give their memory back; first come,
             first served among equals.
+        min_tokens: before so many output tokens no end-of-sequence id and none of `stop_token_ids` is drawn, and no
+            stop string ends the request; 0 to `max_tokens`.
+        logit_bias: token id -> -100 to 100, added to the token's logit; up to MAX_BIASES (1024) tokens. An id may be a
+            string of digits, as in JSON.
+        allowed_token_ids: no other token is drawn; at least one id. None allows all.
+        bad_words: text that the output must not hold, up to MAX_BAD_WORDS (128) strings of up to
+            MAX_BAD_WORD_CHARACTERS (256) characters: the last token of a word is not drawn behind the others, with and
+            without a space before the word.
+        prompt_logprobs: return the log-probability of each prompt token but the first, and of this many most likely
+            alternatives, up to 64; None returns none. Such a request computes its whole prompt.
 
     Raises:
         RequestError: a field is out of range; the text names the field, the value and the allowed range.
@@ -114,15 +137,21 @@ class SamplingParams:
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     priority: int = 0
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (self._lengths() | self._distribution() | self._stops()).items():
+        for name, value in (self._lengths() | self._distribution() | self._stops() | self._rules()).items():
             object.__setattr__(self, name, value)
 
     def _lengths(self) -> dict[str, Any]:
         optional = {
             "max_tokens": (1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or None"),
             "logprobs": (0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
+            "prompt_logprobs": (0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
             "seed": (0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None"),
             "truncate_prompt_tokens": (-1, _INT32_MAX, "an integer from 1 to 2**31 - 1, -1, or None"),
         }
@@ -131,6 +160,9 @@ class SamplingParams:
         checked = {name: _integer(name, v, *optional[name]) for name, v in given.items() if v is not None}
         checked["n"] = _integer("n", self.n, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}")
         checked["priority"] = _integer("priority", self.priority, -_INT32_MAX, _INT32_MAX, "an integer of 32 bits")
+        longest = checked.get("max_tokens", _INT32_MAX)
+        limit = f"an integer from 0 to {longest}, the most tokens that the output may have (max_tokens)"
+        checked["min_tokens"] = _integer("min_tokens", self.min_tokens, 0, longest, limit)
         return checked
 
     def _distribution(self) -> dict[str, Any]:
@@ -156,8 +188,39 @@ class SamplingParams:
             _require(ok, "stop", s, f"strings of 1 to {MAX_STOP_CHARACTERS} characters")
             _require(is_text(s), "stop", s, "text: it holds a lone surrogate, which no output can hold")
         ids = _entries("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        ids = tuple(_integer("stop_token_ids", t, 0, _INT32_MAX, "integers >= 0 from the vocabulary") for t in ids)
-        return {"stop": stop, "stop_token_ids": ids}
+        return {"stop": stop, "stop_token_ids": tuple(_token_id("stop_token_ids", t) for t in ids)}
+
+    def _rules(self) -> dict[str, Any]:
+        words = _entries("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for word in words:
+            ok = isinstance(word, str) and bool(word.strip()) and len(word) <= MAX_BAD_WORD_CHARACTERS
+            _require(
+                ok, "bad_words", word, f"strings of 1 to {MAX_BAD_WORD_CHARACTERS} characters, not all of them space"
+            )
+            _require(is_text(word), "bad_words", word, "text: it holds a lone surrogate, which no output can hold")
+        allowed = self.allowed_token_ids
+        if allowed is not None:
+            ids = _entries("allowed_token_ids", allowed, MAX_ALLOWED_TOKEN_IDS)
+            _require(bool(ids), "allowed_token_ids", ids, "at least one token id, or None to allow all")
+            allowed = tuple(_token_id("allowed_token_ids", token) for token in ids)
+        return {"bad_words": words, "allowed_token_ids": allowed, "logit_bias": self._biases()}
+
+    def _biases(self) -> dict[int, float] | None:
+        if self.logit_bias is None:
+            return None
+        _require(
+            isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping from token ids to biases"
+        )
+        if len(self.logit_bias) > MAX_BIASES:
+            raise RequestError(
+                f"logit_bias has more than {MAX_BIASES} entries; pass at most {MAX_BIASES}", "logit_bias"
+            )
+        limits = -MAX_BIAS, MAX_BIAS, f"from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+        biases = {}
+        for token, bias in self.logit_bias.items():
+            digits = isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= 10
+            biases[_token_id("logit_bias", int(token) if digits else token)] = _number("logit_bias", bias, *limits)
+        return biases
 
     @property
     def greedy(self) -> bool:
@@ -168,3 +231,8 @@ class SamplingParams:
     def uses_penalties(self) -> bool:
         """True if earlier tokens change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def uses_rules(self) -> bool:
+        """True if single tokens are forbidden, or their logits biased."""
+        return self.min_tokens > 0 or bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None

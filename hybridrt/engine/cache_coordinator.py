@@ -94,7 +94,7 @@ class CacheCoordinator:
         if not self.rows.num_free:
             return False
         tokens = request.tokens
-        match = request.arrived or self._prefix_cache.match(tokens)
+        match = request.arrived or (PrefixMatch() if request.skips_cache else self._prefix_cache.match(tokens))
         # A match may have locked the one slot that the request could have had.
         choices = [match] if match.state is None else [match, PrefixMatch()]
         if not any(self._take(request, tokens, choice, headroom) for choice in choices):
@@ -278,7 +278,8 @@ class CacheCoordinator:
         assert request.row is not None
         row, state_slot = request.row.index, request.state_slot.index if request.state_slot else 0
         tokens = request.prefill_tokens
-        plan.admissions.append(Admission(row, state_slot, tokens, len(request.prompt), request.params, request.seed))
+        settings = request.params, request.seed, request.rules
+        plan.admissions.append(Admission(row, state_slot, tokens, len(request.prompt), *settings))
         if request.pages:
             plan.page_writes.append(PageWrite(row, request.first_page, [page.index for page in request.pages]))
         if request.prefix.staged is not None:
