@@ -72,8 +72,8 @@ def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
 class SamplingParams:
     """Sampling and stopping of one request; every field is checked when the object is made.
 
-    numpy numbers are taken and kept as Python's. What depends on a model's vocabulary (token ids, `bad_words`, numbers of
-    log-probabilities) is checked again where a request meets the model (`Engine.prepare`).
+    numpy numbers are taken and kept as Python's. What depends on a model's vocabulary (token ids, `bad_words`, how
+    many log-probabilities) is checked again where a request meets the model (`Engine.prepare`).
 
     Logits are changed in the order of vLLM: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties,
     temperature, filters. Log-probabilities are those of the model: none of this changes them.

@@ -22,17 +22,17 @@ def _behind_prefix(  # type: ignore[no-untyped-def]
         at = index - length + i
         asked = holds & (i < length)
         expected = tl.load(prefix_ptr + start + i, mask=asked, other=0)
-        drafted = at >= known
-        found = tl.load(history_ptr + at % H, mask=asked & (at >= 0) & ~drafted, other=-1)
-        found = tl.where(drafted, tl.load(path_ptr + at - known, mask=asked & drafted, other=-1), found)
+        kept = tl.load(history_ptr + at % H, mask=asked & (at >= 0) & (at < known), other=-1)
+        drafted = tl.load(path_ptr + at - known, mask=asked & (at >= known), other=-1)
+        found = tl.where(at < known, kept, drafted)
         holds = holds & ((i >= length) | ((at >= 0) & (found == expected)))
     return holds
 
 
-@triton.jit(do_not_specialize=["path_width"])
+@triton.jit(do_not_specialize=["path_sr"])
 def _token_rules_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, out_ptr, rows_ptr, indices_ptr, known_ptr, path_ptr, counts_ptr, columns_ptr, prefixes_ptr, allowed_ptr,
-    history_ptr, path_width, logits_sr, plane, words, V, M: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
+    history_ptr, path_sr, logits_sr, plane, words, V, M: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
     BLOCK: tl.constexpr, RULES: tl.constexpr,
 ):  # fmt: skip
     """Grid [lines, blocks]. A program writes its block, then corrects those of its tokens that rules name: first
@@ -44,7 +44,7 @@ def _token_rules_kernel(  # type: ignore[no-untyped-def]
     ids = first + tl.arange(0, BLOCK)
     inside = ids < V
     x = tl.load(logits_ptr + b * logits_sr + ids, mask=inside, other=0.0).to(tl.float32)
-    word = tl.load(allowed_ptr + row * words + ids // 32, mask=inside & (count >= 0), other=-1)
+    word = tl.where(count < 0, -1, tl.load(allowed_ptr + row * words + ids // 32, mask=inside, other=0))
     out_ptr += b * V
     tl.store(out_ptr + ids, tl.where(((word >> (ids % 32)) & 1) == 1, x, float("-inf")), mask=inside)
     index, known = tl.load(indices_ptr + b), tl.load(known_ptr + b)
@@ -66,19 +66,19 @@ def _token_rules_kernel(  # type: ignore[no-untyped-def]
         until = tl.load(rule_ptr + _UNTIL * plane, mask=i < count, other=0)
         value = tl.load(rule_ptr + _VALUE * plane, mask=i < count, other=0).to(tl.float32, bitcast=True)
         holds = (token >= first) & (token < first + BLOCK) & (index < until) & (value == float("-inf"))
-        holds = _behind_prefix(rule_ptr, prefixes_ptr + row * P, history_ptr + row * H, path_ptr + b * path_width,
+        holds = _behind_prefix(rule_ptr, prefixes_ptr + row * P, history_ptr + row * H, path_ptr + b * path_sr,
                                holds, index, known, plane, H)  # fmt: skip
         tl.store(out_ptr + token, tl.full([RULES], float("-inf"), tl.float32), mask=holds)
 
 
 def apply_token_rules_triton(logits: Tensor, table: TokenRuleTable, lines: DrawLines) -> Tensor:
-    """Triton `apply_token_rules`; the lines' tensors are contiguous."""
+    """Triton `apply_token_rules`; `rows`, `indices` and `known` are contiguous."""
     batch, vocabulary = logits.shape
     out = torch.empty(batch, vocabulary, dtype=torch.float32, device=logits.device)
     if batch:
         _, rows, rules = table.columns.shape
         _token_rules_kernel[(batch, triton.cdiv(vocabulary, BLOCK))](
-            logits, out, *lines, *table, lines.path.shape[1], logits.stride(0), rows * rules, table.allowed.shape[1],
+            logits, out, *lines, *table, lines.path.stride(0), logits.stride(0), rows * rules, table.allowed.shape[1],
             vocabulary, M=rules, P=table.prefixes.shape[1], H=table.history.shape[1], BLOCK=BLOCK, RULES=RULES,
             num_warps=8,
         )  # fmt: skip

@@ -183,7 +183,7 @@ class SamplingTable:
 
     @staticmethod
     def constants(params: SamplingParams, seed: int, rules: TokenRules | None = None) -> bytes:
-        """A request's row of `pack`: its seed, its FLOATS, its top_k and how many rules it has, -1 for none of any kind.
+        """A request's row of `pack`: its seed, its FLOATS, its top_k and its number of rules, -1 for none at all.
 
         Raises:
             struct.error, OverflowError: the table holds no such number.

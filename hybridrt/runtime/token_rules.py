@@ -57,8 +57,8 @@ def _check_size(rules: dict[str, int], words: Sequence[Sequence[int]]) -> None:
     for field, total in zip(rules, accumulate(rules.values())):
         if total > MAX_RULES:
             raise RequestError(
-                f"{field} brings this request to {total} rules about tokens (stop tokens before min_tokens, biases, bad "
-                f"words with and without a space); at most {MAX_RULES} are kept for it: pass fewer",
+                f"{field} brings this request to {total} rules about tokens (stop tokens before min_tokens, biases, "
+                f"bad words with and without a space); at most {MAX_RULES} are kept for it: pass fewer",
                 field,
             )
     longest, total = max(map(len, words), default=0), sum(len(word) - 1 for word in words)
