@@ -8,6 +8,8 @@ from hybridrt.engine.outputs import Delta
 from hybridrt.server.protocol import Sampling
 from hybridrt.server.service import Service
 
+LEAST_LOGPROB = -9999.0  # instead of minus infinity, which JSON does not have
+
 
 class Answer:
     """What all endpoints that generate have in common. A subclass says what a choice is.
@@ -30,6 +32,7 @@ class Answer:
         self._prompts = {name: prepared.tokens for name, prepared in deltas.requests.items()}
         self._scores: dict[str, list[dict[int, float] | None]] = {}  # log-probabilities of prompts, by request
         self._wants_scores = body.prompt_logprobs is not None
+        self._ranks = max(prepared.params.prompt_logprobs or 0 for prepared in deltas.requests.values())
         self._reasons: list[str] = []
         self._first: float | None = None  # seconds to the first token of any sample
         self._places: dict[tuple[str, int], int] = {}
@@ -82,11 +85,12 @@ class Answer:
         return {"prompt_logprobs": [e and self._ranked(e) for e in found]} if self._wants_scores and found else {}
 
     def _ranked(self, found: dict[int, float]) -> dict[str, Any]:
-        (own, *_), best = found, sorted(found.items(), key=lambda entry: -entry[1])
-        ranks = {token: rank for rank, (token, _) in enumerate(best, 1) if len(best) > 1 and (token != own or rank < len(best))}
+        best = sorted(found, key=lambda token: -found[token])[: self._ranks]
         return {
             str(token): {
-                "logprob": finite(value), "rank": ranks.get(token), "decoded_token": self._token_text.text(token)
+                "logprob": max(value, LEAST_LOGPROB),
+                "rank": best.index(token) + 1 if token in best else None,
+                "decoded_token": self._token_text.text(token),
             }
             for token, value in found.items()
         }
