@@ -1,7 +1,7 @@
 """What the engine knows of its model, and what it therefore refuses before a request is queued."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from hybridrt.engine.prompts import Prompt, text_or_ids, token_ids
 from hybridrt.engine.tokenizer import Tokenizer, encode_prompt
@@ -36,12 +36,14 @@ class EngineLimits:
         max_model_len: longest prompt + output of a request, in tokens.
         chunked_prefill_size: tokens of one step.
         eos_token_ids: end a request unless it says `ignore_eos`.
+        image_tokens: as in ModelConfig.
     """
 
     vocab_size: int
     max_model_len: int
     chunked_prefill_size: int
     eos_token_ids: Sequence[int] = ()
+    image_tokens: Mapping[int, str] = field(default_factory=dict)
 
     def prepare(self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> PreparedPrompt:
         """Checks a prompt and its parameters. Raises RequestError as `Engine.prepare` says."""
@@ -55,6 +57,11 @@ class EngineLimits:
             bad = next(t for t in tokens if not 0 <= t < self.vocab_size)
             raise RequestError(
                 f"token id {shown(bad)} is outside the vocabulary; valid ids are 0 to {self.vocab_size - 1}"
+            )
+        if held := self.image_tokens.keys() & set(tokens):
+            raise RequestError(
+                f"the prompt holds token {min(held)} ({self.image_tokens[min(held)]}), which stands for an image or a "
+                "video; hybridrt runs the text part of this model alone: leave images out"
             )
         self._check_length(len(tokens))
         longest = self.max_model_len

@@ -248,8 +248,7 @@ class Scheduler:
         for request in admitted:
             if budget and request.row is not None:  # it may just have been retracted
                 budget -= self._add_extend(step, request, budget)
-        while budget and self.waiting:
-            request = self.waiting[0]
+        while budget and (request := self._next_waiting()) is not None:
             room = request.arrival, len(self.running), *self._coordinator.room()
             if self._blocked == room:
                 break  # all is as it was when the request found no room
@@ -258,10 +257,22 @@ class Scheduler:
             if not self._coordinator.admit(request, len(self.running), step.plan):
                 self._blocked = room
                 break
-            self.running[request.arrival], self._order = self.waiting.pop(0), None
+            self.waiting.remove(request)
+            self.running[request.arrival], self._order = request, None
             if self._drafter is not None:
                 self._drafter.begin(request)
             budget -= self._add_extend(step, request, budget)
+
+    def _next_waiting(self) -> Request | None:
+        """The first request of the queue that does not wait for another sample of its prompt to be computed."""
+        shares = self._coordinator.prefixes.shares
+        for request in self.waiting:
+            first = request.leader
+            if first is None or first.output or first.finish_reason is not None or request.arrived is not None:
+                return request
+            if not shares(len(request.prompt)):
+                return request
+        return None
 
     @staticmethod
     def _packs(request: Request, refuse: Refuse | None) -> bool:
@@ -281,6 +292,7 @@ class Scheduler:
         assert request.row is not None
         start = request.computed
         end = min(start + budget, len(request.prefill_tokens))
+        end = self._coordinator.prefixes.chunk_end(request, start, end)
         chunk = request.prefill_tokens[start : self._coordinator.extend(request, end, step.plan)]
         if not chunk:
             return 0
@@ -290,8 +302,9 @@ class Scheduler:
         columns.output_index[row] += last
         following = 0 if last else request.prefill_tokens[end]
         state = request.prefix.state
-        read_state_slot = state.index if state is not None and start == request.prefix.length else 0
-        step.plan.extend.append(ExtendRow(row, start, chunk, len(request.output), last, following, read_state_slot))
+        read_slot = state.index if state is not None and start == request.prefix.length else 0
+        saves = self._coordinator.prefixes.save(request, start, end)
+        step.plan.extend.append(ExtendRow(row, start, chunk, len(request.output), last, following, read_slot, saves))
         step.rows.append((request, int(last)))
         if last and request.export_to is not None:
             room = request.export_to

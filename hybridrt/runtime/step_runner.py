@@ -18,6 +18,7 @@ from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageWrite, StepHandle, StepPlan
 from hybridrt.runtime.step_batch import TokenInputs, make_batch, spec_info_of
 from hybridrt.runtime.step_inputs import Columns, Packing, Sections, StagingRing, chunk_plans, pack_step
+from hybridrt.runtime.step_passes import extend_passes, pack_passes
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class StepRunner:
                 return decoded
             # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
             chunks = StepPlan(plan.admissions, rest, NO_ROWS, plan.extend, plan.imports, plan.exports)
+            chunks.page_copies = plan.page_copies
             return JoinedSteps(decoded, self._launch_eager(chunks, 1))
         except BaseException:
             self.backend.drop_step()  # it is never committed; the steps after it are none the worse
@@ -147,6 +149,7 @@ class StepRunner:
     def _launch_eager(self, plan: StepPlan, tokens: int) -> StepHandle:
         scored, places = self._prompts.of(plan.extend, len(plan.decode) * tokens)
         columns = pack_step(plan, tokens, self._packing) | places
+        columns |= pack_passes(plan.extend, self._packing.chunk_sizes)
         sections = self._staging.upload(columns)
         self._bookkeep(sections)
         for arrival in plan.imports:
@@ -205,6 +208,8 @@ class StepRunner:
             self.sampling_table.admit(rows, sections)
         if sections["pages"].numel():
             table.write_pages(*(sections[name].long() for name in ("page_rows", "page_indices", "pages")))
+        if "copy_sources" in sections:
+            self.pools.kv.copy_pages(*(sections[name].long() for name in ("copy_sources", "copy_targets")))
 
     def _batch(self, plan: StepPlan, columns: Columns, sections: Sections, tokens: int) -> ForwardBatch:
         n, table = len(plan.decode), self.pools.req_to_token
@@ -216,7 +221,9 @@ class StepRunner:
         if new:
             positions = sections["extend_positions"]
             places = table.token_slots(sections["extend_rows"], positions)
-            chunks = TokenInputs(sections["extend_ids"], positions, places)
+            chunks = TokenInputs(sections["input_ids"], positions, places)
+        sizes = self._packing.chunk_sizes
+        passes = extend_passes(columns, sections, sizes)
         inputs = decoded.then(chunks) if decoded and chunks else decoded or chunks
         assert inputs is not None, "a step has rows"
         return make_batch(
@@ -230,7 +237,8 @@ class StepRunner:
             seq_lens_cpu=columns["seq_lens"].tolist(),
             query_lens_cpu=[tokens] * n + new,
             read_state_slots=sections.get("read_state_slots"),
-            chunk_plans=chunk_plans(columns, sections, new, self._packing.chunk_sizes),
+            chunk_plans=None if passes else chunk_plans(columns, sections, new, sizes),
+            extend_passes=passes,
         )
 
     def _sample(

@@ -26,10 +26,14 @@ FAMILIES = ("falcon-norm_after_gate", "nemotron-experts", "qwen-plain")
 STATE_MODES = ("classic", "replay")
 # Falcon-Mamba has no attention layer, swa_ssm sliding windows, and none of the three a state ring.
 MAMBA1 = ("falcon_mamba-plain", "jamba-plain", "swa_ssm-plain")
-DECODING = [*((name, mode) for name in FAMILIES for mode in STATE_MODES), *((name, "classic") for name in MAMBA1)]
+SHORT_CONV = ("lfm2-biases_tied", "lfm2_moe-plain")
+DECODING = [
+    *((name, mode) for name in FAMILIES for mode in STATE_MODES),
+    *((name, "classic") for name in (*MAMBA1, *SHORT_CONV)),
+]
 VERIFYING = [
     *((name, mode) for name in FAMILIES for mode in ("intermediate", "replay")),
-    *((name, "intermediate") for name in MAMBA1),
+    *((name, "intermediate") for name in (*MAMBA1, *SHORT_CONV)),
 ]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
