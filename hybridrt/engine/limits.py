@@ -69,6 +69,16 @@ class EngineLimits:
         eos = () if params.ignore_eos else self.eos_token_ids
         # As in vLLM, min_tokens forbids end-of-sequence ids also where they would not end the request.
         forbidden = {*self.eos_token_ids, *params.stop_token_ids}
+        if (
+            params.min_tokens
+            and params.allowed_token_ids is not None
+            and forbidden.issuperset(params.allowed_token_ids)
+        ):
+            raise RequestError(
+                f"allowed_token_ids holds only tokens that end the output, and min_tokens is {params.min_tokens}: "
+                "allow more, or set min_tokens to 0",
+                "allowed_token_ids",
+            )
         rules = make_rules(params, forbidden, self._bad_words(params, tokenizer), self.vocab_size)
         return PreparedPrompt(tokens, params, max_len, frozenset((*eos, *params.stop_token_ids)), rules)
 

@@ -5,7 +5,6 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 
@@ -176,7 +175,7 @@ class Request:
         Raises:
             EngineError: a token stands for logits that are not finite.
         """
-        output, most, least = self.output, self.max_len - len(self.prompt), self.params.min_tokens
+        output, most = self.output, self.max_len - len(self.prompt)
         stop_ids, stop_strings = self.stop_ids, self.params.stop
         for i, token in enumerate(tokens):
             if token < 0:
@@ -184,18 +183,20 @@ class Request:
             output.append(token)
             if logprobs is not None and self.logprobs is not None:
                 self.logprobs.append({token: logprobs[i].logprob, **logprobs[i].top})
-            if token in stop_ids or (stop_strings and self.read_text(len(output) > least)):
+            if token in stop_ids or (stop_strings and self.read_text()):
                 return "stop"
             if len(output) >= most:
                 return "length"
         return None
 
-    def read_text(self, may_stop: bool = True) -> bool:
-        """Makes text of the tokens since the last call. True if a stop string has appeared in it, and may end the
-        request."""
+    def read_text(self) -> bool:
+        """Makes text of the tokens since the last call. True if a stop string has appeared in it; none is looked for
+        in the text of the first `min_tokens`."""
         tokens = self.output[self.decoded :]
         self.decoded += len(tokens)
-        return bool(tokens) and self.detokenizer is not None and self.detokenizer.advance(tokens, may_stop)
+        if not tokens or self.detokenizer is None:
+            return False
+        return self.detokenizer.advance(tokens, may_stop=self.decoded > self.params.min_tokens)
 
     def end(self, reason: FinishReason, error: EngineError | None = None) -> None:
         """Ends the request. Without an error all of its text is made: a stop string may be hidden in what was held back
@@ -232,10 +233,6 @@ def new_samples(
     tokens, params = prepared.tokens, prepared.params
     others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
     stop = StopStrings(params.stop) if params.stop else None
-    make_text = partial(
-        Detokenizer, tokenizer, tokens, stop,
-        include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
-    )  # fmt: skip
     samples = [
         Request(
             request_id=request_id,
@@ -248,7 +245,7 @@ def new_samples(
             stop_ids=prepared.stop_ids,
             rules=prepared.rules,
             metrics=RequestMetrics(prompt_tokens=len(tokens), arrival_time=time.monotonic()),
-            detokenizer=make_text() if tokenizer is not None else None,
+            detokenizer=_detokenizer(tokenizer, prepared, stop),
             logprobs=None if params.logprobs is None else [],
             prompt_logprobs=[None] if index == 0 and params.prompt_logprobs is not None else None,
         )
@@ -257,6 +254,13 @@ def new_samples(
     for request in samples[1:]:
         request.leader = samples[0]
     return samples
+
+
+def _detokenizer(tokenizer: Tokenizer | None, prepared: PreparedPrompt, stop: StopStrings | None) -> Detokenizer | None:
+    if tokenizer is None:
+        return None
+    include, skip = prepared.params.include_stop_str_in_output, prepared.params.skip_special_tokens
+    return Detokenizer(tokenizer, prepared.tokens, stop, include_stop=include, skip_special_tokens=skip)
 
 
 def derive_seed(seed: int, index: int) -> int:

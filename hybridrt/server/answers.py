@@ -111,6 +111,7 @@ class Answer:
         """What the access log says of the answer."""
         return {
             "output_tokens": self.output_tokens,
+            "cached_tokens": self.cached_tokens,
             "finish_reasons": self._reasons,
             "time_to_first_token": self._first,
         }
@@ -121,6 +122,7 @@ class Answer:
         self.output_tokens += len(delta.token_ids)
         if delta.finish_reason is not None and delta.metrics is not None:
             self._reasons.append(delta.finish_reason)
+            self.cached_tokens += delta.metrics.cached_tokens if delta.index == 0 else 0
             if delta.metrics.first_token_time is not None:
                 first = delta.metrics.first_token_time - delta.metrics.arrival_time
                 self._first = round(first if self._first is None else min(self._first, first), 6)

@@ -143,7 +143,7 @@ class DraftModelDrafter(Drafter):
         return Admission(row, row, tokens, len(request.prompt), params, request.seed, request.rules)
 
     def _recount(self, tenants: Sequence[_Tenant]) -> None:
-        """Counts tokens for penalties anew, and notes them for bad words: accepted output counts, failed drafts do not."""
+        """Counts tokens for penalties anew, and for bad words: accepted output counts, failed drafts do not."""
         if not tenants:
             return
         packed = SamplingTable.pack([self._admission(tenant) for tenant in tenants])
