@@ -17,7 +17,7 @@ PROMPT = "def main():\n    import "
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunked": {"chunked_prefill_size": 5},
-    "retracted": {"max_running_requests": 6, "memory_pages": 13},
+    "retracted": {"page_size": 4, "memory_pages": 18},
     "ngram": {"speculative": SpeculativeConfig("ngram", num_draft_tokens=3)},
     "chain": {"speculative": SpeculativeConfig("draft", draft_model="embedded_draft", num_draft_tokens=3)},
     "tree": {"speculative": SpeculativeConfig("draft", draft_model="embedded_draft", num_draft_tokens=5, topk=2)},
@@ -40,14 +40,17 @@ def cases(llm: LLM) -> list[SamplingParams]:
     base = SamplingParams(temperature=0, max_tokens=24, logprobs=64)
     written = llm.generate(PROMPT, base)[0]
     likely = list(written.logprobs[0])[:8]  # type: ignore[index]
-    words = [written.text[i : i + 6] for i in (0, 7, 13) if written.text[i : i + 6].strip()]
-    stops = written.token_ids[3:6]
-    assert llm.tokenizer is not None and any(len(llm.tokenizer.encode_bare(word)) > 1 for word in words)
+    tokenizer, ids = llm.tokenizer, written.token_ids
+    assert tokenizer is not None
+    pairs = [ids[i : i + 2] for i in range(20)]
+    words = [text for text in map(tokenizer.decode, pairs) if text.strip() == text]
+    assert any(tokenizer.encode_bare(word) in pairs for word in words), "the model writes one of the words"
+    stops = ids[3:6]
     everything = {"bad_words": words, "min_tokens": 12, "stop_token_ids": stops}
     return [
         base,
         replace(base, min_tokens=9, stop_token_ids=stops),
-        replace(base, logit_bias={likely[1]: 4.5, likely[0]: -3.25, written.token_ids[5]: -100}),
+        replace(base, logit_bias={likely[1]: 4.5, likely[0]: -90.5, written.token_ids[5]: -100}),
         replace(base, bad_words=words),
         replace(base, **everything, logit_bias={likely[2]: 1.5}),
         replace(base, **everything, temperature=0.9, seed=3, top_p=0.9, repetition_penalty=1.2, logprobs=None, n=2),
@@ -136,7 +139,7 @@ def test_prompts_have_the_log_probabilities_that_generation_gave(plain: LLM, mod
     params = [replace(SCORED, prompt_logprobs=k, n=n) for k, n in ((3, 2), (3, 1), (0, 1))] + [SCORED]
     with load(**options) as llm:
         if pages is not None:
-            held = llm.engine._coordinator.pages.alloc(llm.engine._coordinator.pages.num_free - 9)
+            held = llm.engine._coordinator.pages.alloc(llm.engine._coordinator.pages.num_free - 14)
         first, short, none, without = llm.generate(prompts, params)
         if pages is not None:
             assert llm.engine.counters().retractions > 0
