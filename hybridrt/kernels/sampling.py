@@ -1,7 +1,7 @@
 """From logits to tokens: penalties, temperature, filters, Gumbel-max draws keyed by (seed, output index, token id).
 
 Shapes: B rows, V vocabulary entries. The order is: bitmask, penalties, temperature, top-k, top-p, min-p. Each filter
-works on what the ones before it left, and keeps entries that tie with its threshold. Biases come before all of them.
+works on what the ones before it left, and keeps entries that tie with its threshold.
 """
 
 from dataclasses import dataclass
@@ -41,20 +41,6 @@ class Penalties:
     prompt_mask: Tensor
 
 
-class LogitBiases(NamedTuple):
-    """What is added to single logits of B rows, K entries a row.
-
-    Attributes:
-        ids: `[B, K]` int32 tokens. One may come more than once.
-        values: `[B, K]` float32; -inf rules a token out.
-        until: `[B, K]` int32: an entry counts for tokens of a lower output index. 0: it is not in use.
-    """
-
-    ids: Tensor
-    values: Tensor
-    until: Tensor
-
-
 class LogitFilters(NamedTuple):
     """How the logits of B rows become what a draw is made from; None where no row uses a filter.
 
@@ -88,18 +74,11 @@ def uniform(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
     return ((bits >> 1) & (2**63 - 1)).float().mul_(2.0**-63).clamp_(2.0**-64, 1 - 2.0**-24)
 
 
-@operation(by("triton"))
-def biased_logits(logits: Tensor, biases: LogitBiases, indices: Tensor) -> Tensor:
-    """The logits `[B, V]` in float32 with their biases, for tokens of output index `indices` `[B]`. They are a copy."""
-    values = biases.values.masked_fill(indices.unsqueeze(1) >= biases.until, 0)
-    return logits.float().scatter_add(1, biases.ids.long(), values)
-
-
 @operation(by("triton"), by("flashinfer", priority=5))
 def filtered_logits(logits: Tensor, filters: LogitFilters) -> Tensor:
     """The logits `[B, V]` float32 that a draw is made from: penalised, tempered, -inf where filtered out."""
     temperature, top_k, top_p, min_p, penalties, bitmask = filters
-    logits = _allowed(logits.float(), bitmask)
+    logits = only_allowed(logits.float(), bitmask)
     if penalties is not None:
         logits = _penalized(logits, penalties)
     logits = logits / torch.where(temperature < MIN_TEMPERATURE, 1.0, temperature).unsqueeze(1)
@@ -130,7 +109,7 @@ def sample(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor
 def greedy(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
     """The most likely allowed token of each row, `[B]` int64; of equal ones the first. -1 where there is none: an
     allowed logit is NaN or infinity, or all of them are -infinity."""
-    return _best(_allowed(logits, bitmask))
+    return _best(only_allowed(logits, bitmask))
 
 
 @operation()
@@ -166,7 +145,8 @@ def _best(logits: Tensor) -> Tensor:
     return tokens.masked_fill_(~largest.isfinite(), -1)
 
 
-def _allowed(logits: Tensor, bitmask: Tensor | None) -> Tensor:
+def only_allowed(logits: Tensor, bitmask: Tensor | None) -> Tensor:
+    """The logits [B, V], -inf where the bitmask [B, ceil(V / 32)] allows no token."""
     if bitmask is None:
         return logits
     bits = (bitmask.unsqueeze(-1) >> torch.arange(32, device=bitmask.device, dtype=torch.int32)) & 1

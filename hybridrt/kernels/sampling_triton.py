@@ -9,19 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.launch import multiprocessors
-from hybridrt.kernels.sampling import (
-    GOLDEN_GAMMA,
-    MIN_TEMPERATURE,
-    MIX_1,
-    MIX_2,
-    STREAM_TOKEN,
-    LogitBiases,
-    LogitFilters,
-)
+from hybridrt.kernels.sampling import GOLDEN_GAMMA, MIN_TEMPERATURE, MIX_1, MIX_2, STREAM_TOKEN, LogitFilters
 from hybridrt.kernels.sampling_filters_triton import thresholds
 
 BLOCK = 4096
-BLOCK_ENTRIES = 256
 PROGRAMS_PER_MULTIPROCESSOR = 8
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _GAMMA, _MIX_1, _MIX_2 = (tl.constexpr(value % 2**64) for value in (GOLDEN_GAMMA, MIX_1, MIX_2))
@@ -155,28 +146,6 @@ def _uniform_kernel(seeds_ptr, indices_ptr, ids_ptr, out_ptr, n, STREAM: tl.cons
     ids = tl.load(ids_ptr + i, mask=i < n, other=0).to(tl.int64)
     u = _uniform(tl.load(seeds_ptr + b), tl.load(indices_ptr + b), tl.full([], STREAM, tl.int64), ids)
     tl.store(out_ptr + b * n + i, u, mask=i < n)
-
-
-@triton.jit
-def _bias_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, ids_ptr, values_ptr, until_ptr, indices_ptr, V, K, BLOCK: tl.constexpr
-):
-    """Grid [rows, blocks of entries]. Sums do not depend on their order: a token has one finite bias at most."""
-    b = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    until = tl.load(until_ptr + b * K + k, mask=k < K, other=0)
-    live = until > tl.load(indices_ptr + b)
-    ids = tl.load(ids_ptr + b * K + k, mask=live, other=0)
-    tl.atomic_add(out_ptr + b * V + ids, tl.load(values_ptr + b * K + k, mask=live, other=0.0), mask=live)
-
-
-def biased_logits_triton(logits: Tensor, biases: LogitBiases, indices: Tensor) -> Tensor:
-    out = logits.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    batch, entries = biases.ids.shape
-    if out.numel() and entries:
-        grid = (batch, triton.cdiv(entries, BLOCK_ENTRIES))
-        _bias_kernel[grid](out, *biases, indices, out.shape[1], entries, BLOCK=BLOCK_ENTRIES)
-    return out
 
 
 def uniform_triton(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:

@@ -1,90 +1,142 @@
-"""Which tokens a row may draw, and what is added to their logits: tables by request row, on the device."""
+"""Rules about single tokens (`hybridrt.kernels.token_rules`): made of a request's parameters on the host, packed at its
+admission into a table on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from hybridrt.kernels.sampling import LogitBiases, biased_logits
-from hybridrt.runtime.step import Admission, int32s
-from hybridrt.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
+from hybridrt.errors import RequestError
+from hybridrt.kernels.token_rules import RULE_COLUMNS, TokenRules, TokenRuleTable
+from hybridrt.sampling_params import SamplingParams
 
-MAX_BIASES = MAX_LOGIT_BIASES + MAX_STOP_TOKEN_IDS
-ALWAYS = 2**31 - 1  # an entry's `until`
+if TYPE_CHECKING:
+    from hybridrt.runtime.step import Admission
 
-
-def num_biases(params: SamplingParams) -> int:
-    """Entries that a request needs."""
-    return len(params.biases) + (len(params.stop_token_ids) if params.min_tokens else 0)
+MAX_RULES = 2048  # of a row, and tokens of all its prefixes
+HISTORY = 64  # output tokens that are kept of a row: bad words have at most one token more
+_ALWAYS = 2**31 - 1
 
 
-def _biases(params: SamplingParams) -> list[tuple[int, float, int]]:
-    """(token, what is added, the output index from which nothing is). A token that would end the output too early is
-    ruled out."""
-    early = [(t, -np.inf, params.min_tokens) for t in params.stop_token_ids] if params.min_tokens else []
-    return [*((t, bias, ALWAYS) for t, bias in params.biases), *early]
+def make_rules(
+    params: SamplingParams, stop_ids: Iterable[int], words: Sequence[Sequence[int]], vocab_size: int
+) -> TokenRules | None:
+    """The rules that parameters stand for, None without any.
+
+    Args:
+        stop_ids: what `min_tokens` forbids.
+        words: the token ids of `bad_words`.
+        vocab_size: all ids are less.
+
+    Raises:
+        RequestError: a row of the table does not hold so many, or so long ones.
+    """
+    if not params.uses_rules:
+        return None
+    stop_ids = sorted(stop_ids) if params.min_tokens else []
+    biases = params.logit_bias or {}
+    forbidden = [(token, -np.inf, params.min_tokens, ()) for token in stop_ids]
+    biased = [(token, bias, _ALWAYS, ()) for token, bias in biases.items()]
+    bad = [(word[-1], -np.inf, _ALWAYS, tuple(word[:-1])) for word in words]
+    _check_size({"min_tokens": len(forbidden), "logit_bias": len(biased), "bad_words": len(bad)}, words)
+    rules = forbidden + biased + bad
+    lengths = [len(prefix) for *_, prefix in rules]
+    columns = np.zeros((RULE_COLUMNS, len(rules)), np.int32)
+    tokens, values, limits, prefixes = zip(*rules) if rules else ((),) * 4
+    columns[0], columns[1] = tokens, np.array(values, np.float32).view(np.int32)
+    columns[2], columns[3], columns[4] = limits, [0, *accumulate(lengths)][: len(rules)], lengths
+    flat = np.array([token for prefix in prefixes for token in prefix], np.int32)
+    permanent = biased or bad or params.allowed_token_ids is not None
+    allowed = _words(params.allowed_token_ids, vocab_size)
+    return TokenRules(columns.tobytes(), flat.tobytes(), allowed, _ALWAYS if permanent else params.min_tokens)
 
 
-class TokenRules:
-    """Biases [R + 1, MAX_BIASES], of which a row's first ones are in use, and sets of tokens [R + 1, ceil(V / 32)] as
-    bits. What is in use stands beside the other constants of a row (SamplingTable.integers)."""
-
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._ids = torch.zeros(num_rows + 1, MAX_BIASES, dtype=torch.int32, device=device)
-        self._values = torch.zeros(num_rows + 1, MAX_BIASES, device=device)
-        self._until = torch.zeros(num_rows + 1, MAX_BIASES, dtype=torch.int32, device=device)
-        self._allowed = torch.zeros(num_rows + 1, -(-vocab_size // 32), dtype=torch.int32, device=device)
-
-    @staticmethod
-    def row_bytes(vocab_size: int) -> int:
-        """Bytes of one row."""
-        return 12 * MAX_BIASES + 4 * -(-vocab_size // 32)
-
-    @staticmethod
-    def pack(admissions: Sequence[Admission]) -> dict[str, np.ndarray]:
-        """int32 sections of the step's packed copy, flat: (row, place, token, bits of the bias, until) of each bias,
-        (row, word, bits) of the words that are not 0 of each set, and the rows with sets."""
-        biases = [(a.row, i, *bias) for a in admissions for i, bias in enumerate(_biases(a.params))]
-        sets = [a for a in admissions if a.params.allowed_token_ids is not None]
-        table = np.zeros((len(biases), 5), np.int32)
-        if biases:
-            columns = list(zip(*biases))
-            table[:, [0, 1, 2, 4]] = np.array([columns[i] for i in (0, 1, 2, 4)], np.int32).T
-            table[:, 3] = np.array(columns[3], np.float32).view(np.int32)
-        words = [word for a in sets for word in _words(a.row, a.params.allowed_token_ids or ())]
-        return {
-            "biases": table.reshape(-1),
-            "allowed_rows": int32s(a.row for a in sets),
-            "allowed_words": np.array(words, np.int64).astype(np.uint32).view(np.int32).reshape(-1),
-        }
-
-    def admit(self, sections: dict[str, Tensor]) -> None:
-        """Stores what `pack` packed."""
-        if len(sections["biases"]):
-            rows, places, ids, values, until = sections["biases"].view(-1, 5).t().contiguous().unbind()
-            at = rows.long(), places.long()
-            self._ids[at], self._values[at], self._until[at] = ids, values.view(torch.float32), until
-        if len(sections["allowed_rows"]):
-            self._allowed.index_fill_(0, sections["allowed_rows"].long(), 0)
-            rows, words, bits = sections["allowed_words"].view(-1, 3).unbind(1)
-            self._allowed[rows.long(), words.long()] = bits
-
-    def biased(self, logits: Tensor, rows: Tensor, counts: Tensor, output_indices: Tensor) -> Tensor:
-        """logits [n, V] with the biases of rows [n], of which `counts` [n] are in use, for the tokens at
-        output_indices [n]."""
-        places = torch.arange(MAX_BIASES, device=rows.device)
-        until = self._until[rows].masked_fill_(places >= counts[:, None], 0)
-        return biased_logits(logits, LogitBiases(self._ids[rows], self._values[rows], until), output_indices)
-
-    def bitmask(self, rows: Tensor, restricted: Tensor) -> Tensor:
-        """[n, ceil(V / 32)] int32: all bits for rows that are not restricted [n]."""
-        return self._allowed[rows].masked_fill_(restricted[:, None] == 0, -1)
+def _check_size(rules: dict[str, int], words: Sequence[Sequence[int]]) -> None:
+    for field, total in zip(rules, accumulate(rules.values())):
+        if total > MAX_RULES:
+            raise RequestError(
+                f"{field} brings this request to {total} rules about tokens (stop tokens before min_tokens, biases, "
+                f"bad words with and without a space); at most {MAX_RULES} are kept for it: pass fewer",
+                field,
+            )
+    longest, total = max(map(len, words), default=0), sum(len(word) - 1 for word in words)
+    if longest > HISTORY + 1 or total > MAX_RULES:
+        raise RequestError(
+            f"bad_words holds a word of {longest} tokens, and {total + len(words)} tokens in all; a word may have "
+            f"{HISTORY + 1}, and all of them {MAX_RULES} beside their last ones: shorten them",
+            "bad_words",
+        )
 
 
-def _words(row: int, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(row, word, bits) of a set of tokens: bit i % 32 of word i // 32."""
-    bits: dict[int, int] = {}
-    for token in tokens:
-        bits[token // 32] = bits.get(token // 32, 0) | 1 << token % 32
-    return [(row, word, value) for word, value in bits.items()]
+def _words(allowed: Sequence[int] | None, vocab_size: int) -> bytes:
+    """Allowed tokens as bits."""
+    if allowed is None:
+        return b""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(allowed)] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def allocate_rules(counts: torch.Tensor, vocab_size: int) -> TokenRuleTable:
+    """A table without rules. `counts` [R + 1] int32 belongs to it."""
+    rows, device = len(counts), counts.device
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+    columns, words = zeros(RULE_COLUMNS, rows, MAX_RULES), zeros(rows, -(-vocab_size // 32))
+    return TokenRuleTable(counts.fill_(-1), columns, zeros(rows, MAX_RULES), words, zeros(rows, HISTORY))
+
+
+def rule_row_bytes(vocab_size: int) -> int:
+    """Bytes of one row, its count apart."""
+    return 4 * ((RULE_COLUMNS + 1) * MAX_RULES + -(-vocab_size // 32) + HISTORY)
+
+
+def pack_rules(admissions: Sequence["Admission"]) -> dict[str, np.ndarray]:
+    """int32 sections of the step's packed copy; nothing where no admission has rules."""
+    ruled = [(a, a.rules) for a in admissions if a.rules is not None]
+    if not ruled:
+        return {}
+    columns = [np.frombuffer(rules.columns, np.int32).reshape(RULE_COLUMNS, -1) for _, rules in ruled]
+    prefixes = [np.frombuffer(rules.prefixes, np.int32) for _, rules in ruled]
+    restricted = [(a.row, np.frombuffer(rules.allowed, np.int32)) for a, rules in ruled if rules.allowed]
+    outputs = [a.tokens[max(a.prompt_len, len(a.tokens) - HISTORY) :] for a, _ in ruled]
+    starts = [len(a.tokens) - a.prompt_len - len(output) for (a, _), output in zip(ruled, outputs)]
+    rows = [a.row for a, _ in ruled]
+    sections = {
+        "rule_rows": np.array(rows, np.int32),
+        "rules": np.concatenate((_places(rows, [c.shape[1] for c in columns]), np.concatenate(columns, 1))),
+        "rule_prefixes": np.concatenate((_places(rows, list(map(len, prefixes))), np.concatenate(prefixes)[None])),
+        "history": np.concatenate((_places(rows, list(map(len, outputs)), starts), _flat(outputs)[None])),
+    }
+    if restricted:
+        sections["allowed_rows"] = np.array([row for row, _ in restricted], np.int32)
+        sections["allowed"] = np.stack([words for _, words in restricted])
+    return sections
+
+
+def _places(rows: Sequence[int], lengths: Sequence[int], starts: Sequence[int] | None = None) -> np.ndarray:
+    """[2, sum(lengths)]: of each entry its row, and its place in the row."""
+    starts = starts or [0] * len(rows)
+    places = [np.arange(start, start + n, dtype=np.int32) for start, n in zip(starts, lengths)]
+    return np.stack((np.repeat(np.array(rows, np.int32), lengths), np.concatenate(places)))
+
+
+def _flat(lists: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.array([token for tokens in lists for token in tokens], np.int32)
+
+
+def admit_rules(table: TokenRuleTable, sections: dict[str, torch.Tensor]) -> None:
+    """Stores what `pack_rules` packed; the rows' counts apart."""
+    # Filled, not assigned: a Python number behind `[...] =` is copied to the device, which the host waits for.
+    table.allowed.index_fill_(0, sections["rule_rows"].long(), -1)
+    if "allowed" in sections:
+        table.allowed[sections["allowed_rows"]] = sections["allowed"]
+    rules = sections["rules"]
+    table.columns[:, rules[0], rules[1]] = rules[2:]
+    for into, name in ((table.prefixes, "rule_prefixes"), (table.history, "history")):
+        rows, places, tokens = sections[name]
+        into[rows, places % into.shape[1]] = tokens

@@ -2,7 +2,6 @@
 
 import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +10,6 @@ from starlette.types import Scope
 
 from hybridrt.engine.async_llm import AsyncLLM
 from hybridrt.engine.tokenizer import HFTokenizer
-from hybridrt.errors import shown
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.server.config import ServerConfig
 from hybridrt.server.errors import APIError
@@ -74,8 +72,6 @@ class Service:
         """
         given = {name: getattr(body, name) for name in SAMPLING_FIELDS}
         given = {name: value for name, value in given.items() if value is not None}
-        if "logit_bias" in given:
-            given["logit_bias"] = _by_token(given["logit_bias"])
         return replace(self.llm.llm.default_sampling_params, **{**given, **changes})
 
     def check_count(self, prompts: int, params: SamplingParams) -> None:
@@ -88,14 +84,6 @@ class Service:
                 f"{prompts} prompts with n = {params.n} samples each; at most {self.config.max_samples} in all",
                 "n",
             )
-
-
-def _by_token(biases: Mapping[str, float]) -> dict[int, float]:
-    """Keys of JSON objects are strings."""
-    wrong = next((key for key in biases if not (key.isascii() and key.isdigit() and len(key) < 12)), None)
-    if wrong is not None:
-        raise APIError(400, f"logit_bias has the key {shown(wrong)}; keys are token ids", "logit_bias")
-    return {int(key): value for key, value in biases.items()}
 
 
 def response_id(prefix: str, body: Sampling, scope: Scope) -> str:
@@ -112,8 +100,6 @@ def record(scope: Scope, **facts: Any) -> None:
 
 # Fields of OpenAI's and vLLM's requests that would change an output, and that this server does not know.
 UNSUPPORTED = {
-    "bad_words": "leave it out",
-    "prompt_logprobs": "leave it out",
     "use_beam_search": "use n for several samples",
     "length_penalty": "leave it out",
     "structured_outputs": "check the text yourself",
