@@ -26,7 +26,11 @@ FAMILIES = ("falcon-norm_after_gate", "nemotron-experts", "qwen-plain")
 STATE_MODES = ("classic", "replay")
 # Falcon-Mamba has no attention layer, swa_ssm sliding windows, and none of the three a state ring.
 MAMBA1 = ("falcon_mamba-plain", "jamba-plain", "swa_ssm-plain")
-DECODING = [*((name, mode) for name in FAMILIES for mode in STATE_MODES), *((name, "classic") for name in MAMBA1)]
+NEWER = ("qwen35-seeing_experts", "granite-plain", "bamba-plain", "olmo-plain")
+DECODING = [
+    *((name, mode) for name in (*FAMILIES, *NEWER) for mode in STATE_MODES),
+    *((name, "classic") for name in MAMBA1),
+]
 VERIFYING = [
     *((name, mode) for name in FAMILIES for mode in ("intermediate", "replay")),
     *((name, "intermediate") for name in MAMBA1),
