@@ -25,6 +25,7 @@ from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
+from hybridrt.kinds.short_conv import ShortConvConfig
 from hybridrt.runtime.build import resolve_model_path, resolve_state_mode
 from tests.support.checkpoints import CheckpointStore
 from tests.support.session import Session
@@ -107,11 +108,18 @@ def test_fields_of_hub_files_that_ask_for_nothing(checkpoints: CheckpointStore, 
             assert config.attention.rope is not None and config.attention.rope["rope_theta"] == 1e11
 
 
+def test_lfm2(checkpoints: CheckpointStore) -> None:
+    config = read_model_config(checkpoints["lfm2_moe-plain"].path)
+    assert config.linear_of(ShortConvConfig) == ShortConvConfig(channels=32, conv_kernel=3)
+    conv, attention = LayerSpec(False, "short_conv", "moe"), LayerSpec(True, None, "moe")
+    assert config.layers == (LayerSpec(False, "short_conv", "mlp"), attention, conv, conv)
+
+
 def test_published_configs_are_read() -> None:
     root = Path(__file__).parents[1] / "benchmarks" / "configs"
     kinds = {path.name: read_model_config(path) for path in root.iterdir()}
     linear = {type(c) for config in kinds.values() for c in config.linear.values()}
-    assert linear == {Mamba1Config, Mamba2Config, GDNConfig}
+    assert linear >= {Mamba1Config, Mamba2Config, GDNConfig, ShortConvConfig}
     assert kinds["falcon-h1-7b"].linear_of(Mamba2Config).state_size == 256
     assert len(kinds["nemotron-h-8b"].full_attention_layer_ids) == 4
 
@@ -157,6 +165,13 @@ def test_unknown_architectures(
         ("qwen-plain", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
         ("nemotron-experts", {"n_group": 3}, "n_group"),
         ("nemotron-experts", {"n_group": 2, "topk_group": 3}, "topk_group"),
+        ("nemotron-plain", {"per_layer_config": {"1": {"intermediate_size": 24}}}, "per_layer_config"),
+        ("nemotron-puzzle", {"block_configs": None}, "block_configs"),
+        ("nemotron-puzzle", {"block_configs": []}, "block_configs"),
+        ("nemotron-puzzle", {"block_configs": [{"block_type": "mamba", "conv_kernel": 2}]}, "conv_kernel"),
+        ("nemotron-puzzle", {"block_configs": [{"block_type": "moe", "num_experts_per_tok": 9}]}, "are 8 experts"),
+        ("nemotron-puzzle", {"block_configs": [{"block_type": "moe", "moe_intermediate_size": 0}]}, "moe_intermediate"),
+        ("nemotron-puzzle", {"block_configs": [{"block_type": "nope"}]}, "nope"),
         ("jamba-plain", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
         ("jamba-plain", {"attn_layer_offset": 3}, "offset"),
         ("falcon-plain", {"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}}, "rope"),

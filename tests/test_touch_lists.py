@@ -48,10 +48,13 @@ def files_that_name(pattern: str) -> set[str]:
 
 
 # Families that are another one with a difference.
-BUILT_ON = {"qwen3_next": {"hybridrt/families/qwen3_5.py", "models/qwen3_5.py"}}
+BUILT_ON = {
+    "nemotron_h": {"hybridrt/families/nemotron_puzzle.py", "models/nemotron_puzzle.py"},
+    "qwen3_next": {"hybridrt/families/qwen3_5.py", "models/qwen3_5.py"},
+}
 FAMILIES = [
     "jamba", "falcon_mamba", "nemotron_h", "qwen3_next", "falcon_h1", "qwen3_5", "granite_moe_hybrid", "bamba",
-    "olmo_hybrid",
+    "olmo_hybrid", "lfm2",
 ]  # fmt: skip
 
 
@@ -63,7 +66,7 @@ def test_a_family_takes_two_files(family: str) -> None:
     assert sum(code_lines((ROOT / file).read_text()) for file in files) <= 150
 
 
-@pytest.mark.parametrize("kind", ["gdn", "mamba2", "mamba1", "prefix_sum"])
+@pytest.mark.parametrize("kind", ["gdn", "mamba2", "mamba1", "prefix_sum", "short_conv"])
 def test_a_kind_takes_three_files(kind: str) -> None:
     """Beside the families that are made of it, and the names that another runtime's callers have for two of them."""
     users = (

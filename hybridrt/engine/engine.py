@@ -20,6 +20,7 @@ from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.runtime.drafting import draft_method
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import Executor, StepHandle
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
@@ -103,7 +104,9 @@ class Engine:
         )
         overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
         drafter = make_drafter(runner, split.everywhere if split else None) if config.speculative else None
-        pools = CacheCoordinator.of(plan)
+        # The KV of a prediction head's token depends on the next token.
+        lookahead = int(bool(draft_method(config).kv_layers(model)))
+        pools = CacheCoordinator.of(plan, prefix_cache=config.prefix_cache, lookahead=lookahead)
         return cls(split or runner, pools, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter)
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
@@ -240,10 +243,10 @@ class Engine:
 
     def drain(self) -> list[Delta]:
         """Reads every launched step and launches none: afterwards finished requests hold nothing."""
-        self.settle()
+        self.finish_launched()
         return self._deltas.take()
 
-    def settle(self) -> None:
+    def finish_launched(self) -> None:
         """Waits for every launched step; the next `step` or `drain` returns what they gave."""
         with self.turns.now:
             self._end_abandoned()
@@ -279,6 +282,11 @@ class Engine:
         step that took in what had arrived for a sample is over."""
         return min((len(request.output) for request in self._samples.of(request_id)), default=None)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the cached prefixes that no running request reads. True if none is left."""
+        with self.turns.now, self._change:
+            return self._coordinator.prefixes.reset()
+
     def has_unfinished(self) -> bool:
         """True while `step` has something to do: requests, launched steps, or deltas not taken."""
         return bool(self._samples or self._launched or self._deltas)
@@ -294,6 +302,11 @@ class Engine:
             free_rows=pools.rows.num_free,
             free_slots=pools.slots.num_free,
             free_pages=pools.pages.num_free,
+            cached_slots=pools.slots.num_cached,
+            cached_pages=pools.pages.num_cached,
+            cache_asked=pools.prefixes.counts.asked,
+            cache_hit=pools.prefixes.counts.hit,
+            cache_without_state=pools.prefixes.counts.without_state,
         )
 
     def _abort(self, requests: Sequence[Request]) -> bool:

@@ -66,6 +66,7 @@ class LLM:
         speculative: SpeculativeConfig | None = None,
         tp_size: int = 1,
         transfer_bytes: int = 0,
+        prefix_cache: bool = True,
         seed: int = 0,
     ) -> None:
         options = dict(locals())  # the parameters, which are the fields of EngineConfig
@@ -77,6 +78,7 @@ class LLM:
         runner = self._split.runner if self._split else ModelRunner(self.config, progress=progress)
         self.model_config = runner.model_config
         self.plan = runner.plan
+        self.device = runner.device
         self.default_sampling_params = default_sampling_params(runner.model_path)
         self.tokenizer = load_tokenizer(runner.model_path)
         self._engine: Engine | None = Engine.from_config(self.config, runner, self.tokenizer, split=self._split)
@@ -134,11 +136,13 @@ class LLM:
                     ended.update({(delta.request_id, delta.index): delta for delta in deltas})
                     interrupts.check()
                     bar.update(len(deltas))
-                return [_output(request_id, prepared, ended) for request_id, prepared in zip(ids, batch, strict=True)]
+                return [
+                    whole_output(request_id, prepared, ended) for request_id, prepared in zip(ids, batch, strict=True)
+                ]
             finally:
                 with engine.turns:
                     engine.abandon(queue)
-                    engine.settle()
+                    engine.finish_launched()
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Yields deltas as steps give them; with n > 1 the samples interleave. Once the iterator is closed or has gone,
@@ -152,6 +156,11 @@ class LLM:
         params = self.default_sampling_params if sampling_params is None else sampling_params
         return self._stream(self.engine.prepare(prompt, params))
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes, as `Engine.reset_prefix_cache` does."""
+        with self.engine.turns:
+            return self.engine.reset_prefix_cache()
+
     def close(self) -> None:
         """Aborts all requests and frees the model and the pools. A second call does nothing, or what an exception kept
         the first from doing."""
@@ -161,7 +170,7 @@ class LLM:
                 if engine is not None:
                     with engine.turns:
                         engine.abort_all()
-                        engine.settle()
+                        engine.finish_launched()
                         self._engine = None
             finally:
                 self._engine = None
@@ -199,7 +208,7 @@ class LLM:
                     running -= sum(delta.finish_reason is not None for delta in deltas)
                     if not running or any(delta.error for delta in deltas):
                         engine.abandon(queue)
-                        engine.settle()  # what is launched for it is over: it holds nothing
+                        engine.finish_launched()  # what is launched for it is over: it holds nothing
                 _raise_error(deltas)
                 yield from deltas
         finally:
@@ -223,7 +232,7 @@ def _raise_error(deltas: Sequence[Delta]) -> None:
             raise delta.error
 
 
-def _output(request_id: str, prepared: PreparedPrompt, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
+def whole_output(request_id: str, prepared: PreparedPrompt, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
     """The samples of a prompt, each of whose tokens came in one delta."""
     first, *siblings = (_sample(prepared.tokens, ended[request_id, index]) for index in range(prepared.params.n))
     first.siblings = tuple(siblings)

@@ -10,7 +10,7 @@ from torch import nn
 
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.moe import router_sigmoid_grouped, router_softmax
+from hybridrt.kernels.moe import GroupedChoice, router_sigmoid_grouped, router_softmax
 from hybridrt.layers.linear import ColumnLinear, Segment, Summands
 from hybridrt.layers.methods import DenseMethod, ExpertPart
 from hybridrt.layers.mlp import MLP
@@ -56,28 +56,37 @@ class SoftmaxRouter(nn.Module):
 
 
 class SigmoidGroupRouter(nn.Module):
-    """The top k of sigmoid scores within the best groups, with a correction bias (DeepSeek-V3, Nemotron-H)."""
+    """The top k of sigmoid scores within the best groups, with a correction bias (DeepSeek-V3, Nemotron-H).
+
+    Args:
+        corrected: False where the bias is zero, and a checkpoint knows nothing of it.
+    """
+
+    correction: torch.Tensor
 
     def __init__(
         self, name: str, hidden_size: int, num_experts: int, *, top_k: int, n_group: int, topk_group: int,
-        renormalize: bool, scaling: float, build: Build,
+        renormalize: bool, scaling: float, build: Build, corrected: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.name = name
-        self.choice = (top_k, n_group, topk_group, renormalize, scaling)
+        self.name, self.corrected = name, corrected
+        self.choice = GroupedChoice(top_k, n_group, topk_group, renormalize, scaling)
         self.weight = parameter(num_experts, hidden_size, dtype=torch.float32, device=build.device)
-        self.correction = parameter(num_experts, dtype=torch.float32, device=build.device, dummy="zeros")
+        if corrected:
+            self.correction = parameter(num_experts, dtype=torch.float32, device=build.device, dummy="zeros")
+        else:
+            self.register_buffer("correction", torch.zeros(num_experts, device=build.device))
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden] to weights [T, k] float32 and expert ids [T, k] int32; no expert for padding."""
         logits = F.linear(x.float(), self.weight)
-        return router_sigmoid_grouped(logits, self.correction, *self.choice, batch.padded_rows)
+        return router_sigmoid_grouped(logits, self.correction, self.choice, batch.padded_rows)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        return {
-            f"{key}.weight": whole(f"{self.name}.weight", self.weight.data),
-            f"{key}.e_score_correction_bias": whole(f"{self.name}.correction", self.correction.data),
-        }
+        found = {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data)}
+        if self.corrected:
+            found[f"{key}.e_score_correction_bias"] = whole(f"{self.name}.correction", self.correction.data)
+        return found
 
 
 class Experts(nn.Module):

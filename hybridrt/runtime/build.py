@@ -187,12 +187,18 @@ def kv_groups(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, li
     return groups
 
 
+def keeps_prefixes(config: EngineConfig, model_config: ModelConfig) -> bool:
+    """Whether requests leave prefixes for others. Where all attention layers have a sliding window, none does."""
+    return config.prefix_cache and page_demand(config, model_config).window is None
+
+
 def make_plan(
     config: EngineConfig, target: RunTarget, *, budget_bytes: int | None = None, weights: int = 0, activations: int = 0,
-    cache_slots: int = 0,
+    cache_slots: int | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """The memory plan of a run; `budget_bytes` None is what `target.device` has left for it: on a CPU `host_budget`, on
-    a GPU `device_budget`. `cache_slots` state slots are for cached prefixes."""
+    a GPU `device_budget`. `cache_slots` state slots are for cached prefixes; None
+    takes a share if the prefix cache is on."""
     mc, spec = target.model_config, pool_spec(config, target)
     limit = mc.max_position_embeddings
     costs = UnitCosts(
@@ -211,7 +217,8 @@ def make_plan(
         max_model_len=config.max_model_len,
         model_limit=limit,
         recurrent=bool(spec.groups),
-        cache_slots=cache_slots,
+        cache_slots=cache_slots or 0,
+        share_slots=cache_slots is None and keeps_prefixes(config, mc),
         weight_bytes=weights,
         activation_bytes=activations,
     )
@@ -293,7 +300,14 @@ def device_budget(device: torch.device, fraction: float) -> int:
 
 
 def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
-    """Resolves the model's path and reads its configuration; touches no weights."""
+    """The model's path and how this process, rank `tp`, runs it. Reads no weights.
+
+    Raises:
+        ConfigError: the model or an option cannot be used, or `tp` has another number of ranks than the configuration.
+        DeviceError: there is no such device.
+    """
+    if tp.size != config.tp_size:
+        raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
     path = resolve_model_path(config.model)
     return path, RunTarget.resolve(config, read_model_config(path), tp)
 

@@ -17,6 +17,7 @@ from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageWrite, StepHandle, StepPlan
 from hybridrt.runtime.step_batch import TokenInputs, make_batch, spec_info_of
 from hybridrt.runtime.step_inputs import Columns, Packing, Sections, StagingRing, chunk_plans, pack_step
+from hybridrt.runtime.step_passes import extend_passes, pack_passes
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class StepRunner:
                 return decoded
             # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
             chunks = StepPlan(plan.admissions, rest, NO_ROWS, plan.extend, plan.imports, plan.exports)
+            chunks.page_copies = plan.page_copies
             return JoinedSteps(decoded, self._launch_eager(chunks, 1))
         except BaseException:
             self.backend.drop_step()  # it is never committed; the steps after it are none the worse
@@ -141,7 +143,7 @@ class StepRunner:
         return pages, others
 
     def _launch_eager(self, plan: StepPlan, tokens: int) -> StepHandle:
-        columns = pack_step(plan, tokens, self._packing)
+        columns = pack_step(plan, tokens, self._packing) | pack_passes(plan.extend, self._packing.chunk_sizes)
         sections = self._staging.upload(columns)
         self._bookkeep(sections)
         for arrival in plan.imports:
@@ -196,6 +198,8 @@ class StepRunner:
             self.sampling_table.admit(rows, sections)
         if sections["pages"].numel():
             table.write_pages(*(sections[name].long() for name in ("page_rows", "page_indices", "pages")))
+        if "copy_sources" in sections:
+            self.pools.kv.copy_pages(*(sections[name].long() for name in ("copy_sources", "copy_targets")))
 
     def _batch(self, plan: StepPlan, columns: Columns, sections: Sections, tokens: int) -> ForwardBatch:
         n, table = len(plan.decode), self.pools.req_to_token
@@ -207,7 +211,9 @@ class StepRunner:
         if new:
             positions = sections["extend_positions"]
             places = table.token_slots(sections["extend_rows"], positions)
-            chunks = TokenInputs(sections["extend_ids"], positions, places)
+            chunks = TokenInputs(sections["input_ids"], positions, places)
+        sizes = self._packing.chunk_sizes
+        passes = extend_passes(columns, sections, sizes)
         inputs = decoded.then(chunks) if decoded and chunks else decoded or chunks
         assert inputs is not None, "a step has rows"
         return make_batch(
@@ -221,7 +227,8 @@ class StepRunner:
             seq_lens_cpu=columns["seq_lens"].tolist(),
             query_lens_cpu=[tokens] * n + new,
             read_state_slots=sections.get("read_state_slots"),
-            chunk_plans=chunk_plans(columns, sections, new, self._packing.chunk_sizes),
+            chunk_plans=None if passes else chunk_plans(columns, sections, new, sizes),
+            extend_passes=passes,
         )
 
     def _sample(

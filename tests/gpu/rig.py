@@ -27,13 +27,14 @@ STATE_MODES = ("classic", "replay")
 # Falcon-Mamba has no attention layer, swa_ssm sliding windows, and none of the three a state ring.
 MAMBA1 = ("falcon_mamba-plain", "jamba-plain", "swa_ssm-plain")
 NEWER = ("qwen35-seeing_experts", "granite-plain", "bamba-plain", "olmo-plain")
+SHORT_CONV = ("lfm2-biases_tied", "lfm2_moe-plain")
 DECODING = [
     *((name, mode) for name in (*FAMILIES, *NEWER) for mode in STATE_MODES),
-    *((name, "classic") for name in MAMBA1),
+    *((name, "classic") for name in (*MAMBA1, *SHORT_CONV)),
 ]
 VERIFYING = [
     *((name, mode) for name in FAMILIES for mode in ("intermediate", "replay")),
-    *((name, "intermediate") for name in MAMBA1),
+    *((name, "intermediate") for name in (*MAMBA1, *SHORT_CONV)),
 ]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 

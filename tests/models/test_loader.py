@@ -86,6 +86,12 @@ def test_no_two_keys_fill_one_place(name: str, checkpoints: CheckpointStore) -> 
         assert parameter.max() <= 1, parameter_name
 
 
+def test_an_older_name_of_mambas_embedding(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("mamba-plain")
+    edit(path, lambda tensors: tensors.update({"backbone.embedding.weight": tensors.pop("backbone.embeddings.weight")}))
+    assert load(path).embed.weight.isfinite().all()
+
+
 @pytest.mark.parametrize("name", BASES)
 def test_each_missing_key_is_named(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     whole = load_file(checkpoints[name].path / "model.safetensors")

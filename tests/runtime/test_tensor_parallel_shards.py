@@ -24,7 +24,7 @@ from hybridrt.runtime import build, tensor_parallel
 from hybridrt.runtime.build import empty_model, load_target
 from hybridrt.runtime.model_runner import ModelRunner
 from tests.models.test_models_parity import requests
-from tests.support.checkpoints import SPLIT, CheckpointStore, Make, falcon, falcon_mamba, jamba, nemotron, qwen
+from tests.support.checkpoints import SPLIT, CheckpointStore, Make, falcon, falcon_mamba, jamba, lfm2, nemotron, qwen
 from tests.support.session import Session, spoil
 from tests.support.tiny import write_tiny
 
@@ -153,6 +153,7 @@ REFUSED: dict[str, tuple[Make, int, str]] = {
     "attention heads": (falcon(), 8, "4 attention heads cannot be cut into 8"),
     "KV heads": (jamba(num_attention_heads=6, num_key_value_heads=3, hidden_size=48), 2, "3 KV heads cannot be cut"),
     "Mamba-1 channels": (falcon_mamba(), 3, "64 Mamba-1 channels cannot be split over tp_size=3"),
+    "short conv": (lfm2(hidden_size=40), 3, "40 short conv channels cannot be split over tp_size=3"),
     "Mamba-2 heads": (nemotron(), 4, "6 Mamba-2 heads cannot be split over tp_size=4"),
     "Mamba-2 groups": (nemotron(n_groups=3), 2, "3 Mamba-2 groups cannot be split over tp_size=2"),
     "GDN key heads": (qwen(linear_num_key_heads=1), 2, "1 GDN key heads cannot be split over tp_size=2"),
