@@ -183,7 +183,11 @@ def _transformers_config(path: Path, raw: dict[str, Any], family: Family) -> Any
     import transformers
 
     assert family.config_class is not None, "a family is read by transformers or by itself"
-    cls = getattr(transformers, family.config_class)
+    cls = getattr(transformers, family.config_class, None)
+    if cls is None:
+        raise UnsupportedModelError(
+            f"{path}: transformers {transformers.__version__} has no {family.config_class}; install a newer one"
+        )
     if raw.get("model_type", cls.model_type) != cls.model_type:
         raise ConfigError(
             f"{path}/config.json: model_type is {shown(raw['model_type'])}, but {family.architecture} goes with "

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
-from hybridrt.errors import CheckpointError
+from hybridrt.errors import CheckpointError, UnsupportedModelError
+from hybridrt.hf_config import read_model_config
 from tests.models.test_loader import load
 from tests.models.test_models_parity import requests, rewrite
 from tests.support.checkpoints import CheckpointStore
@@ -57,6 +59,13 @@ def test_convolutions_of_olmo_in_one_tensor_or_in_three(
     save_file(tensors | {key: tensors[key][:-3].contiguous()}, path / "model.safetensors")
     with pytest.raises(CheckpointError, match="shape"):
         load(path)
+
+
+def test_a_transformers_that_lacks_the_family(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoints["bamba-plain"].path
+    monkeypatch.setattr(transformers, "BambaConfig", None)
+    with pytest.raises(UnsupportedModelError, match=r"transformers .* has no BambaConfig; install a newer one"):
+        read_model_config(path)
 
 
 def test_norms_of_olmo_by_their_older_names(checkpoints: CheckpointStore, tmp_path: Path) -> None:
