@@ -1,14 +1,15 @@
 """The families of 2025 and 2026: speculation, and tensors that checkpoints spell in several ways."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
-from hybridrt import LLM, SamplingParams, SpeculativeConfig
+from hybridrt import LLM, SamplingParams, SpeculativeConfig, hf_config
 from hybridrt.errors import CheckpointError, UnsupportedModelError
+from hybridrt.families.registry import family_of
 from hybridrt.hf_config import read_model_config
 from tests.models.test_loader import load
 from tests.models.test_models_parity import requests, rewrite
@@ -63,8 +64,9 @@ def test_convolutions_of_olmo_in_one_tensor_or_in_three(
 
 def test_a_transformers_that_lacks_the_family(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoints["bamba-plain"].path
-    monkeypatch.setattr(transformers, "BambaConfig", None)
-    with pytest.raises(UnsupportedModelError, match=r"transformers .* has no BambaConfig; install a newer one"):
+    family = replace(family_of("BambaForCausalLM"), config_class="BambaOfTomorrowConfig")
+    monkeypatch.setattr(hf_config, "family_of", lambda architecture: family)
+    with pytest.raises(UnsupportedModelError, match=r"transformers .* has no BambaOfTomorrowConfig; install a newer"):
         read_model_config(path)
 
 
