@@ -66,7 +66,8 @@ def test_every_key_is_used_once_and_every_parameter_filled(name: str, checkpoint
         found = load_weights(model, path)
     keys = load_file(path / "model.safetensors").keys()
     assert found.loaded + len(found.skipped) == len(keys)
-    assert set(found.skipped) <= {"lm_head.weight"}
+    unused = {key for key in found.skipped if "_adapter_list." in key} if name.startswith("zamba2") else set()
+    assert set(found.skipped) - unused <= {"lm_head.weight"}
     for parameter_name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), f"{parameter_name} is not filled"
 
