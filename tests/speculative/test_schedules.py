@@ -30,7 +30,7 @@ MAKERS = {
     "mamba1": jamba(num_hidden_layers=2, attn_layer_period=2, num_experts=1),
     "attention-free": falcon_mamba(num_hidden_layers=1),
     "short conv": lfm2(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
-    "shared blocks": zamba2(use_shared_attention_adapter=True),
+    "shared blocks": zamba2(layers_block_type=["hybrid"] * 2, use_shared_attention_adapter=True),
     "history": swa_ssm(num_hidden_layers=2, history_mode=["prefix_sum", "enabled"]),
     "mamba2 with a head": nemotron("M*", num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*-"),
 }
