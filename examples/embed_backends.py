@@ -1,74 +1,155 @@
-"""A decoding loop of one's own over hybridrt's parts: model, pools and backends, without LLM, Engine or scheduler.
+"""A serving loop of one's own over hybridrt.embedding: admission while others run, chunked prefill, graphs, snapshots.
 
 python examples/embed_backends.py [MODEL]
 """
 
 import sys
-from itertools import accumulate
+from collections import deque
+from dataclasses import dataclass, field
 
 import torch
 
-from hybridrt import EngineConfig
-from hybridrt.attention.registry import create_backend
-from hybridrt.distributed.groups import TPGroup
+from hybridrt.embedding import EngineConfig, build, load, plan_memory
 from hybridrt.engine.tokenizer import load_tokenizer
-from hybridrt.forward_batch import ForwardBatch, ForwardMode
-from hybridrt.runtime.build import build_model, build_pools, load_target, make_plan
+from hybridrt.runtime.build import resolve_model_path
 
 
-@torch.inference_mode()
-def generate(config: EngineConfig, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """Greedy: prefills all prompts in one step, then decodes them together."""
-    path, target = load_target(config, TPGroup())
-    model, plan = build_model(config, target, path, progress=False), make_plan(config, target)
-    pools = build_pools(config, target, plan)
-    kv, table = pools.kv, pools.req_to_token
-    backend = create_backend(
-        config, target.model_config, layers=model.mixers(), kv_pool=kv, req_to_token_pool=table, device=target.device
-    )
-    with target.device:
-        # Request i owns row i + 1, state slot i + 1 and an equal share of the KV pages; number 0 of each is scratch.
-        n, share = len(prompts), plan.num_pages // len(prompts)
-        rows = torch.arange(1, n + 1)
-        table.admit(rows, rows)
-        table.write_pages(rows.repeat_interleave(share), torch.arange(share).repeat(n), torch.arange(n * share) + 1)
+@dataclass
+class Request:
+    """`tokens` are the prompt and the output so far; KV and state of the first `computed` are written."""
 
-        tokens, computed, mode = prompts, [0] * n, ForwardMode.EXTEND
-        outputs: list[list[int]] = [[] for _ in prompts]
-        for _ in range(num_tokens):
-            new, lens = [len(t) for t in tokens], [c + len(t) for c, t in zip(computed, tokens)]
-            ends = torch.tensor(list(accumulate(new, initial=0)), dtype=torch.int32)
-            positions = torch.cat([torch.arange(c, end) for c, end in zip(computed, lens)])
-            batch = ForwardBatch(
-                forward_mode=mode,
-                input_ids=torch.tensor([t for request in tokens for t in request]),
-                positions=positions,
-                req_pool_indices=rows.int(),
-                seq_lens=torch.tensor(lens, dtype=torch.int32),
-                query_start_loc=ends,
-                out_cache_loc=table.token_slots(rows.repeat_interleave(torch.tensor(new)), positions),
-                num_real=n,
-                num_decode_rows=n if mode is ForwardMode.DECODE else 0,
-                attn_backend=backend,
-                seq_lens_cpu=lens,
-                query_lens_cpu=new,
-            )
-            backend.prepare(batch)
-            hidden = model(batch)
-            if mode is ForwardMode.DECODE:
-                backend.commit(batch)
-            tokens = model.logits(hidden[ends[1:] - 1]).argmax(-1, keepdim=True).tolist()
-            outputs = [output + token for output, token in zip(outputs, tokens)]
-            computed, mode = lens, ForwardMode.DECODE
-    return outputs
+    tokens: list[int]
+    prompt_len: int
+    computed: int = 0
+    row: int = -1
+    pages: list[int] = field(default_factory=list)
+    borrowed: int = 0  # pages at the head that belong to the shared prefix
+
+    @property
+    def decodes(self) -> bool:
+        return self.computed >= self.prompt_len
+
+
+class Loop:
+    """First come, first served, greedy. Rows, state slots and pages count from 0; the last of each is scratch.
+
+    Args:
+        shared: tokens that all prompts have in common, a multiple of the page size. They are computed once: the state
+            behind them is kept in a slot of its own, their KV in pages that later requests share.
+    """
+
+    def __init__(self, config: EngineConfig, budget_bytes: int, num_tokens: int, shared: int = 0) -> None:
+        loaded = load(config)
+        self.plan = plan_memory(loaded, budget_bytes=budget_bytes, cache_slots=1)
+        self.runtime = build(loaded, self.plan)
+        self.graphs = self.runtime.capture()
+        self.chunk, self.num_tokens, self.shared = config.chunked_prefill_size, num_tokens, shared
+        self.rows, self.pages = list(range(self.plan.num_rows))[::-1], list(range(self.plan.num_pages))[::-1]
+        self.prefix_slot, self.prefix_pages = self.plan.num_slots - 1, list[int]()  # a row's slot has its number
+        self.prefix: list[int] | None = None
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """The first prompt starts alone; the others join while it runs."""
+        requests = [Request(list(prompt), len(prompt)) for prompt in prompts]
+        self.waiting.append(requests[0])
+        self.step()
+        self.waiting.extend(requests[1:])
+        while self.waiting or self.running:
+            self.step()
+        return [request.tokens[request.prompt_len :] for request in requests]
+
+    def step(self) -> None:
+        """Every decoding request gains a token; what is left of the step's tokens goes to prompts."""
+        while self.waiting and self.admit(self.waiting[0]):
+            self.running.append(self.waiting.popleft())
+        step = sorted(self.running, key=lambda request: not request.decodes)  # decode rows come first
+        counts = self.cut(step)
+        work = [(request, count) for request, count in zip(step, counts) if count]
+        logits = self.compute(work)
+        for (request, count), token in zip(work, logits.argmax(-1).tolist()):
+            request.computed += count
+            if request.computed == len(request.tokens):
+                request.tokens.append(token)
+            if request.computed == self.shared and self.prefix is None:
+                self.keep_prefix(request)
+            if len(request.tokens) == request.prompt_len + self.num_tokens:
+                self.free(request)
+
+    def admit(self, request: Request) -> bool:
+        """Lends a row, its slot and pages for all tokens, if there are enough."""
+        hit = self.prefix is not None and request.tokens[: self.shared] == self.prefix
+        hit = hit and request.prompt_len > self.shared
+        head = self.prefix_pages if hit else []
+        need = (
+            -(-(request.prompt_len + self.num_tokens) // self.plan.page_size) - len(head) if self.plan.num_pages else 0
+        )
+        if not self.rows or need > len(self.pages):
+            return False
+        request.row = self.rows.pop()
+        request.pages = head + [self.pages.pop() for _ in range(need)]
+        request.borrowed = len(head)
+        self.runtime.admit([request.row], [request.row])
+        self.runtime.write_pages([request.row] * len(request.pages), range(len(request.pages)), request.pages)
+        if hit and self.plan.num_slots:
+            self.runtime.restore([self.prefix_slot], [request.row])
+        if hit:
+            request.computed = self.shared
+        return True
+
+    def cut(self, step: list[Request]) -> list[int]:
+        """Tokens of each request in this step. A chunk ends where the shared prefix does: its state is wanted."""
+        counts, left = [], self.chunk
+        for request in step:
+            first = request.computed < self.shared < request.prompt_len and self.prefix is None
+            rest = (self.shared if first else len(request.tokens)) - request.computed
+            counts.append(1 if request.decodes else min(rest, left))
+            left -= counts[-1]
+        return counts
+
+    def compute(self, work: list[tuple[Request, int]]) -> torch.Tensor:
+        """Logits of the last token of each request, [B, vocab]."""
+        rows, lens = [r.row for r, _ in work], [r.computed + n for r, n in work]
+        ids = [t for r, n in work for t in r.tokens[r.computed : r.computed + n]]
+        decoding = sum(r.decodes for r, _ in work)
+        if decoding == len(work) and self.graphs.fits(decoding):
+            return self.graphs.replay(input_ids=ids, rows=rows, seq_lens=lens)
+        batch = self.runtime.batch(
+            input_ids=ids, rows=rows, seq_lens=lens, query_lens=[n for _, n in work], num_decode_rows=decoding
+        )
+        self.runtime.prepare(batch)
+        hidden = self.runtime.forward(batch)
+        if decoding:
+            self.runtime.commit(batch)
+        return self.runtime.logits(hidden[batch.query_start_loc[1:].long() - 1])
+
+    def keep_prefix(self, request: Request) -> None:
+        """The request's state becomes a snapshot, and its first pages everybody's."""
+        if self.plan.num_slots:
+            self.runtime.snapshot([request.row], [self.prefix_slot])
+        self.prefix = request.tokens[: self.shared]
+        request.borrowed = self.shared // self.plan.page_size if request.pages else 0
+        self.prefix_pages = request.pages[: request.borrowed]
+
+    def free(self, request: Request) -> None:
+        self.rows.append(request.row)
+        self.pages.extend(request.pages[request.borrowed :])
+        self.running.remove(request)
+
+
+def generate(
+    config: EngineConfig, prompts: list[list[int]], num_tokens: int, shared: int = 0, budget_bytes: int = 2**28
+) -> list[list[int]]:
+    """The tokens behind each prompt."""
+    return Loop(config, budget_bytes, num_tokens, shared).generate(prompts)
 
 
 def main(model: str) -> None:
     config = EngineConfig(model, max_running_requests=2, max_model_len=256)
-    path, _ = load_target(config, TPGroup())
-    tokenizer = load_tokenizer(path)
-    assert tokenizer is not None, f"{path} has no tokenizer"
-    texts = ["def read_lines(path):", "import "]
+    tokenizer = load_tokenizer(resolve_model_path(model))
+    assert tokenizer is not None, f"{model} has no tokenizer"
+    texts = ["def read_lines(path):", "import ", "class Stack:"]
     for text, output in zip(texts, generate(config, [tokenizer.encode(t) for t in texts], 64)):
         print(f"{text}{tokenizer.decode(output)}\n")
 

@@ -107,7 +107,8 @@ class ModelConfig:
     """A model as the runtime sees it, family spellings normalised (`hybridrt.hf_config.read_model_config` makes it).
     `hf` keeps the transformers config for the numbers that only one model file reads (multipliers, biases);
     `mtp_layers` are those of its multi-token-prediction head, none without one; their ids count on after the model's
-    last. `attention` is that of the layers that bring none of their own."""
+    last. `attention` is that of the layers that bring none of their own. `image_tokens` are tokens in whose place
+    images stand, with the names of their fields: a prompt that holds one is refused."""
 
     architecture: str
     vocab_size: int
@@ -121,6 +122,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     hf: Any = field(repr=False, compare=False)
     mtp_layers: tuple[LayerSpec, ...] = ()
+    image_tokens: Mapping[int, str] = field(default_factory=dict, compare=False)
 
     @property
     def full_attention_layer_ids(self) -> tuple[int, ...]:
@@ -231,6 +233,8 @@ class EngineConfig:
         speculative: a SpeculativeConfig, or None.
         tp_size: tensor-parallel ranks: processes, each with a shard of the model and on a GPU of its own.
         transfer_bytes: of the arena through which requests' states come from or go to other workers; 0 for none.
+        prefix_cache: keep KV and recurrent states of prompts and answers, for requests that begin with the same tokens
+            (docs/prefix-cache.md).
         seed: of dummy weights and of requests that bring no seed.
     """
 
@@ -254,6 +258,7 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     tp_size: int = 1
     transfer_bytes: int = 0
+    prefix_cache: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -269,6 +274,8 @@ class EngineConfig:
                 _in_range(name, getattr(self, name), 1, 2**24)
         if self.max_model_len is not None:
             _in_range("max_model_len", self.max_model_len, 2, 2**24, ": a prompt token and an output token at least")
+        if not isinstance(self.prefix_cache, bool):
+            raise ConfigError(f"prefix_cache is {self.prefix_cache!r}; it must be True or False")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size is {self.page_size}; it must be a power of two (16 is the default)")
         if not 0 < self.memory_fraction < 1:

@@ -72,6 +72,30 @@ class GraphView:
     buffers: dict[Any, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class ExtendPass:
+    """n runs of the extend segment's tokens, each within one row: what recurrent layers compute at once in a step that
+    keeps states within chunks. Passes run in order.
+
+    Attributes:
+        rows: [n] int32, the run's row in the extend segment.
+        read_state_slots, write_state_slots: [n] int32, where the run's state comes from and goes to; 0 for the row's
+            own slot, -1 for a run that the pass does not compute.
+        query_start_loc: [n + 1] int32 offsets of the runs' tokens in the pass.
+        start_positions: [n] int32, position of each run's first token.
+        tokens: [t] int32, places of the pass's tokens in the segment; None: the pass walks all of them.
+        chunk_plans: hybridrt.kernels.chunk_plan.ChunkPlan of the runs by chunk size.
+    """
+
+    rows: torch.Tensor
+    read_state_slots: torch.Tensor
+    write_state_slots: torch.Tensor
+    query_start_loc: torch.Tensor
+    start_positions: torch.Tensor
+    tokens: torch.Tensor | None
+    chunk_plans: Mapping[int, Any]
+
+
 @dataclass
 class ForwardBatch:
     """One step of the model, as tensors on its device and the host copies of the lengths.
@@ -89,6 +113,8 @@ class ForwardBatch:
             device already; None: recurrent backends plan their chunks themselves.
         read_state_slots: [B - num_decode_rows] int32, the state slot that each extend row starts from, 0 for its own;
             None: all start from their own. A row writes its own slot in any case.
+        extend_passes: of a step that keeps states within its chunks; then chunk_plans and read_state_slots are not
+            read. Empty: each chunk is computed at once.
         metadata: what each backend planned for this batch, by backend; `prepare` fills it. A copy made by
             `dataclasses.replace` is a batch that nothing has planned.
     """
@@ -108,6 +134,7 @@ class ForwardBatch:
     spec_info: SpecInfo | None = None
     chunk_plans: Mapping[int, Any] | None = None
     read_state_slots: torch.Tensor | None = None
+    extend_passes: Sequence[ExtendPass] = ()
     metadata: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

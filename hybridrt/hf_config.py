@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hybridrt.config import DTYPES, AttentionConfig, ModelConfig
-from hybridrt.config_json import check_fields, read_object
+from hybridrt.config_json import NULL, check_fields, either, integer, read_object
 from hybridrt.config_kinds import EOS, MAX_LAYERS, MAX_WIDTH, RAW, ROPE
 from hybridrt.errors import ConfigError, UnsupportedModelError, shown
 from hybridrt.families.base import Family, FamilyFields
@@ -36,6 +36,8 @@ def read_model_config(path: Path) -> ModelConfig:
     if raw.get("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; use the unquantised checkpoint that it was made from")
     family = family_of(architecture)
+    images = _image_tokens(raw, family, file)
+    raw = _text_part(raw, family, file)
     raw = family.rewrite(raw, file) if family.rewrite else raw
     hf = family.read(raw, file) if family.read else _transformers_config(path, raw, family)
     check_fields(hf, family.fields, file)
@@ -46,6 +48,7 @@ def read_model_config(path: Path) -> ModelConfig:
         raise ConfigError(f"{file}: {e}") from e
     for attention in _attentions(fields):
         _check_rope(attention, file)
+    _check_window(raw, fields, file)
     _check_sizes(fields, file)
     if any(layer.ffn == "moe" for layer in fields["layers"]):
         _check_experts(hf, path)
@@ -58,8 +61,33 @@ def read_model_config(path: Path) -> ModelConfig:
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         eos_token_ids=_eos_ids(path, raw),
         hf=hf,
+        image_tokens=images,
         **fields,
     )
+
+
+def _text_part(raw: dict[str, Any], family: Family, file: Path) -> dict[str, Any]:
+    """The fields of the text part: of a model of text and images, those of its section, and of the whole file what
+    they leave out."""
+    if family.section is None:
+        return raw
+    text = raw.get(family.section)
+    if not isinstance(text, dict):
+        raise ConfigError(f"{file}: {family.section} is {shown(text)}; it must describe the model's text part")
+    check_fields(text, RAW, file)
+    if text.get("quantization_config"):
+        raise ConfigError(f"{file}: {family.section} has a quantization_config; use the unquantised checkpoint")
+    common = ("architectures", "dtype", "torch_dtype", "eos_token_id")
+    outer = {name: raw[name] for name in common if name in raw}
+    # The output head belongs to the whole model.
+    tied = {"tie_word_embeddings": raw["tie_word_embeddings"]} if "tie_word_embeddings" in raw else {}
+    return outer | text | tied
+
+
+def _image_tokens(raw: Mapping[str, Any], family: Family, file: Path) -> dict[int, str]:
+    """Tokens in whose place images stand, and the fields that name them."""
+    check_fields(raw, dict.fromkeys(family.image_tokens, either(NULL, integer(0, 2**31 - 1))), file)
+    return {raw[name]: name for name in family.image_tokens if raw.get(name) is not None}
 
 
 def _attentions(fields: FamilyFields) -> list[AttentionConfig]:
@@ -79,6 +107,16 @@ def _check_rope(attention: AttentionConfig, file: Path) -> None:
     if required and (rotated < 2 or rotated % 2):
         raise ConfigError(
             f"{file}: rotary embeddings would turn {rotated} of {attention.head_dim} numbers of a head; they turn pairs"
+        )
+
+
+def _check_window(raw: Mapping[str, Any], fields: FamilyFields, file: Path) -> None:
+    """A window that the family does not know is no window that may be left out."""
+    asked = raw.get("sliding_window") is not None and raw.get("use_sliding_window") is not False
+    if asked and all(attention.sliding_window is None for attention in _attentions(fields)):
+        raise ConfigError(
+            f"{file}: sliding_window is {shown(raw['sliding_window'])}; hybridrt runs this architecture without a "
+            "sliding window only"
         )
 
 
@@ -105,7 +143,8 @@ def _check_activation(hf: Any, activation: str, path: Path) -> None:
 
 
 def _check_experts(hf: Any, path: Path) -> None:
-    experts = getattr(hf, "num_experts", 0) or getattr(hf, "n_routed_experts", 0)
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    experts = next((count for name in names if (count := getattr(hf, name, 0))), 0)
     if not 1 <= hf.num_experts_per_tok <= experts:
         raise ConfigError(f"{path}: num_experts_per_tok is {hf.num_experts_per_tok}, but there are {experts} experts")
     groups, chosen = getattr(hf, "n_group", 1), getattr(hf, "topk_group", 1)
@@ -117,6 +156,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not path.is_dir():
         raise ConfigError(f"{path} is no directory; pass a checkpoint directory or a hub name such as org/model")
+    if (path / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{path} has an adapter_config.json: adapters (LoRA) are not supported; merge it into its model"
+        )
     if not file.exists():
         raise ConfigError(f"{path} has no config.json; is it a Hugging Face checkpoint directory?")
     return read_object(file)

@@ -14,6 +14,7 @@ MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 64
 MAX_SAMPLES = 1024
+MAX_SALT_CHARACTERS = 256
 MIN_TEMPERATURE = 1e-5  # below it hybridrt.kernels.sampling takes the best token: logits over less may overflow
 MAX_REPETITION = 100.0  # more, or less than its reciprocal, and penalised logits may leave float32's range
 _INT32_MAX = 2**31 - 1
@@ -22,7 +23,7 @@ _FLOAT32_MAX = 3.4028234663852886e38
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        raise RequestError(f"{name} is {shown(value)}; it must be {allowed}")
+        raise RequestError(f"{name} is {shown(value)}; it must be {allowed}", name)
 
 
 def is_number(value: object, kind: type) -> bool:
@@ -54,7 +55,7 @@ def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
     _require(collection and getattr(value, "ndim", 1) == 1, name, value, "a sequence")
     entries = tuple(islice(value, max_entries + 1))
     if len(entries) > max_entries:
-        raise RequestError(f"{name} has more than {max_entries} entries; pass at most {max_entries}")
+        raise RequestError(f"{name} has more than {max_entries} entries; pass at most {max_entries}", name)
     return entries
 
 
@@ -85,6 +86,14 @@ class SamplingParams:
         logprobs: return the log-probability of each token and of this many most likely alternatives, up to 64; None
             returns none.
         n: independent samples of the same prompt, up to 1024.
+        include_stop_str_in_output: the text goes on to the end of the stop string, or of the stopping token.
+        skip_special_tokens: special tokens leave nothing in the text.
+        truncate_prompt_tokens: of a longer prompt only the last so many tokens are used, 1 to 2**31 - 1; -1: as many as
+            leave room for one output token. None refuses a prompt that is too long.
+        priority: requests of a lower number are started first, and are the last to give their memory back; first come,
+            first served among equals.
+        cache_salt: the prefix cache shares nothing between requests of different salts; a string of 1 to
+            MAX_SALT_CHARACTERS (256) characters. None shares with all requests that have none.
 
     Raises:
         RequestError: a field is out of range; the text names the field, the value and the allowed range.
@@ -104,6 +113,11 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     n: int = 1
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         for name, value in (self._lengths() | self._distribution() | self._stops()).items():
@@ -114,10 +128,14 @@ class SamplingParams:
             "max_tokens": (1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or None"),
             "logprobs": (0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
             "seed": (0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None"),
+            "truncate_prompt_tokens": (-1, _INT32_MAX, "an integer from 1 to 2**31 - 1, -1, or None"),
         }
+        _require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, optional["truncate_prompt_tokens"][2])
         given = {name: getattr(self, name) for name in optional}
         checked = {name: _integer(name, v, *optional[name]) for name, v in given.items() if v is not None}
-        return checked | {"n": _integer("n", self.n, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}")}
+        checked["n"] = _integer("n", self.n, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}")
+        checked["priority"] = _integer("priority", self.priority, -_INT32_MAX, _INT32_MAX, "an integer of 32 bits")
+        return checked
 
     def _distribution(self) -> dict[str, Any]:
         largest, least = MAX_REPETITION, 1 / MAX_REPETITION
@@ -134,7 +152,8 @@ class SamplingParams:
         return checked | {"top_k": top_k}
 
     def _stops(self) -> dict[str, Any]:
-        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         stop = (self.stop,) if isinstance(self.stop, str) else _entries("stop", self.stop, MAX_STOP_STRINGS)
         for s in stop:
             ok = isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS
@@ -142,6 +161,9 @@ class SamplingParams:
             _require(is_text(s), "stop", s, "text: it holds a lone surrogate, which no output can hold")
         ids = _entries("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         ids = tuple(_integer("stop_token_ids", t, 0, _INT32_MAX, "integers >= 0 from the vocabulary") for t in ids)
+        salt = self.cache_salt
+        ok = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_CHARACTERS and is_text(salt))
+        _require(ok, "cache_salt", salt, f"a string of 1 to {MAX_SALT_CHARACTERS} characters, or None")
         return {"stop": stop, "stop_token_ids": ids}
 
     @property

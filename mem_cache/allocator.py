@@ -38,7 +38,7 @@ class SlotAllocator:
         self._generation = [0] * end
         self._locks = [0] * end
         self._free = list(range(end - 1, reserved - 1, -1))
-        self._num_cached = 0
+        self._num_cached = self._num_locked = 0
 
     @property
     def num_free(self) -> int:
@@ -47,6 +47,10 @@ class SlotAllocator:
     @property
     def num_cached(self) -> int:
         return self._num_cached
+
+    @property
+    def num_locked(self) -> int:
+        return self._num_locked
 
     @property
     def num_used(self) -> int:
@@ -101,6 +105,7 @@ class SlotAllocator:
         """Keeps entries of the cache from being evicted until `unlock`. PoolError if they are not the cache's."""
         self._check_all(slots, _CACHED)
         for slot in slots:
+            self._num_locked += not self._locks[slot.index]
             self._locks[slot.index] += 1
 
     def unlock(self, slots: Sequence[Slot]) -> None:
@@ -111,6 +116,7 @@ class SlotAllocator:
             raise PoolError(f"{self._what} {loose[0]} is not locked")
         for slot in slots:
             self._locks[slot.index] -= 1
+            self._num_locked -= not self._locks[slot.index]
 
     def reclaim(self) -> None:
         """Frees every entry of every owner: after a call that was broken off, no ledger is right."""
@@ -119,7 +125,7 @@ class SlotAllocator:
         self._generation = [generation + 1 for generation in self._generation]
         self._locks = [0] * len(self._locks)
         self._free = list(reversed(places))
-        self._num_cached = 0
+        self._num_cached = self._num_locked = 0
 
     def check(self) -> None:
         """Raises PoolError unless free + used + cached == total, each entry in exactly one of the three."""
@@ -130,6 +136,8 @@ class SlotAllocator:
             raise PoolError(f"the free list of {self._what} holds an entry twice or one that is in use: {self!r}")
         if any(locks and state != _CACHED for locks, state in zip(self._locks, self._state, strict=True)):
             raise PoolError(f"an entry of {self._what} is locked, but not the cache's: {self!r}")
+        if sum(map(bool, self._locks)) != self._num_locked:
+            raise PoolError(f"{self._num_locked} x {self._what} are counted as locked: {self._locks}")
 
     def __repr__(self) -> str:
         return (

@@ -41,6 +41,12 @@ class KVPool:
         """Keys and values of one layer: [num_pages + 1, page_size, kv_heads, dim] each."""
         return self._layers[layer_id]
 
+    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """What pages `sources` hold, in all layers, goes to pages `targets` too. [n] int64 each, on the pool's device;
+        no page is in both."""
+        for tensor in self.tensors:
+            tensor.index_copy_(1, targets, tensor.index_select(1, sources))
+
     @staticmethod
     def page_bytes(groups: KVGroups, page_size: int) -> int:
         """Bytes that one page takes over all attention layers."""

@@ -105,6 +105,7 @@ def plan_memory(
     model_limit: int,
     recurrent: bool,
     cache_slots: int = 0,
+    share_slots: bool = False,
     weight_bytes: int = 0,
     activation_bytes: int = 0,
 ) -> MemoryPlan:
@@ -116,6 +117,8 @@ def plan_memory(
         default_rows: most rows when none were asked for.
         model_limit: positions that the model was made for.
         cache_slots: state slots for cached prefixes, beside one for each row; none without recurrent layers.
+        share_slots: as many more of them as there are rows, for at most half of the bytes that are not needed for the
+            rows and one request of the greatest length.
 
     Raises:
         MemoryBudgetError: cache_slots is negative; or the rows asked for, the slots for cached prefixes, or one request
@@ -134,6 +137,10 @@ def plan_memory(
     rows = max_running_requests or _default_rows(default_rows, available, per_request, fitting_rows)
     if available < rows * per_request + need * costs.page:
         raise MemoryBudgetError(_too_small(budget_bytes, available, per_request, costs, demand, rows, need, cached))
+    if share_slots and recurrent:
+        spare = available - rows * per_request - demand.least(max_model_len or model_limit) * costs.page
+        shared = max(min(rows, int(spare * STATE_SHARE) // costs.slot), 0)
+        cached, available = cached + shared, available - shared * costs.slot
     useful_pages = demand.pool(rows, max_model_len or model_limit)
     pages = min((available - rows * per_request) // costs.page, useful_pages) if costs.page else 0
     fits = not costs.page or demand.least(model_limit) <= pages

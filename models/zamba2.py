@@ -1,5 +1,4 @@
-"""Zamba2: a stack of Mamba-2 blocks. Some take the output of a transformer block beside the residual, which it leaves
-alone; a few such blocks serve all these places in turn.
+"""Zamba2: Mamba-2 blocks, some of which also read what a shared transformer block makes of the residual.
 
     x ─────────────────────────────────────────┬─ + ─ norm ─ Mamba-2 ─ + x
     x | embedding ─ norm ─ attention ─ norm ─ MLP ─ linear ─┘
@@ -12,121 +11,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.records import Rope
 from hybridrt.kinds.mamba2 import Mamba2Config
-from hybridrt.layers.attention import AttentionLayer, qkv_segments
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
+from hybridrt.layers.linear import ColumnLinear, Segment, Summands, norm_linear
 from hybridrt.layers.mamba2 import Mamba2Block
 from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.shared_block import SharedBlock
 from hybridrt.layers.stack import ResidualPart, ResidualStack
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM
 
 GATED_NORM_EPS = 1e-5  # of Mamba-2's own norm, whatever config.json says of the others
-
-
-class Adapter(nn.Module):
-    """What a place adds to a shared projection: for each of the checkpoint's matrices a product of two thin ones.
-
-    Args:
-        matrices: the segments of the projection that each matrix of the checkpoint holds.
-    """
-
-    def __init__(
-        self, name: str, size: int, rank: int, matrices: dict[str, list[Segment]], *, build: Build
-    ) -> None:  # fmt: skip
-        super().__init__()
-        # Every rank needs all of the low-rank vectors, so that they are not cut.
-        uncut = replace(build, tp=TPGroup())
-        self.down = ColumnLinear(f"{name}.down", size, [Segment(each, rank) for each in matrices], build=uncut)
-        self.ups = nn.ModuleDict(
-            {each: ColumnLinear(f"{name}.{each}", rank, parts, build=build) for each, parts in matrices.items()}
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        low = self.down(x).chunk(len(self.ups), dim=-1)
-        return torch.cat([up(part) for up, part in zip(self.ups.values(), low, strict=True)], dim=-1)
-
-    def targets(self, key: str) -> CheckpointMap:
-        """Under `key`, in which {} stands for the name of a matrix."""
-        found: CheckpointMap = {}
-        for each, up in self.ups.items():
-            assert isinstance(up, ColumnLinear)
-            found |= self.down.targets(f"{key.format(each)}.0", [each]) | up.targets(
-                f"{key.format(each)}.1", list(up.segments)
-            )
-        return found
-
-
-class SharedBlock(nn.Module):
-    """Attention over x | embedding, and an MLP. `places` are the hybrid layers that use it: number among the hybrid
-    layers to layer id."""
-
-    def __init__(
-        self, name: str, config: ModelConfig, places: dict[int, int], cos_sin: torch.Tensor | None, *, build: Build
-    ) -> None:  # fmt: skip
-        super().__init__()
-        hf, hidden, attention = config.hf, config.hidden_size, config.attention
-        self.has_bias, self.rope = hf.add_bias_linear, None if cos_sin is None else Rope(cos_sin)
-        self.attn = {i: AttentionLayer(attention, layer_id, build) for i, layer_id in places.items()}
-        inner, qkv = attention.num_heads * attention.head_dim, qkv_segments(attention, build.tp)
-        gate_up = [Segment(part, hf.intermediate_size) for part in ("gate", "up")]
-        norm = {"eps": hf.rms_norm_eps, "device": build.device}
-        self.norm, self.ff_norm = (
-            RMSNorm(f"{name}.norm", 2 * hidden, **norm),
-            RMSNorm(f"{name}.ff_norm", hidden, **norm),
-        )
-        self.qkv = ColumnLinear(f"{name}.qkv", 2 * hidden, qkv, build=build)
-        self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", inner)], hidden, build=build)
-        biased = [part.name for part in gate_up if self.has_bias]
-        self.up = ColumnLinear(f"{name}.gate_up", hidden, gate_up, bias=biased, build=build)
-        down = [Segment("x", hf.intermediate_size)]
-        self.down = RowLinear(f"{name}.down", down, hidden, bias=self.has_bias, build=build)
-        self.qkv_adapters, self.up_adapters = nn.ModuleDict(), nn.ModuleDict()
-        for i in places:
-            thin, each = hf.adapter_rank, {part.name: [part] for part in qkv}
-            if hf.use_shared_attention_adapter:
-                self.qkv_adapters[str(i)] = Adapter(f"{name}.qkv.{i}", 2 * hidden, thin, each, build=build)
-            self.up_adapters[str(i)] = Adapter(f"{name}.up.{i}", hidden, thin, {"gate_up": gate_up}, build=build)
-
-    def forward(self, i: int, x: torch.Tensor, embedded: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """At hybrid layer `i`: [T, hidden] each to [T, hidden]."""
-        attn, h = self.attn[i], self.norm(torch.cat((x, embedded), dim=-1))[0]
-        projected = self.qkv(h)
-        if self.qkv_adapters:
-            projected += self.qkv_adapters[str(i)](h)
-        q, k, v = projected.split((attn.q_size, attn.kv_size, attn.kv_size), dim=-1)
-        h = self.o_proj(batch.attn_backend.forward(q, k, v, attn, batch, rope=self.rope))
-        h = self.ff_norm(h)[0]
-        gate, up = self.up(h).add_(self.up_adapters[str(i)](h)).chunk(2, dim=-1)
-        out: torch.Tensor = self.down(F.gelu(gate).mul_(up))
-        return out
-
-    def targets(self, key: str) -> CheckpointMap:
-        attention, mlp = f"{key}.self_attn", f"{key}.feed_forward"
-        found = {
-            **self.norm.targets(f"{key}.input_layernorm"),
-            **self.ff_norm.targets(f"{key}.pre_ff_layernorm"),
-            **self.o_proj.targets(f"{attention}.o_proj", "x"),
-            **self.up.targets(f"{mlp}.gate_up_proj", ["gate", "up"], bias=self.has_bias),
-            **self.down.targets(f"{mlp}.down_proj", "x", bias=self.has_bias),
-        }
-        for part in self.qkv.segments:
-            found |= self.qkv.targets(f"{attention}.{part}_proj", [part])
-        for adapters, below in (
-            (self.qkv_adapters, f"{attention}.linear_{{}}_adapter_list"),
-            (self.up_adapters, f"{mlp}.{{}}_proj_adapter_list"),
-        ):
-            for i, adapter in adapters.items():
-                assert isinstance(adapter, Adapter)
-                found |= adapter.targets(f"{below}.{i}")
-        return found
 
 
 class HybridPart(nn.Module):
@@ -172,7 +71,20 @@ class Zamba2ForCausalLM(CausalLM):
         table = self.cos_sin(config.attention)
         places = [dict(hybrid[b::count]) for b in range(min(count, len(hybrid)))]
         self.blocks = nn.ModuleList(
-            SharedBlock(f"shared.{b}", config, each, table, build=self.build) for b, each in enumerate(places)
+            SharedBlock(
+                f"shared.{b}",
+                config.attention,
+                config.hidden_size,
+                hf.intermediate_size,
+                each,
+                adapter_rank=hf.adapter_rank,
+                attention_adapters=hf.use_shared_attention_adapter,
+                bias=hf.add_bias_linear,
+                eps=hf.rms_norm_eps,
+                cos_sin=table,
+                build=self.build,
+            )  # fmt: skip
+            for b, each in enumerate(places)
         )
         return super().make_stack(layer_ids)
 

@@ -160,6 +160,11 @@ def test_unknown_architectures(
         ("falcon-plain", {"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}}, "rope"),
         ("falcon-plain", {"vocab_size": "many"}, "vocab_size"),
         ("falcon-plain", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("falcon-plain", {"sliding_window": 64}, "sliding_window is 64"),
+        ("qwen35-seeing_tied", {"text_config": None}, "text_config"),
+        ("qwen35-seeing_tied", {"text_config": {"vocab_size": "x"}}, "vocab_size"),
+        ("qwen35-seeing_tied", {"text_config": {"quantization_config": {"bits": 4}}}, "quantization_config"),
+        ("qwen35-seeing_tied", {"image_token_id": "x"}, "image_token_id"),
     ],
 )  # fmt: skip
 def test_fields_that_cannot_be_used(

@@ -54,7 +54,7 @@ def test_a_family_of_another_package_runs(installed: None, tmp_path: Path) -> No
 
 
 def test_families_that_are_unknown_or_wrong_are_refused(installed: None) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'Nope' is not supported; supported are FalconH1ForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match=r"'Nope' is not supported; supported are BambaForCausalLM"):
         family_of("Nope")
     with pytest.raises(BackendError, match="must name a Family of that name"):
         family_of("WrongForCausalLM")

@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridrt.mem_cache.prefix_cache import CacheCounts
 from hybridrt.sampling_params import SamplingParams
 from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand, Row, assert_close
+from tests.support.cache_ledger import check_cache
 from tests.support.checkpoints import CheckpointStore
-from tests.support.exact_prefix_cache import ExactPrefixCache
 from tests.support.levels import sweep
 from tests.support.samples import Samples
 from tests.support.session import Session, budget
@@ -96,11 +97,11 @@ TURNS = st.builds(
 )
 
 
-def play(bench: Bench, turns: list[Turn], mode: str, chunk: int, overlap: bool) -> ExactPrefixCache:
+def play(bench: Bench, turns: list[Turn], mode: str, chunk: int, overlap: bool, grid: int = 4) -> CacheCounts:
     session = bench.session(mode)
     wanted = [bench.tokens_alone(turn) for turn in turns]
-    cache = ExactPrefixCache(PAGE if session.plan.num_pages else 0)
-    engine = session.engine(chunk=chunk, overlap=overlap, prefix_cache=cache)
+    engine = session.engine(chunk=chunk, overlap=overlap, prefix_cache=True, grid=grid)
+    session.plans.clear()
     samples = Samples()
     step = 0
     while step <= 30 or engine.has_unfinished():
@@ -111,11 +112,10 @@ def play(bench: Bench, turns: list[Turn], mode: str, chunk: int, overlap: bool) 
                 engine.abort(str(i))
         if engine.has_unfinished():
             samples.add(engine.step())
-        cache.check(session.coordinator)
+        check_cache(session.coordinator)
         step += 1
         assert step < 2000
     session.assert_empty()
-    assert not cache.locks
     for i, turn in enumerate(turns):
         out = samples[str(i), 0]
         assert out.error is None
@@ -124,7 +124,7 @@ def play(bench: Bench, turns: list[Turn], mode: str, chunk: int, overlap: bool) 
             assert not turn.sampled, f"sampled tokens differ: {turn}"
             oracle = bench.checkpoints[bench.name].logits(bench.prompt(turn), out.token_ids)
             check_greedy(out.token_ids, oracle, f"{bench.name} {turn}")
-    return cache
+    return session.coordinator.prefixes.counts
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -133,11 +133,12 @@ def play(bench: Bench, turns: list[Turn], mode: str, chunk: int, overlap: bool) 
     mode=st.sampled_from(["classic", "replay", "replay"]),
     chunk=st.sampled_from([1, 5, 64]),
     overlap=st.booleans(),
+    grid=st.sampled_from([4, 8, 16]),
 )
 def test_cached_tokens_equal_uncached_ones(
-    bench: Bench, turns: list[Turn], mode: str, chunk: int, overlap: bool
+    bench: Bench, turns: list[Turn], mode: str, chunk: int, overlap: bool, grid: int
 ) -> None:
-    play(bench, turns, mode, chunk, overlap)
+    play(bench, turns, mode, chunk, overlap, grid)
 
 
 @pytest.mark.parametrize("mode", ["classic", "replay"])
@@ -145,9 +146,9 @@ def test_cached_tokens_equal_uncached_ones(
 def test_a_second_turn_hits(bench: Bench, mode: str, overlap: bool) -> None:
     """The answer's last token is never computed: the state stands behind 12 tokens, where a page ends."""
     turns = [Turn(5, answered, 8, False, arrives, None) for answered, arrives in ((False, 0), (True, 14))]
-    cache = play(bench, turns, mode, 64, overlap)
+    counts = play(bench, turns, mode, 64, overlap)
     first = [row.computed for plan in bench.session(mode).plans for row in plan.extend][-1]
-    assert (cache.hits, first) == (1, 12)
+    assert (counts.hit, first) == (12, 12)
 
 
 @torch.inference_mode()

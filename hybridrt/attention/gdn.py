@@ -49,4 +49,4 @@ class GDNAttnBackend(MambaAttnBackendBase):
 
 
 def _weights(layer: Any) -> GateWeights:
-    return GateWeights(layer.A_log, layer.dt_bias)
+    return GateWeights(layer.A_log, layer.dt_bias, layer.config.beta_scale)

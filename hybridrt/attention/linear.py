@@ -18,7 +18,7 @@ from hybridrt.attention.checks import (
 )
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment, ForwardMetadata
 from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch, GraphView
+from hybridrt.forward_batch import ExtendPass, ForwardBatch, GraphView
 from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
 from hybridrt.kernels.records import ConvWeights
@@ -99,17 +99,18 @@ class MambaAttnBackendBase(AttentionBackend):
         """
         step = self.begin(batch)
         decode, extend = step.decode, step.extends.get(self.chunk_size)
+        compute = self._extend_in_passes if extend and extend.later else self.extend
         if decode and extend:
             split = decode.num_tokens
             decoded = self.decode(layer, {name: t[:split] for name, t in inputs.items()}, decode)
-            chunks = self.extend(layer, {name: t[split:] for name, t in inputs.items()}, extend)
+            chunks = compute(layer, {name: t[split:] for name, t in inputs.items()}, extend)
             return torch.cat((decoded, chunks))
         if out is not None:
             inputs["out"] = out
         if decode:
             return self.decode(layer, inputs, decode)
         if extend:
-            return self.extend(layer, inputs, extend)
+            return compute(layer, inputs, extend)
         return next(iter(inputs.values())).new_empty(0, layer.width)
 
     @abstractmethod
@@ -119,6 +120,17 @@ class MambaAttnBackendBase(AttentionBackend):
     @abstractmethod
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> Tensor:
         """A mixer's prompt chunks: [tokens, width], maybe in inputs["out"]."""
+
+    def _extend_in_passes(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> Tensor:
+        """`extend` of a segment, then of those that follow it: their tokens' outputs replace the segment's."""
+        chosen = [
+            {name: t.index_select(0, tokens) for name, t in inputs.items() if name != "out"}
+            for tokens, _ in segment.later
+        ]
+        outputs = self.extend(layer, inputs, segment)
+        for (tokens, later), part in zip(segment.later, chosen, strict=True):
+            outputs.index_copy_(0, tokens, self.extend(layer, part, later))
+        return outputs
 
     def conv_rows(self, layer: Any, segment: DecodeSegment) -> dict[str, Any]:
         """`causal_conv1d_update` of a mixer's decode rows: all that it takes but the inputs."""
@@ -172,8 +184,8 @@ class MambaAttnBackendBase(AttentionBackend):
         if may_look(batch.seq_lens.device):
             self._check_places(batch)
         check_device_lengths(batch)
-        plans = batch.chunk_plans or {}
-        if batch.num_extend_rows and batch.chunk_plans is None:
+        plans = batch.extend_passes[0].chunk_plans if batch.extend_passes else batch.chunk_plans or {}
+        if batch.num_extend_rows and not plans:
             lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
             plans = {size: plan_chunks(*lens, size, batch.seq_lens.device) for size in self.chunk_sizes}
         return ForwardMetadata(plans)
@@ -187,6 +199,9 @@ class MambaAttnBackendBase(AttentionBackend):
         check_own("req_to_state_slot", slots)
         if batch.read_state_slots is not None:
             check_range("read_state_slots", batch.read_state_slots, end, BackendError)
+        for part in batch.extend_passes:
+            for name in ("read_state_slots", "write_state_slots"):
+                check_range(f"{name} of a pass", getattr(part, name).clamp(min=0), end, BackendError)
 
     def _plan_graph(self, batch: ForwardBatch, view: GraphView) -> ForwardMetadata:
         """A captured step: fills the view's buffers, which the graph reads, in stream order."""
@@ -256,6 +271,8 @@ class MambaAttnBackendBase(AttentionBackend):
         slots = self.pools.state_slots(batch.req_pool_indices[split:])
         if batch.num_real < batch.batch_size:
             slots[max(batch.num_real - split, 0) :] = -1
+        if batch.extend_passes:
+            return self._pass_segments(batch.extend_passes, slots)
         starts = batch.query_start_loc[split:]
         positions = batch.seq_lens[split:] - (starts[1:] - starts[:-1])
         reads = slots
@@ -263,6 +280,25 @@ class MambaAttnBackendBase(AttentionBackend):
             reads = torch.where(batch.read_state_slots > 0, batch.read_state_slots, slots)
         shared = reads, slots, starts - batch.num_decode_tokens, positions, positions > 0
         return {size: ExtendSegment(*shared, plan) for size, plan in plans.items()}
+
+    @staticmethod
+    def _pass_segments(passes: Sequence[ExtendPass], own: Tensor) -> dict[int, ExtendSegment]:
+        """The first pass's segment by chunk size, the others behind it. `own`: the extend rows' slots."""
+        behind: dict[int, list[tuple[Tensor, ExtendSegment]]] = {}
+        found: dict[int, ExtendSegment] = {}
+        for part in passes:
+            slots, positions = own.index_select(0, part.rows), part.start_positions
+            reads, writes = (torch.where(s == 0, slots, s) for s in (part.read_state_slots, part.write_state_slots))
+            shared = reads, writes, part.query_start_loc, positions, positions > 0
+            tokens = None if part.tokens is None else part.tokens.long()
+            for size, plan in part.chunk_plans.items():
+                segment = ExtendSegment(*shared, plan)
+                if tokens is None:
+                    behind[size] = []
+                    found[size] = replace(segment, later=behind[size])
+                else:
+                    behind[size].append((tokens, segment))
+        return found
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:

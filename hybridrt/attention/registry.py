@@ -64,12 +64,12 @@ def resolve_prefill_name(config: EngineConfig, device: torch.device, specs: Coll
     """The backend that serves prefill. Where neither is named, the first that is installed and serves the model.
 
     Args:
-        specs: of the model's attention layers.
+        specs: of the model's attention layers; empty if it has none.
     """
     if config.prefill_attention_backend is not None:
         return resolve_attention_name(config.prefill_attention_backend, device)
     decode = resolve_attention_name(config.attention_backend, device)
-    if config.attention_backend != "auto":
+    if config.attention_backend != "auto" or not specs:
         return decode
     for name in BACKENDS.built_in:
         cls = backend_class(name)

@@ -1,6 +1,6 @@
 """A step as the recurrent layers see it: a decode segment, then an extend segment."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,7 +59,11 @@ class DecodeSegment:
 @dataclass(frozen=True)
 class ExtendSegment:
     """Prompt chunks of n rows, packed. query_start_loc counts from the segment's first token. A row starts from the
-    state in its `read_state_slots` entry and leaves its own in `write_state_slots`; -1 marks padding rows."""
+    state in its `read_state_slots` entry and leaves its own in `write_state_slots`; -1 marks padding rows.
+
+    `later` are segments that are computed after this one, each with the places of its tokens in this one [t] int64: a
+    step that keeps states within its chunks goes on from them there.
+    """
 
     read_state_slots: torch.Tensor
     write_state_slots: torch.Tensor
@@ -67,6 +71,7 @@ class ExtendSegment:
     start_positions: torch.Tensor
     has_initial_states: torch.Tensor
     plan: ChunkPlan
+    later: "Sequence[tuple[torch.Tensor, ExtendSegment]]" = ()
 
     def state(self, cache: LayerCache) -> StateSlots:
         return StateSlots(cache.temporal, self.read_state_slots, self.write_state_slots)

@@ -8,10 +8,12 @@ import typer
 from typer.core import TyperGroup
 
 import hybridrt
+from hybridrt.cli import bench
 from hybridrt.cli.doctor import doctor
 from hybridrt.cli.generate import generate
 from hybridrt.cli.inspect import inspect
 from hybridrt.cli.options import with_options
+from hybridrt.cli.serve import serve
 from hybridrt.cli.terminal import discard_output, open_streams
 from hybridrt.errors import EngineError, HybridrtError, PoolError, TransferError
 
@@ -61,8 +63,12 @@ def options(
     """Runs hybrid language models: softmax attention mixed with Mamba and Gated Delta Net layers."""
 
 
-for command in (generate, inspect, doctor):
+for command in (generate, serve, inspect, doctor):
     app.command()(with_options(command))
+benchmarks = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine without one.")
+benchmarks.command()(with_options(bench.serve))
+benchmarks.command()(with_options(bench.offline))
+app.add_typer(benchmarks, name="bench")
 
 
 def run() -> NoReturn:

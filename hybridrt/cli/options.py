@@ -23,7 +23,7 @@ def option(text: str, default: str, metavar: str | None = None) -> Any:
     return typer.Option(help=f"{text} [{default}]", show_default=False, metavar=metavar)
 
 
-class _Overrides:
+class Overrides:
     def given(self) -> dict[str, Any]:
         """The options that the command line set, by name."""
         values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
@@ -34,7 +34,7 @@ _DTYPES = "float32|bfloat16|float16"
 
 
 @dataclass(frozen=True)
-class EngineOptions(_Overrides):
+class EngineOptions(Overrides):
     """Fields of EngineConfig, which checks them."""
 
     device: Annotated[str | None, option("Where to run.", "auto", "cpu|cuda|cuda:N")] = None
@@ -61,6 +61,7 @@ class EngineOptions(_Overrides):
     cuda_graph: Annotated[bool | None, option("Capture decode steps on a GPU.", "on")] = None
     cuda_graph_max_bs: Annotated[int | None, option("Largest batch captured.", "what fits", "N")] = None
     overlap: Annotated[bool | None, option("Launch a step before the last one's tokens are read.", "on")] = None
+    prefix_cache: Annotated[bool | None, option("Keep prompts and answers for those that begin alike.", "on")] = None
     tp_size: Annotated[
         int | None, option("Tensor-parallel ranks, each on a GPU of its own.", "1, or torchrun's", "N")
     ] = None
@@ -102,7 +103,7 @@ _FILE = "the model's"
 
 
 @dataclass(frozen=True)
-class SamplingOptions(_Overrides):
+class SamplingOptions(Overrides):
     """Fields of SamplingParams, which checks them. Its `seed` stays None: EngineOptions' seeds every request."""
 
     max_tokens: Annotated[int | None, option("Tokens to generate at most.", "128", "N")] = None

@@ -1,19 +1,23 @@
 """Lends rows, state slots and KV pages to requests, and writes into a step's plan what the device must know of it.
 
-The ledger, for a request with `c` matched tokens (whole pages of the prefix cache) and n pages in all:
+The ledger, for a request with a match of m pages and n pages in all:
 
     what                  owner            from .. to                       freed by
     row                   the request      admit .. release                 release
     slot                  the request      admit .. release                 release, or the cache that took it over
-    the match's state     the prefix cache locked from admit to settle      the cache's eviction, once unlocked
-    pages[0 : c/page)     the prefix cache locked from admit to release     the cache's eviction, once unlocked
-    pages[c/page : n)     the request      admit or grow .. release         release, or the cache that took them over
+    saves                 the request      save .. share                    share, or the cache that took them over
+    match's state, tail   the prefix cache locked from admit to settle      the cache's eviction, once unlocked
+    pages[0 : m)          the prefix cache locked from admit to release     the cache's eviction, once unlocked
+    pages[m : n)          the request      admit or grow .. release         release, or the cache that took them over
+    given, some of these  the prefix cache locked from share to release     the cache's eviction, once unlocked
     the first of these    the request      .. settle                        settle, once out of every layer's window
     spare                 the request      settle .. extend                 extend makes them pages of later tokens
 
 Slots are those of models with recurrent layers. The first step of a request reads the match's state and writes the
-request's own slot; once that step has been consumed, the match's state is unlocked. A request whose first `c` tokens
-were computed elsewhere owns all of its pages: they are copied there as it is admitted.
+request's own slot, and copies the tail into pages[m]; once that step has been consumed, both are unlocked. A request
+whose first tokens were computed elsewhere owns all of its pages: they are copied there as it is admitted.
+
+`settle` shares a prompt with others once it has been computed: its whole pages and its saves become the cache's.
 
 `release` is for a request that no launched step names any more: until the last such step has been consumed, the device
 may read and write what the request holds. `release` offers it to the prefix cache first. A slot that the cache takes is
@@ -24,16 +28,16 @@ the request itself keeps them for later tokens: an admitted prompt never lacks p
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from hybridrt.engine.columns import UNLIMITED, RowColumns
+from hybridrt.engine.prefix_store import PrefixStore
 from hybridrt.engine.request import Request
 from hybridrt.errors import MemoryBudgetError, PoolError
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.mem_cache.page_demand import PageDemand
-from hybridrt.mem_cache.prefix_cache import CacheEntries, NoPrefixCache, PrefixCache, PrefixMatch
-from hybridrt.runtime.step import Admission, PageWrite, StateCopy, StepPlan
+from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.runtime.step import Admission, PageCopy, PageWrite, StateCopy, StepPlan
 
 
 class CacheCoordinator:
@@ -44,10 +48,13 @@ class CacheCoordinator:
         num_slots: recurrent states; 0 if the model has no recurrent layer.
         num_pages: KV pages; 0 if the model has no attention layer.
         page_size: tokens in a page.
-        prefix_cache: what requests leave behind for others; None keeps nothing.
         demand: how many pages requests hold, for a model whose attention layers all have a sliding window; None: all.
+        prefix_cache: keep what requests leave behind for others. A model whose attention layers all have a sliding
+            window keeps nothing.
+        lookahead: 1 if the KV of a token depends on the next one (prediction heads), else 0.
 
     Attributes:
+        prefixes: what requests share.
         columns: what a step must know of the running requests.
         donations: rows whose slots the prefix cache has taken over, for the next step to fold their rings. `launched`
             takes them off.
@@ -59,8 +66,10 @@ class CacheCoordinator:
         num_slots: int,
         num_pages: int,
         page_size: int,
-        prefix_cache: PrefixCache | None = None,
         demand: PageDemand | None = None,
+        *,
+        prefix_cache: bool = False,
+        lookahead: int = 0,
     ) -> None:
         self.rows = SlotAllocator(num_rows, "request row")
         self.slots = SlotAllocator(num_slots, "state slot")
@@ -69,12 +78,14 @@ class CacheCoordinator:
         self.donations: list[int] = []
         self._returns = 0
         self._demand = demand or PageDemand(page_size)
-        self._prefix_cache: PrefixCache = prefix_cache or NoPrefixCache()
+        keeps = prefix_cache and self._demand.window is None
+        self.prefixes = PrefixStore(self.pages, self.slots, self.rows, page_size, lookahead, keeps)
 
     @classmethod
-    def of(cls, plan: MemoryPlan) -> "CacheCoordinator":
+    def of(cls, plan: MemoryPlan, *, prefix_cache: bool = False, lookahead: int = 0) -> "CacheCoordinator":
         """Lends what a memory plan has."""
-        return cls(plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, demand=plan.demand)
+        pools = plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, plan.demand
+        return cls(*pools, prefix_cache=prefix_cache, lookahead=lookahead)
 
     def check_fits(self, num_tokens: int) -> None:
         """Raises MemoryBudgetError if a request of num_tokens tokens in all could not run even alone."""
@@ -94,7 +105,7 @@ class CacheCoordinator:
         if not self.rows.num_free:
             return False
         tokens = request.tokens
-        match = request.arrived or self._prefix_cache.match(tokens)
+        match = request.arrived or self.prefixes.match(request)
         # A match may have locked the one slot that the request could have had.
         choices = [match] if match.state is None else [match, PrefixMatch()]
         if not any(self._take(request, tokens, choice, headroom) for choice in choices):
@@ -105,11 +116,10 @@ class CacheCoordinator:
 
     def _take(self, request: Request, tokens: list[int], match: PrefixMatch, headroom: int) -> bool:
         """Lends what a request needs beside its match. False, and nothing is taken, if too little is free."""
-        self._check_match(match)
-        self._lock(match.entries)
+        self.prefixes.lock(match)
         need = self._prompt_pages(len(tokens), len(match.pages))
         if not self._make_room(need + (headroom if self.pages.total else 0), 1 if self.slots.total else 0):
-            self._unlock(match.entries)
+            self.prefixes.unlock(match)
             return False
         request.prefix, request.prefill_tokens, request.arrived = match, tokens, None
         request.settled = match.length
@@ -117,6 +127,7 @@ class CacheCoordinator:
         request.state_slot = self.slots.alloc(1)[0] if self.slots.total else None
         request.pages = [*match.pages, *self.pages.alloc(need)]
         self._fill_columns(request)
+        self.prefixes.admitted(request, match)
         return True
 
     def room(self) -> tuple[int, ...]:
@@ -147,13 +158,15 @@ class CacheCoordinator:
         that no later step reads, but for those that the rest of the prompt wants."""
         request.settled += num_tokens
         if num_tokens and request.prefix.state is not None:
-            self._unlock(CacheEntries(states=request.prefix.entries.states))
-            request.prefix = replace(request.prefix, state=None)
+            request.prefix = self.prefixes.has_read(request.prefix)
+            self._returns += 1
+        if not request.shared and request.settled >= len(request.prefill_tokens):
+            self.prefixes.share(request)
             self._returns += 1
         gone = self._demand.first_page(request.settled) - request.first_page
         if gone <= 0 or not request.pages:
             return
-        own = request.pages[request.borrowed_pages : gone]
+        own = request.pages[:gone]
         request.pages, request.first_page = request.pages[gone:], request.first_page + gone
         wanted = self._pages_for(len(request.prefill_tokens)) - request.end_page - len(request.spare)
         request.spare += own[: max(wanted, 0)]
@@ -171,32 +184,19 @@ class CacheCoordinator:
                 f"request {request.request_id!r} cannot be released: {request.in_flight} launched steps name it, "
                 f"row {request.row}"
             )
-        own = request.pages[request.borrowed_pages :] + request.spare
-        taken = self._offer(request)
-        self._unlock(request.prefix.entries)
-        self.pages.to_cache(taken.pages)
-        self.slots.to_cache(taken.states)
+        own = request.own_pages + request.spare
+        taken = self.prefixes.release(request)
         kept = set(taken.pages)
         self.pages.free([page for page in own if page not in kept])
-        if taken.states:
+        if request.state_slot in taken.states:
             self.donations.append(request.row.index)
         elif request.state_slot is not None:
             self.slots.free([request.state_slot])
         self.rows.free([request.row])
         request.row = request.state_slot = request.columns = None
-        request.pages, request.spare, request.prefix, request.prefill_tokens = [], [], PrefixMatch(), ()
+        request.pages, request.spare, request.prefill_tokens = [], [], ()
         request.settled = request.first_page = 0
         self._returns += 1
-
-    def _offer(self, request: Request) -> CacheEntries:
-        """What the prefix cache takes of a request that is released. It is offered nothing of a request that failed,
-        whose state may be wrong, nor of one whose first pages have left the window: the rest is no prefix."""
-        if request.first_page or request.broken or request.error is not None:
-            return CacheEntries()
-        tokens, computed = request.tokens, request.computed
-        # A step may have computed tokens behind the last one that counts: the state then holds them, too.
-        state = request.state_slot if computed <= len(tokens) else None
-        return self._prefix_cache.insert(tokens[:computed], request.pages, state, computed)
 
     def launched(self, plan: StepPlan) -> None:
         """The step has been launched, and with it the donations that it names."""
@@ -208,8 +208,9 @@ class CacheCoordinator:
         for request in requests:
             request.row = request.state_slot = request.columns = None
             request.pages, request.spare, request.prefix = [], [], PrefixMatch()
+            request.given, request.saves = set(), {}
         self.donations.clear()
-        self._prefix_cache.clear()
+        self.prefixes.tree.clear()
         for allocator in (self.rows, self.slots, self.pages):
             allocator.reclaim()
         self._returns += 1
@@ -248,31 +249,8 @@ class CacheCoordinator:
         """Whether so many are free, once the prefix cache has given up what it can and must."""
         short = max(pages - self.pages.num_free, 0), max(slots - self.slots.num_free, 0)
         if any(short):
-            gone = self._prefix_cache.evict(*short)
-            self.pages.evict(gone.pages)
-            self.slots.evict(gone.states)
+            self.prefixes.evict(*short)
         return pages <= self.pages.num_free and slots <= self.slots.num_free
-
-    def _lock(self, entries: CacheEntries) -> None:
-        self.pages.lock(entries.pages)
-        self.slots.lock(entries.states)
-        self._prefix_cache.lock(entries)
-
-    def _unlock(self, entries: CacheEntries) -> None:
-        self._prefix_cache.unlock(entries)
-        self.pages.unlock(entries.pages)
-        self.slots.unlock(entries.states)
-
-    def _check_match(self, match: PrefixMatch) -> None:
-        """Raises PoolError unless a match of the prefix cache has all that the model needs of it."""
-        if match.staged is not None or not match.length:
-            return
-        held = len(match.pages) * self._demand.page_size if self.pages.total else match.length
-        if held != match.length or (match.state is None) == bool(self.slots.total):
-            raise PoolError(
-                f"the prefix cache matched {match.length} tokens with {len(match.pages)} pages of "
-                f"{self._demand.page_size} tokens and {'no' if match.state is None else 'a'} state"
-            )
 
     def _plan_admission(self, request: Request, plan: StepPlan) -> None:
         assert request.row is not None
@@ -281,5 +259,8 @@ class CacheCoordinator:
         plan.admissions.append(Admission(row, state_slot, tokens, len(request.prompt), request.params, request.seed))
         if request.pages:
             plan.page_writes.append(PageWrite(row, request.first_page, [page.index for page in request.pages]))
+        if request.prefix.tail is not None:
+            own = request.pages[request.borrowed_pages]
+            plan.page_copies.append(PageCopy(request.prefix.tail.index, own.index))
         if request.prefix.staged is not None:
             plan.imports.append(StateCopy(row, request.computed, request.prefix.staged))

@@ -20,6 +20,7 @@ from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.runtime.drafting import draft_method
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import Executor, StepHandle
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
@@ -98,10 +99,14 @@ class Engine:
             overlap: None follows `config` on a GPU. It is off on a CPU, where a launched step has already run.
         """
         plan, model = runner.plan, runner.model_config
-        limits = EngineLimits(model.vocab_size, plan.max_model_len, config.chunked_prefill_size, model.eos_token_ids)
+        limits = EngineLimits(
+            model.vocab_size, plan.max_model_len, config.chunked_prefill_size, model.eos_token_ids, model.image_tokens
+        )
         overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
         drafter = make_drafter(runner, split.everywhere if split else None) if config.speculative else None
-        pools = CacheCoordinator.of(plan)
+        # The KV of a prediction head's token depends on the next token.
+        lookahead = int(bool(draft_method(config).kv_layers(model)))
+        pools = CacheCoordinator.of(plan, prefix_cache=config.prefix_cache, lookahead=lookahead)
         return cls(split or runner, pools, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter)
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
@@ -277,6 +282,11 @@ class Engine:
         step that took in what had arrived for a sample is over."""
         return min((len(request.output) for request in self._samples.of(request_id)), default=None)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the cached prefixes that no running request reads. True if none is left."""
+        with self.turns.now, self._change:
+            return self._coordinator.prefixes.reset()
+
     def has_unfinished(self) -> bool:
         """True while `step` has something to do: requests, launched steps, or deltas not taken."""
         return bool(self._samples or self._launched or self._deltas)
@@ -292,6 +302,11 @@ class Engine:
             free_rows=pools.rows.num_free,
             free_slots=pools.slots.num_free,
             free_pages=pools.pages.num_free,
+            cached_slots=pools.slots.num_cached,
+            cached_pages=pools.pages.num_cached,
+            cache_asked=pools.prefixes.counts.asked,
+            cache_hit=pools.prefixes.counts.hit,
+            cache_without_state=pools.prefixes.counts.without_state,
         )
 
     def _abort(self, requests: Sequence[Request]) -> bool:

@@ -1,7 +1,7 @@
 """What the engine knows of its model, and what it therefore refuses before a request is queued."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from hybridrt.engine.prompts import Prompt, text_or_ids, token_ids
 from hybridrt.engine.tokenizer import Tokenizer, encode_prompt
@@ -32,25 +32,32 @@ class EngineLimits:
         max_model_len: longest prompt + output of a request, in tokens.
         chunked_prefill_size: tokens of one step.
         eos_token_ids: end a request unless it says `ignore_eos`.
+        image_tokens: as in ModelConfig.
     """
 
     vocab_size: int
     max_model_len: int
     chunked_prefill_size: int
     eos_token_ids: Sequence[int] = ()
+    image_tokens: Mapping[int, str] = field(default_factory=dict)
 
     def prepare(self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> PreparedPrompt:
         """Checks a prompt and its parameters. Raises RequestError as `Engine.prepare` says."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {type(params).__name__}; pass a hybridrt.SamplingParams")
         self._check_params(params, tokenizer)
-        tokens = self._encode(prompt, tokenizer)
+        tokens = self._encode(prompt, params, tokenizer)
         if not tokens:
             raise RequestError("the prompt is empty; give it at least one token")
         if min(tokens) < 0 or max(tokens) >= self.vocab_size:
             bad = next(t for t in tokens if not 0 <= t < self.vocab_size)
             raise RequestError(
                 f"token id {shown(bad)} is outside the vocabulary; valid ids are 0 to {self.vocab_size - 1}"
+            )
+        if held := self.image_tokens.keys() & set(tokens):
+            raise RequestError(
+                f"the prompt holds token {min(held)} ({self.image_tokens[min(held)]}), which stands for an image or a "
+                "video; hybridrt runs the text part of this model alone: leave images out"
             )
         self._check_length(len(tokens))
         longest = self.max_model_len
@@ -62,21 +69,30 @@ class EngineLimits:
         """What parameters can be wrong about only beside a model."""
         vocab = self.vocab_size
         if params.stop and tokenizer is None:
-            raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids")
+            raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids", "stop")
         if max(params.stop_token_ids, default=0) >= vocab:
             raise RequestError(
-                f"stop_token_ids holds {max(params.stop_token_ids)}; the vocabulary ends at {vocab - 1}: remove it"
+                f"stop_token_ids holds {max(params.stop_token_ids)}; the vocabulary ends at {vocab - 1}: remove it",
+                "stop_token_ids",
             )
         if params.logprobs is not None and params.logprobs > vocab:
-            raise RequestError(f"logprobs is {params.logprobs} and the vocabulary has {vocab} tokens; lower it")
+            raise RequestError(
+                f"logprobs is {params.logprobs} and the vocabulary has {vocab} tokens; lower it", "logprobs"
+            )
 
-    def _encode(self, prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
-        content = text_or_ids(prompt)
+    def _encode(self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> list[int]:
+        """Token ids of a prompt, cut to its end where the parameters say so."""
+        content, kept = text_or_ids(prompt), params.truncate_prompt_tokens
+        if kept is not None:
+            kept = self.max_model_len - 1 if kept < 0 else kept
         if not isinstance(content, str):
+            content = content if kept is None else content[-kept:]
             self._check_length(len(content))
             return token_ids(content)
         if tokenizer is None:
             raise RequestError("the prompt is text and this model has no tokenizer; pass a list of token ids")
+        if kept is not None:
+            return encode_prompt(tokenizer, content, len(content))[-kept:]
         return encode_prompt(tokenizer, content, self.max_model_len - 1)
 
     def _check_length(self, num_tokens: int) -> None:

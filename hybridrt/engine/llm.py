@@ -66,6 +66,7 @@ class LLM:
         speculative: SpeculativeConfig | None = None,
         tp_size: int = 1,
         transfer_bytes: int = 0,
+        prefix_cache: bool = True,
         seed: int = 0,
     ) -> None:
         options = dict(locals())  # the parameters, which are the fields of EngineConfig
@@ -77,6 +78,7 @@ class LLM:
         runner = self._split.runner if self._split else ModelRunner(self.config, progress=progress)
         self.model_config = runner.model_config
         self.plan = runner.plan
+        self.device = runner.device
         self.default_sampling_params = default_sampling_params(runner.model_path)
         self.tokenizer = load_tokenizer(runner.model_path)
         self._engine: Engine | None = Engine.from_config(self.config, runner, self.tokenizer, split=self._split)
@@ -134,7 +136,9 @@ class LLM:
                     ended.update({(delta.request_id, delta.index): delta for delta in deltas})
                     interrupts.check()
                     bar.update(len(deltas))
-                return [_output(request_id, prepared, ended) for request_id, prepared in zip(ids, batch, strict=True)]
+                return [
+                    whole_output(request_id, prepared, ended) for request_id, prepared in zip(ids, batch, strict=True)
+                ]
             finally:
                 with engine.turns:
                     engine.abandon(queue)
@@ -151,6 +155,11 @@ class LLM:
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
         return self._stream(self.engine.prepare(prompt, params))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes, as `Engine.reset_prefix_cache` does."""
+        with self.engine.turns:
+            return self.engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Aborts all requests and frees the model and the pools. A second call does nothing, or what an exception kept
@@ -223,7 +232,7 @@ def _raise_error(deltas: Sequence[Delta]) -> None:
             raise delta.error
 
 
-def _output(request_id: str, prepared: PreparedPrompt, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
+def whole_output(request_id: str, prepared: PreparedPrompt, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
     """The samples of a prompt, each of whose tokens came in one delta."""
     first, *siblings = (_sample(prepared.tokens, ended[request_id, index]) for index in range(prepared.params.n))
     first.siblings = tuple(siblings)

@@ -40,19 +40,26 @@ class TokenCounters:
 
 @dataclass(slots=True)
 class RequestMetrics(TokenCounters):
-    """Of one sample. Times are seconds of `time.monotonic()`."""
+    """Of one sample. Times are seconds of `time.monotonic()`. `cached_tokens` of the prompt needed no computing: they
+    came from the prefix cache."""
 
     prompt_tokens: int
     arrival_time: float
     first_token_time: float | None = None
     finish_time: float | None = None
     retractions: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True)
 class EngineCounters(TokenCounters):
     """Since the engine was built: steps, tokens, drafts and how samples ended. Now: requests that run and wait, and
-    free entries of the pools."""
+    free entries of the pools.
+
+    Attributes:
+        cache_asked, cache_hit, cache_without_state: hybridrt.mem_cache.prefix_cache.CacheCounts, in tokens.
+        cached_slots, cached_pages: what the prefix cache holds now. It gives up what requests need.
+    """
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -65,6 +72,11 @@ class EngineCounters(TokenCounters):
     free_rows: int = 0
     free_slots: int = 0
     free_pages: int = 0
+    cached_slots: int = 0
+    cached_pages: int = 0
+    cache_asked: int = 0
+    cache_hit: int = 0
+    cache_without_state: int = 0
 
     def count_launch(self, plan: StepPlan) -> None:
         """A step was launched."""
@@ -104,6 +116,14 @@ class Delta(msgspec.Struct):
     finish_reason: FinishReason | None = None
     metrics: RequestMetrics | None = None
     error: EngineError | None = None
+
+    def extend(self, later: "Delta") -> None:
+        """Adds the sample's next delta."""
+        self.token_ids += later.token_ids
+        self.text += later.text
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.finish_reason, self.metrics, self.error = later.finish_reason, later.metrics, later.error
 
 
 @dataclass(slots=True)

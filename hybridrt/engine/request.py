@@ -4,6 +4,9 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
 
 from hybridrt.engine.columns import RowColumns
 from hybridrt.engine.delta_queue import DeltaQueue
@@ -15,7 +18,7 @@ from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.errors import EngineError
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
-from hybridrt.runtime.step import TokenLogprobs
+from hybridrt.runtime.step import TokenLogprobs, int32s
 from hybridrt.sampling_params import SamplingParams
 
 NOT_FINITE = (
@@ -39,6 +42,11 @@ class Request:
         decoded: tokens that the detokenizer has read.
         queue: its reader's queue, while there is one.
         row, state_slot, pages, spare, prefix: what the cache coordinator lent; see there.
+        given: pages of its own that the prefix cache has taken over while the request runs.
+        saves: slots with states of its prompt, by the number of tokens; save_at: where it leaves such states.
+        shared: its prompt has been offered to the prefix cache.
+        leader: the first sample of the same prompt, whose prompt this one waits for; None: it is the first.
+        boundaries: numbers of the prompt's tokens at which others may go on differently, such as the system prompt's.
         first_page: which of the request's pages pages[0] is: those before it have left the sliding window.
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
         prefill_tokens: tokens to compute before decoding starts: the prompt, and after a retraction the output too.
@@ -69,6 +77,12 @@ class Request:
     spare: list[Slot] = field(default_factory=list)
     first_page: int = 0
     prefix: PrefixMatch = field(default_factory=PrefixMatch)
+    given: set[Slot] = field(default_factory=set)
+    saves: dict[int, Slot] = field(default_factory=dict)
+    save_at: Sequence[int] = ()
+    shared: bool = False
+    leader: "Request | None" = None
+    boundaries: Sequence[int] = ()
     prefill_tokens: Sequence[int] = ()
     columns: RowColumns | None = None
     arrived: PrefixMatch | None = None
@@ -79,11 +93,23 @@ class Request:
     told: int = 0
     decoded: int = 0
     queue: weakref.ref[DeltaQueue] | None = None
+    _prompt_ids: np.ndarray | None = None
 
     @property
     def tokens(self) -> list[int]:
         """Every known token, prompt first."""
         return self.prompt + self.output
+
+    @property
+    def ids(self) -> np.ndarray:
+        """`tokens` as [n] int32. The prompt's part is made once."""
+        return np.concatenate((self.prompt_ids, int32s(self.output))) if self.output else self.prompt_ids
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        if self._prompt_ids is None:
+            self._prompt_ids = int32s(self.prompt) if self.leader is None else self.leader.prompt_ids
+        return self._prompt_ids
 
     @property
     def computed(self) -> int:
@@ -105,7 +131,13 @@ class Request:
     @property
     def borrowed_pages(self) -> int:
         """How many of `pages` the prefix cache owns; they come first."""
-        return max(len(self.prefix.pages) - self.first_page, 0)
+        return len(self.prefix.pages)
+
+    @property
+    def own_pages(self) -> list[Slot]:
+        """The `pages` that are not the prefix cache's."""
+        own = self.pages[self.borrowed_pages :]
+        return [page for page in own if page not in self.given] if self.given else own
 
     @property
     def prefilled(self) -> bool:
@@ -146,7 +178,7 @@ class Request:
         for an unfinished character."""
         if error is None and self.detokenizer is not None:
             rest = self.output[self.decoded :]
-            if rest and rest[-1] in self.stop_ids:
+            if rest and rest[-1] in self.stop_ids and not self.params.include_stop_str_in_output:
                 del rest[-1]
             stopped = self.detokenizer.finish(rest)
             reason = "stop" if stopped and reason == "length" else reason
@@ -172,7 +204,11 @@ def new_samples(
     """The `n` samples of a prompt."""
     tokens, params = prepared.tokens, prepared.params
     stop = StopStrings(params.stop) if params.stop else None
-    return [
+    make_text = partial(
+        Detokenizer, tokenizer, tokens, stop,
+        include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
+    )  # fmt: skip
+    samples = [
         Request(
             request_id=request_id,
             index=index,
@@ -183,11 +219,14 @@ def new_samples(
             max_len=prepared.max_len,
             stop_ids=prepared.stop_ids,
             metrics=RequestMetrics(prompt_tokens=len(tokens), arrival_time=time.monotonic()),
-            detokenizer=Detokenizer(tokenizer, tokens, stop) if tokenizer is not None else None,
+            detokenizer=make_text() if tokenizer is not None else None,
             logprobs=None if params.logprobs is None else [],
         )
         for index in range(params.n)
     ]
+    for request in samples[1:]:
+        request.leader = samples[0]
+    return samples
 
 
 def derive_seed(seed: int, index: int) -> int:

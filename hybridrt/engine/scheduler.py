@@ -1,6 +1,6 @@
 """Which requests run in the next step, and with what. Host integers only; the device is never waited for."""
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -41,14 +41,19 @@ class ScheduledStep:
                 )
 
 
+def _turn(request: Request) -> tuple[int, int]:
+    """Sorts requests: the first is started first, the last gives its memory back first."""
+    return request.params.priority, request.arrival
+
+
 class Scheduler:
-    """Continuous batching with chunked prefill: first come, first served.
+    """Continuous batching with chunked prefill: by priority, then first come, first served.
 
     Every running request that can decode does so in every step, ahead of prefill; prefill gets what they leave of
     `chunked_prefill_size`, and half of it at least, so that neither starves the other. A request is admitted when a
     row, a slot and the pages of all its tokens are free, with a page to spare for each running request. When a decode
-    row finds no page, and no launched step may still free one, the latest arrival is retracted: it goes back to the
-    front of the queue with its output, which becomes part of what it prefills.
+    row finds no page, and no launched step may still free one, the latest arrival of the last priority is retracted: it
+    goes back to the queue with its output, which becomes part of what it prefills.
 
     Args:
         coordinator: lends rows, slots and pages.
@@ -59,9 +64,8 @@ class Scheduler:
     def __init__(
         self, coordinator: CacheCoordinator, chunked_prefill_size: int, drafter: Drafter | None = None
     ) -> None:
-        self.waiting: deque[Request] = deque()
-        # By arrival, in order of arrival: whoever is admitted, again or for the first time, arrived after all who run.
-        self.running: dict[int, Request] = {}
+        self.waiting: list[Request] = []  # in order of `_turn`
+        self.running: dict[int, Request] = {}  # by arrival, in order of admission
         self.num_retractions = 0
         self._coordinator = coordinator
         self._chunk = chunked_prefill_size
@@ -71,7 +75,7 @@ class Scheduler:
         self._blocked: tuple[int, ...] = ()  # the request that found no room last, and the room that there was
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        insort(self.waiting, request, key=_turn)
 
     def schedule(self, refuse: Refuse | None = None) -> ScheduledStep | None:
         """The next step, counted as launched from here on; None if nothing can run before a launched step ends.
@@ -148,7 +152,7 @@ class Scheduler:
             self._drafter.end(request)
 
     def _running_rows(self) -> tuple[list[Request], np.ndarray]:
-        """The running requests in order of arrival, and their rows [n] int64, with which numpy indexes fastest. Made
+        """The running requests in order of admission, and their rows [n] int64, with which numpy indexes fastest. Made
         anew where `running` has changed."""
         if self._order is None:
             requests = list(self.running.values())
@@ -227,13 +231,14 @@ class Scheduler:
         return True
 
     def _retract_latest(self) -> Request:
-        _, victim = self.running.popitem()
+        victim = max(self.running.values(), key=_turn)
+        del self.running[victim.arrival]
         self._order = None
         self._end_drafts(victim)
         self._coordinator.release(victim)
         victim.metrics.retractions += 1
         self.num_retractions += 1
-        self.waiting.appendleft(victim)
+        self.add(victim)
         return victim
 
     def _schedule_prefill(
@@ -243,8 +248,7 @@ class Scheduler:
         for request in admitted:
             if budget and request.row is not None:  # it may just have been retracted
                 budget -= self._add_extend(step, request, budget)
-        while budget and self.waiting:
-            request = self.waiting[0]
+        while budget and (request := self._next_waiting()) is not None:
             room = request.arrival, len(self.running), *self._coordinator.room()
             if self._blocked == room:
                 break  # all is as it was when the request found no room
@@ -253,10 +257,22 @@ class Scheduler:
             if not self._coordinator.admit(request, len(self.running), step.plan):
                 self._blocked = room
                 break
-            self.running[request.arrival], self._order = self.waiting.popleft(), None
+            self.waiting.remove(request)
+            self.running[request.arrival], self._order = request, None
             if self._drafter is not None:
                 self._drafter.begin(request)
             budget -= self._add_extend(step, request, budget)
+
+    def _next_waiting(self) -> Request | None:
+        """The first request of the queue that does not wait for another sample of its prompt to be computed."""
+        shares = self._coordinator.prefixes.shares
+        for request in self.waiting:
+            first = request.leader
+            if first is None or first.output or first.finish_reason is not None or request.arrived is not None:
+                return request
+            if not shares(len(request.prompt)):
+                return request
+        return None
 
     @staticmethod
     def _packs(request: Request, refuse: Refuse | None) -> bool:
@@ -276,6 +292,7 @@ class Scheduler:
         assert request.row is not None
         start = request.computed
         end = min(start + budget, len(request.prefill_tokens))
+        end = self._coordinator.prefixes.chunk_end(request, start, end)
         chunk = request.prefill_tokens[start : self._coordinator.extend(request, end, step.plan)]
         if not chunk:
             return 0
@@ -285,8 +302,9 @@ class Scheduler:
         columns.output_index[row] += last
         following = 0 if last else request.prefill_tokens[end]
         state = request.prefix.state
-        read_state_slot = state.index if state is not None and start == request.prefix.length else 0
-        step.plan.extend.append(ExtendRow(row, start, chunk, len(request.output), last, following, read_state_slot))
+        read_slot = state.index if state is not None and start == request.prefix.length else 0
+        saves = self._coordinator.prefixes.save(request, start, end)
+        step.plan.extend.append(ExtendRow(row, start, chunk, len(request.output), last, following, read_slot, saves))
         step.rows.append((request, int(last)))
         if last and request.export_to is not None:
             room = request.export_to

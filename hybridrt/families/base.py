@@ -28,6 +28,9 @@ class Family:
             the fields of another one in its own way. Raises ConfigError.
         activation: hidden_act that the model implements.
         mtp_head: "module:class" of its multi-token-prediction head.
+        section: for a model of text and images: the object of config.json that describes its text part, the only part
+            that runs. `config_class` reads it.
+        image_tokens: fields of config.json that give the tokens in whose place images stand.
     """
 
     model: str
@@ -38,6 +41,8 @@ class Family:
     rewrite: Callable[[Mapping[str, Any], Path], dict[str, Any]] | None = None
     activation: str = "silu"
     mtp_head: str | None = None
+    section: str | None = None
+    image_tokens: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -45,7 +50,7 @@ class Family:
         return self.model.partition(":")[2]
 
 
-def attention_config(hf: Any, rotary: bool = True) -> AttentionConfig:
+def attention_config(hf: Any, rotary: bool = True, scale: float | None = None) -> AttentionConfig:
     """Grouped-query attention by the names that transformers gives its fields; without rotary no positions."""
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     if hf.num_attention_heads % hf.num_key_value_heads:
@@ -54,4 +59,4 @@ def attention_config(hf: Any, rotary: bool = True) -> AttentionConfig:
             f"{hf.num_key_value_heads}"
         )
     rope = dict(hf.rope_parameters) if rotary else None
-    return AttentionConfig(hf.num_attention_heads, hf.num_key_value_heads, head_dim, rope)
+    return AttentionConfig(hf.num_attention_heads, hf.num_key_value_heads, head_dim, rope, scale=scale)

@@ -1,5 +1,6 @@
 """Zamba2: Mamba-2 blocks, some of them behind a transformer block whose weights several places share."""
 
+import math
 from typing import Any
 
 from hybridrt.config import AttentionConfig, LayerSpec
@@ -7,7 +8,6 @@ from hybridrt.config_json import FLAG, NULL, OBJECT, Kind, either, list_of, one_
 from hybridrt.config_kinds import CHUNK, COMMON, EPSILON, MAX_LAYERS, POSITIONS, SIZE, STATE, TAPS, Kinds, integer
 from hybridrt.errors import ConfigError
 from hybridrt.families.base import Family, FamilyFields
-from hybridrt.kernels.records import NO_LIMIT
 from hybridrt.kinds.mamba2 import Mamba2Config
 
 FIELDS: Kinds = {
@@ -51,7 +51,7 @@ def _describe(hf: Any) -> FamilyFields:
         n_groups=hf.mamba_ngroups,
         conv_kernel=hf.mamba_d_conv,
         chunk_size=hf.chunk_size,
-        dt_limit=NO_LIMIT,
+        dt_limit=(0.0, math.inf),
     )
     head_dim, rope = 2 * hf.hidden_size // hf.num_attention_heads, None
     if hf.use_mem_rope:

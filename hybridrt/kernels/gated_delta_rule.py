@@ -23,12 +23,12 @@ L2_NORM_EPS = 1e-6
 
 @operation(by("triton"))
 def gdn_gates(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor, Tensor]:
-    """g = -exp(A_log) softplus(a + dt_bias) (the log of the decay) and beta = sigmoid(b), float32.
+    """g = -exp(A_log) softplus(a + dt_bias) (the log of the decay) and beta = beta_scale sigmoid(b), float32.
 
     a, b `[..., Hv]` any float dtype. Returns (g, beta) of a's shape.
     """
-    A_log, dt_bias = weights
-    return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), torch.sigmoid(b.float())
+    A_log, dt_bias, scale = weights
+    return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), scale * torch.sigmoid(b.float())
 
 
 @operation(by("triton"), by("fla", priority=5))

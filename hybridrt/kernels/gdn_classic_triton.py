@@ -48,7 +48,8 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
     qkv_strides: tl.constexpr, a_strides: tl.constexpr, b_strides: tl.constexpr,
     conv_ss: tl.constexpr, states_ss: tl.constexpr,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    BETA_SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [parts of V, value heads, rows]: programs that run together stream through neighbouring memory."""
     part, h, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -73,7 +74,7 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
     k_taps = conv_taps(weight_ptr, k_channel, k_mask, TAPS, WC)
     q_taps = conv_taps(weight_ptr, q_channel, k_mask, TAPS, WC)
     v_taps = conv_taps(weight_ptr, v_channel, v_mask, TAPS, WC)
-    beta = tl.sigmoid(tl.load(b_ptr + row * b_strides[0] + h).to(tl.float32))
+    beta = BETA_SCALE * tl.sigmoid(tl.load(b_ptr + row * b_strides[0] + h).to(tl.float32))
     decay = _decay(a_ptr + row * a_strides[0] + h, A_log_ptr, dt_bias_ptr, h)
 
     key = conv_of_operands(k_new, k_ring, k_taps, None, bias_ptr, k_channel, k_mask, position, TAPS, WC).to(tl.float32)
@@ -128,10 +129,12 @@ def gdn_classic_triton(
         return out
     tile = classic_tile(batch, states)
     _classic_kernel[triton.cdiv(value_dim, tile["BLOCK_V"] * tile["TILES"]), value_heads, batch](
-        qkv, a, b, weight, bias, *weights, out, conv, states, read_slots, write_slots, start_positions,
+        qkv, a, b, weight, bias, weights.A_log, weights.dt_bias, out, conv, states,
+        read_slots, write_slots, start_positions,
         strides(qkv), strides(a), strides(b), conv.stride(0), states.stride(0),
         HK=(channels - value_heads * value_dim) // (2 * key_dim), HV=value_heads, K=key_dim, V=value_dim,
-        TAPS=weight.shape[1], WC=conv.shape[2], num_warps=4, maxnreg=64, **tile, **pdl(qkv.device),
+        TAPS=weight.shape[1], WC=conv.shape[2], BETA_SCALE=weights.beta_scale,
+        num_warps=4, maxnreg=64, **tile, **pdl(qkv.device),
     )  # fmt: skip
     return out
 

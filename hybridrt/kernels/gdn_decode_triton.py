@@ -30,12 +30,12 @@ _EPS = tl.constexpr(L2_NORM_EPS)
 
 
 @triton.jit
-def _gates(a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, h):  # type: ignore[no-untyped-def]
+def _gates(a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, h, BETA_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
     """(g, beta) of one token and head: computed from raw a and b, or loaded where there is no A_log."""
     a, b = tl.load(a_ptr).to(tl.float32), tl.load(b_ptr).to(tl.float32)
     if A_log_ptr is not None:
         a = log_decay(a, tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h))
-        b = tl.sigmoid(b)
+        b = BETA_SCALE * tl.sigmoid(b)
     return a, b
 
 
@@ -64,7 +64,8 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
     q_s: tl.constexpr, k_s: tl.constexpr, v_s: tl.constexpr, a_s: tl.constexpr, b_s: tl.constexpr,
     conv_ss, states_ss, stored_sr, stored_st, parents_sb,
     T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BETA_SCALE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     row, h, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -100,8 +101,9 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
             inherited = tl.load(stored + tl.maximum(parent, 0) * stored_st, mask=mask, other=0.0)
             state = tl.where(parent >= 0, inherited.to(tl.float32), initial)
         g, beta = _gates(
-            a_ptr + row * a_s[0] + t * a_s[1] + h, b_ptr + row * b_s[0] + t * b_s[1] + h, A_log_ptr, dt_bias_ptr, h
-        )
+            a_ptr + row * a_s[0] + t * a_s[1] + h, b_ptr + row * b_s[0] + t * b_s[1] + h, A_log_ptr, dt_bias_ptr, h,
+            BETA_SCALE,
+        )  # fmt: skip
         query = _normalized(
             step_input(q, q_s[1], conv_row, weight_ptr, bias_ptr, q_channel, i_mask, position, t, TAPS, WC)
         )
@@ -163,16 +165,17 @@ def _recurrent(
     states, read_slots, write_slots = state
     stored, rows, parents = intermediate or (None, None, None)
     weight, bias, _ = conv_weights or (None, None, None)
+    A_log, dt_bias, beta_scale = weights or (None, None, 1.0)
     conv, _, _, positions = conv_state or (None, None, None, None)
     _, value_heads, value_dim, key_dim = states.shape
     out, block_v = torch.empty(v.shape, dtype=v.dtype, device=v.device), min(BLOCK_V, triton.next_power_of_2(value_dim))
     if out.numel():
         _recurrent_kernel[len(v), value_heads, triton.cdiv(value_dim, block_v)](
-            *inputs, out, weight, bias, *(weights or (None, None)), conv, states, stored, read_slots, write_slots,
+            *inputs, out, weight, bias, A_log, dt_bias, conv, states, stored, read_slots, write_slots,
             positions, rows, parents, *map(strides, inputs), 0 if conv is None else conv.stride(0), states.stride(0),
             *((0, 0) if stored is None else stored.stride()[:2]), 0 if parents is None else parents.stride(0),
             T=v.shape[1], HK=q.shape[2], HV=value_heads, K=key_dim, V=value_dim,
             TAPS=0 if weight is None else weight.shape[1], WC=0 if conv is None else conv.shape[2],
-            BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block_v, **pdl(v.device),
+            BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block_v, BETA_SCALE=beta_scale, **pdl(v.device),
         )  # fmt: skip
     return out

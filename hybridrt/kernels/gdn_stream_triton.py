@@ -43,7 +43,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     conv_ss: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr,
     T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr, BETA_SCALE: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [rows, key heads], each with its value heads."""
     b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -104,7 +105,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         raw_a = tl.load(a_ptr + b * a_strides[0] + t * a_strides[1] + h, mask=h_mask, other=0.0)
         raw_b = tl.load(b_ptr + b * b_strides[0] + t * b_strides[1] + h, mask=h_mask, other=0.0).to(tl.float32)
         gate = log_decay(raw_a, A_log, dt_bias)
-        tl.store(betas_ptr + (b * T + t) * HV + h, tl.sigmoid(raw_b), mask=h_mask)
+        tl.store(betas_ptr + (b * T + t) * HV + h, BETA_SCALE * tl.sigmoid(raw_b), mask=h_mask)
         since += gate
         is_t = t_all == t
         fresh = fresh * tl.exp(gate)[:, None] + tl.where(is_t, 1.0, 0.0)[None, :]
@@ -275,9 +276,11 @@ def gdn_stream_triton(
     sizes |= {"TAPS": weight.shape[1], "WC": conv.shape[2]}
     rows = slots, start_positions, ring.rows, ring.start, ring.length
     _prepare_kernel[batch, key_heads](
-        qkv, a, b, weight, bias, *weights, conv, ring.keys, ring.gates, vectors, scores, decays, betas,
+        qkv, a, b, weight, bias, weights.A_log, weights.dt_bias, conv, ring.keys, ring.gates,
+        vectors, scores, decays, betas,
         *rows, strides(qkv), strides(a), strides(b), conv.stride(0), ring.keys.stride(0), ring.gates.stride(0),
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BLOCK_H=triton.next_power_of_2(value_heads // key_heads),
+        BETA_SCALE=weights.beta_scale,
         # One token's few sums stay within a warp; several tokens are products of tiles.
         PRECISION=dot_precision(ring.keys.dtype), num_warps=1 if tokens == 1 else 4, **sizes, **pdl(device),
     )  # fmt: skip

@@ -162,10 +162,16 @@ class DeltaInputs(NamedTuple):
 
 
 class GateWeights(NamedTuple):
-    """Numbers of each value head of a Gated Delta Net: [Hv] float32."""
+    """Numbers of each value head of a Gated Delta Net: [Hv] float32.
+
+    Attributes:
+        beta_scale: of beta, 1 or 2. With 2 a step's matrix I - beta k k^T may have negative eigenvalues (Grazzi et al.
+            2024).
+    """
 
     A_log: Tensor
     dt_bias: Tensor
+    beta_scale: float = 1.0
 
 
 class Rope(NamedTuple):

@@ -55,6 +55,7 @@ class ExpertPart:
 
     Attributes:
         select: from the checkpoint's matrix to [count, ...] of this rank, as the method's stack holds it.
+        scale: multiplier.
     """
 
     name: str
@@ -64,6 +65,7 @@ class ExpertPart:
     start: int
     size: int
     select: Transform
+    scale: float = 1.0
 
 
 class Method:
@@ -151,7 +153,7 @@ class DenseExperts(ExpertsMethod):
 
     def targets(self, key: str, part: ExpertPart) -> CheckpointMap:
         stack = self.up.data.narrow(1, part.start, part.size) if part.matrix == "up" else self.down.data
-        piece = Piece(part.name, stack.narrow(0, part.first, part.count), part.select)
+        piece = Piece(part.name, stack.narrow(0, part.first, part.count), part.select, part.scale)
         return {f"{key}.weight": (piece,)}
 
     def apply(

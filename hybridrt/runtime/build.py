@@ -1,6 +1,6 @@
 """From a model's name to weights on a device: paths, the model, its memory plan, its pools."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,8 @@ def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -
     # Padding drafts stand past the last position that a request may have.
     max_len = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
     max_len += config.num_verify_tokens - 1
-    model = model_class(mc.architecture)(mc, Build(target.tp, target.dtype, device), max_len)
+    family: Callable[..., CausalLM] = model_class(mc.architecture)  # it chooses what CausalLM has beside these three
+    model = family(mc, Build(target.tp, target.dtype, device), max_len)
     draft_method(config).attach(model)
     return model
 
@@ -186,12 +187,18 @@ def kv_groups(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, li
     return groups
 
 
+def keeps_prefixes(config: EngineConfig, model_config: ModelConfig) -> bool:
+    """Whether requests leave prefixes for others. Where all attention layers have a sliding window, none does."""
+    return config.prefix_cache and page_demand(config, model_config).window is None
+
+
 def make_plan(
     config: EngineConfig, target: RunTarget, *, budget_bytes: int | None = None, weights: int = 0, activations: int = 0,
-    cache_slots: int = 0,
+    cache_slots: int | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """The memory plan of a run; `budget_bytes` None is what `target.device` has left for it: on a CPU `host_budget`, on
-    a GPU `device_budget`. `cache_slots` state slots are for cached prefixes."""
+    a GPU `device_budget`. `cache_slots` state slots are for cached prefixes; None
+    takes a share if the prefix cache is on."""
     mc, spec = target.model_config, pool_spec(config, target)
     limit = mc.max_position_embeddings
     costs = UnitCosts(
@@ -210,7 +217,8 @@ def make_plan(
         max_model_len=config.max_model_len,
         model_limit=limit,
         recurrent=bool(spec.groups),
-        cache_slots=cache_slots,
+        cache_slots=cache_slots or 0,
+        share_slots=cache_slots is None and keeps_prefixes(config, mc),
         weight_bytes=weights,
         activation_bytes=activations,
     )

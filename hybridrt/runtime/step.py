@@ -41,6 +41,13 @@ class PageWrite(msgspec.Struct, frozen=True, array_like=True):
     pages: Sequence[int]
 
 
+class PageCopy(msgspec.Struct, frozen=True, array_like=True):
+    """The KV of page `source`, in all layers, goes to page `target` too."""
+
+    source: int
+    target: int
+
+
 class StateCopy(msgspec.Struct, frozen=True, array_like=True):
     """State and KV of the first `length` tokens of `row`, between the pools and byte `offset` of the executor's arena
     (hybridrt.runtime.state_arena).
@@ -147,6 +154,8 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         read_state_slot: holds the state before the chunk, of a prefix that is cached; 0: the row's own slot. The state
             behind the chunk goes to the row's own slot.
+        saves: (number of tokens, slot), in order, for each state within the chunk that goes to a slot of its own: that
+            after the first so many of the chunk's tokens, 1 to len(tokens) - 1.
     """
 
     row: int
@@ -156,12 +165,14 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     sample: bool
     following: int = 0
     read_state_slot: int = 0
+    saves: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(slots=True)
 class StepPlan:
     """Decode rows come first in the batch, then extend rows, each list in order. What `imports` says is copied in
-    before the rows are computed, what `exports` says is copied out afterwards; both name extend rows. Before anything
+    before the rows are computed, what `exports` says is copied out afterwards; both name extend rows. `page_copies` are
+    made before the rows are computed; no page is the target of one and the source of another. Before anything
     else, admissions included, each row in `donations` gives its slot to the prefix cache; from then on the slot holds
     the row's whole state."""
 
@@ -172,6 +183,7 @@ class StepPlan:
     imports: list[StateCopy] = field(default_factory=list)
     exports: list[StateCopy] = field(default_factory=list)
     donations: list[int] = field(default_factory=list)
+    page_copies: list[PageCopy] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

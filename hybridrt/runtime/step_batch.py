@@ -55,15 +55,17 @@ def make_batch(
     inputs: TokenInputs,
     num_decode_rows: int,
     spec_info: SpecInfo | None,
+    num_real: int | None = None,
     **of_the_host: Any,
 ) -> ForwardBatch:
-    """A step of real rows; its mode follows from its segments. `of_the_host`: what else ForwardBatch has."""
+    """A step whose mode follows from its segments. `num_real` None: all rows are real. `of_the_host`: what else
+    ForwardBatch has."""
     mode = ForwardMode.TARGET_VERIFY if spec_info else ForwardMode.DECODE
     if num_decode_rows < len(rows):
         mode = ForwardMode.MIXED if num_decode_rows else ForwardMode.EXTEND
     return ForwardBatch(
-        mode, inputs.input_ids, inputs.positions, rows, seq_lens, query_start_loc, inputs.out_cache_loc, len(rows),
-        num_decode_rows, backend, spec_info=spec_info, **of_the_host,
+        mode, inputs.input_ids, inputs.positions, rows, seq_lens, query_start_loc, inputs.out_cache_loc,
+        len(rows) if num_real is None else num_real, num_decode_rows, backend, spec_info=spec_info, **of_the_host,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 import torch
 
-from hybridrt.kernels.chunk_plan import CHUNK_COLUMNS, chunk_columns
+from hybridrt.kernels.chunk_plan import CHUNK_COLUMNS, ChunkPlan, chunk_columns, chunk_plan
 from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.runtime.step import NO_INTEGERS, DecodeRows, ExtendRow, StepPlan, int32s
 
@@ -44,7 +44,8 @@ def pack_step(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
     query_start_loc [B + 1]; sample_at and sample_rows, the tokens to sample from and their rows; of the extend rows'
     tokens extend_ids, extend_rows, extend_positions and, with `following`, following_ids behind each (0 where it is
     sampled); where a chunk follows a cached prefix, read_state_slots of all chunks; chunk plans; admit_rows and
-    admit_state_slots; page-table entries (page_rows, page_indices, pages).
+    admit_state_slots; page-table entries (page_rows, page_indices, pages); copy_sources and copy_targets, if pages are
+    copied.
     """
     extend, decoded = plan.extend, len(plan.decode) * tokens
     new = int32s(len(r.tokens) for r in extend)
@@ -65,7 +66,7 @@ def pack_step(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
         "extend_positions": np.arange(decoded, decoded + new.sum(), dtype=np.int32) + starts,
         **({"following_ids": _flat([[*r.tokens[1:], r.following] for r in extend])} if packing.following else {}),
         **_read_slots(plan),
-        **_chunks(computed, new, packing.chunk_sizes),
+        **pack_chunks(computed, new, packing.chunk_sizes),
         **_bookkeeping(plan),
     }  # fmt: skip
 
@@ -118,12 +119,23 @@ def chunk_names(size: int) -> dict[str, str]:
     return {name: f"{name} of {size}" for name in CHUNK_COLUMNS}
 
 
-def _chunks(computed: np.ndarray, new: np.ndarray, sizes: Iterable[int]) -> Columns:
+def pack_chunks(computed: np.ndarray, new: np.ndarray, sizes: Iterable[int]) -> Columns:
+    """The tensors of the chunk plans of each of `sizes`, for rows with `computed` tokens and `new` ones, [n] int32."""
     found: Columns = {}
     for size in sizes:
         columns = chunk_columns(computed, new, size)
         found |= {packed: columns[name] for name, packed in chunk_names(size).items()}
     return found
+
+
+def chunk_plans(columns: Columns, sections: Sections, new: Sequence[int], sizes: Iterable[int]) -> dict[int, ChunkPlan]:
+    """By chunk size, the plans that `pack_chunks` packed into `columns`, which are on the device as `sections`."""
+    plans = {}
+    for size in sizes:
+        names = chunk_names(size)
+        on_host = {name: columns[packed] for name, packed in names.items()}
+        plans[size] = chunk_plan({name: sections[packed] for name, packed in names.items()}, on_host, new, size)
+    return plans
 
 
 def _bookkeeping(plan: StepPlan) -> Columns:
@@ -133,6 +145,16 @@ def _bookkeeping(plan: StepPlan) -> Columns:
         "page_rows": _flat([[w.row] * len(w.pages) for w in plan.page_writes]),
         "page_indices": _flat([np.arange(w.first_page, w.first_page + len(w.pages)) for w in plan.page_writes]),
         "pages": _flat([w.pages for w in plan.page_writes]),
+        **_page_copies(plan),
+    }
+
+
+def _page_copies(plan: StepPlan) -> Columns:
+    if not plan.page_copies:
+        return {}
+    return {
+        "copy_sources": int32s(copy.source for copy in plan.page_copies),
+        "copy_targets": int32s(copy.target for copy in plan.page_copies),
     }
 
 

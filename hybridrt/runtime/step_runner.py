@@ -8,7 +8,6 @@ import torch
 
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
-from hybridrt.kernels.chunk_plan import ChunkPlan, chunk_plan
 from hybridrt.runtime.build import Runtime, step_widths
 from hybridrt.runtime.drafting import DeviceDrafter, draft_method
 from hybridrt.runtime.graph_runner import GraphRunner
@@ -17,7 +16,8 @@ from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, Samplin
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageWrite, StepHandle, StepPlan
 from hybridrt.runtime.step_batch import TokenInputs, make_batch, spec_info_of
-from hybridrt.runtime.step_inputs import Columns, Packing, Sections, StagingRing, chunk_names, pack_step
+from hybridrt.runtime.step_inputs import Columns, Packing, Sections, StagingRing, chunk_plans, pack_step
+from hybridrt.runtime.step_passes import extend_passes, pack_passes
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,7 @@ class StepRunner:
                 return decoded
             # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
             chunks = StepPlan(plan.admissions, rest, NO_ROWS, plan.extend, plan.imports, plan.exports)
+            chunks.page_copies = plan.page_copies
             return JoinedSteps(decoded, self._launch_eager(chunks, 1))
         except BaseException:
             self.backend.drop_step()  # it is never committed; the steps after it are none the worse
@@ -142,7 +143,7 @@ class StepRunner:
         return pages, others
 
     def _launch_eager(self, plan: StepPlan, tokens: int) -> StepHandle:
-        columns = pack_step(plan, tokens, self._packing)
+        columns = pack_step(plan, tokens, self._packing) | pack_passes(plan.extend, self._packing.chunk_sizes)
         sections = self._staging.upload(columns)
         self._bookkeep(sections)
         for arrival in plan.imports:
@@ -197,6 +198,8 @@ class StepRunner:
             self.sampling_table.admit(rows, sections)
         if sections["pages"].numel():
             table.write_pages(*(sections[name].long() for name in ("page_rows", "page_indices", "pages")))
+        if "copy_sources" in sections:
+            self.pools.kv.copy_pages(*(sections[name].long() for name in ("copy_sources", "copy_targets")))
 
     def _batch(self, plan: StepPlan, columns: Columns, sections: Sections, tokens: int) -> ForwardBatch:
         n, table = len(plan.decode), self.pools.req_to_token
@@ -209,6 +212,8 @@ class StepRunner:
             positions = sections["extend_positions"]
             places = table.token_slots(sections["extend_rows"], positions)
             chunks = TokenInputs(sections["extend_ids"], positions, places)
+        sizes = self._packing.chunk_sizes
+        passes = extend_passes(columns, sections, sizes)
         inputs = decoded.then(chunks) if decoded and chunks else decoded or chunks
         assert inputs is not None, "a step has rows"
         return make_batch(
@@ -222,7 +227,8 @@ class StepRunner:
             seq_lens_cpu=columns["seq_lens"].tolist(),
             query_lens_cpu=[tokens] * n + new,
             read_state_slots=sections.get("read_state_slots"),
-            chunk_plans={size: _chunk_plan(columns, sections, new, size) for size in self._packing.chunk_sizes},
+            chunk_plans=None if passes else chunk_plans(columns, sections, new, sizes),
+            extend_passes=passes,
         )
 
     def _sample(
@@ -251,10 +257,3 @@ class StepRunner:
         self.backend.commit(batch, kept.counts, kept.path)
         logprobs = requested_logprobs(logits, kept.tokens, wanted, kept.path)
         return LaunchedStep(kept.tokens, kept.counts, *logprobs), kept
-
-
-def _chunk_plan(columns: Columns, sections: Sections, new: Sequence[int], size: int) -> ChunkPlan:
-    """The plan whose columns were packed under the chunk size."""
-    names = chunk_names(size)
-    on_host = {name: columns[packed] for name, packed in names.items()}
-    return chunk_plan({name: sections[packed] for name, packed in names.items()}, on_host, new, size)

@@ -52,6 +52,7 @@ def test_prefill_takes_a_faster_library_where_nobody_named_a_backend(
     assert resolved(attention_backend="triton") == "triton"
     assert resolved(prefill_attention_backend="auto") == "triton"
     assert resolved(torch.device("cpu")) == "torch"
+    assert registry.resolve_prefill_name(EngineConfig("x"), cuda, []) == "triton", "no attention layer, no library"
     answers |= dict.fromkeys(answers, "not installed")
     assert resolved() == "triton"
 

@@ -299,7 +299,7 @@ def test_options_name_every_field_once_and_show_its_default() -> None:
     # A transfer needs a second worker, and a drafter is not an option of one line.
     assert set(engine) - set(shown) == {"model", "transfer_bytes", "speculative"}
     sampling = {f.name: f.default for f in fields(SamplingParams)}
-    assert set(sampling) - {f.name for f in fields(SamplingOptions)} == {"seed"}
+    assert set(sampling) - {f.name for f in fields(SamplingOptions)} == {"seed", "cache_salt"}
     text = " ".join(CliRunner().invoke(app, ["generate", "--help"]).stdout.split())
     for name in shown:
         if engine[name] not in (None, True, MISSING):

@@ -32,8 +32,8 @@ from tests.support.checkpoints import (
     mamba2,
     nemotron,
     qwen,
-    zamba2,
 )
+from tests.support.newer_checkpoints import bamba, granite, olmo, qwen35_moe, zamba2
 from tests.support.tiny import write_tiny
 
 FAMILIES: dict[str, tuple[Make, str]] = {
@@ -41,6 +41,10 @@ FAMILIES: dict[str, tuple[Make, str]] = {
     "nemotron": (nemotron("M*-ME"), "M*-ME"),
     "qwen": (qwen(num_hidden_layers=8), "GGG*GGG*"),
     "falcon_mamba": (falcon_mamba(), "MM"),
+    "qwen35": (qwen35_moe(), "GGG*"),
+    "granite": (granite(), "M*MM"),
+    "bamba": (bamba(), "M*M"),
+    "olmo": (olmo(), "G*G"),
     "jamba": (jamba(num_hidden_layers=4, expert_layer_period=1, expert_layer_offset=0), "M*MM"),
     "lfm2": (lfm2(), "C*CC"),
     "mamba": (mamba(), "MM"),

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from hybridrt.mem_cache.prefix_cache import NoPrefixCache, PrefixMatch
+from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.sampling_params import SamplingParams
 from tests.support.engine_harness import Rig
@@ -37,7 +38,7 @@ def test_a_request_that_found_no_room_is_not_looked_at_before_room_changes(monke
     matched: list[int] = []
     packed: list[int] = []
 
-    def match(self: NoPrefixCache, tokens: Sequence[int]) -> PrefixMatch:
+    def match(self: RadixCache, tokens: Sequence[int], salt: str) -> PrefixMatch:
         matched.append(len(tokens))
         return PrefixMatch()
 
@@ -45,10 +46,11 @@ def test_a_request_that_found_no_room_is_not_looked_at_before_room_changes(monke
         packed.append(seed)
         return b""
 
-    monkeypatch.setattr(NoPrefixCache, "match", match)
+    monkeypatch.setattr(RadixCache, "match", match)
     monkeypatch.setattr(SamplingTable, "constants", staticmethod(constants))
-    rig = Rig(rows=4, pages=10)
-    rig.add([5, 6], max_tokens=12, ignore_eos=True)
+    rig = Rig(rows=4, pages=10, cache=True)
+    rig.add([5], max_tokens=12, ignore_eos=True)
+    rig.step()
     rig.step()
     rig.add([7] * 33, max_tokens=2, ignore_eos=True)
     before = len(matched), len(packed)

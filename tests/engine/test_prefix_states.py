@@ -6,24 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.errors import PoolError
-from hybridrt.mem_cache.allocator import Slot
-from hybridrt.mem_cache.prefix_cache import PrefixMatch
-from hybridrt.runtime.step import StepPlan
 from hybridrt.sampling_params import SamplingParams
-from tests.engine.test_scheduler import request
 from tests.engine.test_schedules import Abort, Add, Step, assert_tokens, schedules
+from tests.mem_cache.test_radix_cache import text_of
 from tests.support.engine_harness import VOCAB, Rig
-from tests.support.exact_prefix_cache import ExactPrefixCache
 from tests.support.mock_executor import tokens_alone
 
 TEXT = tokens_alone([5, 1, 2], 77, 40, VOCAB)
 
 
 def rig_with_cache(*, rows: int = 2, slots: int = 5, pages: int = 40, page_size: int = 1, **config: Any) -> Rig:
-    cache = ExactPrefixCache(page_size if pages else 0, recurrent=bool(slots))
-    return Rig(rows=rows, slots=slots, pages=pages, page_size=page_size, cache=cache, **config)
+    return Rig(rows=rows, slots=slots, pages=pages, page_size=page_size, cache=True, **config)
 
 
 def computed(rig: Rig) -> list[int]:
@@ -41,7 +34,9 @@ def test_a_second_turn_starts_where_the_first_ended(slots: int, pages: int, repl
     second = [*first, *answer, 9, 8]
     again = rig.finish(second, max_tokens=3, ignore_eos=True, seed=2).token_ids
     assert again == tokens_alone(second, 2, 3, VOCAB)
-    assert rig.cache is not None and rig.cache.hits >= 1
+    counts = rig.pools.prefixes.counts
+    assert (counts.asked, counts.hit) == (len(first) + len(second), computed(rig)[-1])
+    assert [rig.outputs[f"request-{i}", 0].metrics.cached_tokens for i in (0, 1)] == [0, counts.hit]
     assert computed(rig)[-1] in (6, 7), "the last token of the first turn may have been computed or not"
     read = [row.read_state_slot for plan in rig.executor.plans for row in plan.extend]
     assert read[0] == 0 and bool(read[-1]) == bool(slots)
@@ -59,9 +54,8 @@ def test_the_caches_state_is_unlocked_once_the_first_chunk_has_been_consumed() -
     rig = rig_with_cache(chunk=2, overlap=False)
     rig.finish(TEXT[:4], max_tokens=1, seed=1)
     rig.add(TEXT[:9], max_tokens=1, seed=1)
-    assert rig.cache is not None
     rig.step()
-    assert {kind for kind, _ in rig.cache.locks} == {"page"}
+    assert rig.pools.pages.num_locked and not rig.pools.slots.num_locked
     rig.run()
 
 
@@ -91,8 +85,8 @@ def test_what_the_device_computed_behind_the_end_is_not_kept() -> None:
         prompt = [2, 7, 1]
         stop = tokens_alone(prompt, 3, 12, VOCAB)[count - 1]
         text = [*prompt, *rig.finish(prompt, max_tokens=12, stop_token_ids=(stop,), ignore_eos=True, seed=3).token_ids]
-        assert rig.cache is not None
-        assert all(list(key) == text[: len(key)] for key in rig.cache.entries)
+        for kept in map(text_of, rig.pools.prefixes.tree.nodes()):
+            assert list(kept) == text[: len(kept)]
         rig.finish([*text, 5], max_tokens=3, seed=4, ignore_eos=True)
         assert list(rig.outputs.values())[-1].token_ids == tokens_alone([*text, 5], 4, 3, VOCAB)
 
@@ -100,7 +94,7 @@ def test_what_the_device_computed_behind_the_end_is_not_kept() -> None:
 @pytest.mark.parametrize("late", [0, 1])
 def test_nothing_of_a_failed_step_is_kept(late: int) -> None:
     rig = rig_with_cache(late=late)
-    rig.executor.fail_result[1] = RuntimeError("no")
+    rig.executor.fail_result[0] = RuntimeError("no")
     rig.add(TEXT[:3], max_tokens=9, seed=1, ignore_eos=True)
     rig.run()
     assert rig.pools.slots.num_cached == rig.pools.pages.num_cached == 0
@@ -108,9 +102,8 @@ def test_nothing_of_a_failed_step_is_kept(late: int) -> None:
 
 def test_nothing_of_a_failed_step_is_kept_of_a_request_that_was_aborted_before() -> None:
     rig = rig_with_cache(late=2)
-    rig.executor.fail_result[1] = RuntimeError("no")
+    rig.executor.fail_result[0] = RuntimeError("no")
     rig.add(TEXT[:3], "r", max_tokens=9, seed=1, ignore_eos=True)
-    rig.step()
     rig.step()
     rig.engine.abort("r")
     rig.run()
@@ -145,40 +138,14 @@ def test_a_change_that_is_broken_off_empties_the_cache() -> None:
     rig = rig_with_cache()
     rig.finish(TEXT[:4], max_tokens=1, seed=1)
     rig.add(TEXT[:9], max_tokens=1, seed=1)
-    assert rig.cache is not None
-    insert, rig.cache.insert = rig.cache.insert, None  # type: ignore[assignment,method-assign]
+    tree = rig.pools.prefixes.tree
+    insert, tree.insert = tree.insert, None  # type: ignore[assignment,method-assign]
     with pytest.raises(TypeError):
         rig.run()
-    rig.cache.insert = insert  # type: ignore[method-assign]
+    tree.insert = insert  # type: ignore[method-assign]
     rig.run()
-    assert not rig.cache.entries and rig.pools.slots.num_free == rig.pools.slots.total
+    assert not [*tree.nodes()] and rig.pools.slots.num_free == rig.pools.slots.total
     assert not rig.pools.donations
-
-
-class Wrong(ExactPrefixCache):
-    """Matches what it was told to."""
-
-    def __init__(self, match: PrefixMatch) -> None:
-        super().__init__(2)
-        self.found = match
-
-    def match(self, tokens: Any) -> PrefixMatch:
-        return self.found
-
-
-@pytest.mark.parametrize(
-    "match, error",
-    [
-        (PrefixMatch(4, (Slot(1, 0), Slot(2, 0))), "2 pages of 2 tokens and no state"),
-        (PrefixMatch(3, (Slot(1, 0),), Slot(1, 0)), "3 tokens with 1 pages"),
-        (PrefixMatch(2, (Slot(1, 0),), Slot(1, 0)), "free, not owned by the cache"),
-    ],
-)
-def test_a_match_that_the_ledger_does_not_bear_out_is_refused(match: PrefixMatch, error: str) -> None:
-    pools = CacheCoordinator(2, 3, 8, 2, Wrong(match))
-    with pytest.raises(PoolError, match=error):
-        pools.admit(request(1, 7), 0, StepPlan())
-    assert (pools.rows.num_free, pools.slots.num_free, pools.pages.num_free) == (2, 3, 8)
 
 
 turns = st.builds(
@@ -199,7 +166,8 @@ cache_rigs = st.fixed_dictionaries(
         "rows": st.integers(1, 4),
         "slots": st.sampled_from([1, 2, 4, 7]),
         "pages": st.sampled_from([0, 40, 44, 80]),
-        "page_size": st.sampled_from([1, 1, 2]),
+        "page_size": st.sampled_from([1, 2, 4]),
+        "grid": st.sampled_from([4, 8, 16]),
         "chunk": st.integers(1, 12),
         "late": st.integers(0, 3),
         "overlap": st.booleans(),
@@ -231,3 +199,107 @@ def test_cached_tokens_equal_uncached_ones(config: dict, history: list[Add | Ste
     rig.run()
     for name, event in added.items():
         assert_tokens(rig, name, event, name in aborted, None)
+
+
+def test_a_prompt_leaves_a_state_on_the_grid_without_a_step_more() -> None:
+    rig = rig_with_cache(grid=4)
+    rig.finish(TEXT[:11], max_tokens=1, ignore_eos=True, seed=1)
+    assert [row.saves for plan in rig.executor.plans for row in plan.extend] == [[(8, 2)]]
+    rig.finish([*TEXT[:9], 5, 6, 7], max_tokens=1, seed=1)
+    assert computed(rig) == [0, 8]
+
+
+def test_where_another_prompt_leaves_the_path_a_state_is_kept() -> None:
+    """KV matches deeper than any state: the second prompt that comes by leaves one, the third hits."""
+    rig = rig_with_cache(grid=2, slots=8, chunk=40)
+    for end in range(3):
+        rig.finish([*TEXT[:7], *([end] * 9)], max_tokens=1, ignore_eos=True, seed=1)
+    assert computed(rig) == [0, 0, 6]
+    counts = rig.pools.prefixes.counts
+    assert (counts.asked, counts.hit, counts.without_state) == (48, 6, 8)
+
+
+def test_marked_boundaries_leave_states() -> None:
+    rig = rig_with_cache(grid=2, slots=9, chunk=40)
+    rig.add(TEXT[:15], "r", max_tokens=1, seed=1)
+    rig.engine._samples.of("r")[0].boundaries = [3, 9]
+    rig.run()
+    assert [end for end, _ in rig.executor.plans[0].extend[0].saves] == [2, 8, 14]
+
+
+def test_a_chunk_does_not_end_where_a_state_is_saved() -> None:
+    rig = rig_with_cache(grid=4, chunk=8)
+    rig.finish(TEXT[:11], max_tokens=1, ignore_eos=True, seed=1)
+    rows = [(len(row.tokens), [end for end, _ in row.saves]) for plan in rig.executor.plans for row in plan.extend]
+    assert rows == [(7, []), (4, [1])]
+
+
+def test_samples_of_a_prompt_wait_for_the_first_and_start_from_its_state() -> None:
+    rig = rig_with_cache(rows=4, slots=8, grid=4, chunk=40)
+    rig.add(TEXT[:11], n=3, max_tokens=4, ignore_eos=True, seed=1)
+    rig.add([4, 4], "other", max_tokens=1, seed=1)
+    rig.step()
+    assert computed(rig) == [0, 0], "who comes behind them does not wait"
+    rig.run()
+    assert computed(rig) == [0, 0, 8, 8]
+
+
+def test_a_short_prompt_of_several_samples_waits_for_nothing() -> None:
+    rig = rig_with_cache(rows=4, slots=8, grid=4)
+    rig.add(TEXT[:4], n=3, max_tokens=4, ignore_eos=True, seed=1)
+    rig.step()
+    assert computed(rig) == [0, 0, 0]
+    rig.run()
+
+
+def test_a_prompt_is_shared_while_its_request_decodes() -> None:
+    rig = rig_with_cache(grid=4, slots=8, chunk=40)
+    rig.add(TEXT[:9], "long", max_tokens=30, ignore_eos=True, seed=1)
+    rig.step()
+    rig.step()
+    rig.add(TEXT[:11], "late", max_tokens=1, seed=1)
+    rig.step()
+    assert computed(rig) == [0, 8] and rig.engine.counters().running == 2
+    rig.run()
+
+
+def test_of_two_equal_prompts_at_once_each_keeps_its_pages() -> None:
+    rig = rig_with_cache(grid=4, slots=8, chunk=40)
+    for name in "ab":
+        rig.add(TEXT[:9], name, max_tokens=3, ignore_eos=True, seed=1)
+    rig.run()
+    assert computed(rig) == [0, 0]
+
+
+def test_a_salt_hides_a_prompt() -> None:
+    rig = rig_with_cache(grid=4, chunk=40)
+    for salt in ("a", "b", None, "a"):
+        rig.finish(TEXT[:9], max_tokens=1, ignore_eos=True, seed=1, cache_salt=salt)
+    assert computed(rig) == [0, 0, 0, 8]
+
+
+def test_states_of_the_cache_make_no_request_wait() -> None:
+    """Saves take slots only while as many stay free, or can be made free, as there are free rows."""
+    rig = rig_with_cache(rows=3, slots=4, grid=2, chunk=40)
+    for i in range(3):
+        rig.add([i, *TEXT[:9]], max_tokens=9, ignore_eos=True, seed=1)
+    rig.step()
+    assert rig.engine.counters().running == 3
+    assert sum(len(row.saves) for row in rig.executor.plans[0].extend) == 1
+    rig.run()
+
+
+def test_a_tail_is_copied_into_a_page_of_its_own() -> None:
+    rig = rig_with_cache(page_size=4, slots=8, chunk=40)
+    text = [*TEXT[:6], *rig.finish(TEXT[:6], max_tokens=2, ignore_eos=True, seed=77).token_ids, 4]
+    for seed in (3, 4):
+        rig.finish(text, max_tokens=6, ignore_eos=True, seed=seed)
+    assert computed(rig) == [0, 7, 7]
+    copies = [copy for plan in rig.executor.plans for copy in plan.page_copies]
+    assert len(copies) == 2 and len({page for copy in copies for page in (copy.source, copy.target)}) == 3
+
+
+def test_without_the_prefix_cache_nothing_is_kept() -> None:
+    rig = Rig(page_size=1)
+    rig.finish(TEXT[:20], max_tokens=2, seed=1)
+    assert not [*rig.pools.prefixes.tree.nodes()] and rig.engine.counters().free_pages == 64

@@ -9,9 +9,7 @@ from hybridrt.engine.outputs import RequestMetrics
 from hybridrt.engine.request import Request
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.errors import PoolError
-from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.page_demand import PageDemand
-from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
 from hybridrt.runtime.step import StepPlan
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
@@ -357,48 +355,8 @@ def test_models_without_attention_or_without_recurrence_need_no_pages_or_slots()
     assert attention_only.executor.plans[0].admissions[0].state_slot == 0
 
 
-class OnePrefixCache:
-    """Keeps the whole pages of the first request that offers any, and gives them up one by one from the end."""
-
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
-        self.tokens: list[int] = []
-        self.pages: list[Slot] = []
-        self.locks = 0
-
-    def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        n = 0
-        while (n + 1) * self.page_size < len(tokens) and n < len(self.pages):
-            if list(tokens[: (n + 1) * self.page_size]) != self.tokens[: (n + 1) * self.page_size]:
-                break
-            n += 1
-        return PrefixMatch(n * self.page_size, tuple(self.pages[:n]))
-
-    def lock(self, entries: CacheEntries) -> None:
-        self.locks += bool(entries.pages)
-
-    def unlock(self, entries: CacheEntries) -> None:
-        self.locks -= bool(entries.pages)
-
-    def insert(self, tokens: Sequence[int], pages: Sequence[Slot], state: Slot | None, length: int) -> CacheEntries:
-        if self.pages:
-            return CacheEntries()
-        whole = len(tokens) // self.page_size
-        self.tokens, self.pages = list(tokens[: whole * self.page_size]), list(pages[:whole])
-        return CacheEntries(tuple(self.pages))
-
-    def evict(self, num_pages: int, num_states: int) -> CacheEntries:
-        count = 0 if self.locks else min(num_pages, len(self.pages))
-        gone, self.pages = self.pages[len(self.pages) - count :], self.pages[: len(self.pages) - count]
-        return CacheEntries(gone)
-
-    def clear(self) -> None:
-        self.pages, self.locks = [], 0
-
-
-def test_a_prefix_cache_drops_in_behind_the_coordinator() -> None:
-    cache = OnePrefixCache(page_size=2)
-    pools = CacheCoordinator(4, 0, 8, 2, cache)
+def test_locked_pages_are_not_evicted() -> None:
+    pools = CacheCoordinator(4, 0, 8, 2, prefix_cache=True)
     pages = pools.pages
     scheduler = Scheduler(pools, 99)
     first, second, third = request(1, 7), request(1, 7), request(3, 15)
@@ -410,13 +368,13 @@ def test_a_prefix_cache_drops_in_behind_the_coordinator() -> None:
     scheduler.add(second)
     step = scheduler.schedule()
     assert step is not None and [(row.computed, len(row.tokens)) for row in step.plan.extend] == [(6, 1)]
-    assert step.plan.page_writes[0].pages == [p.index for p in second.pages] and second.pages[:3] == cache.pages
-    assert len(second.pages) == 4 and pages.num_used == 1
-    assert not pools.admit(third, 0, StepPlan()) and cache.locks == 1, "locked pages are not evicted"
-    assert not pools.admit(request(1, 15), 0, StepPlan()) and cache.locks == 1, "a refused admission locks nothing"
+    assert step.plan.page_writes[0].pages == [p.index for p in second.pages] and second.borrowed_pages == 3
+    assert len(second.pages) == 4 and (pages.num_used, pages.num_locked) == (1, 3)
+    assert not pools.admit(third, 0, StepPlan()) and pages.num_cached == 3
+    assert not pools.admit(request(1, 15), 0, StepPlan()) and pages.num_locked == 3, "a refused admission locks nothing"
     scheduler.complete(step, [1])
     pools.release(second)
-    assert (pages.num_cached, pages.num_used, cache.locks) == (3, 0, 0)
+    assert (pages.num_cached, pages.num_used, pages.num_locked) == (3, 0, 0)
     assert pools.admit(third, 0, StepPlan()), "unlocked ones give way"
     pools.release(third)
     pools.check()

@@ -4,11 +4,10 @@ no launched step reads them."""
 import pytest
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.scheduler import Scheduler
 from hybridrt.errors import MemoryBudgetError
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.runtime.step import StepPlan
-from tests.engine.test_scheduler import Bench, OnePrefixCache, request
+from tests.engine.test_scheduler import Bench, request
 from tests.support.engine_harness import Rig, set_computed
 
 
@@ -105,33 +104,11 @@ def test_retraction_starts_over() -> None:
     assert bench.running() == [1] and steps[-1].plan.decode
 
 
-def test_what_has_lost_its_beginning_is_not_offered_to_the_prefix_cache() -> None:
-    cache = OnePrefixCache(page_size=2)
-    pools, r = CacheCoordinator(4, 0, 30, 2, cache, PageDemand(2, 4, 99)), request(1, 20)
+def test_a_model_whose_layers_all_have_a_window_keeps_nothing_for_others() -> None:
+    demand = PageDemand(2, 4, 99)
+    pools, r = CacheCoordinator(4, 0, 30, 2, demand, prefix_cache=True), request(1, 3)
     pools.admit(r, 0, StepPlan())
-    set_computed(r, 20)
-    pools.settle(r, 20)
+    set_computed(r, 3)
+    pools.settle(r, 3)
     pools.release(r)
-    assert not cache.pages and pools.pages.num_free == 30
-
-
-def test_a_cached_prefix_is_borrowed_and_dropped_but_never_freed() -> None:
-    cache = OnePrefixCache(page_size=2)
-    pools = CacheCoordinator(4, 0, 30, 2, cache, PageDemand(2, 4, 99))
-    pages = pools.pages
-    first, second = request(1, 20), request(1, 31)
-    pools.admit(first, 0, StepPlan())
-    set_computed(first, 20)
-    pools.release(first)
-    assert pages.num_cached == 10
-    scheduler = Scheduler(pools, 99)
-    scheduler.add(second)
-    step = scheduler.schedule()
-    assert step is not None and [(row.computed, len(row.tokens)) for row in step.plan.extend] == [(20, 11)]
-    assert step.plan.page_writes[0].first_page == second.first_page == 8, "the token at 20 sees 17"
-    assert second.borrowed_pages == 2 and cache.locks == 1
-    scheduler.complete(step, [1])
-    assert (second.first_page, second.borrowed_pages, pages.num_used) == (14, 0, 2)
-    pools.release(second)
-    assert (pages.num_cached, pages.num_used, cache.locks) == (10, 0, 0)
-    pools.check()
+    assert pools.pages.num_free == 30

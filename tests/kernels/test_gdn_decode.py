@@ -27,7 +27,7 @@ def small_blocks(monkeypatch):
 
 class Layer:
     """Weights of one layer, its pools, and the merged projections of requests from position 0. dims: of keys and
-    values."""
+    values. Beta is doubled: a step that loses the factor shows."""
 
     def __init__(self, slots, tokens, conv_width=16, ring_width=16, state_dtype=torch.float32, dims=(6, 5)):
         self.slots, (key_dim, value_dim) = slots, dims
@@ -36,6 +36,7 @@ class Layer:
         self.weights = {
             "weight": torch.randn(self.channels, TAPS), "bias": torch.randn(self.channels),
             "A_log": torch.randn(VALUE_HEADS) - 4, "dt_bias": torch.randn(VALUE_HEADS),
+            "beta_scale": 2.0,
         }  # fmt: skip
         self.conv = poisoned(40, self.channels, conv_width)
         self.states = poisoned(40, VALUE_HEADS, value_dim, key_dim, dtype=state_dtype)
@@ -51,7 +52,7 @@ class Layer:
 
     @property
     def gate_weights(self):
-        return {name: self.weights[name] for name in ("A_log", "dt_bias")}
+        return {name: self.weights[name] for name in ("A_log", "dt_bias", "beta_scale")}
 
     def step(self, first, tokens, **changed):
         merged = torch.stack([row[p : p + tokens] for row, p in zip(self.merged, first, strict=True)])

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from hybridrt.errors import OutOfSlotsError, PoolError
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
-from hybridrt.mem_cache.prefix_cache import NoPrefixCache
 
 
 def counts(pool: SlotAllocator) -> tuple[int, int, int]:
@@ -133,10 +132,3 @@ def test_conservation_over_random_histories(total: int, history: list[tuple[str,
             del cached[:n]
         assert counts(pool) == (total - len(used) - len(cached), len(used), len(cached))
         assert len({slot.index for slot in used + cached}) == len(used) + len(cached)
-
-
-def test_no_prefix_cache_matches_and_keeps_nothing() -> None:
-    cache, pool = NoPrefixCache(), SlotAllocator(2, "page")
-    match = cache.match([1, 2, 3])
-    assert match.length == 0 and not match.pages
-    assert not any(cache.insert([1, 2, 3], pool.alloc(2), None, 3))

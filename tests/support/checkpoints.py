@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,10 @@ import transformers as tf
 from torch import Tensor
 
 from tests.support import swa_ssm as swa
+from tests.support.newer_checkpoints import NEWER, NEWER_SPLIT
+from tests.support.sizes import LENGTH, TOKENS, VOCAB, Make
 
-VOCAB = 131
-LENGTH = 256
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")  # of routers: buffers
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-Make = Callable[[], tuple[Any, Any]]
 
 
 def falcon(**changes: Any) -> Make:
@@ -154,18 +152,6 @@ def lfm2_moe(**changes: Any) -> Make:
         "num_experts_per_tok": 2, "tie_word_embeddings": False, "max_position_embeddings": LENGTH, **TOKENS,
     }  # fmt: skip
     return lambda: (tf.Lfm2MoeConfig(**(fields | changes)), tf.Lfm2MoeForCausalLM)
-
-
-def zamba2(**changes: Any) -> Make:
-    """Zamba2: a shared block before layers 1 and 3. transformers clamps the time step in prefill alone."""
-    fields: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5,
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba"], "num_attention_heads": 4,
-        "num_key_value_heads": 4, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_ngroups": 1,
-        "n_mamba_heads": 8, "chunk_size": 16, "num_mem_blocks": 1, "adapter_rank": 4, "tie_word_embeddings": True,
-        "time_step_min": 1e-30, "max_position_embeddings": LENGTH, **TOKENS,
-    }  # fmt: skip
-    return lambda: (tf.Zamba2Config(**(fields | changes)), tf.Zamba2ForCausalLM)
 
 
 def swa_ssm(**changes: Any) -> Make:
@@ -312,25 +298,6 @@ LFM2_MOE: dict[str, Make] = {
     "dense": lfm2_moe(num_dense_layers=4),
 }  # fmt: skip
 
-ZAMBA2: dict[str, Make] = {
-    "plain": zamba2(),
-    "two_blocks_adapters_rope": zamba2(
-        num_mem_blocks=2, use_shared_attention_adapter=True, use_mem_rope=True, tie_word_embeddings=True,
-        layers_block_type=["hybrid", "mamba", "hybrid", "hybrid", "mamba", "hybrid", "hybrid"], num_hidden_layers=7,
-    ),
-    "biases": zamba2(num_key_value_heads=2, add_bias_linear=True, mamba_ngroups=2),
-    "odd_sizes": zamba2(
-        hidden_size=30, num_attention_heads=5, num_key_value_heads=5, n_mamba_heads=3, mamba_expand=1, mamba_d_state=5,
-        mamba_d_conv=3, chunk_size=7, adapter_rank=3, use_shared_attention_adapter=True, num_mem_blocks=3,
-        intermediate_size=20,
-    ),
-    "nothing_tied": zamba2(
-        num_mem_blocks=2, use_shared_attention_adapter=True, tie_word_embeddings=False,
-        layers_block_type=["hybrid", "mamba", "hybrid", "hybrid", "mamba"],
-    ),
-    "mamba_alone": zamba2(layers_block_type=["mamba"] * 2, num_hidden_layers=2),
-}  # fmt: skip
-
 SWA_SSM: dict[str, Make] = {
     "plain": swa_ssm(),
     "benchmark_tied": swa_ssm(
@@ -347,8 +314,8 @@ CASES: dict[str, Make] = {
     f"{family}-{name}": make
     for family, cases in (
         ("falcon", FALCON), ("falcon_mamba", FALCON_MAMBA), ("jamba", JAMBA), ("lfm2", LFM2), ("lfm2_moe", LFM2_MOE),
-        ("mamba", MAMBA), ("mamba2", MAMBA2), ("nemotron", NEMOTRON), ("qwen", QWEN),
-        ("swa_ssm", SWA_SSM), ("zamba2", ZAMBA2),
+        ("mamba", MAMBA), ("mamba2", MAMBA2), ("nemotron", NEMOTRON), ("qwen", QWEN), ("swa_ssm", SWA_SSM),
+        *NEWER.items(),
     )
     for name, make in cases.items()
 }  # fmt: skip
@@ -381,8 +348,8 @@ SPLIT: dict[str, Make] = {
     "mamba2-split": mamba2(use_bias=True, n_groups=4),
     "lfm2-split": lfm2(conv_bias=True, tie_word_embeddings=True, num_key_value_heads=1),
     "lfm2_moe-split": lfm2_moe(),
-    "zamba2-split": zamba2(use_shared_attention_adapter=True, use_mem_rope=True, mamba_ngroups=4),
     "swa_ssm-split": CASES["swa_ssm-plain"],
+    **NEWER_SPLIT,
 }  # fmt: skip
 
 
@@ -390,7 +357,8 @@ def write(make: Make, path: Path, *, seed: int = 0, **save: Any) -> Any:
     """Saves a random model as transformers does (`save` goes to save_pretrained) and returns it."""
     torch.manual_seed(seed)
     config, cls = make()
-    config.dtype = "float32"
+    for part in (config, *(getattr(config, name) for name in getattr(config, "sub_configs", ()))):
+        part.dtype = "float32"
     model = cls(config).eval().float()
     with torch.no_grad():
         corrections = ((name, t) for name, t in model.named_buffers() if name.endswith(CORRECTIONS))

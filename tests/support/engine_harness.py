@@ -10,7 +10,7 @@ from hybridrt.engine.outputs import Delta
 from hybridrt.engine.request import Request
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.sampling_params import SamplingParams
-from tests.support.exact_prefix_cache import ExactPrefixCache
+from tests.support.cache_ledger import check_cache
 from tests.support.mock_executor import MockDrafter, MockExecutor, tokens_alone
 from tests.support.samples import Sample, Samples
 
@@ -26,8 +26,11 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(t for t in token_ids if t < 256).decode(errors="replace")
+    encode_bare = encode
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        special = "" if skip_special_tokens else "".join(f"<{t}>" for t in token_ids if t >= 256)
+        return bytes(t for t in token_ids if t < 256).decode(errors="replace") + special
 
 
 class Rig:
@@ -49,7 +52,8 @@ class Rig:
         tokenizer: Any = None,
         seed: int = 0,
         sliding_window: int | None = None,
-        cache: ExactPrefixCache | None = None,
+        cache: bool = False,
+        grid: int | None = None,
         replay: bool = False,
     ) -> None:
         slots = rows if slots is None else slots
@@ -58,8 +62,8 @@ class Rig:
             sliding_window=sliding_window, replay=replay,
         )  # fmt: skip
         demand = PageDemand(page_size, sliding_window, chunk, drafts + 1)
-        self.pools = CacheCoordinator(rows, slots, pages, page_size, cache, demand)
-        self.cache = cache
+        self.pools = CacheCoordinator(rows, slots, pages, page_size, demand, prefix_cache=cache)
+        self.pools.prefixes.grid = grid or self.pools.prefixes.grid
         limits = EngineLimits(vocab, max_model_len, chunk, (EOS,))
         self.drafter = drafter = MockDrafter(drafts, vocab, sliding_window) if drafts else None
         self.engine = Engine(self.executor, self.pools, limits, tokenizer, overlap=overlap, seed=seed, drafter=drafter)
@@ -95,14 +99,11 @@ class Rig:
         self.check()
         for pool in (self.pools.rows, self.pools.slots, self.pools.pages):
             assert not pool.num_used, f"leaked: {pool}"
-        assert self.cache is None or not self.cache.locks
         assert self.drafter is None or not self.drafter.begun
 
     def check(self) -> None:
-        """The ledgers; the cache's, if there is one, against the allocators'."""
-        self.pools.check()
-        if self.cache is not None:
-            self.cache.check(self.pools)
+        """The ledgers, and the cache's against the allocators'."""
+        check_cache(self.pools)
 
 
 def set_computed(request: Request, tokens: int) -> None:

@@ -10,6 +10,7 @@ from hybridrt.config import EngineConfig
 from hybridrt.engine import llm as llm_module
 from hybridrt.engine.llm import LLM
 from hybridrt.sampling_params import SamplingParams
+from tests.support.cache_ledger import check_cache
 from tests.support.engine_harness import EOS
 from tests.support.mock_executor import MockExecutor
 
@@ -52,5 +53,6 @@ def make(monkeypatch: pytest.MonkeyPatch, tokenizer: Any = None, **config: Any) 
 def assert_clean(llm: LLM) -> None:
     counters = llm.engine.counters()
     assert not llm.engine.has_unfinished()
-    assert (counters.running, counters.waiting, counters.free_pages) == (0, 0, 32)
-    assert counters.free_rows == counters.free_slots == llm.plan.num_rows
+    check_cache(llm.engine._coordinator)
+    assert (counters.running, counters.waiting, counters.free_pages + counters.cached_pages) == (0, 0, 32)
+    assert counters.free_rows == counters.free_slots + counters.cached_slots == llm.plan.num_rows

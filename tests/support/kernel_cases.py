@@ -102,6 +102,10 @@ class DecodeRows:
             self.num_slots + 1, self.shape.conv_dim, self.shape.conv_width(self.tokens), dtype=torch.bfloat16
         )
         pool[self.used_slots] = normal(len(self.used_slots), *pool.shape[1:])
+        width = pool.shape[2]
+        for slot, position in zip(self.used_slots, self.positions.tolist()):
+            for before in range(position - width, 0):  # a slot begins as zeros
+                pool[slot, :, before % width] = 0
         return pool
 
     def states(self) -> Tensor:

@@ -106,6 +106,7 @@ class MockExecutor:
         self.page_owner: dict[int, tuple[Tenant, int]] = {}
         self.borrowers: dict[int, list[Tenant]] = {}
         self.slot_readers: dict[int, list[MockHandle]] = {}
+        self.saved: dict[int, MockHandle] = {}  # by state slot: the step that leaves a state there
         self.kv: dict[tuple[int, int], int] = {}
         self.state: dict[int, int] = {}
         self.text: dict[int, list[int]] = {}  # by state slot: what its state stands for
@@ -145,6 +146,8 @@ class MockExecutor:
                     self.borrow_page(page, tenant)
                 else:
                     self.take_page(page, tenant)
+        copies = plan.page_copies
+        assert not {copy.source for copy in copies} & {copy.target for copy in copies}
         for row in [*plan.decode, *plan.extend]:
             self.name(row, handle)
         assert plan.decode or plan.extend, "an empty step"
@@ -161,6 +164,8 @@ class MockExecutor:
         before = self.owner.get((kind, index))
         assert before is not tenant, f"{kind} {index} given twice to one request"
         assert before is None or all(step.consumed for step, _ in before.steps), f"{kind} {index} reused too early"
+        if kind == "slot" and index in self.saved:
+            assert self.saved.pop(index).consumed, f"slot {index} reused before a state has been left there"
         readers = self.slot_readers.pop(index, []) if kind == "slot" else []
         assert all(step.consumed for step in readers), f"slot {index} reused before a step has read it"
         self.owner[kind, index] = tenant
@@ -206,7 +211,16 @@ class MockExecutor:
         assert all(self.owner[thing] is tenant for thing in held), "a step names what belongs to another request"
         if isinstance(row, ExtendRow) and row.read_state_slot:
             assert ("slot", row.read_state_slot) not in self.owner, "a slot is read that is not the cache's"
+            if row.read_state_slot in self.saved:
+                assert self.saved[row.read_state_slot].consumed, "a state is read before its step is over"
             self.slot_readers.setdefault(row.read_state_slot, []).append(handle)
+        if isinstance(row, ExtendRow):
+            ends = [0, *(end for end, _ in row.saves), len(row.tokens)]
+            assert ends == sorted(set(ends)), "states stand between the chunk's tokens, in order"
+            for _, slot in row.saves:
+                self.take("slot", slot, tenant)
+                del self.owner["slot", slot]
+                self.saved[slot] = handle
         tokens = 1 + len(row.drafts) if isinstance(row, DecodeRow) else len(row.tokens)
         if self.limits["page"]:
             for number in range(self.first_page(row.computed), -(-(row.computed + tokens) // self.page_size)):
@@ -220,6 +234,9 @@ class MockExecutor:
         plan, answers = handle.plan, []
         for donor in handle.donors:
             self.fold(donor)
+        for copy in plan.page_copies:
+            for offset in range(self.page_size):
+                self.kv[copy.target, offset] = self.kv.get((copy.source, offset), -1)
         for row, tenant in zip([*plan.decode, *plan.extend], handle.tenants, strict=True):
             if any(tenant.admission is admission for admission in plan.admissions):
                 self.state[tenant.state], self.text[tenant.state] = 0, []
@@ -280,7 +297,12 @@ class MockExecutor:
         assert list(row.tokens) == list(tokens[row.computed : row.computed + len(row.tokens)])
         tenant.outputs = len(tokens) - tenant.admission.prompt_len
         assert row.output_index == tenant.outputs
-        for token in row.tokens:
+        saves = dict(row.saves)
+        for number, token in enumerate(row.tokens):
+            if number in saves:
+                self.fold(tenant)
+                self.state[saves[number]] = self.state[tenant.state]
+                self.text[saves[number]] = list(self.text[tenant.state])
             self.write(tenant, token)
         assert row.sample == (tenant.length == len(tokens)), "the last chunk samples, and no other"
         return [[self.sample(tenant)]] if row.sample else []

@@ -14,7 +14,6 @@ from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
 from hybridrt.mem_cache.memory_plan import MemoryPlan
-from hybridrt.mem_cache.prefix_cache import PrefixCache
 from hybridrt.runtime.build import Pools, RunTarget, load_target, make_plan
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.ranks import Ranks
@@ -55,6 +54,7 @@ class Session:
         **config: Any,
     ) -> None:  # fmt: skip
         defaults = {"device": "cpu", "dtype": "float32", "max_model_len": 160, "max_running_requests": 4}
+        defaults["prefix_cache"] = False  # the plan then holds what its budget says
         self.config = EngineConfig(str(path), **{**defaults, **config})
         self.split = TensorParallelExecutor(self.config, ranks=ranks) if ranks else None
         plan = None
@@ -83,11 +83,12 @@ class Session:
             self.logits[self._seeds[row], index] = line.clone()
         return self._sampler(logits, rows, output_indices, filters)
 
-    def engine(self, *, chunk: int = 8192, overlap: bool = False, prefix_cache: PrefixCache | None = None) -> Engine:
+    def engine(self, *, chunk: int = 8192, overlap: bool = False, prefix_cache: bool = False, grid: int = 16) -> Engine:
         plan, model = self.plan, self.runner.model_config
         demand = plan.demand and replace(plan.demand, step_tokens=chunk)
-        pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
-        self.coordinator = CacheCoordinator(*pools, prefix_cache, demand)
+        pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, demand)
+        self.coordinator = CacheCoordinator(*pools, prefix_cache=prefix_cache)
+        self.coordinator.prefixes.grid = grid
         limits = EngineLimits(model.vocab_size, plan.max_model_len, chunk, model.eos_token_ids)
         return Engine(self, self.coordinator, limits, overlap=overlap)
 

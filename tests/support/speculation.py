@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
+from hybridrt.distributed.groups import TPGroup
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
 from hybridrt.engine.request import derive_seed
 from hybridrt.mem_cache.page_demand import PageDemand
+from hybridrt.runtime.build import load_target, make_plan
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
+from tests.support.cache_ledger import check_cache
 from tests.support.samples import Sample, Samples
 from tests.support.session import budget
 
@@ -40,16 +43,20 @@ class Rig:
         pages: KV pages; None for enough.
         drafts: num_draft_tokens; 0 for plain decoding.
         graphs: on a CPU, run decode and verify steps through closures over poisoned buffers.
+        cache_slots: state slots for cached prefixes; None: no prefix cache.
+
+    Attributes:
+        grid: where prompts leave states; a multiple of PAGE.
     """
 
     def __init__(
         self, path: Path, *, mode: str = "auto", drafts: int = 0, rows: int = 3, pages: int | None = None,
-        graphs: bool = False, device: str = "cpu", **spec: Any,
+        graphs: bool = False, device: str = "cpu", cache_slots: int | None = None, **spec: Any,
     ) -> None:  # fmt: skip
         speculative = SpeculativeConfig(num_draft_tokens=drafts, state_mode=mode, **spec) if drafts else None
         self.config = EngineConfig(
             str(path), device=device, dtype="float32", max_model_len=LENGTH, max_running_requests=rows, page_size=PAGE,
-            speculative=speculative, state_mode="auto" if drafts else mode,
+            speculative=speculative, state_mode="auto" if drafts else mode, prefix_cache=False,
         )  # fmt: skip
         # The longest request fits alone.
         window = json.loads((path / "config.json").read_text()).get("sliding_window")
@@ -57,7 +64,11 @@ class Rig:
         pages = rows * LENGTH // PAGE if pages is None else max(pages, least)
         same = ("device", "max_model_len", "page_size", "speculative", "state_mode")
         common = {name: getattr(self.config, name) for name in same}
-        self.runner = ModelRunner(self.config, budget_bytes=budget(path, rows=rows, pages=pages, **common))
+        self.cached, self.grid = cache_slots is not None, PAGE
+        spare = cache_slots or 0
+        bytes_ = budget(path, rows=rows, pages=pages, cache_slots=spare, **common)
+        plan = make_plan(self.config, load_target(self.config, TPGroup())[1], budget_bytes=bytes_, cache_slots=spare)
+        self.runner = ModelRunner(self.config, plan=plan)
         assert self.runner.plan.num_pages == (pages if self.runner.plan.costs.page else 0)
         if graphs:
             self.runner.capture()
@@ -65,8 +76,10 @@ class Rig:
     def engine(self, drafter: Drafter | None = None, chunk: int = 8192, overlap: bool = False) -> Engine:
         plan = self.runner.plan
         demand = plan.demand and replace(plan.demand, step_tokens=chunk)
-        pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size)
-        self.coordinator = CacheCoordinator(*pools, demand=demand)
+        pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, demand)
+        head = int(self.runner.drafter is not None)
+        self.coordinator = CacheCoordinator(*pools, prefix_cache=self.cached, lookahead=head)
+        self.coordinator.prefixes.grid = self.grid
         limits = EngineLimits(self.runner.model_config.vocab_size, LENGTH, chunk)
         return Engine(self.runner, self.coordinator, limits, overlap=overlap, drafter=drafter)
 
@@ -86,7 +99,7 @@ class Rig:
             deltas = engine.step() if engine.has_unfinished() else []
             assert [delta.error for delta in deltas if delta.error is not None] == []
             found.add(deltas)
-            self.coordinator.check()
+            check_cache(self.coordinator)
             steps += 1
             assert steps < 2000
         self.counters = engine.counters()
@@ -100,7 +113,8 @@ class Rig:
 
     def _assert_done(self, found: dict[Key, Sample]) -> None:
         for pool in (self.coordinator.rows, self.coordinator.slots, self.coordinator.pages):
-            assert pool.num_free == pool.total, f"leaked: {pool}"
+            assert pool.num_free + pool.num_cached == pool.total, f"leaked: {pool}"
+            assert self.cached or not pool.num_cached
         metrics, counters = [o.metrics for o in found.values()], self.counters
         assert counters.output_tokens == sum(m.output_tokens for m in metrics)
         assert counters.proposed == sum(m.proposed for m in metrics)

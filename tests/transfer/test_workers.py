@@ -11,9 +11,10 @@ import torch
 from hybridrt import LLM, SpeculativeConfig
 from hybridrt.errors import ConfigError, HandshakeError, TransferError
 from hybridrt.runtime.step import StateCopy, StepPlan
-from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, lfm2, mamba, mamba2, nemotron, qwen, zamba2
+from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, lfm2, mamba, mamba2, nemotron, qwen
 from tests.support.in_process import QueueChannel, decode_hello
 from tests.support.levels import sweep
+from tests.support.newer_checkpoints import zamba2
 from tests.support.tiny import write_tiny
 from tests.support.transfer_pair import Decoder, Prefiller, alone, build, greedy, run
 

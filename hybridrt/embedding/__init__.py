@@ -1,0 +1,20 @@
+"""The stable surface for engines that bring their own scheduler: a model, its memory, and its steps, one call each.
+
+    loaded = load(EngineConfig("org/model"))
+    plan = plan_memory(loaded, budget_bytes=2**30)
+    runtime = build(loaded, plan)
+
+`EmbeddedRuntime` runs steps over memory that the host engine hands out. docs/embedding.md has the rules and examples.
+"""
+
+from hybridrt.config import EngineConfig
+from hybridrt.embedding.loading import LoadedModel, build, load, plan_memory
+from hybridrt.embedding.numbers import Array, Numbers, Places, Scratch
+from hybridrt.embedding.runtime import DecodeGraphs, EmbeddedRuntime
+from hybridrt.forward_batch import ForwardBatch, SpecInfo
+from hybridrt.mem_cache.memory_plan import MemoryPlan
+
+__all__ = [
+    "Array", "DecodeGraphs", "EmbeddedRuntime", "EngineConfig", "ForwardBatch", "LoadedModel", "MemoryPlan", "Numbers",
+    "Places", "Scratch", "SpecInfo", "build", "load", "plan_memory",
+]  # fmt: skip

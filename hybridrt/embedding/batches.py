@@ -1,0 +1,166 @@
+"""Batches from plain arrays: checked on the host, translated into the pools' numbers, copied in one go."""
+
+import numpy as np
+import torch
+
+from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_within, host_integers
+from hybridrt.errors import BackendError, PoolError
+from hybridrt.forward_batch import ForwardBatch, SpecInfo
+from hybridrt.kernels.draft_tree import tree_positions
+from hybridrt.mem_cache.bounds import may_look
+from hybridrt.runtime.build import Runtime
+from hybridrt.runtime.step_batch import TokenInputs, make_batch
+from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, pack_chunks
+
+
+class Batches:
+    """Makes the batches of a runtime. Numbers of rows and slots are the pools' in here, but for what callers pass.
+
+    Attributes:
+        slot_of: the state slot of each row that has been admitted; 0 in a model without recurrent layers.
+        paged: [R + 1, pages of a row] bool, which pages of a row were written since it was admitted; None where only
+            the device knows.
+        staging: copies columns to the device.
+    """
+
+    def __init__(self, runtime: Runtime, numbers: Numbers) -> None:
+        self.numbers, self.backend, self.table = numbers, runtime.backend, runtime.pools.req_to_token
+        self.max_pages = self.table.max_context // self.table.page_size
+        self.device, self.vocab_size = runtime.target.device, runtime.target.model_config.vocab_size
+        self.max_len = runtime.plan.max_model_len + runtime.config.num_verify_tokens - 1
+        self.slot_of: dict[int, int] = {}
+        self.paged: np.ndarray | None = np.zeros((self.table.num_rows + 1, self.max_pages), bool)
+        self.staging = StagingRing(self.device)
+
+    def make(
+        self,
+        input_ids: Array,
+        rows: Array,
+        seq_lens: Array,
+        query_lens: Array | None,
+        num_decode_rows: int,
+        read_state_slots: Array | None,
+        spec_info: SpecInfo | None,
+    ) -> ForwardBatch:
+        """`EmbeddedRuntime.batch`, which documents the arguments and errors."""
+        tokens = spec_info.tokens_per_row if spec_info else 1
+        lines, lens = self.numbers.rows.all("rows", rows), host_integers("seq_lens", seq_lens)
+        new = np.full(len(lines), tokens, np.int32) if query_lens is None else host_integers("query_lens", query_lens)
+        split = len(lines) if query_lens is None else num_decode_rows
+        if not len(lines) or not 0 <= split <= len(lines):
+            raise BackendError(f"num_decode_rows is {split} in a batch of {len(lines)} rows")
+        check_equal("rows", lines, "query_lens", new)
+        self.check_lengths(lines, lens, new)
+        if (new[:split] != tokens).any():
+            raise BackendError(f"query_lens of decode rows is {new[:split].tolist()}; each has {tokens} tokens")
+        num_real = self.check_rows(lines)
+        columns = _columns(lines, lens, new)
+        first = split * tokens if spec_info is not None and spec_info.num_drafts is not None else 0
+        self.check_pages(columns["token_rows"][first:], columns["positions"][first:])  # padding drafts need no page
+        if read_state_slots is not None:
+            columns["read_state_slots"] = self.numbers.state_slots.all("read_state_slots", read_state_slots)
+        sizes = self.backend.chunk_sizes if split < len(lines) else ()
+        columns |= pack_chunks((lens - new)[split:], new[split:], sizes)
+        ids = self.take_ids(input_ids, int(new.sum()), columns)
+        sections = self.staging.upload(columns)
+        inputs = self._inputs(sections, sections["input_ids"] if ids is None else ids, split * tokens, spec_info)
+        return make_batch(
+            self.backend, sections["rows"], sections["seq_lens"], sections["query_start_loc"], inputs, split, spec_info,
+            num_real, seq_lens_cpu=lens.tolist(), query_lens_cpu=new.tolist(),
+            read_state_slots=sections.get("read_state_slots"),
+            chunk_plans=chunk_plans(columns, sections, new[split:].tolist(), sizes),
+        )  # fmt: skip
+
+    def check_rows(self, lines: np.ndarray) -> int:
+        """How many rows are real: they come first, have been admitted, and share neither row nor slot."""
+        num_real = int(np.count_nonzero(lines))
+        real = lines[:num_real]
+        if not real.all():
+            raise BackendError("a padding row (the scratch row) stands before a real one; padding rows come last")
+        self.numbers.rows.check_once("rows", real)
+        self.check_admitted(real)
+        if self.table.mamba_pool is not None:
+            slots = np.array([self.slot_of[line] for line in real.tolist()], np.int32)
+            self.numbers.state_slots.check_once("the state slots of rows", slots)
+        return num_real
+
+    def admit(self, lines: np.ndarray, state_slots: list[int]) -> None:
+        """Rows begin new requests: their former pages are not theirs any more."""
+        self.slot_of |= zip(lines.tolist(), state_slots)
+        if self.paged is not None:
+            self.paged[lines] = False
+
+    def note_pages(self, lines: np.ndarray, indices: np.ndarray) -> None:
+        """Pages of rows were written."""
+        if self.paged is not None:
+            self.paged[lines, indices] = True
+
+    def note_tokens(self, lines: torch.Tensor, positions: torch.Tensor) -> None:
+        """KV places of tokens were written, by numbers that are on the device."""
+        if may_look(self.device):
+            self.note_pages(lines.cpu().numpy(), positions.cpu().numpy() // self.table.page_size)
+        else:
+            self.paged = None
+
+    def check_pages(self, lines: np.ndarray, positions: np.ndarray) -> None:
+        """PoolError if a token of a real row has no page: it would be lost in the scratch page."""
+        if self.paged is None or not self.max_pages:
+            return
+        lost = np.flatnonzero(~self.paged[lines, positions // self.table.page_size] & (lines > 0))
+        if len(lost):
+            row, position = self.numbers.rows.outside(int(lines[lost[0]])), positions[lost[0]]
+            raise PoolError(f"row {row} has no page for position {position}: call write_pages, and admit before it")
+
+    def check_admitted(self, lines: np.ndarray) -> None:
+        """PoolError for a row that has not been admitted."""
+        for line in lines.tolist():
+            if line not in self.slot_of:
+                raise PoolError(f"row {self.numbers.rows.outside(line)} was not admitted: call admit first")
+
+    def check_lengths(self, lines: np.ndarray, lens: np.ndarray, new: np.ndarray) -> None:
+        """BackendError unless each row has a length that counts its new tokens, and that pools have room for."""
+        check_equal("rows", lines, "seq_lens", lens)
+        wrong = np.flatnonzero((new < 0) | (lens < new) | (lens > self.max_len))
+        if len(wrong):
+            i = int(wrong[0])
+            raise BackendError(
+                f"seq_lens[{i}] is {lens[i]} with {new[i]} new tokens; a length counts the new tokens, and is at most "
+                f"{self.max_len}"
+            )
+
+    def take_ids(self, input_ids: Array, count: int, columns: Columns) -> torch.Tensor | None:
+        """An int32 tensor on the device as it is; None where the tokens go into `columns`."""
+        if isinstance(input_ids, torch.Tensor) and input_ids.device == self.device and input_ids.dtype == torch.int32:
+            if input_ids.shape != (count,):
+                raise BackendError(f"input_ids has shape {tuple(input_ids.shape)}; the rows have {count} new tokens")
+            return input_ids
+        ids = host_integers("input_ids", input_ids)
+        if len(ids) != count:
+            raise BackendError(f"input_ids has {len(ids)} tokens; the rows have {count} new tokens")
+        check_within("input_ids", ids, self.vocab_size)
+        columns["input_ids"] = ids
+        return None
+
+    def _inputs(self, sections: Sections, ids: torch.Tensor, decoded: int, spec: SpecInfo | None) -> TokenInputs:
+        """Positions and KV places of the new tokens, of which the first `decoded` are decode rows'."""
+        positions = sections["positions"]
+        places = self.table.token_slots(sections["token_rows"], positions)
+        if spec is not None and spec.num_drafts is not None:  # padding drafts have no place
+            order = torch.arange(spec.tokens_per_row, device=self.device)
+            padding = order > spec.num_drafts[: decoded // spec.tokens_per_row, None]
+            places[:decoded].masked_fill_(padding.flatten(), 0)
+        if spec is not None and spec.tree_mask is not None:  # siblings share a position
+            positions[:decoded] = tree_positions(positions[:decoded], spec.tree_mask)
+        return TokenInputs(ids, positions, places)
+
+
+def _columns(lines: np.ndarray, lens: np.ndarray, new: np.ndarray) -> Columns:
+    ends = np.cumsum(new, dtype=np.int32)
+    offsets = np.repeat(lens - ends, new)  # a token's position less its place in the batch
+    return {
+        "rows": lines,
+        "seq_lens": lens,
+        "query_start_loc": np.concatenate((np.zeros(1, np.int32), ends)),
+        "token_rows": np.repeat(lines, new),
+        "positions": offsets + np.arange(len(offsets), dtype=np.int32),
+    }

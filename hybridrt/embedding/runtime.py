@@ -1,0 +1,322 @@
+"""`EmbeddedRuntime`: a model with its pools and backends, whose steps a host engine plans."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hybridrt.embedding.batches import Batches
+from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_on_device, check_within, host_integers
+from hybridrt.errors import BackendError, PoolError
+from hybridrt.forward_batch import ForwardBatch, SpecInfo
+from hybridrt.mem_cache.bounds import check_range, may_look
+from hybridrt.mem_cache.mamba_pool import MambaPool
+from hybridrt.runtime.build import Runtime
+from hybridrt.runtime.graph_runner import GraphRunner
+from hybridrt.runtime.step import DecodeRows
+from hybridrt.runtime.step_inputs import Columns, Sections
+
+
+class EmbeddedRuntime:
+    """Runs the steps that a host engine plans; `hybridrt.embedding.build` makes it.
+
+    Rows, state slots and pages are the host engine's own numbers everywhere; `numbers` translates them. An Array is a
+    list, a numpy array or a CPU tensor of integers, [n]. Methods queue work on the device and do not wait for it. Each
+    checks all that it is given before anything changes. One thread at a time.
+
+    Attributes:
+        plan: rows, slots and pages that the host engine may hand out.
+        numbers: how the host engine counts.
+        model, pools, backend: the parts. In them, the scratch row, slot and page are 0.
+    """
+
+    def __init__(self, runtime: Runtime, numbers: Numbers) -> None:
+        self.config, self.plan, self.numbers = runtime.config, runtime.plan, numbers
+        self.model, self.pools, self.backend = runtime.model, runtime.pools, runtime.backend
+        self.device = runtime.target.device
+        self._batches = Batches(runtime, numbers)
+        self._open: ForwardBatch | None = None  # was run, and waits for `commit`
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def admit(self, rows: Array, state_slots: Array | None = None) -> None:
+        """Each of `rows` begins a request. It owns its state slot from now on, which is zeroed, and has no pages.
+
+        Args:
+            state_slots: one for each row; None for a model without recurrent layers.
+
+        Raises:
+            PoolError: a number is scratch, outside its table or there twice; slots are missing; a step waits for its
+                commit.
+        """
+        self._require_commit("admit")
+        lines = self.numbers.rows.own("rows", rows)
+        if self.pools.req_to_token.mamba_pool is None:
+            self._batches.admit(lines, [0] * len(lines))
+            return
+        if state_slots is None:
+            raise PoolError("the model has recurrent layers: admit needs a state slot for each row")
+        places = self.numbers.state_slots.own("state_slots", state_slots)
+        check_equal("rows", lines, "state_slots", places)
+        self._batches.admit(lines, places.tolist())
+        sections = self._batches.staging.upload({"rows": lines, "slots": places})
+        self.pools.req_to_token.admit(sections["rows"].long(), sections["slots"].long())
+
+    @torch.inference_mode()
+    def write_pages(self, rows: Array, page_indices: Array, pages: Array) -> None:
+        """KV page `pages[i]` holds the page_size tokens of row `rows[i]` from page_indices[i] * page_size on. Does
+        nothing in a model without attention layers, which has no pages.
+
+        Raises:
+            PoolError: a row or page is scratch or outside its table.
+            BackendError: a page index is outside the row's table, or the arrays differ in length.
+        """
+        table = self.pools.req_to_token
+        if not table.max_context:
+            return
+        lines, places = self.numbers.rows.real("rows", rows), self.numbers.pages.real("pages", pages)
+        indices = host_integers("page_indices", page_indices)
+        check_equal("rows", lines, "page_indices", indices)
+        check_equal("rows", lines, "pages", places)
+        check_within("page_indices", indices, table.max_context // table.page_size)
+        self._batches.note_pages(lines, indices)
+        sections = self._batches.staging.upload({"rows": lines, "indices": indices, "pages": places})
+        table.write_pages(*(sections[name].long() for name in ("rows", "indices", "pages")))
+
+    @torch.inference_mode()
+    def write_tokens(self, rows: torch.Tensor, positions: torch.Tensor, places: torch.Tensor) -> None:
+        """Token `positions[i]` of row `rows[i]` lies at KV place `places[i]`, which is page * page_size + offset: for
+        engines that compute their table on the device. The tokens of a page lie side by side, from offset 0 on. Does
+        nothing in a model without attention layers.
+
+        Args:
+            rows, positions, places: [n] int32 or int64 on the runtime's device. Their values are checked on a CPU, and
+                elsewhere with HYBRIDRT_DEBUG=1.
+
+        Raises:
+            BackendError: shapes, dtypes or devices are wrong. PoolError: a number is outside its table.
+        """
+        table, numbers = self.pools.req_to_token, self.numbers
+        if not table.max_context:
+            return
+        ends = numbers.rows.count, table.max_context, numbers.tokens.count
+        for (name, tensor), end in zip({"rows": rows, "positions": positions, "places": places}.items(), ends):
+            check_on_device(name, tensor, self.device)
+            if tensor.ndim != 1 or tensor.shape != rows.shape:
+                raise BackendError(f"{name} has shape {tuple(tensor.shape)}; rows, positions and places are [n] each")
+            check_range(name, tensor, end)
+        lines = numbers.rows.inside(rows).long()
+        self._batches.note_tokens(lines, positions)
+        table.req_to_token[lines, positions.long()] = numbers.tokens.inside(places).int()
+
+    @torch.inference_mode()
+    def snapshot(self, rows: Array, state_slots: Array) -> None:
+        """Copies the recurrent state of `rows` into `state_slots`, which no running request owns. The rows go on as
+        they are.
+
+        A snapshot is good for the row's next position and no other. KV is not copied: it stays in its pages.
+
+        Raises:
+            PoolError: a number is scratch, outside its table or there twice; a row was not admitted, or the slot is its
+                own; the model keeps no state; a step waits for its commit.
+        """
+        pool, sections = self._state_move("snapshot", rows, state_slots)
+        pool.snapshot(sections["rows"], sections["slots"])
+
+    @torch.inference_mode()
+    def restore(self, state_slots: Array, rows: Array) -> None:
+        """Copies the states in `state_slots` into the slots that `rows` own. PoolError as in `snapshot`."""
+        pool, sections = self._state_move("restore", rows, state_slots)
+        pool.restore(sections["slots"], sections["rows"])
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def batch(
+        self,
+        *,
+        input_ids: Array,
+        rows: Array,
+        seq_lens: Array,
+        query_lens: Array | None = None,
+        num_decode_rows: int = 0,
+        read_state_slots: Array | None = None,
+        spec_info: SpecInfo | None = None,
+    ) -> ForwardBatch:
+        """A step of B rows and N tokens: decode rows first, padding rows last. The pages of its tokens have been
+        written. One copy to the device.
+
+        Args:
+            input_ids: [N] tokens, row after row. An int32 tensor on the runtime's device is taken as it is, and may be
+                filled until `forward`.
+            rows: [B]; the scratch row is a padding row.
+            seq_lens: [B] tokens of each request after this step.
+            query_lens: [B] tokens of each row in this step; None: all are decode rows.
+            num_decode_rows: rows at the head of the batch that decode or verify, with one token each, or
+                spec_info.tokens_per_row.
+            read_state_slots: [B - num_decode_rows] from which the other rows start; the scratch slot stands for the
+                row's own. A row leaves its state in its own slot in any case.
+            spec_info: drafts of the decode rows, tensors on the runtime's device.
+
+        Raises:
+            BackendError: an array of the wrong kind, dtype or length; lengths or tokens out of range.
+            PoolError: a number outside its table; a row that was not admitted, is there twice, or lacks a page.
+        """
+        return self._batches.make(input_ids, rows, seq_lens, query_lens, num_decode_rows, read_state_slots, spec_info)
+
+    @torch.inference_mode()
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Once a step, before `forward`: host work and copies. Steps before it may still have to run; steps run in the
+        order in which they were prepared.
+
+        Raises:
+            BackendError: the batch contradicts itself or the pools.
+        """
+        self.backend.prepare(batch)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Runs the layers of a prepared step. Writes KV, and the states of the rows that do not decode.
+
+        Returns:
+            [N, hidden] in the model's dtype.
+
+        Raises:
+            BackendError: the step was not prepared, or the step before waits for its commit.
+        """
+        self._require_commit("forward", BackendError)
+        check_range("input_ids", batch.input_ids, self._batches.vocab_size, BackendError)  # they may be filled late
+        hidden: torch.Tensor = self.model(batch)
+        self._open = batch if batch.num_decode_rows else None
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] of any tokens to [n, vocab]."""
+        return self.model.logits(hidden)
+
+    @torch.inference_mode()
+    def commit(self, batch: ForwardBatch, accepted: Array | None = None, path: torch.Tensor | None = None) -> None:
+        """After `forward` of a step with decode rows, in every state mode: what stays becomes part of the state.
+
+        Args:
+            accepted: [n] tokens that stay of each of the first n verify rows, the root among them: 1 to T, 0 for
+                padding rows. It may be an integer tensor on the runtime's device. None for plain decode.
+            path: [n, T] int64 accepted nodes of a draft tree; None for a chain.
+
+        Raises:
+            BackendError: this batch was not the last to run, or `accepted` does not fit it.
+        """
+        if batch is not self._open:
+            raise BackendError("commit is for the batch that forward ran last, once, if it has decode rows")
+        self.backend.commit(batch, self._accepted(batch, accepted), path)
+        self._open = None
+
+    def drop(self) -> None:
+        """Gives up all steps that were prepared and not committed, after a failure. The states and the KV of their rows
+        are unknown: their requests are admitted anew."""
+        self.backend.drop_step()
+        self._open = None
+
+    def capture(self, max_rows: int | None = None, sizes: Sequence[int] = ()) -> "DecodeGraphs":
+        """Records decode steps of one token a row; see `DecodeGraphs`.
+
+        Args:
+            max_rows: of the largest graph; None: all rows of the plan.
+            sizes: the batch sizes that get a graph; () for a default choice, denser where they are small.
+
+        Raises:
+            ConfigError: max_rows is below 1. PoolError: a step waits for its commit.
+        """
+        self._require_commit("capture")
+        return DecodeGraphs(self, self._batches, self.plan.num_rows if max_rows is None else max_rows, sizes)
+
+    # -- checks -------------------------------------------------------------------------------------------------
+
+    def _require_commit(self, what: str, error: type[Exception] = PoolError) -> None:
+        if self._open is not None:
+            raise error(f"{what} while a step waits for its commit: call commit(batch), or drop() to give it up")
+
+    def _state_move(self, what: str, rows: Array, state_slots: Array) -> tuple[MambaPool, Sections]:
+        self._require_commit(what)
+        pool = self.pools.req_to_token.mamba_pool
+        if pool is None:
+            raise PoolError(f"the model has no recurrent layers: there is no state to {what}")
+        lines, places = self.numbers.rows.own("rows", rows), self.numbers.state_slots.own("state_slots", state_slots)
+        check_equal("rows", lines, "state_slots", places)
+        self._batches.check_admitted(lines)
+        for row, slot in zip(lines.tolist(), places.tolist()):
+            if self._batches.slot_of[row] == slot:
+                raise PoolError(f"{what}: slot {self.numbers.state_slots.outside(slot)} is the row's own")
+        return pool, self._batches.staging.upload({"rows": lines, "slots": places})
+
+    def _accepted(self, batch: ForwardBatch, accepted: Array | None) -> torch.Tensor | None:
+        if (batch.spec_info is None) != (accepted is None):
+            raise BackendError("accepted is for verify steps, which need it: how many tokens of each row stay")
+        if accepted is None:
+            return None
+        if isinstance(accepted, torch.Tensor) and accepted.device == self.device:
+            check_on_device("accepted", accepted, self.device)
+            kept = accepted.int()
+        else:
+            kept = self._batches.staging.upload({"accepted": host_integers("accepted", accepted)})["accepted"]
+        split = batch.num_decode_rows
+        if kept.ndim != 1 or not min(batch.num_real, split) <= len(kept) <= split:
+            raise BackendError(f"accepted has shape {tuple(kept.shape)}; the step verified {split} rows")
+        check_range("accepted", kept, batch.tokens_per_row + 1, BackendError)
+        if may_look(self.device) and not kept[: batch.num_real].all():
+            raise BackendError("accepted is 0 for a real row; its first token always stays: pass 1 or more")
+        return kept
+
+
+class DecodeGraphs:
+    """Decode steps of one token a row, recorded once, and replayed for any rows; `EmbeddedRuntime.capture` makes it.
+
+    On CUDA they are CUDA graphs. On a CPU a replay calls the same function again, over the same buffers.
+    """
+
+    def __init__(self, runtime: EmbeddedRuntime, batches: Batches, max_rows: int, sizes: Sequence[int]) -> None:
+        self._runtime, self._batches = runtime, batches
+        self._last_tokens = torch.zeros(runtime.plan.num_rows + 1, dtype=torch.int32, device=runtime.device)
+        self._graphs = GraphRunner(
+            model=runtime.model,
+            backend=runtime.backend,
+            req_to_token_pool=runtime.pools.req_to_token,
+            last_tokens=self._last_tokens,
+            max_bs=max_rows,
+        )
+        self._graphs.capture(sizes=sizes)
+
+    def fits(self, rows: int) -> bool:
+        """Whether a graph holds a step of so many rows. Other steps run eagerly."""
+        return rows > 0 and self._graphs.bucket(rows) is not None
+
+    @torch.inference_mode()
+    def replay(self, *, input_ids: Array, rows: Array, seq_lens: Array) -> torch.Tensor:
+        """Runs and commits a decode step. It needs no prepare, forward or commit.
+
+        Args:
+            input_ids, rows, seq_lens: [n], as for `EmbeddedRuntime.batch`; no padding rows.
+
+        Returns:
+            [n, vocab] logits in the model's dtype, in memory that the next replay overwrites.
+
+        Raises:
+            BackendError, PoolError: as for `EmbeddedRuntime.batch`; or no graph holds n rows.
+        """
+        batches = self._batches
+        self._runtime._require_commit("replay", BackendError)
+        lines, lens = batches.numbers.rows.real("rows", rows), host_integers("seq_lens", seq_lens)
+        if not self.fits(len(lines)):
+            raise BackendError(f"no graph holds {len(lines)} rows: capture such a size, or run the step eagerly")
+        ones = np.ones_like(lines)
+        batches.check_lengths(lines, lens, ones)
+        batches.check_rows(lines)
+        batches.check_pages(lines, lens - ones)
+        columns: Columns = {"rows": lines}
+        ids = batches.take_ids(input_ids, len(lines), columns)
+        sections = batches.staging.upload(columns)
+        self._last_tokens.index_copy_(0, sections["rows"].long(), sections["input_ids"] if ids is None else ids)
+        nothing = np.zeros_like(lines)
+        return self._graphs.replay(DecodeRows(lines, lens - ones, nothing, nothing))

@@ -1,0 +1,161 @@
+"""What running requests take from the prefix cache, and what they give to it."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from hybridrt.engine.request import Request
+from hybridrt.mem_cache.allocator import Slot, SlotAllocator
+from hybridrt.mem_cache.prefix_cache import CacheCounts, CacheEntries, PrefixMatch
+from hybridrt.mem_cache.radix_cache import Node, RadixCache
+
+GRID = 16
+MOST_SAVES = 3
+
+
+class PrefixStore:
+    """Moves pages and slots between requests and the radix tree, in the ledgers of both allocators.
+
+    Args:
+        page_size: tokens in a page.
+        lookahead: of RadixCache.
+        keeps: False never keeps anything.
+
+    Attributes:
+        grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a request that goes on
+            writing its last page can give the pages before it away.
+    """
+
+    def __init__(
+        self, pages: SlotAllocator, slots: SlotAllocator, rows: SlotAllocator, page_size: int, lookahead: int,
+        keeps: bool,
+    ) -> None:  # fmt: skip
+        page_size = page_size if pages.total else 0
+        self.tree = RadixCache(page_size, slots.total > 0, lookahead)
+        self.counts = CacheCounts()
+        self.grid = max(GRID, page_size)
+        self._pages, self._slots, self._rows, self._keeps = pages, slots, rows, keeps
+
+    def match(self, request: Request) -> PrefixMatch:
+        """What of a waiting request needs no computing. Nothing is locked."""
+        return self.tree.match(request.ids, request.params.cache_salt or "") if self._keeps else PrefixMatch()
+
+    def shares(self, num_tokens: int) -> bool:
+        """Whether a prompt of so many tokens may leave something for another one of the same tokens."""
+        return self._keeps and num_tokens > (self.grid if self._slots.total else self.tree.page_size)
+
+    def lock(self, match: PrefixMatch) -> None:
+        """Keeps a match of the cache from eviction."""
+        self.tree.lock(match)
+        self._pages.lock(match.pages)
+        for slots, entry in ((self._slots, match.state), (self._pages, match.tail)):
+            slots.lock(() if entry is None else (entry,))
+
+    def unlock(self, match: PrefixMatch) -> None:
+        """Takes back what `lock` did, or what `has_read` has left of it."""
+        self.has_read(match)
+        self._pages.unlock(match.pages)
+        self.tree.unlock(match)
+
+    def has_read(self, match: PrefixMatch) -> PrefixMatch:
+        """The state and the tail of a match have been read. Returns what is still locked."""
+        self.tree.unlock_state(match)
+        for slots, entry in ((self._slots, match.state), (self._pages, match.tail)):
+            slots.unlock(() if entry is None else (entry,))
+        return replace(match, state=None, tail=None, tail_node=None)
+
+    def admitted(self, request: Request, match: PrefixMatch) -> None:
+        """Counts a match, and chooses where the rest of the prompt leaves states: at its last place on the grid, where
+        another prompt's path leaves it, and at marked boundaries, the last ones first."""
+        prompt = len(request.prefill_tokens)
+        if match.staged is None and not request.metrics.retractions:
+            request.metrics.cached_tokens = match.length
+            self.counts.asked += prompt
+            self.counts.hit += match.length
+            self.counts.without_state += match.known - match.length if self._slots.total else 0
+        request.shared, request.save_at = False, ()
+        if self._keeps and self._slots.total:
+            ends = (prompt - 1, match.known, *sorted(request.boundaries, reverse=True))
+            grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
+            request.save_at = tuple([end for end in grid if end > match.length][:MOST_SAVES])
+
+    def chunk_end(self, request: Request, start: int, end: int) -> int:
+        """Where a chunk from `start` to `end` ends at best: a state that is saved is that before one of its tokens."""
+        return end - 1 if end in request.save_at and end - start > 1 else end
+
+    def save(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
+        """Slots for the states that a chunk from `start` to `end` leaves, as (tokens of the chunk, slot) in order. A
+        state without a slot is left out: the slots of requests that may come count first."""
+        saves = list[tuple[int, int]]()
+        for place in request.save_at:
+            if start < place < end and (slot := self._spare_slot()) is not None:
+                request.saves[place] = slot
+                saves.append((place - start, slot.index))
+        return sorted(saves)
+
+    def share(self, request: Request) -> None:
+        """The prompt has been computed: others may have its whole pages and its saved states from here on. What the
+        cache takes over stays locked for the request."""
+        request.shared = True
+        if not self._keeps:
+            return
+        ids = request.ids[: len(request.prefill_tokens)]
+        taken, node = self._insert(request, ids, request.saves)
+        self._pages.lock(taken.pages)
+        request.given.update(taken.pages)
+        self._free_saves(request, taken)
+        if node.parent is not None:
+            before, request.prefix = request.prefix, replace(request.prefix, node=node)
+            self.tree.lock(PrefixMatch(node=node))
+            self.tree.unlock(before)
+
+    def release(self, request: Request) -> CacheEntries:
+        """Offers what a request leaves, and unlocks what it has read. Returns what the cache takes over."""
+        taken = self._offer(request)
+        self._free_saves(request, taken)
+        self._pages.unlock(list(request.given))
+        self.unlock(request.prefix)
+        request.given, request.prefix = set(), PrefixMatch()
+        return taken
+
+    def evict(self, pages: int, states: int) -> None:
+        """Frees so many entries that no request reads, or all there are."""
+        gone = self.tree.evict(pages, states)
+        self._pages.evict(gone.pages)
+        self._slots.evict(gone.states)
+
+    def reset(self) -> bool:
+        """Frees all entries that no request reads. True if none is left."""
+        self.evict(self._pages.total, self._slots.total)
+        return not self._pages.num_cached and not self._slots.num_cached
+
+    def _offer(self, request: Request) -> CacheEntries:
+        """Nothing is offered of a request that failed, whose state may be wrong, nor of one that has added nothing."""
+        computed, ids = request.computed, request.ids
+        failed = request.broken or request.error is not None
+        if not self._keeps or failed or computed <= request.prefix.length:
+            return CacheEntries()
+        states = dict(request.saves)
+        # A step may have computed tokens behind the last one that counts: the state then holds them, too.
+        if request.state_slot is not None and computed <= len(ids):
+            states[computed] = request.state_slot
+        return self._insert(request, ids[: computed + self.tree.lookahead], states)[0]
+
+    def _insert(self, request: Request, ids: np.ndarray, states: dict[int, Slot]) -> tuple[CacheEntries, Node]:
+        taken, node = self.tree.insert(ids, request.pages, states, request.params.cache_salt or "")
+        self._pages.to_cache(taken.pages)
+        self._slots.to_cache(taken.states)
+        return taken, node
+
+    def _free_saves(self, request: Request, taken: CacheEntries) -> None:
+        self._slots.free([slot for slot in request.saves.values() if slot not in taken.states])
+        request.saves = {}
+
+    def _spare_slot(self) -> Slot | None:
+        """A slot that no request can lack: as many as there are free rows stay free, or could be."""
+        idle = self._slots.num_free + self._slots.num_cached - self._slots.num_locked
+        if idle <= self._rows.num_free:
+            return None
+        if not self._slots.num_free:
+            self.evict(0, 1)
+        return self._slots.alloc(1)[0]

@@ -1,0 +1,82 @@
+"""Chunks that leave states within them: the passes in which a step's recurrent layers compute them."""
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridrt.forward_batch import ExtendPass
+from hybridrt.runtime.step import ExtendRow, int32s
+from hybridrt.runtime.step_inputs import Columns, Sections, chunk_plans, pack_chunks
+
+_COLUMNS = ("rows", "read_state_slots", "write_state_slots", "query_start_loc", "start_positions", "tokens")
+
+
+class _Run(NamedTuple):
+    """Tokens of an extend row that one pass computes. Slots are 0 for the row's own, -1 where nothing is computed."""
+
+    row: int
+    read: int
+    write: int
+    position: int
+    token: int
+    length: int
+
+
+def pack_passes(extend: Sequence[ExtendRow], sizes: Iterable[int]) -> Columns:
+    """The integers of all passes, each under its name and the number of the pass; nothing if no row saves a state.
+
+    The first pass walks all tokens and computes each row up to its first state. Every further pass takes the tokens
+    from there to the next state, or to the row's end.
+    """
+    columns: Columns = {}
+    for number in range(max((len(row.saves) for row in extend), default=0) + 1 if any(r.saves for r in extend) else 0):
+        runs = _runs(extend, number)
+        position, length = int32s(run.position for run in runs), int32s(run.length for run in runs)
+        starts = np.concatenate(([0], np.cumsum(length))).astype(np.int32)
+        tokens = [np.arange(run.token, run.token + run.length, dtype=np.int32) for run in runs] if number else []
+        parts = (
+            int32s(run.row for run in runs), int32s(run.read for run in runs), int32s(run.write for run in runs),
+            starts, position, np.concatenate(tokens) if tokens else int32s(()),
+        )  # fmt: skip
+        parts_by_name = dict(zip(_COLUMNS, parts)) | pack_chunks(position, length, sizes)
+        columns |= {_name(name, number): part for name, part in parts_by_name.items()}
+    return columns
+
+
+def _runs(extend: Sequence[ExtendRow], number: int) -> list[_Run]:
+    runs, first = list[_Run](), 0
+    for i, row in enumerate(extend):
+        length = len(row.tokens)
+        ends, slots = [0, *(end for end, _ in row.saves), length], [slot for _, slot in row.saves]
+        if number < len(ends) - 1:
+            start, end = ends[number], ends[number + 1]
+            read = slots[number - 1] if number else row.read_state_slot
+            write = slots[number] if number < len(slots) else 0
+            runs.append(_Run(i, read, write, row.computed + start, first + start, end - start))
+            if not number and end < length:
+                runs.append(_Run(i, -1, -1, row.computed + end, first + end, length - end))
+        first += length
+    return runs
+
+
+def extend_passes(columns: Columns, sections: Sections, sizes: Sequence[int]) -> list[ExtendPass]:
+    """What `pack_passes` packed, on the device; no pass where no row saves a state."""
+    found = list[ExtendPass]()
+    for number in count():
+        if _name("rows", number) not in columns:
+            return found
+        suffix = _name("", number)
+        of_pass = [{name.removesuffix(suffix): part for name, part in parts.items() if name.endswith(suffix)}
+                   for parts in (columns, sections)]  # fmt: skip
+        host, device = of_pass
+        lengths = np.diff(host["query_start_loc"]).tolist()
+        parts = [device[name] for name in _COLUMNS[:-1]]
+        tokens = device["tokens"] if number else None
+        found.append(ExtendPass(*parts, tokens, chunk_plans(host, device, lengths, sizes)))
+    return found
+
+
+def _name(name: str, number: int) -> str:
+    return f"{name} in pass {number}"

@@ -1,0 +1,101 @@
+"""/v1/completions: text or token ids in, their continuation out."""
+
+from typing import Any
+
+from starlette.types import Scope
+
+from hybridrt.engine.outputs import Delta
+from hybridrt.engine.prompts import Prompt
+from hybridrt.server.answers import Answer
+from hybridrt.server.errors import APIError
+from hybridrt.server.protocol import CompletionRequest
+from hybridrt.server.respond import Started
+from hybridrt.server.service import Service, refuse_unsupported, response_id
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+class CompletionAnswer(Answer):
+    """Choices with a text."""
+
+    whole_kind = chunk_kind = "text_completion"
+
+    def __init__(self, *arguments: Any, echoes: list[str] | None) -> None:
+        """
+        Args:
+            echoes: the prompts' texts, for each choice one, which come before its own text; None: they do not.
+        """
+        super().__init__(*arguments)
+        self._echoes = echoes
+        self._offsets: dict[int, int] = {}
+
+    def _first_choice(self, index: int) -> dict[str, Any] | None:
+        return None if self._echoes is None else self._choice(index, self._echoes[index], None, None)
+
+    def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        return self._choice(index, delta.text, self._logprobs(index, delta), delta.finish_reason)
+
+    def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        echo = "" if self._echoes is None else self._echoes[index]
+        return self._choice(index, echo + delta.text, self._logprobs(index, delta), delta.finish_reason)
+
+    @staticmethod
+    def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
+        """Four lists with an entry a token. Offsets count characters of the tokens' own texts."""
+        if delta.logprobs is None:
+            return None
+        texts = [self._token_text.text(token) for token in delta.token_ids]
+        offset = self._offsets.get(index, 0 if self._echoes is None else len(self._echoes[index]))
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        self._offsets[index] = offset
+        return {
+            "tokens": texts,
+            "token_logprobs": [found[token] for token, found in zip(delta.token_ids, delta.logprobs, strict=True)],
+            "top_logprobs": [
+                {self._token_text.text(t): value for t, value in found.items()} for found in delta.logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+
+async def start_completions(service: Service, body: CompletionRequest, scope: Scope) -> Started:
+    """Starts what a body asks for.
+
+    Raises:
+        APIError, HybridrtError: it cannot be done. Nothing has started.
+    """
+    service.check_model(body.model)
+    refuse_unsupported(body)
+    if body.suffix:
+        raise APIError(400, "suffix is not supported: the models continue text, they do not fill gaps", "suffix")
+    if body.best_of not in (None, body.n or 1):
+        raise APIError(400, "best_of is not supported: leave it out, or set it to n", "best_of")
+    most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    params = service.sampling_params(body, max_tokens=most, logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None:
+        raise APIError(400, "echo with logprobs is not supported: prompts have no log-probabilities", "logprobs")
+    prompts = _prompts(body)
+    service.check_count(len(prompts), params)
+    batch = [await service.llm.prepare(prompt, params) for prompt in prompts]
+    echoes = None
+    if body.echo:
+        texts = [p if isinstance(p, str) else service.tokenizer.decode(list(p)) for p in prompts]  # type: ignore[arg-type]
+        echoes = [text for text in texts for _ in range(params.n)]
+    name = response_id("cmpl", body, scope)
+    deltas = service.llm.submit(batch, name, stream=bool(body.stream))
+    return Started(CompletionAnswer(service, name, deltas, body, echoes=echoes), deltas, bool(body.stream))
+
+
+def _prompts(body: CompletionRequest) -> list[Prompt]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise APIError(400, "prompt is an empty list; it must be text, token ids, or a list of either", "prompt")
+    return [prompt] if isinstance(prompt[0], int) else list(prompt)

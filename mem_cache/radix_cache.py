@@ -1,0 +1,393 @@
+"""A radix tree over tokens: KV pages and recurrent states of prefixes that requests have left behind.
+
+A node stands for the tokens on the path from the root to it. Its edge holds the tokens since its parent. It owns the KV
+pages that become complete within its edge and at most one recurrent state, that after its last token. Page i is
+complete once the tokens up to (i + 1) * page_size + lookahead are on the path: the KV of a prediction head depends on
+the next token, too (lookahead 1). So what a page holds depends on tokens of its own path alone, and a node can be cut
+in two anywhere. A state in the middle of a page has a tail: the page that holds the tokens between the last complete
+page and the state. (A head's KV of the last token before a state, which a hit copies with the tail, may belong to
+another next token. That makes one draft worse now and then, and no token different.)
+
+    root ── "You are a helpful ..." ──┬── "Hi"            state, tail
+                   state              └── "What is ..." ── ...
+
+A prefix is usable up to the deepest node with a state (models without recurrent layers: up to the last complete page).
+What is evicted: pages from the ends of leaves, least recently used first, and with them the states that need them; and
+states by GreedyDual (Cao and Irani 1997) with the tokens that they save as their cost: all states have one size.
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from hybridrt.mem_cache.allocator import Slot
+from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One edge of the tree and what is kept at its end.
+
+    Attributes:
+        tokens: [n] int32 of the edge.
+        start: tokens on the path before the edge.
+        pages: the complete pages of the edge, in order.
+        state: the slot with the state after the last token.
+        tail: the page with the tokens behind the last complete page, where a state is kept in the middle of a page.
+        readers: requests that read the path up to here.
+        state_readers: requests that are about to read the state and the tail.
+        used: when the node was last matched or inserted.
+        first: the first token of the edge, under which the parent has the node.
+        salt: of a root, whose prompts the tree holds.
+        base: GreedyDual's inflation when the state was last used. Its worth is that plus the tokens that it saves.
+    """
+
+    tokens: np.ndarray
+    start: int
+    parent: "Node | None" = None
+    children: "dict[int, Node]" = field(default_factory=dict)
+    pages: list[Slot] = field(default_factory=list)
+    state: Slot | None = None
+    tail: Slot | None = None
+    readers: int = 0
+    state_readers: int = 0
+    used: int = 0
+    base: int = 0
+    first: int = -1
+    salt: str = ""
+
+    @property
+    def end(self) -> int:
+        """Tokens on the path up to here."""
+        return self.start + len(self.tokens)
+
+    @property
+    def path(self) -> "Iterator[Node]":
+        """The node, its parent and so on; the root excepted."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+class RadixCache:
+    """The prefix cache of an engine: bookkeeping alone, in host memory.
+
+    Args:
+        page_size: tokens of a KV page; 0 for a model without attention layers.
+        recurrent: the model has recurrent layers, so a prefix needs a state.
+        lookahead: 1 if the KV of a token depends on the next one (prediction heads), else 0.
+    """
+
+    def __init__(self, page_size: int, recurrent: bool, lookahead: int = 0) -> None:
+        self.page_size, self.recurrent, self.lookahead = page_size, recurrent, lookahead
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything, readers included. The coordinator has freed all entries."""
+        self._roots: dict[str, Node] = {}
+        self._clock = 0
+        self._inflation = 0  # GreedyDual's L: the worth of the state that was evicted last
+        self._order = count()
+        self._size = 0  # nodes, without roots
+        self._leaves: list[tuple[int, int, Node]] = []  # heap by `used`; entries may be out of date
+        self._states: list[tuple[int, int, Node]] = []  # heap by worth; entries may be out of date
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def match(self, tokens: np.ndarray, salt: str = "") -> PrefixMatch:
+        """The longest usable prefix of a prompt, shorter than it: the last token is always computed, to give logits.
+
+        Args:
+            tokens: [n] int32.
+            salt: prompts share nothing with those of another salt.
+        """
+        node, known = self._descend(salt, tokens)
+        limit = len(tokens) - 1
+        if not self.recurrent:
+            pages = min(self._complete(known), limit // self.page_size)
+            if not pages:
+                return PrefixMatch(known=known)
+            found = self._covering(node, pages)
+            return PrefixMatch(pages * self.page_size, self._pages(found)[:pages], known=known, node=found)
+        while node.parent is not None and (node.state is None or node.end > min(known, limit)):
+            node = node.parent
+        if node.parent is None:
+            return PrefixMatch(known=known)
+        owner = self._tail_node(node)
+        tail = None if owner is None else owner.tail if owner is node else (owner.pages or [owner.tail])[0]
+        return PrefixMatch(node.end, self._pages(node), node.state, tail, known, node, owner)
+
+    def lock(self, match: PrefixMatch) -> None:
+        """A request reads a match: nothing of it is evicted until `unlock`. Locks count."""
+        node = match.node
+        if node is None:
+            return
+        node.readers += 1
+        self._use(node)
+        if match.state is not None:
+            node.state_readers += 1
+            node.base = self._inflation
+        if match.tail_node is not None:
+            match.tail_node.readers += 1
+
+    def unlock_state(self, match: PrefixMatch) -> None:
+        """The request has read the state and the tail of its match."""
+        if match.node is not None and match.state is not None:
+            match.node.state_readers -= 1
+            self._enlist_state(match.node)
+        if match.tail_node is not None:
+            match.tail_node.readers -= 1
+            self._prune(match.tail_node)
+
+    def unlock(self, match: PrefixMatch) -> None:
+        """The request reads the pages of its match no longer. Its state has been unlocked before."""
+        if match.node is not None:
+            match.node.readers -= 1
+            self._prune(match.node)
+
+    def insert(
+        self, tokens: np.ndarray, pages: Sequence[Slot], states: Mapping[int, Slot], salt: str = ""
+    ) -> tuple[CacheEntries, "Node"]:
+        """Offers KV and states of a text.
+
+        Args:
+            tokens: [n] int32, those that the pages hold KV of; the last page may be partly filled.
+            pages: all pages of the text, in order. Those that the tree has already are recognised by their place.
+            states: slots by the number of tokens whose state they hold.
+
+        Returns:
+            The entries that the tree takes over; the others stay the caller's. And the deepest node of the text; a
+            root (parent None) if the tree keeps nothing of it.
+        """
+        root, taken_pages, taken_states = self._root(salt), list[Slot](), list[Slot]()
+        ends = sorted(end for end in states if 0 < end <= len(tokens))
+        complete = self._complete(len(tokens))
+        last = max(complete * self.page_size + self.lookahead if complete else 0, ends[-1] if ends else 0)
+        deepest = self._extend(
+            root, tokens[:last], pages, taken_pages
+        )  # the deepest first: its page is a tail of others
+        for end in reversed(ends):
+            node = self._extend(root, tokens[:end], pages, taken_pages)
+            if node.state is None:
+                taken_states.append(states[end])
+                self._keep_state(node, states[end], pages, taken_pages)
+        self._use(deepest)
+        self._prune(deepest)
+        return CacheEntries(taken_pages, taken_states), deepest
+
+    def evict(self, num_pages: int, num_states: int) -> CacheEntries:
+        """Gives up entries that no request reads until so many are given up or none is left."""
+        pages, states = list[Slot](), list[Slot]()
+        while len(pages) < num_pages and (leaf := self._oldest_leaf()) is not None:
+            self._shorten(leaf, num_pages - len(pages), pages, states)
+        while len(states) < num_states and (node := self._least_state()) is not None:
+            self._inflation = self._worth(node)
+            self._drop_state(node, pages, states)
+            self._prune(node)
+        return CacheEntries(pages, states)
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the roots, parents first."""
+        below = [node for root in self._roots.values() for node in root.children.values()]
+        while below:
+            yield (node := below.pop())
+            below += node.children.values()
+
+    # -- walking ------------------------------------------------------------------------------------------------
+
+    def _root(self, salt: str) -> Node:
+        return self._roots.setdefault(salt, Node(np.empty(0, np.int32), 0, salt=salt))
+
+    def _descend(self, salt: str, tokens: np.ndarray) -> tuple[Node, int]:
+        """The deepest node whose edge has a token in common with `tokens`, and how many tokens are in common."""
+        node, known = self._roots.get(salt), 0
+        if node is None:
+            return Node(np.empty(0, np.int32), 0), 0
+        while known < len(tokens) and (child := node.children.get(int(tokens[known]))) is not None:
+            shared = _in_common(child.tokens, tokens[known:])
+            node, known = child, known + shared
+            if shared < len(child.tokens):
+                break
+        return node, known
+
+    def _complete(self, position: int) -> int:
+        """Pages that are complete once `position` tokens are on the path."""
+        return max(position - self.lookahead, 0) // self.page_size if self.page_size else 0
+
+    def _pages(self, node: Node) -> list[Slot]:
+        """The complete pages of a path."""
+        path = list(node.path)
+        return [page for step in reversed(path) for page in step.pages]
+
+    def _covering(self, node: Node, pages: int) -> Node:
+        """The highest node of a path whose end has so many complete pages."""
+        while node.parent is not None and self._complete(node.parent.end) >= pages:
+            node = node.parent
+        return node
+
+    def _tail_node(self, node: Node) -> Node | None:
+        """The node that owns the page with the tokens behind a node's last complete page, if there are such tokens:
+        the node itself, or one below, whose page holds the same tokens and more."""
+        index = self._complete(node.end)
+        if not self.page_size or index * self.page_size == node.end:
+            return None
+        below = [node] if node.tail is not None else list(node.children.values())
+        while below:
+            node = below.pop()
+            if node.pages or node.tail is not None:
+                return node
+            below += node.children.values()
+        return None
+
+    # -- growing ------------------------------------------------------------------------------------------------
+
+    def _extend(self, node: Node, tokens: np.ndarray, pages: Sequence[Slot], taken: list[Slot]) -> Node:
+        """The node that stands for `tokens`, made if there is none, below a node that stands for a prefix of them."""
+        while node.end < len(tokens):
+            child = node.children.get(int(tokens[node.end]))
+            if child is None:
+                fresh = list(pages[self._complete(node.end) : self._complete(len(tokens))])
+                child = Node(tokens[node.end :].copy(), node.end, node, pages=fresh, first=int(tokens[node.end]))
+                node.children[child.first] = child
+                self._size += 1
+                taken += fresh
+                return child
+            shared = _in_common(child.tokens, tokens[node.end :])
+            node = child if shared == len(child.tokens) else self._split(child, shared)
+        return node
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cuts an edge after `at` tokens; returns the new upper node."""
+        assert node.parent is not None
+        node.parent.children[node.first] = upper = Node(
+            node.tokens[:at], node.start, node.parent, used=node.used, first=node.first
+        )
+        held = self._complete(upper.end) - self._complete(node.start)
+        upper.pages, node.pages = node.pages[:held], node.pages[held:]
+        node.tokens, node.start, node.parent = node.tokens[at:], upper.end, upper
+        node.first = int(node.tokens[0])
+        upper.children[node.first] = node
+        self._size += 1
+        return upper
+
+    def _keep_state(self, node: Node, state: Slot, pages: Sequence[Slot], taken: list[Slot]) -> None:
+        node.state, node.base = state, self._inflation
+        index = self._complete(node.end)
+        if self.page_size and index * self.page_size < node.end and self._tail_node(node) is None:
+            node.tail = pages[index]
+            taken.append(node.tail)
+        self._enlist_state(node)
+        below = list(node.children.values())
+        while below:  # the states behind this one save less now
+            step = below.pop()
+            self._enlist_state(step)
+            below += step.children.values() if step.state is None else ()
+
+    # -- giving up ----------------------------------------------------------------------------------------------
+
+    def _use(self, node: Node) -> None:
+        self._clock += 1
+        for step in node.path:
+            step.used = self._clock
+
+    def _enlist(self, node: Node) -> None:
+        """Enters a leaf that no request reads among those whose pages may go."""
+        if _is_idle_leaf(node):
+            heapq.heappush(self._leaves, (node.used, next(self._order), node))
+        if len(self._leaves) > 64 + 4 * self._size:
+            self._leaves = [(n.used, next(self._order), n) for n in self.nodes() if _is_idle_leaf(n)]
+            heapq.heapify(self._leaves)
+
+    def _enlist_state(self, node: Node) -> None:
+        if _has_idle_state(node):
+            heapq.heappush(self._states, (self._worth(node), next(self._order), node))
+        if len(self._states) > 64 + 4 * self._size:
+            self._states = [(self._worth(n), next(self._order), n) for n in self.nodes() if _has_idle_state(n)]
+            heapq.heapify(self._states)
+
+    def _worth(self, node: Node) -> int:
+        """Of a state: GreedyDual's inflation at its last use, and the tokens behind the last state before it."""
+        before = next((step.end for step in node.path if step is not node and step.state is not None), 0)
+        return node.base + node.end - before
+
+    def _oldest_leaf(self) -> Node | None:
+        while self._leaves:
+            used, _, node = heapq.heappop(self._leaves)
+            if _is_idle_leaf(node):
+                if used == node.used:
+                    return node
+                heapq.heappush(self._leaves, (node.used, next(self._order), node))
+        return None
+
+    def _least_state(self) -> Node | None:
+        while self._states:
+            worth, _, node = heapq.heappop(self._states)
+            if _has_idle_state(node):
+                if worth >= self._worth(node):
+                    return node
+                heapq.heappush(self._states, (self._worth(node), next(self._order), node))
+        return None
+
+    def _shorten(self, leaf: Node, most: int, pages: list[Slot], states: list[Slot]) -> None:
+        """Gives up the state of a leaf, and up to `most` pages from its end."""
+        before = len(pages)
+        self._drop_state(leaf, pages, states)
+        while leaf.pages and len(pages) - before < most:
+            self._let_go(leaf, self._complete(leaf.start) + len(leaf.pages) - 1, leaf.pages.pop(), pages)
+        if leaf.pages:
+            end = (self._complete(leaf.start) + len(leaf.pages)) * self.page_size + self.lookahead
+            leaf.tokens = leaf.tokens[: end - leaf.start].copy()
+        else:
+            leaf.tokens = leaf.tokens[:0]
+        # What is left of a model with recurrent layers has no state behind it: it goes next.
+        leaf.used = 0 if self.recurrent else leaf.used
+        self._prune(leaf)
+
+    def _drop_state(self, node: Node, pages: list[Slot], states: list[Slot]) -> None:
+        if node.state is not None:
+            states.append(node.state)
+        tail, node.state, node.tail = node.tail, None, None
+        if tail is not None:
+            self._let_go(node, self._complete(node.end), tail, pages)
+
+    def _let_go(self, node: Node, index: int, page: Slot, pages: list[Slot]) -> None:
+        """Gives up page `index`, which `node` has owned, unless a state above it ends in the middle of that page and
+        has no other: then the page becomes its tail."""
+        for step in node.path:
+            if step.end <= index * self.page_size:
+                break
+            if step is not node and step.state is not None and self._tail_node(step) is None:
+                step.tail = page
+                return
+        pages.append(page)
+
+    def _prune(self, node: Node) -> None:
+        """Removes nodes that keep nothing, from a node upwards."""
+        while node.parent is not None and not (node.children or node.pages or node.state or node.tail or node.readers):
+            parent, node.parent = node.parent, None
+            del parent.children[node.first]
+            self._size -= 1
+            node = parent
+        if node.parent is None and not node.children:
+            self._roots.pop(node.salt, None)
+        self._enlist(node)
+
+
+def _in_common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many first elements of both are equal."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    first = int(differ.argmax()) if n else 0
+    return first if n and differ[first] else n
+
+
+def _is_idle_leaf(node: Node) -> bool:
+    return node.parent is not None and not node.children and not node.readers
+
+
+def _has_idle_state(node: Node) -> bool:
+    return node.state is not None and not node.state_readers

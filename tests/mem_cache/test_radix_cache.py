@@ -1,0 +1,210 @@
+"""The radix tree against a dictionary of all prefixes that have been offered and not evicted."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrt.mem_cache.allocator import Slot
+from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.mem_cache.radix_cache import Node, RadixCache
+
+Text = tuple[int, ...]
+
+
+@dataclass
+class Ledger:
+    """What every page and state of the tree holds: the tokens that it was offered for."""
+
+    page_size: int
+    recurrent: bool
+    lookahead: int = 0
+    pages: dict[Slot, Text] = field(default_factory=dict)
+    states: dict[Slot, Text] = field(default_factory=dict)
+    next: int = 0
+
+    def __post_init__(self) -> None:
+        self.tree = RadixCache(self.page_size, self.recurrent, self.lookahead)
+
+    def slot(self) -> Slot:
+        self.next += 1
+        return Slot(self.next, 0)
+
+    def offer(self, text: Text, positions: tuple[int, ...] = (), match: PrefixMatch | None = None) -> PrefixMatch:
+        """Inserts a text as a request that had `match` would leave it."""
+        size = self.page_size
+        pages = list(match.pages) if match else []
+        pages += [self.slot() for _ in range(len(pages), -(-len(text) // size) if size else 0)]
+        states = {p: self.slot() for p in positions if p <= len(text)}
+        taken, node = self.tree.insert(array(text), pages, states)
+        assert len(set(taken.pages)) == len(taken.pages)
+        for page in taken.pages:
+            index = pages.index(page)
+            self.pages[page] = text[: min((index + 1) * size + self.lookahead, len(text))]
+        for position, state in states.items():
+            if state in taken.states:
+                self.states[state] = text[:position]
+        return PrefixMatch(node=node)
+
+    def evict(self, pages: int, states: int) -> None:
+        gone = self.tree.evict(pages, states)
+        for page in gone.pages:
+            del self.pages[page]
+        for state in gone.states:
+            del self.states[state]
+
+    def check(self) -> None:
+        """The tree owns what the ledger says, each entry once, and every state can be used."""
+        nodes = list(self.tree.nodes())
+        assert self.tree._size == len(nodes)
+        assert sorted(s for n in nodes if (s := n.state)) == sorted(self.states)
+        assert sorted([p for n in nodes for p in n.pages] + [n.tail for n in nodes if n.tail]) == sorted(self.pages)
+        for node in nodes:
+            text = text_of(node)
+            assert len(text) == node.end and len(node.tokens) and node.parent.children[node.first] is node
+            assert node.children or node.pages or node.state or node.readers
+            for index, page in enumerate(node.pages, self.tree._complete(node.start)):
+                self.holds(page, text, index, (index + 1) * self.page_size + self.lookahead)
+            if node.state is not None:
+                assert self.states[node.state] == text
+                index = self.tree._complete(node.end)
+                owner = self.tree._tail_node(node)
+                assert (index * self.page_size < node.end and self.page_size > 0) == (owner is not None)
+                if owner is not None:
+                    page = owner.tail if owner is node else (owner.pages or [owner.tail])[0]
+                    self.holds(page, text, index, node.end)
+
+    def holds(self, page: Slot, text: Text, index: int, end: int) -> None:
+        """Page `index` has the KV of text[: end], from its first token on."""
+        assert self.pages[page][:end] == text[:end] and len(self.pages[page]) >= end > index * self.page_size
+
+    def check_match(self, prompt: Text) -> None:
+        """No usable prefix is longer than the match, and the match has what it says."""
+        match = self.tree.match(array(prompt))
+        size, n = self.page_size, match.length
+        assert n < len(prompt)
+        behind = self.lookahead if self.recurrent else 0
+        assert len(match.pages) == ((n - behind) // size if size and n else 0)
+        for index, page in enumerate(match.pages):
+            self.holds(page, prompt, index, (index + 1) * size + self.lookahead)
+        if self.recurrent:
+            known = self.common(prompt)
+            usable = [len(s) for s in self.states.values() if s == prompt[: len(s)] and len(s) <= known]
+            assert n == max((length for length in usable if length < len(prompt)), default=0)
+            assert (match.state is not None) == bool(n)
+            if match.state is not None:
+                assert self.states[match.state] == prompt[:n]
+            assert (match.tail is not None) == (size > 0 and len(match.pages) * size < n)
+            if match.tail is not None:
+                self.holds(match.tail, prompt, len(match.pages), n)
+        else:
+            shared = [in_common(held, prompt) for held in self.pages.values()]
+            most = max(((n - self.lookahead) // size * size for n in shared if n), default=0)
+            assert n == min(most, (len(prompt) - 1) // size * size)
+
+    def common(self, prompt: Text) -> int:
+        """Tokens that the tree's texts have in common with the prompt, at most."""
+        return max((in_common(text_of(n), prompt) for n in self.tree.nodes()), default=0)
+
+
+def array(text: Text) -> np.ndarray:
+    return np.array(text, np.int32)
+
+
+def text_of(node: Node) -> Text:
+    return tuple(int(t) for step in reversed(list(node.path)) for t in step.tokens)
+
+
+def in_common(a: Text, b: Text) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(
+    ("page_size", "recurrent"), [(1, True), (2, True), (4, True), (0, True), (1, False), (4, False)]
+)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_the_tree_is_a_dictionary_of_prefixes(
+    page_size: int, recurrent: bool, lookahead: int, data: st.DataObject
+) -> None:
+    ledger = Ledger(page_size, recurrent, lookahead if page_size else 0)
+    locked: list[tuple[PrefixMatch, Text, bool]] = []
+    for _ in range(data.draw(st.integers(1, 25))):
+        action = data.draw(st.sampled_from(["offer", "offer", "match", "read", "state", "leave", "evict"]))
+        if action == "offer":
+            text = data.draw(TEXTS)
+            positions = data.draw(st.sets(st.integers(1, 14), max_size=3)) if recurrent else set()
+            ledger.offer(text, tuple(positions))
+        elif action == "match":
+            ledger.check_match(data.draw(TEXTS))
+        elif action == "read":
+            prompt = data.draw(TEXTS)
+            match = ledger.tree.match(array(prompt))
+            ledger.tree.lock(match)
+            locked.append((match, prompt[: match.length], match.state is not None))
+        elif action == "state" and locked:
+            index = data.draw(st.integers(0, len(locked) - 1))
+            match, text, state = locked[index]
+            if state:
+                ledger.tree.unlock_state(match)
+            locked[index] = match, text, False
+        elif action == "leave" and locked:
+            match, _, state = locked.pop(data.draw(st.integers(0, len(locked) - 1)))
+            if state:
+                ledger.tree.unlock_state(match)
+            ledger.tree.unlock(match)
+        elif action == "evict":
+            ledger.evict(data.draw(st.integers(0, 6)), data.draw(st.integers(0, 3)))
+        ledger.check()
+        for match, text, state in locked:
+            assert all(page in ledger.pages for page in match.pages)
+            if state:
+                assert ledger.states[match.state] == text and (match.tail is None or match.tail in ledger.pages)
+    for match, _, state in locked:
+        if state:
+            ledger.tree.unlock_state(match)
+        ledger.tree.unlock(match)
+    ledger.evict(10**6, 10**6)
+    assert not ledger.pages and not ledger.states and not list(ledger.tree.nodes())
+
+
+def offered(ledger: Ledger) -> Iterator[int]:
+    yield from sorted(len(text) for text in ledger.states.values())
+
+
+def test_the_state_that_saves_least_goes_first() -> None:
+    ledger = Ledger(0, True)
+    ledger.offer((1, 2, 3, 4, 5, 6, 7, 8), (4, 5, 8))
+    ledger.evict(0, 1)
+    assert list(offered(ledger)) == [4, 8]  # 5 saved one token behind 4
+
+
+def test_recent_use_counts() -> None:
+    ledger = Ledger(0, True)
+    for first in range(4):
+        ledger.offer((first, 1, 2), (3,))
+        ledger.evict(0, 1 if first else 0)
+    assert [text[0] for text in ledger.states.values()] == [3]
+    ledger.offer((7, 1, 2), (3,))
+    match = ledger.tree.match(array((3, 1, 2, 9)))
+    ledger.tree.lock(match)
+    ledger.tree.unlock_state(match)
+    ledger.tree.unlock(match)
+    ledger.evict(0, 1)
+    assert [text[0] for text in ledger.states.values()] == [3]
+
+
+def test_salts_share_nothing() -> None:
+    tree = RadixCache(2, False)
+    tree.insert(array((1, 2, 3, 4)), [Slot(1, 0), Slot(2, 0)], {}, "a")
+    assert tree.match(array((1, 2, 3, 4, 5)), "a").length == 4
+    assert tree.match(array((1, 2, 3, 4, 5)), "b") == PrefixMatch() and tree.match(array((1, 2, 3))).length == 0
+    tree.evict(2, 0)
+    assert not tree._roots

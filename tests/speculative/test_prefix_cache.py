@@ -1,0 +1,129 @@
+"""Text with cached prefixes equals text without, token for token, whatever drafts, ends, is retracted or evicted."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hybridrt.sampling_params import SamplingParams
+from tests.speculative.test_schedules import SCRIPTS, WITH_HEADS, Rigs, filters, make_drafter
+from tests.support.levels import sweep
+from tests.support.speculation import LENGTH, PAGE, Ask, Rig, assert_same, sample_seed
+
+# (model, how states are kept, drafts at one place, who drafts); nobody drafts for None.
+CELLS = [
+    ("mamba2", "replay", 1, "scripted"), ("gdn", "replay", 1, "mtp"), ("mamba1", "classic", 1, None),
+    ("mamba2", "replay", 1, None), ("gdn", "intermediate", 3, "scripted"), ("mamba2", "intermediate", 1, "ngram"),
+    ("attention-free", "classic", 1, None), ("gdn", "replay", 1, "other"), ("mamba2", "intermediate", 3, "mtp"),
+    ("gdn", "classic", 1, None), ("gdn", "replay", 1, None), ("mamba2", "classic", 1, None),
+    ("mamba1", "intermediate", 1, "scripted"), ("mamba1", "intermediate", 3, "scripted"),
+    ("attention-free", "intermediate", 1, "scripted"), ("attention-free", "intermediate", 3, "ngram"),
+    ("gdn", "replay", 1, "ngram"), ("gdn", "replay", 1, "scripted"), ("gdn", "intermediate", 1, "mtp"),
+    ("gdn", "intermediate", 3, "other"), ("mamba2", "replay", 1, "mtp"), ("mamba2", "replay", 1, "ngram"),
+    ("mamba2", "intermediate", 3, "ngram"), ("mamba2", "intermediate", 1, "other"), ("attention", "classic", 1, None),
+    ("attention", "intermediate", 1, "ngram"),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request that goes on from an earlier one: `kept` of its tokens, answer included, then tokens of its own."""
+
+    parent: int | None
+    kept: int
+    own: tuple[int, ...]
+    params: SamplingParams
+    arrival: int
+    abort: int | None
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[Turn]:
+    """A random tree of requests that mostly come when their parents have ended, but may come at any time."""
+    turns: list[Turn] = []
+    arrival = 0
+    for i in range(draw(st.integers(2, 7), "requests")):
+        fields: dict[str, Any] = draw(filters, "filters")
+        params = SamplingParams(
+            max_tokens=draw(st.sampled_from([1, 3, 8, 13, 20]), "max_tokens"), seed=100 * i, ignore_eos=True,
+            stop_token_ids=tuple(draw(st.lists(st.integers(0, 130), max_size=9), "stop")),
+            n=draw(st.sampled_from([1, 1, 1, 2]), "n"), **fields,
+        )  # fmt: skip
+        parent = draw(st.integers(0, i - 1), "parent") if i and draw(st.sampled_from([True, True, False])) else None
+        own = draw(st.lists(st.integers(3, 130), min_size=1, max_size=30 if parent is None else 6), "own")
+        arrival += draw(st.sampled_from([0, 1, 2, 9, 25]), "after")
+        abort = draw(st.sampled_from([None, None, None, 1, 2, 7]), "abort")
+        kept = draw(st.integers(1, 60), "kept")
+        turns.append(Turn(parent, kept, tuple(own), params, arrival, abort))
+    return turns
+
+
+class Bench:
+    """Rigs with a prefix cache, and what requests become without one."""
+
+    def __init__(self, rigs: Rigs) -> None:
+        self.rigs = rigs
+        self.rig = cache(self._rig)
+
+    def _rig(self, name: str, mode: str, topk: int, method: str | None, pages: int | None, slots: int) -> Rig:
+        drafts = 0 if method is None else 4
+        spec: dict[str, Any] = {"method": "ngram", "topk": topk} if drafts else {}
+        if method == "mtp":
+            spec["method"] = "mtp"
+        if method == "other":
+            spec |= {"method": "draft", "draft_model": str(self.rigs.path("attention", 0))}
+        return Rig(self.rigs.path(name), mode=mode, drafts=drafts, pages=pages, cache_slots=slots, **spec)
+
+    def asks(self, name: str, turns: list[Turn]) -> list[Ask]:
+        """The turns as prompts. What a parent has answered is what it answers alone."""
+        found: list[Ask] = []
+        for turn in turns:
+            prompt = list(turn.own)
+            if turn.parent is not None:
+                before = found[turn.parent]
+                answer = self.rigs.plain(name).futures([before])["0", 0].token_ids
+                prompt = [*before.prompt, *answer][: turn.kept] + prompt
+            prompt = prompt[: LENGTH - 1 - (turn.params.max_tokens or 0)]
+            found.append(Ask(prompt, turn.params, turn.arrival, turn.abort))
+        return found
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    yield Bench(Rigs(tmp_path_factory.mktemp("models")))
+
+
+@pytest.mark.parametrize(("name", "mode", "topk", "method"), sweep(CELLS, 3))
+def test_cached_equals_uncached(name: str, mode: str, topk: int, method: str | None, bench: Bench) -> None:
+    """Stops inside accepted drafts, aborts in flight, tiny pools; the ledgers are compared after every step."""
+    model, hits = WITH_HEADS[name] if method == "mtp" else name, 0
+
+    @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    @given(
+        turns=conversations(),
+        chunk=st.sampled_from([3, 11, 8192, 8192]),
+        slots=st.sampled_from([0, 2, 9]),
+        pages=st.sampled_from([None, None, 5]),
+        grid=st.sampled_from([PAGE, PAGE, 2 * PAGE, 16]),
+        overlap=st.booleans(),
+        script=st.sampled_from(sorted(SCRIPTS)),
+    )
+    def play(
+        turns: list[Turn], chunk: int, slots: int, pages: int | None, grid: int, overlap: bool, script: str
+    ) -> None:
+        nonlocal hits
+        rig = bench.rig(model, mode, topk, method, pages, slots)
+        rig.grid = grid
+        asks = bench.asks(model, turns)
+        futures = bench.rigs.plain(model).futures(asks)
+        by_seed = {sample_seed(asks[int(i)], k): output.token_ids for (i, k), output in futures.items()}
+        drafter = None if method is None else make_drafter(rig, script if method == "scripted" else method, by_seed)
+        assert_same(asks, rig.run(asks, drafter, chunk, overlap), futures)
+        hits += rig.counters.cache_hit
+
+    play()
+    assert hits > 50, "tokens that needed no computing"
