@@ -83,7 +83,7 @@ class Zamba2ForCausalLM(CausalLM):
                 eps=hf.rms_norm_eps,
                 cos_sin=table,
                 build=self.build,
-            )  # fmt: skip
+            )
             for b, each in enumerate(places)
         )
         return super().make_stack(layer_ids)
