@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from hybridrt.config import AttentionConfig, LayerSpec
-from hybridrt.config_json import FLAG, NULL, OBJECT, Kind, either, list_of, one_of
+from hybridrt.config_json import FLAG, NULL, OBJECT, Kind, either, list_of, number, one_of
 from hybridrt.config_kinds import CHUNK, COMMON, EPSILON, MAX_LAYERS, POSITIONS, SIZE, STATE, TAPS, Kinds, integer
 from hybridrt.errors import ConfigError
 from hybridrt.families.base import Family, FamilyFields
@@ -21,6 +21,7 @@ FIELDS: Kinds = {
     "num_mem_blocks": integer(1, MAX_LAYERS),
     "max_position_embeddings": POSITIONS,
     "rms_norm_eps": EPSILON,
+    "time_step_min": number(0.0, 1e6),
     "rope_parameters": either(NULL, OBJECT),
     **dict.fromkeys(("add_bias_linear", "use_mem_rope", "use_shared_attention_adapter"), FLAG),
     "use_long_context": Kind("false: rescaled rotary embeddings are not supported", lambda v: v is False),
@@ -51,7 +52,8 @@ def _describe(hf: Any) -> FamilyFields:
         n_groups=hf.mamba_ngroups,
         conv_kernel=hf.mamba_d_conv,
         chunk_size=hf.chunk_size,
-        dt_limit=(0.0, math.inf),
+        # transformers clamps so in prefill and not in decode; one rule for both lets steps agree with whole prompts.
+        dt_limit=(float(hf.time_step_min), math.inf),
     )
     head_dim, rope = 2 * hf.hidden_size // hf.num_attention_heads, None
     if hf.use_mem_rope:

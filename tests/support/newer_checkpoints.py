@@ -84,13 +84,13 @@ def olmo(**changes: Any) -> Make:
 
 
 def zamba2(**changes: Any) -> Make:
-    """Zamba2: a shared block before layers 1 and 3. transformers clamps the time step in prefill alone."""
+    """Zamba2: a shared block before layers 1 and 3."""
     fields: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5,
         "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba"], "num_attention_heads": 4,
         "num_key_value_heads": 4, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_ngroups": 1,
         "n_mamba_heads": 8, "chunk_size": 16, "num_mem_blocks": 1, "adapter_rank": 4, "tie_word_embeddings": True,
-        "time_step_min": 1e-30, "max_position_embeddings": LENGTH, **TOKENS,
+        "max_position_embeddings": LENGTH, **TOKENS,
     }  # fmt: skip
     return lambda: (tf.Zamba2Config(**(fields | changes)), tf.Zamba2ForCausalLM)
 
@@ -145,7 +145,7 @@ ZAMBA2: dict[str, Make] = {
         num_mem_blocks=2, use_shared_attention_adapter=True, use_mem_rope=True, tie_word_embeddings=True,
         layers_block_type=["hybrid", "mamba", "hybrid", "hybrid", "mamba", "hybrid", "hybrid"], num_hidden_layers=7,
     ),
-    "biases": zamba2(num_key_value_heads=2, add_bias_linear=True, mamba_ngroups=2),
+    "biases": zamba2(time_step_min=0.05, num_key_value_heads=2, add_bias_linear=True, mamba_ngroups=2),
     "odd_sizes": zamba2(
         hidden_size=30, num_attention_heads=5, num_key_value_heads=5, n_mamba_heads=3, mamba_expand=1, mamba_d_state=5,
         mamba_d_conv=3, chunk_size=7, adapter_rank=3, use_shared_attention_adapter=True, num_mem_blocks=3,
