@@ -1,6 +1,7 @@
 """A transformer block whose weights several places of a model share, and the adapters of each place (Zamba2)."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +69,7 @@ class SharedBlock(nn.Module):
         self.attn = {i: AttentionLayer(attention, layer_id, build) for i, layer_id in places.items()}
         inner, qkv = attention.num_heads * attention.head_dim, qkv_segments(attention, build.tp)
         gate_up = [Segment(part, intermediate_size) for part in ("gate", "up")]
-        norm = {"eps": eps, "device": build.device}
+        norm: dict[str, Any] = {"eps": eps, "device": build.device}
         self.norm, self.ff_norm = (
             RMSNorm(f"{name}.norm", 2 * hidden, **norm),
             RMSNorm(f"{name}.ff_norm", hidden, **norm),
