@@ -11,19 +11,19 @@ from hybridrt.errors import ConfigError, HybridrtError, shown
 
 @dataclass(frozen=True)
 class Kind:
-    """Which values a field may have: `holds` tests one, `text` says it to people."""
+    """The values that a field may have: `holds` tests a value, `text` describes them in errors."""
 
     text: str
     holds: Callable[[Any], bool]
 
 
 def integer(low: int, high: int) -> Kind:
-    """A whole number from `low` to `high`; true and false are none."""
+    """A whole number from `low` to `high`. true and false are not accepted."""
     return Kind(f"an integer from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
 
 
 def number(low: float, high: float) -> Kind:
-    """An integer or float from `low` to `high`, NaN excluded. An infinite bound admits infinity."""
+    """An integer or float from `low` to `high`. NaN is refused; infinity is accepted where a bound is infinite."""
     return Kind(f"a number from {low:g} to {high:g}", lambda v: type(v) in (int, float) and low <= v <= high)
 
 
@@ -43,7 +43,7 @@ def list_of(kind: Kind, length: int | None = None) -> Kind:
 
 
 def either(first: Kind, second: Kind) -> Kind:
-    """What one of two kinds admits."""
+    """A value of one of two kinds."""
     return Kind(f"{first.text}, or {second.text}", lambda v: first.holds(v) or second.holds(v))
 
 
@@ -57,7 +57,7 @@ def check_fields(source: Any, kinds: Mapping[str, Kind], file: Path) -> None:
     """Compares fields with their kinds.
 
     Args:
-        source: a mapping, of which fields that are absent are left out, or an object with an attribute for each field.
+        source: an object with an attribute for each field; or a mapping, whose absent fields are not checked.
 
     Raises:
         ConfigError: a field has another type or is out of bounds; names the file, the field and the value.
@@ -74,7 +74,7 @@ def read_object(file: Path, error: type[HybridrtError] = ConfigError) -> dict[st
     """The JSON object in a file.
 
     Raises:
-        error: the file cannot be read, is no JSON, is nested too deeply, or holds something else than an object.
+        error: the file cannot be read, is not JSON, is nested too deeply, or does not hold an object.
     """
     try:
         raw = json.loads(file.read_text(encoding="utf-8"), object_hook=_special_float)

@@ -1,11 +1,11 @@
-"""Which values the fields of config.json may have: every field that a model or its plan is made of, by family."""
+"""The values that fields of config.json may have: kinds of values, and tables of the fields that families share."""
 
 from collections.abc import Mapping
 
 from hybridrt.config_json import FLAG, NULL, OBJECT, TEXT, Kind, either, integer, list_of, number
 
 Kinds = Mapping[str, Kind]
-# A matrix of the largest sizes, stacked for the most experts, still has fewer than 2**63 bytes.
+# Even the stacked matrices of the most experts, each of the largest sizes, have fewer than 2**63 bytes.
 MAX_SIZE, MAX_WIDTH, MAX_EXPERTS, MAX_LAYERS = 2**20, 2**22, 2**14, 2**12
 MAX_POSITIONS = 2**24
 
@@ -22,7 +22,7 @@ EPSILON = number(0.0, 1.0)
 DT_LIMIT = list_of(number(0.0, float("inf")), 2)
 
 EOS: Kinds = {"eos_token_id": either(either(NULL, integer(0, 2**31 - 1)), list_of(integer(0, 2**31 - 1)))}
-# Before transformers reads it: what it would build lists from, and what is read from the file itself.
+# Checked before transformers reads the file: fields from which it builds lists, and fields that are read here.
 RAW: Kinds = {
     "per_layer_config": Kind("absent: no architecture here takes one", lambda v: not v),
     "architectures": either(NULL, list_of(TEXT)),

@@ -81,7 +81,7 @@ class HandshakeError(TransferError):
     """Two workers disagree on something that their states depend on; no byte of state has moved.
 
     Attributes:
-        field: what they disagree on, a field of hybridrt.transfer.handshake.Handshake.
+        field: what they disagree on, a field of hybridrt.transfer.handshake.handshake_of.
         ours, theirs: its values here and there.
     """
 

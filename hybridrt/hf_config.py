@@ -1,7 +1,7 @@
 """Reads a Hugging Face config.json into a ModelConfig: what all families share.
 
-Nothing in the file is trusted: fields are compared with `config_kinds` before they are used, and no code that the
-checkpoint brings is ever imported.
+The file is not trusted: fields are compared with `config_kinds` before they are used, and code of a checkpoint is never
+imported.
 """
 
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ from hybridrt.config_json import NULL, check_fields, either, integer, read_objec
 from hybridrt.config_kinds import EOS, MAX_LAYERS, MAX_WIDTH, RAW, ROPE
 from hybridrt.errors import ConfigError, UnsupportedModelError, shown
 from hybridrt.families.base import Family, FamilyFields
-from hybridrt.families.registry import architectures, family_of
+from hybridrt.families.registry import family_of
 from hybridrt.kinds.registry import state_shape
 
-# Longest request of a model whose config.json sets no limit, since nothing in it counts positions.
+# Longest request of a model whose config.json sets no limit, because the model does not use positions.
 UNLIMITED_POSITIONS = 2**20
 
 
@@ -32,10 +32,9 @@ def read_model_config(path: Path) -> ModelConfig:
     file = path / "config.json"
     raw = _read_config(path)
     check_fields(raw, RAW, file)
-    architecture = _architecture(path, raw)
+    family = _family(path, raw)
     if raw.get("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; use the unquantised checkpoint that it was made from")
-    family = family_of(architecture)
     images = _image_tokens(raw, family, file)
     raw = _text_part(raw, family, file)
     raw = family.rewrite(raw, file) if family.rewrite else raw
@@ -53,7 +52,7 @@ def read_model_config(path: Path) -> ModelConfig:
     if any(layer.ffn == "moe" for layer in fields["layers"]):
         _check_experts(hf, path)
     return ModelConfig(
-        architecture=architecture,
+        architecture=family.architecture,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         max_position_embeddings=getattr(hf, "max_position_embeddings", None) or UNLIMITED_POSITIONS,
@@ -121,7 +120,7 @@ def _check_window(raw: Mapping[str, Any], fields: FamilyFields, file: Path) -> N
 
 
 def _check_sizes(fields: FamilyFields, file: Path) -> None:
-    """Products of sizes that are fine by themselves."""
+    """Raises ConfigError for products of sizes that are too large although each size is allowed."""
     widths = {"attention heads x head_dim": max(a.num_heads * a.head_dim for a in _attentions(fields))}
     for kind, linear in fields["linear"].items():
         widths |= {f"the width of {name} ({kind})": width for name, width in state_shape(linear).segments}
@@ -165,23 +164,23 @@ def _read_config(path: Path) -> dict[str, Any]:
     return read_object(file)
 
 
-def _architecture(path: Path, raw: Mapping[str, Any]) -> str:
-    """The first architecture that the file names."""
-    architecture: str = (raw.get("architectures") or [""])[0]
-    known = architectures()
-    if architecture in known:
-        return architecture
-    text = f"{path}: architecture {architecture!r} is not supported; supported are {', '.join(known)}"
-    if raw.get("auto_map"):
-        text += (
-            ". Its config.json asks for trust_remote_code=True: auto_map names Python code of the checkpoint, and "
-            "hybridrt never runs such code"
-        )
-    raise UnsupportedModelError(text)
+def _family(path: Path, raw: Mapping[str, Any]) -> Family:
+    """The family of the first architecture in the file."""
+    try:
+        return family_of((raw.get("architectures") or [""])[0])
+    except UnsupportedModelError as e:
+        text = f"{path}: {e}"
+        if raw.get("auto_map"):
+            text += (
+                ". Its config.json asks for trust_remote_code=True: auto_map names Python code of the checkpoint, and "
+                "hybridrt never runs such code"
+            )
+        raise UnsupportedModelError(text) from e
 
 
 def _transformers_config(path: Path, raw: dict[str, Any], family: Family) -> Any:
-    """The family's own class over the fields that were read, so that no other file and no auto_map is looked at."""
+    """The family's config class, made of the fields that were read: transformers then reads no other file and follows
+    no auto_map."""
     import transformers
 
     assert family.config_class is not None, "a family is read by transformers or by itself"
@@ -193,7 +192,7 @@ def _transformers_config(path: Path, raw: dict[str, Any], family: Family) -> Any
         )
     try:
         return cls.from_dict(raw)
-    except Exception as e:  # transformers raises many kinds here; all mean that config.json cannot be used
+    except Exception as e:  # transformers raises many types here; all of them mean that config.json cannot be used
         raise ConfigError(f"{path}/config.json: transformers cannot read it: {e}") from e
 
 
@@ -205,7 +204,8 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
 
 
 def _eos_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """generation_config.json wins over config.json: chat models list their end-of-turn ids there."""
+    """End-of-sequence ids. generation_config.json overrides config.json: chat models list their end-of-turn ids
+    there."""
     file = path / "generation_config.json"
     generation = read_object(file) if file.exists() else {}
     check_fields(generation, EOS, file)

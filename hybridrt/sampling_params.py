@@ -27,31 +27,19 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 
 def is_number(value: object, kind: type) -> bool:
-    """True for numbers of `kind`, Integral or Real, of Python and numpy. A bool is none, nor is a numpy duration,
-    although it claims to be both."""
+    """True for numbers of `kind`, Integral or Real, of Python and numpy. A bool and a numpy duration are instances of
+    these classes, but they do not count as numbers."""
     if not isinstance(value, kind) or isinstance(value, bool):
         return False
     return getattr(getattr(value, "dtype", None), "kind", "") != "m"
 
 
-def _integer(name: str, value: Any, low: int, high: int, allowed: str) -> int:
-    """`value`, a Python or numpy integer in [low, high], as a Python integer."""
-    _require(is_number(value, Integral) and low <= value <= high, name, value, allowed)
-    return int(value)
-
-
-def _number(name: str, value: Any, low: float, high: float, allowed: str) -> float:
-    """`value`, a Python or numpy number in [low, high], as a float. NaN is in no range."""
-    _require(is_number(value, Real) and low <= value <= high, name, value, allowed)
-    return float(value)
-
-
 def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
-    """What a list (or another collection) holds; None holds nothing. It is read no further than the limit."""
+    """The entries of a list or another collection; none for None. At most `max_entries` + 1 of them are read."""
     if value is None:
         return ()
     collection = isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping))
-    # A numpy or torch scalar says that it can be iterated over, too.
+    # numpy and torch scalars have `__iter__`, too, but cannot be iterated over.
     _require(collection and getattr(value, "ndim", 1) == 1, name, value, "a sequence")
     entries = tuple(islice(value, max_entries + 1))
     if len(entries) > max_entries:
@@ -59,30 +47,49 @@ def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
     return entries
 
 
+# Of each field that is a number: Integral or Real, the least and the largest value, and how an error states them.
+_NUMBERS: dict[str, tuple[type, float, float, str]] = {
+    "max_tokens": (Integral, 1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or None"),
+    "temperature": (Real, 0, _FLOAT32_MAX, "a finite float32 >= 0 (0 is greedy)"),
+    "top_p": (Real, math.ulp(0), 1, "in (0, 1]"),
+    "top_k": (Integral, -1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or -1 for off"),
+    "min_p": (Real, 0, 1, "in [0, 1]"),
+    "repetition_penalty": (Real, 1 / MAX_REPETITION, MAX_REPETITION, "a number from 0.01 to 100 (1 is off)"),
+    "presence_penalty": (Real, -2, 2, "in [-2, 2]"),
+    "frequency_penalty": (Real, -2, 2, "in [-2, 2]"),
+    "seed": (Integral, 0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None"),
+    "logprobs": (Integral, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
+    "n": (Integral, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}"),
+    "truncate_prompt_tokens": (Integral, -1, _INT32_MAX, "an integer from 1 to 2**31 - 1, -1, or None"),
+    "priority": (Integral, -_INT32_MAX, _INT32_MAX, "an integer of 32 bits"),
+}
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "truncate_prompt_tokens")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping of one request; every field is checked when the object is made.
 
-    numpy numbers are taken and kept as Python's. What depends on a model's vocabulary (`stop_token_ids`, `logprobs`) is
-    checked again where a request meets the model (`Engine.prepare`).
+    numpy numbers are accepted and converted to Python's. What depends on a model's vocabulary (`stop_token_ids`,
+    `logprobs`) is checked again where a request meets the model (`Engine.prepare`).
 
     Args:
         max_tokens: tokens to generate at most, 1 to 2**31 - 1; None means as many as `max_model_len` leaves room for.
-        temperature: 0 is greedy, and so is everything below MIN_TEMPERATURE (1e-5); otherwise logits are divided by it.
-            At most float32's largest number.
+        temperature: logits are divided by it. 0 and all values below MIN_TEMPERATURE (1e-5) mean greedy decoding. At
+            most float32's largest number.
         top_p: nucleus mass in (0, 1]; 1 turns it off.
-        top_k: candidates kept, up to 2**31 - 1; -1 or 0 turns it off, and so does the size of the vocabulary or more.
+        top_k: candidates kept, up to 2**31 - 1; -1, 0, and values from the size of the vocabulary on turn it off.
         min_p: candidates below `min_p * max(p)` are dropped; 0 turns it off.
         repetition_penalty: 0.01 to 100; logits of tokens in the prompt or the output are divided (if positive) or
             multiplied (if negative) by it (Keskar et al. 2019, CTRL).
         presence_penalty, frequency_penalty: subtracted once, respectively per occurrence, for tokens of the output.
         stop: strings that end the request, up to MAX_STOP_STRINGS (32) of up to MAX_STOP_CHARACTERS (256) characters
-            each; the text is cut before the first of them. One string may be passed as it is.
+            each; the text is cut before the first of them. A single string may be passed without a list.
         stop_token_ids: token ids that end the request, beside the model's own end-of-sequence ids; up to
             MAX_STOP_TOKEN_IDS (1024).
-        ignore_eos: go on after end-of-sequence ids (`stop_token_ids` still end the request).
-        seed: 0 to 2**63 - 1, makes the request's draws reproducible whatever runs beside it; None derives one from the
-            engine's seed.
+        ignore_eos: continue after end-of-sequence ids (`stop_token_ids` still end the request).
+        seed: 0 to 2**63 - 1. With it the request draws the same tokens whatever other requests run. None derives a seed
+            from the engine's.
         logprobs: return the log-probability of each token and of this many most likely alternatives, up to 64; None
             returns none.
         n: independent samples of the same prompt, up to 1024.
@@ -120,36 +127,15 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (self._lengths() | self._distribution() | self._stops()).items():
+        checked = self._stops()
+        for name, (kind, low, high, allowed) in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:  # NaN is in no range
+                ok = is_number(value, kind) and low <= value <= high
+                _require(ok and (value != 0 or name != "truncate_prompt_tokens"), name, value, allowed)
+                checked[name] = int(value) if kind is Integral else float(value)
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
-
-    def _lengths(self) -> dict[str, Any]:
-        optional = {
-            "max_tokens": (1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or None"),
-            "logprobs": (0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
-            "seed": (0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None"),
-            "truncate_prompt_tokens": (-1, _INT32_MAX, "an integer from 1 to 2**31 - 1, -1, or None"),
-        }
-        _require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, optional["truncate_prompt_tokens"][2])
-        given = {name: getattr(self, name) for name in optional}
-        checked = {name: _integer(name, v, *optional[name]) for name, v in given.items() if v is not None}
-        checked["n"] = _integer("n", self.n, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}")
-        checked["priority"] = _integer("priority", self.priority, -_INT32_MAX, _INT32_MAX, "an integer of 32 bits")
-        return checked
-
-    def _distribution(self) -> dict[str, Any]:
-        largest, least = MAX_REPETITION, 1 / MAX_REPETITION
-        ranges = {
-            "temperature": (0, _FLOAT32_MAX, "a finite float32 >= 0 (0 is greedy)"),
-            "top_p": (math.ulp(0), 1, "in (0, 1]"),
-            "min_p": (0, 1, "in [0, 1]"),
-            "repetition_penalty": (least, largest, f"a number from {least:g} to {largest:g} (1 is off)"),
-            "presence_penalty": (-2, 2, "in [-2, 2]"),
-            "frequency_penalty": (-2, 2, "in [-2, 2]"),
-        }
-        checked = {name: _number(name, getattr(self, name), *allowed) for name, allowed in ranges.items()}
-        top_k = _integer("top_k", self.top_k, -1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or -1 for off")
-        return checked | {"top_k": top_k}
 
     def _stops(self) -> dict[str, Any]:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
@@ -160,11 +146,13 @@ class SamplingParams:
             _require(ok, "stop", s, f"strings of 1 to {MAX_STOP_CHARACTERS} characters")
             _require(is_text(s), "stop", s, "text: it holds a lone surrogate, which no output can hold")
         ids = _entries("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        ids = tuple(_integer("stop_token_ids", t, 0, _INT32_MAX, "integers >= 0 from the vocabulary") for t in ids)
+        for t in ids:
+            ok = is_number(t, Integral) and 0 <= t <= _INT32_MAX
+            _require(ok, "stop_token_ids", t, "integers >= 0 from the vocabulary")
         salt = self.cache_salt
         ok = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_CHARACTERS and is_text(salt))
         _require(ok, "cache_salt", salt, f"a string of 1 to {MAX_SALT_CHARACTERS} characters, or None")
-        return {"stop": stop, "stop_token_ids": ids}
+        return {"stop": stop, "stop_token_ids": tuple(map(int, ids))}
 
     @property
     def greedy(self) -> bool:

@@ -213,7 +213,7 @@ class MambaPool:
             for tensor in (cache.conv,) if replay else (cache.conv, cache.temporal):
                 tensor.index_copy_(1, target, tensor.index_select(1, own))
         if replay:
-            self._fold(self._rings(rows), slots.int())
+            self._fold(self._rings(rows, slots.int()))
 
     def restore(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Copies the state in `slots` into the slots that `rows` own and empties their rings."""
@@ -303,15 +303,16 @@ class MambaPool:
             self._decays = [None if None in decays else torch.stack(decays) for decays in stacks]  # type: ignore[arg-type]
         return self._decays
 
-    def _rings(self, rows: torch.Tensor) -> RingFolds:
-        """All entries of the rings of `rows`."""
+    def _rings(self, rows: torch.Tensor, write_slots: torch.Tensor | None = None) -> RingFolds:
+        """All entries of the rings of `rows`, and where the states after them go; None: to the slots that rows own."""
         count = torch.full_like(self.ring_start[:1], len(rows))
-        return RingFolds(self.row_slots[rows], rows.int(), self.ring_start[rows], self.ring_length[rows], count)
+        cursors = self.ring_start[rows], self.ring_length[rows]
+        return RingFolds(self.row_slots[rows], rows.int(), *cursors, count, write_slots)
 
-    def _fold(self, folds: RingFolds, write_slots: torch.Tensor | None = None) -> None:
+    def _fold(self, folds: RingFolds) -> None:
         """One launch for all layers of equal shape."""
         for (_, cache), decay in zip(self.stacks, self.stack_decays(), strict=True):
-            fold_ring(cache.temporal, *cache.ring, decay, folds, write_state_slots=write_slots)
+            fold_ring(cache.temporal, *cache.ring, decay, folds)
 
     def _empty_rings(self, rows: torch.Tensor) -> None:
         self.ring_start.index_fill_(0, rows.long(), 0)

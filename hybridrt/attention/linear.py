@@ -21,7 +21,7 @@ from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ExtendPass, ForwardBatch, GraphView
 from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
-from hybridrt.kernels.records import ConvWeights
+from hybridrt.kernels.records import ConvWeights, FusedStep
 from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -140,6 +140,11 @@ class MambaAttnBackendBase(AttentionBackend):
             "state": segment.conv_state(cache),
             "intermediate": segment.conv_windows(cache),
         }
+
+    def fused_step(self, layer: Any, segment: DecodeSegment) -> FusedStep:
+        """The conv and the states of a mixer's decode rows."""
+        cache = self.layer_cache(layer.layer_id)
+        return FusedStep(conv_weights(layer), segment.conv_state(cache), segment.state(cache), segment.ring(cache))
 
     def conv_chunks(self, layer: Any, segment: ExtendSegment) -> dict[str, Any]:
         """`causal_conv1d_varlen` of a mixer's prompt chunks: all that it takes but the inputs."""

@@ -72,7 +72,7 @@ app.add_typer(benchmarks, name="bench")
 
 
 def run() -> NoReturn:
-    """Runs the command in sys.argv and exits, with one line on standard error for a stream or a file that fails."""
+    """Runs the command in sys.argv and exits. A stream or file that fails gives one line on standard error."""
     if "stdout" in open_streams():
         _fail("standard output is closed; send it to a terminal, a file or /dev/null")
     try:
@@ -84,13 +84,13 @@ def run() -> NoReturn:
         if "--traceback" in sys.argv:
             raise
         discard_output()
-        # A reader that has gone knows it, as in `hybridrt generate | head`.
+        # Where the reader has closed the pipe, as in `hybridrt generate | head`, nobody needs the message.
         _fail("" if e.errno == errno.EPIPE else f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}")
     raise SystemExit
 
 
 def _fail(text: str) -> NoReturn:
-    """Ends with status 1, and the line if standard error takes it."""
+    """Ends with status 1. Writes the line to standard error if that is possible."""
     try:
         if text:
             _print_error(text)

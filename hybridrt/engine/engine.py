@@ -243,10 +243,10 @@ class Engine:
 
     def drain(self) -> list[Delta]:
         """Reads every launched step and launches none: afterwards finished requests hold nothing."""
-        self.settle()
+        self.finish_launched()
         return self._deltas.take()
 
-    def settle(self) -> None:
+    def finish_launched(self) -> None:
         """Waits for every launched step; the next `step` or `drain` returns what they gave."""
         with self.turns.now:
             self._end_abandoned()

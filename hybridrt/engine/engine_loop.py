@@ -132,7 +132,7 @@ class EngineLoop:
             with self._engine.turns:
                 for request_id in list(self._unfinished):
                     self._engine.abort(request_id)
-                self._engine.settle()
+                self._engine.finish_launched()
                 self._hand_out(0.0)
         except BaseException as e:
             self._crash(e)
@@ -150,7 +150,7 @@ class EngineLoop:
             self._step_began = None
             self._hand_out(time.monotonic() - began)
             if not self._count:
-                self._engine.settle()  # finished requests hold nothing while the loop waits
+                self._engine.finish_launched()  # finished requests hold nothing while the loop waits
 
     def _hand_out(self, seconds: float) -> None:
         message = StepMessage(self._deltas.take(), seconds)

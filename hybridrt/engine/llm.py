@@ -142,7 +142,7 @@ class LLM:
             finally:
                 with engine.turns:
                     engine.abandon(queue)
-                    engine.settle()
+                    engine.finish_launched()
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Yields deltas as steps give them; with n > 1 the samples interleave. Once the iterator is closed or has gone,
@@ -170,7 +170,7 @@ class LLM:
                 if engine is not None:
                     with engine.turns:
                         engine.abort_all()
-                        engine.settle()
+                        engine.finish_launched()
                         self._engine = None
             finally:
                 self._engine = None
@@ -208,7 +208,7 @@ class LLM:
                     running -= sum(delta.finish_reason is not None for delta in deltas)
                     if not running or any(delta.error for delta in deltas):
                         engine.abandon(queue)
-                        engine.settle()  # what is launched for it is over: it holds nothing
+                        engine.finish_launched()  # what is launched for it is over: it holds nothing
                 _raise_error(deltas)
                 yield from deltas
         finally:

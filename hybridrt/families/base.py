@@ -53,10 +53,15 @@ class Family:
 def attention_config(hf: Any, rotary: bool = True, scale: float | None = None) -> AttentionConfig:
     """Grouped-query attention by the names that transformers gives its fields; without rotary no positions."""
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    check_heads(hf)
+    rope = dict(hf.rope_parameters) if rotary else None
+    return AttentionConfig(hf.num_attention_heads, hf.num_key_value_heads, head_dim, rope, scale=scale)
+
+
+def check_heads(hf: Any) -> None:
+    """ConfigError unless each KV head serves as many query heads as the others."""
     if hf.num_attention_heads % hf.num_key_value_heads:
         raise ConfigError(
             f"num_attention_heads {hf.num_attention_heads} is no multiple of num_key_value_heads "
             f"{hf.num_key_value_heads}"
         )
-    rope = dict(hf.rope_parameters) if rotary else None
-    return AttentionConfig(hf.num_attention_heads, hf.num_key_value_heads, head_dim, rope, scale=scale)

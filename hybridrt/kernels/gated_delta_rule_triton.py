@@ -198,7 +198,7 @@ def gdn_gates_triton(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor
 
 def chunk_gated_delta_rule_triton(inputs: DeltaInputs, state: StateSlots, prompts: Prompts) -> Tensor:
     """`chunk_gated_delta_rule` in two launches. Raises ConfigError for chunks of more than 64 tokens."""
-    (q, k, v, g, beta), (states, read_slots, write_slots) = inputs, state
+    (q, k, v, g, beta), (states, read_slots, write_slots, _) = inputs, state
     _, has_initial_state, plan = prompts
     if plan.chunk_size > MAX_CHUNK:
         raise ConfigError(

@@ -24,7 +24,7 @@ from hybridrt.kernels.mamba2_common_triton import (
     strides,
 )
 from hybridrt.kernels.pdl_triton import begin, pdl
-from hybridrt.kernels.records import ConvState, ConvWeights, GateWeights, StateSlots
+from hybridrt.kernels.records import FusedStep, GateWeights
 
 TILE_BYTES = 4096
 _EPS = tl.constexpr(L2_NORM_EPS)
@@ -109,19 +109,9 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
         tl.store(write_tile + first * K, state.to(states_ptr.dtype.element_ty), mask=mask)
 
 
-def gdn_classic_triton(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    conv_weights: ConvWeights,
-    weights: GateWeights,
-    conv_state: ConvState,
-    state: StateSlots,
-) -> Tensor:
-    """`gdn_decode` of one token without a ring; arguments as there."""
-    weight, bias, _ = conv_weights
-    conv, read_slots, write_slots, start_positions = conv_state
-    states = state.states
+def gdn_classic_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
+    """`gdn_decode` of one token without a ring."""
+    (weight, bias, _), (conv, read_slots, write_slots, start_positions), (states, *_), _ = step
     batch, _, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
     out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)

@@ -28,8 +28,8 @@ from hybridrt.kernels.mamba2_common_triton import (
     strides,
 )
 from hybridrt.kernels.pdl_triton import begin, begin_in_turn, pdl
-from hybridrt.kernels.records import ConvState, ConvWeights, GateWeights, StateRing
-from hybridrt.kernels.state_ring_triton import exact_dot
+from hybridrt.kernels.records import FusedStep, GateWeights
+from hybridrt.kernels.state_ring_triton import exact_dot, multiply_state
 
 _EPS = tl.constexpr(L2_NORM_EPS)
 
@@ -215,7 +215,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
                     cells + first, mask=v_mask[:, None] & mask[None, :], other=0.0, eviction_policy="evict_first"
                 )
             tile = tl.load(vectors + first, mask=n_mask[:, None] & mask[None, :], other=0.0)
-            acc = _multiply(state, tile, acc)
+            acc = multiply_state(state, tile, acc)
         scores_cells = scores_ptr + (head + n)[:, None] * W + w[None, :]
         scores = tl.load(scores_cells, mask=n_mask[:, None] & past[None, :], other=0.0)
         read = tl.trans(acc) * decays[:, None] + exact_dot(scores, values)
@@ -237,29 +237,10 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + t * (HV * V), result.to(out_ptr.dtype.element_ty), mask=v_mask)
 
 
-@triton.jit
-def _multiply(state, vectors, acc):  # type: ignore[no-untyped-def]
-    """acc + state [V, K] vectors^T [K, N]."""
-    if state.dtype == vectors.dtype and state.dtype != tl.float32:
-        acc = tl.dot(state, tl.trans(vectors), acc=acc)
-    else:
-        acc += exact_dot(state.to(tl.float32), tl.trans(vectors))
-    return acc
-
-
-def gdn_stream_triton(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    conv_weights: ConvWeights,
-    weights: GateWeights,
-    conv_state: ConvState,
-    states: Tensor,
-    ring: StateRing,
-) -> Tensor:
-    """`gdn_decode` with a state ring; arguments as there, `states` [S+1, Hv, V, K]."""
-    weight, bias, _ = conv_weights
-    conv, slots, _, start_positions = conv_state
+def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
+    """`gdn_decode` with a state ring."""
+    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring = step
+    assert ring is not None
     batch, tokens, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
     key_heads, device = (channels - value_heads * value_dim) // (2 * key_dim), qkv.device

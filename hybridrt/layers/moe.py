@@ -10,7 +10,7 @@ from torch import nn
 
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.moe import router_sigmoid_grouped, router_softmax
+from hybridrt.kernels.moe import GroupedChoice, router_sigmoid_grouped, router_softmax
 from hybridrt.layers.linear import ColumnLinear, Segment, Summands
 from hybridrt.layers.methods import DenseMethod, ExpertPart
 from hybridrt.layers.mlp import MLP
@@ -70,7 +70,7 @@ class SigmoidGroupRouter(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.corrected = name, corrected
-        self.choice = (top_k, n_group, topk_group, renormalize, scaling)
+        self.choice = GroupedChoice(top_k, n_group, topk_group, renormalize, scaling)
         self.weight = parameter(num_experts, hidden_size, dtype=torch.float32, device=build.device)
         if corrected:
             self.correction = parameter(num_experts, dtype=torch.float32, device=build.device, dummy="zeros")
@@ -80,7 +80,7 @@ class SigmoidGroupRouter(nn.Module):
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden] to weights [T, k] float32 and expert ids [T, k] int32; no expert for padding."""
         logits = F.linear(x.float(), self.weight)
-        return router_sigmoid_grouped(logits, self.correction, *self.choice, batch.padded_rows)
+        return router_sigmoid_grouped(logits, self.correction, self.choice, batch.padded_rows)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         found = {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data)}

@@ -300,7 +300,14 @@ def device_budget(device: torch.device, fraction: float) -> int:
 
 
 def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
-    """Resolves the model's path and reads its configuration; touches no weights."""
+    """The model's path and how this process, rank `tp`, runs it. Reads no weights.
+
+    Raises:
+        ConfigError: the model or an option cannot be used, or `tp` has another number of ranks than the configuration.
+        DeviceError: there is no such device.
+    """
+    if tp.size != config.tp_size:
+        raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
     path = resolve_model_path(config.model)
     return path, RunTarget.resolve(config, read_model_config(path), tp)
 

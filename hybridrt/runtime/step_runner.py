@@ -211,7 +211,7 @@ class StepRunner:
         if new:
             positions = sections["extend_positions"]
             places = table.token_slots(sections["extend_rows"], positions)
-            chunks = TokenInputs(sections["extend_ids"], positions, places)
+            chunks = TokenInputs(sections["input_ids"], positions, places)
         sizes = self._packing.chunk_sizes
         passes = extend_passes(columns, sections, sizes)
         inputs = decoded.then(chunks) if decoded and chunks else decoded or chunks

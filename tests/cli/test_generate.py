@@ -186,7 +186,7 @@ def test_engine_options_reach_the_engine(tiny: Path) -> None:
         (("--token-ids", "5 x"), "no list of integers"),
         (("--token-ids", "5 9999"), "token id 9999 is outside the vocabulary"),
         (("x" * 500, "--max-model-len", "256"), "the prompt has 500 tokens"),
-        (("x", "--attention-backend", "zzz"), "attention_backend is 'zzz'"),
+        (("x", "--attention-backend", "zzz"), "attention_backend 'zzz' is not supported"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_status_2(tiny: Path, arguments: tuple[str, ...], text: str) -> None:

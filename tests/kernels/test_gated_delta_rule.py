@@ -157,8 +157,7 @@ def test_rows_without_tokens_and_an_empty_batch():
 def run_steps(states, tokens, read_slots, write_slots, *intermediate):
     """intermediate: stored states, rows and parents."""
     stored = IntermediateStates(*intermediate) if intermediate else None
-    state = StateSlots(states, read_slots, write_slots)
-    return recurrent_gated_delta_rule(DeltaInputs(*tokens.tensors), state, stored)
+    return recurrent_gated_delta_rule(DeltaInputs(*tokens.tensors), StateSlots(states, read_slots, write_slots, stored))
 
 
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)

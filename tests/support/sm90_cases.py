@@ -53,8 +53,8 @@ def fold(states: Tensor, rings: Args, A: Tensor | None) -> tuple[str, Args]:
     """Of one layer."""
     rows = len(rings["rows"])
     pool = {"states": states[None]} | {name: rings[name][None] for name in ("values", "keys", "gates")}
-    folds = RingFolds(int32(rows), rings["rows"], rings["start"], rings["length"], int32(1))
-    return "fold_ring", pool | {"A": None if A is None else A[None], "folds": folds, "write_state_slots": int32(rows)}
+    folds = RingFolds(int32(rows), rings["rows"], rings["start"], rings["length"], int32(1), int32(rows))
+    return "fold_ring", pool | {"A": None if A is None else A[None], "folds": folds}
 
 
 def prompts(rows: int, length: int, chunk_size: int) -> Args:

@@ -67,7 +67,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
         mamba(B, T) | SLOT_ARGS | none,
         per_head | {"z": meta(B, T, H, P)} | stored | parents,
     )
-    scan = {"z": meta(TOKENS, H, P), "snapshot_slots": int32(3)} | per_head
+    scan = {"z": meta(TOKENS, H, P)} | per_head
     yield "mamba2_chunk_scan", mamba(TOKENS) | PROMPTS | none, scan
     inner = {"rows": ROWS, "stored": f32(SLOTS, T, H * P, N)}
     norms = {"B_weight": f32(N), "C_weight": f32(N), "eps": 1e-5}
@@ -88,7 +88,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     cursors = {"start": int32(SLOTS), "length": int32(SLOTS), "rows": ROWS, "accepted": ROWS, "state_slots": ROWS}
     yield "advance_ring", cursors | {"width": 16, "widest": 1}, {}
     layers = {name: part[None] for name, part in ({"states": f32(SLOTS, H, P, N)} | RING).items()}
-    folds = {"folds": RingFolds(ROWS, ROWS, ROWS, ROWS, int32(1)), "write_state_slots": ROWS}
+    folds = {"folds": RingFolds(ROWS, ROWS, ROWS, ROWS, int32(1), ROWS)}
     yield "fold_ring", layers | folds | {"A": None}, {"A": f32(1, H)}
     commit = {"state_slots": ROWS, "rows": ROWS, "accepted": ROWS}
     pools = {"states": f32(2, SLOTS, H, P, N), "stored": f32(2, SLOTS, T, H, P, N)}

@@ -1,7 +1,6 @@
 """Prefill on one worker, decode on another: same tokens, whatever happens to the prefill side."""
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +280,7 @@ def test_workers_that_differ_refuse_each_other(field: str, change: dict[str, Any
 
 def test_a_prefill_worker_obeys_nobody_who_has_not_shaken_hands(pair: tuple[Prefiller, Decoder]) -> None:
     prefill, decode = pair
-    hello = decode_hello(replace(decode.side.handshake, page_size=64))
+    hello = decode_hello(decode.side.handshake | {"page_size": 64})
     for messages in (
         [{"type": "prefill", "key": "x", "tokens": [1, 2]}],
         [hello, {"type": "prefill", "key": "x", "tokens": [1, 2]}],
