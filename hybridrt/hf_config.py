@@ -40,7 +40,7 @@ def read_model_config(path: Path) -> ModelConfig:
     raw = family.rewrite(raw, file) if family.rewrite else raw
     hf = family.read(raw, file) if family.read else _transformers_config(path, raw, family)
     check_fields(hf, family.fields, file)
-    _check_activation(hf, path)
+    _check_activation(hf, family.activation, path)
     try:
         fields = family.describe(hf)
     except ConfigError as e:
@@ -133,10 +133,10 @@ def _check_sizes(fields: FamilyFields, file: Path) -> None:
         raise ConfigError(f"{file} describes {len(fields['layers'])} layers; there must be 1 to {MAX_LAYERS}")
 
 
-def _check_activation(hf: Any, path: Path) -> None:
-    for name in ("hidden_act", "mamba_hidden_act"):
-        if getattr(hf, name, "silu") != "silu":
-            raise ConfigError(f"{path}: {name} is {getattr(hf, name)!r}; hybridrt implements 'silu'")
+def _check_activation(hf: Any, activation: str, path: Path) -> None:
+    for name, known in (("hidden_act", activation), ("mamba_hidden_act", "silu")):
+        if getattr(hf, name, known) != known:
+            raise ConfigError(f"{path}: {name} is {getattr(hf, name)!r}; hybridrt implements {known!r}")
     if getattr(hf, "mlp_hidden_act", "relu2") != "relu2":
         raise ConfigError(f"{path}: mlp_hidden_act is {hf.mlp_hidden_act!r}; hybridrt implements 'relu2'")
 
