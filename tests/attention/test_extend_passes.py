@@ -1,0 +1,116 @@
+"""Chunks that leave states within them: outputs and states are those of the chunk computed at once, and each saved
+state is that of a chunk which ends there."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from hybridrt.errors import BackendError
+from hybridrt.runtime.step import ExtendRow
+from hybridrt.runtime.step_passes import extend_passes, pack_passes
+from tests.models.test_models_parity import prompts
+from tests.support.by_hand import ByHand, Row, assert_close
+from tests.support.checkpoints import CheckpointStore
+
+MODELS = ("falcon-plain", "qwen-plain", "jamba-plain", "falcon_mamba-plain")
+TEXT = prompts(60, seed=7)[0]
+# Tokens that each row has already, tokens of its chunk, and after how many of them states are left.
+CHUNKS = ((0, 37, (16, 33)), (5, 20, ()), (3, 9, (1,)), (0, 2, (1,)), (17, 30, (15, 16, 29)))
+FIRST_SPARE = 6
+
+
+def extend(hand: ByHand, rows: Sequence[ExtendRow], decode: Sequence[Row] = ()) -> torch.Tensor:
+    """A step of these chunks, as the runtime makes it."""
+    sizes = hand.backend.chunk_sizes
+    batch = hand.batch(decode, [Row(r.row, r.computed, r.tokens) for r in rows])
+    columns = pack_passes(rows, sizes)
+    batch.extend_passes = extend_passes(columns, {n: torch.from_numpy(c) for n, c in columns.items()}, sizes)
+    return hand.forward(batch)
+
+
+def start(hand: ByHand, chunks: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[ExtendRow]:
+    """Rows 1 and on with what they have already, and the chunks that follow."""
+    rows, spare = [], FIRST_SPARE
+    for row, (computed, length, ends) in enumerate(chunks, 1):
+        hand.admit(row)
+        if computed:
+            hand.extend(Row(row, 0, TEXT[row : row + computed]))
+        tokens = TEXT[row + computed : row + computed + length]
+        saves = [(end, spare + i) for i, end in enumerate(ends)]
+        spare += len(ends)
+        rows.append(ExtendRow(row, computed, tokens, 0, True, saves=saves))
+    return rows
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_states_are_those_of_shorter_chunks(name: str, provider: str, checkpoints: CheckpointStore) -> None:
+    path = checkpoints[name].path
+    hand, whole = ByHand(path), ByHand(path)
+    chunks = CHUNKS if provider == "torch" else CHUNKS[2:4]  # the interpreter is slow
+    rows = start(hand, chunks)
+    logits = extend(hand, rows)
+    start(whole, chunks)
+    wanted = whole.extend(*[Row(r.row, r.computed, r.tokens) for r in rows])
+    torch.testing.assert_close(logits, wanted, rtol=2e-4, atol=2e-4)
+    for r in rows:
+        end = r.computed + len(r.tokens)
+        assert_close(hand.state(r.row, end), whole.state(r.row, end), 1e-4)
+        for tokens, slot in r.saves:
+            check_saved(hand, path, r, tokens, slot)
+
+
+def check_saved(hand: ByHand, path: object, row: ExtendRow, tokens: int, slot: int) -> None:
+    short = ByHand(path)  # type: ignore[arg-type]
+    short.admit(row.row)
+    end = row.computed + tokens
+    short.extend(Row(row.row, 0, TEXT[row.row : row.row + end]))
+    wanted = short.state(row.row, end)
+    slots, position = torch.tensor([slot], dtype=torch.int32), torch.tensor([end], dtype=torch.int32)
+    for layer_id in hand.mamba.layer_ids:
+        state = hand.mamba.layer_cache(layer_id).temporal[slot]
+        window = hand.mamba.conv_window(layer_id, slots, position)[0]
+        found = {f"state of layer {layer_id}": state, f"conv of layer {layer_id}": window}
+        assert_close(found, {what: wanted[what] for what in found}, 1e-4)
+
+
+@torch.inference_mode()
+def test_beside_decode_rows(checkpoints: CheckpointStore) -> None:
+    hand, whole = (ByHand(checkpoints["qwen-plain"].path, mode="replay") for _ in range(2))
+    for each in (hand, whole):
+        each.admit(1, 2)
+        each.extend(Row(2, 0, TEXT[:5]))
+    decode = Row(2, 5, [9])
+    found = extend(hand, [ExtendRow(1, 0, TEXT[:20], 0, True, saves=[(16, FIRST_SPARE + 1)])], [decode])
+    hand.backend.commit(hand.last_batch)
+    torch.testing.assert_close(found, whole.decode(decode, extend=[Row(1, 0, TEXT[:20])]), rtol=2e-4, atol=2e-4)
+    assert_close(hand.state(2, 6), whole.state(2, 6), 1e-4)
+
+
+def test_a_slot_that_does_not_exist_is_refused(checkpoints: CheckpointStore) -> None:
+    hand = ByHand(checkpoints["qwen-plain"].path)
+    hand.admit(1)
+    with pytest.raises(BackendError, match="write_state_slots of a pass holds 99"):
+        extend(hand, [ExtendRow(1, 0, TEXT[:20], 0, True, saves=[(16, 99)])])
+
+
+def test_no_saves_no_passes() -> None:
+    rows = [ExtendRow(1, 0, TEXT[:20], 0, True), ExtendRow(2, 3, TEXT[:4], 0, True, 0, 5)]
+    assert pack_passes(rows, (16, 64)) == {} and extend_passes({}, {}, (16,)) == []
+
+
+def test_what_is_packed_of_each_pass() -> None:
+    rows = [ExtendRow(1, 4, TEXT[:6], 0, True, 0, 5, [(2, 8), (5, 9)]), ExtendRow(2, 0, TEXT[:3], 0, True)]
+    columns = {name: c.tolist() for name, c in pack_passes(rows, ()).items()}
+    assert columns == {
+        "rows in pass 0": [0, 0, 1], "read_state_slots in pass 0": [5, -1, 0],
+        "write_state_slots in pass 0": [8, -1, 0], "query_start_loc in pass 0": [0, 2, 6, 9],
+        "start_positions in pass 0": [4, 6, 0], "tokens in pass 0": [],
+        "rows in pass 1": [0], "read_state_slots in pass 1": [8], "write_state_slots in pass 1": [9],
+        "query_start_loc in pass 1": [0, 3], "start_positions in pass 1": [6], "tokens in pass 1": [2, 3, 4],
+        "rows in pass 2": [0], "read_state_slots in pass 2": [9], "write_state_slots in pass 2": [0],
+        "query_start_loc in pass 2": [0, 1], "start_positions in pass 2": [9], "tokens in pass 2": [5],
+    }  # fmt: skip
+    assert all(column.dtype == np.int32 for column in pack_passes(rows, (16,)).values())
