@@ -67,6 +67,7 @@ class LLM:
         tp_size: int = 1,
         transfer_bytes: int = 0,
         prefix_cache: bool = True,
+        cache_slots: int | None = None,
         seed: int = 0,
     ) -> None:
         options = dict(locals())  # the parameters, which are the fields of EngineConfig

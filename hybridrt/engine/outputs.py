@@ -40,11 +40,12 @@ class TokenCounters:
 
 @dataclass(slots=True)
 class RequestMetrics(TokenCounters):
-    """Of one sample. Times are seconds of `time.monotonic()`. `cached_tokens` of the prompt needed no computing: they
-    came from the prefix cache."""
+    """Of one sample. Times are seconds of `time.monotonic()`; `admission_time` is when it began to run first.
+    `cached_tokens` of the prompt needed no computing: they came from the prefix cache."""
 
     prompt_tokens: int
     arrival_time: float
+    admission_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
     retractions: int = 0

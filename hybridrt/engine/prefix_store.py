@@ -1,5 +1,6 @@
 """What running requests take from the prefix cache, and what they give to it."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -68,6 +69,8 @@ class PrefixStore:
         """Counts a match, and chooses where the rest of the prompt leaves states: at its last place on the grid, where
         another prompt's path leaves it, and at marked boundaries, the last ones first."""
         prompt = len(request.prefill_tokens)
+        if not request.metrics.retractions:
+            request.metrics.admission_time = time.monotonic()
         if match.staged is None and not request.metrics.retractions:
             request.metrics.cached_tokens = match.length
             self.counts.asked += prompt
