@@ -6,8 +6,8 @@
 First the whole trace at once, without the cache: that is the saturated rate. Then its conversations arrive as a Poisson
 process at a share (`--load`) of that rate, and the same with the cache. The hit rate is the share of prompt tokens that
 needed no computing. Beside it stands what a clairvoyant cache could have had with the same memory
-(benchmarks.prefix_bound), and with unlimited memory. `redone` are tokens that a request computed although an earlier one
-had them, on average and at most. Weights are seeded random numbers from config.json alone; MODEL "embedded" is the
+(benchmarks.prefix_bound), and with unlimited memory. `redone` are tokens that a request computed although an earlier
+one had them, on average and at most. Weights are seeded random numbers from config.json alone; MODEL "embedded" is the
 built-in model.
 """
 
@@ -49,11 +49,10 @@ class Ran:
 
     def served(self) -> Served:
         m = self.metrics
-        assert m.admission_time is not None and m.finish_time is not None
+        assert m.admission_time is not None and m.first_token_time is not None and m.finish_time is not None
+        times = m.admission_time, m.first_token_time, m.finish_time
         tokens = np.array(self.prompt + self.answer, np.int32)
-        return Served(
-            tokens, len(self.prompt), m.admission_time, m.finish_time, not m.retractions, self.item.salt
-        )  # fmt: skip
+        return Served(tokens, len(self.prompt), *times, not m.retractions, self.item.salt)
 
 
 class Player:

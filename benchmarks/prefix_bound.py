@@ -1,6 +1,7 @@
 """How many prompt tokens a clairvoyant prefix cache could have saved, with the memory that there was.
 
-What is bounded. Requests are admitted and end at known moments, the 2 n *events* of a run of n requests. A request that
+What is bounded. Requests are admitted, have computed their prompts and end at known moments, the 3 n *events* of a run
+of n requests. What a prompt holds can be shared once the whole prompt has been computed. A request that
 is admitted may skip the first L tokens of its prompt (L < its length) if the cache holds a state after exactly these
 tokens and all of their whole KV pages. A state can be made at any position of a text while the text runs, for nothing.
 At every moment, cached states and one slot for each running request are at most S; cached pages and the distinct whole
@@ -19,9 +20,9 @@ of the same tokens lie between consecutive requests that have them. With y_jk = 
                 sum of y_jk with F_k <= e <= A_j              <= C_e               for each event e
                 sum of n_m y_jk with m <= k, F_m <= e < A_j   <= P_e               for each event e
 
-where C_e and P_e are what running requests leave of S and P right after event e. (The state is in its slot while j, which
-reads it and writes its own, is admitted; the pages are then j's.) Every cache obeys these constraints, so the optimum
-bounds its hits.
+where C_e and P_e are what running requests leave of S and P right after event e. (The state is in its slot while j,
+which reads it and writes its own, is admitted; the pages are then j's.) Every cache obeys these constraints, so the
+optimum bounds its hits.
 
 The bound. For any prices u_e >= 0 of a slot and w_e >= 0 of a page, weak duality gives
 
@@ -38,7 +39,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-ROUNDS = 2_000
+ROUNDS = 1_000
+ENDED, COMPUTED, ADMITTED = range(3)
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,15 @@ class Served:
     Attributes:
         tokens: [n] int32, prompt and answer.
         prompt: how many of them are the prompt.
-        admitted, ended: moments, in any unit.
-        kept: False of one that was retracted: it counts as running only at the moment of its admission.
+        admitted, computed, ended: moments, in any unit: it was admitted, its prompt had been computed, it ended.
+        kept: False of one that was retracted, and is counted as if it held nothing while it ran.
         salt: shares nothing with other salts.
     """
 
     tokens: np.ndarray
     prompt: int
     admitted: float
+    computed: float
     ended: float
     kept: bool = True
     salt: str | None = None
@@ -63,12 +66,13 @@ class Served:
 
 @dataclass(eq=False)
 class _Node:
-    """An edge of the tree of all texts. `last`: the latest end event of the texts so far that have it; `running`: how
-    many running requests' prompts have it."""
+    """An edge of the tree of all texts. `ready`: a request has computed it; `last`: the latest end event of the
+    requests so far that have it; `running`: how many running requests' prompts have it."""
 
     tokens: np.ndarray
     start: int
     children: "dict[int, _Node]" = field(default_factory=dict)
+    ready: bool = False
     last: int = -1
     running: int = 0
 
@@ -110,7 +114,8 @@ def program(served: Sequence[Served], page_size: int, num_slots: int, num_pages:
         num_slots: S; 0 for a model without recurrent layers, where whole pages are skipped.
         num_pages: P.
     """
-    events = sorted([(r.ended, 0, i) for i, r in enumerate(served)] + [(r.admitted, 1, i) for i, r in enumerate(served)])
+    moments = ((r.ended, r.computed, r.admitted) for r in served)
+    events = sorted((moment, kind, i) for i, three in enumerate(moments) for kind, moment in enumerate(three))
     place = {(kind, i): e for e, (_, kind, i) in enumerate(events)}
     roots = {r.salt: _Node(np.empty(0, np.int32), 0) for r in served}
     paths = _paths(served, roots)
@@ -120,17 +125,14 @@ def program(served: Sequence[Served], page_size: int, num_slots: int, num_pages:
     for e, (_, kind, i) in enumerate(events):
         path = paths[i]
         prompt = [node for node in path if node.end <= served[i].prompt]
-        if kind:
+        if kind == ADMITTED:
             options.append(_options(path, e, (served[i].prompt - 1) // unit * unit, unit))
-            for node in path:
-                node.last = max(node.last, place[0, i])
-        change = 1 if kind else -1
-        if kind or served[i].kept:
-            running, used = running + change, used + _hold(prompt, change, page_size)
+        _mark(path if kind != COMPUTED else prompt, place[ENDED, i], computed=kind != ADMITTED)
+        change = (-1, 0, 1)[kind] if served[i].kept else 0
+        held = _hold(prompt, change, page_size) if change else 0
+        running, used = running + change, used + held
         slots[e], free[e] = num_slots - running, num_pages - used
-        if kind and not served[i].kept:
-            running, used = running - 1, used + _hold(prompt, -1, page_size)
-    at = [e for e, (_, kind, _) in enumerate(events) if kind]
+    at = [e for e, (_, kind, _) in enumerate(events) if kind == ADMITTED]
     return _padded(options, at, page_size, slots if num_slots else None, free if page_size else None)
 
 
@@ -217,6 +219,14 @@ def _options(path: Sequence[_Node], event: int, limit: int, unit: int) -> list[t
                 options.pop()
             options.append((length, since))
     return options
+
+
+def _mark(nodes: Sequence[_Node], end: int, computed: bool) -> None:
+    """A request that ends at event `end` has these nodes: it has computed them, or begins to run."""
+    for node in nodes:
+        node.ready |= computed
+        if node.ready:
+            node.last = max(node.last, end)
 
 
 def _hold(nodes: Sequence[_Node], change: int, page_size: int) -> int:

@@ -122,7 +122,7 @@ def agents(shape: Shape) -> list[Item]:
 
 
 def shared(shape: Shape) -> list[Item]:
-    """Users who ask `turns` unrelated questions each, all behind one system prompt of four times a question's length."""
+    """Users who ask `turns` unrelated questions each, behind one system prompt of four times a question's length."""
     draw = _Draw(shape)
     system = draw.tokens(4 * shape.prompt)
     return [
@@ -189,6 +189,7 @@ def read(path: Path, vocab: int, block: int = BLOCK) -> list[Item]:
         if line.strip():
             try:
                 fields = json.loads(line)
+                _require(isinstance(fields, dict), "it is no object")
                 item = _mooncake(fields, vocab, block, len(items)) if "hash_ids" in fields else _own(fields)
                 _require(item.id not in known and _names(item) <= known, "id, after or of names no earlier request")
             except (ValueError, TypeError, KeyError, RecursionError) as e:

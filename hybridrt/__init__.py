@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrt.errors import (
     AuthenticationError,
     BackendError,
+    CacheDumpError,
     CheckpointError,
     ConfigError,
     DeviceError,
@@ -41,6 +42,7 @@ __all__ = [
     "LLM",
     "AuthenticationError",
     "BackendError",
+    "CacheDumpError",
     "CheckpointError",
     "ConfigError",
     "Delta",

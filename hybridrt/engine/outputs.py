@@ -58,7 +58,8 @@ class EngineCounters(TokenCounters):
     free entries of the pools.
 
     Attributes:
-        cache_asked, cache_hit, cache_without_state: hybridrt.mem_cache.prefix_cache.CacheCounts, in tokens.
+        cache_asked, cache_hit, cache_without_state, cache_without_kv, cache_retokenised: the CacheCounts of
+            hybridrt.mem_cache.prefix_cache, in tokens.
         cached_slots, cached_pages: what the prefix cache holds now. It gives up what requests need.
     """
 
@@ -78,6 +79,8 @@ class EngineCounters(TokenCounters):
     cache_asked: int = 0
     cache_hit: int = 0
     cache_without_state: int = 0
+    cache_without_kv: int = 0
+    cache_retokenised: int = 0
 
     def count_launch(self, plan: StepPlan) -> None:
         """A step was launched."""

@@ -72,6 +72,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
+        self._coordinator.prefixes.expect(request)
 
     def schedule(self, refuse: Refuse | None = None) -> ScheduledStep | None:
         """The next step, counted as launched from here on; None if nothing can run before a launched step ends.
@@ -128,6 +129,7 @@ class Scheduler:
         """Forgets a finished request. What it holds is freed with the last launched step that names it."""
         if request.row is None:
             self.waiting.remove(request)
+            self._coordinator.prefixes.forget(request)
             return
         self._end_drafts(request)
         del self.running[request.arrival]
@@ -234,6 +236,7 @@ class Scheduler:
         victim.metrics.retractions += 1
         self.num_retractions += 1
         self.waiting.appendleft(victim)
+        self._coordinator.prefixes.expect(victim)
         return victim
 
     def _schedule_prefill(
@@ -253,6 +256,7 @@ class Scheduler:
                 self._blocked = room
                 break
             self.waiting.remove(request)
+            self._coordinator.prefixes.forget(request)
             self.running[request.arrival], self._order = request, None
             if self._drafter is not None:
                 self._drafter.begin(request)

@@ -23,11 +23,17 @@ def best(texts: list[tuple[Text, int]], slots: int, pages: int | None, free_stat
     ends = [{min(in_common(t, u), n - 1) for t, _ in texts[:j]} for j, (u, n) in enumerate(texts)]
 
     def pages_of(text: Text) -> frozenset[Text]:
-        return frozenset(text[: i + PAGE] for i in range(0, len(text) - PAGE + 1, PAGE)) if pages is not None else frozenset()
+        return (
+            frozenset(text[: i + PAGE] for i in range(0, len(text) - PAGE + 1, PAGE))
+            if pages is not None
+            else frozenset()
+        )
 
     def useful(j: int) -> tuple[frozenset[Text], frozenset[Text]]:
         states = frozenset(texts[k][0][:end] for k in range(j + 1, len(texts)) for end in ends[k] if end)
-        return states, frozenset(p for k in range(j + 1, len(texts)) for p in pages_of(texts[k][0][: max(ends[k], default=0)]))
+        return states, frozenset(
+            p for k in range(j + 1, len(texts)) for p in pages_of(texts[k][0][: max(ends[k], default=0)])
+        )
 
     @cache
     def gain(j: int, kept: frozenset[Text], kept_pages: frozenset[Text]) -> int:
@@ -66,7 +72,9 @@ def runs(draw: st.DrawFn, most: int, length: int) -> list[tuple[Text, int]]:
     texts = list[tuple[Text, int]]()
     for _ in range(draw(st.integers(2, most))):
         base = draw(st.sampled_from([(), *(text for text, _ in texts)]))
-        prompt = base[: draw(st.integers(0, len(base)))] + tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=3)))
+        prompt = base[: draw(st.integers(0, len(base)))] + tuple(
+            draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))
+        )
         prompt = prompt[:length]
         answer = tuple(draw(st.lists(st.integers(0, 2), max_size=2)))
         texts.append((prompt + answer, len(prompt)))
@@ -74,7 +82,7 @@ def runs(draw: st.DrawFn, most: int, length: int) -> list[tuple[Text, int]]:
 
 
 def served(texts: list[tuple[Text, int]]) -> list[Served]:
-    return [Served(np.array(t, np.int32), n, 2 * i, 2 * i + 1) for i, (t, n) in enumerate(texts)]
+    return [Served(np.array(t, np.int32), n, i, i + 0.3, i + 0.6) for i, (t, n) in enumerate(texts)]
 
 
 @settings(deadline=None, max_examples=60)
