@@ -76,6 +76,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=_turn)
+        self._coordinator.prefixes.expect(request)
 
     def schedule(self, refuse: Refuse | None = None) -> ScheduledStep | None:
         """The next step, counted as launched from here on; None if nothing can run before a launched step ends.
@@ -132,6 +133,7 @@ class Scheduler:
         """Forgets a finished request. What it holds is freed with the last launched step that names it."""
         if request.row is None:
             self.waiting.remove(request)
+            self._coordinator.prefixes.forget(request)
             return
         self._end_drafts(request)
         del self.running[request.arrival]
@@ -258,6 +260,7 @@ class Scheduler:
                 self._blocked = room
                 break
             self.waiting.remove(request)
+            self._coordinator.prefixes.forget(request)
             self.running[request.arrival], self._order = request, None
             if self._drafter is not None:
                 self._drafter.begin(request)
