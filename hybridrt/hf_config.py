@@ -1,6 +1,6 @@
 """Reads a Hugging Face config.json into a ModelConfig: what all families share.
 
-The file is not trusted: fields are compared with `config_kinds` before they are used, and code of a checkpoint is never
+The file is not trusted: fields are compared with `config_fields` before they are used. Code of a checkpoint is never
 imported.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from hybridrt.config import DTYPES, AttentionConfig, ModelConfig
+from hybridrt.config_fields import EOS, MAX_LAYERS, MAX_WIDTH, RAW, ROPE
 from hybridrt.config_json import NULL, check_fields, either, integer, read_object
-from hybridrt.config_kinds import EOS, MAX_LAYERS, MAX_WIDTH, RAW, ROPE
 from hybridrt.errors import ConfigError, UnsupportedModelError, shown
 from hybridrt.families.base import Family, FamilyFields, routed_experts
 from hybridrt.families.registry import family_of

@@ -80,7 +80,7 @@ class LLM:
         self._split = TensorParallelExecutor(self.config, progress=progress) if tp_size > 1 else None
         runner = self._split.runner if self._split else ModelRunner(self.config, progress=progress)
         self.model_config = runner.model_config
-        self.plan = runner.plan
+        self.plan = runner.memory_plan
         self.device = runner.device
         self.default_sampling_params = default_sampling_params(runner.model_path)
         self.tokenizer = load_tokenizer(runner.model_path)

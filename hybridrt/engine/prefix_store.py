@@ -158,7 +158,7 @@ class PrefixStore:
         if not self._keeps or failed or computed <= request.prefix.length:
             return CacheEntries()
         states = dict(request.saves)
-        # A step may have computed tokens behind the last one that counts: the state then holds them, too.
+        # The last step may have computed tokens after the end of the text. The state then includes them: keep it out.
         if request.state_slot is not None and computed <= len(ids):
             states[computed] = request.state_slot
         return self._insert(request, ids[: computed + self.tree.lookahead], states)[0]

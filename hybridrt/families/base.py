@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.config import AttentionConfig
-from hybridrt.config_kinds import Kinds
+from hybridrt.config_fields import FieldTypes
 from hybridrt.errors import ConfigError
 
 FamilyFields = dict[str, Any]
@@ -34,7 +34,7 @@ class Family:
     """
 
     model: str
-    fields: Kinds
+    fields: FieldTypes
     describe: Callable[[Any], FamilyFields]
     config_class: str | None = None
     read: Callable[[Mapping[str, Any], Path], Any] | None = None

@@ -4,13 +4,13 @@ import math
 from typing import Any
 
 from hybridrt.config import AttentionConfig, LayerSpec
+from hybridrt.config_fields import CHUNK, COMMON, EPSILON, MAX_LAYERS, POSITIONS, SIZE, STATE, TAPS, FieldTypes, integer
 from hybridrt.config_json import FLAG, NULL, OBJECT, Kind, either, list_of, number, one_of
-from hybridrt.config_kinds import CHUNK, COMMON, EPSILON, MAX_LAYERS, POSITIONS, SIZE, STATE, TAPS, Kinds, integer
 from hybridrt.errors import ConfigError
 from hybridrt.families.base import Family, FamilyFields
 from hybridrt.kinds.mamba2 import Mamba2Config
 
-FIELDS: Kinds = {
+FIELDS: FieldTypes = {
     **COMMON,
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "attention_head_dim", "intermediate_size"), SIZE),
     **dict.fromkeys(("mamba_expand", "mamba_ngroups", "n_mamba_heads", "adapter_rank"), SIZE),

@@ -80,7 +80,7 @@ def test_report_is_what_a_runner_allocates(model: tuple[Path, str], options: dic
         cached = vars(mamba.layer_cache(i)).values() if i in mamba.layer_ids else ()
         assert layer.state_bytes == sum(t[0].nbytes for t in cached if t is not None)
     assert report.plan is not None
-    assert (report.plan.num_rows, report.plan.num_pages) == (runner.plan.num_rows, runner.plan.num_pages)
+    assert (report.plan.num_rows, report.plan.num_pages) == (runner.memory_plan.num_rows, runner.memory_plan.num_pages)
 
 
 def test_table_shows_the_stack_and_a_row_for_each_kind(model: tuple[Path, str]) -> None:

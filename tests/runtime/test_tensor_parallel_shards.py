@@ -141,7 +141,7 @@ def test_the_poorest_rank_decides_for_all(checkpoints: CheckpointStore) -> None:
 
     def pages(comm: Communicator) -> int:
         tp = TPGroup(comm.rank, comm.size, comm)
-        return ModelRunner(config, tp=tp, budget_bytes=2**19 * (2 - comm.rank)).plan.num_pages
+        return ModelRunner(config, tp=tp, budget_bytes=2**19 * (2 - comm.rank)).memory_plan.num_pages
 
     first, second = in_threads(2, pages)
     assert first == second > 0

@@ -86,7 +86,7 @@ def rigs(tmp_path_factory: pytest.TempPathFactory) -> Rigs:
 
 @cache
 def draft_model(rig: Rig) -> DraftModelDrafter:
-    return DraftModelDrafter(rig.config, rig.runner.plan, VOCAB)
+    return DraftModelDrafter(rig.config, rig.runner.memory_plan, VOCAB)
 
 
 def make_mtp(rig: Rig) -> MTPDrafter:
