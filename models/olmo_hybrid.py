@@ -69,8 +69,10 @@ class PostNormed(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         total = x if residual is None else x + residual
-        attends = isinstance(self.part, WholeNormAttention)
-        y = self.part.summand(total, batch) if attends else self.part.summand(total, reduce=True)
+        if isinstance(self.part, WholeNormAttention):
+            y = self.part.summand(total, batch)
+        else:
+            y = self.part.summand(total, reduce=True)
         return norm(y)[0], total
 
     def targets(self, key: str) -> CheckpointMap:

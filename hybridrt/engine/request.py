@@ -204,7 +204,7 @@ def new_samples(
     """The `n` samples of a prompt."""
     tokens, params = prepared.tokens, prepared.params
     stop = StopStrings(params.stop) if params.stop else None
-    make_text = partial(
+    make_text = None if tokenizer is None else partial(
         Detokenizer, tokenizer, tokens, stop,
         include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
     )  # fmt: skip
@@ -219,7 +219,7 @@ def new_samples(
             max_len=prepared.max_len,
             stop_ids=prepared.stop_ids,
             metrics=RequestMetrics(prompt_tokens=len(tokens), arrival_time=time.monotonic()),
-            detokenizer=make_text() if tokenizer is not None else None,
+            detokenizer=None if make_text is None else make_text(),
             logprobs=None if params.logprobs is None else [],
         )
         for index in range(params.n)

@@ -245,9 +245,9 @@ class Scheduler:
         self, step: ScheduledStep, admitted: Iterable[Request], budget: int, refuse: Refuse | None
     ) -> None:
         """Goes on with admitted prompts, then admits. Where a decode row found no page, none is left to admit with."""
-        for request in admitted:
-            if budget and request.row is not None:  # it may just have been retracted
-                budget -= self._add_extend(step, request, budget)
+        for earlier in admitted:
+            if budget and earlier.row is not None:  # it may just have been retracted
+                budget -= self._add_extend(step, earlier, budget)
         while budget and (request := self._next_waiting()) is not None:
             room = request.arrival, len(self.running), *self._coordinator.room()
             if self._blocked == room:
