@@ -48,6 +48,7 @@ def either(first: Kind, second: Kind) -> Kind:
 
 
 NULL = Kind("null", lambda v: v is None)
+TRUE = Kind("true", lambda v: v is True)
 FLAG = Kind("true or false", lambda v: isinstance(v, bool))
 TEXT = Kind("a string", lambda v: isinstance(v, str))
 OBJECT = Kind("an object", lambda v: isinstance(v, Mapping))

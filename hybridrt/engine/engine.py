@@ -169,7 +169,9 @@ class Engine:
             reader = self._abandoned.watch(self._deltas if queue is None else queue)
             for request in samples:
                 request.stream, request.export_to, request.queue = stream, export_to, reader
-            source = self.prefill_source if len(prepared.tokens) > 1 else None
+            source = (
+                self.prefill_source if len(prepared.tokens) > 1 and prepared.params.prompt_logprobs is None else None
+            )
             with self._change:
                 self._num_requests += 1
                 self._samples.add(request_id, samples)

@@ -234,12 +234,14 @@ def _raise_error(deltas: Sequence[Delta]) -> None:
 
 def whole_output(request_id: str, prepared: PreparedPrompt, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
     """The samples of a prompt, each of whose tokens came in one delta."""
-    first, *siblings = (_sample(prepared.tokens, ended[request_id, index]) for index in range(prepared.params.n))
+    scores = ended[request_id, 0].prompt_logprobs
+    samples = (_sample(prepared.tokens, scores, ended[request_id, index]) for index in range(prepared.params.n))
+    first, *siblings = samples
     first.siblings = tuple(siblings)
     return first
 
 
-def _sample(prompt: list[int], delta: Delta) -> RequestOutput:
+def _sample(prompt: list[int], scores: list[dict[int, float] | None] | None, delta: Delta) -> RequestOutput:
     assert delta.finish_reason is not None and delta.metrics is not None, "it has ended"
     return RequestOutput(
         request_id=delta.request_id,
@@ -250,4 +252,5 @@ def _sample(prompt: list[int], delta: Delta) -> RequestOutput:
         finish_reason=delta.finish_reason,
         logprobs=delta.logprobs,
         metrics=delta.metrics,
+        prompt_logprobs=scores,
     )

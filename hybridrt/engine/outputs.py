@@ -106,6 +106,8 @@ class Delta(msgspec.Struct):
         finish_reason: "stop", "length" or "abort" in the last delta; None before.
         metrics: the sample's counters, in the last delta; None before.
         error: why the request failed; finish_reason is then "abort".
+        prompt_logprobs: in the first delta of sample 0, if asked for: for every prompt token what `logprobs` is for new
+            ones, None for the first of them.
     """
 
     request_id: str
@@ -116,6 +118,7 @@ class Delta(msgspec.Struct):
     finish_reason: FinishReason | None = None
     metrics: RequestMetrics | None = None
     error: EngineError | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
     def extend(self, later: "Delta") -> None:
         """Adds the sample's next delta."""
@@ -136,6 +139,8 @@ class RequestOutput:
         token_ids: all output tokens, the token that stopped the sample included.
         text: their text, without the stopping token or stop string; "" without a tokenizer.
         logprobs: for every token, token id -> log-probability of it and of the likeliest; None if not asked for.
+        prompt_logprobs: the same for every prompt token, None for the first; one list, which the prompt's samples
+            share; None if not asked for.
         siblings: the samples 1 to n - 1 of the same prompt, on sample 0.
     """
 
@@ -148,6 +153,7 @@ class RequestOutput:
     logprobs: list[dict[int, float]] | None
     metrics: RequestMetrics
     siblings: "tuple[RequestOutput, ...]" = ()
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
     @property
     def outputs(self) -> "list[RequestOutput]":

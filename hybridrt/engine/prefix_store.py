@@ -37,8 +37,11 @@ class PrefixStore:
         self._pages, self._slots, self._rows, self._keeps = pages, slots, rows, keeps
 
     def match(self, request: Request) -> PrefixMatch:
-        """What of a waiting request needs no computing. Nothing is locked."""
-        return self.tree.match(request.ids, request.params.cache_salt or "") if self._keeps else PrefixMatch()
+        """What of a waiting request needs no computing. Nothing is locked. A prefix that is computed already gives no
+        log-probabilities."""
+        if not self._keeps or request.params.prompt_logprobs is not None:
+            return PrefixMatch()
+        return self.tree.match(request.ids, request.params.cache_salt or "")
 
     def shares(self, num_tokens: int) -> bool:
         """Whether a prompt of so many tokens may leave something for another one of the same tokens."""

@@ -279,7 +279,7 @@ class Scheduler:
         """False: the buffers of a step do not hold the request's numbers, and it has been refused. In a step it would
         fail all rows, and with several ranks end them."""
         try:
-            SamplingTable.constants(request.params, request.seed)
+            SamplingTable.constants(request.params, request.seed, request.rules)
         except Exception as e:
             if refuse is None:
                 raise

@@ -63,3 +63,9 @@ def check_heads(hf: Any) -> None:
             f"num_attention_heads {hf.num_attention_heads} is no multiple of num_key_value_heads "
             f"{hf.num_key_value_heads}"
         )
+
+
+def routed_experts(hf: Any) -> int:
+    """Experts of a layer among which a router chooses; 0 without."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((count for name in names if (count := getattr(hf, name, 0))), 0)

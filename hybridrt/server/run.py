@@ -110,12 +110,14 @@ async def write_statistics(service: Service) -> None:
             continue
         rates = [(new - old) / (now - then) for new, old in zip(done, before)]
         plan = llm.llm.plan
-        used = 100 * (1 - counters.free_pages / plan.num_pages) if plan.num_pages else 0.0
+        lent = plan.num_pages - counters.free_pages - counters.cached_pages
+        used = 100 * lent / plan.num_pages if plan.num_pages else 0.0
+        hits = 100 * counters.cache_hit / counters.cache_asked if counters.cache_asked else 0.0
         log.info(
             "%d running, %d waiting; prompt %.1f tokens/s, output %.1f tokens/s; KV pages %.1f%% used, %d of %d state "
-            "slots free, %d retractions",
+            "slots free, %d retractions, %.1f%% of prompt tokens cached",
             counters.running, max(llm.unfinished - counters.running, 0), *rates, used, counters.free_slots,
-            plan.num_slots, counters.retractions,
+            plan.num_slots, counters.retractions, hits,
         )  # fmt: skip
         before, then = done, now
 

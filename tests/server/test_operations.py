@@ -118,8 +118,24 @@ def test_metrics_count_what_happened(served: Served) -> None:
     assert gained["hybridrt:steps_total"] >= 4 and gained["hybridrt:step_seconds_count"] >= 4
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["vllm:kv_cache_usage_perc"] == 0 and after["vllm:cache_config_info"] == 1
-    assert after["hybridrt:state_slots"] == after["hybridrt:state_slots_free"] == 32
+    free = after["hybridrt:state_slots_free"] + after["hybridrt:state_slots_cached"]
+    assert after["hybridrt:state_slots"] == free == served.llm.plan.num_slots
     assert "process_resident_memory_bytes" in after
+
+
+def test_cached_prefixes_are_counted_and_reset(served: Served) -> None:
+    body = COMPLETION | {"prompt": list(range(5, 105)), "temperature": 0}
+    assert served.post("/reset_prefix_cache", {}).json() == {"reset": True}
+    before = metrics(served)
+    first, again, other = (served.post("/v1/completions", body | {"cache_salt": s}).json() for s in ("a", "a", "b"))
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (first, again, other)]
+    assert cached[0] == cached[2] == 0 and 64 <= cached[1] < 100
+    assert first["choices"] == again["choices"] == other["choices"]
+    after = metrics(served)
+    assert after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"] == cached[1]
+    assert after["vllm:prefix_cache_queries_total"] - before["vllm:prefix_cache_queries_total"] >= 200
+    assert served.post("/reset_prefix_cache", {}).json() == {"reset": True}
+    assert metrics(served)["hybridrt:state_slots_cached"] == 0
 
 
 def test_the_access_log_holds_facts_and_no_secrets(served: Served, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import transformers as tf
 
 from tests.support.sizes import LENGTH, TOKENS, VOCAB, Make
@@ -20,6 +21,15 @@ VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
     "num_position_embeddings": 16,
 }  # fmt: skip
+
+
+def known(name: str) -> Any:
+    """A class of transformers; without it the test is skipped."""
+    if not hasattr(tf, name):
+        pytest.skip(f"transformers {tf.__version__} has no {name}")
+    return getattr(tf, name)
+
+
 # mrope_section: how many frequencies take the position in time, of rows and of columns.
 MROPE = {
     "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
@@ -29,12 +39,12 @@ MROPE = {
 
 def qwen35(**changes: Any) -> Make:
     """Qwen3.5, dense."""
-    return lambda: (tf.Qwen3_5TextConfig(**(QWEN35_DENSE | changes)), tf.Qwen3_5ForCausalLM)
+    return lambda: (known("Qwen3_5TextConfig")(**(QWEN35_DENSE | changes)), known("Qwen3_5ForCausalLM"))
 
 
 def qwen35_moe(**changes: Any) -> Make:
     """Qwen3.5 with experts."""
-    return lambda: (tf.Qwen3_5MoeTextConfig(**(QWEN35_MOE | changes)), tf.Qwen3_5MoeForCausalLM)
+    return lambda: (known("Qwen3_5MoeTextConfig")(**(QWEN35_MOE | changes)), known("Qwen3_5MoeForCausalLM"))
 
 
 def qwen35_seeing(experts: bool = False, tied: bool = False, **changes: Any) -> Make:
@@ -43,8 +53,8 @@ def qwen35_seeing(experts: bool = False, tied: bool = False, **changes: Any) -> 
     fields = {"text_config": text, "vision_config": VISION, "tie_word_embeddings": tied}
     fields |= {"image_token_id": VOCAB - 1, "video_token_id": VOCAB - 2}
     if experts:
-        return lambda: (tf.Qwen3_5MoeConfig(**fields), tf.Qwen3_5MoeForConditionalGeneration)
-    return lambda: (tf.Qwen3_5Config(**fields), tf.Qwen3_5ForConditionalGeneration)
+        return lambda: (known("Qwen3_5MoeConfig")(**fields), known("Qwen3_5MoeForConditionalGeneration"))
+    return lambda: (known("Qwen3_5Config")(**fields), known("Qwen3_5ForConditionalGeneration"))
 
 
 def granite(**changes: Any) -> Make:
@@ -57,7 +67,7 @@ def granite(**changes: Any) -> Make:
         "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2,
         "mamba_chunk_size": 16, "max_position_embeddings": LENGTH, **TOKENS,
     }  # fmt: skip
-    return lambda: (tf.GraniteMoeHybridConfig(**(fields | changes)), tf.GraniteMoeHybridForCausalLM)
+    return lambda: (known("GraniteMoeHybridConfig")(**(fields | changes)), known("GraniteMoeHybridForCausalLM"))
 
 
 def bamba(**changes: Any) -> Make:
@@ -68,7 +78,7 @@ def bamba(**changes: Any) -> Make:
         "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 16,
         "max_position_embeddings": LENGTH, **TOKENS,
     }  # fmt: skip
-    return lambda: (tf.BambaConfig(**(fields | changes)), tf.BambaForCausalLM)
+    return lambda: (known("BambaConfig")(**(fields | changes)), known("BambaForCausalLM"))
 
 
 def olmo(**changes: Any) -> Make:
@@ -80,7 +90,7 @@ def olmo(**changes: Any) -> Make:
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "max_position_embeddings": LENGTH, **TOKENS,
     }  # fmt: skip
-    return lambda: (tf.OlmoHybridConfig(**(fields | changes)), tf.OlmoHybridForCausalLM)
+    return lambda: (known("OlmoHybridConfig")(**(fields | changes)), known("OlmoHybridForCausalLM"))
 
 
 QWEN35: dict[str, Make] = {
