@@ -1,6 +1,6 @@
 """Reads a Hugging Face config.json into a ModelConfig: what all families share.
 
-The file is not trusted: fields are compared with `config_kinds` before they are used, and code of a checkpoint is never
+The file is not trusted: fields are compared with `config_fields` before they are used. Code of a checkpoint is never
 imported.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from hybridrt.config import DTYPES, AttentionConfig, ModelConfig
+from hybridrt.config_fields import EOS, MAX_LAYERS, MAX_WIDTH, RAW, ROPE
 from hybridrt.config_json import NULL, check_fields, either, integer, read_object
-from hybridrt.config_kinds import EOS, MAX_LAYERS, MAX_WIDTH, RAW, ROPE
 from hybridrt.errors import ConfigError, UnsupportedModelError, shown
 from hybridrt.families.base import Family, FamilyFields, routed_experts
 from hybridrt.families.registry import family_of
@@ -40,7 +40,7 @@ def read_model_config(path: Path) -> ModelConfig:
     raw = family.rewrite(raw, file) if family.rewrite else raw
     hf = family.read(raw, file) if family.read else _transformers_config(path, raw, family)
     check_fields(hf, family.fields, file)
-    _check_activation(hf, path)
+    _check_activation(hf, family.activation, path)
     try:
         fields = family.describe(hf)
     except ConfigError as e:
@@ -133,10 +133,10 @@ def _check_sizes(fields: FamilyFields, file: Path) -> None:
         raise ConfigError(f"{file} describes {len(fields['layers'])} layers; there must be 1 to {MAX_LAYERS}")
 
 
-def _check_activation(hf: Any, path: Path) -> None:
-    for name in ("hidden_act", "mamba_hidden_act"):
-        if getattr(hf, name, "silu") != "silu":
-            raise ConfigError(f"{path}: {name} is {getattr(hf, name)!r}; hybridrt implements 'silu'")
+def _check_activation(hf: Any, activation: str, path: Path) -> None:
+    for name, known in (("hidden_act", activation), ("mamba_hidden_act", "silu")):
+        if getattr(hf, name, known) != known:
+            raise ConfigError(f"{path}: {name} is {getattr(hf, name)!r}; hybridrt implements {known!r}")
     if getattr(hf, "mlp_hidden_act", "relu2") != "relu2":
         raise ConfigError(f"{path}: mlp_hidden_act is {hf.mlp_hidden_act!r}; hybridrt implements 'relu2'")
 

@@ -40,11 +40,12 @@ class TokenCounters:
 
 @dataclass(slots=True)
 class RequestMetrics(TokenCounters):
-    """Of one sample. Times are seconds of `time.monotonic()`. `cached_tokens` of the prompt needed no computing: they
-    came from the prefix cache."""
+    """Of one sample. Times are seconds of `time.monotonic()`; `admission_time` is when it began to run first.
+    `cached_tokens` of the prompt needed no computing: they came from the prefix cache."""
 
     prompt_tokens: int
     arrival_time: float
+    admission_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
     retractions: int = 0
@@ -57,7 +58,8 @@ class EngineCounters(TokenCounters):
     free entries of the pools.
 
     Attributes:
-        cache_asked, cache_hit, cache_without_state: hybridrt.mem_cache.prefix_cache.CacheCounts, in tokens.
+        cache_asked, cache_hit, cache_without_state, cache_without_kv, cache_retokenised: the CacheCounts of
+            hybridrt.mem_cache.prefix_cache, in tokens.
         cached_slots, cached_pages: what the prefix cache holds now. It gives up what requests need.
     """
 
@@ -77,6 +79,8 @@ class EngineCounters(TokenCounters):
     cache_asked: int = 0
     cache_hit: int = 0
     cache_without_state: int = 0
+    cache_without_kv: int = 0
+    cache_retokenised: int = 0
 
     def count_launch(self, plan: StepPlan) -> None:
         """A step was launched."""

@@ -3,12 +3,23 @@
 from typing import Any
 
 from hybridrt.config import LayerSpec
+from hybridrt.config_fields import (
+    ATTENTION,
+    CHUNK,
+    COMMON,
+    DT_LIMIT,
+    EPSILON,
+    MULTIPLIER,
+    SIZE,
+    STATE,
+    TAPS,
+    FieldTypes,
+)
 from hybridrt.config_json import FLAG, NULL, OBJECT, TRUE, either, list_of
-from hybridrt.config_kinds import ATTENTION, CHUNK, COMMON, DT_LIMIT, EPSILON, MULTIPLIER, SIZE, STATE, TAPS, Kinds
 from hybridrt.families.base import Family, FamilyFields, attention_config
 from hybridrt.kinds.mamba2 import Mamba2Config
 
-FIELDS: Kinds = {
+FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
     **dict.fromkeys(("mamba_expand", "mamba_n_heads", "mamba_n_groups"), SIZE),

@@ -3,12 +3,12 @@
 from typing import Any
 
 from hybridrt.config import LayerSpec
+from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, PERIOD, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, NULL, TRUE, either
-from hybridrt.config_kinds import ATTENTION, COMMON, COUNT, EPSILON, PERIOD, SIZE, STATE, TAPS, Kinds
 from hybridrt.families.base import Family, FamilyFields, attention_config
 from hybridrt.kinds.mamba1 import Mamba1Config
 
-FIELDS: Kinds = {
+FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
     **dict.fromkeys(("mamba_expand", "mamba_dt_rank"), SIZE),

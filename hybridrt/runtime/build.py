@@ -201,6 +201,7 @@ def make_plan(
     a GPU `device_budget`. `cache_slots` state slots are for cached prefixes; None
     takes a share if the prefix cache is on."""
     mc, spec = target.model_config, pool_spec(config, target)
+    cache_slots = config.cache_slots if cache_slots is None and config.prefix_cache else cache_slots
     limit = mc.max_position_embeddings
     scores = prompt_logprob_bytes(mc.vocab_size, target.dtype.itemsize)
     costs = UnitCosts(

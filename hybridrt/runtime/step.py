@@ -220,7 +220,8 @@ class StepHandle(Protocol):
         ...
 
     def result(self) -> StepResult:
-        """Waits for the step and returns its tokens. Steps are consumed in launch order."""
+        """Returns the step's tokens; waits for them if the step samples any. A step that samples nothing is not waited
+        for: later work is safe because it is queued on the same stream. Call this in launch order."""
         ...
 
 

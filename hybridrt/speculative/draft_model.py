@@ -231,7 +231,7 @@ class DraftModelMethod(DraftMethod):
         return weight_bytes(empty_model(draft, own, torch.device("meta"))) + graph_bytes(draft, own)
 
     def drafter(self, runner: StepRunner, everywhere: Everywhere) -> Drafter:
-        return DraftModelDrafter(runner.config, runner.plan, runner.model_config.vocab_size)
+        return DraftModelDrafter(runner.config, runner.memory_plan, runner.model_config.vocab_size)
 
 
 METHOD = DraftModelMethod()
