@@ -20,7 +20,7 @@ STATE_MODES = ("classic", "replay", "intermediate")
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's views into the pool. The last six are None where the pool's state mode has no use for them.
+    """One layer's views into the pool. The fields that default to None are None in state modes that do not use them.
 
     Attributes:
         conv: [S + 1, conv_dim, Wc] ring of raw conv inputs; a token's column is its position mod Wc.
@@ -46,7 +46,8 @@ class LayerCache:
 
 
 def ring_width(tokens_per_step: int) -> int:
-    """W, columns of a state ring: 16 for plain decode, 32 up to 8 verified tokens, and never less than 2 T."""
+    """W, columns of a state ring: 16 for plain decode, 32 for steps of up to 8 tokens a row, 64 for wider steps.
+    `SpeculativeConfig` allows 16 tokens a row at most."""
     return 16 if tokens_per_step == 1 else 32 if tokens_per_step <= 8 else 64
 
 
@@ -124,7 +125,8 @@ def _nbytes(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
 
 
 class MambaPool:
-    """Preallocated state of all recurrent layers: S slots, R running rows; slot 0 and row 0 are scratch.
+    """Preallocated state of all recurrent layers: S slots, R running rows; slot 0 and row 0 are scratch. It serves all
+    kinds, not only Mamba: other serving runtimes know it by this name.
 
     Every move of state is a method here: no other code writes slots, rings or cursors, except the kernels of a layer,
     which write the slots and rings that their step names. The state of a row is what its slot holds and, in replay
@@ -288,8 +290,9 @@ class MambaPool:
             self._empty_rings(rows)
 
     def set_decays(self, decays: Mapping[int, Callable[[], torch.Tensor | None]]) -> None:
-        """How to get, by layer, the [heads] float32 that turn ring gates into logs of decays; None where they are that
-        already. They are asked for when a ring is first folded, because weights may be loaded after the pool stands."""
+        """Functions by layer id that return [heads] float32 factors: gate * factor is the log of a decay. A function
+        returns None if the gates are logs of decays already. The functions are called when a ring is first folded,
+        because weights may be loaded after the pool was built."""
         self._layer_decays |= decays
         self._decays = None
 

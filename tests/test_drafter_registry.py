@@ -70,7 +70,7 @@ def test_a_drafter_of_another_package_drafts(checkpoints: CheckpointStore) -> No
             texts.append([output.token_ids for output in outputs])
             runner, drafter = llm.engine.executor, llm.engine._scheduler._drafter
             assert isinstance(runner, ModelRunner) and isinstance(drafter, AdaptiveDrafter)
-            plans.append(runner.plan)
+            plans.append(runner.memory_plan)
             if method == "first":
                 assert sum(output.metrics.proposed for output in outputs) > 0
                 assert isinstance(drafter.inner, FirstFollowers)

@@ -3,8 +3,7 @@
 from typing import Any
 
 from hybridrt.config import LayerSpec
-from hybridrt.config_json import FLAG, NULL, OBJECT, either, integer, list_of
-from hybridrt.config_kinds import (
+from hybridrt.config_fields import (
     ATTENTION,
     CHUNK,
     COMMON,
@@ -15,12 +14,13 @@ from hybridrt.config_kinds import (
     SIZE,
     STATE,
     TAPS,
-    Kinds,
+    FieldTypes,
 )
+from hybridrt.config_json import FLAG, NULL, OBJECT, either, integer, list_of
 from hybridrt.families.base import Family, FamilyFields, attention_config
 from hybridrt.kinds.mamba2 import Mamba2Config
 
-FIELDS: Kinds = {
+FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
     "num_hidden_layers": LAYERS,

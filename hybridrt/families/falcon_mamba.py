@@ -1,6 +1,6 @@
 """Falcon-Mamba: Mamba-1 blocks, whose time steps and keys are normed."""
 
-from hybridrt.config_kinds import EPSILON
+from hybridrt.config_fields import EPSILON
 from hybridrt.families.base import Family
 from hybridrt.families.mamba import FIELDS, describe
 

@@ -3,12 +3,12 @@
 from typing import Any
 
 from hybridrt.config import LayerSpec
+from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, MAX_EXPERTS, MULTIPLIER, SIZE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, OBJECT, integer, list_of, number, one_of
-from hybridrt.config_kinds import ATTENTION, COMMON, COUNT, EPSILON, MAX_EXPERTS, MULTIPLIER, SIZE, TAPS, Kinds
 from hybridrt.families.base import Family, FamilyFields, attention_config
 from hybridrt.kinds.short_conv import ShortConvConfig
 
-SHARED: Kinds = {
+SHARED: FieldTypes = {
     **COMMON,
     **ATTENTION,
     "conv_L_cache": TAPS,
@@ -17,13 +17,13 @@ SHARED: Kinds = {
     "norm_eps": EPSILON,
     "rope_parameters": OBJECT,
 }
-DENSE: Kinds = {
+DENSE: FieldTypes = {
     **SHARED,
     "block_auto_adjust_ff_dim": FLAG,
     "block_ffn_dim_multiplier": number(1e-3, 1e3),
     "block_multiple_of": SIZE,
 }
-MOE: Kinds = {
+MOE: FieldTypes = {
     **SHARED,
     "num_dense_layers": COUNT,
     "num_experts": integer(2, MAX_EXPERTS),

@@ -3,13 +3,13 @@
 from typing import Any
 
 from hybridrt.config import AttentionConfig, LayerSpec, LinearConfig
+from hybridrt.config_fields import CHUNK, COMMON, DT_LIMIT, EPSILON, POSITIONS, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, NULL, either
-from hybridrt.config_kinds import CHUNK, COMMON, DT_LIMIT, EPSILON, POSITIONS, SIZE, STATE, TAPS, Kinds
 from hybridrt.families.base import Family, FamilyFields
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 
-PURE: Kinds = {
+PURE: FieldTypes = {
     **COMMON,
     "state_size": STATE,
     "conv_kernel": TAPS,
@@ -17,8 +17,8 @@ PURE: Kinds = {
     "layer_norm_epsilon": EPSILON,
     **dict.fromkeys(("use_conv_bias", "use_bias", "residual_in_fp32"), FLAG),
 }
-FIELDS: Kinds = {**PURE, **dict.fromkeys(("intermediate_size", "time_step_rank"), SIZE)}
-FIELDS2: Kinds = {
+FIELDS: FieldTypes = {**PURE, **dict.fromkeys(("intermediate_size", "time_step_rank"), SIZE)}
+FIELDS2: FieldTypes = {
     **PURE,
     **dict.fromkeys(("num_heads", "head_dim", "n_groups"), SIZE),
     "chunk_size": CHUNK,

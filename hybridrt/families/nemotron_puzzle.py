@@ -5,15 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hybridrt.config_fields import MAX_EXPERTS, SIZE, FieldTypes
 from hybridrt.config_json import NULL, OBJECT, check_fields, either, integer, list_of
-from hybridrt.config_kinds import MAX_EXPERTS, SIZE, Kinds
 from hybridrt.errors import ConfigError
 from hybridrt.families.nemotron_h import FAMILY as NEMOTRON_H
 
 # What a block may have of its own.
 SIZES = ("moe_intermediate_size", "moe_shared_expert_intermediate_size", "intermediate_size")
 EXPERTS = ("n_routed_experts", "num_experts_per_tok")
-FIELDS: Kinds = {
+FIELDS: FieldTypes = {
     **dict.fromkeys(SIZES, either(NULL, SIZE)),
     **dict.fromkeys(EXPERTS, either(NULL, integer(1, MAX_EXPERTS))),
 }

@@ -4,12 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from hybridrt.config import LayerSpec
+from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, NULL, OBJECT, either, list_of, one_of
-from hybridrt.config_kinds import ATTENTION, COMMON, COUNT, EPSILON, SIZE, STATE, TAPS, Kinds
 from hybridrt.families.base import Family, FamilyFields, attention_config
 from hybridrt.kinds.gdn import GDNConfig
 
-FIELDS: Kinds = {
+FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), SIZE),
@@ -22,7 +22,7 @@ FIELDS: Kinds = {
     "rope_parameters": OBJECT,
     "attention_bias": FLAG,
 }
-MOE_FIELDS: Kinds = {
+MOE_FIELDS: FieldTypes = {
     **{name: kind for name, kind in FIELDS.items() if name != "intermediate_size"},
     **dict.fromkeys(("num_experts", "num_experts_per_tok"), COUNT),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), SIZE),

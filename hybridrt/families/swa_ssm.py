@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.config import AttentionConfig, LayerSpec, LinearConfig
+from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, LAYERS, POSITIONS, ROPE, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import NULL, check_fields, either, list_of, one_of
-from hybridrt.config_kinds import ATTENTION, COMMON, EPSILON, LAYERS, POSITIONS, ROPE, SIZE, STATE, TAPS, Kinds
 from hybridrt.errors import ConfigError
 from hybridrt.families.base import Family, FamilyFields, check_heads
 from hybridrt.kinds.mamba1 import Mamba1Config
@@ -29,7 +29,7 @@ _COMMON = frozenset(
         "pad_token_id",
     }
 )  # fmt: skip
-FIELDS: Kinds = {
+FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
     "num_hidden_layers": LAYERS,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,10 +71,9 @@ def extend_passes(columns: Columns, sections: Sections, sizes: Sequence[int]) ->
         host = {name.removesuffix(suffix): part for name, part in columns.items() if name.endswith(suffix)}
         device = {name.removesuffix(suffix): part for name, part in sections.items() if name.endswith(suffix)}
         lengths = np.diff(host["query_start_loc"]).tolist()
-        of_pass: dict[str, Any] = {name: device[name] for name in _COLUMNS}
-        if not number:
-            of_pass["tokens"] = None
-        found.append(ExtendPass(**of_pass, chunk_plans=chunk_plans(host, device, lengths, sizes)))
+        rows, reads, writes, starts, positions, tokens = (device[name] for name in _COLUMNS)
+        plans = chunk_plans(host, device, lengths, sizes)
+        found.append(ExtendPass(rows, reads, writes, starts, positions, tokens if number else None, plans))
     return found
 
 

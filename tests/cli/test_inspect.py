@@ -21,8 +21,19 @@ from hybridrt.kernels import providers
 from hybridrt.kinds.registry import can_replay
 from hybridrt.runtime import build, fit
 from hybridrt.runtime.model_runner import ModelRunner
-from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, lfm2, lfm2_moe, mamba, mamba2, nemotron, qwen
-from tests.support.newer_checkpoints import bamba, granite, olmo, qwen35_moe
+from tests.support.checkpoints import (
+    Make,
+    falcon,
+    falcon_mamba,
+    jamba,
+    lfm2,
+    lfm2_moe,
+    mamba,
+    mamba2,
+    nemotron,
+    qwen,
+)
+from tests.support.newer_checkpoints import bamba, granite, olmo, qwen35_moe, zamba2
 from tests.support.tiny import write_tiny
 
 FAMILIES: dict[str, tuple[Make, str]] = {
@@ -38,6 +49,7 @@ FAMILIES: dict[str, tuple[Make, str]] = {
     "lfm2": (lfm2(), "C*CC"),
     "mamba": (mamba(), "MM"),
     "mamba2": (mamba2(), "MM"),
+    "zamba2": (zamba2(), "MHMHM"),
     "lfm2_moe": (lfm2_moe(num_dense_layers=0), "C*CC"),
 }
 SMALL = {"max_running_requests": 3, "max_model_len": 64, "device": "cpu"}
@@ -68,7 +80,7 @@ def test_report_is_what_a_runner_allocates(model: tuple[Path, str], options: dic
         cached = vars(mamba.layer_cache(i)).values() if i in mamba.layer_ids else ()
         assert layer.state_bytes == sum(t[0].nbytes for t in cached if t is not None)
     assert report.plan is not None
-    assert (report.plan.num_rows, report.plan.num_pages) == (runner.plan.num_rows, runner.plan.num_pages)
+    assert (report.plan.num_rows, report.plan.num_pages) == (runner.memory_plan.num_rows, runner.memory_plan.num_pages)
 
 
 def test_table_shows_the_stack_and_a_row_for_each_kind(model: tuple[Path, str]) -> None:
