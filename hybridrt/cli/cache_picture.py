@@ -64,7 +64,7 @@ def _walk(dump: CacheDump) -> Iterator[tuple[DumpedNode, int, tuple[bool, ...]]]
     children: dict[int, list[int]] = {}
     for i, node in enumerate(dump.nodes):
         children.setdefault(node.parent, []).append(i)
-    open_nodes = [(i, (i == children[-1][-1],)) for i in reversed(children.get(-1, []))]
+    open_nodes: list[tuple[int, tuple[bool, ...]]] = [(i, (i == children[-1][-1],)) for i in reversed(children.get(-1, []))]
     while open_nodes:
         i, last = open_nodes.pop()
         yield dump.nodes[i], len(last) - 1, last
