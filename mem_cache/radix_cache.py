@@ -151,7 +151,7 @@ class RadixCache:
         if node.parent is None:
             return PrefixMatch(known=known, retokenised=left)
         owner = self._tail_node(node)
-        tail = None if owner is None else owner.tail if owner is node else (owner.pages or [owner.tail])[0]
+        tail = None if owner is None else owner.tail if owner is node or not owner.pages else owner.pages[0]
         return PrefixMatch(node.end, self._pages(node), node.state, tail, known, node, owner, retokenised=left)
 
     def expect(self, match: PrefixMatch, arrival: int) -> None:

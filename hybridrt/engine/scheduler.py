@@ -256,9 +256,9 @@ class Scheduler:
     ) -> None:
         """Adds chunks of the admitted prompts, then admits waiting requests. If a decode row found no page, no page is
         free, so nothing is admitted."""
-        for request in admitted:
-            if budget and request.row is not None:  # it may just have been retracted
-                budget -= self._add_extend(step, request, budget)
+        for earlier in admitted:
+            if budget and earlier.row is not None:  # it may just have been retracted
+                budget -= self._add_extend(step, earlier, budget)
         while budget and (request := self._next_waiting()) is not None:
             stamp = request.arrival, len(self.running), *self._coordinator.room_stamp()
             if self._blocked == stamp:

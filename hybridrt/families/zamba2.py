@@ -5,7 +5,7 @@ from typing import Any
 
 from hybridrt.config import AttentionConfig, LayerSpec
 from hybridrt.config_fields import CHUNK, COMMON, EPSILON, MAX_LAYERS, POSITIONS, SIZE, STATE, TAPS, FieldTypes, integer
-from hybridrt.config_json import FLAG, NULL, OBJECT, Kind, either, list_of, number, one_of
+from hybridrt.config_json import FLAG, NULL, OBJECT, FieldType, either, list_of, number, one_of
 from hybridrt.errors import ConfigError
 from hybridrt.families.base import Family, FamilyFields
 from hybridrt.kinds.mamba2 import Mamba2Config
@@ -24,7 +24,7 @@ FIELDS: FieldTypes = {
     "time_step_min": number(0.0, 1e6),
     "rope_parameters": either(NULL, OBJECT),
     **dict.fromkeys(("add_bias_linear", "use_mem_rope", "use_shared_attention_adapter"), FLAG),
-    "use_long_context": Kind("false: rescaled rotary embeddings are not supported", lambda v: v is False),
+    "use_long_context": FieldType("false: rescaled rotary embeddings are not supported", lambda v: v is False),
 }
 
 

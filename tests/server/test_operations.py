@@ -1,6 +1,5 @@
 """Endpoints that do not generate; logs; statistics; metrics."""
 
-import asyncio
 import json
 import logging
 import re
@@ -14,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import hybridrt
 from hybridrt.errors import ConfigError
 from hybridrt.server.config import ServerConfig, read_api_keys
-from hybridrt.server.run import write_statistics
+from hybridrt.server.run import Statistics
 from tests.support.http_server import CHAT_TEMPLATE, Served
 
 COMPLETION = {"model": "tested", "prompt": [5, 6], "max_tokens": 4, "ignore_eos": True}
@@ -153,23 +152,18 @@ def test_the_access_log_holds_facts_and_no_secrets(served: Served, caplog: pytes
     assert "secret" not in caplog.text
 
 
-def test_statistics_say_what_happened(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    class Ticks(Exception): ...
-
-    counts = iter([None, None])
-
-    async def sleep(seconds: float) -> None:
-        assert seconds == 10
-        if next(counts, Ticks) is Ticks:
-            raise Ticks
-
+def test_statistics_say_what_happened(served: Served) -> None:
+    statistics = Statistics(served.service)
+    statistics.line()
+    assert statistics.line() is None, "nothing has happened since"
     served.post("/v1/completions", COMPLETION)
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, logger="hybridrt.server"):
-        patch.setattr(asyncio, "sleep", sleep)
-        with pytest.raises(Ticks):
-            asyncio.run(write_statistics(served.service))
-    (line,) = (record.message for record in caplog.records)
-    assert re.match(r"0 running, 0 waiting; prompt [\d.]+ tokens/s, output [\d.]+ tokens/s; KV pages 0.0% used", line)
+    served.wait_until_idle()
+    line = statistics.line()
+    pattern = (
+        r"0 running, 0 waiting; prompt [\d.]+ tokens/s, output [\d.]+ tokens/s; KV pages 0.0% used, \d+ of \d+ state"
+    )
+    assert line is not None and re.match(pattern, line) and "output 0.0" not in line
+    assert statistics.line() is None
 
 
 @pytest.mark.parametrize(
