@@ -30,7 +30,7 @@ import numpy as np
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
 
-AWAITED = 2.0**52  # above the worth of every state that no waiting request will use
+AWAITED = 2.0**40  # above the worth of other states, and small enough for fractions of a token
 
 
 @dataclass(eq=False, slots=True)
