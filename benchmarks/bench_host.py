@@ -26,6 +26,7 @@ from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.forward_batch import SpecInfo
 from hybridrt.runtime.build import ASSETS
 from hybridrt.runtime.graph_runner import GraphRunner
+from hybridrt.runtime.interrupts import Interrupts
 from hybridrt.runtime.sampler import Accepted, Verification
 
 VOCAB, HIDDEN = 512, 16
@@ -134,7 +135,7 @@ def measure(rows: int, context: int, steps: int, stream: bool, drafts: int, text
         settle()
         launches: list[float] = []
         totals: list[float] = []
-        with clock(engine.executor, "launch", launches):
+        with Interrupts(), clock(engine.executor, "launch", launches):  # `LLM.generate` holds it, too
             for _ in range(steps):
                 start = time.perf_counter()
                 engine.step()

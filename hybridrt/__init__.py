@@ -22,24 +22,28 @@ from hybridrt.errors import (
     PeerGoneError,
     PoolError,
     ProviderNotInstalledError,
+    QueueFullError,
     RankError,
     RequestError,
     TransferError,
+    UnavailableError,
     UnsupportedLayerError,
     UnsupportedModelError,
 )
+from hybridrt.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from hybridrt.config import EngineConfig, SpeculativeConfig
+    from hybridrt.engine.async_llm import AsyncLLM
     from hybridrt.engine.engine import Engine
     from hybridrt.engine.llm import LLM
     from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
     from hybridrt.engine.prompts import Prompt
     from hybridrt.sampling_params import SamplingParams
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "AuthenticationError",
     "BackendError",
     "CacheDumpError",
@@ -60,6 +64,7 @@ __all__ = [
     "PoolError",
     "Prompt",
     "ProviderNotInstalledError",
+    "QueueFullError",
     "RankError",
     "RequestError",
     "RequestMetrics",
@@ -67,6 +72,7 @@ __all__ = [
     "SamplingParams",
     "SpeculativeConfig",
     "TransferError",
+    "UnavailableError",
     "UnsupportedLayerError",
     "UnsupportedModelError",
 ]
@@ -74,6 +80,7 @@ __all__ = [
 _HOME = {
     "EngineConfig": "hybridrt.config",
     "SpeculativeConfig": "hybridrt.config",
+    "AsyncLLM": "hybridrt.engine.async_llm",
     "Engine": "hybridrt.engine.engine",
     "LLM": "hybridrt.engine.llm",
     "Delta": "hybridrt.engine.outputs",

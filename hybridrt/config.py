@@ -107,7 +107,8 @@ class ModelConfig:
     """A model as the runtime sees it, family spellings normalised (`hybridrt.hf_config.read_model_config` makes it).
     `hf` keeps the transformers config for the numbers that only one model file reads (multipliers, biases);
     `mtp_layers` are those of its multi-token-prediction head, none without one; their ids count on after the model's
-    last. `attention` is that of the layers that bring none of their own."""
+    last. `attention` is that of the layers that bring none of their own. `image_tokens` are tokens in whose place
+    images stand, with the names of their fields: a prompt that holds one is refused."""
 
     architecture: str
     vocab_size: int
@@ -121,6 +122,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     hf: Any = field(repr=False, compare=False)
     mtp_layers: tuple[LayerSpec, ...] = ()
+    image_tokens: Mapping[int, str] = field(default_factory=dict, compare=False)
 
     @property
     def full_attention_layer_ids(self) -> tuple[int, ...]:
@@ -208,34 +210,35 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything about a run that is not the model's own. `LLM(...)` takes these fields as keyword arguments.
+    """The options of a run. `LLM(...)` takes these fields as keyword arguments.
 
     Args:
         model: checkpoint directory or hub name.
         device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
         dtype: weights and activations; "auto" is the checkpoint's on CUDA and float32 on a CPU.
         load_format: "auto" reads safetensors; "dummy" fills seeded random weights from config.json alone.
-        max_model_len: longest prompt + output of a request; None is the model's own limit, cut to what fits.
+        max_model_len: longest prompt + output of a request, in tokens; None is the model's own limit, or less if the
+            memory holds less.
         max_running_requests: requests that decode together; None lets the memory plan choose.
         memory_fraction: share of the device's memory that weights, pools and activations may take.
         page_size: tokens in a KV page, a power of two.
-        chunked_prefill_size: prompt tokens that one step computes at most.
+        chunked_prefill_size: most prompt tokens that one step computes.
         mamba_ssm_dtype: dtype of the recurrent state.
         state_mode: "classic" writes the recurrent state every step; "replay" keeps a ring of inputs and writes it
             once in about 16 steps (not for Mamba-1); "auto" picks replay where a fused kernel exists.
         attention_backend, prefill_attention_backend: names from `hybridrt.attention.registry`; the second, if given,
-            serves prefill alone.
+            serves prefill only.
         linear_attn_backend: "auto" or the backend's name for the model's kind of recurrent layer.
         cuda_graph, cuda_graph_max_bs: capture decode steps (CUDA only), and the largest batch captured.
-        overlap: launch a step before the previous one's tokens have reached the host.
+        overlap: launch a step before the tokens of the previous step have reached the host.
         speculative: a SpeculativeConfig, or None.
-        tp_size: tensor-parallel ranks: processes, each with a shard of the model and on a GPU of its own.
-        transfer_bytes: of the arena through which requests' states come from or go to other workers; 0 for none.
+        tp_size: tensor-parallel ranks. Each rank is a process with a shard of the model and its own GPU.
+        transfer_bytes: size of the arena through which states of requests move between workers; 0 makes no arena.
         prefix_cache: keep KV and recurrent states of prompts and answers, for requests that begin with the same tokens
             (docs/prefix-cache.md).
         cache_slots: recurrent states for cached prefixes, beside one for each running request; None takes as many as
             there are running requests, where memory allows.
-        seed: of dummy weights and of requests that bring no seed.
+        seed: seeds dummy weights, and requests without a seed.
     """
 
     model: str
@@ -331,6 +334,11 @@ def _on_device(option: str, dtype: torch.dtype, device: torch.device) -> torch.d
         gpu = torch.cuda.get_device_name(device)
         raise DeviceError(f'{gpu} has no bfloat16; pass {option}="float16" or "float32"')
     return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that options take: "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -10,71 +10,72 @@ from hybridrt.errors import ConfigError, HybridrtError, shown
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Which values a field may have: `holds` tests one, `text` says it to people."""
+class FieldType:
+    """The values that a field may have: `holds` tests a value, `text` describes them in errors."""
 
     text: str
     holds: Callable[[Any], bool]
 
 
-def integer(low: int, high: int) -> Kind:
-    """A whole number from `low` to `high`; true and false are none."""
-    return Kind(f"an integer from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
+def integer(low: int, high: int) -> FieldType:
+    """A whole number from `low` to `high`. true and false are not accepted."""
+    return FieldType(f"an integer from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
 
 
-def number(low: float, high: float) -> Kind:
-    """An integer or float from `low` to `high`, NaN excluded. An infinite bound admits infinity."""
-    return Kind(f"a number from {low:g} to {high:g}", lambda v: type(v) in (int, float) and low <= v <= high)
+def number(low: float, high: float) -> FieldType:
+    """An integer or float from `low` to `high`. NaN is refused; infinity is accepted where a bound is infinite."""
+    return FieldType(f"a number from {low:g} to {high:g}", lambda v: type(v) in (int, float) and low <= v <= high)
 
 
-def one_of(*values: str) -> Kind:
+def one_of(*values: str) -> FieldType:
     """One of a few strings."""
-    return Kind(f"one of {', '.join(values)}", lambda v: isinstance(v, str) and v in values)
+    return FieldType(f"one of {', '.join(values)}", lambda v: isinstance(v, str) and v in values)
 
 
-def list_of(kind: Kind, length: int | None = None) -> Kind:
-    """A list (of `length` items, if given) of one kind."""
+def list_of(item: FieldType, length: int | None = None) -> FieldType:
+    """A list (of `length` items, if given) whose items all have the type `item`."""
 
     def holds(value: Any) -> bool:
         fits = isinstance(value, (list, tuple)) and length in (None, len(value))
-        return fits and all(map(kind.holds, value))
+        return fits and all(map(item.holds, value))
 
-    return Kind(f"a list{'' if length is None else f' of {length}'}, each {kind.text}", holds)
-
-
-def either(first: Kind, second: Kind) -> Kind:
-    """What one of two kinds admits."""
-    return Kind(f"{first.text}, or {second.text}", lambda v: first.holds(v) or second.holds(v))
+    return FieldType(f"a list{'' if length is None else f' of {length}'}, each {item.text}", holds)
 
 
-NULL = Kind("null", lambda v: v is None)
-FLAG = Kind("true or false", lambda v: isinstance(v, bool))
-TEXT = Kind("a string", lambda v: isinstance(v, str))
-OBJECT = Kind("an object", lambda v: isinstance(v, Mapping))
+def either(first: FieldType, second: FieldType) -> FieldType:
+    """A value of one of two types."""
+    return FieldType(f"{first.text}, or {second.text}", lambda v: first.holds(v) or second.holds(v))
 
 
-def check_fields(source: Any, kinds: Mapping[str, Kind], file: Path) -> None:
-    """Compares fields with their kinds.
+NULL = FieldType("null", lambda v: v is None)
+TRUE = FieldType("true", lambda v: v is True)
+FLAG = FieldType("true or false", lambda v: isinstance(v, bool))
+TEXT = FieldType("a string", lambda v: isinstance(v, str))
+OBJECT = FieldType("an object", lambda v: isinstance(v, Mapping))
+
+
+def check_fields(source: Any, types: Mapping[str, FieldType], file: Path) -> None:
+    """Compares fields with their types.
 
     Args:
-        source: a mapping, of which fields that are absent are left out, or an object with an attribute for each field.
+        source: an object with an attribute for each field; or a mapping, whose absent fields are not checked.
 
     Raises:
         ConfigError: a field has another type or is out of bounds; names the file, the field and the value.
     """
-    for name, kind in kinds.items():
+    for name, field_type in types.items():
         if isinstance(source, Mapping) and name not in source:
             continue
         value = source[name] if isinstance(source, Mapping) else getattr(source, name, None)
-        if not kind.holds(value):
-            raise ConfigError(f"{file}: {name} is {shown(value)}; it must be {kind.text}")
+        if not field_type.holds(value):
+            raise ConfigError(f"{file}: {name} is {shown(value)}; it must be {field_type.text}")
 
 
 def read_object(file: Path, error: type[HybridrtError] = ConfigError) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        error: the file cannot be read, is no JSON, is nested too deeply, or holds something else than an object.
+        error: the file cannot be read, is not JSON, is nested too deeply, or does not hold an object.
     """
     try:
         raw = json.loads(file.read_text(encoding="utf-8"), object_hook=_special_float)

@@ -22,7 +22,15 @@ class CheckpointError(HybridrtError):
 
 
 class RequestError(HybridrtError, ValueError):
-    """One request is invalid (empty prompt, too long, token id out of range, ...). The engine is unchanged."""
+    """One request is invalid (empty prompt, too long, token id out of range, ...). The engine is unchanged.
+
+    Attributes:
+        field: the field of SamplingParams that is wrong; None: the prompt is, or something else.
+    """
+
+    def __init__(self, text: str, field: str | None = None) -> None:
+        super().__init__(text)
+        self.field = field
 
 
 class MemoryBudgetError(HybridrtError):
@@ -61,6 +69,14 @@ class RankError(EngineError):
     """A tensor-parallel rank failed or was lost. The others cannot go on without it: build a new LLM."""
 
 
+class QueueFullError(HybridrtError):
+    """As many requests run and wait as may at a time. Nothing is wrong with this one: send it again later."""
+
+
+class UnavailableError(EngineError):
+    """The engine takes no requests: it has failed, or is shutting down."""
+
+
 class TransferError(HybridrtError, RuntimeError):
     """State transfer between workers was refused or broken off."""
 
@@ -69,7 +85,7 @@ class HandshakeError(TransferError):
     """Two workers disagree on something that their states depend on; no byte of state has moved.
 
     Attributes:
-        field: what they disagree on, a field of hybridrt.transfer.handshake.Handshake.
+        field: what they disagree on, a field of hybridrt.transfer.handshake.handshake_of.
         ours, theirs: its values here and there.
     """
 

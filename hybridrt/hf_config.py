@@ -1,7 +1,7 @@
 """Reads a Hugging Face config.json into a ModelConfig: what all families share.
 
-Nothing in the file is trusted: fields are compared with `config_kinds` before they are used, and no code that the
-checkpoint brings is ever imported.
+The file is not trusted: fields are compared with `config_fields` before they are used. Code of a checkpoint is never
+imported.
 """
 
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from hybridrt.config import DTYPES, AttentionConfig, ModelConfig
-from hybridrt.config_json import check_fields, read_object
-from hybridrt.config_kinds import EOS, MAX_LAYERS, MAX_WIDTH, RAW, ROPE
+from hybridrt.config_fields import EOS, MAX_LAYERS, MAX_WIDTH, RAW, ROPE
+from hybridrt.config_json import NULL, check_fields, either, integer, read_object
 from hybridrt.errors import ConfigError, UnsupportedModelError, shown
-from hybridrt.families.base import Family, FamilyFields
-from hybridrt.families.registry import architectures, family_of
+from hybridrt.families.base import Family, FamilyFields, routed_experts
+from hybridrt.families.registry import family_of
 from hybridrt.kinds.registry import state_shape
 
-# Longest request of a model whose config.json sets no limit, since nothing in it counts positions.
+# Longest request of a model whose config.json sets no limit, because the model does not use positions.
 UNLIMITED_POSITIONS = 2**20
 
 
@@ -32,24 +32,27 @@ def read_model_config(path: Path) -> ModelConfig:
     file = path / "config.json"
     raw = _read_config(path)
     check_fields(raw, RAW, file)
-    architecture = _architecture(path, raw)
+    family = _family(path, raw)
     if raw.get("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; use the unquantised checkpoint that it was made from")
-    family = family_of(architecture)
+    images = _image_tokens(raw, family, file)
+    raw = _text_part(raw, family, file)
+    raw = family.rewrite(raw, file) if family.rewrite else raw
     hf = family.read(raw, file) if family.read else _transformers_config(path, raw, family)
     check_fields(hf, family.fields, file)
-    _check_activation(hf, path)
+    _check_activation(hf, family.activation, path)
     try:
         fields = family.describe(hf)
     except ConfigError as e:
         raise ConfigError(f"{file}: {e}") from e
     for attention in _attentions(fields):
         _check_rope(attention, file)
+    _check_window(raw, fields, file)
     _check_sizes(fields, file)
     if any(layer.ffn == "moe" for layer in fields["layers"]):
         _check_experts(hf, path)
     return ModelConfig(
-        architecture=architecture,
+        architecture=family.architecture,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         max_position_embeddings=getattr(hf, "max_position_embeddings", None) or UNLIMITED_POSITIONS,
@@ -57,8 +60,33 @@ def read_model_config(path: Path) -> ModelConfig:
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         eos_token_ids=_eos_ids(path, raw),
         hf=hf,
+        image_tokens=images,
         **fields,
     )
+
+
+def _text_part(raw: dict[str, Any], family: Family, file: Path) -> dict[str, Any]:
+    """The fields of the text part: of a model of text and images, those of its section, and of the whole file what
+    they leave out."""
+    if family.section is None:
+        return raw
+    text = raw.get(family.section)
+    if not isinstance(text, dict):
+        raise ConfigError(f"{file}: {family.section} is {shown(text)}; it must describe the model's text part")
+    check_fields(text, RAW, file)
+    if text.get("quantization_config"):
+        raise ConfigError(f"{file}: {family.section} has a quantization_config; use the unquantised checkpoint")
+    common = ("architectures", "dtype", "torch_dtype", "eos_token_id")
+    outer = {name: raw[name] for name in common if name in raw}
+    # The output head belongs to the whole model.
+    tied = {"tie_word_embeddings": raw["tie_word_embeddings"]} if "tie_word_embeddings" in raw else {}
+    return outer | text | tied
+
+
+def _image_tokens(raw: Mapping[str, Any], family: Family, file: Path) -> dict[int, str]:
+    """Tokens in whose place images stand, and the fields that name them."""
+    check_fields(raw, dict.fromkeys(family.image_tokens, either(NULL, integer(0, 2**31 - 1))), file)
+    return {raw[name]: name for name in family.image_tokens if raw.get(name) is not None}
 
 
 def _attentions(fields: FamilyFields) -> list[AttentionConfig]:
@@ -81,8 +109,18 @@ def _check_rope(attention: AttentionConfig, file: Path) -> None:
         )
 
 
+def _check_window(raw: Mapping[str, Any], fields: FamilyFields, file: Path) -> None:
+    """A window that the family does not know is no window that may be left out."""
+    asked = raw.get("sliding_window") is not None and raw.get("use_sliding_window") is not False
+    if asked and all(attention.sliding_window is None for attention in _attentions(fields)):
+        raise ConfigError(
+            f"{file}: sliding_window is {shown(raw['sliding_window'])}; hybridrt runs this architecture without a "
+            "sliding window only"
+        )
+
+
 def _check_sizes(fields: FamilyFields, file: Path) -> None:
-    """Products of sizes that are fine by themselves."""
+    """Raises ConfigError for products of sizes that are too large although each size is allowed."""
     widths = {"attention heads x head_dim": max(a.num_heads * a.head_dim for a in _attentions(fields))}
     for kind, linear in fields["linear"].items():
         widths |= {f"the width of {name} ({kind})": width for name, width in state_shape(linear).segments}
@@ -95,16 +133,16 @@ def _check_sizes(fields: FamilyFields, file: Path) -> None:
         raise ConfigError(f"{file} describes {len(fields['layers'])} layers; there must be 1 to {MAX_LAYERS}")
 
 
-def _check_activation(hf: Any, path: Path) -> None:
-    for name in ("hidden_act", "mamba_hidden_act"):
-        if getattr(hf, name, "silu") != "silu":
-            raise ConfigError(f"{path}: {name} is {getattr(hf, name)!r}; hybridrt implements 'silu'")
+def _check_activation(hf: Any, activation: str, path: Path) -> None:
+    for name, known in (("hidden_act", activation), ("mamba_hidden_act", "silu")):
+        if getattr(hf, name, known) != known:
+            raise ConfigError(f"{path}: {name} is {getattr(hf, name)!r}; hybridrt implements {known!r}")
     if getattr(hf, "mlp_hidden_act", "relu2") != "relu2":
         raise ConfigError(f"{path}: mlp_hidden_act is {hf.mlp_hidden_act!r}; hybridrt implements 'relu2'")
 
 
 def _check_experts(hf: Any, path: Path) -> None:
-    experts = getattr(hf, "num_experts", 0) or getattr(hf, "n_routed_experts", 0)
+    experts = routed_experts(hf)
     if not 1 <= hf.num_experts_per_tok <= experts:
         raise ConfigError(f"{path}: num_experts_per_tok is {hf.num_experts_per_tok}, but there are {experts} experts")
     groups, chosen = getattr(hf, "n_group", 1), getattr(hf, "topk_group", 1)
@@ -116,32 +154,40 @@ def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not path.is_dir():
         raise ConfigError(f"{path} is no directory; pass a checkpoint directory or a hub name such as org/model")
+    if (path / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{path} has an adapter_config.json: adapters (LoRA) are not supported; merge it into its model"
+        )
     if not file.exists():
         raise ConfigError(f"{path} has no config.json; is it a Hugging Face checkpoint directory?")
     return read_object(file)
 
 
-def _architecture(path: Path, raw: Mapping[str, Any]) -> str:
-    """The first architecture that the file names."""
-    architecture: str = (raw.get("architectures") or [""])[0]
-    known = architectures()
-    if architecture in known:
-        return architecture
-    text = f"{path}: architecture {architecture!r} is not supported; supported are {', '.join(known)}"
-    if raw.get("auto_map"):
-        text += (
-            ". Its config.json asks for trust_remote_code=True: auto_map names Python code of the checkpoint, and "
-            "hybridrt never runs such code"
-        )
-    raise UnsupportedModelError(text)
+def _family(path: Path, raw: Mapping[str, Any]) -> Family:
+    """The family of the first architecture in the file."""
+    try:
+        return family_of((raw.get("architectures") or [""])[0])
+    except UnsupportedModelError as e:
+        text = f"{path}: {e}"
+        if raw.get("auto_map"):
+            text += (
+                ". Its config.json asks for trust_remote_code=True: auto_map names Python code of the checkpoint, and "
+                "hybridrt never runs such code"
+            )
+        raise UnsupportedModelError(text) from e
 
 
 def _transformers_config(path: Path, raw: dict[str, Any], family: Family) -> Any:
-    """The family's own class over the fields that were read, so that no other file and no auto_map is looked at."""
+    """The family's config class, made of the fields that were read: transformers then reads no other file and follows
+    no auto_map."""
     import transformers
 
     assert family.config_class is not None, "a family is read by transformers or by itself"
-    cls = getattr(transformers, family.config_class)
+    cls = getattr(transformers, family.config_class, None)
+    if cls is None:
+        raise UnsupportedModelError(
+            f"{path}: transformers {transformers.__version__} has no {family.config_class}; install a newer one"
+        )
     if raw.get("model_type", cls.model_type) != cls.model_type:
         raise ConfigError(
             f"{path}/config.json: model_type is {shown(raw['model_type'])}, but {family.architecture} goes with "
@@ -149,7 +195,7 @@ def _transformers_config(path: Path, raw: dict[str, Any], family: Family) -> Any
         )
     try:
         return cls.from_dict(raw)
-    except Exception as e:  # transformers raises many kinds here; all mean that config.json cannot be used
+    except Exception as e:  # transformers raises many types here; all of them mean that config.json cannot be used
         raise ConfigError(f"{path}/config.json: transformers cannot read it: {e}") from e
 
 
@@ -161,7 +207,8 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
 
 
 def _eos_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """generation_config.json wins over config.json: chat models list their end-of-turn ids there."""
+    """End-of-sequence ids. generation_config.json overrides config.json: chat models list their end-of-turn ids
+    there."""
     file = path / "generation_config.json"
     generation = read_object(file) if file.exists() else {}
     check_fields(generation, EOS, file)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from numbers import Integral, Real
 from typing import Any
@@ -15,6 +15,11 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 64
 MAX_SAMPLES = 1024
 MAX_SALT_CHARACTERS = 256
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_ALLOWED_TOKEN_IDS = 2**20
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 256
 MIN_TEMPERATURE = 1e-5  # below it hybridrt.kernels.sampling takes the best token: logits over less may overflow
 MAX_REPETITION = 100.0  # more, or less than its reciprocal, and penalised logits may leave float32's range
 _INT32_MAX = 2**31 - 1
@@ -23,71 +28,108 @@ _FLOAT32_MAX = 3.4028234663852886e38
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        raise RequestError(f"{name} is {shown(value)}; it must be {allowed}")
+        raise RequestError(f"{name} is {shown(value)}; it must be {allowed}", name)
 
 
 def is_number(value: object, kind: type) -> bool:
-    """True for numbers of `kind`, Integral or Real, of Python and numpy. A bool is none, nor is a numpy duration,
-    although it claims to be both."""
+    """True for numbers of `kind`, Integral or Real, of Python and numpy. A bool and a numpy duration are instances of
+    these classes, but they do not count as numbers."""
     if not isinstance(value, kind) or isinstance(value, bool):
         return False
     return getattr(getattr(value, "dtype", None), "kind", "") != "m"
 
 
-def _integer(name: str, value: Any, low: int, high: int, allowed: str) -> int:
-    """`value`, a Python or numpy integer in [low, high], as a Python integer."""
-    _require(is_number(value, Integral) and low <= value <= high, name, value, allowed)
-    return int(value)
-
-
-def _number(name: str, value: Any, low: float, high: float, allowed: str) -> float:
-    """`value`, a Python or numpy number in [low, high], as a float. NaN is in no range."""
-    _require(is_number(value, Real) and low <= value <= high, name, value, allowed)
-    return float(value)
-
-
 def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
-    """What a list (or another collection) holds; None holds nothing. It is read no further than the limit."""
+    """The entries of a list or another collection; none for None. At most `max_entries` + 1 of them are read."""
     if value is None:
         return ()
     collection = isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping))
-    # A numpy or torch scalar says that it can be iterated over, too.
+    # numpy and torch scalars have `__iter__`, too, but cannot be iterated over.
     _require(collection and getattr(value, "ndim", 1) == 1, name, value, "a sequence")
     entries = tuple(islice(value, max_entries + 1))
     if len(entries) > max_entries:
-        raise RequestError(f"{name} has more than {max_entries} entries; pass at most {max_entries}")
+        raise RequestError(f"{name} has more than {max_entries} entries; pass at most {max_entries}", name)
     return entries
+
+
+def _token_ids(name: str, value: Any, max_entries: int) -> tuple[int, ...]:
+    """Token ids of a collection, as Python integers."""
+    ids = _entries(name, value, max_entries)
+    for t in ids:
+        ok = is_number(t, Integral) and 0 <= t <= _INT32_MAX
+        _require(ok, name, t, "integers >= 0 from the vocabulary")
+    return tuple(map(int, ids))
+
+
+# Of each field that is a number: Integral or Real, the least and the largest value, and how an error states them.
+_NUMBERS: dict[str, tuple[type, float, float, str]] = {
+    "max_tokens": (Integral, 1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or None"),
+    "temperature": (Real, 0, _FLOAT32_MAX, "a finite float32 >= 0 (0 is greedy)"),
+    "top_p": (Real, math.ulp(0), 1, "in (0, 1]"),
+    "top_k": (Integral, -1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or -1 for off"),
+    "min_p": (Real, 0, 1, "in [0, 1]"),
+    "repetition_penalty": (Real, 1 / MAX_REPETITION, MAX_REPETITION, "a number from 0.01 to 100 (1 is off)"),
+    "presence_penalty": (Real, -2, 2, "in [-2, 2]"),
+    "frequency_penalty": (Real, -2, 2, "in [-2, 2]"),
+    "seed": (Integral, 0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None"),
+    "logprobs": (Integral, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
+    "prompt_logprobs": (Integral, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
+    "n": (Integral, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}"),
+    "truncate_prompt_tokens": (Integral, -1, _INT32_MAX, "an integer from 1 to 2**31 - 1, -1, or None"),
+    "priority": (Integral, -_INT32_MAX, _INT32_MAX, "an integer of 32 bits"),
+    "min_tokens": (Integral, 0, _INT32_MAX, "an integer from 0 to max_tokens"),
+}
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping of one request; every field is checked when the object is made.
 
-    numpy numbers are taken and kept as Python's. What depends on a model's vocabulary (`stop_token_ids`, `logprobs`) is
-    checked again where a request meets the model (`Engine.prepare`).
+    numpy numbers are accepted and converted to Python's. What depends on a model's vocabulary (token ids, `bad_words`,
+    how many log-probabilities) is checked again where a request meets the model (`Engine.prepare`).
+
+    Logits are changed in the order of vLLM: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties,
+    temperature, filters. Log-probabilities are those of the model: none of this changes them.
 
     Args:
         max_tokens: tokens to generate at most, 1 to 2**31 - 1; None means as many as `max_model_len` leaves room for.
-        temperature: 0 is greedy, and so is everything below MIN_TEMPERATURE (1e-5); otherwise logits are divided by it.
-            At most float32's largest number.
+        temperature: logits are divided by it. 0 and all values below MIN_TEMPERATURE (1e-5) mean greedy decoding. At
+            most float32's largest number.
         top_p: nucleus mass in (0, 1]; 1 turns it off.
-        top_k: candidates kept, up to 2**31 - 1; -1 or 0 turns it off, and so does the size of the vocabulary or more.
+        top_k: candidates kept, up to 2**31 - 1; -1, 0, and values from the size of the vocabulary on turn it off.
         min_p: candidates below `min_p * max(p)` are dropped; 0 turns it off.
         repetition_penalty: 0.01 to 100; logits of tokens in the prompt or the output are divided (if positive) or
             multiplied (if negative) by it (Keskar et al. 2019, CTRL).
         presence_penalty, frequency_penalty: subtracted once, respectively per occurrence, for tokens of the output.
         stop: strings that end the request, up to MAX_STOP_STRINGS (32) of up to MAX_STOP_CHARACTERS (256) characters
-            each; the text is cut before the first of them. One string may be passed as it is.
+            each; the text is cut before the first of them. A single string may be passed without a list.
         stop_token_ids: token ids that end the request, beside the model's own end-of-sequence ids; up to
             MAX_STOP_TOKEN_IDS (1024).
-        ignore_eos: go on after end-of-sequence ids (`stop_token_ids` still end the request).
-        seed: 0 to 2**63 - 1, makes the request's draws reproducible whatever runs beside it; None derives one from the
-            engine's seed.
+        ignore_eos: continue after end-of-sequence ids (`stop_token_ids` still end the request).
+        seed: 0 to 2**63 - 1. With it the request draws the same tokens whatever other requests run. None derives a seed
+            from the engine's.
         logprobs: return the log-probability of each token and of this many most likely alternatives, up to 64; None
             returns none.
         n: independent samples of the same prompt, up to 1024.
+        include_stop_str_in_output: the text goes on to the end of the stop string, or of the stopping token.
+        skip_special_tokens: special tokens leave nothing in the text.
+        truncate_prompt_tokens: of a longer prompt only the last so many tokens are used, 1 to 2**31 - 1; -1: as many as
+            leave room for one output token. None refuses a prompt that is too long.
+        priority: requests of a lower number are started first, and are the last to give their memory back; first come,
+            first served among equals.
         cache_salt: the prefix cache shares nothing between requests of different salts; a string of 1 to
             MAX_SALT_CHARACTERS (256) characters. None shares with all requests that have none.
+        min_tokens: before so many output tokens no end-of-sequence id and none of `stop_token_ids` is drawn, and no
+            stop string ends the request; 0 to `max_tokens`.
+        logit_bias: token id -> -100 to 100, added to the token's logit; up to MAX_BIASES (1024) tokens. An id may be a
+            string of digits, as in JSON.
+        allowed_token_ids: no other token is drawn; at least one id. None allows all.
+        bad_words: text that the output must not hold, up to MAX_BAD_WORDS (128) strings of up to
+            MAX_BAD_WORD_CHARACTERS (256) characters: the last token of a word is not drawn behind the others, with and
+            without a space before the word.
+        prompt_logprobs: return the log-probability of each prompt token but the first, and of this many most likely
+            alternatives, up to 64; None returns none. Such a request computes its whole prompt.
 
     Raises:
         RequestError: a field is out of range; the text names the field, the value and the allowed range.
@@ -107,49 +149,68 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     n: int = 1
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
     cache_salt: str | None = None
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (self._lengths() | self._distribution() | self._stops()).items():
+        checked = self._stops() | self._rules()
+        for name, (kind, low, high, allowed) in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:  # NaN is in no range
+                ok = is_number(value, kind) and low <= value <= high
+                _require(ok and (value != 0 or name != "truncate_prompt_tokens"), name, value, allowed)
+                checked[name] = int(value) if kind is Integral else float(value)
+        most = checked.get("max_tokens", _INT32_MAX)
+        _require(checked["min_tokens"] <= most, "min_tokens", self.min_tokens, f"at most max_tokens, {most}")
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
 
-    def _lengths(self) -> dict[str, Any]:
-        optional = {
-            "max_tokens": (1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or None"),
-            "logprobs": (0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
-            "seed": (0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None"),
-        }
-        given = {name: getattr(self, name) for name in optional}
-        checked = {name: _integer(name, v, *optional[name]) for name, v in given.items() if v is not None}
-        return checked | {"n": _integer("n", self.n, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}")}
-
-    def _distribution(self) -> dict[str, Any]:
-        largest, least = MAX_REPETITION, 1 / MAX_REPETITION
-        ranges = {
-            "temperature": (0, _FLOAT32_MAX, "a finite float32 >= 0 (0 is greedy)"),
-            "top_p": (math.ulp(0), 1, "in (0, 1]"),
-            "min_p": (0, 1, "in [0, 1]"),
-            "repetition_penalty": (least, largest, f"a number from {least:g} to {largest:g} (1 is off)"),
-            "presence_penalty": (-2, 2, "in [-2, 2]"),
-            "frequency_penalty": (-2, 2, "in [-2, 2]"),
-        }
-        checked = {name: _number(name, getattr(self, name), *allowed) for name, allowed in ranges.items()}
-        top_k = _integer("top_k", self.top_k, -1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or -1 for off")
-        return checked | {"top_k": top_k}
-
     def _stops(self) -> dict[str, Any]:
-        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         stop = (self.stop,) if isinstance(self.stop, str) else _entries("stop", self.stop, MAX_STOP_STRINGS)
         for s in stop:
             ok = isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS
             _require(ok, "stop", s, f"strings of 1 to {MAX_STOP_CHARACTERS} characters")
             _require(is_text(s), "stop", s, "text: it holds a lone surrogate, which no output can hold")
-        ids = _entries("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        ids = tuple(_integer("stop_token_ids", t, 0, _INT32_MAX, "integers >= 0 from the vocabulary") for t in ids)
+        ids = _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         salt = self.cache_salt
         ok = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_CHARACTERS and is_text(salt))
         _require(ok, "cache_salt", salt, f"a string of 1 to {MAX_SALT_CHARACTERS} characters, or None")
         return {"stop": stop, "stop_token_ids": ids}
+
+    def _rules(self) -> dict[str, Any]:
+        words = _entries("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for word in words:
+            ok = isinstance(word, str) and bool(word.strip()) and len(word) <= MAX_BAD_WORD_CHARACTERS
+            _require(ok, "bad_words", word, f"strings of 1 to {MAX_BAD_WORD_CHARACTERS} characters, not only spaces")
+            _require(is_text(word), "bad_words", word, "text: it holds a lone surrogate, which no output can hold")
+        allowed, name = self.allowed_token_ids, "allowed_token_ids"
+        if allowed is not None:
+            allowed = _token_ids(name, allowed, MAX_ALLOWED_TOKEN_IDS)
+            _require(bool(allowed), name, allowed, "at least one token id, or None to allow all")
+        return {"bad_words": words, "allowed_token_ids": allowed, "logit_bias": self._biases()}
+
+    def _biases(self) -> dict[int, float] | None:
+        given, name = self.logit_bias, "logit_bias"
+        if given is None:
+            return None
+        _require(isinstance(given, Mapping), name, given, "a mapping from token ids to biases")
+        if len(given) > MAX_BIASES:
+            raise RequestError(f"logit_bias has {len(given)} entries; pass at most {MAX_BIASES}", name)
+        ids = [int(t) if isinstance(t, str) and t.isascii() and t.isdigit() and len(t) <= 10 else t for t in given]
+        for bias in given.values():
+            ok = is_number(bias, Real) and -MAX_BIAS <= bias <= MAX_BIAS
+            _require(ok, name, bias, f"from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+        return dict(zip(_token_ids(name, ids, MAX_BIASES), map(float, given.values())))
 
     @property
     def greedy(self) -> bool:
@@ -160,3 +221,8 @@ class SamplingParams:
     def uses_penalties(self) -> bool:
         """True if earlier tokens change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def uses_rules(self) -> bool:
+        """True if single tokens are forbidden, or their logits biased."""
+        return self.min_tokens > 0 or bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None

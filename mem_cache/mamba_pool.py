@@ -20,7 +20,7 @@ STATE_MODES = ("classic", "replay", "intermediate")
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's views into the pool. The last six are None where the pool's state mode has no use for them.
+    """One layer's views into the pool. The fields that default to None are None in state modes that do not use them.
 
     Attributes:
         conv: [S + 1, conv_dim, Wc] ring of raw conv inputs; a token's column is its position mod Wc.
@@ -46,7 +46,8 @@ class LayerCache:
 
 
 def ring_width(tokens_per_step: int) -> int:
-    """W, columns of a state ring: 16 for plain decode, 32 up to 8 verified tokens, and never less than 2 T."""
+    """W, columns of a state ring: 16 for plain decode, 32 for steps of up to 8 tokens a row, 64 for wider steps.
+    `SpeculativeConfig` allows 16 tokens a row at most."""
     return 16 if tokens_per_step == 1 else 32 if tokens_per_step <= 8 else 64
 
 
@@ -124,7 +125,8 @@ def _nbytes(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
 
 
 class MambaPool:
-    """Preallocated state of all recurrent layers: S slots, R running rows; slot 0 and row 0 are scratch.
+    """Preallocated state of all recurrent layers: S slots, R running rows; slot 0 and row 0 are scratch. It serves all
+    kinds, not only Mamba: other serving runtimes know it by this name.
 
     Every move of state is a method here: no other code writes slots, rings or cursors, except the kernels of a layer,
     which write the slots and rings that their step names. The state of a row is what its slot holds and, in replay
@@ -213,7 +215,7 @@ class MambaPool:
             for tensor in (cache.conv,) if replay else (cache.conv, cache.temporal):
                 tensor.index_copy_(1, target, tensor.index_select(1, own))
         if replay:
-            self._fold(self._rings(rows), slots.int())
+            self._fold(self._rings(rows, slots.int()))
 
     def restore(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Copies the state in `slots` into the slots that `rows` own and empties their rings."""
@@ -288,8 +290,9 @@ class MambaPool:
             self._empty_rings(rows)
 
     def set_decays(self, decays: Mapping[int, Callable[[], torch.Tensor | None]]) -> None:
-        """How to get, by layer, the [heads] float32 that turn ring gates into logs of decays; None where they are that
-        already. They are asked for when a ring is first folded, because weights may be loaded after the pool stands."""
+        """Functions by layer id that return [heads] float32 factors: gate * factor is the log of a decay. A function
+        returns None if the gates are logs of decays already. The functions are called when a ring is first folded,
+        because weights may be loaded after the pool was built."""
         self._layer_decays |= decays
         self._decays = None
 
@@ -303,15 +306,16 @@ class MambaPool:
             self._decays = [None if None in decays else torch.stack(decays) for decays in stacks]  # type: ignore[arg-type]
         return self._decays
 
-    def _rings(self, rows: torch.Tensor) -> RingFolds:
-        """All entries of the rings of `rows`."""
+    def _rings(self, rows: torch.Tensor, write_slots: torch.Tensor | None = None) -> RingFolds:
+        """All entries of the rings of `rows`, and where the states after them go; None: to the slots that rows own."""
         count = torch.full_like(self.ring_start[:1], len(rows))
-        return RingFolds(self.row_slots[rows], rows.int(), self.ring_start[rows], self.ring_length[rows], count)
+        cursors = self.ring_start[rows], self.ring_length[rows]
+        return RingFolds(self.row_slots[rows], rows.int(), *cursors, count, write_slots)
 
-    def _fold(self, folds: RingFolds, write_slots: torch.Tensor | None = None) -> None:
+    def _fold(self, folds: RingFolds) -> None:
         """One launch for all layers of equal shape."""
         for (_, cache), decay in zip(self.stacks, self.stack_decays(), strict=True):
-            fold_ring(cache.temporal, *cache.ring, decay, folds, write_state_slots=write_slots)
+            fold_ring(cache.temporal, *cache.ring, decay, folds)
 
     def _empty_rings(self, rows: torch.Tensor) -> None:
         self.ring_start.index_fill_(0, rows.long(), 0)

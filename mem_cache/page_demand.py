@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PageDemand:
-    """What requests want of the KV pages.
+    """How many KV pages requests need.
 
-    Where every attention layer looks back at most `window` tokens, a page whose tokens no later step sees is given
-    back: a request of any length holds boundedly many.
+    If every attention layer has a window, a page is freed as soon as all windows of later steps are past it. So the
+    number of pages that a request holds has a bound that does not depend on its length.
 
     Attributes:
         window: keys that a token sees in the layer that sees most, its own included; None if a layer sees all.

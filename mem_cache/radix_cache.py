@@ -151,7 +151,7 @@ class RadixCache:
         if node.parent is None:
             return PrefixMatch(known=known, retokenised=left)
         owner = self._tail_node(node)
-        tail = None if owner is None else owner.tail if owner is node else (owner.pages or [owner.tail])[0]
+        tail = None if owner is None else owner.tail if owner is node or not owner.pages else owner.pages[0]
         return PrefixMatch(node.end, self._pages(node), node.state, tail, known, node, owner, retokenised=left)
 
     def expect(self, match: PrefixMatch, arrival: int) -> None:
@@ -320,8 +320,12 @@ class RadixCache:
         return node
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cuts an edge after `at` tokens; returns the new upper node."""
+        """Cuts an edge after `at` tokens; returns the upper node."""
         assert node.parent is not None
+        kept = node.state or node.tail or node.readers or node.children
+        if not kept and self._complete(node.start) + len(node.pages) <= self._complete(node.start + at):
+            node.tokens = node.tokens[:at].copy()  # nothing would be left below
+            return node
         node.parent.children[node.first] = upper = Node(
             node.tokens[:at], node.start, node.parent, used=node.used, answer=node.answer, first=node.first
         )

@@ -17,7 +17,7 @@ from hybridrt.layers.linear import RowLinear, Segment
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.rotary import rotary_table
 from hybridrt.layers.stack import ResidualPart, ResidualStack
-from hybridrt.layers.weights import Build, CheckpointMap
+from hybridrt.layers.weights import Build, CheckpointMap, TensorPart
 
 MTP_KEYS = r"mtp\..*"
 
@@ -112,6 +112,10 @@ class CausalLM(nn.Module, ABC):
     def rename_key(self, key: str) -> str:
         """Brings an older spelling of a checkpoint key into the map's."""
         return key
+
+    def parts_of(self, key: str) -> list[TensorPart]:
+        """What a checkpoint's tensor holds, by keys of the map: itself, or several parts."""
+        return [(self.rename_key(key), lambda t: t)]
 
 
 class MTPHead(nn.Module, ABC):

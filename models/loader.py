@@ -42,14 +42,15 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> LoadRep
     with tqdm(total=sum(map(len, shards.values())), desc="loading", unit="tensor", disable=not progress) as bar:
         for key, tensor in _tensors(shards):
             bar.update()
-            name = model.rename_key(key)
-            if _skipped(model, name, targets):
+            parts = [part for part in model.parts_of(key) if not _skipped(model, part[0], targets)]
+            for name, part in parts:
+                for piece in targets[name]:
+                    piece.fill(key, tensor, part)
+                    filled[piece.name] += 1
+            if parts:
+                report.loaded += 1
+            else:
                 report.skipped.append(key)
-                continue
-            for piece in targets[name]:
-                piece.fill(key, tensor)
-                filled[piece.name] += 1
-            report.loaded += 1
     twice = [name for name, count in filled.items() if count > 1]
     if twice:
         raise CheckpointError(f"{path}: filled more than once: {_some(twice)}")
@@ -60,7 +61,7 @@ def has_own_head(path: Path) -> bool:
     """True if a checkpoint stores an output head that differs from its embedding: whatever config.json says about
     tying, the two are not one then. (Equal ones are a tied matrix that was written twice.)"""
     files = {key: file for file, keys in _shards(path).items() for key in keys}
-    ends = r"(lm_head|model\.embed_tokens|(model|backbone)\.embeddings)\.weight"
+    ends = r"(lm_head|model(\.language_model)?\.embed_tokens|(model|backbone)\.embeddings)\.weight"
     pair = [key for key in files if re.fullmatch(ends, key)]
     return len(pair) == 2 and not torch.equal(*(_tensor(files[key], key) for key in pair))
 
@@ -70,7 +71,7 @@ def _skipped(model: CausalLM, key: str, targets: object) -> bool:
 
 
 def _check_keys(model: CausalLM, path: Path, wanted: set[str], present: set[str]) -> None:
-    named = {model.rename_key(key) for key in present}
+    named = {name for key in present for name, _ in model.parts_of(key)}
     if model.mtp is not None and not any(re.fullmatch(MTP_KEYS, key) for key in named):
         raise CheckpointError(
             f'{path} holds no mtp.* weights, which method "mtp" needs: use a checkpoint that kept its prediction '

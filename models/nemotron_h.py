@@ -48,23 +48,31 @@ class NemotronHForCausalLM(CausalLM):
                 name, config.linear_of(Mamba2Config), layer_id, hidden, bias=hf.use_bias, conv_bias=hf.use_conv_bias,
                 gated_norm=(hf.layer_norm_epsilon, False), build=build,
             )  # fmt: skip
-        return self._moe(name) if spec.ffn == "moe" else self._mlp(name, hf.intermediate_size)
+        if spec.ffn == "moe":
+            return self._moe(name, layer_id)
+        return self._mlp(name, self.size_of("intermediate_size", layer_id))
+
+    def size_of(self, field: str, layer_id: int) -> int:
+        """A number of config.json as a layer has it."""
+        size: int = getattr(self.config.hf, field)
+        return size
 
     def _mlp(self, name: str, size: int) -> MLP:
         hidden, bias = self.config.hidden_size, self.config.hf.mlp_bias
         return MLP(name, hidden, size, activation="relu2", bias=bias, build=self.build)
 
-    def _moe(self, name: str) -> MoE:
+    def _moe(self, name: str, layer_id: int) -> MoE:
         """Routed squared-ReLU experts, in a smaller latent space where the config has one, beside a shared expert."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
+        count, top_k = self.size_of("n_routed_experts", layer_id), self.size_of("num_experts_per_tok", layer_id)
         router = SigmoidGroupRouter(
-            f"{name}.router", hidden, hf.n_routed_experts, top_k=hf.num_experts_per_tok, n_group=hf.n_group,
+            f"{name}.router", hidden, count, top_k=top_k, n_group=hf.n_group,
             topk_group=hf.topk_group, renormalize=hf.norm_topk_prob, scaling=float(hf.routed_scaling_factor),
             build=build,
         )  # fmt: skip
-        count, size = hf.n_routed_experts, hf.moe_latent_size or hidden
-        experts = Experts(f"{name}.experts", count, size, hf.moe_intermediate_size, activation="relu2", build=build)
-        shared = self._mlp(f"{name}.shared", hf.moe_shared_expert_intermediate_size)
+        size, inner = hf.moe_latent_size or hidden, self.size_of("moe_intermediate_size", layer_id)
+        experts = Experts(f"{name}.experts", count, size, inner, activation="relu2", build=build)
+        shared = self._mlp(f"{name}.shared", self.size_of("moe_shared_expert_intermediate_size", layer_id))
         latent = Latent(name, hidden, size, bias=hf.mlp_bias, build=build) if hf.moe_latent_size else None
         return MoE(router, experts, shared=shared, latent=latent, keys=MOE_KEYS)
 

@@ -7,15 +7,16 @@ Norms are zero-centred (1 + w), rotary turns a quarter of each head, attention's
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from hybridrt.config import ModelConfig
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.gdn import GDNMixer
+from hybridrt.layers.gdn import GDNKeys, GDNMixer
 from hybridrt.layers.mlp import MLP
-from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
+from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter, stacked_experts
 from hybridrt.layers.stack import ResidualPart
-from hybridrt.layers.weights import Build, CheckpointMap
+from hybridrt.layers.weights import Build, CheckpointMap, TensorPart
 from hybridrt.models.base import CausalLM, MTPHead
 
 MOE_KEYS = {
@@ -24,10 +25,15 @@ MOE_KEYS = {
     "shared": "shared_expert",
     "shared_gate": "shared_expert_gate",
 }
+# Tensors that hold all experts.
+STACKED = {".experts.gate_up_proj": ("gate", "up"), ".experts.down_proj": ("down",)}
+GDN_KEYS = GDNKeys({"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}, by_key_head=True)
 
 
 class Qwen3NextForCausalLM(CausalLM):
     """Qwen3-Next (80B-A3B and its kin)."""
+
+    gdn_keys: ClassVar[GDNKeys] = GDN_KEYS
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
         super().__init__(config, build, max_len, eps=config.hf.rms_norm_eps, zero_centered=True)
@@ -43,11 +49,18 @@ class Qwen3NextForCausalLM(CausalLM):
             )  # fmt: skip
             mixer = ResidualPart("input_layernorm", "self_attn", attention)
         else:
-            gdn = GDNMixer(f"{name}.gdn", config.linear_of(GDNConfig), layer_id, hidden, hf.rms_norm_eps, build=build)
+            gdn = GDNMixer(
+                f"{name}.gdn", config.linear_of(GDNConfig), layer_id, hidden, hf.rms_norm_eps, keys=self.gdn_keys,
+                build=build,
+            )  # fmt: skip
             mixer = ResidualPart("input_layernorm", "linear_attn", gdn)
         experts = spec.ffn == "moe"
         ffn = self._moe(f"{name}.moe") if experts else MLP(f"{name}.mlp", hidden, hf.intermediate_size, build=build)
         return [mixer, ResidualPart("post_attention_layernorm", "mlp", ffn)]
+
+    def renormalizes(self) -> bool:
+        """Whether the weights of a token's experts are made to add up to 1."""
+        return bool(self.config.hf.norm_topk_prob)
 
     def _moe(self, name: str) -> MoE:
         """Routed SwiGLU experts plus a shared one behind a sigmoid gate: one more expert, which every token passes."""
@@ -57,10 +70,17 @@ class Qwen3NextForCausalLM(CausalLM):
             shared_size=hf.shared_expert_intermediate_size, build=build,
         )  # fmt: skip
         router = SoftmaxRouter(
-            f"{name}.router", hidden, hf.num_experts, top_k=hf.num_experts_per_tok, renormalize=hf.norm_topk_prob,
+            f"{name}.router", hidden, hf.num_experts, top_k=hf.num_experts_per_tok, renormalize=self.renormalizes(),
             shared_experts=experts.num_shared, build=build,
         )  # fmt: skip
         return MoE(router, experts, keys=MOE_KEYS)
+
+    def parts_of(self, key: str) -> list[TensorPart]:
+        for end, matrices in STACKED.items():
+            if key.endswith(end):
+                stack = self.rename_key(key).removesuffix(end) + ".experts"
+                return stacked_experts(stack, matrices, self.config.hf.num_experts)
+        return super().parts_of(key)
 
 
 class Qwen3NextMTP(MTPHead):

@@ -27,6 +27,8 @@ SECTIONS = (
     ("Engine: requests on the host", ("hybridrt/engine",)),
     ("State transfer", ("hybridrt/transfer",)),
     ("The surface for other engines", ("hybridrt/embedding",)),
+    ("Server: the HTTP API", ("hybridrt/server",)),
+    ("Benchmarks of the command line", ("hybridrt/bench",)),
     ("Command line", ("hybridrt/cli",)),
     ("Benchmarks, examples and scripts", ("benchmarks", "examples", "scripts")),
 )

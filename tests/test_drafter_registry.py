@@ -14,7 +14,7 @@ from hybridrt.runtime.drafting import DraftMethod, DraftRow, DraftTask, draft_me
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.speculative import registry
 from hybridrt.speculative.drafter import AdaptiveDrafter
-from hybridrt.speculative.registry import BUILT_IN, drafter_names, load_method
+from hybridrt.speculative.registry import BUILT_IN, DRAFTERS, load_method
 from tests.support.checkpoints import CheckpointStore
 from tests.support.outside_drafter import OUTSIDE, FirstFollowers
 
@@ -33,16 +33,16 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_names_are_those_of_this_package_and_of_others() -> None:
-    assert drafter_names() == sorted(["draft", "ngram", "mtp", "first", "wrong", "absent"])
+    assert DRAFTERS.names() == sorted(["draft", "ngram", "mtp", "first", "wrong", "absent"])
     for name in BUILT_IN:
         assert isinstance(load_method(name), DraftMethod)
     assert load_method("first") is OUTSIDE
 
 
 @pytest.mark.parametrize(("method", "error", "text"), [
-    ("guess", ConfigError, r"'guess'.*'absent', 'draft', 'first', 'mtp', 'ngram'"),
+    ("guess", ConfigError, r"'guess'.*absent, draft, first, mtp, ngram"),
     (["ngram"], ConfigError, r"method is \['ngram'\]"),
-    ("wrong", BackendError, "'wrong' gives .*must name a DraftMethod"),
+    ("wrong", BackendError, "'wrong' leads to .*must name a DraftMethod"),
     ("absent", BackendError, "tests.support.outside_drafter:Absent cannot be imported"),
 ])  # fmt: skip
 def test_a_name_that_leads_to_no_method_is_refused_at_once(method: str, error: type[Exception], text: str) -> None:
@@ -51,7 +51,7 @@ def test_a_name_that_leads_to_no_method_is_refused_at_once(method: str, error: t
 
 
 def test_a_record_that_is_no_whole_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = registry.MethodBase()
+    half = registry.DraftMethodBase()
     monkeypatch.setattr("hybridrt.runtime.drafting.load_method", lambda name: half)
     with pytest.raises(BackendError, match="must be a DraftMethod"):
         draft_method(EngineConfig("m", speculative=SpeculativeConfig("first")))
@@ -70,7 +70,7 @@ def test_a_drafter_of_another_package_drafts(checkpoints: CheckpointStore) -> No
             texts.append([output.token_ids for output in outputs])
             runner, drafter = llm.engine.executor, llm.engine._scheduler._drafter
             assert isinstance(runner, ModelRunner) and isinstance(drafter, AdaptiveDrafter)
-            plans.append(runner.plan)
+            plans.append(runner.memory_plan)
             if method == "first":
                 assert sum(output.metrics.proposed for output in outputs) > 0
                 assert isinstance(drafter.inner, FirstFollowers)

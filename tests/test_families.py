@@ -9,7 +9,7 @@ import pytest
 
 from hybridrt import LLM, SamplingParams, plugins
 from hybridrt.errors import BackendError, UnsupportedModelError
-from hybridrt.families.registry import architectures, family_of
+from hybridrt.families.registry import all_families, family_of
 from hybridrt.models.registry import model_class
 from tests.support.checkpoints import jamba
 from tests.support.outside_family import ARCHITECTURE, FAMILY, OutsideForCausalLM
@@ -31,7 +31,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     family_of.cache_clear()
 
 
-@pytest.mark.parametrize("architecture", architectures())
+@pytest.mark.parametrize("architecture", all_families().names())
 def test_a_record_names_what_there_is(architecture: str) -> None:
     family = family_of(architecture)
     assert family.architecture == architecture == model_class(architecture).__name__
@@ -54,7 +54,7 @@ def test_a_family_of_another_package_runs(installed: None, tmp_path: Path) -> No
 
 
 def test_families_that_are_unknown_or_wrong_are_refused(installed: None) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'Nope' is not supported; supported are FalconH1ForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match=r"'Nope' is not supported; supported are .*FalconH1ForCausalLM"):
         family_of("Nope")
     with pytest.raises(BackendError, match="must name a Family of that name"):
         family_of("WrongForCausalLM")

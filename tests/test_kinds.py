@@ -24,6 +24,8 @@ from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.kinds.registry import check_replay, kind_names, linear_kind, state_dtype, state_shape
+from hybridrt.kinds.short_conv import ShortConvConfig
+from hybridrt.layers.gdn import GDNKeys
 from hybridrt.layers.mamba2 import mamba2_segments
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build
@@ -40,6 +42,7 @@ CONFIGS: dict[str, LinearConfig] = {
     "mamba2": Mamba2Config(4, 3, 5, 2, 4, 16, (0.0, 1.0)),
     "gdn": GDNConfig(2, 4, 6, 5, 3, chunk_size=8),
     "prefix_sum": PrefixSumConfig(HIDDEN),
+    "short_conv": ShortConvConfig(16, 3, chunk_size=8),
     "outside": OutsideConfig(HIDDEN),
 }
 
@@ -69,7 +72,7 @@ class Layer(nn.Module):
             self.mixer = cls("m", config, layer_id, conv_bias=True, gated_norm=None, build=build)
             self.out = nn.Linear(self.mixer.width, HIDDEN, bias=False)
         elif kind == "gdn":
-            self.mixer = cls("m", config, layer_id, HIDDEN, 1e-5, build=build)
+            self.mixer = cls("m", config, layer_id, HIDDEN, 1e-5, keys=GDNKeys({}), build=build)  # no checkpoint
         else:
             self.mixer = cls("m", config, layer_id, HIDDEN, build=build)
 
@@ -151,7 +154,8 @@ def run_rows(stack: Stack, count: int) -> list[list[int]]:
 
 MIXES = [
     (("mamba2", "gdn", "mamba2"), "classic"), (("mamba2", "gdn", "mamba2"), "replay"), (("gdn", "mamba2"), "replay"),
-    (("mamba1", "prefix_sum"), "classic"), (("gdn", "outside", "mamba1", "mamba2"), "classic"),
+    (("mamba1", "prefix_sum"), "classic"), (("short_conv", "gdn"), "classic"),
+    (("gdn", "outside", "mamba1", "mamba2"), "classic"),
 ]  # fmt: skip
 
 
@@ -183,6 +187,7 @@ def test_a_model_of_several_kinds_equals_its_layers_run_alone(kinds: tuple[str, 
         (("mamba2", "gdn"), "replay"),
         (("gdn", "mamba2", "mamba1"), "intermediate"),
         (("mamba1", "outside"), "intermediate"),
+        (("short_conv", "gdn"), "intermediate"),
     ],
 )
 def test_verify_steps_of_several_kinds_keep_what_was_accepted(kinds: tuple[str, ...], mode: str) -> None:
@@ -242,7 +247,7 @@ def test_a_package_brings_a_kind() -> None:
 
 
 def test_kinds_that_are_unknown_or_wrong_are_refused() -> None:
-    with pytest.raises(UnsupportedLayerError, match=r"'nope'.*'gdn', 'mamba1'"):
+    with pytest.raises(UnsupportedLayerError, match=r"'nope'.*gdn, mamba1"):
         linear_kind("nope")
     with pytest.raises(BackendError, match=r"'wrong'.*LinearKind of that name"):
         linear_kind("wrong")

@@ -17,7 +17,7 @@ from hybridrt.runtime.build import Pools
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest
 from hybridrt.speculative.ngram import NgramDrafter
-from tests.support.checkpoints import VOCAB, falcon, falcon_mamba, jamba, nemotron, qwen, swa_ssm, write
+from tests.support.checkpoints import VOCAB, falcon, falcon_mamba, jamba, lfm2_moe, nemotron, qwen, swa_ssm, write
 from tests.support.levels import sweep
 from tests.support.samples import Sample, Samples
 from tests.support.speculation import Ask, Rig
@@ -31,6 +31,7 @@ MAKERS = {
     "gdn": qwen(**UNTIED),
     "mamba1": jamba(num_hidden_layers=2, attn_layer_period=2, num_experts=1, **UNTIED),
     "attention-free": falcon_mamba(num_hidden_layers=1, **UNTIED),
+    "short conv": lfm2_moe(**UNTIED),
     "history": swa_ssm(num_hidden_layers=2, history_mode=["prefix_sum", "enabled"], **UNTIED),
 }
 WAYS = [

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrt.attention.paged import PagedAttnBackend
+from hybridrt.attention.paged import PagedAttnBackend, PagedMetadata
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -24,16 +24,13 @@ class Fa3AttnBackend(PagedAttnBackend):
         self._library = import_module("hybridrt.kernels.libraries.sgl_kernel")
 
     def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        segment = self.planned(batch).extend
-        if not any(segment["query_lens"]):
+        step: PagedMetadata = self.planned(batch)
+        assert step.extend is not None
+        if not any(step.extend.query_lens):
             return torch.zeros_like(q)
-        plan = segment.get("plan")
-        if plan is None:  # the first layer makes it: the page table is complete by then
-            table, page_size = self.req_to_token_pool.req_to_token, self.kv_pool.page_size
-            plan = segment["plan"] = self._library.plan_extend(table, **segment, page_size=page_size)
-        spec = layer.spec
-        heads = q.view(-1, spec.num_heads, spec.head_dim)
+        kv, heads = self.layer_kv(layer), q.view(-1, layer.spec.num_heads, layer.spec.head_dim)
+        if step.plan is None:  # the first layer makes it: the page table is complete by then
+            step.plan = self._library.plan_extend(kv, step.extend)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        caches, window = self.kv_pool.layer(layer.layer_id), (spec.scale, spec.sliding_window)
-        self._library.run_extend(plan, heads, *caches, *window, out.view(heads.shape))
+        self._library.run_extend(step.plan, heads, kv, out.view(heads.shape))
         return out

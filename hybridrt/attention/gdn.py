@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.linear import Inputs, MambaAttnBackendBase, conv_weights
+from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
@@ -21,24 +21,13 @@ class GDNAttnBackend(MambaAttnBackendBase):
     kind = "gdn"
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        cache = self.layer_cache(layer.layer_id)
         qkv, a, b = (segment.by_row(inputs[name]) for name in ("mixed_qkv", "a", "b"))
         if segment.parents is not None:  # the fused kernel does not follow parents
             q, k, v = layer.split_heads(causal_conv1d_update(qkv, **self.conv_rows(layer, segment)))
             tokens = DeltaInputs(q, k, v, *gdn_gates(a, b, _weights(layer)))
-            out = recurrent_gated_delta_rule(tokens, segment.state(cache), segment.intermediate(cache))
+            out = recurrent_gated_delta_rule(tokens, segment.state(self.layer_cache(layer.layer_id)))
         else:
-            out = gdn_decode(
-                qkv,
-                a,
-                b,
-                conv_weights=conv_weights(layer),
-                weights=_weights(layer),
-                conv_state=segment.conv_state(cache),
-                state=segment.state(cache),
-                ring=segment.ring(cache),
-                intermediate=segment.intermediate(cache),
-            )
+            out = gdn_decode(qkv, a, b, weights=_weights(layer), step=self.fused_step(layer, segment))
         return out.flatten(0, 1).flatten(1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
@@ -49,4 +38,4 @@ class GDNAttnBackend(MambaAttnBackendBase):
 
 
 def _weights(layer: Any) -> GateWeights:
-    return GateWeights(layer.A_log, layer.dt_bias)
+    return GateWeights(layer.A_log, layer.dt_bias, layer.config.beta_scale)

@@ -21,7 +21,7 @@ from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ExtendPass, ForwardBatch, GraphView
 from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
-from hybridrt.kernels.records import ConvWeights
+from hybridrt.kernels.records import ConvWeights, FusedStep
 from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -41,8 +41,8 @@ def conv_weights(layer: Any) -> ConvWeights:
 
 
 class MambaAttnBackendBase(AttentionBackend):
-    """The backend of one kind of recurrent layer over MambaPool. A kind writes `decode` and `extend`, which call its
-    kernels; the class docstring says which inputs they take.
+    """The backend of one kind of recurrent layer, Mamba or any other, over MambaPool. A subclass implements `decode`
+    and `extend`, which call the kind's kernels. Its docstring says which inputs they take.
 
     Args:
         layers: the model's mixers of this kind by layer id.
@@ -133,7 +133,7 @@ class MambaAttnBackendBase(AttentionBackend):
         return outputs
 
     def conv_rows(self, layer: Any, segment: DecodeSegment) -> dict[str, Any]:
-        """`causal_conv1d_update` of a mixer's decode rows: all that it takes but the inputs."""
+        """The keyword arguments of `causal_conv1d_update` for a mixer's decode rows, without the inputs."""
         cache = self.layer_cache(layer.layer_id)
         return {
             "weights": conv_weights(layer),
@@ -141,18 +141,25 @@ class MambaAttnBackendBase(AttentionBackend):
             "intermediate": segment.conv_windows(cache),
         }
 
+    def fused_step(self, layer: Any, segment: DecodeSegment) -> FusedStep:
+        """The conv and the states of a mixer's decode rows."""
+        cache = self.layer_cache(layer.layer_id)
+        return FusedStep(conv_weights(layer), segment.conv_state(cache), segment.state(cache), segment.ring(cache))
+
     def conv_chunks(self, layer: Any, segment: ExtendSegment) -> dict[str, Any]:
-        """`causal_conv1d_varlen` of a mixer's prompt chunks: all that it takes but the inputs."""
+        """The keyword arguments of `causal_conv1d_varlen` for a mixer's prompt chunks, without the inputs."""
         state = segment.conv_state(self.layer_cache(layer.layer_id))
         return {"weights": conv_weights(layer), "state": state, "query_start_loc": segment.query_start_loc}
 
     @staticmethod
     def ring_decay(layer: Any) -> Tensor | None:
-        """[heads] float32, times which a mixer's ring gates are logs of decays; None where they are that already."""
+        """[heads] float32: a ring gate of this mixer times its factor is the log of a decay. None: the gates are logs
+        of decays already."""
         return None
 
-    def segment(self, batch: ForwardBatch, *, decode: bool) -> ForwardBatch:
-        """A prepared batch as one that has its decode rows alone, or its extend rows alone."""
+    def restrict_to_phase(self, batch: ForwardBatch, *, decode: bool) -> ForwardBatch:
+        """A copy of a prepared batch whose metadata holds its decode rows alone, or its extend rows alone. The copy has
+        metadata of the recurrent backends only; all other fields are those of `batch`."""
         step = self.begin(batch)
         part = replace(batch)
         part.metadata[self.lead] = replace(step, extends={}) if decode else replace(step, decode=None)
@@ -173,7 +180,7 @@ class MambaAttnBackendBase(AttentionBackend):
         batch.metadata[self] = step
 
     def _uncommitted(self) -> ForwardMetadata | None:
-        """The last step that was prepared and leaves its state to a commit that has not come yet."""
+        """The last prepared step whose commit is missing, or None. Forgets the closed steps after it."""
         while self._last is not None and not self._last.open:
             self._last = self._last.previous
         return self._last
@@ -217,13 +224,18 @@ class MambaAttnBackendBase(AttentionBackend):
         return ForwardMetadata({}, decode, begun=True)
 
     def begin(self, batch: ForwardBatch) -> ForwardMetadata:
-        """The step of a prepared batch, its segments made: only at its first layer have earlier steps left on the
-        device what they change."""
+        """Returns the step metadata. Builds the segments on the first call, because slots and ring cursors are final
+        only after earlier steps were queued on the device.
+
+        Raises:
+            BackendError: an earlier step was not committed. The step is dropped. The caller must prepare it again after
+                the missing commit.
+        """
         step: ForwardMetadata = self.lead.planned(batch)
         if step.begun:
             return step
         if step.previous is not None and step.previous.open:
-            step.open = False  # it is given up: whoever mends this prepares it again
+            step.open = False
             del batch.metadata[self.lead]
             raise BackendError(UNCOMMITTED)
         if split := batch.num_decode_rows:

@@ -25,10 +25,9 @@ class Mamba1AttnBackend(MambaAttnBackendBase):
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
         if "dt" not in inputs:
             return causal_conv1d_update(segment.by_row(inputs["x"]), **self.conv_rows(layer, segment)).flatten(0, 1)
-        cache = self.layer_cache(layer.layer_id)
         tokens = SSMInputs(*(segment.by_row(inputs[name]) for name in SSMInputs._fields))
-        intermediate = segment.intermediate(cache)
-        return mamba1_update(tokens, _weights(layer), segment.state(cache), intermediate, layer.bc_norms).flatten(0, 1)
+        state = segment.state(self.layer_cache(layer.layer_id))
+        return mamba1_update(tokens, _weights(layer), state, layer.bc_norms).flatten(0, 1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
         if "dt" not in inputs:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.linear import Inputs, MambaAttnBackendBase, conv_weights
+from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.mamba2_decode import mamba2_decode
@@ -23,27 +23,17 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
     kind = "mamba2"
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        cache = self.layer_cache(layer.layer_id)
         xBC, dt, z = (segment.by_row(inputs[name]) for name in ("xBC", "dt", "z"))
         gate = z.unflatten(2, (layer.heads, layer.head_dim)) if layer.norm is None else None
         if segment.parents is not None:  # the fused kernel does not follow parents
             x, B, C = layer.split_heads(causal_conv1d_update(xBC, **self.conv_rows(layer, segment)))
-            tokens, state = SSMInputs(x, dt, B, C, gate), segment.state(cache)
-            y = selective_state_update(tokens, _weights(layer), state, segment.intermediate(cache))
+            state = segment.state(self.layer_cache(layer.layer_id))
+            y = selective_state_update(SSMInputs(x, dt, B, C, gate), _weights(layer), state)
             return y.flatten(0, 1).flatten(1)
         out = inputs.get("out")
-        y = mamba2_decode(
-            xBC,
-            dt,
-            gate,
-            conv_weights=conv_weights(layer),
-            weights=_weights(layer),
-            conv_state=segment.conv_state(cache),
-            state=segment.state(cache),
-            ring=segment.ring(cache),
-            intermediate=segment.intermediate(cache),
-            out=None if out is None else out.view(*dt.shape, layer.head_dim),
-        )
+        place = None if out is None else out.view(*dt.shape, layer.head_dim)
+        step = self.fused_step(layer, segment)
+        y = mamba2_decode(xBC, dt, gate, weights=_weights(layer), step=step, out=place)
         return y.reshape(segment.num_tokens, -1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:

@@ -19,23 +19,25 @@ from hybridrt.config import AttentionSpec
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, GraphView
 from hybridrt.kernels.providers import objection, require, select
-from hybridrt.kernels.records import Rope
+from hybridrt.kernels.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
 from hybridrt.kernels.state_commit import move_kv
 from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
 
-@dataclass(frozen=True)
+@dataclass
 class PagedMetadata:
-    """What the kernels of a step read beside queries, keys and values, by the names of the operations' arguments.
+    """What the kernels of a step read beside queries, keys and values.
 
     Attributes:
-        decode, extend: of the two segments; empty where a segment has no rows.
+        decode, extend: of the two segments; None where a segment has no rows.
+        plan: what a library keeps of a step from its first layer on.
     """
 
-    decode: dict[str, Any]
-    extend: dict[str, Any]
+    decode: AttentionRows | None
+    extend: AttentionPrompts | None
+    plan: Any = None
 
 
 def kernel_facts(device: torch.device, spec: AttentionSpec) -> dict[str, Any]:
@@ -105,40 +107,36 @@ class PagedKVBackend(SegmentedAttnBackend):
                 self._check_places(batch)
             check_device_lengths(batch)
             check_written_places(batch, self.req_to_token_pool.req_to_token)
-        decode = self._decode_segment(batch, graph is not None) if batch.num_decode_rows else {}
-        batch.metadata[self] = PagedMetadata(decode, self._extend_segment(batch) if batch.num_extend_rows else {})
+        decode = self._decode_segment(batch, graph is not None) if batch.num_decode_rows else None
+        batch.metadata[self] = PagedMetadata(decode, self._extend_segment(batch) if batch.num_extend_rows else None)
 
     @staticmethod
-    def _decode_segment(batch: ForwardBatch, in_graph: bool) -> dict[str, Any]:
+    def _decode_segment(batch: ForwardBatch, in_graph: bool) -> AttentionRows:
         """A graph knows no bound of the lengths. It says of all its rows what a batch says of the decode rows."""
         split, spec, lens = batch.num_decode_rows, batch.spec_info, batch.seq_lens_cpu
         mask, drafts = (None, None) if spec is None else (spec.tree_mask, spec.num_drafts)
-        return {
-            "rows": batch.req_pool_indices[:split],
-            "seq_lens": batch.seq_lens[:split],
-            "max_len": None if in_graph or lens is None else max(lens[:split]),
-            "tree_mask": None if mask is None else mask[:split],
-            "num_drafts": None if drafts is None else drafts[:split],
-        }
+        return AttentionRows(
+            batch.req_pool_indices[:split],
+            batch.seq_lens[:split],
+            tree_mask=None if mask is None else mask[:split],
+            num_drafts=None if drafts is None else drafts[:split],
+            max_len=None if in_graph or lens is None else max(lens[:split]),
+        )
 
     @staticmethod
-    def _extend_segment(batch: ForwardBatch) -> dict[str, Any]:
+    def _extend_segment(batch: ForwardBatch) -> AttentionPrompts:
         split = batch.num_decode_rows
         assert batch.seq_lens_cpu is not None, "check_batch has seen the host's lengths"
-        return {
-            "rows": batch.req_pool_indices[split:],
-            "query_start_loc": batch.query_start_loc[split:] - batch.num_decode_tokens,
-            "seq_lens": batch.seq_lens[split:],
-            "query_lens": list(batch.extend_seq_lens_cpu),
-            "seq_lens_host": list(batch.seq_lens_cpu[split:]),
-        }
+        starts, lens = batch.query_start_loc[split:] - batch.num_decode_tokens, batch.seq_lens[split:]
+        host = list(batch.extend_seq_lens_cpu), list(batch.seq_lens_cpu[split:])
+        return AttentionPrompts(batch.req_pool_indices[split:], starts, lens, *host)
 
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
         spec: AttentionSpec = layer.spec
         heads, kv_heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
         rotated: Tensor = self._rotary_write_kv(
             q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.positions, rope,
-            *self.kv_pool.layer(layer.layer_id), batch.out_cache_loc,
+            KVPlaces(*self.kv_pool.layer(layer.layer_id), batch.out_cache_loc),
         )  # fmt: skip
         return rotated.view(q.shape[0], -1)
 
@@ -170,22 +168,17 @@ class PagedAttnBackend(PagedKVBackend):
 
     def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.view(batch.num_decode_rows, -1, layer.spec.num_heads, layer.spec.head_dim)
-        result = self._decode(heads, **self._arguments(layer, heads, out), **self.planned(batch).decode)
+        place = None if out is None else out.view(heads.shape)
+        result = self._decode(heads, self.layer_kv(layer), self.planned(batch).decode, place)
         return result.reshape(q.shape[0], -1)
 
     def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.view(-1, layer.spec.num_heads, layer.spec.head_dim)
-        result = self._extend(heads, **self._arguments(layer, heads, out), **self.planned(batch).extend)
+        place = None if out is None else out.view(heads.shape)
+        result = self._extend(heads, self.layer_kv(layer), self.planned(batch).extend, place)
         return result.reshape(q.shape[0], -1)
 
-    def _arguments(self, layer: Any, heads: Tensor, out: Tensor | None) -> dict[str, Any]:
-        """Of both operations, all that a step does not change."""
-        k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
-        return {
-            "k_cache": k_cache,
-            "v_cache": v_cache,
-            "req_to_token": self.req_to_token_pool.req_to_token,
-            "scale": layer.spec.scale,
-            "sliding_window": layer.spec.sliding_window,
-            "out": None if out is None else out.view(heads.shape),
-        }
+    def layer_kv(self, layer: Any) -> PagedKV:
+        """A layer's keys and values."""
+        caches, spec = self.kv_pool.layer(layer.layer_id), layer.spec
+        return PagedKV(*caches, self.req_to_token_pool.req_to_token, spec.scale, spec.sliding_window)

@@ -15,9 +15,8 @@ class PrefixSumAttnBackend(MambaAttnBackendBase):
     kind = "prefix_sum"
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        cache = self.layer_cache(layer.layer_id)
-        x = segment.by_row(inputs["x"])
-        return prefix_sum_update(x, segment.state(cache), segment.intermediate(cache)).flatten(0, 1)
+        state = segment.state(self.layer_cache(layer.layer_id))
+        return prefix_sum_update(segment.by_row(inputs["x"]), state).flatten(0, 1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
         state = segment.state(self.layer_cache(layer.layer_id))

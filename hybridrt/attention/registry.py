@@ -27,6 +27,9 @@ BACKENDS = Plugins(
         "triton": "hybridrt.attention.triton:TritonAttnBackend",
         "torch": "hybridrt.attention.torch_native:TorchNativeAttnBackend",
     },
+    "attention_backend",
+    SegmentedAttnBackend,
+    classes=True,
 )
 
 logger = logging.getLogger(__name__)
@@ -43,13 +46,7 @@ def backend_class(name: str) -> type[SegmentedAttnBackend]:
     Raises:
         BackendError: the name is unknown, its class cannot be imported or is no SegmentedAttnBackend.
     """
-    cls = BACKENDS.load(name)
-    if cls is None:
-        raise BackendError(
-            f"attention_backend is {name!r}; it must be one of auto, {', '.join(attention_backend_names())}"
-        )
-    if not (isinstance(cls, type) and issubclass(cls, SegmentedAttnBackend)):
-        raise BackendError(f"attention_backend {name!r} leads to {cls!r}; it must be a SegmentedAttnBackend")
+    cls: type[SegmentedAttnBackend] = BACKENDS.load(name)
     return cls
 
 

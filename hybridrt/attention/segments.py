@@ -29,8 +29,12 @@ class DecodeSegment:
         return t.view(self.rows.shape[0], self.tokens_per_row, *t.shape[1:])
 
     def state(self, cache: LayerCache) -> StateSlots:
-        """A layer's recurrent states, read and written at the same slots."""
-        return StateSlots(cache.temporal, self.buffers.state_slots, self.buffers.state_slots)
+        """A layer's recurrent states, read and written at the same slots. One token is final at once: only a verify
+        step may have to go back, and stores the state after each token."""
+        intermediate, slots = None, self.buffers.state_slots
+        if self.tokens_per_row > 1 and cache.intermediate_ssm is not None:
+            intermediate = IntermediateStates(cache.intermediate_ssm, self.rows, self.parents)
+        return StateSlots(cache.temporal, slots, slots, intermediate)
 
     def conv_state(self, cache: LayerCache) -> ConvState:
         slots = self.buffers.state_slots
@@ -41,12 +45,6 @@ class DecodeSegment:
         if cache.ring_values is None:
             return None
         return StateRing(*cache.ring, self.rows, self.buffers.ring_start, self.buffers.ring_length)
-
-    def intermediate(self, cache: LayerCache) -> IntermediateStates | None:
-        """Where the state after each token goes. One token is final at once: only a verify step may have to go back."""
-        if self.tokens_per_row == 1 or cache.intermediate_ssm is None:
-            return None
-        return IntermediateStates(cache.intermediate_ssm, self.rows, self.parents)
 
     def conv_windows(self, cache: LayerCache) -> IntermediateStates | None:
         """Where the conv inputs up to each node of a tree go. Those of a chain roll back by position."""

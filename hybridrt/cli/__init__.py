@@ -1,9 +1,9 @@
-"""The command line: `hybridrt generate`, `hybridrt inspect`, `hybridrt doctor`. Nothing here imports torch at once."""
+"""The command line: `hybridrt generate`, `serve`, `bench`, `inspect`, `doctor`. Nothing here imports torch at once."""
 
 
 def main() -> None:
-    """Runs the command in sys.argv and exits: 0 for done, 1 for a failure on the way, 2 for a request that cannot be
-    met (the message says what to change), 130 after an interrupt."""
+    """Runs the command in sys.argv and exits: 0 after success, 1 after a failure while running, 2 for a request that
+    cannot be met (the message says what to change), 130 after an interrupt."""
     from hybridrt.cli.app import run
 
     run()

@@ -8,10 +8,12 @@ import typer
 from typer.core import TyperGroup
 
 import hybridrt
+from hybridrt.cli import bench
 from hybridrt.cli.doctor import doctor
 from hybridrt.cli.generate import generate
 from hybridrt.cli.inspect import inspect
 from hybridrt.cli.options import with_options
+from hybridrt.cli.serve import serve
 from hybridrt.cli.terminal import discard_output, open_streams
 from hybridrt.errors import EngineError, HybridrtError, PoolError, TransferError
 
@@ -61,12 +63,16 @@ def options(
     """Runs hybrid language models: softmax attention mixed with Mamba and Gated Delta Net layers."""
 
 
-for command in (generate, inspect, doctor):
+for command in (generate, serve, inspect, doctor):
     app.command()(with_options(command))
+benchmarks = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine without one.")
+benchmarks.command()(with_options(bench.serve))
+benchmarks.command()(with_options(bench.offline))
+app.add_typer(benchmarks, name="bench")
 
 
 def run() -> NoReturn:
-    """Runs the command in sys.argv and exits, with one line on standard error for a stream or a file that fails."""
+    """Runs the command in sys.argv and exits. A stream or file that fails gives one line on standard error."""
     if "stdout" in open_streams():
         _fail("standard output is closed; send it to a terminal, a file or /dev/null")
     try:
@@ -78,13 +84,13 @@ def run() -> NoReturn:
         if "--traceback" in sys.argv:
             raise
         discard_output()
-        # A reader that has gone knows it, as in `hybridrt generate | head`.
+        # Where the reader has closed the pipe, as in `hybridrt generate | head`, nobody needs the message.
         _fail("" if e.errno == errno.EPIPE else f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}")
     raise SystemExit
 
 
 def _fail(text: str) -> NoReturn:
-    """Ends with status 1, and the line if standard error takes it."""
+    """Ends with status 1. Writes the line to standard error if that is possible."""
     try:
         if text:
             _print_error(text)

@@ -19,7 +19,7 @@ PACKAGES = ("hybridrt", "torch", "triton", "transformers", "tokenizers", "safete
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """A device that this machine has. Bytes free and in all; `note` says what is worth knowing."""
+    """A device of this machine. `note` holds further facts, such as the compute capability."""
 
     name: str
     description: str
@@ -30,7 +30,7 @@ class DeviceReport:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """Everything that `hybridrt doctor` says. A version of None: the package is not installed.
+    """Everything that `hybridrt doctor` says. A version is None if the package is not installed.
 
     `warnings` name the versions that hybridrt was not tested with.
     """
@@ -84,7 +84,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _requirements() -> list[str]:
-    """What the installed package asks for; nothing in a checkout that is not installed."""
+    """The requirements of the installed package; none in a checkout that is not installed."""
     try:
         return importlib.metadata.requires("hybridrt") or []
     except importlib.metadata.PackageNotFoundError:
@@ -142,7 +142,8 @@ def _print(report: DoctorReport) -> None:
 
 
 def _groups(report: DoctorReport) -> list[tuple[str, ...]]:
-    """A row for all operations of a device that have one provider for the same reasons, most operations first."""
+    """Operations of a device that have the same provider for the same reasons share a row; the largest rows come
+    first."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for row in report.operations:
         reasons: dict[str, list[str]] = {}

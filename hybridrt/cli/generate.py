@@ -27,7 +27,7 @@ LABEL_WIDTH = 60
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt: as it was typed, and as the engine takes it (text or token ids)."""
+    """A prompt: as the user typed it, and as the engine takes it (text or token ids)."""
 
     text: str
     prompt: str | list[int]
@@ -58,14 +58,14 @@ def generate(
     if sampling.logprobs is not None and not json_lines:
         raise RequestError("--logprobs goes with --json, whose lines hold them; add it, or leave --logprobs out")
     torchrun = world()
-    # Under torchrun all ranks share the input, and rank 0 reads it.
+    # Under torchrun all ranks share standard input, and rank 0 reads it.
     typed = [_checked(text) for text in prompts or ([""] if torchrun and torchrun.rank else [_read_stdin()])]
     from hybridrt.engine.llm import LLM
     from hybridrt.runtime.build import resolve_model_path
 
     path = resolve_model_path(model)
     params = replace(default_sampling_params(path), **sampling.given())
-    jobs = _jobs(path, typed, chat, token_ids)  # what is wrong with them is said before weights are read
+    jobs = _jobs(path, typed, chat, token_ids)  # raises errors of prompts before weights are read
     start = time.monotonic()
     with LLM(
         str(path), **{"tp_size": torchrun.size if torchrun else 1, **engine.given(), **speculation.given(model)}
@@ -85,11 +85,11 @@ def generate(
 
 
 def in_order(llm: "LLM", prompts: Sequence[str | list[int]], params: SamplingParams, stream: bool) -> Iterator["Delta"]:
-    """Runs all prompts together and yields deltas of their samples in the order of the prompts: those of the first
-    sample that has not ended as they come, those of later samples once it is their turn.
+    """Runs all prompts together and yields deltas of their samples in the order of the prompts. Deltas of the first
+    sample that has not ended are yielded at once; those of later samples wait until the samples before them have ended.
 
     Args:
-        stream: False: one delta a sample, with all of it.
+        stream: False gives one delta for each sample, with the whole output.
 
     Raises:
         RequestError: a prompt cannot be taken; nothing has been yielded.
@@ -106,7 +106,7 @@ def in_order(llm: "LLM", prompts: Sequence[str | list[int]], params: SamplingPar
                     waiting[delta.request_id, delta.index].append(delta)
             for delta in waiting.pop(key):
                 if delta.error is not None:
-                    cause = delta.error.__cause__  # a lost rank fails every request: it is named alone
+                    cause = delta.error.__cause__  # a lost rank fails every request: its own error is shown
                     raise cause if isinstance(cause, RankError) else delta.error
                 reason = delta.finish_reason
                 yield delta
@@ -126,7 +126,7 @@ def _read_stdin() -> str:
 
 
 def _checked(prompt: str) -> str:
-    """Python hands over bytes of the command line that are no text as lone surrogates."""
+    """Python represents bytes of the command line that are not text as lone surrogates: RequestError for these."""
     try:
         prompt.encode()
     except UnicodeEncodeError as e:
@@ -148,7 +148,7 @@ def _jobs(path: Path, typed: Sequence[str], chat: bool, token_ids: bool) -> list
     from hybridrt.engine.tokenizer import load_tokenizer
     from hybridrt.hf_config import read_model_config
 
-    read_model_config(path)  # the tokenizer reads config.json too, and trusts it
+    read_model_config(path)  # checks config.json, which the tokenizer reads without checks
     tokenizer = load_tokenizer(path)
     if tokenizer is None or not tokenizer.hf.chat_template:
         raise RequestError("--chat: the model brings no chat template; leave the option out")
@@ -165,7 +165,7 @@ def _token_ids(text: str) -> list[int]:
 def _print_text(
     llm: "LLM", jobs: Sequence[Job], params: SamplingParams, as_ids: bool, echo: bool
 ) -> "list[RequestMetrics]":
-    """Writes each sample as it grows; several get a label each."""
+    """Writes each sample while it grows. Where there are several, each has a label."""
     finished: list[RequestMetrics] = []
     separator = ""
     _write(_heading(jobs, 0, params.n, echo))
@@ -228,8 +228,8 @@ def _as_json(job: Job, sample: "Delta", metrics: "RequestMetrics") -> dict[str, 
 
 
 def timings(metrics: "RequestMetrics") -> dict[str, Any]:
-    """Counts, what drafts brought, seconds to the first token and in all, and tokens a second after the first token
-    (None of one)."""
+    """Counts of tokens and drafts, seconds to the first token and in all, and tokens a second after the first token
+    (None for a sample of one token)."""
     first, end, start = metrics.first_token_time, metrics.finish_time, metrics.arrival_time
     assert first is not None and end is not None, "the sample has finished"
     decoded = metrics.output_tokens - 1

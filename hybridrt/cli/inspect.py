@@ -1,4 +1,4 @@
-"""`hybridrt inspect`: what a model is made of, what runs each layer, and what it keeps. Loads no weights."""
+"""`hybridrt inspect`: the layers of a model, the backend of each, and the memory that each takes. Loads no weights."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a layer holds, who runs it and what it keeps; bytes are of one tensor-parallel rank.
+    """What a layer computes, which backend runs it, and what memory it takes. Bytes are those of one tensor-parallel
+    rank.
 
     Attributes:
         symbol: one letter for the picture of the stack.
@@ -38,8 +39,8 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """A model as a configuration would run it; bytes are of one tensor-parallel rank. `free_bytes` is what weights and
-    pools may take together. `plan` is None if that cannot hold them; `plan_error` says why."""
+    """A model as a configuration would run it. Bytes are those of one tensor-parallel rank. `free_bytes` is what
+    weights and pools may take together. `plan` is None if they do not fit; `plan_error` then says why."""
 
     model: str
     architecture: str
@@ -76,7 +77,7 @@ def inspect(
     engine: EngineOptions = EngineOptions(),  # noqa: B008
     speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
 ) -> None:
-    """Show layer by layer what a model holds, what runs it and what memory it takes.
+    """Show for each layer of a model what it computes, which backend runs it and what memory it takes.
 
     Reads config.json alone.
     """
@@ -113,6 +114,7 @@ def describe_model(config: "EngineConfig") -> ModelReport:
     """
     import torch
 
+    from hybridrt.config import dtype_name
     from hybridrt.distributed.groups import TPGroup
     from hybridrt.runtime.build import empty_model, load_target, weight_bytes
     from hybridrt.runtime.fit import free_bytes
@@ -125,8 +127,8 @@ def describe_model(config: "EngineConfig") -> ModelReport:
         model=str(path),
         architecture=target.model_config.architecture,
         device=str(target.device),
-        dtype=_name(target.dtype),
-        state_dtype=_name(target.state_dtype),
+        dtype=dtype_name(target.dtype),
+        state_dtype=dtype_name(target.state_dtype),
         state_mode=target.state_mode,
         tp_size=config.tp_size,
         num_parameters=sum(p.numel() for p in whole.parameters()),
@@ -197,13 +199,11 @@ def _mixer(layer: "LayerSpec", layer_id: int, target: "RunTarget", shapes: "dict
         heads = f"{attention.num_heads} heads, {attention.num_kv_heads} KV heads, head_dim {attention.head_dim}"
         parts.append(f"attention ({heads}{window})")
     if layer.linear:
-        state = zip(linear_kind(layer.linear).temporal_dims, shapes[layer.linear].temporal)
+        shape = shapes[layer.linear]
+        conv = [("channels", shape.conv_dim), ("taps", shape.conv_kernel)]
+        state = list(zip(linear_kind(layer.linear).temporal_dims, shape.temporal)) or conv
         parts.append(f"{layer.linear} ({', '.join(f'{name} {size}' for name, size in state)})")
     return " + ".join(parts) or "-"
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _as_json(report: ModelReport) -> dict[str, Any]:

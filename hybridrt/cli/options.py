@@ -1,4 +1,4 @@
-"""Options that commands share, as dataclasses. None: not given, so the class that a field belongs to decides."""
+"""Options that commands share, as dataclasses. None: the option is not given, and the config class decides."""
 
 import inspect
 from collections.abc import Callable
@@ -19,11 +19,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for program
 
 
 def option(text: str, default: str, metavar: str | None = None) -> Any:
-    """An option whose default another class sets: it is shown, not passed."""
+    """An option whose default is set by another class. The default is shown in the help and not passed."""
     return typer.Option(help=f"{text} [{default}]", show_default=False, metavar=metavar)
 
 
-class _Overrides:
+class Overrides:
     def given(self) -> dict[str, Any]:
         """The options that the command line set, by name."""
         values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
@@ -34,8 +34,8 @@ _DTYPES = "float32|bfloat16|float16"
 
 
 @dataclass(frozen=True)
-class EngineOptions(_Overrides):
-    """Fields of EngineConfig, which checks them."""
+class EngineOptions(Overrides):
+    """Fields of EngineConfig. EngineConfig checks their values."""
 
     device: Annotated[str | None, option("Where to run.", "auto", "cpu|cuda|cuda:N")] = None
     dtype: Annotated[str | None, option("Of weights and activations.", "auto", _DTYPES)] = None
@@ -71,7 +71,7 @@ class EngineOptions(_Overrides):
 
 @dataclass(frozen=True)
 class SpeculativeOptions:
-    """Fields of SpeculativeConfig that a line can say, under names that say what they belong to."""
+    """Fields of SpeculativeConfig that have options."""
 
     speculative: Annotated[str | None, option("Draft tokens and verify them at once.", "off", "|".join(BUILT_IN))] = (
         None
@@ -104,8 +104,9 @@ _FILE = "the model's"
 
 
 @dataclass(frozen=True)
-class SamplingOptions(_Overrides):
-    """Fields of SamplingParams, which checks them. Its `seed` stays None: EngineOptions' seeds every request."""
+class SamplingOptions(Overrides):
+    """Fields of SamplingParams. SamplingParams checks their values. `seed` has no option here: the one of EngineOptions
+    seeds every request."""
 
     max_tokens: Annotated[int | None, option("Tokens to generate at most.", "128", "N")] = None
     temperature: Annotated[float | None, option("0 always takes the likeliest token.", _FILE, "X")] = None
@@ -126,7 +127,8 @@ class SamplingOptions(_Overrides):
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Spreads each parameter that is an options dataclass into one option a field, and puts it together again."""
+    """A command with one option for each field of its parameters that are options dataclasses. It makes the dataclasses
+    from the options and calls `command`."""
     parameters = inspect.signature(command).parameters
     groups: dict[str, Any] = {name: p.annotation for name, p in parameters.items() if is_dataclass(p.annotation)}
     spread = [p.replace(kind=p.KEYWORD_ONLY) for name, p in parameters.items() if name not in groups]

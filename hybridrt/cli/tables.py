@@ -13,14 +13,15 @@ UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 def console() -> Console:
-    """Standard output: as wide as the terminal, wide enough for whole rows where it is none."""
+    """Standard output, as wide as the terminal; PIPED_WIDTH characters where it is not a terminal."""
     return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False, soft_wrap=False)
 
 
 def print_table(
     out: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
 ) -> None:
-    """A table, or where the console is too narrow for its longest words an entry for each row, one line a column.
+    """Prints a table. Where the console is too narrow for the longest words, prints each row as an entry with one line
+    for each column.
 
     Args:
         columns: their names; those that are also in `right` hold numbers.
@@ -46,7 +47,7 @@ def print_table(
 
 
 def _least_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Characters that a table takes if no word is broken and no column of text is narrower than READABLE."""
+    """Characters that a table needs so that no word is broken and no column of text is narrower than READABLE."""
     return sum(map(_least_column_width, zip(columns, *rows))) + 2 * (len(columns) - 1)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 def open_streams() -> list[str]:
     """Makes the three streams usable and returns the names of those that were closed.
 
-    A closed one becomes the null device, its descriptor too: else the next file that is opened gets its number, and
-    whatever a library prints. Standard output writes "?" for characters that its encoding lacks.
-    """
+    A closed stream and its descriptor are replaced by the null device. Otherwise the next file that is opened would get
+    the descriptor, and with it all that libraries print. Standard output writes "?" for characters that its encoding
+    lacks."""
     closed = []
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -24,7 +24,7 @@ def open_streams() -> list[str]:
 
 
 def discard_output() -> None:
-    """What is still buffered for standard output goes nowhere: the interpreter writes it when it ends."""
+    """Drops what is still buffered for standard output, which the interpreter would write when it ends."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)

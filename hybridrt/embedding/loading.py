@@ -6,7 +6,6 @@ from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.embedding.numbers import Numbers, Scratch
 from hybridrt.embedding.runtime import EmbeddedRuntime
-from hybridrt.errors import ConfigError
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.build import RunTarget, Runtime, build_model, load_target, make_plan, weight_bytes
@@ -38,10 +37,7 @@ def load(config: EngineConfig, *, tp: TPGroup | None = None, progress: bool = Fa
     Raises:
         ConfigError, CheckpointError, DeviceError: nothing has been loaded.
     """
-    tp = tp or TPGroup()
-    if tp.size != config.tp_size:
-        raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
-    path, target = load_target(config, tp)
+    path, target = load_target(config, tp or TPGroup())
     return LoadedModel(config, target, build_model(config, target, path, progress))
 
 

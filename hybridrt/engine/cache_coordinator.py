@@ -9,9 +9,9 @@ The ledger, for a request with a match of m pages and n pages in all:
     match's state, tail   the prefix cache locked from admit to settle      the cache's eviction, once unlocked
     pages[0 : m)          the prefix cache locked from admit to release     the cache's eviction, once unlocked
     pages[m : n)          the request      admit or grow .. release         release, or the cache that took them over
-    given, some of these  the prefix cache locked from share to release     the cache's eviction, once unlocked
-    the first of these    the request      .. settle                        settle, once out of every layer's window
-    spare                 the request      settle .. extend                 extend makes them pages of later tokens
+    given (part of m : n) the prefix cache locked from share to release     the cache's eviction, once unlocked
+    out of every window   the request      admit or grow .. settle          settle
+    spare                 the request      settle .. use_spare_pages        use_spare_pages, for later tokens
 
 Slots are those of models with recurrent layers. The first step of a request reads the match's state and writes the
 request's own slot, and copies the tail into pages[m]; once that step has been consumed, both are unlocked. A request
@@ -19,12 +19,13 @@ whose first tokens were computed elsewhere owns all of its pages: they are copie
 
 `settle` shares a prompt with others once it has been computed: its whole pages and its saves become the cache's.
 
-`release` is for a request that no launched step names any more: until the last such step has been consumed, the device
-may read and write what the request holds. `release` offers it to the prefix cache first. A slot that the cache takes is
-completed at the head of the next step, where the row's ring is folded into it (`donations`): no step reads it before.
+A page is lent again only after the last step that names it was consumed. Device work may still be running then; the
+next owner's writes follow it on the same stream. So `release` is for a request that no launched step names any more. It
+offers what the request holds to the prefix cache first. If the cache takes the slot, the next step starts by folding
+the row's ring into it (`donations`): no step reads the slot before.
 
-`settle` frees pages that no step reads whose tokens come after the consumed ones. While the prompt still needs pages,
-the request itself keeps them for later tokens: an admitted prompt never lacks pages.
+`settle` frees pages that are outside the windows of all tokens after the consumed ones: no later step reads them. While
+the prompt still needs pages, the request keeps them for later tokens: an admitted prompt never lacks pages.
 """
 
 from collections.abc import Iterable
@@ -76,7 +77,7 @@ class CacheCoordinator:
         self.pages = SlotAllocator(num_pages, "KV page")
         self.columns = RowColumns.allocate(num_rows)
         self.donations: list[int] = []
-        self._returns = 0
+        self._num_releases = 0  # counts events that may make room
         self._demand = demand or PageDemand(page_size)
         keeps = prefix_cache and self._demand.window is None
         self.prefixes = PrefixStore(self.pages, self.slots, self.rows, page_size, lookahead, keeps)
@@ -106,7 +107,7 @@ class CacheCoordinator:
             return False
         tokens = request.tokens
         match = request.arrived or self.prefixes.match(request)
-        # A match may have locked the one slot that the request could have had.
+        # Locking the match keeps its state from eviction. If no other slot can be had, go on without the match.
         choices = [match] if match.state is None else [match, PrefixMatch()]
         if not any(self._take(request, tokens, choice, headroom) for choice in choices):
             return False
@@ -130,9 +131,9 @@ class CacheCoordinator:
         self.prefixes.admitted(request, match)
         return True
 
-    def room(self) -> tuple[int, ...]:
+    def room_stamp(self) -> tuple[int, ...]:
         """Differs from an earlier result if something has changed that may make room for a request."""
-        return self.rows.num_free, self.slots.num_free, self.pages.num_free, self._returns
+        return self.rows.num_free, self.slots.num_free, self.pages.num_free, self._num_releases
 
     def grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Lends pages until KV of `num_tokens` tokens fits. False if there are too few: nothing is taken."""
@@ -144,9 +145,9 @@ class CacheCoordinator:
         self._append(request, self.pages.alloc(need), plan)
         return True
 
-    def extend(self, request: Request, num_tokens: int, plan: StepPlan) -> int:
-        """How many of the first `num_tokens` tokens of its prompt have pages, once spare ones have become theirs. Fewer
-        than wanted only while launched steps hold the window back."""
+    def use_spare_pages(self, request: Request, num_tokens: int, plan: StepPlan) -> int:
+        """Lends the request's spare pages to the first `num_tokens` tokens of its prompt. Returns how many of them have
+        pages: fewer than `num_tokens` only if launched steps still read pages that the sliding window will release."""
         need = self._pages_for(num_tokens) - request.end_page
         if need > 0 and request.spare:
             fresh, request.spare = request.spare[:need], request.spare[need:]
@@ -154,15 +155,16 @@ class CacheCoordinator:
         return min(num_tokens, request.end_page * self._demand.page_size) if self.pages.total else num_tokens
 
     def settle(self, request: Request, num_tokens: int) -> None:
-        """A step that computed `num_tokens` tokens of the request has been consumed, and all before it. Takes the pages
-        that no later step reads, but for those that the rest of the prompt wants."""
+        """Call this after the result of a step that computed `num_tokens` tokens was read. Frees pages outside every
+        sliding window. Keeps those that the remaining prompt needs in `request.spare`. Unlocks the matched state.
+        Shares the prompt once all of it has been computed."""
         request.settled += num_tokens
         if num_tokens and request.prefix.state is not None:
             request.prefix = self.prefixes.has_read(request.prefix)
-            self._returns += 1
+            self._num_releases += 1
         if not request.shared and request.settled >= len(request.prefill_tokens):
             self.prefixes.share(request)
-            self._returns += 1
+            self._num_releases += 1
         gone = self._demand.first_page(request.settled) - request.first_page
         if gone <= 0 or not request.pages:
             return
@@ -171,7 +173,7 @@ class CacheCoordinator:
         wanted = self._pages_for(len(request.prefill_tokens)) - request.end_page - len(request.spare)
         request.spare += own[: max(wanted, 0)]
         self.pages.free(own[max(wanted, 0) :])
-        self._returns += 1
+        self._num_releases += 1
 
     def release(self, request: Request) -> None:
         """Takes everything back; the prefix cache may keep pages of computed tokens.
@@ -196,15 +198,15 @@ class CacheCoordinator:
         request.row = request.state_slot = request.columns = None
         request.pages, request.spare, request.prefill_tokens = [], [], ()
         request.settled = request.first_page = 0
-        self._returns += 1
+        self._num_releases += 1
 
     def launched(self, plan: StepPlan) -> None:
         """The step has been launched, and with it the donations that it names."""
         del self.donations[: len(plan.donations)]
 
     def reclaim(self, requests: Iterable[Request]) -> None:
-        """Takes everything back from all requests and the prefix cache, after a change that an exception broke off: the
-        ledgers may be wrong then."""
+        """Takes everything back from all requests and the prefix cache. Used after an exception in the middle of a
+        change: the ledgers may then contradict each other."""
         for request in requests:
             request.row = request.state_slot = request.columns = None
             request.pages, request.spare, request.prefix = [], [], PrefixMatch()
@@ -213,7 +215,7 @@ class CacheCoordinator:
         self.prefixes.tree.clear()
         for allocator in (self.rows, self.slots, self.pages):
             allocator.reclaim()
-        self._returns += 1
+        self._num_releases += 1
 
     def check(self) -> None:
         """Raises PoolError unless free + used + cached == total in every allocator."""
@@ -235,8 +237,8 @@ class CacheCoordinator:
         return self._demand.whole(num_tokens) if self.pages.total else 0
 
     def _prompt_pages(self, num_tokens: int, matched: int) -> int:
-        """Pages to lend to a prompt of which the cache has `matched`. Where the pool holds less than whole chunks want,
-        all of it must do: the chunks get shorter."""
+        """Pages to lend to a prompt of which the cache has `matched`. If the pool is smaller than whole chunks need,
+        the prompt gets the whole pool, and its chunks get shorter."""
         return min(self._pages_for(num_tokens) - matched, self._demand.prefilling(num_tokens), self.pages.total)
 
     def _append(self, request: Request, fresh: list[Slot], plan: StepPlan) -> None:
@@ -246,7 +248,7 @@ class CacheCoordinator:
         self.columns.capacity[request.row.index] = request.end_page * self._demand.page_size
 
     def _make_room(self, pages: int, slots: int) -> bool:
-        """Whether so many are free, once the prefix cache has given up what it can and must."""
+        """Whether so many are free. Evicts from the prefix cache what is missing, as far as it is not locked."""
         short = max(pages - self.pages.num_free, 0), max(slots - self.slots.num_free, 0)
         if any(short):
             self.prefixes.evict(*short)
@@ -256,7 +258,8 @@ class CacheCoordinator:
         assert request.row is not None
         row, state_slot = request.row.index, request.state_slot.index if request.state_slot else 0
         tokens = request.prefill_tokens
-        plan.admissions.append(Admission(row, state_slot, tokens, len(request.prompt), request.params, request.seed))
+        settings = request.params, request.seed, request.rules
+        plan.admissions.append(Admission(row, state_slot, tokens, len(request.prompt), *settings))
         if request.pages:
             plan.page_writes.append(PageWrite(row, request.first_page, [page.index for page in request.pages]))
         if request.prefix.tail is not None:

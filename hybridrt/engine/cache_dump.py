@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrt.config_json import Kind, integer, list_of
+from hybridrt.config_json import FieldType, integer, list_of
 from hybridrt.errors import CacheDumpError, shown
 from hybridrt.mem_cache.radix_cache import Node, RadixCache
 
@@ -115,7 +115,7 @@ def read_dump(path: str | Path) -> CacheDump:
         raise CacheDumpError(f"the dump {path} is not JSON: {e}") from e
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise CacheDumpError(f'the dump {path} is no file of LLM.dump_cache: its "format" is not "{FORMAT}"')
-    nodes = _field(fields, "nodes", list_of(Kind("an object", lambda value: isinstance(value, dict))))
+    nodes = _field(fields, "nodes", list_of(FieldType("an object", lambda value: isinstance(value, dict))))
     if len(nodes) > MOST_NODES:
         raise CacheDumpError(f"the dump has {len(nodes)} nodes; at most {MOST_NODES} are read")
     counts = {name: _field(fields, name, _COUNT) for name in _COUNTS}
@@ -124,8 +124,8 @@ def read_dump(path: str | Path) -> CacheDump:
 
 def _checked_nodes(nodes: Sequence[Mapping[str, Any]]) -> tuple[DumpedNode, ...]:
     found = list[DumpedNode]()
-    flag = Kind("true or false", lambda value: isinstance(value, bool))
-    text = Kind("a string or null", lambda value: value is None or isinstance(value, str))
+    flag = FieldType("true or false", lambda value: isinstance(value, bool))
+    text = FieldType("a string or null", lambda value: value is None or isinstance(value, str))
     for i, fields in enumerate(nodes):
         parent = _field(fields, "parent", integer(-1, i - 1), i)
         above = found[parent] if parent >= 0 else None
@@ -142,7 +142,7 @@ def _checked_nodes(nodes: Sequence[Mapping[str, Any]]) -> tuple[DumpedNode, ...]
     return tuple(found)
 
 
-def _field(fields: Mapping[str, Any], name: str, kind: Kind, node: int | None = None) -> Any:
+def _field(fields: Mapping[str, Any], name: str, kind: FieldType, node: int | None = None) -> Any:
     where = "the dump" if node is None else f"node {node} of the dump"
     if name not in fields:
         raise CacheDumpError(f"{where} has no {name!r}")

@@ -22,24 +22,44 @@ class Detokenizer:
     Args:
         prompt: the prompt's token ids; output reads as their continuation.
         stop: strings that end the text; it is cut before the first of them. Samples of one request share the object.
+        include_stop: it is cut behind that string instead.
+        skip_special_tokens: special tokens leave nothing in the text.
     """
 
-    __slots__ = ("_known", "_read", "_stop", "_stop_state", "_text", "_tokenizer", "_window")
+    __slots__ = (
+        "_include_stop",
+        "_known",
+        "_read",
+        "_skip_special",
+        "_stop",
+        "_stop_state",
+        "_text",
+        "_tokenizer",
+        "_window",
+    )
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: StopStrings | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._stop = stop
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop: StopStrings | None = None,
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special_tokens
+        self._stop, self._include_stop = stop, include_stop
         self._stop_state = 0
         self._text = ""  # not taken yet
         self._window = list(prompt[-_CONTEXT:])
         self._read = len(self._window)
-        self._known = len(tokenizer.decode(self._window))
+        self._known = len(self._decode(self._window))
 
-    def advance(self, tokens: Sequence[int]) -> bool:
-        """Reads on. True if a stop string has appeared; the text is then cut before it."""
+    def advance(self, tokens: Sequence[int], may_stop: bool = True) -> bool:
+        """Reads on. True if a stop string has appeared and may; the text is then cut before it."""
         window = self._window
         window += tokens
-        text = self._tokenizer.decode(window)
+        text = self._decode(window)
         known = self._known
         if len(text) <= known:
             del window[
@@ -49,13 +69,13 @@ class Detokenizer:
         if text.endswith(_INCOMPLETE):
             return False
         self._window = window = window[self._read :]
-        self._read, self._known = len(window), len(self._tokenizer.decode(window))
-        return self._extend(text[known:])
+        self._read, self._known = len(window), len(self._decode(window))
+        return self._extend(text[known:], may_stop)
 
-    def finish(self, tokens: Sequence[int]) -> bool:
+    def finish(self, tokens: Sequence[int], may_stop: bool = True) -> bool:
         """Reads the last tokens, but for a character whose last bytes never came. True as for `advance`."""
-        text = self._tokenizer.decode([*self._window, *tokens]).rstrip(_INCOMPLETE)
-        return self._extend(text[self._known :])
+        text = self._decode([*self._window, *tokens]).rstrip(_INCOMPLETE)
+        return self._extend(text[self._known :], may_stop)
 
     def take(self, final: bool) -> str:
         """The text since the last `take`. Unless it is the final one, an end that may be the beginning of a stop string
@@ -65,11 +85,18 @@ class Detokenizer:
         text, self._text = self._text[:end], self._text[end:]
         return text
 
-    def _extend(self, fresh: str) -> bool:
+    def _decode(self, tokens: Sequence[int]) -> str:
+        if self._skip_special:
+            return self._tokenizer.decode(tokens)
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def _extend(self, fresh: str, may_stop: bool) -> bool:
         self._text += fresh
         if self._stop is None:
             return False
         self._stop_state, behind = self._stop.scan(self._stop_state, fresh)
-        if behind:
-            self._text = self._text[:-behind]
-        return behind > 0
+        if behind and may_stop:
+            start = len(self._text) - behind
+            kept = self._stop.length_at(self._text, start) if self._include_stop else 0
+            self._text = self._text[: start + kept]
+        return behind > 0 and may_stop

@@ -40,9 +40,9 @@ class Engine:
     A sample that fails (its step raised, or its text could not be made) ends alone, with finish_reason "abort" and
     `Delta.error`; the others go on.
 
-    A process that serves should call `gc.collect()` and `gc.freeze()` once its engine stands: else a full collection
-    looks through everything that torch has imported, for a tenth of a second or more between two steps. `gc.unfreeze()`
-    comes before such a process lets its engine go.
+    A process that serves should call `gc.collect()` and `gc.freeze()` after it has built its engine. Otherwise a full
+    collection examines every object that importing torch made: this takes a tenth of a second or more between two
+    steps. Call `gc.unfreeze()` before the last reference to the engine is dropped.
 
     Args:
         tokenizer: None means that token ids go in and come out.
@@ -53,7 +53,7 @@ class Engine:
 
     Attributes:
         turns: held by the thread that is inside; `with engine.turns:` waits for it, first come, first served.
-        prefill_source: whoever computes the prompts of requests from here on; None computes them here.
+        prefill_source: the PrefillSource that computes the prompts of later requests. None: this engine computes them.
     """
 
     def __init__(
@@ -97,16 +97,18 @@ class Engine:
         """An engine over a runner built from `config`, or over the `split` of all ranks whose first the runner is.
 
         Args:
-            overlap: None follows `config` on a GPU. It is off on a CPU, where a launched step has already run.
+            overlap: None means `config.overlap` on a GPU, and False on a CPU, where `launch` returns after the step.
         """
-        plan, model = runner.plan, runner.model_config
-        limits = EngineLimits(model.vocab_size, plan.max_model_len, config.chunked_prefill_size, model.eos_token_ids)
+        plan, model = runner.memory_plan, runner.model_config
+        limits = EngineLimits(
+            model.vocab_size, plan.max_model_len, config.chunked_prefill_size, model.eos_token_ids, model.image_tokens
+        )
         overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
         drafter = make_drafter(runner, split.everywhere if split else None) if config.speculative else None
         # The KV of a prediction head's token depends on the next token.
         lookahead = int(bool(draft_method(config).kv_layers(model)))
-        pools = CacheCoordinator.of(plan, prefix_cache=config.prefix_cache, lookahead=lookahead)
-        return cls(split or runner, pools, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter)
+        coordinator = CacheCoordinator.of(plan, prefix_cache=config.prefix_cache, lookahead=lookahead)
+        return cls(split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter)
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
         """What `submit` takes. Changes nothing.
@@ -150,8 +152,8 @@ class Engine:
         Args:
             stream: give deltas while the request runs; False gives one delta a sample, at its end.
             export_to: bytes of the executor's arena for state and KV of the prompt, once they are computed.
-            queue: gets the deltas instead of the callers of `step` and `drain`. It is referenced weakly: once it has
-                gone, the next step aborts the request.
+            queue: gets the deltas instead of the callers of `step` and `drain`. The engine holds a weak reference: if
+                the queue is garbage collected, the next step aborts the request.
 
         Raises:
             RequestError: the id is taken or no string, or `export_to` is no range. The engine is unchanged.
@@ -168,7 +170,9 @@ class Engine:
             reader = self._abandoned.watch(self._deltas if queue is None else queue)
             for request in samples:
                 request.stream, request.export_to, request.queue = stream, export_to, reader
-            source = self.prefill_source if len(prepared.tokens) > 1 else None
+            source = (
+                self.prefill_source if len(prepared.tokens) > 1 and prepared.params.prompt_logprobs is None else None
+            )
             with self._change:
                 self._num_requests += 1
                 self._samples.add(request_id, samples)
@@ -213,12 +217,12 @@ class Engine:
         return self._deltas.take()
 
     def run_step(self) -> None:
-        """Launches the next step, if anything can run. Then reads the oldest launched step, unless that is the one
-        step which may stay launched. The next `step` or `drain` returns what it gave.
+        """Launches the next step, if anything can run. Then reads the oldest launched step. With overlap, one step
+        stays in flight. The next `step` or `drain` returns the deltas of the step that was read.
 
         Raises:
-            EngineError: requests wait, but nothing runs and nothing can: a pool lost entries. Or another thread is
-                inside.
+            EngineError: requests are queued, no step is in flight and no step can be scheduled: a pool leaked entries.
+                Or another thread uses the engine.
         """
         with self.turns.now:
             self._end_abandoned()
@@ -242,11 +246,11 @@ class Engine:
 
     def drain(self) -> list[Delta]:
         """Reads every launched step and launches none: afterwards finished requests hold nothing."""
-        self.settle()
+        self.finish_launched()
         return self._deltas.take()
 
-    def settle(self) -> None:
-        """Waits for every launched step; the next `step` or `drain` returns what they gave."""
+    def finish_launched(self) -> None:
+        """Waits for every launched step; the next `step` or `drain` returns their deltas."""
         with self.turns.now:
             self._end_abandoned()
             while self._launched:
@@ -268,7 +272,8 @@ class Engine:
         self._abandoned.note(queue)
 
     def fail(self, request_id: str, cause: BaseException) -> bool:
-        """Ends a request as `abort` does, with an error that says why."""
+        """Ends a request as `abort` does, with an EngineError caused by `cause`. False if it is not known or has
+        finished."""
         with self.turns.now:
             samples = list(self._samples.of(request_id))
             with self._change:
@@ -277,8 +282,8 @@ class Engine:
         return bool(samples)
 
     def gained(self, request_id: str) -> int | None:
-        """Output tokens of whichever unfinished sample has fewest, None if all are finished. With its first token the
-        step that took in what had arrived for a sample is over."""
+        """The smallest number of output tokens over the request's unfinished samples, or None if there are none. From 1
+        on, the step that imported their state is over for all of them."""
         return min((len(request.output) for request in self._samples.of(request_id)), default=None)
 
     def reset_prefix_cache(self) -> bool:
@@ -313,8 +318,8 @@ class Engine:
             free_rows=pools.rows.num_free,
             free_slots=pools.slots.num_free,
             free_pages=pools.pages.num_free,
-            cached_slots=pools.slots.num_cached,
-            cached_pages=pools.pages.num_cached,
+            cached_slots=pools.slots.num_cached - pools.slots.num_locked,
+            cached_pages=pools.pages.num_cached - pools.pages.num_locked,
             **{f"cache_{name}": value for name, value in asdict(pools.prefixes.counts).items()},
         )
 
@@ -332,10 +337,12 @@ class Engine:
             self._abort(self._abandoned.take(self._samples.all()))
 
     def _recover(self) -> None:
-        """After a change that was broken off no ledger can be trusted: ends every request and takes everything back."""
+        """Ends every request and takes everything back. An exception in the middle of a change may have left ledgers
+        that contradict each other."""
         while self._launched:
             _, handle = self._launched[0]
-            with suppress(Exception):  # what the step gave is dropped; it must be over before its pages are lent again
+            # Read the result so that no copy to the host is pending. Stream order protects the pages.
+            with suppress(Exception):
                 handle.result()
             self._launched.popleft()
         self._scheduler.clear()

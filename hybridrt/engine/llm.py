@@ -80,7 +80,8 @@ class LLM:
         self._split = TensorParallelExecutor(self.config, progress=progress) if tp_size > 1 else None
         runner = self._split.runner if self._split else ModelRunner(self.config, progress=progress)
         self.model_config = runner.model_config
-        self.plan = runner.plan
+        self.plan = runner.memory_plan
+        self.device = runner.device
         self.default_sampling_params = default_sampling_params(runner.model_path)
         self.tokenizer = load_tokenizer(runner.model_path)
         self._engine: Engine | None = Engine.from_config(self.config, runner, self.tokenizer, split=self._split)
@@ -138,11 +139,13 @@ class LLM:
                     ended.update({(delta.request_id, delta.index): delta for delta in deltas})
                     interrupts.check()
                     bar.update(len(deltas))
-                return [_output(request_id, prepared, ended) for request_id, prepared in zip(ids, batch, strict=True)]
+                return [
+                    whole_output(request_id, prepared, ended) for request_id, prepared in zip(ids, batch, strict=True)
+                ]
             finally:
                 with engine.turns:
                     engine.abandon(queue)
-                    engine.settle()
+                    engine.finish_launched()
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Yields deltas as steps give them; with n > 1 the samples interleave. Once the iterator is closed or has gone,
@@ -183,7 +186,7 @@ class LLM:
                 if engine is not None:
                     with engine.turns:
                         engine.abort_all()
-                        engine.settle()
+                        engine.finish_launched()
                         self._engine = None
             finally:
                 self._engine = None
@@ -221,7 +224,7 @@ class LLM:
                     running -= sum(delta.finish_reason is not None for delta in deltas)
                     if not running or any(delta.error for delta in deltas):
                         engine.abandon(queue)
-                        engine.settle()  # what is launched for it is over: it holds nothing
+                        engine.finish_launched()  # what is launched for it is over: it holds nothing
                 _raise_error(deltas)
                 yield from deltas
         finally:
@@ -245,14 +248,16 @@ def _raise_error(deltas: Sequence[Delta]) -> None:
             raise delta.error
 
 
-def _output(request_id: str, prepared: PreparedPrompt, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
+def whole_output(request_id: str, prepared: PreparedPrompt, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
     """The samples of a prompt, each of whose tokens came in one delta."""
-    first, *siblings = (_sample(prepared.tokens, ended[request_id, index]) for index in range(prepared.params.n))
+    scores = ended[request_id, 0].prompt_logprobs
+    samples = (_sample(prepared.tokens, scores, ended[request_id, index]) for index in range(prepared.params.n))
+    first, *siblings = samples
     first.siblings = tuple(siblings)
     return first
 
 
-def _sample(prompt: list[int], delta: Delta) -> RequestOutput:
+def _sample(prompt: list[int], scores: list[dict[int, float] | None] | None, delta: Delta) -> RequestOutput:
     assert delta.finish_reason is not None and delta.metrics is not None, "it has ended"
     return RequestOutput(
         request_id=delta.request_id,
@@ -263,4 +268,5 @@ def _sample(prompt: list[int], delta: Delta) -> RequestOutput:
         finish_reason=delta.finish_reason,
         logprobs=delta.logprobs,
         metrics=delta.metrics,
+        prompt_logprobs=scores,
     )

@@ -60,7 +60,8 @@ class EngineCounters(TokenCounters):
     Attributes:
         cache_asked, cache_hit, cache_without_state, cache_without_kv, cache_retokenised: the CacheCounts of
             hybridrt.mem_cache.prefix_cache, in tokens.
-        cached_slots, cached_pages: what the prefix cache holds now. It gives up what requests need.
+        cached_slots, cached_pages: what the prefix cache holds and no running request reads: it gives up what requests
+            need.
     """
 
     steps: int = 0
@@ -110,6 +111,8 @@ class Delta(msgspec.Struct):
         finish_reason: "stop", "length" or "abort" in the last delta; None before.
         metrics: the sample's counters, in the last delta; None before.
         error: why the request failed; finish_reason is then "abort".
+        prompt_logprobs: in the first delta of sample 0, if asked for: for every prompt token what `logprobs` is for new
+            ones, None for the first of them.
     """
 
     request_id: str
@@ -120,6 +123,15 @@ class Delta(msgspec.Struct):
     finish_reason: FinishReason | None = None
     metrics: RequestMetrics | None = None
     error: EngineError | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+
+    def extend(self, later: "Delta") -> None:
+        """Adds the sample's next delta."""
+        self.token_ids += later.token_ids
+        self.text += later.text
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.finish_reason, self.metrics, self.error = later.finish_reason, later.metrics, later.error
 
 
 @dataclass(slots=True)
@@ -132,6 +144,8 @@ class RequestOutput:
         token_ids: all output tokens, the token that stopped the sample included.
         text: their text, without the stopping token or stop string; "" without a tokenizer.
         logprobs: for every token, token id -> log-probability of it and of the likeliest; None if not asked for.
+        prompt_logprobs: the same for every prompt token, None for the first; one list, which the prompt's samples
+            share; None if not asked for.
         siblings: the samples 1 to n - 1 of the same prompt, on sample 0.
     """
 
@@ -144,6 +158,7 @@ class RequestOutput:
     logprobs: list[dict[int, float]] | None
     metrics: RequestMetrics
     siblings: "tuple[RequestOutput, ...]" = ()
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
     @property
     def outputs(self) -> "list[RequestOutput]":

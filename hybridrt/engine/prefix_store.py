@@ -40,8 +40,11 @@ class PrefixStore:
         self._pages, self._slots, self._rows, self._keeps = pages, slots, rows, keeps
 
     def match(self, request: Request) -> PrefixMatch:
-        """What of a waiting request needs no computing. Nothing is locked."""
-        return self.tree.match(request.ids, request.params.cache_salt or "") if self._keeps else PrefixMatch()
+        """What of a waiting request needs no computing. Nothing is locked. A prefix that is computed already gives no
+        log-probabilities."""
+        if not self._keeps or request.params.prompt_logprobs is not None:
+            return PrefixMatch()
+        return self.tree.match(request.ids, request.params.cache_salt or "")
 
     def expect(self, request: Request) -> None:
         """The request waits: what it would match now is kept for it, as far as room allows."""
@@ -155,7 +158,7 @@ class PrefixStore:
         if not self._keeps or failed or computed <= request.prefix.length:
             return CacheEntries()
         states = dict(request.saves)
-        # A step may have computed tokens behind the last one that counts: the state then holds them, too.
+        # The last step may have computed tokens after the end of the text. The state then includes them: keep it out.
         if request.state_slot is not None and computed <= len(ids):
             states[computed] = request.state_slot
         return self._insert(request, ids[: computed + self.tree.lookahead], states)[0]

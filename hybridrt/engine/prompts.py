@@ -1,4 +1,4 @@
-"""What counts as a prompt, and as several."""
+"""Which values are accepted as a prompt, and as a list of prompts."""
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
@@ -50,10 +50,10 @@ def as_prompts(prompts: object) -> list[Any]:
 
 
 def text_or_ids(prompt: object) -> str | Ids:
-    """The text of a prompt, or its token ids, whose elements `token_ids` checks: their number can be looked at before.
+    """The text of a prompt, or its token ids. `token_ids` checks their elements; a caller can check their number first.
 
     Raises:
-        RequestError: no prompt.
+        RequestError: it is not a prompt.
     """
     named = prompt
     if isinstance(prompt, Mapping):
@@ -73,7 +73,7 @@ def token_ids(ids: Ids) -> list[int]:
     """Token ids as Python integers.
 
     Raises:
-        RequestError: one of them is no integer.
+        RequestError: one of them is not an integer.
     """
     if isinstance(ids, (np.ndarray, torch.Tensor)):
         ids = ids.tolist()
@@ -86,7 +86,7 @@ def token_ids(ids: Ids) -> list[int]:
 
 
 def is_token_id(value: object) -> bool:
-    """True for integers of Python, numpy and torch; a bool is none."""
+    """True for integers of Python, numpy and torch. A bool is not a token id."""
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return value.ndim == 0 and _is_integer_array(value)
     return is_number(value, Integral)

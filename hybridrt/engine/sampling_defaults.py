@@ -19,7 +19,7 @@ FILE_FIELDS = {
 
 
 def default_sampling_params(path: str | Path) -> SamplingParams:
-    """How a checkpoint directory's requests are sampled that say nothing else, in Python and on the command line.
+    """The sampling of a checkpoint's requests that bring no parameters, in Python and on the command line.
 
     Each field that generation_config.json sets (FILE_FIELDS) is taken from there, every other one is SamplingParams'
     default, temperature 1 among them. `"do_sample": false` means temperature 0, whatever the file's temperature is.

@@ -1,6 +1,6 @@
 """Which requests run in the next step, and with what. Host integers only; the device is never waited for."""
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -20,14 +20,15 @@ Refuse = Callable[[Request, Exception], None]
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """A plan and whose it is. `rows` follows the plan's order, decode rows then extend rows: the request and how many
-    tokens it may gain (drafts + 1; 1 on a last chunk; 0 on other chunks)."""
+    """A plan and the requests of its rows. `rows` has the plan's order, decode rows then extend rows: each request and
+    how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on other chunks)."""
 
     plan: StepPlan = field(default_factory=StepPlan)
     rows: list[tuple[Request, int]] = field(default_factory=list)
 
     def check(self, result: StepResult) -> None:
-        """Raises EngineError unless every sampling row gained at least one token and at most what it could."""
+        """Raises EngineError if the result has a wrong number of rows, a row gained more than its limit, or an
+        unfinished request gained no token."""
         rows = [(request, most) for request, most in self.rows if most]
         if not len(rows) == len(result.tokens) == len(result.logprobs):
             raise EngineError(
@@ -41,14 +42,19 @@ class ScheduledStep:
                 )
 
 
+def _turn(request: Request) -> tuple[int, int]:
+    """Sorts requests: the first is started first, the last gives its memory back first."""
+    return request.params.priority, request.arrival
+
+
 class Scheduler:
-    """Continuous batching with chunked prefill: first come, first served.
+    """Continuous batching with chunked prefill: by priority, then first come, first served.
 
     Every running request that can decode does so in every step, ahead of prefill; prefill gets what they leave of
-    `chunked_prefill_size`, and half of it at least, so that neither starves the other. A request is admitted when a
+    `chunked_prefill_size`, and half of it at least, so that prompts advance in every step. A request is admitted when a
     row, a slot and the pages of all its tokens are free, with a page to spare for each running request. When a decode
-    row finds no page, and no launched step may still free one, the latest arrival is retracted: it goes back to the
-    front of the queue with its output, which becomes part of what it prefills.
+    row finds no page, and no launched step may still free one, the latest arrival of the last priority is retracted: it
+    goes back to the queue with its output, which becomes part of what it prefills.
 
     Args:
         coordinator: lends rows, slots and pages.
@@ -59,19 +65,18 @@ class Scheduler:
     def __init__(
         self, coordinator: CacheCoordinator, chunked_prefill_size: int, drafter: Drafter | None = None
     ) -> None:
-        self.waiting: deque[Request] = deque()
-        # By arrival, in order of arrival: whoever is admitted, again or for the first time, arrived after all who run.
-        self.running: dict[int, Request] = {}
+        self.waiting: list[Request] = []  # in order of `_turn`
+        self.running: dict[int, Request] = {}  # by arrival, in order of admission
         self.num_retractions = 0
         self._coordinator = coordinator
         self._chunk = chunked_prefill_size
         self._drafter = drafter
         self._in_flight = 0
         self._order: tuple[list[Request], np.ndarray] | None = None
-        self._blocked: tuple[int, ...] = ()  # the request that found no room last, and the room that there was
+        self._blocked: tuple[int, ...] = ()  # the request that was not admitted last, and the room stamp at that time
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        insort(self.waiting, request, key=_turn)
         self._coordinator.prefixes.expect(request)
 
     def schedule(self, refuse: Refuse | None = None) -> ScheduledStep | None:
@@ -85,15 +90,16 @@ class Scheduler:
         prefilled = columns.computed >= columns.prefill_end
         ready = prefilled & (columns.output_index < columns.max_output)
         if self._drafter is not None:
-            waiting = self._wait_for_tokens(requests, columns, ready)
-            if waiting.any() and not waiting[ready].all():
-                return None  # two halves of the rows would run in turns from here on, each waiting for the other's step
-            ready &= ~waiting
-        step, places, prefilling = ScheduledStep(), ready.nonzero()[0], list[Request]()
-        if len(places) < len(rows):
+            needs_tokens = self._needs_tokens(requests, columns, ready)
+            # Schedule all ready rows together. Otherwise two groups would alternate, and a step would carry only one.
+            if needs_tokens.any() and not needs_tokens[ready].all():
+                return None
+            ready &= ~needs_tokens
+        step, indices, prefilling = ScheduledStep(), ready.nonzero()[0], list[Request]()
+        if len(indices) < len(rows):
             prefilling = list(compress(requests, (~prefilled).tolist()))
-            requests, rows, columns = [requests[i] for i in places.tolist()], rows[places], columns.of(places)
-        if len(places):
+            requests, rows, columns = [requests[i] for i in indices.tolist()], rows[indices], columns.of(indices)
+        if len(indices):
             self._schedule_decode(step, requests, rows, columns)
         decode = step.plan.decode
         budget = max(self._chunk - len(decode) - len(decode.drafts), (self._chunk + 1) // 2)
@@ -107,7 +113,8 @@ class Scheduler:
         return step
 
     def complete(self, step: ScheduledStep, gained: Sequence[int]) -> None:
-        """A launched step is over; its rows gained so many tokens each. Frees what finished requests still held."""
+        """Call this after a launched step's result was read. `gained`: tokens of each row. Releases the requests that
+        have finished and that no other launched step names."""
         self._in_flight -= 1
         decode, extend = step.plan.decode, step.plan.extend
         lost = [most - tokens for (_, most), tokens in zip(step.rows, gained, strict=True)]
@@ -126,7 +133,8 @@ class Scheduler:
             self._drafter.after_step([request for request, _ in moved], [tokens for _, tokens in moved])
 
     def remove(self, request: Request) -> None:
-        """Forgets a finished request. What it holds is freed with the last launched step that names it."""
+        """Removes a finished request from the queues. Releases it now if no launched step names it; otherwise
+        `complete` does."""
         if request.row is None:
             self.waiting.remove(request)
             self._coordinator.prefixes.forget(request)
@@ -150,28 +158,29 @@ class Scheduler:
             self._drafter.end(request)
 
     def _running_rows(self) -> tuple[list[Request], np.ndarray]:
-        """The running requests in order of arrival, and their rows [n] int64, with which numpy indexes fastest. Made
+        """The running requests in order of admission, and their rows [n] int64, with which numpy indexes fastest. Made
         anew where `running` has changed."""
         if self._order is None:
             requests = list(self.running.values())
             self._order = requests, np.array([r.row.index for r in requests], np.int64)  # type: ignore[union-attr]
         return self._order
 
-    def _wait_for_tokens(self, requests: Sequence[Request], columns: RowColumns, ready: np.ndarray) -> np.ndarray:
-        """Which of the ready requests follow, with their next step, tokens that a launched step has yet to give."""
+    def _needs_tokens(self, requests: Sequence[Request], columns: RowColumns, ready: np.ndarray) -> np.ndarray:
+        """Returns a [n] bool mask: ready requests whose next step needs tokens that the host has not read."""
         assert self._drafter is not None
-        waiting = ready & (columns.output_index > int32s(len(request.output) for request in requests))
-        for i in waiting.nonzero()[0].tolist():
+        needs_tokens = ready & (columns.output_index > int32s(len(request.output) for request in requests))
+        for i in needs_tokens.nonzero()[0].tolist():
             request = requests[i]
-            # A launched step brings a request one pending token at most, or more if it verifies drafts: where the
-            # request will stand is then open.
-            waiting[i] = request.pending > request.in_flight or self._drafter.waits(request)
-        return waiting
+            # A plain step adds at most one pending token. A verify step may add several, so the next position is
+            # unknown until its result is read.
+            needs_tokens[i] = request.pending > request.in_flight or self._drafter.waits(request)
+        return needs_tokens
 
     def _schedule_decode(
         self, step: ScheduledStep, requests: list[Request], rows: np.ndarray, columns: RowColumns
     ) -> None:
-        """Adds those of the requests, which can decode and hold `rows` with `columns`, that find a page."""
+        """Adds a decode row for each request that has or gets a page for its input. `rows` and `columns` are those of
+        the requests, all of which can decode."""
         drafts = self._propose(requests, columns)
         ends = columns.computed + int32s(map(len, drafts)) if drafts else columns.computed
         short = (ends >= columns.capacity).nonzero()[0].tolist()
@@ -209,7 +218,7 @@ class Scheduler:
     def _find_pages(
         self, requests: Sequence[Request], drafts: list[Draft], short: Iterable[int], plan: StepPlan
     ) -> list[int]:
-        """Lends pages to the requests at the places `short`. Drafts without a page are dropped. Returns the places of
+        """Lends pages to the requests at the indices `short`. Drafts without a page are dropped. Returns the indices of
         all requests whose input has a page."""
         lacking = set[int]()
         for i in short:
@@ -224,36 +233,40 @@ class Scheduler:
 
     def _grow(self, request: Request, plan: StepPlan) -> bool:
         while not self._coordinator.grow(request, request.computed + 1, plan):
-            if self._in_flight or self._retract_latest() is request:
+            if self._in_flight:
+                return False  # a launched step may free pages
+            retracted = self._retract_latest()
+            if retracted is request:
                 return False
         return True
 
     def _retract_latest(self) -> Request:
-        _, victim = self.running.popitem()
+        victim = max(self.running.values(), key=_turn)
+        del self.running[victim.arrival]
         self._order = None
         self._end_drafts(victim)
         self._coordinator.release(victim)
         victim.metrics.retractions += 1
         self.num_retractions += 1
-        self.waiting.appendleft(victim)
-        self._coordinator.prefixes.expect(victim)
+        self.add(victim)
         return victim
 
     def _schedule_prefill(
         self, step: ScheduledStep, admitted: Iterable[Request], budget: int, refuse: Refuse | None
     ) -> None:
-        """Goes on with admitted prompts, then admits. Where a decode row found no page, none is left to admit with."""
-        for request in admitted:
-            if budget and request.row is not None:  # it may just have been retracted
-                budget -= self._add_extend(step, request, budget)
+        """Adds chunks of the admitted prompts, then admits waiting requests. If a decode row found no page, no page is
+        free, so nothing is admitted."""
+        for earlier in admitted:
+            if budget and earlier.row is not None:  # it may just have been retracted
+                budget -= self._add_extend(step, earlier, budget)
         while budget and (request := self._next_waiting()) is not None:
-            room = request.arrival, len(self.running), *self._coordinator.room()
-            if self._blocked == room:
-                break  # all is as it was when the request found no room
+            stamp = request.arrival, len(self.running), *self._coordinator.room_stamp()
+            if self._blocked == stamp:
+                break  # nothing has changed since the request was not admitted
             if not self._packs(request, refuse):
                 continue
             if not self._coordinator.admit(request, len(self.running), step.plan):
-                self._blocked = room
+                self._blocked = stamp
                 break
             self.waiting.remove(request)
             self._coordinator.prefixes.forget(request)
@@ -275,10 +288,10 @@ class Scheduler:
 
     @staticmethod
     def _packs(request: Request, refuse: Refuse | None) -> bool:
-        """False: the buffers of a step do not hold the request's numbers, and it has been refused. In a step it would
-        fail all rows, and with several ranks end them."""
+        """Whether the buffers of a step can hold the request's numbers. If not, ends the request by `refuse` and
+        returns False: in a step it would fail all rows, and end the other ranks."""
         try:
-            SamplingTable.constants(request.params, request.seed)
+            SamplingTable.constants(request.params, request.seed, request.rules)
         except Exception as e:
             if refuse is None:
                 raise
@@ -287,12 +300,12 @@ class Scheduler:
         return True
 
     def _add_extend(self, step: ScheduledStep, request: Request, budget: int) -> int:
-        """Adds the next chunk; returns its length. None while the pages that it wants wait for a launched step."""
+        """Adds the next chunk and returns its length: 0 if a launched step still reads the pages that it needs."""
         assert request.row is not None
         start = request.computed
         end = min(start + budget, len(request.prefill_tokens))
         end = self._coordinator.prefixes.chunk_end(request, start, end)
-        chunk = request.prefill_tokens[start : self._coordinator.extend(request, end, step.plan)]
+        chunk = request.prefill_tokens[start : self._coordinator.use_spare_pages(request, end, step.plan)]
         if not chunk:
             return 0
         row, columns, end = request.row.index, self._coordinator.columns, start + len(chunk)
@@ -306,6 +319,6 @@ class Scheduler:
         step.plan.extend.append(ExtendRow(row, start, chunk, len(request.output), last, following, read_slot, saves))
         step.rows.append((request, int(last)))
         if last and request.export_to is not None:
-            room = request.export_to
-            step.plan.exports.append(StateCopy(row, end, room.start, len(room)))
+            exported = request.export_to
+            step.plan.exports.append(StateCopy(row, end, exported.start, len(exported)))
         return len(chunk)

@@ -14,6 +14,7 @@ class StopStrings:
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = sorted(strings, key=len)
         self._next: list[dict[str, int]] = [{}]
         self._depth = [0]
         self._found = [0]  # length of the longest string that ends in a state, 0 if none does
@@ -34,6 +35,10 @@ class StopStrings:
             if self._found[state]:
                 behind = max(behind, self._found[state] + len(text) - read)
         return state, behind
+
+    def length_at(self, text: str, start: int) -> int:
+        """Length of the string that ends first of those which begin at `start`, as `scan` has found there."""
+        return next(len(string) for string in self._strings if text.startswith(string, start))
 
     def held(self, state: int) -> int:
         """Characters at the end of what was read that may be the beginning of a string."""

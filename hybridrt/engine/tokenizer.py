@@ -1,6 +1,6 @@
 """Text to token ids and back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,8 +26,12 @@ class Tokenizer(Protocol):
         """Token ids of a prompt, with whatever the tokenizer puts before it."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens left out; U+FFFD stands for bytes that are no character (yet)."""
+    def encode_bare(self, text: str) -> list[int]:
+        """Token ids of text that holds its special tokens already: nothing is put before it."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of the ids; U+FFFD stands for bytes that are no character (yet)."""
         ...
 
 
@@ -57,20 +61,33 @@ class HFTokenizer:
         """Raises CheckpointError where the tokenizer's files are damaged in a way that only shows here."""
         return self._encode(text)
 
+    def encode_bare(self, text: str) -> list[int]:
+        """As `encode`, with nothing put before or behind the text."""
+        return self._encode(text, add_special_tokens=False)
+
     def encode_chat(self, text: str) -> list[int]:
         """Token ids of a conversation that consists of one message of the user, in the model's chat template.
 
         Raises:
             CheckpointError: there is no template, it fails, or it takes too long or too much memory.
         """
-        if not self.hf.chat_template:
-            raise CheckpointError("the model brings no chat template; pass its prompt without one")
-        messages = [{"role": "user", "content": text}]
-        wrapped = run_template(
-            lambda: self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        )
         # The template writes the special tokens itself: encoding it as a prompt would put a second one before it.
-        return self._encode(wrapped, add_special_tokens=False)
+        return self.encode_bare(self.render_chat([{"role": "user", "content": text}], add_generation_prompt=True))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], template: str | None = None, **options: Any) -> str:
+        """A conversation as text, in the model's chat template or in `template`, as `run_template` runs it.
+
+        Args:
+            options: of transformers' apply_chat_template, and what else the template reads.
+
+        Raises:
+            CheckpointError: there is no template, it fails, or it takes too long or too much memory.
+        """
+        if not (template or self.hf.chat_template):
+            raise CheckpointError("the model brings no chat template; pass its prompt without one")
+        return run_template(
+            lambda: self.hf.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+        )
 
     def _encode(self, text: str, **options: bool) -> list[int]:
         try:
@@ -80,17 +97,20 @@ class HFTokenizer:
                 f"the model's tokenizer fails ({type(e).__name__}: {e}); repair its files, or pass token ids instead"
             ) from e
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if self._plain:
-            text: str = self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=True)
+            text: str = self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
             return text
         # Cleaning up spaces would change text that has already been streamed.
-        return self.hf.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.hf.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str, most_tokens: int) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, text: str, most_tokens: int, *, bare: bool = False) -> list[int]:
     """Token ids of a prompt. Text too long for `most_tokens` whatever its tokens are is refused before it costs more
     than its length; so is text of which a tokenizer would drop so much that it might fit (repeated spaces).
+
+    Args:
+        bare: as `encode_bare` does.
 
     Raises:
         RequestError: the text is too long, or no Unicode text.
@@ -108,7 +128,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, most_tokens: int) -> list[int
             f"the prompt's character {e.start} is U+{ord(text[e.start]):04X}, half of a surrogate pair: no text by "
             "itself; decode the prompt from its bytes anew, or remove it"
         ) from e
-    return tokenizer.encode(text)
+    return tokenizer.encode_bare(text) if bare else tokenizer.encode(text)
 
 
 def load_tokenizer(path: str | Path) -> HFTokenizer | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.config import AttentionConfig
-from hybridrt.config_kinds import Kinds
+from hybridrt.config_fields import FieldTypes
 from hybridrt.errors import ConfigError
 
 FamilyFields = dict[str, Any]
@@ -24,15 +24,25 @@ class Family:
         config_class: the class of transformers that reads its config.json.
         read: for a family that transformers does not know: (config.json's object, its path) to the object that
             `describe` takes. Exactly one of `config_class` and `read` is given.
+        rewrite: (config.json's object, its path) to the object that `config_class` can read, for a family that spells
+            the fields of another one in its own way. Raises ConfigError.
+        activation: hidden_act that the model implements.
         mtp_head: "module:class" of its multi-token-prediction head.
+        section: for a model of text and images: the object of config.json that describes its text part, the only part
+            that runs. `config_class` reads it.
+        image_tokens: fields of config.json that give the tokens in whose place images stand.
     """
 
     model: str
-    fields: Kinds
+    fields: FieldTypes
     describe: Callable[[Any], FamilyFields]
     config_class: str | None = None
     read: Callable[[Mapping[str, Any], Path], Any] | None = None
+    rewrite: Callable[[Mapping[str, Any], Path], dict[str, Any]] | None = None
+    activation: str = "silu"
     mtp_head: str | None = None
+    section: str | None = None
+    image_tokens: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -40,13 +50,24 @@ class Family:
         return self.model.partition(":")[2]
 
 
-def attention_config(hf: Any, rotary: bool = True) -> AttentionConfig:
+def attention_config(hf: Any, rotary: bool = True, scale: float | None = None) -> AttentionConfig:
     """Grouped-query attention by the names that transformers gives its fields; without rotary no positions."""
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    check_heads(hf)
+    rope = dict(hf.rope_parameters) if rotary else None
+    return AttentionConfig(hf.num_attention_heads, hf.num_key_value_heads, head_dim, rope, scale=scale)
+
+
+def check_heads(hf: Any) -> None:
+    """ConfigError unless each KV head serves as many query heads as the others."""
     if hf.num_attention_heads % hf.num_key_value_heads:
         raise ConfigError(
             f"num_attention_heads {hf.num_attention_heads} is no multiple of num_key_value_heads "
             f"{hf.num_key_value_heads}"
         )
-    rope = dict(hf.rope_parameters) if rotary else None
-    return AttentionConfig(hf.num_attention_heads, hf.num_key_value_heads, head_dim, rope)
+
+
+def routed_experts(hf: Any) -> int:
+    """Experts of a layer among which a router chooses; 0 without."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((count for name in names if (count := getattr(hf, name, 0))), 0)

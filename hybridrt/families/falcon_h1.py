@@ -3,12 +3,23 @@
 from typing import Any
 
 from hybridrt.config import LayerSpec
-from hybridrt.config_json import FLAG, NULL, OBJECT, either, list_of
-from hybridrt.config_kinds import ATTENTION, CHUNK, COMMON, DT_LIMIT, EPSILON, MULTIPLIER, SIZE, STATE, TAPS, Kinds
+from hybridrt.config_fields import (
+    ATTENTION,
+    CHUNK,
+    COMMON,
+    DT_LIMIT,
+    EPSILON,
+    MULTIPLIER,
+    SIZE,
+    STATE,
+    TAPS,
+    FieldTypes,
+)
+from hybridrt.config_json import FLAG, NULL, OBJECT, TRUE, either, list_of
 from hybridrt.families.base import Family, FamilyFields, attention_config
 from hybridrt.kinds.mamba2 import Mamba2Config
 
-FIELDS: Kinds = {
+FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
     **dict.fromkeys(("mamba_expand", "mamba_n_heads", "mamba_n_groups"), SIZE),
@@ -26,6 +37,9 @@ FIELDS: Kinds = {
     **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), MULTIPLIER),
     "ssm_multipliers": list_of(MULTIPLIER, 5),
     "mlp_multipliers": list_of(MULTIPLIER, 2),
+    # Blocks without one of the branches or without an MLP: hub files name them, and none asks for them.
+    "attn_layer_indices": NULL,
+    "mamba_use_mlp": either(NULL, TRUE),
 }
 
 

@@ -3,8 +3,7 @@
 from typing import Any
 
 from hybridrt.config import LayerSpec
-from hybridrt.config_json import FLAG, NULL, TEXT, either, integer, list_of
-from hybridrt.config_kinds import (
+from hybridrt.config_fields import (
     ATTENTION,
     CHUNK,
     COMMON,
@@ -16,13 +15,14 @@ from hybridrt.config_kinds import (
     SIZE,
     STATE,
     TAPS,
-    Kinds,
+    FieldTypes,
 )
+from hybridrt.config_json import FLAG, NULL, TEXT, either, integer, list_of
 from hybridrt.errors import ConfigError
 from hybridrt.families.base import Family, FamilyFields, attention_config
 from hybridrt.kinds.mamba2 import Mamba2Config
 
-FIELDS: Kinds = {
+FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
     **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "n_groups"), SIZE),

@@ -3,12 +3,12 @@
 from typing import Any
 
 from hybridrt.config import LayerSpec
+from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, MAX_LAYERS, PERIOD, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, NULL, OBJECT, either, integer, list_of, one_of
-from hybridrt.config_kinds import ATTENTION, COMMON, COUNT, EPSILON, MAX_LAYERS, PERIOD, SIZE, STATE, TAPS, Kinds
 from hybridrt.families.base import Family, FamilyFields, attention_config
 from hybridrt.kinds.gdn import GDNConfig
 
-FIELDS: Kinds = {
+FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), SIZE),

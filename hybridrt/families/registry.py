@@ -1,4 +1,4 @@
-"""Architectures to families: a module of this package each, or what other packages name in an entry point."""
+"""Architectures to families: those that modules of this package hold, or what other packages name in an entry point."""
 
 from functools import cache
 from importlib import import_module
@@ -11,18 +11,14 @@ from hybridrt.plugins import Plugins
 
 
 @cache
-def _families() -> Plugins:
-    """The other modules of this package each hold one FAMILY. Packages add theirs: an entry point of this group names
-    a Family, "architecture = module:object"."""
-    names = (
-        f"{families.__name__}.{m.name}" for m in iter_modules(families.__path__) if m.name not in ("base", "registry")
-    )
-    return Plugins("hybridrt.families", {import_module(name).FAMILY.architecture: f"{name}:FAMILY" for name in names})
-
-
-def architectures() -> list[str]:
-    """Every architecture that `family_of` knows."""
-    return _families().names()
+def all_families() -> Plugins:
+    """The other modules of this package hold a Family for each architecture. Packages add theirs: an entry point of
+    this group names a Family, "architecture = module:object"."""
+    modules = {m.name for m in iter_modules(families.__path__)} - {"base", "registry"}
+    names = [f"{families.__name__}.{module}" for module in modules]
+    held = [(name, of, it) for name in names for of, it in vars(import_module(name)).items() if isinstance(it, Family)]
+    places = {family.architecture: f"{name}:{of}" for name, of, family in held}
+    return Plugins("hybridrt.families", places, "architecture", Family, UnsupportedModelError)
 
 
 @cache
@@ -33,10 +29,7 @@ def family_of(architecture: str) -> Family:
         UnsupportedModelError: there is none.
         BackendError: the package that should bring it cannot be imported, or brings something else.
     """
-    family = _families().load(architecture)
-    if family is None:
-        known = ", ".join(architectures())
-        raise UnsupportedModelError(f"architecture {architecture!r} is not supported; supported are {known}")
-    if not isinstance(family, Family) or family.architecture != architecture:
+    family: Family = all_families().load(architecture)
+    if family.architecture != architecture:
         raise BackendError(f"the entry point {architecture!r} gives {family!r}; it must name a Family of that name")
     return family

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.config import AttentionConfig, LayerSpec, LinearConfig
+from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, LAYERS, POSITIONS, ROPE, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import NULL, check_fields, either, list_of, one_of
-from hybridrt.config_kinds import ATTENTION, COMMON, EPSILON, LAYERS, POSITIONS, ROPE, SIZE, STATE, TAPS, Kinds
 from hybridrt.errors import ConfigError
-from hybridrt.families.base import Family, FamilyFields
+from hybridrt.families.base import Family, FamilyFields, check_heads
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 
@@ -29,7 +29,7 @@ _COMMON = frozenset(
         "pad_token_id",
     }
 )  # fmt: skip
-FIELDS: Kinds = {
+FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
     "num_hidden_layers": LAYERS,
@@ -85,11 +85,7 @@ class SwaSsmConfig:
                 object.__setattr__(self, name, value)
         if self.sliding_window < 1:
             raise ConfigError(f"sliding_window is {self.sliding_window}; it must be at least 1, the token itself")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads "
-                f"{self.num_key_value_heads}"
-            )
+        check_heads(self)
         unknown = sorted(set(self.history_modes) - set(HISTORY_MODES))
         if unknown or len(self.history_modes) != self.num_hidden_layers:
             raise ConfigError(

@@ -13,32 +13,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.chunk_plan import ChunkPlan
+from hybridrt.kernels.chunk_plan import ChunkPlan, chunk_tokens, ith_chunks
 from hybridrt.kernels.operation import by, operation
-from hybridrt.kernels.records import DeltaInputs, GateWeights, IntermediateStates, Prompts, StateSlots
-from hybridrt.kernels.slots import initial_states, pad_mask, parent_states, read_rows, write_rows
+from hybridrt.kernels.records import DeltaInputs, GateWeights, Prompts, StateSlots
+from hybridrt.kernels.slots import advance_states, initial_states, pad_mask, write_rows
 
 L2_NORM_EPS = 1e-6
 
 
 @operation(by("triton"))
 def gdn_gates(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor, Tensor]:
-    """g = -exp(A_log) softplus(a + dt_bias) (the log of the decay) and beta = sigmoid(b), float32.
+    """g = -exp(A_log) softplus(a + dt_bias) (the log of the decay) and beta = beta_scale sigmoid(b), float32.
 
     a, b `[..., Hv]` any float dtype. Returns (g, beta) of a's shape.
     """
-    A_log, dt_bias = weights
-    return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), torch.sigmoid(b.float())
+    A_log, dt_bias, scale = weights
+    return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), scale * torch.sigmoid(b.float())
 
 
 @operation(by("triton"), by("fla", priority=5))
 def chunk_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, prompts: Prompts) -> Tensor:
     """Prefill of several requests, packed along one axis. Returns `[T, Hv, V]` in v's dtype."""
     # The WY form (Yang et al. 2024, section 3.3): within a chunk the corrected values solve a triangular system
-    (q, k, v, g, beta), (states, read_slots, write_slots) = inputs, state
+    (q, k, v, g, beta), (states, read_slots, write_slots, _) = inputs, state
     _, has_initial_state, plan = prompts
     tokens = v.shape[0]
-    index, valid = _chunk_tokens(plan, tokens)
+    index, valid = chunk_tokens(plan, torch.arange(len(plan.seq_idx), device=v.device))
     initial = initial_states(states, read_slots, has_initial_state)
     scaled_q = l2_normalize(q) * q.shape[-1] ** -0.5
     chunks = _wy_chunks(*(_to_chunks(x, index, valid) for x in (scaled_q, l2_normalize(k), v, g, beta)))
@@ -51,35 +51,25 @@ def chunk_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, prompts: Prom
 
 
 @operation(by("triton", "hybridrt.kernels.gdn_decode_triton:recurrent_gated_delta_rule_triton"))
-def recurrent_gated_delta_rule(
-    inputs: DeltaInputs, state: StateSlots, intermediate: IntermediateStates | None = None
-) -> Tensor:
+def recurrent_gated_delta_rule(inputs: DeltaInputs, state: StateSlots) -> Tensor:
     """T tokens of each of B rows, one after the other: decode (T = 1) and verification (T > 1).
 
-    The state is rounded to its dtype after every token, as T single steps would. With `intermediate` the pool is left
-    alone and the state after each token stored. Returns `[B, T, Hv, V]` in v's dtype.
+    The state is rounded to its dtype after every token, as T single steps would. Returns `[B, T, Hv, V]` in v's dtype.
     """
-    (q, k, v, g, beta), (states, read_slots, write_slots) = inputs, state
-    stored, rows, parents = intermediate or (None, None, None)
-    padding = pad_mask(read_slots, 4)
-    main = read_rows(states, read_slots).float()
+    q, k, v, g, beta = inputs
     heads_per_key = v.shape[2] // k.shape[2]
     # k and q side by side: one pass over the state serves both products.
     pairs = torch.stack((l2_normalize(k), l2_normalize(q) * q.shape[-1] ** -0.5), -2)
     pairs = pairs.repeat_interleave(heads_per_key, 2)
     decay, v, beta = g.float().exp()[..., None, None], v.float(), beta.float().unsqueeze(-1)
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    current = main
-    for t in range(v.shape[1]):
-        if parents is not None and stored is not None and rows is not None:
-            current = parent_states(main, stored, rows, parents[:, t])
-        out[:, t], current = _delta_rule_step(current, pairs[:, t], v[:, t], decay[:, t], beta[:, t])
-        if stored is not None and rows is not None:
-            write_rows(stored[:, t], torch.where(read_slots < 0, -1, rows), current)
-        current = current.to(states.dtype).float()
-    if stored is None:
-        write_rows(states, write_slots, current)
-    return out.masked_fill_(padding, 0).to(q.dtype)
+
+    def step(t: int, before: Tensor) -> Tensor:
+        out[:, t], after = _delta_rule_step(before, pairs[:, t], v[:, t], decay[:, t], beta[:, t])
+        return after
+
+    advance_states(state, v.shape[1], step)
+    return out.masked_fill_(pad_mask(state.read_state_slots, 4), 0).to(q.dtype)
 
 
 def l2_normalize(x: Tensor) -> Tensor:
@@ -109,13 +99,6 @@ class _Chunks:
     decay: Tensor
 
 
-def _chunk_tokens(plan: ChunkPlan, tokens: int) -> tuple[Tensor, Tensor]:
-    """`[n, Q]`: the packed token at each place of each chunk, and whether there is one."""
-    first, end = plan.cu_chunk_seqlens[:-1, None], plan.cu_chunk_seqlens[1:, None]
-    index = first + torch.arange(plan.chunk_size, device=first.device)
-    return index.clamp(max=tokens - 1), index < end
-
-
 def _to_chunks(x: Tensor, index: Tensor, valid: Tensor) -> Tensor:
     """x `[T, H, ...]` as `[n, H, Q, ...]` float32, zero where there is no token."""
     gathered = x[index].float()
@@ -139,20 +122,16 @@ def _wy_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> _Chu
 
 
 def _scan_chunks(chunks: _Chunks, state: Tensor, plan: ChunkPlan) -> tuple[Tensor, Tensor]:
-    """Carry the rows' states `[B, Hv, V, K]` through their chunks. Returns outputs `[n, Hv, Q, V]` and final states."""
-    count = chunks.decay.shape[0]
-    out = chunks.new_values.new_empty(count + 1, *chunks.new_values.shape[1:])
-    for step in range(plan.max_chunks_per_seq):
-        chunk = plan.first_chunk + step
-        active = chunk <= plan.last_chunk
-        chunk = torch.where(active, chunk, 0)
-        transposed = state.transpose(-1, -2)
+    """Carries the rows' states `[B, Hv, V, K]` through their chunks, in place. Returns outputs `[n, Hv, Q, V]` and the
+    states."""
+    out = torch.empty_like(chunks.new_values)
+    for i in range(plan.max_chunks_per_seq):
+        rows, chunk = ith_chunks(plan, i)
+        transposed = state[rows].transpose(-1, -2)
         values = chunks.new_values[chunk] - chunks.state_keys[chunk] @ transposed
-        # Rows that have run out of chunks write to the extra last one, which is dropped.
-        out[torch.where(active, chunk, count)] = chunks.queries[chunk] @ transposed + chunks.scores[chunk] @ values
-        following = chunks.decay[chunk] * state + values.transpose(-1, -2) @ chunks.keys[chunk]
-        state = torch.where(active.view(-1, 1, 1, 1), following, state)
-    return out[:count], state
+        out[chunk] = chunks.queries[chunk] @ transposed + chunks.scores[chunk] @ values
+        state[rows] = chunks.decay[chunk] * state[rows] + values.transpose(-1, -2) @ chunks.keys[chunk]
+    return out, state
 
 
 def _delta_rule_step(state: Tensor, pairs: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,15 +31,16 @@ _EPS = tl.constexpr(L2_NORM_EPS)
 
 @triton.jit
 def _gates_kernel(  # type: ignore[no-untyped-def]
-    a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, g_ptr, beta_ptr, a_sr, b_sr, HV: tl.constexpr, BLOCK: tl.constexpr
-):
+    a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, g_ptr, beta_ptr, a_sr, b_sr, HV: tl.constexpr, BETA_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row, h = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = h < HV
     a = tl.load(a_ptr + row * a_sr + h, mask=mask, other=0.0)
     b = tl.load(b_ptr + row * b_sr + h, mask=mask, other=0.0).to(tl.float32)
     A_log, dt_bias = tl.load(A_log_ptr + h, mask=mask, other=0.0), tl.load(dt_bias_ptr + h, mask=mask, other=0.0)
     tl.store(g_ptr + row * HV + h, log_decay(a, A_log, dt_bias), mask=mask)
-    tl.store(beta_ptr + row * HV + h, tl.sigmoid(b), mask=mask)
+    tl.store(beta_ptr + row * HV + h, BETA_SCALE * tl.sigmoid(b), mask=mask)
 
 
 @triton.jit
@@ -189,15 +190,15 @@ def gdn_gates_triton(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor
     a, b = a.reshape(-1, heads), b.reshape(-1, heads)
     if a.numel():
         _gates_kernel[(a.shape[0],)](
-            a, b, *weights, g, beta, a.stride(0), b.stride(0),
-            HV=heads, BLOCK=triton.next_power_of_2(heads), num_warps=1,
+            a, b, weights.A_log, weights.dt_bias, g, beta, a.stride(0), b.stride(0),
+            HV=heads, BETA_SCALE=weights.beta_scale, BLOCK=triton.next_power_of_2(heads), num_warps=1,
         )  # fmt: skip
     return g, beta
 
 
 def chunk_gated_delta_rule_triton(inputs: DeltaInputs, state: StateSlots, prompts: Prompts) -> Tensor:
     """`chunk_gated_delta_rule` in two launches. Raises ConfigError for chunks of more than 64 tokens."""
-    (q, k, v, g, beta), (states, read_slots, write_slots) = inputs, state
+    (q, k, v, g, beta), (states, read_slots, write_slots, _) = inputs, state
     _, has_initial_state, plan = prompts
     if plan.chunk_size > MAX_CHUNK:
         raise ConfigError(

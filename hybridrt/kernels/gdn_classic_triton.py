@@ -24,7 +24,7 @@ from hybridrt.kernels.mamba2_common_triton import (
     strides,
 )
 from hybridrt.kernels.pdl_triton import begin, pdl
-from hybridrt.kernels.records import ConvState, ConvWeights, GateWeights, StateSlots
+from hybridrt.kernels.records import FusedStep, GateWeights
 
 TILE_BYTES = 4096
 _EPS = tl.constexpr(L2_NORM_EPS)
@@ -48,7 +48,8 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
     qkv_strides: tl.constexpr, a_strides: tl.constexpr, b_strides: tl.constexpr,
     conv_ss: tl.constexpr, states_ss: tl.constexpr,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    BETA_SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [parts of V, value heads, rows]: programs that run together stream through neighbouring memory."""
     part, h, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -73,7 +74,7 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
     k_taps = conv_taps(weight_ptr, k_channel, k_mask, TAPS, WC)
     q_taps = conv_taps(weight_ptr, q_channel, k_mask, TAPS, WC)
     v_taps = conv_taps(weight_ptr, v_channel, v_mask, TAPS, WC)
-    beta = tl.sigmoid(tl.load(b_ptr + row * b_strides[0] + h).to(tl.float32))
+    beta = BETA_SCALE * tl.sigmoid(tl.load(b_ptr + row * b_strides[0] + h).to(tl.float32))
     decay = _decay(a_ptr + row * a_strides[0] + h, A_log_ptr, dt_bias_ptr, h)
 
     key = conv_of_operands(k_new, k_ring, k_taps, None, bias_ptr, k_channel, k_mask, position, TAPS, WC).to(tl.float32)
@@ -108,19 +109,9 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
         tl.store(write_tile + first * K, state.to(states_ptr.dtype.element_ty), mask=mask)
 
 
-def gdn_classic_triton(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    conv_weights: ConvWeights,
-    weights: GateWeights,
-    conv_state: ConvState,
-    state: StateSlots,
-) -> Tensor:
-    """`gdn_decode` of one token without a ring; arguments as there."""
-    weight, bias, _ = conv_weights
-    conv, read_slots, write_slots, start_positions = conv_state
-    states = state.states
+def gdn_classic_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
+    """`gdn_decode` of one token without a ring."""
+    (weight, bias, _), (conv, read_slots, write_slots, start_positions), (states, *_), _ = step
     batch, _, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
     out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
@@ -128,10 +119,12 @@ def gdn_classic_triton(
         return out
     tile = classic_tile(batch, states)
     _classic_kernel[triton.cdiv(value_dim, tile["BLOCK_V"] * tile["TILES"]), value_heads, batch](
-        qkv, a, b, weight, bias, *weights, out, conv, states, read_slots, write_slots, start_positions,
+        qkv, a, b, weight, bias, weights.A_log, weights.dt_bias, out, conv, states,
+        read_slots, write_slots, start_positions,
         strides(qkv), strides(a), strides(b), conv.stride(0), states.stride(0),
         HK=(channels - value_heads * value_dim) // (2 * key_dim), HV=value_heads, K=key_dim, V=value_dim,
-        TAPS=weight.shape[1], WC=conv.shape[2], num_warps=4, maxnreg=64, **tile, **pdl(qkv.device),
+        TAPS=weight.shape[1], WC=conv.shape[2], BETA_SCALE=weights.beta_scale,
+        num_warps=4, maxnreg=64, **tile, **pdl(qkv.device),
     )  # fmt: skip
     return out
 

@@ -2,9 +2,9 @@
 
 It reads the merged projection and ends at the input of the gated norm, in one of three state modes:
 
-- classic: the state is read and written each step (no `ring`, no `intermediate`);
-- replay: the state is a checkpoint, and the inputs since stand in a `ring` (`gdn_replay.py`);
-- intermediate: the state is read only, and the state after each token stored (`intermediate`).
+- classic: the state is read and written each step;
+- replay: with a `ring`; the state is a checkpoint, and the inputs since stand there (`gdn_replay.py`);
+- intermediate: with `state.intermediate`; the state is read only, and the state after each token stored.
 
 Tokens of a row form a chain; draft trees go through `causal_conv1d_update` and `recurrent_gated_delta_rule`.
 """
@@ -17,53 +17,34 @@ from hybridrt.kernels.causal_conv1d import causal_conv1d_update
 from hybridrt.kernels.gated_delta_rule import gdn_gates, recurrent_gated_delta_rule
 from hybridrt.kernels.gdn_replay import gdn_replay
 from hybridrt.kernels.operation import by, operation
-from hybridrt.kernels.records import (
-    ConvState,
-    ConvWeights,
-    DeltaInputs,
-    GateWeights,
-    IntermediateStates,
-    StateRing,
-    StateSlots,
-)
+from hybridrt.kernels.records import DeltaInputs, FusedStep, GateWeights
 from hybridrt.kernels.state_ring import check_step
 
 
-def _check(qkv: Tensor, *_: Any, **named: Any) -> None:
-    check_step(qkv, **named)
+def _check(qkv: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
+    check_step(qkv, step)
 
 
 @operation(by("triton"), check=_check)
-def gdn_decode(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    conv_weights: ConvWeights,
-    weights: GateWeights,
-    conv_state: ConvState,
-    state: StateSlots,
-    ring: StateRing | None = None,
-    intermediate: IntermediateStates | None = None,
-) -> Tensor:
+def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step: FusedStep) -> Tensor:
     """Advances each of B rows by T tokens.
 
     Args:
         qkv: `[B, T, C]` raw conv inputs: q (Hk*K), k (Hk*K), v (Hv*V) side by side; a, b: `[B, T, Hv]` raw gate inputs.
             Any row and token stride: they may be column slices of one projection.
-        conv_state, state: of the same slots; those read and written are equal in replay mode.
 
     Returns:
         `[B, T, Hv, V]` in qkv's dtype.
 
     Raises:
-        ConfigError: the conv ring or the state ring is too narrow for T tokens.
+        ConfigError: the conv ring or the state ring is too narrow for T tokens, or the conv does not end in SiLU.
     """
     # The separate operations one after the other
+    conv_weights, conv_state, state, ring = step
     conved = causal_conv1d_update.reference(qkv, conv_weights, conv_state)
     inputs = DeltaInputs(*split_qkv(conved, state.states), *gdn_gates.reference(a, b, weights))
     if ring is None:
-        return recurrent_gated_delta_rule.reference(inputs, state, intermediate)
+        return recurrent_gated_delta_rule.reference(inputs, state)
     return gdn_replay(inputs, state, ring)
 
 

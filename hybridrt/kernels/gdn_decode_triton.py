@@ -13,29 +13,21 @@ from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
 from hybridrt.kernels.gdn_classic_triton import gdn_classic_triton
 from hybridrt.kernels.gdn_decode import split_qkv
 from hybridrt.kernels.gdn_stream_triton import gdn_stream_triton
-from hybridrt.kernels.mamba2_common_triton import log_decay, push_inputs, step_input, strides
+from hybridrt.kernels.mamba2_common_triton import log_decay, push_inputs, state_of_parent, step_input, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
-from hybridrt.kernels.records import (
-    ConvState,
-    ConvWeights,
-    DeltaInputs,
-    GateWeights,
-    IntermediateStates,
-    StateRing,
-    StateSlots,
-)
+from hybridrt.kernels.records import DeltaInputs, FusedStep, GateWeights, StateSlots
 
 BLOCK_V = 32
 _EPS = tl.constexpr(L2_NORM_EPS)
 
 
 @triton.jit
-def _gates(a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, h):  # type: ignore[no-untyped-def]
+def _gates(a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, h, BETA_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
     """(g, beta) of one token and head: computed from raw a and b, or loaded where there is no A_log."""
     a, b = tl.load(a_ptr).to(tl.float32), tl.load(b_ptr).to(tl.float32)
     if A_log_ptr is not None:
         a = log_decay(a, tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h))
-        b = tl.sigmoid(b)
+        b = BETA_SCALE * tl.sigmoid(b)
     return a, b
 
 
@@ -45,26 +37,14 @@ def _normalized(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _push_qkv(  # type: ignore[no-untyped-def]
-    q, k, v, q_st: tl.constexpr, k_st: tl.constexpr, v_st: tl.constexpr, read_row, write_row,
-    q_channel, k_channel, v_channel, i_mask, v_mask, position, moved, writes_key,
-    T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
-):  # fmt: skip
-    """This program's share of the raw inputs goes to the conv ring."""
-    push_inputs(v, v_st, read_row, write_row, v_channel, v_mask, position, moved, T, TAPS, WC)
-    if writes_key:
-        push_inputs(q, q_st, read_row, write_row, q_channel, i_mask, position, moved, T, TAPS, WC)
-        push_inputs(k, k_st, read_row, write_row, k_channel, i_mask, position, moved, T, TAPS, WC)
-
-
-@triton.jit
 def _recurrent_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, out_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr,
     conv_ptr, states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, positions_ptr, rows_ptr, parents_ptr,
     q_s: tl.constexpr, k_s: tl.constexpr, v_s: tl.constexpr, a_s: tl.constexpr, b_s: tl.constexpr,
     conv_ss, states_ss, stored_sr, stored_st, parents_sb,
     T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BETA_SCALE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     row, h, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -83,9 +63,12 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
     position, conv_row = 0, conv_ptr
     if TAPS > 0:
         position, conv_row = tl.load(positions_ptr + row), conv_ptr + read * conv_ss
-        writes_key = (h % (HV // HK) == 0) & (block == 0)
-        _push_qkv(q, k, v, q_s[1], k_s[1], v_s[1], conv_row, conv_ptr + write * conv_ss, q_channel, k_channel,
-                  v_channel, i_mask, j_mask, position, read != write, writes_key, T, TAPS, WC)  # fmt: skip
+        # This program's share of the raw inputs goes to the conv ring.
+        write_row, moved = conv_ptr + write * conv_ss, read != write
+        push_inputs(v, v_s[1], conv_row, write_row, v_channel, j_mask, position, moved, T, TAPS, WC)
+        if (h % (HV // HK) == 0) & (block == 0):
+            push_inputs(q, q_s[1], conv_row, write_row, q_channel, i_mask, position, moved, T, TAPS, WC)
+            push_inputs(k, k_s[1], conv_row, write_row, k_channel, i_mask, position, moved, T, TAPS, WC)
     tile = h * (V * K) + j[:, None] * K + i[None, :]
     mask = j_mask[:, None] & i_mask[None, :]
     initial = tl.load(states_ptr + read * states_ss + tile, mask=mask, other=0.0).to(tl.float32)
@@ -95,13 +78,11 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
         stored = stored_ptr + tl.load(rows_ptr + row).to(tl.int64) * stored_sr + tile
     for t in range(T):
         if parents_ptr is not None:
-            parent = tl.load(parents_ptr + row * parents_sb + t)
-            tl.debug_barrier()  # the parent's state was stored by this program
-            inherited = tl.load(stored + tl.maximum(parent, 0) * stored_st, mask=mask, other=0.0)
-            state = tl.where(parent >= 0, inherited.to(tl.float32), initial)
+            state = state_of_parent(parents_ptr + row * parents_sb, stored, stored_st, t, initial, mask)
         g, beta = _gates(
-            a_ptr + row * a_s[0] + t * a_s[1] + h, b_ptr + row * b_s[0] + t * b_s[1] + h, A_log_ptr, dt_bias_ptr, h
-        )
+            a_ptr + row * a_s[0] + t * a_s[1] + h, b_ptr + row * b_s[0] + t * b_s[1] + h, A_log_ptr, dt_bias_ptr, h,
+            BETA_SCALE,
+        )  # fmt: skip
         query = _normalized(
             step_input(q, q_s[1], conv_row, weight_ptr, bias_ptr, q_channel, i_mask, position, t, TAPS, WC)
         )
@@ -122,57 +103,39 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
         tl.store(states_ptr + write * states_ss + tile, state.to(states_ptr.dtype.element_ty), mask=mask)
 
 
-def gdn_decode_triton(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    conv_weights: ConvWeights,
-    weights: GateWeights,
-    conv_state: ConvState,
-    state: StateSlots,
-    ring: StateRing | None = None,
-    intermediate: IntermediateStates | None = None,
-) -> Tensor:
+def gdn_decode_triton(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step: FusedStep) -> Tensor:
     """`gdn_decode`: with a state ring, of one token without, or of several."""
-    if ring is not None:
-        return gdn_stream_triton(qkv, a, b, conv_weights, weights, conv_state, state.states, ring)
-    if intermediate is None and qkv.shape[1] == 1:
-        return gdn_classic_triton(qkv, a, b, conv_weights, weights, conv_state, state)
-    inputs = DeltaInputs(*split_qkv(qkv, state.states), a, b)
-    return _recurrent(inputs, state, intermediate, conv_weights, weights, conv_state)
+    if step.ring is not None:
+        return gdn_stream_triton(qkv, a, b, weights, step)
+    if step.state.intermediate is None and qkv.shape[1] == 1:
+        return gdn_classic_triton(qkv, a, b, weights, step)
+    return _recurrent(DeltaInputs(*split_qkv(qkv, step.state.states), a, b), step.state, weights, step)
 
 
-def recurrent_gated_delta_rule_triton(
-    inputs: DeltaInputs, state: StateSlots, intermediate: IntermediateStates | None = None
-) -> Tensor:
+def recurrent_gated_delta_rule_triton(inputs: DeltaInputs, state: StateSlots) -> Tensor:
     """`recurrent_gated_delta_rule` in one launch."""
-    return _recurrent(inputs, state, intermediate)
+    return _recurrent(inputs, state)
 
 
 def _recurrent(
-    inputs: DeltaInputs,
-    state: StateSlots,
-    intermediate: IntermediateStates | None,
-    conv_weights: ConvWeights | None = None,
-    weights: GateWeights | None = None,
-    conv_state: ConvState | None = None,
+    inputs: DeltaInputs, state: StateSlots, weights: GateWeights | None = None, step: FusedStep | None = None
 ) -> Tensor:
     """With weights the inputs are raw: q, k, v in front of the conv, and a and b instead of g and beta."""
     q, _, v, _, _ = inputs
-    states, read_slots, write_slots = state
+    states, read_slots, write_slots, intermediate = state
     stored, rows, parents = intermediate or (None, None, None)
-    weight, bias, _ = conv_weights or (None, None, None)
-    conv, _, _, positions = conv_state or (None, None, None, None)
+    weight, bias, _ = step.conv_weights if step else (None, None, None)
+    conv, _, _, positions = step.conv_state if step else (None, None, None, None)
+    A_log, dt_bias, beta_scale = weights or (None, None, 1.0)
     _, value_heads, value_dim, key_dim = states.shape
     out, block_v = torch.empty(v.shape, dtype=v.dtype, device=v.device), min(BLOCK_V, triton.next_power_of_2(value_dim))
     if out.numel():
         _recurrent_kernel[len(v), value_heads, triton.cdiv(value_dim, block_v)](
-            *inputs, out, weight, bias, *(weights or (None, None)), conv, states, stored, read_slots, write_slots,
+            *inputs, out, weight, bias, A_log, dt_bias, conv, states, stored, read_slots, write_slots,
             positions, rows, parents, *map(strides, inputs), 0 if conv is None else conv.stride(0), states.stride(0),
             *((0, 0) if stored is None else stored.stride()[:2]), 0 if parents is None else parents.stride(0),
             T=v.shape[1], HK=q.shape[2], HV=value_heads, K=key_dim, V=value_dim,
             TAPS=0 if weight is None else weight.shape[1], WC=0 if conv is None else conv.shape[2],
-            BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block_v, **pdl(v.device),
+            BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block_v, BETA_SCALE=beta_scale, **pdl(v.device),
         )  # fmt: skip
     return out

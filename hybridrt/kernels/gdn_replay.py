@@ -21,8 +21,8 @@ from torch import Tensor
 
 from hybridrt.kernels.gated_delta_rule import l2_normalize
 from hybridrt.kernels.records import DeltaInputs, StateRing, StateSlots
-from hybridrt.kernels.slots import pad_mask, read_rows
-from hybridrt.kernels.state_ring import write_entries
+from hybridrt.kernels.slots import pad_mask, read_rows, write_columns
+from hybridrt.kernels.state_ring import ring_entries
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def gdn_replay(inputs: DeltaInputs, state: StateSlots, ring: StateRing) -> Tenso
     `state` holds the checkpoints; it is read alone. The cursors are not moved (`advance_ring` does that). Returns
     `[B, T, Hv, V]` in v's dtype.
     """
-    (q, k, v, g, beta), (states, slots, _) = inputs, state
+    (q, k, v, g, beta), (states, slots, _, _) = inputs, state
     values, keys, gates, rows, start, length = ring
     tokens, width = q.shape[1], values.shape[2]
     history = _read_history(ring)
@@ -57,20 +57,18 @@ def gdn_replay(inputs: DeltaInputs, state: StateSlots, ring: StateRing) -> Tenso
     out, corrected = _new_tokens(base, new_keys, queries, v, log_decay, beta.float(), values.dtype)
     column = ((start + length).unsqueeze(1) + torch.arange(tokens, device=start.device)) % width
     for tensor, entries in ((values, corrected.transpose(1, 2)), (keys, new_keys.transpose(1, 2)), (gates, g)):
-        write_entries(tensor, slots, rows, column, entries)
+        write_columns(tensor, slots, column, entries, rows)
     return out.transpose(1, 2).masked_fill(pad_mask(slots, 4), 0).to(q.dtype)
 
 
 def _read_history(ring: StateRing) -> _History:
-    values, keys, gates, rows, start, length = ring
-    place = torch.arange(values.shape[2], device=rows.device)
-    row, column = rows.clamp(min=0).unsqueeze(1), (start.unsqueeze(1) + place) % values.shape[2]
-    visible = (place < length.unsqueeze(1)).unsqueeze(1)
+    *stored, length = ring
+    visible = torch.arange(ring.gates.shape[2], device=length.device) < length[:, None]
     # Columns that are not visible may hold anything, NaN included, so they are replaced and not multiplied by zero.
-    entry_values, entry_keys = (
-        torch.where(visible.unsqueeze(-1), part[row, :, column].transpose(1, 2), 0).float() for part in (values, keys)
+    entry_values, entry_keys, entry_gates = (
+        torch.where(visible.view(*visible.shape, *[1] * (part.ndim - 2)), part, 0).transpose(1, 2)
+        for part in ring_entries(*stored)
     )
-    entry_gates = torch.where(visible, gates[row, :, column].transpose(1, 2), 0)
     # From the end, not as a difference of sums from the start: strong decays long ago would round it away.
     since = entry_gates.flip(-1).cumsum(-1).flip(-1)
     return _History(entry_values, entry_keys, F.pad(since[..., 1:], (0, 1)), since[..., 0])

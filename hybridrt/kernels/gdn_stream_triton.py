@@ -28,8 +28,8 @@ from hybridrt.kernels.mamba2_common_triton import (
     strides,
 )
 from hybridrt.kernels.pdl_triton import begin, begin_in_turn, pdl
-from hybridrt.kernels.records import ConvState, ConvWeights, GateWeights, StateRing
-from hybridrt.kernels.state_ring_triton import exact_dot
+from hybridrt.kernels.records import FusedStep, GateWeights
+from hybridrt.kernels.state_ring_triton import exact_dot, multiply_state
 
 _EPS = tl.constexpr(L2_NORM_EPS)
 
@@ -43,7 +43,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     conv_ss: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr,
     T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr, BETA_SCALE: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [rows, key heads], each with its value heads."""
     b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -104,7 +105,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         raw_a = tl.load(a_ptr + b * a_strides[0] + t * a_strides[1] + h, mask=h_mask, other=0.0)
         raw_b = tl.load(b_ptr + b * b_strides[0] + t * b_strides[1] + h, mask=h_mask, other=0.0).to(tl.float32)
         gate = log_decay(raw_a, A_log, dt_bias)
-        tl.store(betas_ptr + (b * T + t) * HV + h, tl.sigmoid(raw_b), mask=h_mask)
+        tl.store(betas_ptr + (b * T + t) * HV + h, BETA_SCALE * tl.sigmoid(raw_b), mask=h_mask)
         since += gate
         is_t = t_all == t
         fresh = fresh * tl.exp(gate)[:, None] + tl.where(is_t, 1.0, 0.0)[None, :]
@@ -214,7 +215,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
                     cells + first, mask=v_mask[:, None] & mask[None, :], other=0.0, eviction_policy="evict_first"
                 )
             tile = tl.load(vectors + first, mask=n_mask[:, None] & mask[None, :], other=0.0)
-            acc = _multiply(state, tile, acc)
+            acc = multiply_state(state, tile, acc)
         scores_cells = scores_ptr + (head + n)[:, None] * W + w[None, :]
         scores = tl.load(scores_cells, mask=n_mask[:, None] & past[None, :], other=0.0)
         read = tl.trans(acc) * decays[:, None] + exact_dot(scores, values)
@@ -236,29 +237,10 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + t * (HV * V), result.to(out_ptr.dtype.element_ty), mask=v_mask)
 
 
-@triton.jit
-def _multiply(state, vectors, acc):  # type: ignore[no-untyped-def]
-    """acc + state [V, K] vectors^T [K, N]."""
-    if state.dtype == vectors.dtype and state.dtype != tl.float32:
-        acc = tl.dot(state, tl.trans(vectors), acc=acc)
-    else:
-        acc += exact_dot(state.to(tl.float32), tl.trans(vectors))
-    return acc
-
-
-def gdn_stream_triton(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    conv_weights: ConvWeights,
-    weights: GateWeights,
-    conv_state: ConvState,
-    states: Tensor,
-    ring: StateRing,
-) -> Tensor:
-    """`gdn_decode` with a state ring; arguments as there, `states` [S+1, Hv, V, K]."""
-    weight, bias, _ = conv_weights
-    conv, slots, _, start_positions = conv_state
+def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
+    """`gdn_decode` with a state ring."""
+    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring = step
+    assert ring is not None
     batch, tokens, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
     key_heads, device = (channels - value_heads * value_dim) // (2 * key_dim), qkv.device
@@ -275,9 +257,11 @@ def gdn_stream_triton(
     sizes |= {"TAPS": weight.shape[1], "WC": conv.shape[2]}
     rows = slots, start_positions, ring.rows, ring.start, ring.length
     _prepare_kernel[batch, key_heads](
-        qkv, a, b, weight, bias, *weights, conv, ring.keys, ring.gates, vectors, scores, decays, betas,
+        qkv, a, b, weight, bias, weights.A_log, weights.dt_bias, conv, ring.keys, ring.gates,
+        vectors, scores, decays, betas,
         *rows, strides(qkv), strides(a), strides(b), conv.stride(0), ring.keys.stride(0), ring.gates.stride(0),
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BLOCK_H=triton.next_power_of_2(value_heads // key_heads),
+        BETA_SCALE=weights.beta_scale,
         # One token's few sums stay within a warp; several tokens are products of tiles.
         PRECISION=dot_precision(ring.keys.dtype), num_warps=1 if tokens == 1 else 4, **sizes, **pdl(device),
     )  # fmt: skip

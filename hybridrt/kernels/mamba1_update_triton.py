@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybridrt.kernels.mamba2_common_triton import silu, softplus, state_of_parent, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
-from hybridrt.kernels.records import BCNorms, IntermediateStates, SSMInputs, SSMWeights, StateSlots
+from hybridrt.kernels.records import BCNorms, SSMInputs, SSMWeights, StateSlots
 
 # Elements of a program's states: 8 a thread.
 _TILE = 1024
@@ -79,15 +79,11 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 
 
 def mamba1_update_triton(
-    inputs: SSMInputs,
-    weights: SSMWeights,
-    state: StateSlots,
-    intermediate: IntermediateStates | None = None,
-    norms: BCNorms | None = None,
+    inputs: SSMInputs, weights: SSMWeights, state: StateSlots, norms: BCNorms | None = None
 ) -> Tensor:
     """`mamba1_update` in one launch."""
     (x, dt, B, C, z), (A, D, dt_bias, _) = inputs, weights
-    states, read_slots, write_slots = state
+    states, read_slots, write_slots, intermediate = state
     stored, rows, parents = intermediate or (None, None, None)
     batch, tokens, channels = x.shape
     out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)

@@ -38,11 +38,11 @@ def log_decay(a, A_log, dt_bias):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def time_step(dt_ptr, dt_bias_ptr, h, dt_min, dt_max):  # type: ignore[no-untyped-def]
-    """clamp(softplus(dt + dt_bias)) of head h: dt_ptr points at the head's raw dt."""
-    dt = tl.load(dt_ptr).to(tl.float32)
+def time_step(dt_ptr, dt_bias_ptr, h, mask, dt_min, dt_max):  # type: ignore[no-untyped-def]
+    """clamp(softplus(dt + dt_bias)) of heads h: dt_ptr points at their raw dt. What is masked means nothing."""
+    dt = tl.load(dt_ptr, mask=mask).to(tl.float32)
     if dt_bias_ptr is not None:
-        dt += tl.load(dt_bias_ptr + h).to(tl.float32)
+        dt += tl.load(dt_bias_ptr + h, mask=mask).to(tl.float32)
     return tl.minimum(tl.maximum(softplus(dt), dt_min), dt_max)
 
 

@@ -3,9 +3,9 @@
 It reads one merged projection (z, x|B|C, dt) and ends at the input of the output projection (or of the gated norm), in
 one of three state modes:
 
-- classic: the state is read and written each step (no `ring`, no `intermediate`);
-- replay: the state is a checkpoint, and the inputs since stand in a `ring` (`mamba2_replay.py`);
-- intermediate: the state is read only, and the state after each token stored (`intermediate`).
+- classic: the state is read and written each step;
+- replay: with a `ring`; the state is a checkpoint, and the inputs since stand there (`mamba2_replay.py`);
+- intermediate: with `state.intermediate`; the state is read only, and the state after each token stored.
 
 Tokens of a row form a chain; draft trees go through `causal_conv1d_update` and `selective_state_update`.
 """
@@ -20,54 +20,36 @@ from hybridrt.kernels.causal_conv1d import causal_conv1d_update
 from hybridrt.kernels.mamba2_common import skip_and_gate, split_conv_channels, time_step
 from hybridrt.kernels.mamba2_replay import mamba2_replay
 from hybridrt.kernels.operation import by, operation
-from hybridrt.kernels.records import (
-    ConvState,
-    ConvWeights,
-    IntermediateStates,
-    SSMInputs,
-    SSMWeights,
-    StateRing,
-    StateSlots,
-)
+from hybridrt.kernels.records import ConvState, ConvWeights, FusedStep, SSMInputs, SSMWeights
 from hybridrt.kernels.selective_state_update import selective_state_update
 from hybridrt.kernels.slots import consecutive
 from hybridrt.kernels.state_ring import check_step
 
 
-def _check(xBC: Tensor, *_: Any, **named: Any) -> None:
-    check_step(xBC, **named)
+def _check(xBC: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
+    check_step(xBC, step)
 
 
 @operation(by("triton"), check=_check)
 def mamba2_decode(
-    xBC: Tensor,
-    dt: Tensor,
-    z: Tensor | None,
-    *,
-    conv_weights: ConvWeights,
-    weights: SSMWeights,
-    conv_state: ConvState,
-    state: StateSlots,
-    ring: StateRing | None = None,
-    intermediate: IntermediateStates | None = None,
-    out: Tensor | None = None,
+    xBC: Tensor, dt: Tensor, z: Tensor | None, *, weights: SSMWeights, step: FusedStep, out: Tensor | None = None
 ) -> Tensor:
     """Advances each of B rows by T tokens.
 
     Args:
         xBC: [B, T, C] raw conv inputs: x [H*P], B [G*N], C [G*N] side by side. dt: [B, T, H] raw. z: [B, T, H, P] or
             None. Any row and token stride: they may be column slices of one projection.
-        conv_state, state: of the same slots; those read and written are equal in replay mode.
         out: [B, T, H, P] of any row and token stride, where the result is to be left.
 
     Returns:
         [B, T, H, P] in xBC's dtype.
 
     Raises:
-        ConfigError: the conv ring or the state ring is too narrow for T tokens.
+        ConfigError: the conv ring or the state ring is too narrow for T tokens, or the conv does not end in SiLU.
     """
     # The separate operations one after the other, but for the plain decode step
-    states, read_slots, write_slots = state
+    conv_weights, conv_state, state, ring = step
+    states, read_slots, write_slots, intermediate = state
     run = None
     if xBC.shape[1] == 1 and ring is None and intermediate is None and read_slots is write_slots:
         run = _rows_in_place(conv_weights, conv_state, states, xBC)
@@ -79,7 +61,7 @@ def mamba2_decode(
     x, B, C = split_conv_channels(conved, states.shape)
     inputs = SSMInputs(x, dt, B, C, z)
     if ring is None:
-        return selective_state_update.reference(inputs, weights, state, intermediate, out)
+        return selective_state_update.reference(inputs, weights, state, out)
     y = mamba2_replay(inputs, weights, state, ring)
     return y if out is None else out.copy_(y)
 

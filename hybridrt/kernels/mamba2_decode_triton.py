@@ -5,35 +5,17 @@ from torch import Tensor
 from hybridrt.kernels.causal_conv1d_triton import causal_conv1d_update_triton
 from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.mamba2_replay_decode_triton import replay_decode_triton
-from hybridrt.kernels.records import (
-    ConvState,
-    ConvWeights,
-    IntermediateStates,
-    SSMInputs,
-    SSMWeights,
-    StateRing,
-    StateSlots,
-)
+from hybridrt.kernels.records import FusedStep, SSMInputs, SSMWeights
 from hybridrt.kernels.selective_state_update_triton import selective_state_update_triton
 
 
 def mamba2_decode_triton(
-    xBC: Tensor,
-    dt: Tensor,
-    z: Tensor | None,
-    *,
-    conv_weights: ConvWeights,
-    weights: SSMWeights,
-    conv_state: ConvState,
-    state: StateSlots,
-    ring: StateRing | None = None,
-    intermediate: IntermediateStates | None = None,
-    out: Tensor | None = None,
+    xBC: Tensor, dt: Tensor, z: Tensor | None, *, weights: SSMWeights, step: FusedStep, out: Tensor | None = None
 ) -> Tensor:
     """Triton `mamba2_decode`."""
-    if ring is not None:
-        return replay_decode_triton(xBC, dt, z, conv_weights, weights, conv_state, state.states, ring, out)
+    if step.ring is not None:
+        return replay_decode_triton(xBC, dt, z, weights, step, out)
     # Two launches: one kernel would repeat the conv for every tile of the state, which costs more than a launch.
-    conved = causal_conv1d_update_triton(xBC, conv_weights, conv_state)
-    x, B, C = split_conv_channels(conved, state.states.shape)
-    return selective_state_update_triton(SSMInputs(x, dt, B, C, z), weights, state, intermediate, out)
+    conved = causal_conv1d_update_triton(xBC, step.conv_weights, step.conv_state)
+    x, B, C = split_conv_channels(conved, step.state.states.shape)
+    return selective_state_update_triton(SSMInputs(x, dt, B, C, z), weights, step.state, out)

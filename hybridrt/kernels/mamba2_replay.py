@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
 from hybridrt.kernels.records import SSMInputs, SSMWeights, StateRing, StateSlots
-from hybridrt.kernels.slots import pad_mask, read_rows
-from hybridrt.kernels.state_ring import ring_entries, write_entries
+from hybridrt.kernels.slots import pad_mask, read_rows, write_columns
+from hybridrt.kernels.state_ring import ring_entries
 
 
 def mamba2_replay(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, ring: StateRing) -> Tensor:
@@ -20,12 +20,12 @@ def mamba2_replay(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, rin
     `state` holds the checkpoints; it is read alone. Returns [B, T, H, P] in x's dtype.
     """
     (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    states, slots, _ = state
+    states, slots, _, _ = state
     values, keys, gates, rows, start, length = ring
     new = torch.arange(x.shape[1], device=x.device)
     column = (start[:, None] + length[:, None] + new) % gates.shape[2]
     for tensor, entries in ((values, x), (keys, B), (gates, time_step(dt, dt_bias, dt_limit))):
-        write_entries(tensor, slots, rows, column, entries)
+        write_columns(tensor, slots, column, entries, rows)
     v, k, g = ring_entries(values, keys, gates, rows, start)
     y = _read(read_rows(states, slots).float(), v, k, g, A, C.float(), length[:, None] + new)
     return skip_and_gate(y, x, D, z).masked_fill_(pad_mask(slots, 4), 0.0).to(x.dtype)

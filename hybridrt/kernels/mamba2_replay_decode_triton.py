@@ -20,13 +20,13 @@ from hybridrt.kernels.mamba2_common_triton import (
     conv_tokens,
     push_inputs,
     silu,
-    softplus,
     step_input,
     strides,
+    time_step,
 )
 from hybridrt.kernels.pdl_triton import begin, begin_in_turn, pdl
-from hybridrt.kernels.records import ConvState, ConvWeights, SSMWeights, StateRing
-from hybridrt.kernels.state_ring_triton import exact_dot
+from hybridrt.kernels.records import FusedStep, SSMWeights
+from hybridrt.kernels.state_ring_triton import exact_dot, multiply_state
 
 
 @triton.jit
@@ -144,11 +144,7 @@ def _enter_group(  # type: ignore[no-untyped-def]
     since = tl.zeros([BLOCK_H], tl.float32)
     fresh = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
     for t in range(T):
-        dt = tl.load(dt_row + t * dt_stride + h, mask=h_mask, other=0.0)
-        dt = dt.to(tl.float32)
-        if dt_bias_ptr is not None:
-            dt += tl.load(dt_bias_ptr + h, mask=h_mask, other=0.0).to(tl.float32)
-        dt = tl.minimum(tl.maximum(softplus(dt), dt_min), dt_max)
+        dt = time_step(dt_row + t * dt_stride + h, dt_bias_ptr, h, h_mask, dt_min, dt_max)
         tl.store(gates_row + (start + length + t) % W, dt, mask=h_mask)
         since += A * dt
         is_t = t_all == t
@@ -215,7 +211,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
 
     acc = tl.zeros([BLOCK_P, BLOCK_N if BLOCK_T == 1 else BLOCK_T], tl.float32)
     if WHOLE:
-        acc = _multiply(state, tl.load(queries, mask=(t < T)[:, None] & (n < N)[None, :], other=0.0), acc)
+        acc = multiply_state(state, tl.load(queries, mask=(t < T)[:, None] & (n < N)[None, :], other=0.0), acc)
     else:
         for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
             n_mask = n < N - first
@@ -224,7 +220,9 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
                 state = tl.load(cells + first, eviction_policy="evict_first")
             else:
                 state = tl.load(cells + first, mask=mask, other=0.0, eviction_policy="evict_first")
-            acc = _multiply(state, tl.load(queries + first, mask=(t < T)[:, None] & n_mask[None, :], other=0.0), acc)
+            acc = multiply_state(
+                state, tl.load(queries + first, mask=(t < T)[:, None] & n_mask[None, :], other=0.0), acc
+            )
     if BLOCK_T == 1:
         y = (tl.sum(acc, axis=1) * tl.sum(decays))[None, :]
         y += tl.sum(values.to(tl.float32) * tl.trans(scores), axis=0)[None, :]
@@ -235,32 +233,13 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=live)
 
 
-@triton.jit
-def _multiply(state, queries, acc):  # type: ignore[no-untyped-def]
-    """acc + state [P, N] times queries [T, N]; element by element, to be summed over N at the end, where T is 1."""
-    if queries.shape[0] == 1:
-        acc += state.to(tl.float32) * queries.to(tl.float32)
-    elif state.dtype == queries.dtype and state.dtype != tl.float32:
-        acc = tl.dot(state, tl.trans(queries), acc=acc)
-    else:
-        acc += exact_dot(state.to(tl.float32), tl.trans(queries))
-    return acc
-
-
 def replay_decode_triton(
-    xBC: Tensor,
-    dt: Tensor,
-    z: Tensor | None,
-    conv_weights: ConvWeights,
-    weights: SSMWeights,
-    conv_state: ConvState,
-    states: Tensor,
-    ring: StateRing,
-    out: Tensor | None = None,
+    xBC: Tensor, dt: Tensor, z: Tensor | None, weights: SSMWeights, step: FusedStep, out: Tensor | None = None
 ) -> Tensor:
-    """`mamba2_decode` with a state ring; arguments as there, `states` [S+1, H, P, N]."""
-    (weight, bias, _), (A, D, dt_bias, dt_limit) = conv_weights, weights
-    conv, slots, _, start_positions = conv_state
+    """`mamba2_decode` with a state ring."""
+    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring = step
+    A, D, dt_bias, dt_limit = weights
+    assert ring is not None
     values, keys, gates, rows, start, length = ring
     batch, tokens, _ = xBC.shape
     _, heads, dim, state_dim = states.shape

@@ -19,18 +19,12 @@ from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
 
 @operation(by("triton"), by("mamba_ssm", priority=5))
 def mamba2_chunk_scan(
-    inputs: SSMInputs,
-    weights: SSMWeights,
-    state: StateSlots,
-    prompts: Prompts,
-    snapshot_slots: Tensor | None = None,
-    out: Tensor | None = None,
+    inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, out: Tensor | None = None
 ) -> Tensor:
     """Scans the new tokens of each request from its state and leaves the state after them in the pool.
 
     Args:
         inputs: packed.
-        snapshot_slots: [n] int32, the slot that gets a copy of the state after each chunk of the plan, -1 for none.
         out: [T, H, P] in x's dtype, of any token stride, where the result goes; None for a new tensor.
 
     Returns:
@@ -39,7 +33,7 @@ def mamba2_chunk_scan(
     # The i-th chunks of all requests at once, for each i. This is the CPU path too; there it is fastest with
     # chunks of 64 to 128 tokens
     (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    states, read_slots, write_slots = state
+    states, read_slots, write_slots, _ = state
     query_start_loc, has_initial_state, plan = prompts
     num_tokens = x.shape[0]
     dt = time_step(dt, dt_bias, dt_limit)
@@ -52,8 +46,6 @@ def mamba2_chunk_scan(
         step = torch.where(inside[:, :, None], dt[token], 0.0)
         part, current[rows] = _chunk_step(x[token].float(), step, A, B[token].float(), C[token].float(), current[rows])
         y[torch.where(inside, token, num_tokens)] = part
-        if snapshot_slots is not None:
-            write_rows(states, snapshot_slots[chunk], current[rows])
     write_rows(states, write_slots, current)
     y = skip_and_gate(y[:-1], x, D, z)
     dead = ~live_tokens(read_slots, query_start_loc, num_tokens)

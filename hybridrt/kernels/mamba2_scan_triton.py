@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.mamba2_common_triton import silu, softplus, strides
+from hybridrt.kernels.mamba2_common_triton import silu, strides, time_step
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
 
@@ -46,10 +46,8 @@ def _time_step_kernel(  # type: ignore[no-untyped-def]
     first, end = tl.load(cu_chunks_ptr + chunk), tl.load(cu_chunks_ptr + chunk + 1)
     token = first + tl.arange(0, BLOCK_Q)
     mask = (token < end)[:, None] & (h < H)[None, :]
-    dt = tl.load(dt_ptr + token.to(tl.int64)[:, None] * dt_st + h[None, :], mask=mask, other=0.0).to(tl.float32)
-    if dt_bias_ptr is not None:
-        dt += tl.load(dt_bias_ptr + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
-    step = tl.where(mask, tl.minimum(tl.maximum(softplus(dt), dt_min), dt_max), 0.0)
+    dt = dt_ptr + token.to(tl.int64)[:, None] * dt_st + h[None, :]
+    step = tl.where(mask, time_step(dt, dt_bias_ptr, h[None, :], mask, dt_min, dt_max), 0.0)
     cum = tl.cumsum(step * tl.load(A_ptr + h, mask=h < H, other=0.0)[None, :], axis=0)
     place = h.to(tl.int64)[None, :] * num_tokens + token[:, None]
     tl.store(step_ptr + place, step, mask=mask)
@@ -89,7 +87,7 @@ def _gains_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _pass_kernel(  # type: ignore[no-untyped-def]
-    gains_ptr, cum_ptr, states_ptr, heads_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr, snapshot_slots_ptr,
+    gains_ptr, cum_ptr, states_ptr, heads_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr, states_ss: tl.constexpr, num_tokens,
     H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -113,10 +111,6 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
         total = tl.load(cum_row + tl.load(cu_chunks_ptr + chunk + 1) - 1)
         state = state * tl.exp(total) + tl.load(gains_ptr + place, mask=mask, other=0.0)
         place += H * SIZE
-        if snapshot_slots_ptr is not None:
-            snapshot = tl.load(snapshot_slots_ptr + chunk).to(tl.int64)
-            if snapshot >= 0:
-                tl.store(cells + snapshot * states_ss, state.to(states_ptr.dtype.element_ty), mask=mask)
     tl.store(cells + write * states_ss, state.to(states_ptr.dtype.element_ty), mask=mask)
 
 
@@ -207,16 +201,11 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
 
 
 def mamba2_chunk_scan_triton(
-    inputs: SSMInputs,
-    weights: SSMWeights,
-    state: StateSlots,
-    prompts: Prompts,
-    snapshot_slots: Tensor | None = None,
-    out: Tensor | None = None,
+    inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, out: Tensor | None = None
 ) -> Tensor:
     """`mamba2_chunk_scan` in five launches."""
     (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    (states, read_slots, write_slots), (_, has_initial_state, plan) = state, prompts
+    (states, read_slots, write_slots, _), (_, has_initial_state, plan) = state, prompts
     num_tokens, heads, dim = x.shape
     chunks, groups, state_dim, size = len(plan.seq_idx), B.shape[1], states.shape[3], plan.chunk_size
     out = torch.empty((num_tokens, heads, dim), dtype=x.dtype, device=x.device) if out is None else out
@@ -244,7 +233,7 @@ def mamba2_chunk_scan_triton(
             x, B, step, cum, gains, cu_chunks, strides(x), strides(B), num_tokens, **common, **tile, **launch,
         )  # fmt: skip
     _pass_kernel[triton.cdiv(dim * state_dim, 1024), heads, len(read_slots)](
-        gains, cum, states, chunk_heads, read_slots, write_slots, has_initial_state, snapshot_slots,
+        gains, cum, states, chunk_heads, read_slots, write_slots, has_initial_state,
         cu_chunks, plan.first_chunk, plan.last_chunk, states.stride(0), num_tokens,
         H=heads, SIZE=dim * state_dim, BLOCK=1024, **launch,
     )  # fmt: skip

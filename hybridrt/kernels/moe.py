@@ -3,7 +3,7 @@
 Shapes: T tokens of width D, E experts of inner width I, k experts chosen per token.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,31 @@ from torch import Tensor
 
 from hybridrt.kernels.activation import relu2, silu_and_mul
 from hybridrt.kernels.operation import by, operation
+
+
+class GroupedChoice(NamedTuple):
+    """How `router_sigmoid_grouped` chooses: top_k experts within the best topk_group of n_group groups. Their scores
+    become weights: over their sum if `renormalize`, times `scaling`."""
+
+    top_k: int
+    n_group: int
+    topk_group: int
+    renormalize: bool
+    scaling: float
+
+
+class ExpertStack(NamedTuple):
+    """E routed experts of one layer.
+
+    Attributes:
+        w_up: `[E, 2I, D]` (gate rows, then up rows) if `gated`, else `[E, I, D]`; w_down: `[E, D, I]`.
+        activation: of the gate, or of up where there is no gate.
+    """
+
+    w_up: Tensor
+    w_down: Tensor
+    activation: Literal["silu", "relu2"]
+    gated: bool
 
 
 @operation(by("triton", "hybridrt.kernels.moe_router_triton:router_softmax_triton"))
@@ -44,21 +69,15 @@ def router_softmax(
 
 @operation(by("triton", "hybridrt.kernels.moe_router_triton:router_sigmoid_grouped_triton"))
 def router_sigmoid_grouped(
-    logits: Tensor,
-    correction_bias: Tensor,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    renormalize: bool,
-    scaling: float,
-    rows: Tensor | None = None,
+    logits: Tensor, correction_bias: Tensor, choice: GroupedChoice, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The top_k experts within the topk_group best groups (DeepSeek-V3, section 2.1.2; Nemotron-H).
 
     logits `[T, E]`; correction_bias `[E]` float32 is added to the sigmoid scores for choosing only; a group's score is
-    the sum of its two best. Returns weights `[T, k]` float32 (the plain scores, over their sum if `renormalize`, times
-    `scaling`) and ids `[T, k]` int32. rows as in `router_softmax`.
+    the sum of its two best. Returns weights `[T, k]` float32, made of the plain scores, and ids `[T, k]` int32. rows as
+    in `router_softmax`.
     """
+    top_k, n_group, topk_group, renormalize, scaling = choice
     scores = torch.sigmoid(logits.float())
     grouped = (scores + correction_bias).unflatten(1, (n_group, scores.shape[1] // n_group))
     best_groups = grouped.topk(2, -1).values.sum(-1).topk(topk_group, -1).indices
@@ -71,26 +90,18 @@ def router_sigmoid_grouped(
 
 
 @operation(by("triton"))
-def fused_experts(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    *,
-    activation: Literal["silu", "relu2"],
-    gated: bool,
-) -> Tensor:
+def fused_experts(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
     """sum_j weights[t, j] * w_down[e] act(w_up[e] x[t]) over the experts e = ids[t, j] of each token.
 
-    x `[T, D]`; w_up `[E, 2I, D]` (gate rows, then up rows) if `gated` else `[E, I, D]`; w_down `[E, D, I]`; weights
-    `[T, k]` float32; ids `[T, k]` int32, -1 for none (padding). Returns `[T, D]` in x's dtype, summed in float32.
+    x `[T, D]`; weights `[T, k]` float32; ids `[T, k]` int32, -1 for none (padding). Returns `[T, D]` in x's dtype,
+    summed in float32.
     """
+    w_up, w_down, activation, gated = experts
     # Token-expert pairs sorted by expert, one pair of matrix products for each expert that was hit
-    experts, top_k = w_up.shape[0], ids.shape[1]
+    count, top_k = w_up.shape[0], ids.shape[1]
     flat = ids.flatten().long()
-    order = torch.where(flat < 0, experts, flat).argsort(stable=True)
-    counts = torch.bincount(flat + 1, minlength=experts + 1)[1:].tolist()
+    order = torch.where(flat < 0, count, flat).argsort(stable=True)
+    counts = torch.bincount(flat + 1, minlength=count + 1)[1:].tolist()
     tokens, pair_weights = order // top_k, weights.flatten()[order].unsqueeze(-1)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     start = 0

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.moe import GroupedChoice
 from hybridrt.kernels.pdl_triton import begin, pdl
 
 
@@ -115,15 +116,9 @@ def router_softmax_triton(
 
 
 def router_sigmoid_grouped_triton(
-    logits: Tensor,
-    correction_bias: Tensor,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    renormalize: bool,
-    scaling: float,
-    rows: Tensor | None = None,
+    logits: Tensor, correction_bias: Tensor, choice: GroupedChoice, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    top_k, n_group, topk_group, renormalize, scaling = choice
     weights, ids = _empty_routing(logits, top_k)
     tokens, experts = logits.shape
     if tokens:

@@ -5,7 +5,7 @@ in blocks of one expert each, and blocks are matrix products.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.launch import dot_precision
+from hybridrt.kernels.moe import ExpertStack
 from hybridrt.kernels.pdl_triton import begin, begin_in_turn, pdl
 
 # Up to here two small launches lay pairs out, each comparing all of them with all; from here on a sort is less work.
@@ -212,37 +213,24 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     tl.store(block_expert_ptr + p, tl.zeros([BLOCK_P], tl.int32) + experts, mask=(p >= opened) & (p < blocks))
 
 
-def fused_experts_triton(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    *,
-    activation: Literal["silu", "relu2"],
-    gated: bool,
-) -> Tensor:
+def fused_experts_triton(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
     """Two launches where most pairs meet an expert of their own, else the grouped products."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    hidden = torch.empty(ids.numel(), w_down.shape[2], dtype=x.dtype, device=x.device)
-    if ids.numel() == 0:
-        return out
-    meta = {"RELU2": activation == "relu2", "GATED": gated}
-    if ids.numel() <= w_up.shape[0] // 2:
-        _gathered(x, w_up, w_down, weights, ids, hidden, out, meta)
-    else:
-        _grouped(x, w_up, w_down, weights, ids, hidden, out, meta)
+    hidden = torch.empty(ids.numel(), experts.w_down.shape[2], dtype=x.dtype, device=x.device)
+    if ids.numel():
+        run = _gathered if ids.numel() <= experts.w_up.shape[0] // 2 else _grouped
+        run(x, experts, weights, ids, hidden, out)
     return out
 
 
-def _gathered(
-    x: Tensor, w_up: Tensor, w_down: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor, meta: dict
-) -> None:
+def _gathered(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor) -> None:
+    w_up, w_down, activation, gated = experts
     (tokens, width), (pairs, inner), top_k = x.shape, hidden.shape, ids.shape[1]
-    block_i, block_d = 2 if meta["GATED"] else 4, max(8, min(1024, triton.next_power_of_2(width)))
+    block_i, block_d = 2 if gated else 4, max(8, min(1024, triton.next_power_of_2(width)))
     _gathered_up_kernel[(pairs, triton.cdiv(inner, block_i))](
         x, w_up, ids, hidden, x.stride(0), w_up.stride(0), w_up.stride(1),
-        TOP_K=top_k, D=width, INNER=inner, BLOCK_I=block_i, BLOCK_D=block_d, num_warps=4, **meta, **pdl(x.device),
+        TOP_K=top_k, D=width, INNER=inner, RELU2=activation == "relu2", GATED=gated,
+        BLOCK_I=block_i, BLOCK_D=block_d, num_warps=4, **pdl(x.device),
     )  # fmt: skip
     block_i, block_d = max(8, min(512, triton.next_power_of_2(inner))), 2
     _gathered_down_kernel[(tokens, triton.cdiv(width, block_d))](
@@ -295,9 +283,9 @@ def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> _Blocks
     return _Blocks(layout, torch.searchsorted(ends, first, right=True), size)
 
 
-def _grouped(
-    x: Tensor, w_up: Tensor, w_down: Tensor, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor, meta: dict
-) -> None:
+def _grouped(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor) -> None:
+    w_up, w_down, activation, gated = experts
+    meta = {"RELU2": activation == "relu2", "GATED": gated}
     blocks, (tokens, width), top_k = _lay_out(ids, w_up.shape[0]), x.shape, ids.shape[1]
     y = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
     _launch_grouped(x, w_up, blocks, hidden, ids, {**meta, "PAIRS_PER_ROW": top_k, "ACTIVATE": True})

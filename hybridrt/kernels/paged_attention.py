@@ -6,8 +6,6 @@ holds slots. Page 0 stands for padding: it is never written, and no row reads wh
 that NaN in one request reaches no other.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +13,7 @@ from torch import Tensor
 from hybridrt.kernels.libraries.common import attention_limits
 from hybridrt.kernels.operation import by, operation
 from hybridrt.kernels.providers import decline
+from hybridrt.kernels.records import AttentionPrompts, AttentionRows, PagedKV
 
 _FA3 = attention_limits(head_dims=(64, 96, 128, 192, 256), architectures=(8, 9))
 _FLASHINFER = attention_limits(head_dims=(64, 128, 256), architectures=(8, 9, 10, 12))
@@ -33,35 +32,19 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_l
 
 
 @operation(by("triton"), by("sgl_kernel", priority=5, supports=_FA3))
-def attention_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    req_to_token: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    tree_mask: Tensor | None = None,
-    num_drafts: Tensor | None = None,
-    max_len: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
     """Attention of T new tokens per row, already in the cache, over each row's whole context.
 
-    q `[B, T, Hq, D]`; caches `[pages, page, Hkv, D]`; req_to_token `[R+1, max_context]` int32; rows `[B]`; seq_lens
-    `[B]`: the keys that the last of the T tokens sees. Token t of a chain sees seq_len - T + t + 1 keys; with
-    tree_mask `[B, T, T]` bool (ancestors and self) it sees the first seq_len - T keys and those of the last T that the
-    mask names. num_drafts `[B]` int32: tokens after the first 1 + num_drafts[b] of a row are padding without keys in
-    the cache, and what stands at their places is not read; None where all T are real. sliding_window: a token at
-    position p sees keys at positions > p - window; what all T tokens have left behind is not read, and its table
-    entries may be stale. max_len: an upper bound of seq_lens known on the host; None means the table's width. Returns
-    `[B, T, Hq, D]` in q's dtype; rows with seq_len 0 (padding) are zeros. If `out` of that shape is given, they are
-    left there: heads contiguous, tokens at any distance, also between rows. ConfigError: a kernel cannot write to an
-    `out` of other strides.
+    q `[B, T, Hq, D]`. Token t of a chain sees seq_len - T + t + 1 keys. A node of a tree sees the first seq_len - T
+    keys and those of the last T that its mask names. The places of padding drafts are not read. Keys that have left
+    the window of all T tokens are not read either, and their table entries may be stale. Returns `[B, T, Hq, D]` in q's
+    dtype; rows with seq_len 0 (padding) are zeros. If `out` of that shape is given, they are left there: heads
+    contiguous, tokens at any distance, also between rows. ConfigError: a kernel cannot write to an `out` of other
+    strides.
     """
-    batch, tokens, query_heads, head_dim = q.shape
+    k_cache, v_cache, req_to_token, scale, sliding_window = kv
+    rows, seq_lens, tree_mask, num_drafts, max_len = batch
+    num_rows, tokens, query_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     groups = query_heads // kv_heads
     slots, position = _last_slots(req_to_token, rows, seq_lens, tokens, sliding_window, max_len)
@@ -75,21 +58,21 @@ def attention_decode(
         stand_in = slots.gather(1, (last - position[:, 0]).clamp(min=0).long().unsqueeze(1))
         slots = torch.where(in_context, slots, stand_in)
         if tokens == 1:
-            visible = in_context.view(batch, 1, 1, context)
+            visible = in_context.view(num_rows, 1, 1, context)
         else:
             node = position - (seq_lens.unsqueeze(1) - tokens)
             visible = _visible(in_context, node, tokens, sliding_window, tree_mask)
-            visible = visible.unsqueeze(1).expand(-1, groups, -1, -1).reshape(batch, 1, groups * tokens, context)
+            visible = visible.unsqueeze(1).expand(-1, groups, -1, -1).reshape(num_rows, 1, groups * tokens, context)
     keys, values = (
-        _gather(cache, slots.view(-1)).view(batch, context, kv_heads, head_dim).transpose(1, 2).to(q.dtype)
+        _gather(cache, slots.view(-1)).view(num_rows, context, kv_heads, head_dim).transpose(1, 2).to(q.dtype)
         for cache in (k_cache, v_cache)
     )
     # The query heads that share a key head become extra query positions of that head: nothing is repeated.
-    query = q.view(batch, tokens, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
-    query = query.reshape(batch, kv_heads, groups * tokens, head_dim)
+    query = q.view(num_rows, tokens, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
+    query = query.reshape(num_rows, kv_heads, groups * tokens, head_dim)
     result = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
-    result = result.view(batch, kv_heads, groups, tokens, head_dim).permute(0, 3, 1, 2, 4)
-    result = result.reshape(batch, tokens, query_heads, head_dim)
+    result = result.view(num_rows, kv_heads, groups, tokens, head_dim).permute(0, 3, 1, 2, 4)
+    result = result.reshape(num_rows, tokens, query_heads, head_dim)
     if visible is not None:
         result.masked_fill_((seq_lens == 0).view(-1, 1, 1, 1), 0)
     return result if out is None else out.copy_(result)
@@ -100,28 +83,14 @@ def attention_decode(
     by("sgl_kernel", priority=5, supports=_FA3),
     by("flashinfer", priority=4, supports=_FLASHINFER),
 )
-def attention_extend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    req_to_token: Tensor,
-    rows: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    query_lens: Sequence[int],
-    seq_lens_host: Sequence[int],
-    out: Tensor | None = None,
-) -> Tensor:
+def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
     """Causal attention of ragged chunks of new tokens, already in the cache, over prefix and chunk.
 
-    q `[T, Hq, D]`: row b's tokens are q[query_start_loc[b] : query_start_loc[b + 1]] and end at position seq_lens[b] -
-    1. query_lens and seq_lens_host are the host's copies of the lengths. The rest as in `attention_decode`. Returns
-    `[T, Hq, D]` in q's dtype; tokens past the last row are zeros. If `out`, of any token stride, is given, they
-    are left there.
+    q `[T, Hq, D]`: the last token of row b is at position seq_lens[b] - 1. Returns `[T, Hq, D]` in q's dtype; tokens
+    past the last row are zeros. If `out`, of any token stride, is given, they are left there.
     """
+    k_cache, v_cache, req_to_token, scale, sliding_window = kv
+    rows, _, _, query_lens, seq_lens_host = batch
     out = torch.zeros_like(q, memory_format=torch.contiguous_format) if out is None else out.zero_()
     start = 0
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens_host, strict=True)):

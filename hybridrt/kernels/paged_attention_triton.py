@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.launch import dot_precision, multiprocessors
 from hybridrt.kernels.pdl_triton import begin, pdl
+from hybridrt.kernels.records import AttentionRows, PagedKV
 
 BLOCK_N = 64  # context positions per tile; half of it in float32
 BLOCK_M = 64  # query rows per tile at most; half of it in float32
@@ -200,32 +201,19 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=d_mask)
 
 
-def attention_decode_triton(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    req_to_token: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    tree_mask: Tensor | None = None,
-    num_drafts: Tensor | None = None,
-    max_len: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
     """`attention_decode` in one launch, or two where all contexts are split among programs (`_walk`).
 
     The split depends on shapes alone (max_len is not looked at), so that a graph's replay and an eager call of the same
     batch size give the same bits.
     """
-    batch, tokens, query_heads, head_dim = q.shape
-    kv_heads = k_cache.shape[2]
+    k_cache, v_cache, req_to_token, scale, sliding_window = kv
+    rows, seq_lens, tree_mask, num_drafts, _ = batch
+    (num_rows, tokens, query_heads, head_dim), kv_heads = q.shape, k_cache.shape[2]
     rows_per_head = tokens * query_heads // kv_heads
     tile = _tile(rows_per_head, q)
     head_blocks = kv_heads * triton.cdiv(rows_per_head, tile["BLOCK_M"])
-    walk = _walk(batch * head_blocks, req_to_token.shape[1], tile, q)
+    walk = _walk(num_rows * head_blocks, req_to_token.shape[1], tile, q)
     tile |= walk.tile
     splits = walk.splits
     if out is None:
@@ -233,10 +221,10 @@ def attention_decode_triton(
     token_stride = _token_stride(out)
     partial = lse = arrivals = None
     if splits > 1:
-        partial = torch.empty(batch, splits, tokens, query_heads, head_dim, dtype=torch.float32, device=q.device)
+        partial = torch.empty(num_rows, splits, tokens, query_heads, head_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
-        arrivals = _counters(req_to_token, batch * head_blocks) if walk.joined else None
-    _decode_kernel[(batch, head_blocks, splits)](
+        arrivals = _counters(req_to_token, num_rows * head_blocks) if walk.joined else None
+    _decode_kernel[(num_rows, head_blocks, splits)](
         q, k_cache, v_cache, req_to_token, rows, seq_lens, tree_mask, num_drafts, out, partial, lse, arrivals,
         q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
         0 if tree_mask is None else tree_mask.stride(0), 0 if tree_mask is None else tree_mask.stride(1),
@@ -246,7 +234,7 @@ def attention_decode_triton(
         **pdl(q.device),
     )  # fmt: skip
     if splits > 1 and not walk.joined:
-        _combine_kernel[(batch, tokens * query_heads)](
+        _combine_kernel[(num_rows, tokens * query_heads)](
             partial, lse, seq_lens, out, token_stride,
             T=tokens, HQ=query_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
             LEAST=walk.least, BLOCK_N=tile["BLOCK_N"], BLOCK_D=tile["BLOCK_D"],

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hybridrt.kernels.launch import H200_SHARED_MEMORY, dot_precision, multiprocessors, shared_memory
+from hybridrt.kernels.records import AttentionPrompts, PagedKV
 
 BLOCK_M, BLOCK_N = 128, 64  # query rows and context positions per tile; half of them in float32
 GATHER_FROM = 8192  # query rows of a key/value head and request, in the mean, from which on copying keys together pays
@@ -159,22 +160,10 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + at, out, mask=live[:, None] & (d < D)[None, :])
 
 
-def attention_extend_triton(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    req_to_token: Tensor,
-    rows: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    query_lens: Sequence[int],
-    seq_lens_host: Sequence[int],
-    out: Tensor | None = None,
-) -> Tensor:
+def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
     """`attention_extend` in one launch, or two where keys and values are copied together first."""
+    k_cache, v_cache, req_to_token, scale, sliding_window = kv
+    rows, query_start_loc, seq_lens, query_lens, seq_lens_host = batch
     query_heads, head_dim = q.shape[1:]
     kv_heads = k_cache.shape[2]
     groups = query_heads // kv_heads
@@ -189,12 +178,12 @@ def attention_extend_triton(
     gathered = _ample(q) and many and copied <= GATHER_MOST
     tile = _tile_of(q, kv_heads, query_lens, gathered)
     keys, values, total = k_cache, v_cache, 0
-    batch = (req_to_token, rows, query_start_loc, seq_lens)
+    where = (req_to_token, rows, query_start_loc, seq_lens)
     shape = {"HKV": kv_heads, "D": head_dim, "WINDOW": sliding_window or 0}
     if gathered:
-        keys, values, total = _gather(k_cache, v_cache, batch, blocks, q.dtype, tile["BLOCK_D"], shape)
+        keys, values, total = _gather(k_cache, v_cache, where, blocks, q.dtype, tile["BLOCK_D"], shape)
     _extend_kernel[(kv_heads, triton.cdiv(longest, tile["BLOCK_M"]), len(query_lens))](
-        q, keys, values, *batch, out, q.stride(0), q.stride(1), req_to_token.stride(0), total,
+        q, keys, values, *where, out, q.stride(0), q.stride(1), req_to_token.stride(0), total,
         scale * math.log2(math.e), GROUPS=groups, PAGED=not gathered, PRECISION=dot_precision(q.dtype),
         OUT_ST=out.stride(0), **shape, **tile,
     )  # fmt: skip
@@ -238,7 +227,7 @@ def _blocks(query_lens: Sequence[int], seq_lens: Sequence[int], sliding_window: 
 def _gather(
     k_cache: Tensor,
     v_cache: Tensor,
-    batch: tuple[Tensor, ...],
+    where: tuple[Tensor, ...],
     blocks: Sequence[int],
     dtype: torch.dtype,
     block_d: int,
@@ -249,7 +238,7 @@ def _gather(
     kv_heads, total = k_cache.shape[2], BLOCK_N * sum(blocks)
     both = torch.empty(2, kv_heads * total, block_d, dtype=dtype, device=k_cache.device)
     _gather_kernel[(max(blocks), kv_heads, len(blocks))](
-        k_cache, v_cache, *batch, *both, batch[0].stride(0), total,
+        k_cache, v_cache, *where, *both, where[0].stride(0), total,
         BLOCK_N=BLOCK_N, BLOCK_D=block_d, **shape, num_warps=8,
     )  # fmt: skip
     return *(TensorDescriptor.from_tensor(each, [BLOCK_N, block_d]) for each in both), total

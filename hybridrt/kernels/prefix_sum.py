@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.operation import by, operation
-from hybridrt.kernels.records import IntermediateStates, StateSlots
-from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
+from hybridrt.kernels.records import StateSlots
+from hybridrt.kernels.slots import advance_states, pad_mask
 
 
 @operation(by("triton"))
@@ -31,7 +31,7 @@ def prefix_sum_varlen(x: Tensor, state: StateSlots, query_start_loc: Tensor) -> 
         ConfigError: states and x do not hold as many numbers, or states are not float32.
     """
     shape = x.shape
-    states, read_slots, write_slots = state
+    states, read_slots, write_slots, _ = state
     x, states = flat(x, 1, states)
     out = torch.zeros_like(x)
     lens = query_start_loc.diff().tolist()
@@ -46,35 +46,26 @@ def prefix_sum_varlen(x: Tensor, state: StateSlots, query_start_loc: Tensor) -> 
 
 
 @operation(by("triton"))
-def prefix_sum_update(x: Tensor, state: StateSlots, intermediate: IntermediateStates | None = None) -> Tensor:
+def prefix_sum_update(x: Tensor, state: StateSlots) -> Tensor:
     """Running sums of T new tokens of each row: decode (T = 1), verify of a chain or of a tree (T > 1).
 
     Args:
         x: [B, T, *dims].
         state: as in `prefix_sum_varlen`.
-        intermediate: if given, the pool is left alone and the sum after each token stored.
 
     Returns:
         [B, T, *dims] in x's dtype.
     """
-    shape, (stored, rows, parents) = x.shape, stored_sums(intermediate, x.shape[1])
-    states, read_slots, write_slots = state
-    x, states = flat(x, 2, states)
-    initial = current = read_rows(states, read_slots)
+    shape = x.shape
+    x, state = flat_rows(x, state)
     out = torch.empty(x.shape, device=x.device)
-    for t in range(x.shape[1]):
-        if parents is not None:
-            parent = parents[:, t, None, None].long()
-            of_parent = out.gather(1, parent.clamp(min=0).expand(-1, 1, x.shape[2])).squeeze(1)
-            current = torch.where(parent[:, 0] < 0, initial, of_parent)
-        current = current + x[:, t].float()
-        out[:, t] = current
-    if stored is None:
-        write_rows(states, write_slots, current)
-    else:
-        assert rows is not None
-        write_rows(stored, torch.where(read_slots < 0, -1, rows), out)
-    return out.masked_fill_(pad_mask(read_slots, 3), 0.0).to(x.dtype).view(shape)
+
+    def step(t: int, before: Tensor) -> Tensor:
+        out[:, t] = before + x[:, t].float()
+        return out[:, t]
+
+    advance_states(state, x.shape[1], step)
+    return out.masked_fill_(pad_mask(state.read_state_slots, 3), 0.0).to(x.dtype).view(shape)
 
 
 def flat(x: Tensor, leading: int, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,10 +79,10 @@ def flat(x: Tensor, leading: int, states: Tensor) -> tuple[Tensor, Tensor]:
     return x.reshape(*x.shape[:leading], numbers), states.view(len(states), numbers)
 
 
-def stored_sums(
-    intermediate: IntermediateStates | None, tokens: int
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Where the sums after `tokens` tokens of each row are stored, [R+1, T, numbers]; rows and parents."""
-    if intermediate is None:
-        return None, None, None
-    return intermediate.stored.flatten(2)[:, :tokens], intermediate.rows, intermediate.parents
+def flat_rows(x: Tensor, state: StateSlots) -> tuple[Tensor, StateSlots]:
+    """`flat` of B rows of T tokens, the sums after each token included."""
+    intermediate = state.intermediate
+    if intermediate is not None:
+        intermediate = intermediate._replace(stored=intermediate.stored.flatten(2))
+    x, sums = flat(x, 2, state.states)
+    return x, state._replace(states=sums, intermediate=intermediate)

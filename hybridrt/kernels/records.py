@@ -3,13 +3,15 @@
 Shapes: B rows, T new tokens a row (prompts are packed: T tokens in all), S state slots, R running requests, C conv
 channels, K conv taps, Wc columns of a conv ring, W columns of a state ring. A state of Mamba-2 is [H, P, N] (H heads of
 P channels, N state columns, G groups of keys), of a Gated Delta Net [Hv, V, K] (Hv value heads, Hk key heads), of
-Mamba-1 [I, N] (I channels). Entry 0 of every pool is scratch. A row whose state slots are -1 is padding: it gets zeros
-and touches no state. Indices are int32. Activations, conv rings, values and keys of state rings share the model's
-dtype; pools of states are float32, bfloat16 or float16; the rest is float32 where nothing else is said. Token-wise
-tensors may have any row and token stride, so that they can be column slices of one projection.
+Mamba-1 [I, N] (I channels). Softmax attention has Hq query heads and Hkv key heads of dim D. Entry 0 of every pool is
+scratch. A row whose state slots are -1 is padding: it gets zeros and touches no state. Indices are int32. Activations,
+conv rings, values and keys of state rings share the model's dtype; pools of states are float32, bfloat16 or float16;
+the rest is float32 where nothing else is said. Token-wise tensors may have any row and token stride, so that they can
+be column slices of one projection.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -44,17 +46,34 @@ class ConvState(NamedTuple):
     start_positions: Tensor
 
 
+class IntermediateStates(NamedTuple):
+    """Where a verify step leaves what it would make of the state, so that the pool keeps the state before it.
+
+    Attributes:
+        stored: [R+1, T or more, *state] in the dtype of the states: stored[rows[b], t] is the state after token t of
+            row b. For a conv [R+1, T, C, K-1]: the raw inputs that end at token t, oldest first.
+        rows: [B].
+        parents: [B, T] a draft tree: the parent (< t) of each node, -1 for the state in the pool. None for a chain.
+    """
+
+    stored: Tensor
+    rows: Tensor
+    parents: Tensor | None = None
+
+
 class StateSlots(NamedTuple):
     """The recurrent states of B rows.
 
     Attributes:
         states: [S+1, *state] pool.
         read_state_slots, write_state_slots: [B], where the state before and after the step stands.
+        intermediate: of a verify step: where the state after each token is stored. The pool is left alone then.
     """
 
     states: Tensor
     read_state_slots: Tensor
     write_state_slots: Tensor
+    intermediate: IntermediateStates | None = None
 
 
 class StateRing(NamedTuple):
@@ -74,19 +93,19 @@ class StateRing(NamedTuple):
     length: Tensor
 
 
-class IntermediateStates(NamedTuple):
-    """Where a verify step leaves what it would make of the state, so that the pool keeps the state before it.
+class FusedStep(NamedTuple):
+    """The conv and the states of a decode step that one operation does from the projection on.
 
     Attributes:
-        stored: [R+1, T or more, *state] in the dtype of the states: stored[rows[b], t] is the state after token t of
-            row b. For a conv [R+1, T, C, K-1]: the raw inputs that end at token t, oldest first.
-        rows: [B].
-        parents: [B, T] a draft tree: the parent (< t) of each node, -1 for the state in the pool. None for a chain.
+        conv_weights: with SiLU behind the conv.
+        conv_state, state: of the same slots; those read and written are equal with a ring.
+        ring: the inputs since the state in the pool, which is a checkpoint then.
     """
 
-    stored: Tensor
-    rows: Tensor
-    parents: Tensor | None = None
+    conv_weights: ConvWeights
+    conv_state: ConvState
+    state: StateSlots
+    ring: StateRing | None = None
 
 
 class Prompts(NamedTuple):
@@ -162,10 +181,78 @@ class DeltaInputs(NamedTuple):
 
 
 class GateWeights(NamedTuple):
-    """Numbers of each value head of a Gated Delta Net: [Hv] float32."""
+    """Numbers of each value head of a Gated Delta Net: [Hv] float32.
+
+    Attributes:
+        beta_scale: of beta, 1 or 2. With 2 a step's matrix I - beta k k^T may have negative eigenvalues (Grazzi et al.
+            2024).
+    """
 
     A_log: Tensor
     dt_bias: Tensor
+    beta_scale: float = 1.0
+
+
+class PagedKV(NamedTuple):
+    """A softmax attention layer's keys and values in pages, and how it weighs them (`paged_attention.py`).
+
+    Attributes:
+        k_cache, v_cache: [pages, page, Hkv, D].
+        req_to_token: [R+1, max_context] int32 table of KV slots.
+        scale: of the scores.
+        sliding_window: a token at position p sees keys at positions > p - window; None for all keys before it.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    req_to_token: Tensor
+    scale: float
+    sliding_window: int | None = None
+
+
+class AttentionRows(NamedTuple):
+    """B rows of T new tokens each, whose keys are in the cache already.
+
+    Attributes:
+        rows: [B] request rows.
+        seq_lens: [B] the keys that the last of the T tokens sees; 0 for padding.
+        tree_mask: [B, T, T] bool, what each node of a draft tree sees of the T: its ancestors and itself. None for a
+            chain.
+        num_drafts: [B] int32; tokens after the first 1 + num_drafts[b] of a row are padding without keys in the cache.
+            None where all T are real.
+        max_len: an upper bound of seq_lens known on the host; None means the table's width.
+    """
+
+    rows: Tensor
+    seq_lens: Tensor
+    tree_mask: Tensor | None = None
+    num_drafts: Tensor | None = None
+    max_len: int | None = None
+
+
+class AttentionPrompts(NamedTuple):
+    """New tokens of B prompts, packed along one axis, whose keys are in the cache already.
+
+    Attributes:
+        rows: [B] request rows.
+        query_start_loc: [B+1] int32; row b has the tokens from query_start_loc[b] to query_start_loc[b + 1].
+        seq_lens: [B] int32 length that counts the new tokens.
+        query_lens, seq_lens_host: new tokens and lengths, on the host.
+    """
+
+    rows: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    query_lens: Sequence[int]
+    seq_lens_host: Sequence[int]
+
+
+class KVPlaces(NamedTuple):
+    """Where keys and values go: caches [pages, page, Hkv, D], and the slot of each token, out_cache_loc [T] int32."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    out_cache_loc: Tensor
 
 
 class Rope(NamedTuple):

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from hybridrt.kernels.operation import by, operation
 from hybridrt.kernels.paged_attention import write_kv
-from hybridrt.kernels.records import Rope
+from hybridrt.kernels.records import KVPlaces, Rope
 from hybridrt.kernels.rms_norm import rms_norm
 
 
@@ -34,17 +34,8 @@ def qk_norm_rotary(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple
 
 
 @operation(by("triton"))
-def rotary_write_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    rope: Rope,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out_cache_loc: Tensor,
-) -> Tensor:
+def rotary_write_kv(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope, places: KVPlaces) -> Tensor:
     """`qk_norm_rotary`, then `write_kv` of the rotated k and of v `[T, Hkv, D]`. Returns the rotated q."""
     q, k = qk_norm_rotary.reference(q, k, positions, rope)
-    write_kv.reference(k, v, k_cache, v_cache, out_cache_loc)
+    write_kv.reference(k, v, *places)
     return q

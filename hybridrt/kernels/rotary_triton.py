@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hybridrt.kernels.mamba2_common_triton import strides
 from hybridrt.kernels.pdl_triton import begin, pdl
-from hybridrt.kernels.records import Rope
+from hybridrt.kernels.records import KVPlaces, Rope
 
 
 @triton.jit
@@ -97,31 +97,16 @@ def qk_norm_rotary_triton(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -
     return q, k
 
 
-def rotary_write_kv_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    rope: Rope,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out_cache_loc: Tensor,
-) -> Tensor:
+def rotary_write_kv_triton(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope, places: KVPlaces) -> Tensor:
     """`rotary_write_kv`; q is rotated in place, k and v are left alone."""
-    _launch(q, k, v, positions, rope, k_cache, v_cache, out_cache_loc)
+    _launch(q, k, v, positions, rope, places)
     return q
 
 
 def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    positions: Tensor,
-    rope: Rope,
-    k_cache: Tensor | None = None,
-    v_cache: Tensor | None = None,
-    out_cache_loc: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor | None, positions: Tensor, rope: Rope, places: KVPlaces | None = None
 ) -> None:
+    k_cache, v_cache, out_cache_loc = places or (None, None, None)
     cos_sin, q_weight, k_weight, eps = rope
     (tokens, query_heads, head_dim), half = q.shape, cos_sin.shape[1] // 2
     if tokens == 0:

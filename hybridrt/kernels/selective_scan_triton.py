@@ -149,7 +149,7 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
 def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts) -> Tensor:
     """`selective_scan` in three launches."""
     (x, dt, B, C, z), (A, D, dt_bias, _) = inputs, weights
-    states, read_slots, write_slots = state
+    states, read_slots, write_slots, _ = state
     _, has_initial_state, plan = prompts
     assert z is not None
     (tokens, channels), state_dim, chunks = x.shape, states.shape[2], len(plan.seq_idx)

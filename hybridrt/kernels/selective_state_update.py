@@ -12,23 +12,18 @@ from torch import Tensor
 
 from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
 from hybridrt.kernels.operation import by, operation
-from hybridrt.kernels.records import IntermediateStates, SSMInputs, SSMWeights, StateSlots
-from hybridrt.kernels.slots import pad_mask, parent_states, read_rows, write_rows
+from hybridrt.kernels.records import SSMInputs, SSMWeights, StateSlots
+from hybridrt.kernels.slots import advance_states, pad_mask
 
 
 @operation(by("triton"), by("flashinfer", priority=5), by("mamba_ssm", priority=4))
 def selective_state_update(
-    inputs: SSMInputs,
-    weights: SSMWeights,
-    state: StateSlots,
-    intermediate: IntermediateStates | None = None,
-    out: Tensor | None = None,
+    inputs: SSMInputs, weights: SSMWeights, state: StateSlots, out: Tensor | None = None
 ) -> Tensor:
     """Advances each row's state by its T tokens. T tokens at once equal T calls of one token, rounding included.
 
     Args:
         inputs: of B rows with T tokens each.
-        intermediate: if given, the pool is left alone and the state after each token stored.
         out: [B, T, H, P] of any row and token stride, where the result is to be left.
 
     Returns:
@@ -36,30 +31,17 @@ def selective_state_update(
     """
     # A loop over T alone
     (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    states, read_slots, write_slots = state
-    stored, rows, parents = intermediate or (None, None, None)
-    pad = pad_mask(read_slots, 4)
-    # Padding rows decay by one and add nothing, so writing them back leaves the scratch row 0 as it was.
-    step = time_step(dt, dt_bias, dt_limit).masked_fill_(pad[..., 0], 0.0)
+    step = time_step(dt, dt_bias, dt_limit)
     decay = (step * A).exp_()[..., None, None]
-    added = (x.float() * step[..., None]).masked_fill_(pad, 0.0)
-    keys, queries = B.masked_fill(pad, 0.0).float(), C.float()
+    added, keys, queries = x.float() * step[..., None], B.float(), C.float()
     y = torch.empty(x.shape, device=x.device)
-    initial = current = read_rows(states, read_slots).float()
-    stored_rows = None if rows is None else torch.where(read_slots < 0, -1, rows)
-    for t in range(x.shape[1]):
-        if parents is not None:
-            assert stored is not None and rows is not None
-            current = parent_states(initial, stored, rows, parents[:, t])
+
+    def token(t: int, current: Tensor) -> Tensor:
         y[:, t] = _token_step(current, decay[:, t], added[:, t], keys[:, t], queries[:, t])
-        current = current.to(states.dtype)
-        if stored is not None:
-            assert stored_rows is not None
-            write_rows(stored[:, t], stored_rows, current)
-        current = current.float()
-    if stored is None:
-        states.index_copy_(0, write_slots.clamp(min=0).long(), current.to(states.dtype))
-    y = skip_and_gate(y, x, D, z).masked_fill_(pad, 0.0).to(x.dtype)
+        return current
+
+    advance_states(state, x.shape[1], token)
+    y = skip_and_gate(y, x, D, z).masked_fill_(pad_mask(state.read_state_slots, 4), 0.0).to(x.dtype)
     return y if out is None else out.copy_(y)
 
 

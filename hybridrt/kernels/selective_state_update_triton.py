@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrt.kernels.mamba2_common_triton import silu, state_of_parent, strides, time_step
 from hybridrt.kernels.pdl_triton import begin, pdl
-from hybridrt.kernels.records import IntermediateStates, SSMInputs, SSMWeights, StateSlots
+from hybridrt.kernels.records import SSMInputs, SSMWeights, StateSlots
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     for t in range(T):
         if parents_ptr is not None:
             state = state_of_parent(parents_ptr + b * parents_sb, stored, stored_strides[1], t, initial, mask)
-        dt = time_step(dt_ptr + b * dt_strides[0] + t * dt_strides[1] + h, dt_bias_ptr, h, dt_min, dt_max)
+        dt = time_step(dt_ptr + b * dt_strides[0] + t * dt_strides[1] + h, dt_bias_ptr, h, None, dt_min, dt_max)
         x = _load(x_ptr + b * x_strides[0] + t * x_strides[1] + h * x_strides[2] + p, p_mask)
         key = _load(B_ptr + b * B_strides[0] + t * B_strides[1] + g * B_strides[2] + n, n_mask)
         query = _load(C_ptr + b * C_strides[0] + t * C_strides[1] + g * C_strides[2] + n, n_mask)
@@ -73,15 +73,11 @@ def _load(pointer, mask):  # type: ignore[no-untyped-def]
 
 
 def selective_state_update_triton(
-    inputs: SSMInputs,
-    weights: SSMWeights,
-    state: StateSlots,
-    intermediate: IntermediateStates | None = None,
-    out: Tensor | None = None,
+    inputs: SSMInputs, weights: SSMWeights, state: StateSlots, out: Tensor | None = None
 ) -> Tensor:
     """`selective_state_update` in one launch."""
     (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    states, read_slots, write_slots = state
+    states, read_slots, write_slots, intermediate = state
     stored, rows, parents = intermediate or (None, None, None)
     batch, tokens, heads, dim = x.shape
     if out is None:

@@ -4,7 +4,7 @@ With 1 to MAX_TOKENS rows a matrix product costs what reading its weights costs,
 the norm is recomputed instead of stored, the activation applied before the output is written.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,19 +28,23 @@ def is_skinny(x: Tensor, weight: Tensor, activation: Activation | None) -> bool:
     return x.is_cuda and 0 < x.shape[0] <= most and weight.dtype in (torch.bfloat16, torch.float16)
 
 
-def _check(
-    x: Tensor,
-    *_: Any,
-    tail: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    residual: Tensor | None = None,
-    **__: Any,
-) -> None:
+class InputNorm(NamedTuple):
+    """The RMS norm of a layer's input.
+
+    Attributes:
+        norm_weight: [K] float32, as in `rms_norm`; eps belongs to it.
+        residual: [T, K], added before the norm. It may be overwritten: use the returned sum instead.
+    """
+
+    norm_weight: Tensor
+    eps: float = 0.0
+    residual: Tensor | None = None
+
+
+def _check(x: Tensor, *_: Any, tail: Tensor | None = None, norm: InputNorm | None = None, **__: Any) -> None:
     if x.shape[0] > MAX_TOKENS:
         raise ConfigError(f"skinny_linear takes at most {MAX_TOKENS} tokens, not {x.shape[0]}")
-    if residual is not None and norm_weight is None:
-        raise ConfigError("skinny_linear adds a residual only in front of a norm; pass norm_weight too")
-    if tail is not None and norm_weight is not None:
+    if tail is not None and norm is not None:
         raise ConfigError("skinny_linear normalises one tensor; concatenate x and tail first")
 
 
@@ -51,9 +55,7 @@ def skinny_linear(
     bias: Tensor | None = None,
     *,
     tail: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    residual: Tensor | None = None,
+    norm: InputNorm | None = None,
     activation: Activation | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """act(rms_norm(x + residual) W^T + b) and x + residual; norm, residual, bias and activation are optional.
@@ -63,24 +65,23 @@ def skinny_linear(
         weight: [N, K] contiguous; bias: [N] or None.
         tail: [T, K - K1], the last columns of the input where x `[T, K1]` holds the first: two inputs of one merged
             weight need no copy side by side. Not with a norm.
-        norm_weight: [K] float32, as in `rms_norm`; eps belongs to it.
-        residual: [T, K], added before the norm. It may be overwritten: use the returned sum instead.
         activation: "silu_and_mul" halves N (gate rows, then up rows); "relu2".
 
     Returns:
         y [T, N] or [T, N / 2] in x's dtype, accumulated in float32; x + residual rounded to residual's dtype, or None.
 
     Raises:
-        ConfigError: too many tokens, a residual without a norm, or a tail with one.
+        ConfigError: too many tokens, or a tail with a norm.
     """
     # The separate operations one after the other
     dtype = x.dtype
     if tail is not None:
         x = torch.cat((x, tail), dim=-1)
-    if residual is not None:
-        x = residual = (x.float() + residual.float()).to(residual.dtype)
-    if norm_weight is not None:
-        x = rms_norm.reference(x, norm_weight, eps).to(dtype)
+    residual = None
+    if norm is not None:
+        if norm.residual is not None:
+            x = residual = (x.float() + norm.residual.float()).to(norm.residual.dtype)
+        x = rms_norm.reference(x, norm.norm_weight, norm.eps).to(dtype)
     y = F.linear(x, weight, bias)
     if activation == "silu_and_mul":
         y = silu_and_mul.reference(y)

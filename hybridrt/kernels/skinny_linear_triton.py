@@ -21,8 +21,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hybridrt.kernels.launch import dot_precision
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
-from hybridrt.kernels.skinny_linear import Activation
+from hybridrt.kernels.skinny_linear import Activation, InputNorm
 
+_NO_NORM = (None, 0.0, None)
 MULTIPROCESSORS = 132  # of the devices that the tiles are for; tiles do not change with the device
 
 
@@ -185,9 +186,7 @@ def skinny_linear_triton(
     bias: Tensor | None = None,
     *,
     tail: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    residual: Tensor | None = None,
+    norm: InputNorm | None = None,
     activation: Activation | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`skinny_linear`: one launch for one token, one more where several tokens have a norm."""
@@ -195,7 +194,8 @@ def skinny_linear_triton(
     out_features = weight.shape[0] // (2 if activation == "silu_and_mul" else 1)
     out = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
     if x.shape[0] == 1:
-        return out, _matvec(x, tail, weight, bias, norm_weight, eps, residual, activation, out)
+        return out, _matvec(x, tail, weight, bias, norm, activation, out)
+    norm_weight, eps, residual = norm or _NO_NORM
     if norm_weight is not None and residual is not None:
         x, residual = add_rms_norm_triton(x, residual, norm_weight, eps)
     elif norm_weight is not None:
@@ -209,13 +209,12 @@ def _matvec(
     tail: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
+    norm: InputNorm | None,
     activation: Activation | None,
     out: Tensor,
 ) -> Tensor | None:
     """Fills out and returns the new residual: another tensor, since programs still read the old one."""
+    norm_weight, eps, residual = norm or _NO_NORM
     rows, columns = weight.shape
     total = None if residual is None else torch.empty_like(residual)
     tile = matvec_tile(rows, columns)

@@ -1,7 +1,11 @@
 """Reading and writing pool rows by slot, where slot -1 marks a padding row. Nothing here waits for the device."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from hybridrt.kernels.records import StateSlots
 
 
 def pad_mask(slots: Tensor, ndim: int) -> Tensor:
@@ -37,11 +41,30 @@ def write_rows(pool: Tensor, slots: Tensor, values: Tensor) -> None:
     pool[:1] = scratch
 
 
-def parent_states(initial: Tensor, stored: Tensor, rows: Tensor, parents: Tensor) -> Tensor:
-    """[B, *state] float32, the state that a tree's node starts from: stored[rows, parents], or `initial` [B, *state]
-    where its parent [B] is -1."""
-    found = stored[rows.clamp(min=0), parents.clamp(min=0)].float()
-    return torch.where(pad_mask(parents, found.ndim), initial, found)
+def advance_states(state: StateSlots, tokens: int, step: Callable[[int, Tensor], Tensor]) -> None:
+    """Advances the states of B rows by `tokens` tokens each and leaves them where `state` says.
+
+    The state is rounded to its dtype after every token, as in so many steps of one token. In a draft tree a node starts
+    from the state of its parent.
+
+    Args:
+        step: (number of a token, state before it [B, *state] float32, which it may overwrite) to the state after it.
+    """
+    states, read_slots, write_slots, intermediate = state
+    current = read_rows(states, read_slots).float()
+    if intermediate is None:
+        for t in range(tokens):
+            current = step(t, current).to(states.dtype).float()
+        write_rows(states, write_slots, current)
+        return
+    (stored, rows, parents), initial = intermediate, current
+    kept = torch.where(read_slots < 0, -1, rows)
+    for t in range(tokens):
+        if parents is not None:
+            found = stored[rows.clamp(min=0), parents[:, t].clamp(min=0)].float()
+            current = torch.where(pad_mask(parents[:, t], found.ndim), initial, found)
+        current = step(t, current).to(states.dtype).float()
+        write_rows(stored[:, t], kept, current)
 
 
 def read_columns(conv: Tensor, slots: Tensor, columns: Tensor) -> Tensor:
@@ -49,10 +72,12 @@ def read_columns(conv: Tensor, slots: Tensor, columns: Tensor) -> Tensor:
     return conv[slots.clamp(min=0)[:, None], :, columns]
 
 
-def write_columns(conv: Tensor, slots: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Inverse of `read_columns`: values [B, n, C]; padding rows touch nothing."""
-    old = read_columns(conv, slots, columns)
-    conv[slots.clamp(min=0)[:, None], :, columns] = torch.where(pad_mask(slots, 3), old, values.to(conv.dtype))
+def write_columns(rings: Tensor, slots: Tensor, columns: Tensor, values: Tensor, rows: Tensor | None = None) -> None:
+    """rings[rows[b], :, columns[b, i]] = values [B, n, C, ...]; rows whose slot is -1 are padding and touch nothing.
+    rows [B] is where the rings of states stand; None: at `slots`, as those of convs do."""
+    ring = (slots.clamp(min=0) if rows is None else rows)[:, None]
+    old = rings[ring, :, columns]
+    rings[ring, :, columns] = torch.where(pad_mask(slots, values.ndim), old, values.to(rings.dtype))
 
 
 def live_tokens(slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.causal_conv1d import check_ring
 from hybridrt.kernels.operation import by, operation
-from hybridrt.kernels.records import ConvState, ConvWeights, StateRing
+from hybridrt.kernels.records import FusedStep
 from hybridrt.kernels.slots import read_rows, write_rows
 
 
@@ -38,6 +38,7 @@ class RingFolds:
     Attributes:
         state_slots, rows: the state slot and the ring of each.
         start, length: its oldest entry's column, and how many entries become part of the state.
+        write_state_slots: where the new states go; None: to state_slots. Nothing is written for slot -1.
     """
 
     state_slots: Tensor
@@ -45,6 +46,7 @@ class RingFolds:
     start: Tensor
     length: Tensor
     count: Tensor
+    write_state_slots: Tensor | None = None
 
 
 def check_ring_width(width: int, tokens: int) -> None:
@@ -54,15 +56,15 @@ def check_ring_width(width: int, tokens: int) -> None:
                           f"tokens_per_step={tokens}")  # fmt: skip
 
 
-def check_step(
-    inputs: Tensor, *, conv_weights: ConvWeights, conv_state: ConvState, ring: StateRing | None = None, **_: Any
-) -> None:
-    """Raises ConfigError unless the conv rings, and the state ring if there is one, take `inputs` [B, T, C]."""
-    if conv_weights.activation != "silu":
-        raise ConfigError(f"a fused step's conv ends in SiLU, not in {conv_weights.activation!r}")
-    check_ring(conv_state.conv, conv_weights.weight.shape[1], inputs.shape[1])
-    if ring is not None:
-        check_ring_width(ring.gates.shape[2], inputs.shape[1])
+def check_step(inputs: Tensor, step: FusedStep) -> None:
+    """Raises ConfigError unless the conv ends in SiLU, and its rings and the state ring, if there is one, take `inputs`
+    [B, T, C]."""
+    weight, _, activation = step.conv_weights
+    if activation != "silu":
+        raise ConfigError(f"a fused step's conv ends in SiLU, not in {activation!r}")
+    check_ring(step.conv_state.conv, weight.shape[1], inputs.shape[1])
+    if step.ring is not None:
+        check_ring_width(step.ring.gates.shape[2], inputs.shape[1])
 
 
 def _check_advance(*_: Any, width: int, widest: int) -> None:
@@ -93,20 +95,8 @@ def advance_ring(
 
 
 @operation(by("triton"))
-def fold_ring(
-    states: Tensor,
-    values: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    A: Tensor | None,
-    folds: RingFolds,
-    *,
-    write_state_slots: Tensor | None = None,
-) -> None:
-    """Writes the state after the entries that `folds` names, in L layers, to `write_state_slots` ([B] int32, None:
-    folds.state_slots).
-
-    Rings and cursors stay as they are. Nothing is written for slot -1.
+def fold_ring(states: Tensor, values: Tensor, keys: Tensor, gates: Tensor, A: Tensor | None, folds: RingFolds) -> None:
+    """Writes the state after the entries that `folds` names, in L layers. Rings and cursors stay as they are.
 
     Args:
         states: [L, S+1, H, P, N]; values: [L, R+1, H, W, P]; keys: [L, R+1, G, W, N]; gates: [L, R+1, H, W].
@@ -114,7 +104,7 @@ def fold_ring(
     """
     if states.device.type == "cpu" and not int(folds.count):
         return  # only on a CPU can this be read without waiting
-    targets = folds.state_slots if write_state_slots is None else write_state_slots
+    targets = folds.state_slots if folds.write_state_slots is None else folds.write_state_slots
     meant = torch.arange(len(folds.state_slots), device=states.device) < folds.count
     read, write = (torch.where(meant, slots, -1) for slots in (folds.state_slots, targets))
     for layer in range(states.shape[0]):
@@ -131,13 +121,6 @@ def ring_entries(
     column = (start[:, None] + torch.arange(width, device=start.device)) % width
     v, k, g = (ring[rows[:, None], :, column].float() for ring in (values, keys, gates))
     return v, k, g
-
-
-def write_entries(ring: Tensor, slots: Tensor, rows: Tensor, column: Tensor, entries: Tensor) -> None:
-    """ring[rows[b], :, column[b, t]] = entries [B, T, heads, ...]; rows whose slot is -1 touch nothing."""
-    real = (slots >= 0).view(-1, *[1] * (entries.ndim - 1))
-    old = ring[rows[:, None], :, column]
-    ring[rows[:, None], :, column] = torch.where(real, entries.to(ring.dtype), old)
 
 
 def _folded(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor | None, length: Tensor) -> Tensor:

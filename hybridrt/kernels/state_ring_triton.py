@@ -106,6 +106,18 @@ def exact_dot(a, b):  # type: ignore[no-untyped-def]
     return out
 
 
+@triton.jit
+def multiply_state(state, vectors, acc):  # type: ignore[no-untyped-def]
+    """acc + state [P, N] times vectors [T, N]; element by element, to be summed over N at the end, where T is 1."""
+    if vectors.shape[0] == 1:
+        acc += state.to(tl.float32) * vectors.to(tl.float32)
+    elif state.dtype == vectors.dtype and state.dtype != tl.float32:
+        acc = tl.dot(state, tl.trans(vectors), acc=acc)
+    else:
+        acc += exact_dot(state.to(tl.float32), tl.trans(vectors))
+    return acc
+
+
 def advance_ring_triton(
     start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, state_slots: Tensor, *, width: int, widest: int
 ) -> RingFolds:
@@ -122,14 +134,7 @@ def advance_ring_triton(
 
 
 def fold_ring_triton(
-    states: Tensor,
-    values: Tensor,
-    keys: Tensor,
-    gates: Tensor,
-    A: Tensor | None,
-    folds: RingFolds,
-    *,
-    write_state_slots: Tensor | None = None,
+    states: Tensor, values: Tensor, keys: Tensor, gates: Tensor, A: Tensor | None, folds: RingFolds
 ) -> None:
     """Triton `fold_ring`: one launch for all layers."""
     layers, _, heads, dim, state_dim = states.shape
@@ -138,7 +143,7 @@ def fold_ring_triton(
     tiles = len(folds.state_slots) * layers * heads * triton.cdiv(dim, block_p) * triton.cdiv(state_dim, block_n)
     if tiles == 0:
         return
-    targets = folds.state_slots if write_state_slots is None else write_state_slots
+    targets = folds.state_slots if folds.write_state_slots is None else folds.write_state_slots
     _fold_kernel[(min(tiles, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(states.device)),)](
         A, states, values, keys, gates, folds.state_slots, targets, folds.rows, folds.start, folds.length, folds.count,
         states.stride(0), values.stride(0), keys.stride(0), gates.stride(0),

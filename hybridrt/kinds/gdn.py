@@ -8,7 +8,7 @@ from hybridrt.kinds.base import LinearKind, StateShape, check_divides, gated_rin
 
 @dataclass(frozen=True)
 class GDNConfig(LinearConfig):
-    """Gated Delta Net mixer, before sharding."""
+    """Gated Delta Net mixer, before sharding. `beta_scale` as in hybridrt.kernels.records.GateWeights."""
 
     kind = "gdn"
     num_k_heads: int
@@ -17,6 +17,7 @@ class GDNConfig(LinearConfig):
     head_v_dim: int
     conv_kernel: int
     chunk_size: int = 64
+    beta_scale: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,9 +13,10 @@ from hybridrt.kinds.base import LinearKind, StateShape
 from hybridrt.plugins import Plugins
 
 # The other modules of this package each hold the KIND of their name.
-_BUILT_IN = {module.name for module in iter_modules(kinds.__path__)} - {"base", "registry"}
+_NAMES = {module.name for module in iter_modules(kinds.__path__)} - {"base", "registry"}
 # Packages add kinds: an entry point of this group names a LinearKind, "name = module:object".
-_KINDS = Plugins("hybridrt.kinds", {name: f"hybridrt.kinds.{name}:KIND" for name in _BUILT_IN})
+_PLACES = {name: f"hybridrt.kinds.{name}:KIND" for name in _NAMES}
+_KINDS = Plugins("hybridrt.kinds", _PLACES, "kind of recurrent layer", LinearKind, UnsupportedLayerError)
 
 
 def kind_names() -> list[str]:
@@ -31,11 +32,8 @@ def linear_kind(name: str) -> LinearKind:
         UnsupportedLayerError: there is none of that name.
         BackendError: the package that should bring it cannot be imported, or brings something else.
     """
-    kind = _KINDS.load(name)
-    if kind is None:
-        known = ", ".join(map(repr, kind_names()))
-        raise UnsupportedLayerError(f"{name!r} is no kind of recurrent layer; known are {known}")
-    if not isinstance(kind, LinearKind) or kind.config.kind != name:
+    kind: LinearKind = _KINDS.load(name)
+    if kind.config.kind != name:
         raise BackendError(f"the entry point {name!r} gives {kind!r}; it must name a LinearKind of that name")
     return kind
 

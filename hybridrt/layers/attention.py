@@ -64,15 +64,16 @@ class Attention(nn.Module):
             They go with `cos_sin`.
         gated: the output is multiplied by the sigmoid of a fourth projection, whose rows stand in the checkpoint behind
             those of q, head by head (Qwen3-Next).
+        out_scale: multiplier of the output; the weights of its projection are multiplied by it.
     """
 
     def __init__(
         self, name: str, config: AttentionConfig, layer_id: int, hidden_size: int, *, build: Build,
         cos_sin: torch.Tensor | None = None, bias: bool = False, qk_norm: tuple[float, bool] | None = None,
-        gated: bool = False,
+        gated: bool = False, out_scale: float = 1.0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.config, self.has_bias, self.gated = config, bias, gated
+        self.config, self.has_bias, self.gated, self.out_scale = config, bias, gated, out_scale
         self.attn = attn = AttentionLayer(config, layer_id, build)
         width = config.num_heads * config.head_dim
         parts = qkv_segments(config, build.tp) + [Segment("gate", width)] * gated
@@ -115,4 +116,4 @@ class Attention(nn.Module):
             found |= self.qkv.targets(f"{key}.{name}_proj", [name], bias=self.has_bias)
         if self.q_norm is not None and self.k_norm is not None:
             found |= {**self.q_norm.targets(f"{key}.q_norm"), **self.k_norm.targets(f"{key}.k_norm")}
-        return found | self.o_proj.targets(f"{key}.o_proj", "x", bias=self.has_bias)
+        return found | self.o_proj.targets(f"{key}.o_proj", "x", bias=self.has_bias, scale=self.out_scale)

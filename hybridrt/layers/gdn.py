@@ -1,6 +1,10 @@
 """The Gated Delta Net mixer: projections, the backend's delta rule, gated norm (Yang et al. 2025)."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.forward_batch import ForwardBatch
@@ -8,7 +12,25 @@ from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget, Transform, parameter, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter, whole
+
+
+@dataclass(frozen=True)
+class GDNKeys:
+    """How a checkpoint names the tensors of the mixer.
+
+    Attributes:
+        projections: the input projections, and the segments (q, k, v, z, b, a) whose rows each holds.
+        by_key_head: the rows of a projection are sorted by key head first, and by segment within one.
+        convs: the convolutions, and the segments whose channels each holds: one for all, or one for each segment.
+        norm, out: the gated norm and the output projection.
+    """
+
+    projections: Mapping[str, Sequence[str]]
+    by_key_head: bool = False
+    convs: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"conv1d": "qkv"})
+    norm: str = "norm"
+    out: str = "out_proj"
 
 
 class GDNMixer(nn.Module):
@@ -25,10 +47,11 @@ class GDNMixer(nn.Module):
         hidden_size: int,
         norm_eps: float,
         *,
+        keys: GDNKeys,
         build: Build,
     ) -> None:
         super().__init__()
-        self.name, self.config, self.layer_id, self.tp = name, config, layer_id, build.tp
+        self.name, self.config, self.layer_id, self.tp, self.keys = name, config, layer_id, build.tp, keys
         self.shape = state_shape(config, self.tp.size)
         self.num_v_heads, self.head_v_dim, self.head_k_dim = self.shape.temporal
         self.num_k_heads, self.width = self.shape.groups, self.num_v_heads * self.head_v_dim
@@ -39,6 +62,8 @@ class GDNMixer(nn.Module):
         self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build)
         self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", v)], hidden_size, build=build)
         self.conv_weight = parameter(self.shape.conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
+        if len(keys.convs) > 1:  # each adds what it holds
+            self.conv_weight.data.zero_()
         self.A_log = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="zeros")
         self.dt_bias = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="dt_bias")
         # One weight of a head for all of them, written out for each: so the norm reads z where the projection left it.
@@ -66,32 +91,46 @@ class GDNMixer(nn.Module):
         )
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets under `key` of a Qwen3-Next checkpoint, whose projections are interleaved by key head."""
-        c, ratio = self.config, self.config.num_v_heads // self.config.num_k_heads
-        dims = [c.head_k_dim, c.head_k_dim, ratio * c.head_v_dim, ratio * c.head_v_dim]
-        qkvz = _deinterleave(c.num_k_heads, dims)
-        ba = _deinterleave(c.num_k_heads, [ratio, ratio])
+        """Targets under `key`, by the names of `keys`."""
+        keys, key_heads = self.keys, self.config.num_k_heads
 
         def heads(name: str, dest: torch.Tensor) -> CheckpointTarget:
             return whole(f"{self.name}.{name}", dest, lambda t: self.tp.shard(t, 0))
 
-        return {
-            **self.in_proj.targets(f"{key}.in_proj_qkvz", ["q", "k", "v", "z"], rearrange=qkvz),
-            **self.in_proj.targets(f"{key}.in_proj_ba", ["b", "a"], rearrange=ba),
-            **self.out_proj.targets(f"{key}.out_proj", "x"),
-            f"{key}.conv1d.weight": whole(f"{self.name}.conv.weight", self.conv_weight.data, self._conv_shard),
+        found = {
+            **self.out_proj.targets(f"{key}.{keys.out}", "x"),
             f"{key}.A_log": heads("A_log", self.A_log.data),
             f"{key}.dt_bias": heads("dt_bias", self.dt_bias.data),
-            f"{key}.norm.weight": whole(
+            f"{key}.{keys.norm}.weight": whole(
                 f"{self.name}.norm.weight", self.norm.weight.data, lambda t: t.repeat(self.num_v_heads)
             ),
         }
+        for name, parts in keys.projections.items():
+            rows = [self.in_proj.segments[part].size // key_heads for part in parts]
+            order = _deinterleave(key_heads, rows) if keys.by_key_head else None
+            found |= self.in_proj.targets(f"{key}.{name}", list(parts), rearrange=order)
+        return found | {f"{key}.{name}.weight": self._conv_target(parts) for name, parts in keys.convs.items()}
 
-    def _conv_shard(self, t: torch.Tensor) -> torch.Tensor:
-        """[conv_dim, 1, K] of the checkpoint to this rank's q, k and v rows."""
-        c = self.config
-        qk, v = c.num_k_heads * c.head_k_dim, c.num_v_heads * c.head_v_dim
-        return torch.cat([self.tp.shard(part, 0) for part in t.squeeze(1).split([qk, qk, v])])
+    def _conv_target(self, names: Sequence[str]) -> CheckpointTarget:
+        """Of a tensor [channels, 1, K] that holds q, k and v, or one of them. Their tensors may also be thirds of the
+        three side by side, whatever their sizes: transformers' save_pretrained cuts them so."""
+        sizes = [self.in_proj.segments[name].size for name in "qkv"]
+        first, total = "qkv".index(names[0]), sum(sizes)
+        third = -(-total // 3)
+        known = {total: 0} if len(names) == 3 else {
+            min(third, total - first * third): first * third, sizes[first]: sum(sizes[:first]),
+        }  # fmt: skip
+
+        def select(t: torch.Tensor) -> torch.Tensor:
+            if t.shape[0] not in known:
+                raise RuntimeError(f"{'|'.join(names)} has {sum(sizes[first : first + len(names)])} channels")
+            rows = t.squeeze(1)
+            before = known[t.shape[0]]
+            whole_rows = F.pad(rows, (0, 0, before, total - before - len(rows)))
+            return torch.cat([self.tp.shard(part, 0) for part in whole_rows.split(sizes)])
+
+        name = f"{self.name}.conv.{''.join(names)}"
+        return (Piece(name, self.conv_weight.data, select, accumulate=len(names) < 3),)
 
 
 def _deinterleave(heads: int, dims: list[int]) -> Transform:

@@ -97,7 +97,7 @@ class HybridSSMAdapter(nn.Module):
                 f"history branch {self.name!r} has no planned step: pass the batch that its backend has prepared"
             )
         if decode is not None:
-            batch = batch.attn_backend.route(self.mixer).segment(batch, decode=decode)
+            batch = batch.attn_backend.route(self.mixer).restrict_to_phase(batch, decode=decode)
         planned = batch.attn_backend.route(self.mixer).begin(batch).num_tokens
         if len(x) != planned:
             raise BackendError(f"history branch {self.name!r} was given {len(x)} tokens of a step of {planned}")

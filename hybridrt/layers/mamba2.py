@@ -109,14 +109,15 @@ class Mamba2Block(nn.Module):
 
     Args:
         bias: of the projections.
+        out_scale: multiplier of the output; the weights of its projection are multiplied by it.
     """
 
     def __init__(
         self, name: str, config: Mamba2Config, layer_id: int, hidden_size: int, *, bias: bool, conv_bias: bool,
-        gated_norm: tuple[float, bool] | None, build: Build,
+        gated_norm: tuple[float, bool] | None, build: Build, out_scale: float = 1.0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.has_bias, parts = bias, mamba2_segments(config, build.tp)
+        self.has_bias, self.out_scale, parts = bias, out_scale, mamba2_segments(config, build.tp)
         biased = [s.name for s in parts if bias]
         self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, bias=biased, build=build)
         self.mixer = Mamba2Mixer(name, config, layer_id, conv_bias=conv_bias, gated_norm=gated_norm, build=build)
@@ -132,6 +133,6 @@ class Mamba2Block(nn.Module):
         """Targets of the whole block under `key`."""
         return {
             **self.in_proj.targets(f"{key}.in_proj", list(self.in_proj.segments), bias=self.has_bias),
-            **self.out_proj.targets(f"{key}.out_proj", "x", bias=self.has_bias),
+            **self.out_proj.targets(f"{key}.out_proj", "x", bias=self.has_bias, scale=self.out_scale),
             **self.mixer.targets(key),
         }

@@ -16,8 +16,8 @@ from torch import nn
 
 from hybridrt.errors import BackendError
 from hybridrt.kernels.activation import relu2, silu_and_mul
-from hybridrt.kernels.moe import fused_experts
-from hybridrt.kernels.skinny_linear import Activation, is_skinny, skinny_linear
+from hybridrt.kernels.moe import ExpertStack, fused_experts
+from hybridrt.kernels.skinny_linear import Activation, InputNorm, is_skinny, skinny_linear
 from hybridrt.layers.weights import CheckpointMap, Piece, Transform, parameter
 from hybridrt.plugins import Plugins
 
@@ -55,6 +55,7 @@ class ExpertPart:
 
     Attributes:
         select: from the checkpoint's matrix to [count, ...] of this rank, as the method's stack holds it.
+        scale: multiplier.
     """
 
     name: str
@@ -64,6 +65,7 @@ class ExpertPart:
     start: int
     size: int
     select: Transform
+    scale: float = 1.0
 
 
 class Method:
@@ -151,14 +153,14 @@ class DenseExperts(ExpertsMethod):
 
     def targets(self, key: str, part: ExpertPart) -> CheckpointMap:
         stack = self.up.data.narrow(1, part.start, part.size) if part.matrix == "up" else self.down.data
-        piece = Piece(part.name, stack.narrow(0, part.first, part.count), part.select)
+        piece = Piece(part.name, stack.narrow(0, part.first, part.count), part.select, part.scale)
         return {f"{key}.weight": (piece,)}
 
     def apply(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
         gated: bool,
     ) -> torch.Tensor:  # fmt: skip
-        return fused_experts(x, self.up, self.down, weights, ids, activation=activation, gated=gated)
+        return fused_experts(x, ExpertStack(self.up, self.down, activation, gated), weights, ids)
 
 
 class DenseMethod(LinearMethod):
@@ -213,9 +215,8 @@ class DenseMethod(LinearMethod):
         if not is_skinny(x, self.weight, activation):
             h, residual = norm(x, residual)
             return self.apply(h, bias, activation), residual
-        y, total = skinny_linear(
-            x, self.weight, bias, norm_weight=norm.weight, eps=norm.eps, residual=residual, activation=activation
-        )
+        before = InputNorm(norm.weight, norm.eps, residual)
+        y, total = skinny_linear(x, self.weight, bias, norm=before, activation=activation)
         return y, x if total is None else total
 
 
@@ -261,7 +262,8 @@ class MixedMethod(LinearMethod):
         return out if activation is None else ACTIVATIONS[activation](out)
 
 
-_METHODS = Plugins("hybridrt.linear_methods", {"dense": f"{__name__}:DenseMethod"})
+_DENSE = {"dense": f"{__name__}:DenseMethod"}
+_METHODS = Plugins("hybridrt.linear_methods", _DENSE, "method of linear layers", LinearMethod, classes=True)
 
 
 @cache
@@ -271,11 +273,7 @@ def linear_method(name: str) -> type[LinearMethod]:
     Raises:
         BackendError: there is none, its package cannot be imported, or it brings something else.
     """
-    method = _METHODS.load(name)
-    if method is None:
-        raise BackendError(f"{name!r} is no method of linear layers; known are {', '.join(_METHODS.names())}")
-    if not (isinstance(method, type) and issubclass(method, LinearMethod)):
-        raise BackendError(f"the entry point {name!r} gives {method!r}; it must name a LinearMethod")
+    method: type[LinearMethod] = _METHODS.load(name)
     return method
 
 

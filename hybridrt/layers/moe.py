@@ -1,6 +1,6 @@
 """Mixture of experts: routers, and experts as stacked matrices, those that every token passes among them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -10,12 +10,14 @@ from torch import nn
 
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.moe import router_sigmoid_grouped, router_softmax
+from hybridrt.kernels.moe import GroupedChoice, router_sigmoid_grouped, router_softmax
 from hybridrt.layers.linear import ColumnLinear, Segment, Summands
 from hybridrt.layers.methods import DenseMethod, ExpertPart
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget, Transform, parameter, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, TensorPart, Transform, parameter, whole
+
+SHARED_WEIGHT = 0.5  # sigmoid(0): what shared experts without a gate of their own are multiplied by
 
 
 class SoftmaxRouter(nn.Module):
@@ -23,7 +25,7 @@ class SoftmaxRouter(nn.Module):
 
     Args:
         shared_experts: how many experts after the routed ones every token passes; the sigmoid of one more row of the
-            product weighs them.
+            product weighs them. Where a checkpoint has no such row it stays zero, so that they weigh SHARED_WEIGHT.
     """
 
     def __init__(
@@ -54,28 +56,37 @@ class SoftmaxRouter(nn.Module):
 
 
 class SigmoidGroupRouter(nn.Module):
-    """The top k of sigmoid scores within the best groups, with a correction bias (DeepSeek-V3, Nemotron-H)."""
+    """The top k of sigmoid scores within the best groups, with a correction bias (DeepSeek-V3, Nemotron-H).
+
+    Args:
+        corrected: False where the bias is zero, and a checkpoint knows nothing of it.
+    """
+
+    correction: torch.Tensor
 
     def __init__(
         self, name: str, hidden_size: int, num_experts: int, *, top_k: int, n_group: int, topk_group: int,
-        renormalize: bool, scaling: float, build: Build,
+        renormalize: bool, scaling: float, build: Build, corrected: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.name = name
-        self.choice = (top_k, n_group, topk_group, renormalize, scaling)
+        self.name, self.corrected = name, corrected
+        self.choice = GroupedChoice(top_k, n_group, topk_group, renormalize, scaling)
         self.weight = parameter(num_experts, hidden_size, dtype=torch.float32, device=build.device)
-        self.correction = parameter(num_experts, dtype=torch.float32, device=build.device, dummy="zeros")
+        if corrected:
+            self.correction = parameter(num_experts, dtype=torch.float32, device=build.device, dummy="zeros")
+        else:
+            self.register_buffer("correction", torch.zeros(num_experts, device=build.device))
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden] to weights [T, k] float32 and expert ids [T, k] int32; no expert for padding."""
         logits = F.linear(x.float(), self.weight)
-        return router_sigmoid_grouped(logits, self.correction, *self.choice, batch.padded_rows)
+        return router_sigmoid_grouped(logits, self.correction, self.choice, batch.padded_rows)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        return {
-            f"{key}.weight": whole(f"{self.name}.weight", self.weight.data),
-            f"{key}.e_score_correction_bias": whole(f"{self.name}.correction", self.correction.data),
-        }
+        found = {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data)}
+        if self.corrected:
+            found[f"{key}.e_score_correction_bias"] = whole(f"{self.name}.correction", self.correction.data)
+        return found
 
 
 class Experts(nn.Module):
@@ -85,14 +96,16 @@ class Experts(nn.Module):
         activation: "silu" for SwiGLU, whose gate and up stand one above the other; "relu2" for squared ReLU.
         shared_size: intermediate size of an MLP that every token passes. It is the sum of `num_shared` MLPs of size I,
             the last filled up with zeros, and they follow the others as experts E, E + 1, ...
+        scales: multipliers of the output of experts and of that MLP; the matrices are multiplied by them.
     """
 
     def __init__(
         self, name: str, num_experts: int, size: int, intermediate_size: int, *,
         activation: Literal["silu", "relu2"], build: Build, shared_size: int = 0,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:  # fmt: skip
         super().__init__()
-        self.name, self.num_experts, self.tp = name, num_experts, build.tp
+        self.name, self.num_experts, self.tp, self.scales = name, num_experts, build.tp, scales
         self.activation: Literal["silu", "relu2"] = activation
         self.matrices = ("gate", "up") if activation == "silu" else ("up",)
         self.local = self.tp.divide("channels of an expert", intermediate_size)
@@ -115,7 +128,8 @@ class Experts(nn.Module):
         for i, matrix in enumerate(self.matrices):
             part = ExpertPart(f"{name}.{matrix}", "up", first, count, i * self.local, self.local, up)
             found |= self.method.targets(f"{key}.{matrix}_proj", part)
-        part = ExpertPart(f"{name}.down", "down", first, count, 0, self.local, down)
+        scale = self.scales[first >= self.num_experts]
+        part = ExpertPart(f"{name}.down", "down", first, count, 0, self.local, down, scale)
         return found | self.method.targets(f"{key}.down_proj", part)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
@@ -138,6 +152,22 @@ class Experts(nn.Module):
 
         name, down = f"{self.name}.shared", (lambda t: by_expert(t.t()).transpose(1, 2))
         return self._targets(key, name, self.num_experts, self.num_shared, by_expert, down)
+
+
+def stacked_experts(key: str, matrices: Sequence[str], count: int) -> list[TensorPart]:
+    """The parts of a tensor that holds these matrices of all experts, [E, rows of one above rows of the next, in], by
+    the names that tensors of single experts would have: `key`.{expert}.{matrix}_proj.weight."""
+
+    def part(e: int, i: int) -> Transform:
+        def of(t: torch.Tensor) -> torch.Tensor:
+            if t.shape[0] != count:
+                raise RuntimeError(f"it holds {t.shape[0]} experts, config.json says {count}")
+            return t[e].unflatten(0, (len(matrices), -1))[i]
+
+        return of
+
+    each = enumerate(matrices)
+    return [(f"{key}.{e}.{name}_proj.weight", part(e, i)) for i, name in each for e in range(count)]
 
 
 class Latent(nn.Module):
@@ -190,7 +220,9 @@ class MoE(nn.Module):
         at = {what: f"{key}.{below}" for what, below in self.keys.items()}
         found = {**self.router.targets(at["router"]), **self.experts.targets(at["experts"])}
         if isinstance(self.router, SoftmaxRouter) and self.router.shared_experts:
-            found |= self.router.shared_gate_targets(at["shared_gate"]) | self.experts.shared_targets(at["shared"])
+            found |= self.experts.shared_targets(at["shared"])
+            if "shared_gate" in at:
+                found |= self.router.shared_gate_targets(at["shared_gate"])
         if self.shared is not None:
             found |= self.shared.targets(at["shared"])
         return found if self.latent is None else found | self.latent.targets(at["into"], at["back"])

@@ -1,5 +1,7 @@
 """RMS norms. Weights are float32: they are tiny, and a zero-centred (1 + w) would lose bits in bfloat16."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -44,6 +46,27 @@ class RMSNorm(nn.Module):
         return {
             f"{key}.weight": whole(f"{self.name}.weight", self.weight.data, lambda t: t.float() + offset, self.scale)
         }
+
+
+class SharedRMSNorm(RMSNorm):
+    """RMS norm of a vector of `size` numbers that all ranks together hold, each of them on `copies` ranks."""
+
+    def __init__(self, name: str, size: int, eps: float, *, shards: int, build: Build) -> None:
+        super().__init__(name, size // shards, eps, device=build.device)
+        self.tp, self.size, self.shards = build.tp, size, shards
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.shards == 1:
+            return super().forward(x, residual)
+        h = x.float()
+        copies = self.tp.size // self.shards
+        squares = self.tp.all_reduce(h.square().sum(-1, keepdim=True)) / copies
+        return (h * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype), x
+
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
+        (target,) = super().targets(key).values()
+        select = target[0].select
+        return {f"{key}.weight": (replace(target[0], select=lambda t: self.tp.shard(select(t), 0, self.shards)),)}
 
 
 class GatedRMSNorm(nn.Module):

@@ -53,6 +53,8 @@ class Build:
 
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
+# A part of a checkpoint's tensor: the key that it would have as a tensor of its own, and how it is taken.
+TensorPart = tuple[str, Transform]
 # Other numbers, integers or float8, mean nothing without their scales, and nothing here multiplies by these.
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DUMMY_FILLS = ("normal", "ones", "zeros", "decay", "dt_bias")
@@ -86,31 +88,32 @@ class Piece:
     accumulate: bool = False
     dtypes: tuple[torch.dtype, ...] = WEIGHT_DTYPES
 
-    def fill(self, key: str, tensor: torch.Tensor) -> None:
-        """Copies (scaled, in dest's dtype); CheckpointError if shapes disagree or the dtype is not one of `dtypes`."""
+    def fill(self, key: str, tensor: torch.Tensor, part: Transform = lambda t: t) -> None:
+        """Copies from a part of a tensor (scaled, in dest's dtype); CheckpointError if shapes disagree or the dtype is
+        not one of `dtypes`."""
         if tensor.dtype not in self.dtypes:
-            taken = (
+            wanted = (
                 "bfloat16, float16 or float32" if self.dtypes is WEIGHT_DTYPES else " or ".join(map(str, self.dtypes))
             )
             raise CheckpointError(
-                f"{key} holds {tensor.dtype}, and {self.name} takes {taken}; quantised "
+                f"{key} holds {tensor.dtype}, and {self.name} takes {wanted}; quantised "
                 "checkpoints are not supported, use the original one"
             )
         try:
-            part = self.select(tensor)
+            taken = self.select(part(tensor))
         except (RuntimeError, IndexError) as e:
             raise CheckpointError(f"{key}: shape {tuple(tensor.shape)} does not suit {self.name}: {e}") from e
-        if part.shape != self.dest.shape:
+        if taken.shape != self.dest.shape:
             raise CheckpointError(
                 f"{key}: {self.name} takes shape {tuple(self.dest.shape)}, the checkpoint's {tuple(tensor.shape)} "
-                f"gives {tuple(part.shape)}; config.json and weights do not belong together"
+                f"gives {tuple(taken.shape)}; config.json and weights do not belong together"
             )
         if self.scale != 1.0:
-            part = part.float() * self.scale
+            taken = taken.float() * self.scale
         if self.accumulate:
-            self.dest.add_(part.to(self.dest.device, torch.float32).to(self.dest.dtype))
+            self.dest.add_(taken.to(self.dest.device, torch.float32).to(self.dest.dtype))
         else:
-            self.dest.copy_(part)
+            self.dest.copy_(taken)
 
 
 CheckpointTarget = tuple[Piece, ...]

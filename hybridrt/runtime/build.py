@@ -26,6 +26,7 @@ from hybridrt.models.loader import fill_dummy, has_own_head, load_weights
 from hybridrt.models.registry import model_class
 from hybridrt.runtime.drafting import draft_method
 from hybridrt.runtime.host_memory import free_host_memory
+from hybridrt.runtime.prompt_logprobs import prompt_logprob_bytes
 from hybridrt.runtime.sampler import SamplingTable
 
 DEFAULT_ROWS = {"cpu": 16, "cuda": 256}
@@ -202,11 +203,12 @@ def make_plan(
     mc, spec = target.model_config, pool_spec(config, target)
     cache_slots = config.cache_slots if cache_slots is None and config.prefix_cache else cache_slots
     limit = mc.max_position_embeddings
+    scores = prompt_logprob_bytes(mc.vocab_size, target.dtype.itemsize)
     costs = UnitCosts(
         slot=spec.slot_bytes(),
         row=row_bytes(config, target, config.max_model_len or limit),
         page=page_bytes(config, target),
-        fixed=graph_bytes(config, target) + draft_method(config).fixed_bytes(config, target),
+        fixed=graph_bytes(config, target) + draft_method(config).fixed_bytes(config, target) + scores,
         transfer=config.transfer_bytes,
     )
     plan = plan_memory(
@@ -301,7 +303,14 @@ def device_budget(device: torch.device, fraction: float) -> int:
 
 
 def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
-    """Resolves the model's path and reads its configuration; touches no weights."""
+    """The model's path and how this process, rank `tp`, runs it. Reads no weights.
+
+    Raises:
+        ConfigError: the model or an option cannot be used, or `tp` has another number of ranks than the configuration.
+        DeviceError: there is no such device.
+    """
+    if tp.size != config.tp_size:
+        raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
     path = resolve_model_path(config.model)
     return path, RunTarget.resolve(config, read_model_config(path), tp)
 

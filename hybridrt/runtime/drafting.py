@@ -15,7 +15,7 @@ from hybridrt.runtime.step import StepHandle
 from hybridrt.runtime.step_inputs import Sections
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Drafter
-from hybridrt.speculative.registry import MethodBase, load_method
+from hybridrt.speculative.registry import DraftMethodBase, load_method
 
 if TYPE_CHECKING:
     from hybridrt.runtime.build import RunTarget
@@ -84,7 +84,7 @@ class DraftTask(msgspec.Struct, frozen=True):
 Everywhere = Callable[[DraftTask], StepHandle]
 
 
-class DraftMethod(MethodBase):
+class DraftMethod(DraftMethodBase):
     """A way of drafting. A subclass overrides what the method needs; the defaults need nothing.
 
     Methods of bytes and pages are asked before anything is loaded, for one rank. The plan charges what they say.

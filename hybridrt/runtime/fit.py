@@ -1,4 +1,4 @@
-"""Whether a model fits into the memory of its device: known before any weight is read."""
+"""Checks, before any weight is read, whether a model fits into the memory of its device."""
 
 from hybridrt.config import EngineConfig
 from hybridrt.errors import MemoryBudgetError

@@ -26,7 +26,7 @@ from hybridrt.runtime.step import StepPlan
 
 
 class Leader:
-    """Rank 0, as the others see it. This process ends when rank 0 is gone, whatever else it does.
+    """Rank 0, as the other ranks see it. This process ends as soon as rank 0 is gone.
 
     Args:
         directory: goes with rank 0, if that cannot remove it any more.

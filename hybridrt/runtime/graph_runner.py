@@ -58,14 +58,7 @@ class StaticBuffers:
     """
 
     def __init__(
-        self,
-        model: StepModel,
-        max_bs: int,
-        tokens: int,
-        *,
-        seq_len_fill: int = 1,
-        tree: bool = False,
-        keep_hidden: bool = False,
+        self, model: StepModel, max_bs: int, tokens: int, seq_len_fill: int, tree: bool, keep_hidden: bool
     ) -> None:
         device, dtype = model.device, model.dtype
         scratch = DecodeRow(row=0, computed=seq_len_fill - 1, output_index=0)
@@ -195,14 +188,7 @@ class GraphRunner:
         self.poisoned = device.type != "cuda"
         self.recorder: Recorder = recorder or (ClosureRecorder() if self.poisoned else CudaGraphRecorder())
         self.tree = tree
-        self.buffers = StaticBuffers(
-            model,
-            self.max_bs,
-            self.tokens,
-            seq_len_fill=backend.seq_len_fill,
-            tree=tree,
-            keep_hidden=keep_hidden,
-        )
+        self.buffers = StaticBuffers(model, self.max_bs, self.tokens, backend.seq_len_fill, tree, keep_hidden)
         self.spec_info = self.buffers.spec_info
         self._staging = StagingRing(device)
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * self.tokens
@@ -263,9 +249,6 @@ class GraphRunner:
         batch.num_real, batch.seq_lens_cpu = num_real, lens
         self.backend.prepare(batch, graph=self._view)
 
-    def _rows_and_lens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.buffers.sections["rows"], self.buffers.sections["seq_lens"]
-
     def rows(self, n: int) -> "GraphRows":
         """The first n rows of a step. They are made once for each n: that costs the host 20 microseconds."""
         rows = self._rows.get(n)
@@ -275,7 +258,7 @@ class GraphRunner:
 
     def _make_rows(self, n: int) -> "GraphRows":
         buffers, total = self.buffers, n * self.tokens
-        lines, lens = (t[:n] for t in self._rows_and_lens())
+        lines, lens = buffers.sections["rows"][:n], buffers.sections["seq_lens"][:n]
         batch = make_batch(
             self.backend, lines, lens, self._starts[: n + 1], buffers.inputs.first(total), n, self.spec_info
         )

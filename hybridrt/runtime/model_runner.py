@@ -8,7 +8,7 @@ import torch
 
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import ConfigError, MemoryBudgetError
+from hybridrt.errors import MemoryBudgetError
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.build import (
@@ -58,10 +58,7 @@ class ModelRunner(StepRunner):
         plan: MemoryPlan | None = None,
         progress: bool = False,
     ) -> None:
-        tp = tp or TPGroup()
-        if tp.size != config.tp_size:
-            raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
-        self.model_path, target = load_target(config, tp)
+        self.model_path, target = load_target(config, tp or TPGroup())
         if plan is None:
             weights = weight_bytes(empty_model(config, target, torch.device("meta")))
             plan_ahead(config, target, weights, budget_bytes)  # raises what can be known before loading

@@ -34,8 +34,9 @@ KEY_VARIABLE = "HYBRIDRT_TP_KEY"
 STARTING_S = 300.0
 _POLL_S, _HELLO_S = 0.02, 10.0
 _PLACE = "hybridrt/place"
-# A rank imports this package from the same files as this process. It imports all else by its own path, to which the
-# path of this process is appended. The current directory is left out: it may be a downloaded checkpoint's.
+# A rank imports this package from the same files as this process. It imports all other packages by its own path, to
+# which the path of this process is appended. The current directory is left out: it may be that of a downloaded
+# checkpoint.
 _BOOT = """
 import importlib.util, json, sys
 given = json.loads(sys.argv[1])
@@ -88,7 +89,7 @@ def start_ranks(size: int, kind: str) -> Ranks:
         kind: of their devices, "cpu" or "cuda".
 
     Raises:
-        ConfigError: the environment names a time-out that is none.
+        ConfigError: the time-out in the environment is not a number of seconds.
         RankError: one of them ended before it came up.
     """
     timeout = rank_timeout()
@@ -211,7 +212,7 @@ def _open_to_hosts(store: dist.Store, key: bytes) -> tuple[Place, Listener]:
 
 
 def _start(rank: int, size: int, directory: str, kind: str) -> "subprocess.Popen[bytes]":
-    """Starts an interpreter. multiprocessing would not do: it runs the caller's main module once more."""
+    """Starts an interpreter. multiprocessing cannot be used: it runs the caller's main module once more."""
     here = os.path.realpath(os.curdir)
     given = {
         "package": str(Path(__file__).absolute().parents[1]),

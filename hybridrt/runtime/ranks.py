@@ -68,8 +68,9 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context for what all ranks do alike. An exception in it leaves them out of step, so the other ranks are
-        ended. If the exception comes from the loss of a rank, the RankError that is raised names that rank."""
+        """A context for what all ranks do alike. After an exception in it the ranks are in different states, so the
+        other ranks are ended. If the exception comes from the loss of a rank, the RankError that is raised names that
+        rank."""
         self.check()
         try:
             yield

@@ -1,7 +1,8 @@
 """Where states leave for other workers and arrive from them: a buffer beside the pools, filled with images."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -14,6 +15,8 @@ from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.runtime.build import Pools, RunTarget
 from hybridrt.runtime.step import StateCopy
 
+Part = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor in an image
+
 
 @dataclass(frozen=True)
 class ImageLayout:
@@ -23,8 +26,7 @@ class ImageLayout:
         for each attention layer   keys [kv_heads, tokens, head_dim] | values [kv_heads, tokens, v_head_dim]
 
     Tokens are all `length` of them or, where every attention layer has a sliding window, those that the next token sees
-    in the layer with the widest. Whatever is cut over the
-    ranks is outermost, so that a share of it is one run too.
+    in the layer with the widest. Whatever is cut over the ranks is outermost, so that a share of it is one run too.
     """
 
     recurrent: tuple[tuple[int, StateShape, int], ...]  # layer id, state on this rank, groups before sharding
@@ -63,7 +65,7 @@ class ImageLayout:
             found += [Section(per_dim * dim, all_kv_heads) for dim in spec.cache_dims]
         return found
 
-    def state_parts(self) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+    def state_parts(self) -> Iterator[Part]:
         """Shapes and dtypes of a row's recurrent state, in the image's order."""
         for _, shape, _ in self.recurrent:
             yield (1, shape.conv_dim, shape.conv_kernel - 1), self.dtype
@@ -110,12 +112,12 @@ class StateArena:
             PoolError: the image would end outside the arena. Nothing has changed.
         """
         self._check_room(copy)
-        image, layout = _Reader(self.buffer, copy.offset), self.layout
-        if self._table.mamba_pool is not None:
-            self._table.mamba_pool.import_(copy.row, copy.length, map(image.take, *zip(*layout.state_parts())))
         places = self._places(copy)
-        for tensor in self._kv:
-            heads = image.take((tensor.shape[2], len(places), tensor.shape[3]), tensor.dtype)
+        kv = [((t.shape[2], len(places), t.shape[3]), t.dtype) for t in self._kv]
+        parts = self._read(copy.offset, [*self.layout.state_parts(), *kv])
+        if self._table.mamba_pool is not None:
+            self._table.mamba_pool.import_(copy.row, copy.length, parts)
+        for tensor, heads in zip(self._kv, parts, strict=True):
             tensor.flatten(0, 1).index_copy_(0, places, heads.transpose(0, 1))
 
     def _check_room(self, copy: StateCopy) -> None:
@@ -140,14 +142,9 @@ class StateArena:
         first = copy.length - self.layout.kv_tokens(copy.length)
         return self._table.req_to_token[copy.row, first : copy.length].long()
 
-
-class _Reader:
-    """Takes tensors from a run of bytes, one after the other. Copies: an image packs them without alignment."""
-
-    def __init__(self, buffer: torch.Tensor, offset: int) -> None:
-        self._buffer, self._offset = buffer, offset
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        start = self._offset
-        self._offset += torch.Size(shape).numel() * dtype.itemsize
-        return self._buffer[start : self._offset].clone().view(dtype).view(shape)
+    def _read(self, start: int, parts: Sequence[Part]) -> Iterator[torch.Tensor]:
+        """The tensors that lie one after the other from byte `start` on. Copies: an image has no alignment."""
+        for shape, dtype in parts:
+            end = start + prod(shape) * dtype.itemsize
+            yield self.buffer[start:end].clone().view(dtype).view(shape)
+            start = end

@@ -42,7 +42,7 @@ def pack_step(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
     `pack_rows`, and
 
     query_start_loc [B + 1]; sample_at and sample_rows, the tokens to sample from and their rows; of the extend rows'
-    tokens extend_ids, extend_rows, extend_positions and, with `following`, following_ids behind each (0 where it is
+    tokens input_ids, extend_rows, extend_positions and, with `following`, following_ids behind each (0 where it is
     sampled); where a chunk follows a cached prefix, read_state_slots of all chunks; chunk plans; admit_rows and
     admit_state_slots; page-table entries (page_rows, page_indices, pages); copy_sources and copy_targets, if pages are
     copied.
@@ -61,7 +61,7 @@ def pack_step(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
         "query_start_loc": np.concatenate((np.arange(0, decoded + 1, tokens, dtype=np.int32), ends)),
         "sample_at": np.concatenate((np.arange(decoded, dtype=np.int32), ends[sampling] - 1)),
         "sample_rows": np.concatenate((plan.decode.rows, extend_rows[sampling])),
-        "extend_ids": _flat([r.tokens for r in extend]),
+        "input_ids": _flat([r.tokens for r in extend]),
         "extend_rows": np.repeat(extend_rows, new),
         "extend_positions": np.arange(decoded, decoded + new.sum(), dtype=np.int32) + starts,
         **({"following_ids": _flat([[*r.tokens[1:], r.following] for r in extend])} if packing.following else {}),

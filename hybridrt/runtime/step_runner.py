@@ -12,6 +12,7 @@ from hybridrt.runtime.build import Runtime, step_widths
 from hybridrt.runtime.drafting import DeviceDrafter, draft_method
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
+from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
 from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, SamplingTable, Verification
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageWrite, StepHandle, StepPlan
@@ -35,22 +36,23 @@ class StepRunner:
 
     def __init__(self, runtime: Runtime) -> None:
         self.config, self.target, self.model = runtime.config, runtime.target, runtime.model
-        self.plan, self.pools, self.backend = runtime.plan, runtime.pools, runtime.backend
+        self.memory_plan, self.pools, self.backend = runtime.plan, runtime.pools, runtime.backend
         self.model_config, self.device = runtime.target.model_config, runtime.target.device
         self._trees = self.config.speculative is not None and self.config.speculative.topk > 1
         self.graphs: dict[int, GraphRunner] = {}
-        self.sampling_table = SamplingTable(self.plan.num_rows, self.model_config.vocab_size, self.device)
+        self.sampling_table = SamplingTable(self.memory_plan.num_rows, self.model_config.vocab_size, self.device)
         self.sampler = Sampler(self.sampling_table)
-        self.last_tokens = torch.zeros(self.plan.num_rows + 1, dtype=torch.int32, device=self.device)
+        self.last_tokens = torch.zeros(self.memory_plan.num_rows + 1, dtype=torch.int32, device=self.device)
         self._staging = StagingRing(self.device)
-        self._required = RowRequirements(self.plan.num_rows)
+        self._required = RowRequirements(self.memory_plan.num_rows)
+        self._prompts = PromptRequirements()
         self.arena: StateArena | None = None
         self.drafter: DeviceDrafter | None = draft_method(self.config).device_drafter(self)
         self._packing = Packing(self._trees, self.drafter is not None, self.backend.chunk_sizes)
 
     def capture(self, progress: bool = False) -> None:
         """Records steps as graphs, of every width that occurs."""
-        asked, rows = self.config.cuda_graph_max_bs, self.plan.num_rows
+        asked, rows = self.config.cuda_graph_max_bs, self.memory_plan.num_rows
         if asked is not None and asked > rows:
             logger.warning(
                 "graphs end at batch %d, not at cuda_graph_max_bs=%d: no more requests have state", rows, asked
@@ -68,7 +70,7 @@ class StepRunner:
             backend=self.backend,
             req_to_token_pool=self.pools.req_to_token,
             last_tokens=self.last_tokens,
-            max_bs=self.config.cuda_graph_max_bs or self.plan.num_rows,
+            max_bs=self.config.cuda_graph_max_bs or self.memory_plan.num_rows,
             spec_info=SpecInfo(tokens) if tokens > 1 else None,
             tree=self._trees and tokens > 1,
             keep_hidden=self.drafter is not None,
@@ -82,6 +84,7 @@ class StepRunner:
         decode = plan.decode
         self._check(plan)
         self._required.admit(plan.admissions)
+        self._prompts.admit(plan.admissions)
         # `step_widths` has all widths; where no row has drafts, a plain step serves.
         tokens = self.config.num_verify_tokens if len(decode.drafts) else 1
         graphs = self.graphs.get(tokens)
@@ -103,11 +106,11 @@ class StepRunner:
             chunks.page_copies = plan.page_copies
             return JoinedSteps(decoded, self._launch_eager(chunks, 1))
         except BaseException:
-            self.backend.drop_step()  # it is never committed; the steps after it are none the worse
+            self.backend.drop_step()  # nobody commits this step; without this, later steps would raise
             raise
 
     def _donate(self, rows: Sequence[int]) -> None:
-        """The slots of `rows` are the prefix cache's from here on: what their rings hold becomes part of them."""
+        """Folds the rings of `rows` into their slots, which the prefix cache owns from here on."""
         pool = self.pools.req_to_token.mamba_pool
         if pool is not None:
             pool.donate(self._staging.upload({"rows": np.array(rows, np.int32)})["rows"])
@@ -116,7 +119,8 @@ class StepRunner:
         graphs.replay(decode, new_pages)
         batch, indices, logits, hidden = graphs.rows(len(decode))
         if batch.spec_info is None:
-            launched, accepted = self._sample(decode.rows, batch.req_pool_indices, indices, logits), None
+            on_host = decode.rows, decode.output_indices
+            launched, accepted = self._sample(on_host, batch.req_pool_indices, indices, logits), None
         else:
             launched, accepted = self._verify(decode, batch, graphs.buffers.sections, logits)
         if self.drafter is not None:
@@ -126,26 +130,29 @@ class StepRunner:
     def _graph_pages(
         self, decode: DecodeRows, writes: Sequence[PageWrite]
     ) -> tuple[np.ndarray, list[PageWrite]] | None:
-        """The page that a graph enters for each decode row, [n] int32, -1 for none, and the writes for other rows. None
-        where a row gets more pages than a graph enters: its last draft's."""
-        places = np.full(self.plan.num_rows + 1, -1)
-        places[decode.rows] = np.arange(len(decode))
+        """Splits page writes into those that a graph makes and the rest: ([n] int32 page of each decode row, -1 for
+        none; the writes of other rows). A graph writes one page per row: the page of the row's last token. Returns None
+        if a decode row needs any other page."""
+        index_of_row = np.full(self.memory_plan.num_rows + 1, -1)
+        index_of_row[decode.rows] = np.arange(len(decode))
         pages, others = np.full(len(decode), -1, np.int32), []
         for write in writes:
-            i = places[write.row]
+            i = index_of_row[write.row]
             if i < 0:
                 others.append(write)
                 continue
-            last_page = (decode.computed[i] + decode.num_drafts[i]) // self.plan.page_size
+            last_page = (decode.computed[i] + decode.num_drafts[i]) // self.memory_plan.page_size
             if len(write.pages) != 1 or write.first_page != last_page:
                 return None
             pages[i] = write.pages[0]
         return pages, others
 
     def _launch_eager(self, plan: StepPlan, tokens: int) -> StepHandle:
-        columns = pack_step(plan, tokens, self._packing) | pack_passes(plan.extend, self._packing.chunk_sizes)
+        scored, places = self._prompts.of(plan.extend, len(plan.decode) * tokens)
+        columns = pack_step(plan, tokens, self._packing) | places
+        columns |= pack_passes(plan.extend, self._packing.chunk_sizes)
         sections = self._staging.upload(columns)
-        self._bookkeep(sections)
+        self._apply_allocations(sections)
         for arrival in plan.imports:
             self.arena.import_state(arrival)  # type: ignore[union-attr]  # launch has checked
         if not plan.decode and not plan.extend:
@@ -157,27 +164,31 @@ class StepRunner:
             self.backend.commit(batch)
         for departure in plan.exports:
             self.arena.export_state(departure)  # type: ignore[union-attr]
-        launched, accepted = self._draw(plan, columns, sections, batch, hidden)
+        launched, accepted = self._sample_or_verify(plan, columns, sections, batch, hidden)
         if self.drafter is not None:
             self.drafter.follow(batch, hidden, self.last_tokens, accepted, sections)
-        return launched
+        if not scored:
+            return launched
+        on_device = sections["scored_at"], sections["scored_tokens"]
+        return ScoredStep(launched, scored, hidden, *on_device, self.model.logits)
 
-    def _draw(
+    def _sample_or_verify(
         self, plan: StepPlan, columns: Columns, sections: Sections, batch: ForwardBatch, hidden: torch.Tensor
     ) -> tuple[StepHandle, Accepted | None]:
         """Tokens of the rows that gain some, and what a verify step keeps."""
-        sampling = columns["sample_rows"]
+        sampling, on_host = columns["sample_rows"], columns["output_indices"]
         if not len(sampling):
             return LaunchedStep(None), None
         logits = self.model.logits(hidden.index_select(0, sections["sample_at"]))
         rows, indices = sections["sample_rows"], sections["output_indices"]
         if batch.spec_info is None:
-            return self._sample(sampling, rows, indices, logits), None
+            return self._sample((sampling, on_host), rows, indices, logits), None
         n, split = len(plan.decode), batch.num_decode_tokens
         verified, accepted = self._verify(plan.decode, batch, sections, logits[:split])
         if n == len(sampling):
             return verified, accepted
-        return JoinedSteps(verified, self._sample(sampling[n:], rows[n:], indices[n:], logits[split:])), accepted
+        sampled = self._sample((sampling[n:], on_host[n:]), rows[n:], indices[n:], logits[split:])
+        return JoinedSteps(verified, sampled), accepted
 
     def _check(self, plan: StepPlan) -> None:
         """Raises ConfigError for a plan that this runner was not made for."""
@@ -189,8 +200,9 @@ class StepRunner:
         if not self._trees and plan.decode.parents is not None:
             raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
 
-    def _bookkeep(self, sections: Sections) -> None:
-        """Mirrors the host's allocation: pages, slots, zeroed state, sampling constants."""
+    def _apply_allocations(self, sections: Sections) -> None:
+        """Writes the step's admissions and page writes to the device tables, zeroes the admitted state slots, and
+        copies the pages that the step names."""
         table = self.pools.req_to_token
         if sections["admit_rows"].numel():
             rows = sections["admit_rows"].long()
@@ -210,8 +222,8 @@ class StepRunner:
             decoded.fill_decode(sections, n, spec, self.last_tokens, table)
         if new:
             positions = sections["extend_positions"]
-            places = table.token_slots(sections["extend_rows"], positions)
-            chunks = TokenInputs(sections["extend_ids"], positions, places)
+            kv_places = table.token_slots(sections["extend_rows"], positions)
+            chunks = TokenInputs(sections["input_ids"], positions, kv_places)
         sizes = self._packing.chunk_sizes
         passes = extend_passes(columns, sections, sizes)
         inputs = decoded.then(chunks) if decoded and chunks else decoded or chunks
@@ -232,9 +244,14 @@ class StepRunner:
         )
 
     def _sample(
-        self, request_rows: np.ndarray, rows: torch.Tensor, output_indices: torch.Tensor, logits: torch.Tensor
+        self,
+        on_host: tuple[np.ndarray, np.ndarray],
+        rows: torch.Tensor,
+        output_indices: torch.Tensor,
+        logits: torch.Tensor,
     ) -> LaunchedStep:
-        filters, wanted = self._required.of(request_rows)
+        """`on_host`: rows and output indices as the host knows them."""
+        filters, wanted = self._required.of(*on_host)
         tokens = self.sampler(logits, rows, output_indices, filters)
         self.last_tokens[rows] = tokens.int()
         return LaunchedStep(tokens[:, None], None, *requested_logprobs(logits, tokens, wanted))
@@ -252,7 +269,7 @@ class StepRunner:
             batch.positions[: batch.num_decode_tokens].view(n, -1), sections["drafts"][:n], sections["num_drafts"][:n],
             self.last_tokens, *tree,
         )  # fmt: skip
-        filters, wanted = self._required.of(decode.rows)
+        filters, wanted = self._required.of(decode.rows, decode.output_indices)
         kept = self.sampler.verify(logits, step, filters)
         self.backend.commit(batch, kept.counts, kept.path)
         logprobs = requested_logprobs(logits, kept.tokens, wanted, kept.path)

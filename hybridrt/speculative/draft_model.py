@@ -35,7 +35,8 @@ from hybridrt.speculative.tree import with_siblings
 
 @dataclass
 class _Tenant:
-    """A request's place here: its row (slots and pages follow from it) and the tokens that its state holds."""
+    """A request in the draft model's pools: its row, from which its slots and pages follow, and how many tokens its
+    state holds."""
 
     request: DraftRequest
     row: int
@@ -49,13 +50,14 @@ class _Tenant:
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step of the draft model on its way, and whose tokens it draws, in order."""
+    """A launched step of the draft model, and the tenants whose tokens it draws, in order."""
 
     handle: StepHandle
     tenants: list[_Tenant]
 
     def read(self, siblings: int) -> None:
-        """Waits for the step. Each of its tenants' chains grows by a token, with so many likely others beside it."""
+        """Waits for the step. Appends a token to the chain of each tenant, and `siblings` other likely tokens beside
+        it."""
         result = self.handle.result()
         for tenant, (token,), logprobs in zip(self.tenants, result.tokens, result.logprobs, strict=True):
             likely = [t for t in logprobs[0].top if t != token] if logprobs else []
@@ -64,14 +66,14 @@ class _Launched:
 
 
 class DraftModelDrafter(Drafter):
-    """Runs the draft model for a proposal: a step a token or, with topk > 1, a step for every topk tokens, of which the
-    model's own choice goes on; all are launched before the first is read. It is whole on rank 0, however many ranks the
-    target is split over.
+    """Runs the draft model for a proposal: one step for each token or, with topk > 1, one for every topk tokens, of
+    which the model's own choice is the next input. All steps are launched before the first is read. The draft model
+    runs whole on rank 0, also where the target is split over ranks.
 
     Args:
         config: the target's configuration; device, lengths and page size are taken from it.
-        plan: the target's memory plan: there are as many rows here.
-        vocab_size: the target's; drafts of another vocabulary would mean nothing.
+        plan: the target's memory plan; the draft model has as many rows.
+        vocab_size: the target's, which must be the draft model's, too.
     """
 
     def __init__(self, config: EngineConfig, plan: MemoryPlan, vocab_size: int) -> None:
@@ -105,7 +107,7 @@ class DraftModelDrafter(Drafter):
         if not requests:
             return []
         tenants = [self._tenants[request.arrival] for request in requests]
-        # Who has no new token (its last drafts found no page, say) gets the same drafts again.
+        # A request without a new token, for example because its last drafts found no page, gets the same drafts again.
         behind = [(t, -(-n // self._topk)) for t, n in zip(tenants, max_drafts) if t.computed < num_tokens(t.request)]
         launched = self._start([tenant for tenant, _ in behind])
         for step in range(1, max((steps for _, steps in behind), default=0)):
@@ -118,11 +120,12 @@ class DraftModelDrafter(Drafter):
         return [tenant.draft(n) for tenant, n in zip(tenants, max_drafts)]
 
     def _start(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
-        """From the state behind the tokens known last time to the first draft behind those known now."""
+        """Takes the states from the tokens of the last proposal to the tokens known now, and draws the first drafts."""
         for tenant in tenants:
             if not tenant.computed:
                 self._admit(tenant)
-        self._recount([t for t in tenants if t.computed and t.request.params.uses_penalties])
+        params = [t.request.params for t in tenants]
+        self._recount([t for t, p in zip(tenants, params) if t.computed and (p.uses_penalties or p.bad_words)])
         self._copy_state(tenants, to_backup=False)
         launched = self._catch_up(tenants)
         self._copy_state(tenants, to_backup=True)
@@ -135,12 +138,12 @@ class DraftModelDrafter(Drafter):
 
     def _admission(self, tenant: _Tenant) -> Admission:
         request, row = tenant.request, tenant.row
-        params = replace(request.params, logprobs=self._topk if self._topk > 1 else None)
+        params = replace(request.params, logprobs=self._topk if self._topk > 1 else None, prompt_logprobs=None)
         tokens = [*request.prompt, *request.output]
-        return Admission(row, row, tokens, len(request.prompt), params, request.seed)
+        return Admission(row, row, tokens, len(request.prompt), params, request.seed, request.rules)
 
     def _recount(self, tenants: Sequence[_Tenant]) -> None:
-        """Penalties count what has become output, and no draft that failed."""
+        """Counts tokens for penalties anew, and for bad words: accepted output counts, failed drafts do not."""
         if not tenants:
             return
         packed = SamplingTable.pack([self._admission(tenant) for tenant in tenants])
@@ -228,7 +231,7 @@ class DraftModelMethod(DraftMethod):
         return weight_bytes(empty_model(draft, own, torch.device("meta"))) + graph_bytes(draft, own)
 
     def drafter(self, runner: StepRunner, everywhere: Everywhere) -> Drafter:
-        return DraftModelDrafter(runner.config, runner.plan, runner.model_config.vocab_size)
+        return DraftModelDrafter(runner.config, runner.memory_plan, runner.model_config.vocab_size)
 
 
 METHOD = DraftModelMethod()

@@ -62,10 +62,10 @@ class HeadRunner:
             runner.config, runner.model_config, layers={}, kv_pool=runner.pools.kv, req_to_token_pool=self.table,
             device=runner.device,
         )  # fmt: skip
-        self.ahead = HeadStep(self.model, runner.plan.num_rows)
+        self.ahead = HeadStep(self.model, runner.memory_plan.num_rows)
         self.hidden = torch.zeros_like(self.ahead.hidden)
-        self.tokens = torch.zeros(runner.plan.num_rows + 1, dtype=torch.int32, device=runner.device)
-        self._first_page, self._pages = runner.plan.num_pages + 1, own_pages
+        self.tokens = torch.zeros(runner.memory_plan.num_rows + 1, dtype=torch.int32, device=runner.device)
+        self._first_page, self._pages = runner.memory_plan.num_pages + 1, own_pages
         self._staging = StagingRing(runner.device)
         self._graphs = runner.graphs  # by tokens of a row; the head's own steps get the number AHEAD among them
 

@@ -10,10 +10,10 @@ from hybridrt.speculative.tree import merge
 
 
 class _Ngrams:
-    """Where each n-gram of one size ended in a request's text: an end is the position of the token that follows, and 0
-    is none.
+    """Where each n-gram of one size ended in a request's text. An end is the position of the token that follows; 0
+    means that there is none.
 
-    No text is kept. A hash stands for an n-gram: where two have the same one, a draft fails.
+    The text is not stored. N-grams are compared by hash; a collision only makes a draft fail.
     """
 
     def __init__(self, size: int) -> None:
@@ -47,7 +47,8 @@ class _Ngrams:
 class NgramDrafter(Drafter):
     """Looks the last `longest` tokens up in the request's own text, then fewer, down to `shortest`.
 
-    Each request has an index of its n-grams, extended as the text grows, so that a proposal costs the new tokens alone.
+    Each request has an index of its n-grams, which is extended as the text grows. So a proposal costs time for the new
+    tokens only.
 
     Args:
         topk: matches whose continuations are proposed together: the latest ones of the longest n-gram first.

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from hybridrt.errors import BackendError, ConfigError
+from hybridrt.errors import ConfigError
 from hybridrt.plugins import Plugins
 
 # "module:object" of each method's record; packages add theirs: an entry point of this group names a
@@ -12,10 +12,9 @@ BUILT_IN = {
     "draft": "hybridrt.speculative.draft_model:METHOD",
     "mtp": "hybridrt.speculative.mtp:METHOD",
 }
-_DRAFTERS = Plugins("hybridrt.drafters", BUILT_IN)
 
 
-class MethodBase:
+class DraftMethodBase:
     """Base of `hybridrt.runtime.drafting.DraftMethod`: what a SpeculativeConfig asks of its method.
 
     Attributes:
@@ -25,22 +24,16 @@ class MethodBase:
     takes_model = False
 
 
-def drafter_names() -> list[str]:
-    """Every name that `load_method` knows."""
-    return _DRAFTERS.names()
+DRAFTERS = Plugins("hybridrt.drafters", BUILT_IN, "method", DraftMethodBase, ConfigError)
 
 
 @cache
-def load_method(name: str) -> MethodBase:
+def load_method(name: str) -> DraftMethodBase:
     """The method of a name.
 
     Raises:
         ConfigError: there is none of that name.
         BackendError: the package that should bring it cannot be imported, or brings something else.
     """
-    method = _DRAFTERS.load(name)
-    if method is None:
-        raise ConfigError(f"method is {name!r}; it must be one of {', '.join(map(repr, drafter_names()))}")
-    if not isinstance(method, MethodBase):
-        raise BackendError(f"the entry point {name!r} gives {method!r}; it must name a DraftMethod")
+    method: DraftMethodBase = DRAFTERS.load(name)
     return method

@@ -10,6 +10,7 @@ from hybridrt.distributed.channel import TIMEOUT_S, Channel
 from hybridrt.distributed.channel_codec import Message, pack, unpack
 from hybridrt.errors import ConfigError, MessageError, OutOfSlotsError, PeerGoneError, TransferError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.transfer.handshake import check_handshake
 from hybridrt.transfer.messages import (
     MAX_JOBS,
     DecodeHello,
@@ -141,12 +142,12 @@ class DecodeWorker:
         connected: list[Reader] = []
         try:
             hello = unpack(channel.expect(self._timeout), PrefillHello)
-            self._handshake.check(hello.handshake)
+            check_handshake(self._handshake, hello.handshake)
             tp_ratio(self._layout.tp_size, len(hello.ranks))
             for reader in self._readers:
                 connected.append(reader)
                 reader.connect(name, hello.ranks)
-            channel.send(pack(DecodeHello(self._handshake.fields())))
+            channel.send(pack(DecodeHello(self._handshake)))
         except BaseException:
             channel.close()
             for reader in connected:
@@ -310,7 +311,7 @@ class DecodeWorker:
     def _forget_ended(self, request_id: str) -> None:
         """Cancels what was begun for a request that has ended, or whose id is used again."""
         if request_id in self._arriving:
-            self._engine.settle()
+            self._engine.finish_launched()
             self.regions.free(self._arriving.pop(request_id))
         self._waiting = deque(pull for pull in self._waiting if pull.request_id != request_id)
         for attempt in list(self._attempts.values()):

@@ -1,10 +1,9 @@
 """What two workers must agree on before any state moves between them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-from hybridrt.config import EngineConfig, ModelConfig
+from hybridrt.config import EngineConfig, ModelConfig, dtype_name
 from hybridrt.errors import HandshakeError
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_shape
@@ -15,67 +14,45 @@ from hybridrt.transfer.digest import model_digest
 VERSION = 3
 
 
-@dataclass(frozen=True)
-class Handshake:
-    """What one side says about everything that the bytes and the meaning of a state depend on.
+Handshake = dict[str, int | str]
 
-    Attributes:
-        version: of the messages and the image.
-        model: a digest of the checkpoint's configuration and of samples of its weights: a name may lie.
-        conv_dtype: of conv inputs, keys and values.
-        state_dtype: of the recurrent state.
-        conv_layout: kinds of recurrent layer, sub-projections with their widths before sharding, K, and which layers.
-        kv_layout: attention layers, KV heads before sharding, head dimension, sliding window.
-        chunk_size: tokens of a scan's chunk: it decides how a prefill rounds.
-        draft_length: drafts that a verify step may hold.
-        ring_width: columns of the conv ring and of the state ring.
-        page_size: tokens in a KV page.
+
+def handshake_of(config: EngineConfig, target: RunTarget, model_path: Path) -> Handshake:
+    """What a worker that runs `config` says about everything that the bytes and the meaning of a state depend on.
+
+    version: of the messages and the image.
+    model: a digest of the checkpoint's configuration and of samples of its weights: a name may lie.
+    conv_dtype: of conv inputs, keys and values.
+    state_dtype: of the recurrent state.
+    conv_layout: kinds of recurrent layer, sub-projections with their widths before sharding, K, and which layers.
+    kv_layout: attention layers, KV heads before sharding, head dimension, sliding window.
+    chunk_size: tokens of a scan's chunk: it decides how a prefill rounds.
+    draft_length: drafts that a verify step may hold.
+    ring_width: columns of the conv ring and of the state ring.
+    page_size: tokens in a KV page.
     """
-
-    version: int
-    model: str
-    conv_dtype: str
-    state_dtype: str
-    conv_layout: str
-    kv_layout: str
-    chunk_size: int
-    draft_length: int
-    ring_width: str
-    page_size: int
-
-    @classmethod
-    def of(cls, config: EngineConfig, target: RunTarget, model_path: Path) -> "Handshake":
-        """What a worker that runs `config` says."""
-        mc, tokens = target.model_config, config.num_verify_tokens
-        linear = [(state_shape(c), mc.linear_layer_ids(kind), c) for kind, c in sorted(mc.linear.items())]
-        widths = [shape.conv_width(tokens) for shape, _, _ in linear]
-        return cls(
-            version=VERSION,
-            model=model_digest(model_path, config),
-            conv_dtype=_name(target.dtype),
-            state_dtype=_name(target.state_dtype),
-            conv_layout="; ".join(f"{_conv(shape)} in layers {_ids(ids)}" for shape, ids, _ in linear),
-            kv_layout=_kv_layout(mc),
-            chunk_size=max((c.chunk_size for _, _, c in linear), default=0),
-            draft_length=tokens - 1,
-            ring_width=f"conv {max(widths, default=0)}, state {ring_width(tokens)}",
-            page_size=config.page_size,
-        )
-
-    def fields(self) -> dict[str, int | str]:
-        """As a message carries it."""
-        return asdict(self)
-
-    def check(self, theirs: Mapping[str, int | str]) -> None:
-        """Raises HandshakeError, which names the first field that differs from the other side's and both values."""
-        ours = self.fields()
-        for name in (*ours, *(theirs.keys() - ours.keys())):
-            if ours.get(name) != theirs.get(name):
-                raise HandshakeError(name, ours.get(name), theirs.get(name))
+    mc, tokens = target.model_config, config.num_verify_tokens
+    linear = [(state_shape(c), mc.linear_layer_ids(kind), c) for kind, c in sorted(mc.linear.items())]
+    widths = [shape.conv_width(tokens) for shape, _, _ in linear]
+    return {
+        "version": VERSION,
+        "model": model_digest(model_path, config),
+        "conv_dtype": dtype_name(target.dtype),
+        "state_dtype": dtype_name(target.state_dtype),
+        "conv_layout": "; ".join(f"{_conv(shape)} in layers {_ids(ids)}" for shape, ids, _ in linear),
+        "kv_layout": _kv_layout(mc),
+        "chunk_size": max((c.chunk_size for _, _, c in linear), default=0),
+        "draft_length": tokens - 1,
+        "ring_width": f"conv {max(widths, default=0)}, state {ring_width(tokens)}",
+        "page_size": config.page_size,
+    }
 
 
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
+def check_handshake(ours: Handshake, theirs: Handshake) -> None:
+    """Raises HandshakeError, which names the first field that differs and both values."""
+    for name in (*ours, *(theirs.keys() - ours.keys())):
+        if ours.get(name) != theirs.get(name):
+            raise HandshakeError(name, ours.get(name), theirs.get(name))
 
 
 def _conv(shape: StateShape) -> str:

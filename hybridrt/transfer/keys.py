@@ -1,7 +1,6 @@
 """The key that all workers of a transfer share: where it comes from."""
 
 import os
-import secrets
 from pathlib import Path
 
 from hybridrt.distributed.channel_auth import MIN_KEY_BYTES
@@ -10,11 +9,6 @@ from hybridrt.errors import ConfigError
 VARIABLE = "HYBRIDRT_TRANSFER_KEY"
 
 Key = str | Path
-
-
-def new_key() -> str:
-    """64 hexadecimal digits that cannot be guessed."""
-    return secrets.token_hex(32)
 
 
 def find_key(key: Key | None) -> str | None:

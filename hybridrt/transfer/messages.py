@@ -15,7 +15,7 @@ LongText = Annotated[str, Meta(max_length=1 << 16)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Description = Annotated[str, Meta(max_length=1 << 20)]  # how an arena is read
 Descriptions = Annotated[list[Description], Meta(min_length=1, max_length=MAX_RANKS)]  # one for each rank, in order
-Fields = dict[Text, int | LongText]  # of a Handshake
+Fields = dict[Text, int | LongText]  # a Handshake
 
 
 class PrefillHello(Message):

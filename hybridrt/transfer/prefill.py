@@ -12,6 +12,7 @@ from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.outputs import Delta
 from hybridrt.errors import HandshakeError, HybridrtError, MessageError, OutOfSlotsError, PeerGoneError
 from hybridrt.sampling_params import SamplingParams
+from hybridrt.transfer.handshake import check_handshake
 from hybridrt.transfer.messages import (
     MAX_JOBS,
     DecodeHello,
@@ -119,7 +120,7 @@ class PrefillWorker:
         try:
             if len(self._peers) >= MAX_PEERS:
                 raise PeerGoneError(f"{MAX_PEERS} decode workers are connected")
-            channel.send(pack(PrefillHello(self._handshake.fields(), [rank.description for rank in self._ranks])))
+            channel.send(pack(PrefillHello(self._handshake, [rank.description for rank in self._ranks])))
         except PeerGoneError:
             self._totals.refused += 1
             channel.close()
@@ -174,7 +175,7 @@ class PrefillWorker:
 
     def _obey(self, peer: _Peer, data: bytes) -> None:
         if not peer.agreed:
-            self._handshake.check(unpack(data, DecodeHello).handshake)
+            check_handshake(self._handshake, unpack(data, DecodeHello).handshake)
             peer.agreed = True
             return
         message = unpack(data, ToPrefill)
@@ -277,6 +278,6 @@ class PrefillWorker:
         if job in self._waiting:
             self._waiting.remove(job)
         if job.offset is not None:
-            self._engine.settle()
+            self._engine.finish_launched()
             self.regions.free(job.offset)
             job.offset = None

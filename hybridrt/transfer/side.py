@@ -10,7 +10,7 @@ from hybridrt.errors import ConfigError
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.state_arena import ImageLayout
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
-from hybridrt.transfer.handshake import Handshake
+from hybridrt.transfer.handshake import Handshake, handshake_of
 
 
 @dataclass(frozen=True)
@@ -46,5 +46,5 @@ class WorkerSide:
             raise ConfigError(
                 "this LLM has no arena for states that come or go; build it with transfer_bytes, for example 2**28"
             )
-        handshake = Handshake.of(runner.config, runner.target, runner.model_path)
+        handshake = handshake_of(runner.config, runner.target, runner.model_path)
         return cls(llm.engine, handshake, runner.arena.layout, runner.arena.buffer, split)

@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import secrets
 from collections.abc import Iterable, Sequence
 
 from hybridrt.distributed.channel import TIMEOUT_S, SocketChannel
@@ -9,7 +10,7 @@ from hybridrt.distributed.channel_listener import Listener
 from hybridrt.engine.llm import LLM
 from hybridrt.errors import ConfigError
 from hybridrt.transfer.decode import DecodeWorker
-from hybridrt.transfer.keys import VARIABLE, Key, find_key, new_key
+from hybridrt.transfer.keys import VARIABLE, Key, find_key
 from hybridrt.transfer.prefill import TIMEOUT_S as FETCH_S
 from hybridrt.transfer.prefill import PrefillWorker
 from hybridrt.transfer.ranks import open_ranks
@@ -39,7 +40,7 @@ def prefill_worker(
         ConfigError: the LLM was built without transfer_bytes, the key is too short, or nothing can listen there.
         ProviderNotInstalledError: NIXL is not installed or cannot be loaded; says why.
     """
-    side, found = WorkerSide.of(llm), find_key(key) or new_key()
+    side, found = WorkerSide.of(llm), find_key(key) or secrets.token_hex(32)
     listener = Listener((host, port), found.encode(), _seconds(timeout))
     try:
         ranks = open_ranks(side, True, _devices(devices, [host]))

@@ -86,7 +86,7 @@ def test_third_parties_register_backends(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert "theirs" in registry.attention_backend_names()
     assert registry.load_attention_backend("theirs", torch.device("cpu")).__name__ == "Instrumented"
-    with pytest.raises(BackendError, match=r"'wrong'.*must be a SegmentedAttnBackend"):
+    with pytest.raises(BackendError, match=r"'wrong'.*must name a SegmentedAttnBackend"):
         registry.load_attention_backend("wrong", torch.device("cpu"))
 
 

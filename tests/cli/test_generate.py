@@ -186,7 +186,7 @@ def test_engine_options_reach_the_engine(tiny: Path) -> None:
         (("--token-ids", "5 x"), "no list of integers"),
         (("--token-ids", "5 9999"), "token id 9999 is outside the vocabulary"),
         (("x" * 500, "--max-model-len", "256"), "the prompt has 500 tokens"),
-        (("x", "--attention-backend", "zzz"), "attention_backend is 'zzz'"),
+        (("x", "--attention-backend", "zzz"), "attention_backend 'zzz' is not supported"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_status_2(tiny: Path, arguments: tuple[str, ...], text: str) -> None:
@@ -299,7 +299,9 @@ def test_options_name_every_field_once_and_show_its_default() -> None:
     # A transfer needs a second worker, and a drafter is not an option of one line.
     assert set(engine) - set(shown) == {"model", "transfer_bytes", "speculative"}
     sampling = {f.name: f.default for f in fields(SamplingParams)}
-    assert set(sampling) - {f.name for f in fields(SamplingOptions)} == {"seed", "cache_salt"}
+    # What a request among others needs, or its server.
+    served = {"cache_salt", "priority", "truncate_prompt_tokens", "include_stop_str_in_output", "skip_special_tokens"}
+    assert set(sampling) - {f.name for f in fields(SamplingOptions)} == {"seed", *served}
     text = " ".join(CliRunner().invoke(app, ["generate", "--help"]).stdout.split())
     for name in shown:
         if engine[name] not in (None, True, MISSING):

@@ -18,9 +18,22 @@ from hybridrt.cli.inspect import describe_model
 from hybridrt.cli.tables import bytes_text, count_text, ranges_text
 from hybridrt.hf_config import read_model_config
 from hybridrt.kernels import providers
+from hybridrt.kinds.registry import can_replay
 from hybridrt.runtime import build, fit
 from hybridrt.runtime.model_runner import ModelRunner
-from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, nemotron, qwen
+from tests.support.checkpoints import (
+    Make,
+    falcon,
+    falcon_mamba,
+    jamba,
+    lfm2,
+    lfm2_moe,
+    mamba,
+    mamba2,
+    nemotron,
+    qwen,
+)
+from tests.support.newer_checkpoints import bamba, granite, olmo, qwen35_moe, zamba2
 from tests.support.tiny import write_tiny
 
 FAMILIES: dict[str, tuple[Make, str]] = {
@@ -28,7 +41,16 @@ FAMILIES: dict[str, tuple[Make, str]] = {
     "nemotron": (nemotron("M*-ME"), "M*-ME"),
     "qwen": (qwen(num_hidden_layers=8), "GGG*GGG*"),
     "falcon_mamba": (falcon_mamba(), "MM"),
+    "qwen35": (qwen35_moe(), "GGG*"),
+    "granite": (granite(), "M*MM"),
+    "bamba": (bamba(), "M*M"),
+    "olmo": (olmo(), "G*G"),
     "jamba": (jamba(num_hidden_layers=4, expert_layer_period=1, expert_layer_offset=0), "M*MM"),
+    "lfm2": (lfm2(), "C*CC"),
+    "mamba": (mamba(), "MM"),
+    "mamba2": (mamba2(), "MM"),
+    "zamba2": (zamba2(), "MHMHM"),
+    "lfm2_moe": (lfm2_moe(num_dense_layers=0), "C*CC"),
 }
 SMALL = {"max_running_requests": 3, "max_model_len": 64, "device": "cpu"}
 
@@ -45,7 +67,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
 
 @pytest.mark.parametrize("options", [{}, {"state_mode": "replay", "mamba_ssm_dtype": "bfloat16"}])
 def test_report_is_what_a_runner_allocates(model: tuple[Path, str], options: dict[str, Any]) -> None:
-    if "mamba1" in read_model_config(model[0]).linear:
+    if not can_replay(read_model_config(model[0]).linear):
         options = {k: v for k, v in options.items() if k != "state_mode"}
     config = EngineConfig(str(model[0]), load_format="dummy", **SMALL, **options)
     report, runner = describe_model(config), ModelRunner(config)
@@ -58,7 +80,7 @@ def test_report_is_what_a_runner_allocates(model: tuple[Path, str], options: dic
         cached = vars(mamba.layer_cache(i)).values() if i in mamba.layer_ids else ()
         assert layer.state_bytes == sum(t[0].nbytes for t in cached if t is not None)
     assert report.plan is not None
-    assert (report.plan.num_rows, report.plan.num_pages) == (runner.plan.num_rows, runner.plan.num_pages)
+    assert (report.plan.num_rows, report.plan.num_pages) == (runner.memory_plan.num_rows, runner.memory_plan.num_pages)
 
 
 def test_table_shows_the_stack_and_a_row_for_each_kind(model: tuple[Path, str]) -> None:
@@ -79,6 +101,12 @@ def test_sizes_of_a_layer_have_names() -> None:
     layer, *_ = json.loads(run("inspect", "--json").stdout)["layers"]
     heads = "attention (4 heads, 2 KV heads, head_dim 64)"
     assert layer["mixer"] == f"{heads} + mamba2 (heads 8, head_dim 64, state_dim 64)"
+
+
+def test_a_layer_without_a_recurrent_state_shows_its_conv(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path, lfm2(), tokenizer=False)
+    layer, *_ = json.loads(run("inspect", str(path), "--device", "cpu", "--json").stdout)["layers"]
+    assert layer["mixer"] == "short_conv (channels 32, taps 3)"
 
 
 def test_json_lists_every_layer_and_the_sums(model: tuple[Path, str]) -> None:
@@ -161,7 +189,7 @@ def test_two_attention_backends_are_both_named(tmp_path: Path, monkeypatch: pyte
 
 def test_inspect_refuses_what_a_run_would_refuse(tmp_path: Path) -> None:
     unknown = run("inspect", str(write_tiny(tmp_path)), "--attention-backend", "zzz")
-    assert (unknown.exit_code, "attention_backend is 'zzz'" in unknown.stderr) == (2, True)
+    assert (unknown.exit_code, "attention_backend 'zzz' is not supported" in unknown.stderr) == (2, True)
     (tmp_path / "config.json").write_text('{"architectures": ["NopeForCausalLM"], "model_type": "nope"}')
     unsupported = run("inspect", str(tmp_path))
     assert (unsupported.exit_code, "'NopeForCausalLM' is not supported" in unsupported.stderr) == (2, True)

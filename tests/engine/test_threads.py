@@ -122,7 +122,9 @@ def test_closing_from_another_thread_ends_what_runs(monkeypatch: pytest.MonkeyPa
     assert not engine.has_unfinished() and engine.counters().free_rows == llm.plan.num_rows
 
 
-@pytest.mark.parametrize("call", ["step", "run_step", "drain", "settle", "add_request", "abort", "abort_all", "fail"])
+@pytest.mark.parametrize(
+    "call", ["step", "run_step", "drain", "finish_launched", "add_request", "abort", "abort_all", "fail"]
+)
 def test_the_engine_refuses_a_second_thread_while_one_is_inside(call: str) -> None:
     rig = Rig()
     first = rig.add([1], max_tokens=5, ignore_eos=True, seed=1)

@@ -44,7 +44,7 @@ def test_a_prompt_keeps_no_more_than_the_rest_of_it_wants() -> None:
     for kept, settled in ((1, 2), (3, 4), (5, 6), (5, 8), (5, 10)):
         pools.settle(r, 2)
         assert (r.settled, len(r.spare), pools.pages.num_used) == (settled, kept, 19 - (settled - 1) + kept)
-    assert pools.extend(r, 24, plan) == 24 and (r.end_page, r.spare) == (24, [])
+    assert pools.use_spare_pages(r, 24, plan) == 24 and (r.end_page, r.spare) == (24, [])
     set_computed(r, 24)
     pools.release(r)
     pools.check()

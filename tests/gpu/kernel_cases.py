@@ -21,7 +21,8 @@ from tests.support.kernel_cases import Case, DecodeRows, Prompts
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 MODELS = ("falcon-h1-7b", "nemotron-h-8b", "qwen3-next-12l")
-MAMBA1 = "falcon-mamba-7b"  # its recurrent layers are all that it has of its own
+# Recurrent layers are all that these have of their own.
+MAMBA1, SHORT_CONV = "falcon-mamba-7b", "lfm2-8b-a1b-like"
 Cases = Callable[[str], Iterator[tuple[str, Callable[[], Case]]]]
 
 
@@ -86,6 +87,9 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "causal_conv1d_varlen", lambda shape=shape: kernels.causal_conv1d_varlen(Prompts(shape, 64))
         for n in (1, 4):
             yield f"causal_conv1d_update {n}", lambda s=shape, n=n: kernels.causal_conv1d_update(DecodeRows(s, n))
+    if "short_conv" in config.linear:
+        for n in (1, 4):
+            yield f"short_conv_update {n}", lambda n=n: kernels.short_conv_update(rows(n))
     if "mamba1" in config.linear:
         for mode, n, tree in (("classic", 1, False), ("intermediate", 4, False), ("intermediate", 4, True)):
             what = f"mamba1_update {mode} {n}{' tree' * tree}"

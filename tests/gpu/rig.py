@@ -26,10 +26,15 @@ FAMILIES = ("falcon-norm_after_gate", "nemotron-experts", "qwen-plain")
 STATE_MODES = ("classic", "replay")
 # Falcon-Mamba has no attention layer, swa_ssm sliding windows, and none of the three a state ring.
 MAMBA1 = ("falcon_mamba-plain", "jamba-plain", "swa_ssm-plain")
-DECODING = [*((name, mode) for name in FAMILIES for mode in STATE_MODES), *((name, "classic") for name in MAMBA1)]
+NEWER = ("qwen35-seeing_experts", "granite-plain", "bamba-plain", "olmo-plain")
+SHORT_CONV = ("lfm2-biases_tied", "lfm2_moe-plain")
+DECODING = [
+    *((name, mode) for name in (*FAMILIES, *NEWER) for mode in STATE_MODES),
+    *((name, "classic") for name in (*MAMBA1, *SHORT_CONV)),
+]
 VERIFYING = [
     *((name, mode) for name in FAMILIES for mode in ("intermediate", "replay")),
-    *((name, "intermediate") for name in MAMBA1),
+    *((name, "intermediate") for name in (*MAMBA1, *SHORT_CONV)),
 ]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -104,8 +109,8 @@ class Rows:
         spoil(self.runner.pools)
         self.random, places = random.Random(7), random.Random(8)
         self.slots = places.sample(range(1, len(lengths) + 1), len(lengths))
-        count = self.runner.plan.num_pages // len(lengths)
-        pages = places.sample(range(1, self.runner.plan.num_pages + 1), count * len(lengths))
+        count = self.runner.memory_plan.num_pages // len(lengths)
+        pages = places.sample(range(1, self.runner.memory_plan.num_pages + 1), count * len(lengths))
         self.pages = {row: pages[(row - 1) * count : row * count] for row in range(1, len(lengths) + 1)}
         self.prompts: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}

@@ -47,7 +47,7 @@ class Twin:
     def last_pages(self, inputs: DecodeRows) -> np.ndarray:
         """The page of each row's last draft, [n] int32. Every page is known already; a graph must cope with hearing of
         one again."""
-        size = self.runner.plan.page_size
+        size = self.runner.memory_plan.page_size
         return np.array([self.page(r.row, r.computed + len(r.drafts), size) for r in inputs], np.int32)
 
     def page(self, row: int, position: int, page_size: int) -> int:
@@ -123,7 +123,7 @@ class Twin:
 
     def touched(self, inputs: DecodeRows) -> dict[str, set[int]]:
         """Entries that a step of these rows may change. Padding leaves no trace."""
-        page_size, rows = self.runner.plan.page_size, set(inputs.rows.tolist())
+        page_size, rows = self.runner.memory_plan.page_size, set(inputs.rows.tolist())
         pages: set[int] = set()
         for r in inputs:
             pages |= {self.page(r.row, r.computed + i, page_size) for i in range(len(r.drafts) + 1)}

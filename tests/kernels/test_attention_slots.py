@@ -10,7 +10,15 @@ from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from hybridrt.kernels.gdn_replay import gdn_replay
 from hybridrt.kernels.paged_attention import attention_decode, attention_extend, write_kv
-from hybridrt.kernels.records import DeltaInputs, Prompts, StateRing, StateSlots
+from hybridrt.kernels.records import (
+    AttentionPrompts,
+    AttentionRows,
+    DeltaInputs,
+    PagedKV,
+    Prompts,
+    StateRing,
+    StateSlots,
+)
 from hybridrt.kernels.state_ring import RingFolds, fold_ring
 from tests.support.gdn_loops import random_tokens, relative_error, slow_delta_rule
 from tests.support.mamba2_oracle import int32
@@ -50,8 +58,8 @@ def test_replay_and_fold():
     ring = torch.zeros(3, 4, 8, 5), torch.zeros(3, 2, 8, 6), torch.zeros(3, 4, 8)
     state = StateSlots(states, int32(FAR), int32(FAR))
     out = gdn_replay(DeltaInputs(*tokens.tensors), state, StateRing(*ring, row, int32(0), int32(0)))
-    folds = RingFolds(int32(FAR), row, int32(0), int32(2), int32(1))
-    fold_ring(*(part[None] for part in (states, *ring)), None, folds, write_state_slots=int32(FAR - 1))
+    folds = RingFolds(int32(FAR), row, int32(0), int32(2), int32(1), int32(FAR - 1))
+    fold_ring(*(part[None] for part in (states, *ring)), None, folds)
     expected, after = slow_delta_rule(initial, tokens[0])
     assert relative_error(out[0], expected) < 2e-6 and relative_error(states[FAR - 1], after[-1]) < 1e-3
     assert torch.equal(states[FAR], initial)
@@ -80,18 +88,9 @@ def test_attention():
         table = torch.arange(last * page, (last + 1) * page, dtype=torch.int32).repeat(2, 1)
         write_kv(k, v, *cache, table[1, :length])
         assert torch.equal(cache[0][last, :length], k) and torch.equal(cache[1][last, :length], v)
-        decoded = attention_decode(q[None, -1:], *cache, table, int32(1), lengths, scale=0.1)
-        extended = attention_extend(
-            q,
-            *cache,
-            table,
-            int32(1),
-            int32(0, length),
-            lengths,
-            scale=0.1,
-            query_lens=[length],
-            seq_lens_host=[length],
-        )
+        kv = PagedKV(*cache, table, 0.1)
+        decoded = attention_decode(q[None, -1:], kv, AttentionRows(int32(1), lengths))
+        extended = attention_extend(q, kv, AttentionPrompts(int32(1), int32(0, length), lengths, [length], [length]))
         found.append((decoded, extended))
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b) and a.abs().sum() > 0

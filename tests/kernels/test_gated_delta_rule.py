@@ -31,6 +31,8 @@ def test_gates():
     expected = [-math.exp(0.3) * math.log1p(math.exp(-0.8)), -math.exp(-2.0) * math.log1p(math.exp(30.1))]
     torch.testing.assert_close(g[0], torch.tensor(expected))
     torch.testing.assert_close(beta[0], torch.tensor([1 / (1 + math.exp(-0.5)), 1 / (1 + math.exp(2.0))]))
+    doubled = gdn_gates(a, b, GateWeights(A_log, dt_bias, 2.0))
+    assert torch.equal(doubled[0], g) and torch.equal(doubled[1], 2 * beta)
 
 
 def run_chunks(states, tokens, lengths, computed, read_slots, write_slots, chunk_size):
@@ -155,8 +157,7 @@ def test_rows_without_tokens_and_an_empty_batch():
 def run_steps(states, tokens, read_slots, write_slots, *intermediate):
     """intermediate: stored states, rows and parents."""
     stored = IntermediateStates(*intermediate) if intermediate else None
-    state = StateSlots(states, read_slots, write_slots)
-    return recurrent_gated_delta_rule(DeltaInputs(*tokens.tensors), state, stored)
+    return recurrent_gated_delta_rule(DeltaInputs(*tokens.tensors), StateSlots(states, read_slots, write_slots, stored))
 
 
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)

@@ -27,7 +27,7 @@ def small_blocks(monkeypatch):
 
 class Layer:
     """Weights of one layer, its pools, and the merged projections of requests from position 0. dims: of keys and
-    values."""
+    values. Beta is doubled: a step that loses the factor shows."""
 
     def __init__(self, slots, tokens, conv_width=16, ring_width=16, state_dtype=torch.float32, dims=(6, 5)):
         self.slots, (key_dim, value_dim) = slots, dims
@@ -36,6 +36,7 @@ class Layer:
         self.weights = {
             "weight": torch.randn(self.channels, TAPS), "bias": torch.randn(self.channels),
             "A_log": torch.randn(VALUE_HEADS) - 4, "dt_bias": torch.randn(VALUE_HEADS),
+            "beta_scale": 2.0,
         }  # fmt: skip
         self.conv = poisoned(40, self.channels, conv_width)
         self.states = poisoned(40, VALUE_HEADS, value_dim, key_dim, dtype=state_dtype)
@@ -51,7 +52,7 @@ class Layer:
 
     @property
     def gate_weights(self):
-        return {name: self.weights[name] for name in ("A_log", "dt_bias")}
+        return {name: self.weights[name] for name in ("A_log", "dt_bias", "beta_scale")}
 
     def step(self, first, tokens, **changed):
         merged = torch.stack([row[p : p + tokens] for row, p in zip(self.merged, first, strict=True)])
@@ -214,3 +215,11 @@ def test_narrow_rings_are_refused():
     with pytest.raises(ConfigError, match="3 columns cannot take a step of 4"):
         layer.replay_step([0], 4, [1])
     assert not layer.conv.any()
+
+
+def test_a_fused_step_s_conv_must_end_in_silu():
+    layer = Layer([7, 39], 2)
+    before = layer.conv.clone(), layer.states.clone()
+    with pytest.raises(ConfigError, match="ends in SiLU, not in None"):
+        layer.step([0, 0], 1, activation=None)
+    assert same_bytes(layer.conv, before[0]) and same_bytes(layer.states, before[1])

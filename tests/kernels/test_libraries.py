@@ -155,10 +155,10 @@ def test_extend_with_windows_and_surplus_tokens(
         "q": torch.randn(23, 6, 8), "query_start_loc": torch.tensor([0, 7, 8, 20], dtype=torch.int32),
         "query_lens": new, "seq_lens_host": lengths, "sliding_window": window,
     }  # fmt: skip
-    op, want = select("attention_extend", "cpu", provider), attention_extend.reference(**args)
-    torch.testing.assert_close(op(**args), want, rtol=0, atol=1e-5)
+    op, want = select("attention_extend", "cpu", provider), flat(attention_extend.reference, **args)
+    torch.testing.assert_close(flat(op, **args), want, rtol=0, atol=1e-5)
     place = torch.full((23, 50), torch.nan)[:, :48].unflatten(1, (6, 8))
-    assert op(**args, out=place) is place
+    assert flat(op, **args, out=place) is place
     torch.testing.assert_close(place, want, rtol=0, atol=1e-5)
 
 
@@ -167,8 +167,8 @@ def test_extend_with_windows_and_surplus_tokens(
 def test_decode_with_windows(window: int | None, max_len: int | None) -> None:
     torch.manual_seed(0)
     args = paged([33, 4, 17]) | {"q": torch.randn(3, 2, 6, 8), "sliding_window": window, "max_len": max_len}
-    got = select("attention_decode", "cpu", "sgl_kernel")(**args)
-    torch.testing.assert_close(got, attention_decode.reference(**args), rtol=0, atol=1e-5)
+    got = flat(select("attention_decode", "cpu", "sgl_kernel"), **args)
+    torch.testing.assert_close(got, flat(attention_decode.reference, **args), rtol=0, atol=1e-5)
 
 
 def test_conv_of_prompts() -> None:

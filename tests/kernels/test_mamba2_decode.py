@@ -225,3 +225,11 @@ def test_narrow_rings_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 columns cannot take a step of 4"):
         layer.replay_step([0], 4, [1])
     assert not layer.conv.any()
+
+
+def test_a_fused_step_s_conv_must_end_in_silu() -> None:
+    layer = Layer([7, 39], 2)
+    before = layer.conv.clone(), layer.states.clone()
+    with pytest.raises(ConfigError, match="ends in SiLU, not in None"):
+        layer.step([0, 0], 1, activation=None)
+    assert same_bytes(layer.conv, before[0]) and same_bytes(layer.states, before[1])

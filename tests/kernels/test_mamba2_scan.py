@@ -120,21 +120,6 @@ def test_two_steps_equal_one(split: int) -> None:
     close(parts[1], whole[1], 2e-6)
 
 
-def test_snapshots_hold_the_state_after_a_chunk() -> None:
-    torch.manual_seed(6)
-    inputs = scan_inputs(40)
-    states = poisoned(9, 4, 3, 5)
-    states[1] = torch.randn(4, 3, 5)
-    before = states.clone()
-    # Chunks of 16 end at positions 15, 31 and 34 of the first request, at 9 of the second.
-    plain = scan(inputs, states.clone(), [5, 0], [30, 10], [1, 2])
-    out = scan(inputs, states, [5, 0], [30, 10], [1, 2], snapshot_slots=int32(-1, 7, -1, 4))
-    close(out, plain, 0.0)
-    close(states[7], scan_loop(inputs[:27], before[1])[1][-1], 1e-5)
-    close(states[4], scan_loop(inputs[30:], torch.zeros(4, 3, 5))[1][-1], 1e-5)
-    assert changed_rows(before, states) == {1, 2, 4, 7}
-
-
 def test_neighbours_change_nothing() -> None:
     torch.manual_seed(2)
     inputs = scan_inputs(60)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hybridrt.kernels.moe import fused_experts, router_sigmoid_grouped, router_softmax
+from hybridrt.kernels.moe import ExpertStack, GroupedChoice, fused_experts, router_sigmoid_grouped, router_softmax
 from tests.support.levels import sweep
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -45,7 +45,7 @@ def test_of_equal_scores_the_first_are_chosen(provider):
 def test_router_sigmoid_grouped(renormalize, n_group, topk_group):
     torch.manual_seed(0)
     logits, bias = torch.randn(40, 12), torch.randn(12) * 0.3
-    weights, ids = router_sigmoid_grouped(logits, bias, 3, n_group, topk_group, renormalize, 2.5)
+    weights, ids = router_sigmoid_grouped(logits, bias, GroupedChoice(3, n_group, topk_group, renormalize, 2.5))
     size = 12 // n_group
     for t in range(40):
         scores = [float(torch.sigmoid(logits[t, e])) for e in range(12)]
@@ -66,7 +66,7 @@ def test_padding_rows_go_to_no_expert(tokens_per_row):
     logits, bias, gate = torch.randn(4 * tokens_per_row, 12), torch.randn(12), torch.randn(4 * tokens_per_row)
     for route in (
         lambda rows: router_softmax(logits, 3, True, gate, 1, rows),
-        lambda rows: router_sigmoid_grouped(logits, bias, 3, 4, 2, True, 2.5, rows),
+        lambda rows: router_sigmoid_grouped(logits, bias, GroupedChoice(3, 4, 2, True, 2.5), rows),
     ):
         (weights, ids), plain = route(rows), route(None)
         assert (ids[padding] == -1).all() and (weights[padding] == 0).all()
@@ -82,10 +82,10 @@ def test_experts_of_padding_are_not_read(provider, experts):
     ids = torch.stack([torch.randperm(experts - 3)[:3] for _ in range(6)]).int()
     ids[4:] = torch.arange(experts - 3, experts, dtype=torch.int32)
     w_up, w_down = torch.randn(experts, 24, 16) * 0.3, torch.randn(experts, 16, 12) * 0.3
-    everywhere = fused_experts(x, w_up, w_down, weights, ids, activation="silu", gated=True)
+    everywhere = fused_experts(x, ExpertStack(w_up, w_down, "silu", True), weights, ids)
     w_up[experts - 3 :] = w_down[experts - 3 :] = float("nan")
     ids[4:] = -1
-    out = fused_experts(x, w_up, w_down, weights, ids, activation="silu", gated=True)
+    out = fused_experts(x, ExpertStack(w_up, w_down, "silu", True), weights, ids)
     assert torch.equal(out[:4], everywhere[:4]) and (out[4:] == 0).all()
 
 
@@ -115,13 +115,13 @@ def test_experts_with_padding_and_experts_that_nobody_chose(dtype, tokens, activ
     w_down = (torch.randn(experts, width, inner) * 0.3).to(dtype)
     weights, ids = router_softmax(torch.randn(tokens, experts - 2), 3, True)
     ids[tokens // 2, 1:] = -1
-    out = fused_experts(x, w_up, w_down, weights, ids, activation=activation, gated=gated)
+    out = fused_experts(x, ExpertStack(w_up, w_down, activation, gated), weights, ids)
     expected = slow_experts(x, w_up, w_down, weights, ids, activation, gated)
     assert out.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
     ids[tokens // 2] = -1
-    out = fused_experts(x, w_up, w_down, weights, ids, activation=activation, gated=gated)
+    out = fused_experts(x, ExpertStack(w_up, w_down, activation, gated), weights, ids)
     assert torch.equal(out[tokens // 2], torch.zeros(width, dtype=dtype))
 
 
@@ -129,10 +129,10 @@ def test_a_token_s_result_does_not_depend_on_its_neighbours():
     torch.manual_seed(0)
     x, w_up, w_down = torch.randn(8, 16), torch.randn(4, 24, 16) * 0.3, torch.randn(4, 16, 12) * 0.3
     weights, ids = router_softmax(torch.randn(8, 4), 2, True)
-    together = fused_experts(x, w_up, w_down, weights, ids, activation="silu", gated=True)
+    together = fused_experts(x, ExpertStack(w_up, w_down, "silu", True), weights, ids)
     for t in range(8):
         row = slice(t, t + 1)
-        alone = fused_experts(x[row], w_up, w_down, weights[row], ids[row], activation="silu", gated=True)
+        alone = fused_experts(x[row], ExpertStack(w_up, w_down, "silu", True), weights[row], ids[row])
         torch.testing.assert_close(alone, together[row])
 
 
@@ -162,13 +162,6 @@ def test_pairs_are_laid_out_by_expert_in_blocks(provider, monkeypatch, compared,
 
 
 def test_no_tokens():
-    out = fused_experts(
-        torch.empty(0, 4),
-        torch.randn(2, 6, 4),
-        torch.randn(2, 4, 3),
-        torch.empty(0, 2),
-        torch.empty(0, 2, dtype=torch.int32),
-        activation="silu",
-        gated=True,
-    )
+    experts = ExpertStack(torch.randn(2, 6, 4), torch.randn(2, 4, 3), "silu", True)
+    out = fused_experts(torch.empty(0, 4), experts, torch.empty(0, 2), torch.empty(0, 2, dtype=torch.int32))
     assert out.shape == (0, 4)

@@ -5,6 +5,7 @@ import torch
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.paged_attention import attention_decode, attention_extend, write_kv
+from hybridrt.kernels.records import AttentionPrompts, AttentionRows, PagedKV
 from tests.support.levels import sweep
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -44,6 +45,10 @@ def slow_attention(query, keys, values, visible):
     return out
 
 
+def decode(q, k, v, table, rows, seq_lens, *, op=attention_decode, sliding_window=None, out=None, **of_rows):
+    return op(q, PagedKV(k, v, table, SCALE, sliding_window), AttentionRows(rows, seq_lens, **of_rows), out)
+
+
 def window(position, sliding_window):
     return range(max(0, position - sliding_window + 1) if sliding_window else 0, position + 1)
 
@@ -64,9 +69,7 @@ def test_decode_of_ragged_rows(dtype, sliding_window, query_heads, kv_heads, tok
     merged = torch.randn(len(lengths) + 1, tokens, query_heads + 3, HEAD_DIM).to(dtype)
     q = merged[:, :, 1 : 1 + query_heads]
     rows, seq_lens = torch.cat((cache.rows, torch.zeros(1).int())), torch.tensor([*lengths, 0], dtype=torch.int32)
-    out = attention_decode(
-        q, cache.k, cache.v, cache.table, rows, seq_lens, scale=SCALE, sliding_window=sliding_window, max_len=20
-    )
+    out = decode(q, cache.k, cache.v, cache.table, rows, seq_lens, sliding_window=sliding_window, max_len=20)
     assert out.dtype == dtype and torch.equal(out[-1], torch.zeros_like(out[-1]))
     for b, length in enumerate(lengths):
         for t in range(tokens):
@@ -78,8 +81,8 @@ def test_decode_reads_the_table_s_width_without_a_bound():
     torch.manual_seed(0)
     cache = Cache([7, 24])
     q, seq_lens = torch.randn(2, 1, 4, HEAD_DIM), torch.tensor([7, 24])
-    bounded = attention_decode(q, cache.k, cache.v, cache.table, cache.rows, seq_lens, scale=SCALE, max_len=24)
-    close(attention_decode(q, cache.k, cache.v, cache.table, cache.rows, seq_lens, scale=SCALE), bounded.double())
+    bounded = decode(q, cache.k, cache.v, cache.table, cache.rows, seq_lens, max_len=24)
+    close(decode(q, cache.k, cache.v, cache.table, cache.rows, seq_lens), bounded.double())
 
 
 @pytest.mark.parametrize(("tokens", "context"), [(1, MAX_CONTEXT), (3, MAX_CONTEXT), (2, 400)])
@@ -91,9 +94,9 @@ def test_decode_leaves_its_result_where_it_is_told(tokens, context):
     wide = torch.full((2 * tokens, 4 * HEAD_DIM + 5), torch.nan)
     place = wide[:, 5:].view(2, tokens, 4, HEAD_DIM)
     arguments = (q, cache.k, cache.v, cache.table, cache.rows, seq_lens)
-    left = attention_decode(*arguments, scale=SCALE, out=place)
+    left = decode(*arguments, out=place)
     assert left.data_ptr() == place.data_ptr() and wide[:, :5].isnan().all()
-    assert torch.equal(place, attention_decode(*arguments, scale=SCALE))
+    assert torch.equal(place, decode(*arguments))
 
 
 @pytest.mark.parametrize("sliding_window", [None, 5])
@@ -105,8 +108,8 @@ def test_keys_of_padding_drafts_are_not_read(tree, sliding_window):
     q = torch.randn(3, tokens, 4, HEAD_DIM)
     seq_lens = torch.tensor([length + tokens - 1 - n for length, n in zip([9, 4, 5], drafts, strict=True)])
     mask = torch.ones(3, tokens, tokens, dtype=torch.bool).tril() if tree else None
-    out = attention_decode(
-        q, cache.k, cache.v, cache.table, cache.rows, seq_lens.int(), scale=SCALE, sliding_window=sliding_window,
+    out = decode(
+        q, cache.k, cache.v, cache.table, cache.rows, seq_lens.int(), sliding_window=sliding_window,
         tree_mask=mask, num_drafts=torch.tensor(drafts, dtype=torch.int32),
     )  # fmt: skip
     assert out.isfinite().all()
@@ -136,7 +139,7 @@ def test_places_that_one_distance_does_not_describe_are_refused():
     arguments = (q, cache.k, cache.v, cache.table, cache.rows, seq_lens)
     for place in (torch.zeros(2, 3, 4, HEAD_DIM)[:, :2], torch.zeros(2, 2, 4, HEAD_DIM + 1)[..., 1:]):
         with pytest.raises(ConfigError, match="contiguous"):
-            attention_decode_triton(*arguments, scale=SCALE, out=place)
+            decode(*arguments, op=attention_decode_triton, out=place)
         assert not place.any()
 
 
@@ -153,14 +156,13 @@ def test_a_tree_s_nodes_see_the_prefix_and_their_ancestors(sliding_window):
     for t, seen in enumerate(ancestors):
         mask[:, t, seen] = True
     q = torch.randn(2, 6, 4, HEAD_DIM)
-    out = attention_decode(
+    out = decode(
         q,
         cache.k,
         cache.v,
         cache.table,
         cache.rows,
         torch.tensor(lengths),
-        scale=SCALE,
         tree_mask=mask,
         sliding_window=sliding_window,
     )
@@ -179,8 +181,8 @@ def test_a_chain_is_the_tree_whose_mask_is_triangular():
     arguments = (q, cache.k, cache.v, cache.table, cache.rows, seq_lens)
     mask = torch.ones(2, 3, 3, dtype=torch.bool).tril()
     for sliding_window in (None, 4):
-        chain = attention_decode(*arguments, scale=SCALE, sliding_window=sliding_window)
-        tree = attention_decode(*arguments, scale=SCALE, sliding_window=sliding_window, tree_mask=mask)
+        chain = decode(*arguments, sliding_window=sliding_window)
+        tree = decode(*arguments, sliding_window=sliding_window, tree_mask=mask)
         assert torch.equal(chain, tree)
 
 
@@ -210,9 +212,9 @@ def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, slidi
     mask = torch.ones(len(q), tokens, tokens, dtype=torch.bool).tril()
     mask[:, 3, 1:3] = False  # node 3 is another child of the root
     arguments = (q, cache.k, cache.v, cache.table, rows, seq_lens)
-    out = attention_decode(*arguments, scale=SCALE, sliding_window=sliding_window, tree_mask=mask)
+    out = decode(*arguments, sliding_window=sliding_window, tree_mask=mask)
     assert torch.equal(out[-1], torch.zeros_like(out[-1]))
-    again = attention_decode(*arguments, scale=SCALE, sliding_window=sliding_window, tree_mask=mask)
+    again = decode(*arguments, sliding_window=sliding_window, tree_mask=mask)
     assert torch.equal(again, out), "the order in which programs arrive changes nothing, and they count from zero"
     for b, length in enumerate(lengths):
         for t in range(tokens):
@@ -230,11 +232,9 @@ def gathering(monkeypatch):
 
 
 def extend(q, cache, query_lens, seq_lens, sliding_window=None, out=None):
-    return attention_extend(
-        q, cache.k, cache.v, cache.table, cache.rows, torch.tensor([0, *query_lens]).cumsum(0).int(),
-        torch.tensor(seq_lens, dtype=torch.int32), scale=SCALE, sliding_window=sliding_window, query_lens=query_lens,
-        seq_lens_host=seq_lens, out=out,
-    )  # fmt: skip
+    starts, lens = torch.tensor([0, *query_lens]).cumsum(0).int(), torch.tensor(seq_lens, dtype=torch.int32)
+    kv = PagedKV(cache.k, cache.v, cache.table, SCALE, sliding_window)
+    return attention_extend(q, kv, AttentionPrompts(cache.rows, starts, lens, query_lens, seq_lens), out)
 
 
 def check_extended(out, q, cache, query_lens, seq_lens, sliding_window=None):
@@ -327,13 +327,13 @@ def test_decode_reads_nothing_before_the_window(small_tiles, tree):
     mask = torch.ones(3, tokens, tokens, dtype=torch.bool).tril() if tree else None
     cache, seq_lens = Cache(lengths, max_context=96), torch.tensor(lengths)
 
-    def decode():
+    def attend():
         arguments = (q, cache.k, cache.v, cache.table, cache.rows, seq_lens)
-        return attention_decode(*arguments, scale=SCALE, sliding_window=sliding_window, tree_mask=mask)
+        return decode(*arguments, sliding_window=sliding_window, tree_mask=mask)
 
-    whole = decode()
+    whole = attend()
     forget(cache, [max(n - tokens - sliding_window + 1, 0) for n in lengths])
-    assert torch.equal(decode(), whole)
+    assert torch.equal(attend(), whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -354,9 +354,7 @@ def test_chunks_equal_the_whole():
     whole = extend(q, cache, [19], [19])
     chunks = [extend(q[a:b], cache, [b - a], [b]) for a, b in ((0, 1), (1, 12), (12, 19))]
     torch.testing.assert_close(torch.cat(chunks), whole)
-    last = attention_decode(
-        q[None, -1:], cache.k, cache.v, cache.table, cache.rows, torch.tensor([19]), scale=SCALE, max_len=19
-    )
+    last = decode(q[None, -1:], cache.k, cache.v, cache.table, cache.rows, torch.tensor([19]), max_len=19)
     torch.testing.assert_close(last[0, 0], whole[-1])
 
 

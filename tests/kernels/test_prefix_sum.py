@@ -73,7 +73,7 @@ def test_a_verified_row_leaves_the_sum_alone_and_says_what_it_would_be(tree):
     x, states, stored = torch.randn(3, 4, 2, 3), torch.randn(6, 6), torch.full((5, 7, 6), torch.nan)
     slots, rows, before = ints(2, -1, 4), ints(3, 0, 1), states.clone()
     parents = torch.tensor([[-1, 0, 0, 2]] * 3, dtype=torch.int32) if tree else None
-    y = prefix_sum_update(x, StateSlots(states, slots, slots), IntermediateStates(stored, rows, parents))
+    y = prefix_sum_update(x, StateSlots(states, slots, slots, IntermediateStates(stored, rows, parents)))
     paths = [[0], [0, 1], [0, 2], [0, 2, 3]] if tree else [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
     for b, (slot, row) in enumerate(zip(slots.tolist(), rows.tolist(), strict=True)):
         for t, path in enumerate(paths):

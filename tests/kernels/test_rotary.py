@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from hybridrt.kernels.records import Rope
+from hybridrt.kernels.records import KVPlaces, Rope
 from hybridrt.kernels.rms_norm import rms_norm
 from hybridrt.kernels.rotary import qk_norm_rotary, rotary_write_kv
 
@@ -67,7 +67,7 @@ def test_rotated_keys_and_values_land_in_their_slots(normed, rot):
     want_v = v.clone()
     k_cache, v_cache = (torch.full((3, 8, 2, 12), torch.nan) for _ in range(2))
     slots = torch.tensor([17, 11, 8, 21], dtype=torch.int32)
-    got = rotary_write_kv(q, k, v, positions, rope, k_cache, v_cache, slots)
+    got = rotary_write_kv(q, k, v, positions, rope, KVPlaces(k_cache, v_cache, slots))
     torch.testing.assert_close(got, want_q)
     torch.testing.assert_close(k_cache.view(-1, 2, 12)[slots], want_k)
     assert torch.equal(v_cache.view(-1, 2, 12)[slots], want_v)
@@ -79,7 +79,7 @@ def test_keys_and_values_of_padding_are_not_written():
     k[1] = v[1] = 1.0
     k_cache, v_cache = torch.zeros(2, 3, 8, 2, 12)
     slots, positions = torch.tensor([0, 9], dtype=torch.int32), torch.tensor([1, 0])
-    rotary_write_kv(q, k, v, positions, Rope(table(10, 8)), k_cache, v_cache, slots)
+    rotary_write_kv(q, k, v, positions, Rope(table(10, 8)), KVPlaces(k_cache, v_cache, slots))
     for cache in (k_cache, v_cache):
         assert not cache[0].any() and cache.isfinite().all() and cache.view(-1, 2, 12)[9].all()
 

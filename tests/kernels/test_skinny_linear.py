@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
-from hybridrt.kernels.skinny_linear import MAX_TOKENS, is_skinny, skinny_linear
+from hybridrt.kernels.skinny_linear import MAX_TOKENS, InputNorm, is_skinny, skinny_linear
 from hybridrt.kernels.skinny_linear_triton import Tile, matmul_tile
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.norm import RMSNorm
@@ -71,9 +71,7 @@ def test_norm_bias_and_activation_around_the_product(tokens, dtype, activation, 
     residual = residual if dtype == torch.bfloat16 else residual.to(dtype)
     expected, total = by_formula(x, weight, bias, norm_weight, residual, activation)
     before = x.clone()
-    y, new_residual = skinny_linear(
-        x, weight, bias, norm_weight=norm_weight, eps=EPS, residual=residual, activation=activation
-    )
+    y, new_residual = skinny_linear(x, weight, bias, norm=InputNorm(norm_weight, EPS, residual), activation=activation)
     assert y.dtype == dtype and y.shape == expected.shape
     check(y, expected, dtype)
     assert torch.equal(new_residual, total) and torch.equal(x, before)
@@ -99,9 +97,7 @@ def test_any_tile_of_the_weight(tokens, tile, activation, monkeypatch):
     x, weight, generator = case(tokens, 42, 104, torch.float32)
     norm_weight, residual = torch.randn(104, generator=generator), torch.randn(tokens, 104, generator=generator)
     expected, total = by_formula(x, weight, None, norm_weight, residual, activation)
-    y, new_residual = skinny_linear(
-        x, weight, norm_weight=norm_weight, eps=EPS, residual=residual, activation=activation
-    )
+    y, new_residual = skinny_linear(x, weight, norm=InputNorm(norm_weight, EPS, residual), activation=activation)
     check(y, expected, torch.float32)
     assert torch.equal(new_residual, total)
 
@@ -111,7 +107,7 @@ def test_norm_without_residual(tokens):
     x, weight, generator = case(tokens, 16, 1100, torch.float32)
     x *= 0.01  # so that eps counts
     norm_weight = torch.randn(1100, generator=generator)
-    y, residual = skinny_linear(x, weight, norm_weight=norm_weight, eps=EPS)
+    y, residual = skinny_linear(x, weight, norm=InputNorm(norm_weight, EPS))
     assert residual is None
     check(y, by_formula(x, weight, norm_weight=norm_weight)[0], torch.float32)
 
@@ -169,19 +165,17 @@ def test_sum_keeps_the_residuals_dtype():
     x, weight, generator = case(1, 8, 32, torch.float16)
     residual, norm_weight = torch.randn(1, 32, generator=generator), torch.ones(32)
     expected = x.float() + residual
-    y, total = skinny_linear(x, weight, norm_weight=norm_weight, eps=EPS, residual=residual)
+    y, total = skinny_linear(x, weight, norm=InputNorm(norm_weight, EPS, residual))
     assert (y.dtype, total.dtype) == (torch.float16, torch.float32)
     assert torch.equal(total, expected)
 
 
-def test_too_many_tokens_a_residual_without_norm_and_a_tail_with_one():
+def test_too_many_tokens_and_a_tail_with_a_norm():
     x, weight, _ = case(MAX_TOKENS + 1, 8, 16, torch.float32)
     with pytest.raises(ConfigError, match=f"at most {MAX_TOKENS} tokens, not {MAX_TOKENS + 1}"):
         skinny_linear(x, weight)
-    with pytest.raises(ConfigError, match="norm_weight"):
-        skinny_linear(x[:1], weight, residual=x[:1])
     with pytest.raises(ConfigError, match="one tensor"):
-        skinny_linear(x[:1, :8], weight, tail=x[:1, 8:], norm_weight=torch.ones(16))
+        skinny_linear(x[:1, :8], weight, tail=x[:1, 8:], norm=InputNorm(torch.ones(16)))
 
 
 def test_the_cpu_keeps_the_separate_operations():

@@ -58,7 +58,7 @@ def written(key: str, weight: Tensor, int8: bool) -> dict[str, Tensor]:
 
 def test_names_of_methods() -> None:
     assert linear_method("dense") is DenseMethod and linear_method("int8") is ScaledInt8
-    with pytest.raises(BackendError, match=r"'nope' is no method.*dense, int8, wrong"):
+    with pytest.raises(BackendError, match=r"'nope' is not supported.*dense, int8, wrong"):
         linear_method("nope")
     with pytest.raises(BackendError, match="must name a LinearMethod"):
         linear_method("wrong")

@@ -66,7 +66,9 @@ def test_every_key_is_used_once_and_every_parameter_filled(name: str, checkpoint
         found = load_weights(model, path)
     keys = load_file(path / "model.safetensors").keys()
     assert found.loaded + len(found.skipped) == len(keys)
-    assert set(found.skipped) <= {"lm_head.weight"}
+    # Images, and what a Zamba2 model whose blocks serve one place each keeps for other places.
+    unused = {key for key in found.skipped if key.startswith("model.visual.") or "_adapter_list." in key}
+    assert set(found.skipped) - unused <= {"lm_head.weight"}
     for parameter_name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), f"{parameter_name} is not filled"
 
@@ -86,15 +88,23 @@ def test_no_two_keys_fill_one_place(name: str, checkpoints: CheckpointStore) -> 
         assert parameter.max() <= 1, parameter_name
 
 
+def test_an_older_name_of_mambas_embedding(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("mamba-plain")
+    edit(path, lambda tensors: tensors.update({"backbone.embedding.weight": tensors.pop("backbone.embeddings.weight")}))
+    assert load(path).embed.weight.isfinite().all()
+
+
 @pytest.mark.parametrize("name", BASES)
 def test_each_missing_key_is_named(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     whole = load_file(checkpoints[name].path / "model.safetensors")
     shutil.copy(checkpoints[name].path / "config.json", tmp_path)
+    model = empty(checkpoints[name].path)
     for key in sorted(whole)[::9]:
         save_file({k: v for k, v in whole.items() if k != key}, tmp_path / "model.safetensors")
-        with pytest.raises(CheckpointError, match="1 missing") as error:
+        parts = model.parts_of(key)
+        with pytest.raises(CheckpointError, match=f"{len(parts)} missing") as error:
             load(tmp_path)
-        assert key.split(".", 1)[1] in str(error.value)
+        assert all(part in str(error.value) for part, _ in parts)
 
 
 def test_a_key_that_nothing_consumes_is_named(copy_of: Callable[[str], Path]) -> None:

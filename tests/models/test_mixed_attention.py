@@ -12,12 +12,12 @@ from hybridrt import plugins
 from hybridrt.cli.inspect import describe_model
 from hybridrt.config import SpeculativeConfig
 from hybridrt.errors import BackendError
-from hybridrt.families.registry import family_of
+from hybridrt.families.registry import all_families, family_of
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.runtime.build import kv_groups
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import StateCopy
-from hybridrt.transfer.handshake import Handshake
+from hybridrt.transfer.handshake import handshake_of
 from tests.support import outside_mixed
 from tests.support.outside_mixed import ARCHITECTURE, LAYERS, Reference, write_checkpoint
 from tests.support.session import Session
@@ -30,10 +30,10 @@ COUNT = 24
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     points = [SimpleNamespace(name=ARCHITECTURE, value="tests.support.outside_mixed:FAMILY")]
     monkeypatch.setattr(plugins, "entry_points", lambda group: points if group == "hybridrt.families" else [])
-    for cached in (family_of, family_of.__wrapped__.__globals__["_families"]):
+    for cached in (family_of, all_families):
         cached.cache_clear()
     yield
-    for cached in (family_of, family_of.__wrapped__.__globals__["_families"]):
+    for cached in (family_of, all_families):
         cached.cache_clear()
 
 
@@ -119,7 +119,7 @@ def test_states_leave_and_arrive(model: tuple) -> None:
             there, here = (tensor[own].flatten(0, 1)[:10] for tensor, own in zip((sent, got), pages, strict=True))
             assert torch.equal(there, here)
     config = sides[0].config
-    assert Handshake.of(config, sides[0].target, model[0]).kv_layout == (
+    assert handshake_of(config, sides[0].target, model[0])["kv_layout"] == (
         "2 x 8, window 5 in layers 0,3; 2 x 8, window None in layers 1; 1 x 12, window None in layers 2; "
         "4 x 12, window 9 in layers 4"
     )

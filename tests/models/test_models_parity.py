@@ -22,10 +22,15 @@ from tests.support.session import Session, budget, check_sample
 STEPS = 64
 LENGTHS = (1, 2, 17, 40)
 BASES = (
-    "falcon-norm_after_gate", "nemotron-experts", "qwen-plain", "falcon_mamba-plain", "jamba-plain", "swa_ssm-plain",
+    "falcon-norm_after_gate", "nemotron-experts", "qwen-plain", "falcon_mamba-plain", "jamba-plain", "lfm2-plain",
+    "lfm2_moe-plain", "mamba-plain", "mamba2-plain", "swa_ssm-plain", "qwen35-experts", "granite-plain", "olmo-plain",
+    "zamba2-two_blocks_adapters_rope",
 )  # fmt: skip
 # Rounding does not change which experts run where there are none.
-DENSE = ("falcon-norm_after_gate", "nemotron-plain", "qwen-dense", "falcon_mamba-plain", "jamba-dense", "swa_ssm-plain")
+DENSE = (
+    "falcon-norm_after_gate", "nemotron-plain", "qwen-dense", "falcon_mamba-plain", "jamba-dense", "lfm2-plain",
+    "swa_ssm-plain", "qwen35-seeing_tied", "granite-dense", "bamba-plain", "olmo-no_positions",
+)  # fmt: skip
 
 
 def state_modes(name: str) -> tuple[str, ...]:

@@ -26,17 +26,26 @@ from tests.support.checkpoints import (
     falcon,
     falcon_mamba,
     jamba,
+    lfm2,
+    lfm2_moe,
+    mamba,
+    mamba2,
     nemotron,
+    puzzle,
     qwen,
     swa_ssm,
     write,
 )
+from tests.support.newer_checkpoints import NEWER, QWEN35
 from tests.support.odd_configs import DEEP, changes, some, write_fields
 from tests.support.tiny import write_tiny
 
 FAMILIES: dict[str, Make] = {
     "falcon": falcon(), "nemotron": nemotron("M*-ME"), "qwen": qwen(), "falcon_mamba": falcon_mamba(),
-    "jamba": jamba(), "swa_ssm": swa_ssm(),
+    "jamba": jamba(), "lfm2": lfm2(), "lfm2_moe": lfm2_moe(), "mamba": mamba(), "mamba2": mamba2(),
+    "puzzle": puzzle("ME", {1: {"num_experts_per_tok": 2}}),
+    "swa_ssm": swa_ssm(),
+    **{name: cases["plain"] for name, cases in NEWER.items()}, "qwen35-seeing": QWEN35["seeing_experts"],
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
-from hybridrt.kernels.moe import fused_experts
+from hybridrt.kernels.moe import ExpertStack, fused_experts
 from hybridrt.runtime.graph_runner import GraphRunner, buckets
 from hybridrt.runtime.step import DecodeRow, DecodeRows
 from tests.attention.test_backends_verify import MODELS, random_tokens
@@ -125,11 +125,11 @@ def test_padding_goes_to_no_expert(
     graphs = runner_of(hand)
     routed: list[Tensor] = []
 
-    def noted(x: Tensor, up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, **how: Any) -> Tensor:
+    def noted(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
         routed.append(ids)
-        return fused_experts(x, up, down, weights, ids, **how)
+        return fused_experts(x, experts, weights, ids)
 
-    monkeypatch.setattr("hybridrt.layers.moe.fused_experts", noted)
+    monkeypatch.setattr("hybridrt.layers.methods.fused_experts", noted)
     rows = [Row(row, lengths[row], [10 + row] * tokens) for row in (5, 2, 4)]
     logits = graphs.replay(inputs_of(rows, tokens))
     assert graphs.bucket(3) == 4 and routed

@@ -114,7 +114,7 @@ def outputs(
 ) -> list[Sample]:
     """One request each, of prompts that differ."""
     runner = executor if isinstance(executor, ModelRunner) else executor.runner
-    plan, model = runner.plan, runner.model_config
+    plan, model = runner.memory_plan, runner.model_config
     limits = EngineLimits(model.vocab_size, plan.max_model_len, 8192)
     pools = CacheCoordinator(plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, demand=plan.demand)
     engine = Engine(executor, pools, limits, overlap=False, drafter=drafter)

@@ -178,7 +178,7 @@ def test_torchrun_reads_and_prints_once(checkpoints: CheckpointStore) -> None:
     with LLM(str(path), device="cpu", max_model_len=128) as llm:
         want = llm.generate(PROMPTS[0], greedy(8))[0].token_ids
     options = ["--model", str(path), "--device", "cpu", "--max-tokens", "8", "--token-ids", "--temperature", "0"]
-    run = torchrun("-m", "hybridrt.cli", "generate", *options, "--ignore-eos", text="5 6 7")
+    run = torchrun("-m", "hybridrt", "generate", *options, "--ignore-eos", text="5 6 7")
     assert (run.returncode, run.stdout.split()) == (0, [str(token) for token in want]), run.stderr
 
 

@@ -24,7 +24,7 @@ from hybridrt.runtime import build, tensor_parallel
 from hybridrt.runtime.build import empty_model, load_target
 from hybridrt.runtime.model_runner import ModelRunner
 from tests.models.test_models_parity import requests
-from tests.support.checkpoints import SPLIT, CheckpointStore, Make, falcon, falcon_mamba, jamba, nemotron, qwen
+from tests.support.checkpoints import SPLIT, CheckpointStore, Make, falcon, falcon_mamba, jamba, lfm2, nemotron, qwen
 from tests.support.session import Session, spoil
 from tests.support.tiny import write_tiny
 
@@ -116,7 +116,10 @@ def test_a_group_that_was_left_says_so() -> None:
     in_threads(2, leave)
 
 
-@pytest.mark.parametrize("name", ["falcon-split", "nemotron-split_groups", "qwen-split", "jamba-split"])
+@pytest.mark.parametrize(
+    "name",
+    ["falcon-split", "nemotron-split_groups", "qwen-split", "jamba-split", "lfm2_moe-split", "zamba2-split"],
+)
 def test_ranks_draw_the_same_tokens(name: str, checkpoints: CheckpointStore) -> None:
     """The steps of a run in one process, on two ranks that nobody tells what the other drew."""
     session = Session(checkpoints[name].path, page_size=4)
@@ -138,7 +141,7 @@ def test_the_poorest_rank_decides_for_all(checkpoints: CheckpointStore) -> None:
 
     def pages(comm: Communicator) -> int:
         tp = TPGroup(comm.rank, comm.size, comm)
-        return ModelRunner(config, tp=tp, budget_bytes=2**19 * (2 - comm.rank)).plan.num_pages
+        return ModelRunner(config, tp=tp, budget_bytes=2**19 * (2 - comm.rank)).memory_plan.num_pages
 
     first, second = in_threads(2, pages)
     assert first == second > 0
@@ -153,6 +156,7 @@ REFUSED: dict[str, tuple[Make, int, str]] = {
     "attention heads": (falcon(), 8, "4 attention heads cannot be cut into 8"),
     "KV heads": (jamba(num_attention_heads=6, num_key_value_heads=3, hidden_size=48), 2, "3 KV heads cannot be cut"),
     "Mamba-1 channels": (falcon_mamba(), 3, "64 Mamba-1 channels cannot be split over tp_size=3"),
+    "short conv": (lfm2(hidden_size=40), 3, "40 short conv channels cannot be split over tp_size=3"),
     "Mamba-2 heads": (nemotron(), 4, "6 Mamba-2 heads cannot be split over tp_size=4"),
     "Mamba-2 groups": (nemotron(n_groups=3), 2, "3 Mamba-2 groups cannot be split over tp_size=2"),
     "GDN key heads": (qwen(linear_num_key_heads=1), 2, "1 GDN key heads cannot be split over tp_size=2"),

@@ -121,7 +121,7 @@ def rig_and_drafter(models: Models, method: str, mode: str) -> tuple[Rig, Drafte
         rig = Rig(models.with_head, mode=mode, drafts=3, rows=500, method="mtp")
         return rig, make_drafter(rig.runner)
     rig = Rig(models.path, mode=mode, drafts=3, rows=500, **spec)
-    inner: Drafter = DraftModelDrafter(rig.config, rig.runner.plan, VOCAB) if draft else (
+    inner: Drafter = DraftModelDrafter(rig.config, rig.runner.memory_plan, VOCAB) if draft else (
         NgramDrafter(shortest=1) if method == "ngram" else AtRandom(VOCAB)
     )  # fmt: skip
     return rig, AdaptiveDrafter(inner, 3, patience=1)

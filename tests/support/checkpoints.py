@@ -1,7 +1,9 @@
 """Tiny random checkpoints that transformers writes, in many variations, and its logits as the oracle."""
 
 import gc
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,10 @@ import transformers as tf
 from torch import Tensor
 
 from tests.support import swa_ssm as swa
+from tests.support.newer_checkpoints import NEWER, NEWER_SPLIT
+from tests.support.sizes import LENGTH, TOKENS, VOCAB, Make
 
-VOCAB = 131
-LENGTH = 256
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-Make = Callable[[], tuple[Any, Any]]
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")  # of routers: buffers
 
 
 def falcon(**changes: Any) -> Make:
@@ -47,6 +48,38 @@ def nemotron(pattern: str = "M*-M", **changes: Any) -> Make:
     return lambda: (tf.NemotronHConfig(**(fields | changes)), tf.NemotronHForCausalLM)
 
 
+class PuzzleForCausalLM(tf.NemotronHForCausalLM):
+    """Nemotron-H whose blocks of experts differ: transformers' own blocks, each made of a configuration of its own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.own: dict[int, dict[str, int]] = config.own
+        for i, own in self.own.items():
+            block = copy(config)
+            vars(block).update(own)
+            self.model.layers[i].mixer = type(self.model.layers[i].mixer)(block, layer_idx=i)
+
+    def save_pretrained(self, path: Path, **save: Any) -> None:
+        super().save_pretrained(path, **save)
+        fields = json.loads((path / "config.json").read_text())
+        kinds = fields.pop("layers_block_type")
+        blocks = [{"block_type": OLD_KINDS.get(kind, kind), **self.own.get(i, {})} for i, kind in enumerate(kinds)]
+        fields |= {"architectures": ["NemotronHPuzzleForCausalLM"], "model_type": "nemotron_h_puzzle"}
+        (path / "config.json").write_text(json.dumps(fields | {"block_configs": blocks}))
+
+
+OLD_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
+
+
+def puzzle(pattern: str, own: dict[int, dict[str, int]], **changes: Any) -> Make:
+    def make() -> tuple[Any, Any]:
+        config, _ = nemotron(pattern, **changes)()
+        config.own = own
+        return config, PuzzleForCausalLM
+
+    return make
+
+
 def qwen(**changes: Any) -> Make:
     """Qwen3-Next: three Gated Delta Net layers to one of gated attention."""
     fields: dict[str, Any] = {
@@ -69,6 +102,24 @@ def falcon_mamba(**changes: Any) -> Make:
     return lambda: (tf.FalconMambaConfig(**(fields | changes)), tf.FalconMambaForCausalLM)
 
 
+def mamba(**changes: Any) -> Make:
+    """Mamba: Mamba-1 alone."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "expand": 2, "conv_kernel": 4,
+        "time_step_rank": 5, "tie_word_embeddings": False, **TOKENS,
+    }  # fmt: skip
+    return lambda: (tf.MambaConfig(**(fields | changes)), tf.MambaForCausalLM)
+
+
+def mamba2(**changes: Any) -> Make:
+    """Mamba-2 alone."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "expand": 2, "conv_kernel": 4,
+        "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 16, "tie_word_embeddings": False, **TOKENS,
+    }  # fmt: skip
+    return lambda: (tf.Mamba2Config(**(fields | changes)), tf.Mamba2ForCausalLM)
+
+
 def jamba(**changes: Any) -> Make:
     """Jamba: attention in layer 1 of every 3, experts in every second layer."""
     fields: dict[str, Any] = {
@@ -79,6 +130,28 @@ def jamba(**changes: Any) -> Make:
         "max_position_embeddings": LENGTH, **TOKENS,
     }  # fmt: skip
     return lambda: (tf.JambaConfig(**(fields | changes)), tf.JambaForCausalLM)
+
+
+def lfm2(**changes: Any) -> Make:
+    """LFM2: attention in layer 1 of 4, short convs in the others."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False,
+        "layer_types": ["conv", "full_attention", "conv", "conv"], "tie_word_embeddings": False,
+        "max_position_embeddings": LENGTH, **TOKENS,
+    }  # fmt: skip
+    return lambda: (tf.Lfm2Config(**(fields | changes)), tf.Lfm2ForCausalLM)
+
+
+def lfm2_moe(**changes: Any) -> Make:
+    """LFM2 with experts behind its first layer."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1, "num_experts": 8,
+        "num_experts_per_tok": 2, "tie_word_embeddings": False, "max_position_embeddings": LENGTH, **TOKENS,
+    }  # fmt: skip
+    return lambda: (tf.Lfm2MoeConfig(**(fields | changes)), tf.Lfm2MoeForCausalLM)
 
 
 def swa_ssm(**changes: Any) -> Make:
@@ -141,6 +214,11 @@ NEMOTRON: dict[str, Make] = {
         n_groups=1, ssm_state_size=5, conv_kernel=3, chunk_size=5,
     ),
     "float32_residuals": nemotron("M*M", residual_in_fp32=True),
+    "puzzle": puzzle("ME*EM-", {
+        1: {"moe_intermediate_size": 16, "num_experts_per_tok": 2},
+        3: {"moe_intermediate_size": 40, "num_experts_per_tok": 5, "n_routed_experts": 6},
+        5: {"intermediate_size": 20},
+    }, moe_latent_size=20),
 }  # fmt: skip
 
 QWEN: dict[str, Make] = {
@@ -184,6 +262,42 @@ JAMBA: dict[str, Make] = {
     "mamba_alone": jamba(attn_layer_period=9, attn_layer_offset=8, num_hidden_layers=2),
 }  # fmt: skip
 
+MAMBA: dict[str, Make] = {
+    "plain": mamba(),
+    "biases_tied": mamba(use_bias=True, tie_word_embeddings=True, time_step_rank="auto", residual_in_fp32=False),
+    "odd_sizes": mamba(hidden_size=27, state_size=5, conv_kernel=2, expand=1, time_step_rank=1, use_conv_bias=False),
+}
+
+MAMBA2: dict[str, Make] = {
+    "plain": mamba2(),
+    "biases_tied": mamba2(use_bias=True, tie_word_embeddings=True, n_groups=1, residual_in_fp32=False),
+    "odd_sizes": mamba2(
+        hidden_size=27, expand=1, num_heads=3, head_dim=9, n_groups=3, state_size=5, conv_kernel=3, chunk_size=7,
+        use_conv_bias=False, time_step_limit=(0.02, 0.3),
+    ),
+}  # fmt: skip
+
+LFM2: dict[str, Make] = {
+    "plain": lfm2(),
+    "biases_tied": lfm2(conv_bias=True, tie_word_embeddings=True, num_key_value_heads=4),
+    "adjusted_width": lfm2(block_auto_adjust_ff_dim=True, block_multiple_of=7, block_ffn_dim_multiplier=1.3),
+    "odd_sizes": lfm2(
+        hidden_size=30, num_attention_heads=5, num_key_value_heads=1, conv_L_cache=2, intermediate_size=20,
+        full_attn_idxs=[2], layer_types=None,
+    ),
+    "conv_alone": lfm2(layer_types=["conv"] * 3, num_hidden_layers=3, conv_L_cache=5),
+    "attention_alone": lfm2(layer_types=["full_attention"] * 2, num_hidden_layers=2, **LLAMA3),
+}  # fmt: skip
+
+LFM2_MOE: dict[str, Make] = {
+    "plain": lfm2_moe(),
+    "no_expert_bias_tied": lfm2_moe(use_expert_bias=False, norm_topk_prob=False, tie_word_embeddings=True),
+    "all_sparse_scaled": lfm2_moe(
+        num_dense_layers=0, routed_scaling_factor=1.7, num_experts=5, num_experts_per_tok=3, conv_bias=True,
+    ),
+    "dense": lfm2_moe(num_dense_layers=4),
+}  # fmt: skip
+
 SWA_SSM: dict[str, Make] = {
     "plain": swa_ssm(),
     "benchmark_tied": swa_ssm(
@@ -199,16 +313,17 @@ SWA_SSM: dict[str, Make] = {
 CASES: dict[str, Make] = {
     f"{family}-{name}": make
     for family, cases in (
-        ("falcon", FALCON), ("falcon_mamba", FALCON_MAMBA), ("jamba", JAMBA), ("nemotron", NEMOTRON), ("qwen", QWEN),
-        ("swa_ssm", SWA_SSM),
+        ("falcon", FALCON), ("falcon_mamba", FALCON_MAMBA), ("jamba", JAMBA), ("lfm2", LFM2), ("lfm2_moe", LFM2_MOE),
+        ("mamba", MAMBA), ("mamba2", MAMBA2), ("nemotron", NEMOTRON), ("qwen", QWEN), ("swa_ssm", SWA_SSM),
+        *NEWER.items(),
     )
     for name, make in cases.items()
 }  # fmt: skip
 
 
 def has_replay(name: str) -> bool:
-    """Whether a case's recurrent layers have state mode "replay": all but Mamba-1 and sums do."""
-    return not name.startswith(("falcon_mamba", "jamba", "swa_ssm"))
+    """Whether a case's recurrent layers have state mode "replay": all but Mamba-1, short convs and sums do."""
+    return not name.startswith(("falcon_mamba", "jamba", "lfm2", "mamba-", "swa_ssm"))
 
 
 # What 2 and 4 ranks can share; the models whose tests split them. KV heads are fewer than 4 ranks.
@@ -229,7 +344,12 @@ SPLIT: dict[str, Make] = {
     ),
     "falcon_mamba-split": CASES["falcon_mamba-projection_bias_tied"],
     "jamba-split": CASES["jamba-every_layer_sparse_tied"],
+    "mamba-split": mamba(use_bias=True, tie_word_embeddings=True),
+    "mamba2-split": mamba2(use_bias=True, n_groups=4),
+    "lfm2-split": lfm2(conv_bias=True, tie_word_embeddings=True, num_key_value_heads=1),
+    "lfm2_moe-split": lfm2_moe(),
     "swa_ssm-split": CASES["swa_ssm-plain"],
+    **NEWER_SPLIT,
 }  # fmt: skip
 
 
@@ -237,10 +357,11 @@ def write(make: Make, path: Path, *, seed: int = 0, **save: Any) -> Any:
     """Saves a random model as transformers does (`save` goes to save_pretrained) and returns it."""
     torch.manual_seed(seed)
     config, cls = make()
-    config.dtype = "float32"
+    for part in (config, *(getattr(config, name) for name in getattr(config, "sub_configs", ()))):
+        part.dtype = "float32"
     model = cls(config).eval().float()
     with torch.no_grad():
-        corrections = ((name, t) for name, t in model.named_buffers() if "e_score_correction_bias" in name)
+        corrections = ((name, t) for name, t in model.named_buffers() if name.endswith(CORRECTIONS))
         for name, tensor in [*model.named_parameters(), *corrections]:
             _randomize(name, tensor)
     model.generation_config = tf.GenerationConfig(**TOKENS)
@@ -254,7 +375,7 @@ def _randomize(name: str, t: Tensor) -> None:
         t.copy_(torch.rand_like(t) * 4.0 - 5.0)
     elif "dt_bias" in name or "dt_proj.bias" in name:
         t.copy_(torch.rand_like(t) * 2.5 - 3.0)
-    elif "e_score_correction_bias" in name:
+    elif name.endswith(CORRECTIONS):
         t.copy_(torch.rand_like(t) * 0.2)
     elif name.endswith(".D") or ("norm" in name and t.dim() == 1):
         t.add_(torch.randn_like(t) * 0.2)

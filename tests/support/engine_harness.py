@@ -26,8 +26,11 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(t for t in token_ids if t < 256).decode(errors="replace")
+    encode_bare = encode
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        special = "" if skip_special_tokens else "".join(f"<{t}>" for t in token_ids if t >= 256)
+        return bytes(t for t in token_ids if t < 256).decode(errors="replace") + special
 
 
 class Rig:

@@ -10,10 +10,10 @@ from hybridrt.kernels.operation import Operation
 
 
 @cache
-def _records(reference: Callable[..., Any]) -> dict[str, tuple[type, bool]]:
-    """The records among a function's parameters, and whether each may be None."""
-    hints, found = get_type_hints(reference), {}
-    for name in signature(reference).parameters:
+def _records(of: Callable[..., Any]) -> dict[str, tuple[type, bool]]:
+    """The records among a function's parameters, or among a record's fields, and whether each may be None."""
+    hints, found = get_type_hints(of), {}
+    for name in _names(of):
         kinds = get_args(hints[name]) or (hints[name],)
         for kind in kinds:
             if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
@@ -21,25 +21,38 @@ def _records(reference: Callable[..., Any]) -> dict[str, tuple[type, bool]]:
     return found
 
 
-def packed(reference: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name, with records in place of their fields, in the order of the signature. An optional record is
-    None where its first field is not given; fields of a record with defaults may be left out.
+def _names(of: Callable[..., Any]) -> tuple[str, ...]:
+    """Parameters of a function, or fields of a record."""
+    return getattr(of, "_fields", None) or tuple(signature(of).parameters)
 
-    Raises TypeError for a name that is neither a parameter nor a field.
-    """
-    records, result = _records(reference), {}
-    known = {field for kind, _ in records.values() for field in kind._fields}  # type: ignore[attr-defined]
-    if unknown := args.keys() - known - signature(reference).parameters.keys():
-        raise TypeError(f"{reference.__name__} takes no {', '.join(sorted(unknown))}")
-    for name in signature(reference).parameters:
+
+def _known(of: Callable[..., Any]) -> set[str]:
+    """All names that arguments may have."""
+    return {*_names(of)}.union(*(_known(kind) for kind, _ in _records(of).values()))
+
+
+def _values(of: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    records, result = _records(of), {}
+    for name in _names(of):
         if name in args:
             result[name] = args[name]
         elif name in records:
             kind, optional = records[name]
-            fields = kind._fields  # type: ignore[attr-defined]
-            if not optional or args.get(fields[0]) is not None:
-                result[name] = kind(**{field: args[field] for field in fields if field in args})
+            if not optional or args.get(_names(kind)[0]) is not None:
+                result[name] = kind(**_values(kind, args))
     return result
+
+
+def packed(reference: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, with records in place of their fields, in the order of the signature; the fields of a record
+    may be records too. An optional record is None where its first field is not given; fields of a record with defaults
+    may be left out.
+
+    Raises TypeError for a name that is neither a parameter nor a field.
+    """
+    if unknown := args.keys() - _known(reference):
+        raise TypeError(f"{reference.__name__} takes no {', '.join(sorted(unknown))}")
+    return _values(reference, args)
 
 
 def flat(operation: Callable[..., Any], *first: Any, **args: Any) -> Any:

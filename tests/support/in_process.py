@@ -16,12 +16,12 @@ Raw = dict[str, Any]
 
 def prefill_hello(handshake: Handshake, ranks: list[Any]) -> Raw:
     """A prefill worker's first message."""
-    return {"type": "prefillhello", "handshake": handshake.fields(), "ranks": ranks}
+    return {"type": "prefillhello", "handshake": handshake, "ranks": ranks}
 
 
 def decode_hello(handshake: Handshake) -> Raw:
     """A decode worker's first message."""
-    return {"type": "decodehello", "handshake": handshake.fields()}
+    return {"type": "decodehello", "handshake": handshake}
 
 
 class QueueChannel:

@@ -226,9 +226,9 @@ def fold(rows: DecodeRows, gate: Callable[[Tensor], Tensor], A: Tensor | None) -
     args, _ = rows.state_args("replay", gate)
     others = sorted({*range(1, rows.num_slots + 1)} - {*rows.used_slots})[:5]
     pools = {name: args[name][None] for name in ("states", "values", "keys", "gates")}
-    folds = RingFolds(rows.slots, args["rows"], args["start"], args["length"], int32([rows.batch]))
     written = int32([*others, *rows.used_slots[5:], *[-1] * rows.padding])
-    args = pools | {"A": None if A is None else A[None], "folds": folds, "write_state_slots": written}
+    folds = RingFolds(rows.slots, args["rows"], args["start"], args["length"], int32([rows.batch]), written)
+    args = pools | {"A": None if A is None else A[None], "folds": folds}
     return Case("fold_ring", args, {"states": [0], "values": [], "keys": [], "gates": []})
 
 
@@ -296,6 +296,15 @@ def causal_conv1d_update(rows: DecodeRows) -> Case:
         "start_positions": rows.positions,
     }  # fmt: skip
     return Case("causal_conv1d_update", args | conv_weights(shape), {"conv": rows.used_slots})
+
+
+def short_conv_update(rows: DecodeRows) -> Case:
+    projected, _ = rows.tokenwise(3 * rows.shape.conv_dim, 24)
+    args = {
+        "projected": projected, "conv": rows.conv(), **rows.slot_args(), "start_positions": rows.positions,
+        "weight": conv_weights(rows.shape)["weight"], "bias": None, "activation": None,
+    }  # fmt: skip
+    return Case("short_conv_update", args, {"conv": rows.used_slots})
 
 
 def gdn_decode(rows: DecodeRows, mode: str) -> Case:

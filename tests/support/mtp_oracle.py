@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.checkpoints import Make, nemotron, qwen, write
+from tests.support.newer_checkpoints import qwen35, qwen35_moe
 
 Weights = dict[str, Tensor]
 
@@ -23,6 +24,8 @@ HEADS: dict[str, Make] = {
         partial_rotary_factor=0.5, attention_bias=True,
     ),
     "qwen-not_renormalized": qwen(num_hidden_layers=1, layer_types=["linear_attention"], norm_topk_prob=False),
+    "qwen35": qwen35(num_hidden_layers=2, full_attention_interval=2, mtp_num_hidden_layers=1),
+    "qwen35-experts": qwen35_moe(num_hidden_layers=2, full_attention_interval=2, mtp_num_hidden_layers=1),
     "nemotron": nemotron("M*E", num_nextn_predict_layers=1, routed_scaling_factor=2.5),
     "nemotron-latent_groups": nemotron(
         "ME", num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*E", moe_latent_size=20, n_group=4,
@@ -35,12 +38,17 @@ HEADS: dict[str, Make] = {
 def write_with_head(make: Make, path: Path, *, seed: int = 0) -> Any:
     """A checkpoint as transformers writes it, and random `mtp.*` weights beside; returns transformers' model."""
     model = write(make, path, seed=seed)
-    shapes = (_qwen_shapes if model.config.model_type == "qwen3_next" else _nemotron_shapes)(model.config)
+    shapes = (_qwen_shapes if is_qwen(model.config) else _nemotron_shapes)(model.config)
     generator = torch.Generator().manual_seed(seed + 1)
     weights = {name: _random(name, shape, generator) for name, shape in shapes.items()}
     file = path / "model.safetensors"
     save_file({**load_file(file), **weights}, file)
     return model
+
+
+def is_qwen(config: Any) -> bool:
+    """Whether the head is one block of the Qwen families."""
+    return bool(config.model_type.startswith("qwen3"))
 
 
 def without_head(path: Path, copy: Path) -> Path:
@@ -87,7 +95,7 @@ def _qwen_shapes(c: Any) -> dict[str, tuple[int, ...]]:
     found["mtp.fc.weight"] = (size, 2 * size)
     found |= _attention_shapes(c, f"{layer}.self_attn", query_and_gate, c.attention_bias)
     found |= {f"{layer}.self_attn.{n}_norm.weight": (c.head_dim,) for n in "qk"}
-    if not c.num_experts:
+    if not getattr(c, "num_experts", 0):
         return found | _mlp_shapes(f"{layer}.mlp", size, c.intermediate_size, gated)
     found |= {f"{layer}.mlp.gate.weight": (c.num_experts, size), f"{layer}.mlp.shared_expert_gate.weight": (1, size)}
     found |= _mlp_shapes(f"{layer}.mlp.shared_expert", size, c.shared_expert_intermediate_size, gated)
@@ -138,7 +146,7 @@ class NaiveHead:
     def __post_init__(self) -> None:
         self.config = self.model.config
         self.weights: Weights = load_file(self.path / "model.safetensors")
-        self.is_qwen = self.config.model_type == "qwen3_next"
+        self.is_qwen = is_qwen(self.config)
 
     @torch.no_grad()
     def logits(self, tokens: list[int], drafts: list[int]) -> Tensor:
@@ -176,7 +184,8 @@ class NaiveHead:
         key = "mtp.layers.0"
         x = x + self.qwen_attention(self.norm(x, f"{key}.input_layernorm"), f"{key}.self_attn")
         y = self.norm(x, f"{key}.post_attention_layernorm")
-        return x + (self.qwen_experts(y, f"{key}.mlp") if self.config.num_experts else self.swiglu(y, f"{key}.mlp"))
+        experts = getattr(self.config, "num_experts", 0)
+        return x + (self.qwen_experts(y, f"{key}.mlp") if experts else self.swiglu(y, f"{key}.mlp"))
 
     def qwen_attention(self, x: Tensor, key: str) -> Tensor:
         c, n = self.config, len(x)
@@ -203,7 +212,7 @@ class NaiveHead:
         shared = torch.sigmoid(self.linear(x, f"{key}.shared_expert_gate")) * self.swiglu(x, f"{key}.shared_expert")
         scores = self.linear(x, f"{key}.gate").softmax(-1)
         weights, ids = scores.topk(self.config.num_experts_per_tok)
-        if self.config.norm_topk_prob:
+        if getattr(self.config, "norm_topk_prob", True):
             weights = weights / weights.sum(-1, keepdim=True)
         return shared + mixed(x, weights, ids, lambda t, e: self.swiglu(t, f"{key}.experts.{e}"))
 

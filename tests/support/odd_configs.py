@@ -19,7 +19,7 @@ MORE = (
     "mtp_layers_block_type", "mtp_hybrid_override_pattern", "num_nextn_predict_layers", "max_position_embeddings",
     "intermediate_size", "time_step_limit", "mamba_n_groups", "mamba_d_conv", "mamba_chunk_size", "mamba_expand",
     "full_attention_interval", "sub_configs", "attribute_map", "to_dict", "__class__", "vocab_size", "tokenizer_class",
-    "attn_implementation", "configuration_files", "problem_type", "history_mode",
+    "attn_implementation", "configuration_files", "problem_type", "history_mode", "block_configs",
 )  # fmt: skip
 ROPES: list[Any] = [
     {"rope_type": kind, "rope_theta": theta, **more}

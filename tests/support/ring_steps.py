@@ -26,5 +26,5 @@ def materialize(
 ) -> None:  # fmt: skip
     """The state after all entries of the rows, written to `write_slots`."""
     start, length = (cursor[rows] for cursor in cursors)
-    folds = RingFolds(slots, rows, start, length, torch.tensor([len(rows)], dtype=torch.int32))
-    fold_ring(*_layer(pool), None if A is None else A[None], folds, write_state_slots=write_slots)
+    folds = RingFolds(slots, rows, start, length, torch.tensor([len(rows)], dtype=torch.int32), write_slots)
+    fold_ring(*_layer(pool), None if A is None else A[None], folds)

@@ -65,7 +65,7 @@ class Session:
         self.runner = (
             self.split.runner if self.split else ModelRunner(self.config, budget_bytes=budget_bytes, plan=plan)
         )
-        self.plan: MemoryPlan = self.runner.plan
+        self.plan: MemoryPlan = self.runner.memory_plan
         self.logits: dict[tuple[int, int], Tensor] = {}
         self.plans: list[StepPlan] = []
         self._seeds: dict[int, int] = {}

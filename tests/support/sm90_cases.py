@@ -53,8 +53,8 @@ def fold(states: Tensor, rings: Args, A: Tensor | None) -> tuple[str, Args]:
     """Of one layer."""
     rows = len(rings["rows"])
     pool = {"states": states[None]} | {name: rings[name][None] for name in ("values", "keys", "gates")}
-    folds = RingFolds(int32(rows), rings["rows"], rings["start"], rings["length"], int32(1))
-    return "fold_ring", pool | {"A": None if A is None else A[None], "folds": folds, "write_state_slots": int32(rows)}
+    folds = RingFolds(int32(rows), rings["rows"], rings["start"], rings["length"], int32(1), int32(rows))
+    return "fold_ring", pool | {"A": None if A is None else A[None], "folds": folds}
 
 
 def prompts(rows: int, length: int, chunk_size: int) -> Args:
@@ -225,6 +225,10 @@ def sampling() -> Cases:
     chain = {"drawn": drawn, "drafts": drafts, "num_drafts": ids, "rows": ids, "last_tokens": int32(300)}
     yield "accept_chain", chain
     yield "filtered_logits", {"logits": logits} | filters
+    lines = {"rows": ids, "indices": ids, "known": ids, "path": int32(batch, 4)}
+    table = {"counts": int32(300), "columns": int32(5, 300, 2048), "prefixes": int32(300, 2048)}
+    table |= {"allowed": int32(300, vocabulary // 32), "history": int32(300, 64)}
+    yield "apply_token_rules", {"logits": logits} | table | lines
     penalties = Penalties(rows, rows, rows, int32(batch, vocabulary), flags(batch, vocabulary))
     drawn_by = {"seeds": keys, "indices": keys, "penalties": penalties, "bitmask": words}
     yield "sample", {"logits": logits} | filters | drawn_by

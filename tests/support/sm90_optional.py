@@ -56,6 +56,8 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     yield "causal_conv1d_update", tokenwise | {"activation": None}, {"bias": meta(channels)} | windows | parents
     ragged = conv(channels) | step | {"x": meta(TOKENS, channels), "query_start_loc": STARTS}
     yield "causal_conv1d_varlen", ragged | {"activation": None}, {"bias": meta(channels), "activation": "silu"}
+    products = {"projected": meta(B, T, 3 * channels), "weight": meta(channels, 3), "conv": meta(SLOTS, channels, 4)}
+    yield "short_conv_update", products | step | {"bias": None}, {"bias": meta(channels)}
     whole = {"xBC": meta(B, T, channels), "dt": meta(B, T, H), "A": f32(H), "states": f32(SLOTS, H, P, N)}
     everything = {"bias": meta(channels), "z": meta(B, T, H, P)} | per_head
     yield "mamba2_decode", whole | conv(channels) | step | none, everything | stored
@@ -65,7 +67,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
         mamba(B, T) | SLOT_ARGS | none,
         per_head | {"z": meta(B, T, H, P)} | stored | parents,
     )
-    scan = {"z": meta(TOKENS, H, P), "snapshot_slots": int32(3)} | per_head
+    scan = {"z": meta(TOKENS, H, P)} | per_head
     yield "mamba2_chunk_scan", mamba(TOKENS) | PROMPTS | none, scan
     inner = {"rows": ROWS, "stored": f32(SLOTS, T, H * P, N)}
     norms = {"B_weight": f32(N), "C_weight": f32(N), "eps": 1e-5}
@@ -86,7 +88,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     cursors = {"start": int32(SLOTS), "length": int32(SLOTS), "rows": ROWS, "accepted": ROWS, "state_slots": ROWS}
     yield "advance_ring", cursors | {"width": 16, "widest": 1}, {}
     layers = {name: part[None] for name, part in ({"states": f32(SLOTS, H, P, N)} | RING).items()}
-    folds = {"folds": RingFolds(ROWS, ROWS, ROWS, ROWS, int32(1)), "write_state_slots": ROWS}
+    folds = {"folds": RingFolds(ROWS, ROWS, ROWS, ROWS, int32(1), ROWS)}
     yield "fold_ring", layers | folds | {"A": None}, {"A": f32(1, H)}
     commit = {"state_slots": ROWS, "rows": ROWS, "accepted": ROWS}
     pools = {"states": f32(2, SLOTS, H, P, N), "stored": f32(2, SLOTS, T, H, P, N)}
@@ -133,6 +135,10 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     logits = {"logits": meta(B, vocabulary), "temperature": f32(B)}
     yield "filtered_logits", logits, filters | {"penalties": counted}
     yield "sample", logits | {"seeds": keys, "indices": keys}, filters | {"penalties": counted}
+    table = {"counts": int32(SLOTS), "columns": int32(5, SLOTS, 64), "prefixes": int32(SLOTS, 64)}
+    table |= {"allowed": int32(SLOTS, vocabulary // 32 + 1), "history": int32(SLOTS, 64)}
+    lines = {"rows": ROWS, "indices": ROWS, "known": ROWS, "path": int32(B, 0)}
+    yield "apply_token_rules", {"logits": logits["logits"]} | table | lines, {"path": int32(B, T)}
     chain = {"drawn": meta(B, T, dtype=torch.int64), "drafts": int32(B, T - 1), "num_drafts": ROWS, "rows": ROWS}
     yield "accept_chain", chain | {"last_tokens": int32(SLOTS)}, {}
     yield "greedy", {"logits": logits["logits"]}, {"bitmask": filters["bitmask"]}

@@ -69,12 +69,12 @@ class Rig:
         bytes_ = budget(path, rows=rows, pages=pages, cache_slots=spare, **common)
         plan = make_plan(self.config, load_target(self.config, TPGroup())[1], budget_bytes=bytes_, cache_slots=spare)
         self.runner = ModelRunner(self.config, plan=plan)
-        assert self.runner.plan.num_pages == (pages if self.runner.plan.costs.page else 0)
+        assert self.runner.memory_plan.num_pages == (pages if self.runner.memory_plan.costs.page else 0)
         if graphs:
             self.runner.capture()
 
     def engine(self, drafter: Drafter | None = None, chunk: int = 8192, overlap: bool = False) -> Engine:
-        plan = self.runner.plan
+        plan = self.runner.memory_plan
         demand = plan.demand and replace(plan.demand, step_tokens=chunk)
         pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, demand)
         head = int(self.runner.drafter is not None)

@@ -8,7 +8,6 @@ import torch
 
 from hybridrt.errors import PeerGoneError, TransferError
 from hybridrt.transfer.decode import DecodeWorker
-from hybridrt.transfer.handshake import Handshake
 from hybridrt.transfer.messages import Order
 from hybridrt.transfer.prefill import PrefillWorker
 from hybridrt.transfer.side import WorkerSide
@@ -23,9 +22,8 @@ class Lagging:
 
     def __init__(self) -> None:
         self.rig = Rig(late=2, overlap=True, chunk=4)
-        layout = Images((), (), 0, 0, 0, None, torch.uint8, torch.uint8, 1)
-        ours = Handshake(1, "", "", "", "", "", 0, 0, "", 0)
-        self.side = WorkerSide(self.rig.engine, ours, layout, torch.zeros(100, dtype=torch.uint8))
+        layout = Images((), (), None, torch.uint8, torch.uint8, 1)
+        self.side = WorkerSide(self.rig.engine, {"version": 1}, layout, torch.zeros(100, dtype=torch.uint8))
         self.here, self.there = QueueChannel.pair()
 
     def launch(self) -> None:

@@ -1,7 +1,6 @@
 """Prefill on one worker, decode on another: same tokens, whatever happens to the prefill side."""
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,19 @@ import torch
 from hybridrt import LLM, SpeculativeConfig
 from hybridrt.errors import ConfigError, HandshakeError, TransferError
 from hybridrt.runtime.step import StateCopy, StepPlan
-from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, nemotron, qwen
+from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, lfm2, mamba, mamba2, nemotron, qwen
 from tests.support.in_process import QueueChannel, decode_hello
 from tests.support.levels import sweep
+from tests.support.newer_checkpoints import granite, olmo, qwen35_moe, zamba2
 from tests.support.tiny import write_tiny
 from tests.support.transfer_pair import Decoder, Prefiller, alone, build, greedy, run
 
 MODELS: dict[str, Make] = {
     "falcon": falcon(), "nemotron": nemotron("M*-ME"), "qwen": qwen(), "attention": nemotron("*-*-"),
-    "mamba": nemotron("MM-"), "falcon_mamba": falcon_mamba(), "jamba": jamba(),
+    "mamba": nemotron("MM-"), "falcon_mamba": falcon_mamba(), "jamba": jamba(), "lfm2": lfm2(), "mamba-1": mamba(),
+    "mamba-2": mamba2(),
+    "qwen35": qwen35_moe(), "granite": granite(), "olmo": olmo(),
+    "zamba2": zamba2(),
 }  # fmt: skip
 RNG = random.Random(3)
 PROMPTS = [[RNG.randrange(3, 131) for _ in range(n)] for n in (1, 2, 5, 17, 40, 70)]
@@ -279,7 +282,7 @@ def test_workers_that_differ_refuse_each_other(field: str, change: dict[str, Any
 
 def test_a_prefill_worker_obeys_nobody_who_has_not_shaken_hands(pair: tuple[Prefiller, Decoder]) -> None:
     prefill, decode = pair
-    hello = decode_hello(replace(decode.side.handshake, page_size=64))
+    hello = decode_hello(decode.side.handshake | {"page_size": 64})
     for messages in (
         [{"type": "prefill", "key": "x", "tokens": [1, 2]}],
         [hello, {"type": "prefill", "key": "x", "tokens": [1, 2]}],

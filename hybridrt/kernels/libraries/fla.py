@@ -12,7 +12,7 @@ from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
 
 def chunk_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, prompts: Prompts) -> Tensor:
     """`chunk_gated_delta_rule`; its chunks start with the row, wherever the prefix ended."""
-    (states, read_slots, write_slots), (query_start_loc, has_initial_state, plan) = state, prompts
+    (states, read_slots, write_slots, _), (query_start_loc, has_initial_state, plan) = state, prompts
     v, real = inputs.v, plan.num_tokens
     y, after = fla_chunk_gated_delta_rule(
         *(t[None, :real].contiguous() for t in inputs),

@@ -11,7 +11,7 @@ from flashinfer.sampling import top_k_mask_logits, top_p_renorm_probs
 from torch import Tensor
 
 from hybridrt.kernels.libraries.common import broadcast_heads, clamped, page_numbers, refuse
-from hybridrt.kernels.records import IntermediateStates, SSMInputs, SSMWeights, StateSlots
+from hybridrt.kernels.records import AttentionPrompts, PagedKV, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.sampling import MIN_TEMPERATURE, LogitFilters
 from hybridrt.kernels.sampling import filtered_logits as filtered_logits_op
 from hybridrt.kernels.sampling import sample as sample_op
@@ -107,46 +107,28 @@ class PagedAttention:
         return out
 
 
-def attention_extend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    req_to_token: Tensor,
-    rows: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    query_lens: Sequence[int],
-    seq_lens_host: Sequence[int],
-    out: Tensor | None = None,
-) -> Tensor:
+def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
     """`attention_extend`, planned for this call alone (hybridrt.attention.flashinfer plans once for all layers)."""
-    real = sum(query_lens)
+    real = sum(batch.query_lens)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     out[real:].zero_()
     if real == 0:
         return out
-    page_size = k_cache.shape[1]
-    layout = HeadLayout(q.shape[1], k_cache.shape[2], q.shape[2], page_size, scale, sliding_window, q.dtype)
+    _, page_size, kv_heads, _ = kv.k_cache.shape
+    layout = HeadLayout(q.shape[1], kv_heads, q.shape[2], page_size, kv.scale, kv.sliding_window, q.dtype)
     attention = PagedAttention(torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device))
-    attention.plan(query_lens, seq_lens_host, layout)
-    attention.fill_pages(req_to_token, rows, page_size)
-    out[:real] = attention.run(q[:real], k_cache, v_cache)
+    attention.plan(batch.query_lens, batch.seq_lens_host, layout)
+    attention.fill_pages(kv.req_to_token, batch.rows, page_size)
+    out[:real] = attention.run(q[:real], kv.k_cache, kv.v_cache)
     return out
 
 
 def selective_state_update(
-    inputs: SSMInputs,
-    weights: SSMWeights,
-    state: StateSlots,
-    intermediate: IntermediateStates | None = None,
-    out: Tensor | None = None,
+    inputs: SSMInputs, weights: SSMWeights, state: StateSlots, out: Tensor | None = None
 ) -> Tensor:
     """`selective_state_update` of chains."""
     (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    states, read_slots, write_slots = state
+    states, read_slots, write_slots, intermediate = state
     stored, rows, parents = intermediate or (None, None, None)
     tokens, stores = x.shape[1], stored is not None
     refuse(

@@ -9,23 +9,17 @@ from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from torch import Tensor
 
 from hybridrt.kernels.libraries.common import broadcast_heads, clamped, refuse
-from hybridrt.kernels.records import IntermediateStates, Prompts, SSMInputs, SSMWeights, StateSlots
+from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.slots import initial_states, live_tokens, pad_mask, write_rows
 
 LIBRARY = "mamba-ssm"
 
 
 def mamba2_chunk_scan(
-    inputs: SSMInputs,
-    weights: SSMWeights,
-    state: StateSlots,
-    prompts: Prompts,
-    snapshot_slots: Tensor | None = None,
-    out: Tensor | None = None,
+    inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, out: Tensor | None = None
 ) -> Tensor:
     """`mamba2_chunk_scan`: neighbours of equal length in one call; its own ragged form takes no states."""
-    refuse(LIBRARY, "scan", "it keeps no states within a row" if snapshot_slots is not None else None)
-    (A, D, dt_bias, dt_limit), (states, read_slots, write_slots) = weights, state
+    (A, D, dt_bias, dt_limit), (states, read_slots, write_slots, _) = weights, state
     query_start_loc, has_initial_state, plan = prompts
     out = torch.zeros(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.device) if out is None else out.zero_()
     before = initial_states(states, read_slots, has_initial_state).to(states.dtype)
@@ -47,15 +41,11 @@ def mamba2_chunk_scan(
 
 
 def selective_state_update(
-    inputs: SSMInputs,
-    weights: SSMWeights,
-    state: StateSlots,
-    intermediate: IntermediateStates | None = None,
-    out: Tensor | None = None,
+    inputs: SSMInputs, weights: SSMWeights, state: StateSlots, out: Tensor | None = None
 ) -> Tensor:
     """`selective_state_update` of one token. It knows no padding: such rows update the scratch slot 0."""
     (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    states, read_slots, write_slots = state
+    states, read_slots, write_slots, intermediate = state
     refuse(
         LIBRARY, "state update",
         "it takes one token" if x.shape[1] > 1 or intermediate is not None else None,

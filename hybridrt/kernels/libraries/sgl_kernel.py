@@ -1,6 +1,5 @@
 """Operations of sglang-kernel: FlashAttention 3 over pages, norms, SwiGLU and the depthwise convolution."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,36 +14,29 @@ from torch import Tensor
 
 from hybridrt.kernels.causal_conv1d import conv_window
 from hybridrt.kernels.libraries.common import page_numbers, page_table, refuse
-from hybridrt.kernels.records import ConvState, ConvWeights, IntermediateStates
+from hybridrt.kernels.records import (
+    AttentionPrompts,
+    AttentionRows,
+    ConvState,
+    ConvWeights,
+    IntermediateStates,
+    PagedKV,
+)
 from hybridrt.kernels.slots import live_tokens, pad_mask, write_columns
 
 LIBRARY, WIDEST_CONV, PADDING = "sglang-kernel", 4, -1
 GATHER_FROM = 512  # queries of a row, in the mean, from which on prefill copies its keys and values together first
 
 
-def attention_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    req_to_token: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    tree_mask: Tensor | None = None,
-    num_drafts: Tensor | None = None,
-    max_len: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
     """`attention_decode` of chains. How the context is split depends on the width of the page table, so without
     `max_len` a graph's replay and an eager call agree."""
-    refuse(LIBRARY, "attention", "it knows no draft trees" if tree_mask is not None else None)
-    longest = max_len or req_to_token.shape[1]
+    refuse(LIBRARY, "attention", "it knows no draft trees" if batch.tree_mask is not None else None)
+    longest = batch.max_len or kv.req_to_token.shape[1]
     result: Tensor = flash_attn_with_kvcache(
-        q, k_cache, v_cache, cache_seqlens=seq_lens,
-        page_table=page_table(req_to_token, rows, k_cache.shape[1], longest),
-        softmax_scale=scale, causal=True, window_size=_window(sliding_window),
+        q, kv.k_cache, kv.v_cache, cache_seqlens=batch.seq_lens,
+        page_table=page_table(kv.req_to_token, batch.rows, kv.k_cache.shape[1], longest),
+        softmax_scale=kv.scale, causal=True, window_size=_window(kv.sliding_window),
     )  # fmt: skip
     return result if out is None else out.copy_(result)
 
@@ -69,16 +61,10 @@ class ExtendPlan:
     key_starts: Tensor | None
 
 
-def plan_extend(
-    req_to_token: Tensor,
-    rows: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    query_lens: Sequence[int],
-    seq_lens_host: Sequence[int],
-    page_size: int,
-) -> ExtendPlan:
-    """Arguments as in `attention_extend`, with at least one new token."""
+def plan_extend(kv: PagedKV, batch: AttentionPrompts) -> ExtendPlan:
+    """Of a batch with at least one new token."""
+    rows, query_start_loc, seq_lens, query_lens, seq_lens_host = batch
+    req_to_token, page_size = kv.req_to_token, kv.k_cache.shape[1]
     real, longest = sum(query_lens), max(seq_lens_host)
     known = (query_start_loc, seq_lens, max(query_lens), longest, real)
     if real < GATHER_FROM * len(query_lens):
@@ -88,47 +74,28 @@ def plan_extend(
     return ExtendPlan(*known, page_numbers(req_to_token, rows, starts, count, page_size), starts * page_size)
 
 
-def run_extend(
-    plan: ExtendPlan, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, sliding_window: int | None, out: Tensor
-) -> Tensor:
+def run_extend(plan: ExtendPlan, q: Tensor, kv: PagedKV, out: Tensor) -> Tensor:
     """One layer: q [T, Hq, D] to `out` [T, Hq, D], of any token stride, zeros past the last row.
     Many queries read contiguous keys faster than pages, which pays for copying them together."""
     out[plan.real :].zero_()
     common: dict[str, Any] = {
-        "cu_seqlens_q": plan.query_starts, "max_seqlen_q": plan.longest_query, "softmax_scale": scale, "causal": True,
-        "window_size": _window(sliding_window), "out": out,
+        "cu_seqlens_q": plan.query_starts, "max_seqlen_q": plan.longest_query, "softmax_scale": kv.scale,
+        "causal": True, "window_size": _window(kv.sliding_window), "out": out,
     }  # fmt: skip
     if plan.key_starts is None:
-        flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=plan.seq_lens, page_table=plan.pages, **common)
+        caches = kv.k_cache, kv.v_cache
+        flash_attn_with_kvcache(q, *caches, cache_seqlens=plan.seq_lens, page_table=plan.pages, **common)
         return out
-    k, v = (cache.index_select(0, plan.pages).flatten(0, 1) for cache in (k_cache, v_cache))
+    k, v = (cache.index_select(0, plan.pages).flatten(0, 1) for cache in (kv.k_cache, kv.v_cache))
     keys = {"cu_seqlens_k": plan.key_starts, "seqused_k": plan.seq_lens, "max_seqlen_k": plan.longest}
     flash_attn_varlen_func(q, k, v, **keys, **common)
     return out
 
 
-def attention_extend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    req_to_token: Tensor,
-    rows: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    query_lens: Sequence[int],
-    seq_lens_host: Sequence[int],
-    out: Tensor | None = None,
-) -> Tensor:
+def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
     """`attention_extend`, planned for this call alone (hybridrt.attention.fa3 plans once for all layers)."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    if not any(query_lens):
-        return out.zero_()
-    page_size = k_cache.shape[1]
-    plan = plan_extend(req_to_token, rows, query_start_loc, seq_lens, query_lens, seq_lens_host, page_size)
-    return run_extend(plan, q, k_cache, v_cache, scale, sliding_window, out)
+    return run_extend(plan_extend(kv, batch), q, kv, out) if any(batch.query_lens) else out.zero_()
 
 
 def _window(sliding_window: int | None) -> tuple[int, int]:

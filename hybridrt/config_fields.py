@@ -1,11 +1,11 @@
-"""Which values the fields of config.json may have: every field that a model or its plan is made of, by family."""
+"""The values that fields of config.json may have: types of single fields, and tables of fields that families share."""
 
 from collections.abc import Mapping
 
-from hybridrt.config_json import FLAG, NULL, OBJECT, TEXT, Kind, either, integer, list_of, number
+from hybridrt.config_json import FLAG, NULL, OBJECT, TEXT, FieldType, either, integer, list_of, number
 
-Kinds = Mapping[str, Kind]
-# A matrix of the largest sizes, stacked for the most experts, still has fewer than 2**63 bytes.
+FieldTypes = Mapping[str, FieldType]
+# Even the stacked matrices of the most experts, each of the largest sizes, have fewer than 2**63 bytes.
 MAX_SIZE, MAX_WIDTH, MAX_EXPERTS, MAX_LAYERS = 2**20, 2**22, 2**14, 2**12
 MAX_POSITIONS = 2**24
 
@@ -21,9 +21,10 @@ MULTIPLIER = number(-1e6, 1e6)
 EPSILON = number(0.0, 1.0)
 DT_LIMIT = list_of(number(0.0, float("inf")), 2)
 
-EOS: Kinds = {"eos_token_id": either(either(NULL, integer(0, 2**31 - 1)), list_of(integer(0, 2**31 - 1)))}
-# Before transformers reads it: what it would build lists from, and what is read from the file itself.
-RAW: Kinds = {
+EOS: FieldTypes = {"eos_token_id": either(either(NULL, integer(0, 2**31 - 1)), list_of(integer(0, 2**31 - 1)))}
+# Fields that are checked before transformers reads the file: it builds lists from some, this package reads the others.
+RAW: FieldTypes = {
+    "per_layer_config": FieldType("absent: no architecture here takes one", lambda v: not v),
     "architectures": either(NULL, list_of(TEXT)),
     "model_type": TEXT,
     "num_hidden_layers": either(NULL, LAYERS),
@@ -34,7 +35,7 @@ RAW: Kinds = {
     "tie_word_embeddings": FLAG,
     **EOS,
 }
-ROPE: Kinds = {
+ROPE: FieldTypes = {
     "rope_type": TEXT,
     "rope_theta": number(1e-3, 1e15),
     "partial_rotary_factor": either(NULL, number(1e-3, 1.0)),
@@ -44,8 +45,8 @@ ROPE: Kinds = {
     **{name: either(NULL, list_of(MULTIPLIER)) for name in ("long_factor", "short_factor")},
 }
 
-COMMON: Kinds = {"vocab_size": integer(1, 2**24), "hidden_size": SIZE, "tie_word_embeddings": FLAG}
-ATTENTION: Kinds = {
+COMMON: FieldTypes = {"vocab_size": integer(1, 2**24), "hidden_size": SIZE, "tie_word_embeddings": FLAG}
+ATTENTION: FieldTypes = {
     "num_attention_heads": SIZE,
     "num_key_value_heads": SIZE,
     "head_dim": either(NULL, SIZE),

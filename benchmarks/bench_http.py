@@ -1,0 +1,142 @@
+"""What HTTP costs beside the engine alone: throughput, first token and time between tokens, in turns, one machine.
+
+    python -m benchmarks.bench_http                                        a double of a device, on any machine
+    python -m benchmarks.bench_http --model benchmarks/configs/falcon-h1-7b   a model with random weights, on a GPU
+
+Both run the same closed loop of requests, and a Poisson process at 80% of the engine's rate. The client is a process of
+its own. The double waits as a device would, `--step-ms` a step, and its host does the work of a real step.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from benchmarks.bench_host import VOCAB, build
+from benchmarks.common import save
+from hybridrt import LLM
+from hybridrt.bench.engine_load import run_engine
+from hybridrt.bench.timing import summary
+from hybridrt.bench.workload import WorkloadConfig, make_work
+from hybridrt.engine.async_llm import AsyncLLM
+from hybridrt.server.app import make_app
+from hybridrt.server.config import ServerConfig
+from hybridrt.server.metrics import Metrics
+from hybridrt.server.run import SWITCH_SECONDS, Server
+from hybridrt.server.service import Service
+
+
+class Device:
+    """Runs steps one after another, each for so long, while the host goes on."""
+
+    def __init__(self, executor: Any, seconds: float) -> None:
+        self._launch, self._seconds, self._free_at = executor.launch, seconds, 0.0
+
+    def launch(self, plan: Any) -> Any:
+        handle = self._launch(plan)
+        self._free_at = max(self._free_at, time.perf_counter()) + self._seconds
+        done, result = self._free_at, handle.result
+
+        def wait() -> Any:
+            time.sleep(max(done - time.perf_counter(), 0))
+            return result()
+
+        handle.result = wait
+        return handle
+
+
+@contextmanager
+def serving(llm: LLM) -> Iterator[str]:
+    """A server over an LLM, in a thread; its URL."""
+    with AsyncLLM(llm) as served:
+        service = Service(served, ServerConfig(port=0, served_model_names=("m",), access_log=False, stats_interval=0))
+        server = Server(make_app(service, Metrics(served, "m")), service)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        while not service.ready:
+            time.sleep(0.01)
+        yield server.addresses()[0]
+        server.handle_exit(15, None)
+        thread.join()
+
+
+def over_http(url: str, config: WorkloadConfig, concurrency: int | None) -> dict[str, Any]:
+    """What a client of its own process measures."""
+    command = [
+        sys.executable, "-m", "hybridrt", "bench", "serve", url, "--json", "--requests", str(config.requests),
+        "--prompt-tokens", str(config.prompt_tokens), "--output-tokens", str(config.output_tokens),
+        "--vocab", str(config.vocab), "--extra-body", '{"temperature": 1.0}',
+        *(["--concurrency", str(concurrency)] if concurrency else []),
+        *(["--rate", str(config.rate)] if config.rate else []),
+    ]  # fmt: skip
+    found: dict[str, Any] = json.loads(subprocess.check_output(command))
+    return found
+
+
+def figures(found: dict[str, Any]) -> dict[str, float]:
+    """What is compared."""
+    return {
+        "tokens_per_second": found["output_tokens_per_second"],
+        "first_p50_ms": found["time_to_first_token_ms"]["p50"],
+        "between_p50_ms": found["inter_token_latency_ms"]["p50"],
+        "between_p99_ms": found["inter_token_latency_ms"]["p99"],
+    }
+
+
+def compare(llm: LLM, config: WorkloadConfig, concurrency: int | None, rounds: int) -> list[dict[str, Any]]:
+    """Medians over rounds in turns."""
+    found: dict[str, list[dict[str, float]]] = {"engine": [], "http": []}
+    for _ in range(rounds):
+        found["engine"].append(figures(summary(run_engine(llm, make_work(config), concurrency, temperature=1.0))))
+        with serving(llm) as url:
+            found["http"].append(figures(over_http(url, config, concurrency)))
+    rows = []
+    for way, each in found.items():
+        medians = {name: statistics.median(row[name] for row in each) for name in each[0]}
+        rows.append({"way": way, "rate": config.rate, "concurrency": concurrency, **medians})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="directory of a config.json; none: a double of a device")
+    parser.add_argument("--streams", type=int, default=128)
+    parser.add_argument("--step-ms", type=float, default=7.0, help="of the double")
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--switch-ms", type=float, default=1000 * SWITCH_SECONDS, help="of the interpreter lock")
+    args = parser.parse_args()
+    sys.setswitchinterval(args.switch_ms / 1000)
+    with ExitStack() as stack:
+        if args.model:
+            llm = stack.enter_context(LLM(args.model, load_format="dummy", max_running_requests=args.streams))
+        else:
+            directory = stack.enter_context(tempfile.TemporaryDirectory())
+            llm = stack.enter_context(build(directory, args.streams, 2 * args.prompt, 2 * args.output, text=True))
+            executor: Any = llm.engine.executor
+            executor.launch = Device(executor, args.step_ms / 1000).launch
+            llm.engine._most_in_flight = 1  # as on a GPU
+        closed = WorkloadConfig(
+            requests=4 * args.streams, prompt_tokens=args.prompt, output_tokens=args.output, vocab=VOCAB
+        )  # fmt: skip
+        rows = compare(llm, closed, args.streams, args.rounds)
+        rate = 0.8 * rows[0]["tokens_per_second"] / args.output
+        open_loop = WorkloadConfig(
+            requests=4 * args.streams, prompt_tokens=args.prompt, output_tokens=args.output, vocab=VOCAB, rate=rate
+        )
+        rows += compare(llm, open_loop, None, args.rounds)
+    for row in rows:
+        print(json.dumps(row))
+    print(save(f"http-{args.streams}", rows))
+
+
+if __name__ == "__main__":
+    main()

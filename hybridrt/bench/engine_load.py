@@ -1,0 +1,45 @@
+"""The same load on an engine of this process: what a server can be measured against."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hybridrt.bench.timing import Timing
+from hybridrt.bench.workload import Work
+from hybridrt.engine.llm import LLM
+from hybridrt.errors import HybridrtError
+from hybridrt.sampling_params import SamplingParams
+
+
+def run_engine(llm: LLM, work: Sequence[Work], concurrency: int | None, **params: Any) -> list[Timing]:
+    """Submits all requests, each at its arrival; with `concurrency`, at most so many at a time. Steps in between."""
+    engine = llm.engine
+    start = time.perf_counter()
+    waiting, running = list(reversed(work)), dict[str, Timing]()
+    timings = []
+    while waiting or running:
+        now = time.perf_counter() - start
+        while waiting and waiting[-1].arrival <= now and (concurrency is None or len(running) < concurrency):
+            each = waiting.pop()
+            timing = Timing(each.arrival if concurrency is None else now, len(each.prompt))
+            timings.append(timing)
+            sampling = SamplingParams(max_tokens=each.max_tokens, seed=each.seed, ignore_eos=True, **params)
+            try:
+                running[engine.add_request(each.prompt, sampling)] = timing
+            except HybridrtError as e:
+                timing.error, timing.end = str(e), now
+        if not running:
+            time.sleep(max(waiting[-1].arrival - now, 0) if waiting else 0)
+            continue
+        deltas = engine.step()
+        now = time.perf_counter() - start
+        for delta in deltas:
+            timing = running[delta.request_id]
+            if delta.token_ids:
+                timing.gains.append((now, len(delta.token_ids)))
+                timing.output_tokens += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                timing.end, timing.error = now, None if delta.error is None else str(delta.error)
+                del running[delta.request_id]
+    engine.drain()
+    return timings

@@ -1,0 +1,116 @@
+"""Requests of a benchmark: prompts, lengths, and when each is due."""
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hybridrt.errors import ConfigError
+
+_BLOCK = 512  # tokens that one hash of a trace stands for
+_FIRST_ID = 3  # ids below are often special
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request. `arrival` is in seconds since the start of the run; 0 where requests come at once, or one after the
+    other."""
+
+    prompt: list[int]
+    max_tokens: int
+    seed: int
+    arrival: float = 0.0
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """What requests look like.
+
+    Args:
+        data: "random": unrelated prompts. "shared-prefix": each begins with one of `prefixes` texts of
+            `prefix_tokens` tokens. Else a file: a line of JSON a request, with `input_length`, `output_length`,
+            `timestamp` (milliseconds) and perhaps `hash_ids`, one for each 512 tokens of the prompt: equal hashes are
+            equal tokens (the format of the Mooncake traces, Qin et al. 2024).
+        requests: how many; of a file at most so many.
+        prompt_tokens, output_tokens: their means; lengths are uniform between half and one and a half times these.
+        fixed: all lengths are the means.
+        rate: requests a second, which arrive as a Poisson process; infinite: all at once. None for a file: as it says.
+        vocab: token ids are below.
+    """
+
+    data: str = "random"
+    requests: int = 100
+    prompt_tokens: int = 128
+    output_tokens: int = 64
+    fixed: bool = False
+    prefixes: int = 4
+    prefix_tokens: int = 256
+    rate: float | None = None
+    vocab: int = 1000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "prompt_tokens", "output_tokens", "prefixes", "prefix_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.vocab <= _FIRST_ID:
+            raise ConfigError(f"vocab is {self.vocab}; it must be more than {_FIRST_ID}")
+        if self.rate is not None and not self.rate > 0:
+            raise ConfigError(f"rate is {self.rate}; it must be more than 0 requests a second")
+
+
+def make_work(config: WorkloadConfig) -> list[Work]:
+    """The requests, by arrival. Equal configurations give equal requests.
+
+    Raises:
+        ConfigError: the trace cannot be read.
+    """
+    draw = random.Random(config.seed)
+    if config.data in ("random", "shared-prefix"):
+        work = list(_drawn(config, draw))
+    else:
+        work = list(_traced(config, draw))
+    if config.rate is None or math.isinf(config.rate):
+        return work
+    now, due = 0.0, []
+    for each in work:
+        now += draw.expovariate(config.rate)
+        due.append(replace(each, arrival=now))
+    return due
+
+
+def _drawn(config: WorkloadConfig, draw: random.Random) -> Iterator[Work]:
+    def around(mean: int) -> int:
+        return mean if config.fixed else max(draw.randint(mean // 2, mean + mean // 2), 1)
+
+    shared = config.data == "shared-prefix"
+    prefixes = [_ids(config.prefix_tokens, config, draw) for _ in range(config.prefixes if shared else 1)]
+    for i in range(config.requests):
+        prompt = _ids(around(config.prompt_tokens), config, draw)
+        yield Work(prefixes[i % len(prefixes)] + prompt if shared else prompt, around(config.output_tokens), i)
+
+
+def _traced(config: WorkloadConfig, draw: random.Random) -> Iterator[Work]:
+    blocks: dict[int, list[int]] = {}
+    try:
+        lines = Path(config.data).read_text().splitlines()[: config.requests]
+        entries = [json.loads(line) for line in lines if line.strip()]
+        start = float(entries[0].get("timestamp", 0)) if entries else 0.0
+        for i, entry in enumerate(entries):
+            for block in entry.get("hash_ids", ()):
+                blocks.setdefault(block, _ids(_BLOCK, config, random.Random(f"{config.seed} {block}")))
+            length = int(entry["input_length"])
+            prompt = [t for block in entry.get("hash_ids", ()) for t in blocks[block]][:length]
+            prompt += _ids(length - len(prompt), config, draw)
+            yield Work(prompt, int(entry["output_length"]), i, (float(entry.get("timestamp", 0)) - start) / 1000)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+        raise ConfigError(
+            f"the trace {config.data} cannot be used ({type(e).__name__}: {e}); each line must be a JSON object with "
+            "input_length, output_length and perhaps timestamp and hash_ids"
+        ) from e
+
+
+def _ids(count: int, config: WorkloadConfig, draw: random.Random) -> list[int]:
+    return [draw.randrange(_FIRST_ID, config.vocab) for _ in range(count)]

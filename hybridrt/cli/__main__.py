@@ -1,6 +1,0 @@
-"""`python -m hybridrt.cli`: the command line without its script."""
-
-from hybridrt.cli import main
-
-if __name__ == "__main__":
-    main()

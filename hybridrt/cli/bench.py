@@ -1,0 +1,165 @@
+"""`hybridrt bench serve` and `hybridrt bench offline`: load, and how long tokens took."""
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hybridrt.bench.timing import Goal, Timing, plot, summary
+from hybridrt.bench.workload import WorkloadConfig, make_work
+from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, Overrides, SpeculativeOptions, option
+from hybridrt.errors import ConfigError, EngineError
+
+_KINDS = ("time_to_first_token_ms", "inter_token_latency_ms", "time_per_output_token_ms", "end_to_end_latency_ms")
+
+
+@dataclass(frozen=True)
+class LoadOptions(Overrides):
+    """Fields of WorkloadConfig, and how results are shown."""
+
+    data: Annotated[str | None, option("Prompts.", "random", "random|shared-prefix|FILE")] = None
+    requests: Annotated[int | None, option("How many; of a trace at most so many.", "100", "N")] = None
+    prompt_tokens: Annotated[int | None, option("Mean length of prompts.", "128", "N")] = None
+    output_tokens: Annotated[int | None, option("Mean length of outputs.", "64", "N")] = None
+    fixed: Annotated[bool | None, option("All lengths are the means.", "half to one and a half times")] = None
+    prefixes: Annotated[int | None, option("Of shared-prefix: how many texts.", "4", "N")] = None
+    prefix_tokens: Annotated[int | None, option("Of shared-prefix: their length.", "256", "N")] = None
+    rate: Annotated[
+        float | None,
+        option("Requests a second, a Poisson process; inf: all at once.", "at once, or the trace's", "X"),
+    ] = None
+    vocab: Annotated[int | None, option("Token ids are below.", "1000", "N")] = None
+    workload_seed: Annotated[int | None, option("Of prompts, lengths and arrivals.", "0", "N")] = None
+
+    def workload(self) -> WorkloadConfig:
+        """What the requests look like."""
+        given = self.given()
+        if "workload_seed" in given:
+            given["seed"] = given.pop("workload_seed")
+        return WorkloadConfig(**given)
+
+
+@dataclass(frozen=True)
+class ResultOptions:
+    """What is done with the times."""
+
+    concurrency: Annotated[int | None, option("At most so many at a time.", "no limit", "N")] = None
+    slo_ttft: Annotated[float | None, option("Goodput: milliseconds to the first token at most.", "any", "MS")] = None
+    slo_tpot: Annotated[float | None, option("Goodput: mean milliseconds between tokens at most.", "any", "MS")] = None
+    slo_e2e: Annotated[float | None, option("Goodput: milliseconds of a request at most.", "any", "MS")] = None
+    output: Annotated[str | None, option("File for the results as JSON.", "none", "FILE")] = None
+    picture: Annotated[str | None, option("File for a picture of the times.", "none", "FILE")] = None
+    json_only: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False
+
+    def goal(self) -> Goal | None:
+        """None where no limit is set."""
+        limits = [None if ms is None else ms / 1000 for ms in (self.slo_ttft, self.slo_tpot, self.slo_e2e)]
+        return None if limits == [None] * 3 else Goal(*limits)
+
+    def show(self, timings: Sequence[Timing], load: WorkloadConfig, **facts: Any) -> None:
+        """Prints and writes results.
+
+        Raises:
+            EngineError: every request failed.
+        """
+        found = {**facts, "workload": _plain(asdict(load)), "concurrency": self.concurrency}
+        found |= summary(timings, self.goal())
+        text = json.dumps(found, indent=2)
+        if self.output is not None:
+            Path(self.output).write_text(text + "\n")
+        if self.picture is not None:
+            plot(timings, self.picture)
+        typer.echo(text if self.json_only else "\n".join(_lines(found)))
+        if found["failed"] == found["requests"]:
+            raise EngineError(f"every request has failed: {'; '.join(found['errors'])}")
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows no infinity."""
+    return {k: "inf" if isinstance(v, float) and math.isinf(v) else v for k, v in values.items()}
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{found['requests']} requests, {found['failed']} failed, in {found['seconds']:.2f} s: "
+        f"{found['requests_per_second']:.2f} requests/s, {found['output_tokens_per_second']:.1f} output tokens/s"
+    ]
+    if found["goodput_requests_per_second"] is not None:
+        lines.append(f"goodput {found['goodput_requests_per_second']:.2f} requests/s")
+    lines += [f"failed: {error}" for error in found["errors"]]
+    columns = list(found[_KINDS[0]])
+    lines.append(f"{'milliseconds':<24}" + "".join(f"{column:>10}" for column in columns))
+    for kind in _KINDS:
+        name = kind.removesuffix("_ms").replace("_", " ")
+        lines.append(f"{name:<24}" + "".join(f"{found[kind][column]:>10.2f}" for column in columns))
+    return lines
+
+
+def serve(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Server with OpenAI's API.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, option("The model's name there.", "the server's first", "NAME")] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="HYBRIDRT_API_KEY", metavar="KEY", help="Sent with each request.")
+    ] = None,
+    extra_body: Annotated[str | None, option("JSON object: fields added to each request.", "none", "JSON")] = None,
+    load: LoadOptions = LoadOptions(),
+    results: ResultOptions = ResultOptions(),
+) -> None:
+    """Load a server and measure its answers.
+
+    Requests arrive at --rate whatever the server does, or --concurrency of them run at a time.
+    """
+    from hybridrt.bench.http_load import Target, run_load
+
+    workload = load.workload()
+    work = make_work(workload)
+    target = Target(url, model or _first_model(url, api_key), api_key, _object(extra_body))
+    timings = asyncio.run(run_load(target, work, results.concurrency))
+    results.show(timings, workload, url=url, model=target.model)
+
+
+def offline(
+    model: ModelOption = EMBEDDED,
+    temperature: Annotated[float, typer.Option("--temperature", metavar="X", help="Of all requests.")] = 1.0,
+    load: LoadOptions = LoadOptions(),
+    results: ResultOptions = ResultOptions(),
+    engine: EngineOptions = EngineOptions(),  # noqa: B008
+    speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
+) -> None:
+    """Load an engine in this process, without a server."""
+    from hybridrt.bench.engine_load import run_engine
+    from hybridrt.engine.llm import LLM
+    from hybridrt.runtime.build import resolve_model_path
+
+    workload = load.workload()
+    work = make_work(workload)
+    with LLM(str(resolve_model_path(model)), **engine.given(), **speculation.given(model)) as llm:
+        run_engine(llm, work[:1], 1, temperature=temperature)  # the first steps compile
+        timings = run_engine(llm, work, results.concurrency, temperature=temperature)
+    results.show(timings, workload, model=model)
+
+
+def _first_model(url: str, api_key: str | None) -> str:
+    from urllib.request import Request, urlopen
+
+    address = url.rstrip("/").removesuffix("/v1") + "/v1/models"
+    try:
+        with urlopen(Request(address, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        raise ConfigError(f"{address} names no model ({e}); check the URL, or pass --model") from e
+
+
+def _object(text: str | None) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as e:
+        raise ConfigError(f"--extra-body is no JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ConfigError("--extra-body must be a JSON object")
+    return value

@@ -1,0 +1,262 @@
+"""AsyncLLM: an LLM for asyncio. Its engine runs in a thread of its own, and requests are asynchronous iterators."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from types import TracebackType
+from typing import Any
+from weakref import WeakValueDictionary
+
+from hybridrt.engine.engine_loop import EngineLoop, StepMessage
+from hybridrt.engine.limits import PreparedPrompt
+from hybridrt.engine.llm import LLM, whole_output
+from hybridrt.engine.outputs import Delta, RequestOutput
+from hybridrt.engine.prompts import Prompt
+from hybridrt.errors import EngineError, RequestError, UnavailableError
+from hybridrt.sampling_params import SamplingParams
+
+# Tokenising this many characters takes about as long as handing them to another thread.
+_INLINE_CHARACTERS = 1000
+_DRAIN_CHECK_SECONDS = 0.05
+
+
+class DeltaStream(AsyncIterator[Delta]):
+    """The deltas of one or several requests. While nobody reads, the gains of a sample become one delta: a slow reader
+    costs what the output takes, and holds nobody up. `close`, or dropping the stream, aborts what has not ended.
+
+    Attributes:
+        requests: each request's prompt tokens and parameters by its id, in order.
+        running: samples that have not ended; 0 once the stream is closed.
+    """
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.requests: dict[str, PreparedPrompt] = {}
+        self.running = 0
+        self._loop = loop
+        self._gains: dict[tuple[str, int], Delta] = {}  # by sample
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, delta: Delta) -> None:
+        """Called in the event loop, with what a step gave."""
+        if not self.running:
+            return
+        held = self._gains.setdefault((delta.request_id, delta.index), delta)
+        if held is not delta:
+            held.extend(delta)
+        self.running -= delta.finish_reason is not None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def __anext__(self) -> Delta:
+        """The next gain of any sample.
+
+        Raises:
+            EngineError: the sample failed.
+        """
+        while not self._gains:
+            if not self.running:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        delta = self._gains.pop(next(iter(self._gains)))
+        if delta.error is not None:
+            raise delta.error
+        return delta
+
+    def abort(self) -> None:
+        """Ends what runs with reason "abort"."""
+        for request_id in self.requests:
+            self._loop.abort(request_id)
+
+    def close(self) -> None:
+        """Aborts what has not ended. What it still gives is not kept."""
+        if self.running:
+            self.running = 0
+            self.abort()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class AsyncLLM:
+    """Serves an LLM to the tasks of one event loop. `close` gives the memory back.
+
+    Args:
+        model: what `LLM` takes, or an LLM. One that is passed stays open when this is closed, and other threads may go
+            on calling its `generate` and `stream`.
+        max_waiting: samples that may wait beside those that run; more are refused with QueueFullError.
+        options: of `LLM`, where `model` names one.
+
+    Attributes:
+        llm: the LLM underneath.
+        watchers: called in the event loop with every StepMessage.
+        draining: no further request is taken.
+    """
+
+    def __init__(self, model: str | LLM, *, max_waiting: int = 4096, **options: Any) -> None:
+        self._owned = not isinstance(model, LLM)
+        self.llm = model if isinstance(model, LLM) else LLM(model, **options)
+        self.watchers: list[Callable[[StepMessage], None]] = []
+        self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()
+        self._names = count()
+        self.draining = False
+        self._events: asyncio.AbstractEventLoop | None = None
+        self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="hybridrt-tokenize")
+        self._loop = EngineLoop(self.llm.engine, self._deliver, self.llm.plan.num_rows + max_waiting)
+
+    @property
+    def failure(self) -> UnavailableError | None:
+        """Why the engine has ended; None while it runs."""
+        return self._loop.error
+
+    @property
+    def unfinished(self) -> int:
+        """Samples that run or wait."""
+        return self._loop.unfinished
+
+    @property
+    def stalled(self) -> float:
+        """Seconds that the engine's present step has taken so far; 0 between steps."""
+        return self._loop.stalled
+
+    async def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedPrompt:
+        """Checks a prompt and makes tokens of it, long ones in another thread. None: the model's default parameters.
+
+        Raises:
+            RequestError, MemoryBudgetError: as `Engine.prepare`.
+        """
+        params = self.llm.default_sampling_params if params is None else params
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if isinstance(text, str) and len(text) > _INLINE_CHARACTERS:
+            return await self.in_thread(self.llm.engine.prepare, prompt, params)
+        return self.llm.engine.prepare(prompt, params)
+
+    async def in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs work on text (tokenising, a chat template) where it does not hold the event loop up."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, partial(work, *arguments))
+
+    def submit(
+        self, prepared: PreparedPrompt | Sequence[PreparedPrompt], name: str | None = None, *, stream: bool = True
+    ) -> DeltaStream:
+        """Starts one request, or several that one reader reads.
+
+        Args:
+            name: the request's id; several get "-0", "-1", … behind it. None: any.
+            stream: False: one delta a sample, at its end.
+
+        Raises:
+            QueueFullError: too many wait already. None has started; nor has one after any other error.
+            RequestError: the name is taken.
+            UnavailableError: the engine has failed, or the server is shutting down.
+            EngineError: called from a second event loop.
+        """
+        if self.draining:
+            raise UnavailableError("the server is shutting down; send the request to another one")
+        events = asyncio.get_running_loop()
+        if self._streams and events is not self._events:
+            raise EngineError("an AsyncLLM serves one event loop at a time: end the requests of the other one first")
+        self._events = events
+        name = f"async-{next(self._names)}" if name is None else name
+        if name in self._streams:
+            raise RequestError(f"request id {name!r} is in use; pass another one, or None to get one")
+        deltas = DeltaStream(self._loop)
+        if isinstance(prepared, PreparedPrompt):
+            batch = {name: prepared}
+        else:
+            batch = {f"{name}-{i}": prompt for i, prompt in enumerate(prepared)}
+        try:
+            for request_id, prompt in batch.items():
+                self._loop.submit(prompt, request_id, stream=stream)
+                deltas.requests[request_id] = prompt
+                deltas.running += prompt.params.n
+        except Exception:
+            deltas.close()
+            raise
+        self._streams |= dict.fromkeys((name, *batch), deltas)
+        return deltas
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
+        """Yields what comes, as it comes; with n > 1 the samples interleave. When the iteration ends early, the request
+        is aborted.
+
+        Raises:
+            RequestError, MemoryBudgetError, QueueFullError, UnavailableError: at the first delta.
+            EngineError: the request failed.
+        """
+        deltas = self.submit(await self.prepare(prompt, params))
+        try:
+            async for delta in deltas:
+                yield delta
+        finally:
+            deltas.close()
+
+    async def complete(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+        """The whole output; with n > 1 `.outputs` has all samples. Raises what `generate` does; a task that is
+        cancelled aborts the request."""
+        deltas = self.submit(await self.prepare(prompt, params), stream=False)
+        try:
+            ended = {(delta.request_id, delta.index): delta async for delta in deltas}
+        finally:
+            deltas.close()
+        ((request_id, prepared),) = deltas.requests.items()
+        return whole_output(request_id, prepared, ended)
+
+    def abort(self, name: str) -> bool:
+        """Ends what was submitted under a name, with reason "abort". False if nothing of this name runs."""
+        stream = self._streams.get(name)
+        if stream is None or not stream.running:
+            return False
+        stream.abort()
+        return True
+
+    def abort_all(self) -> None:
+        """Ends everything with reason "abort"."""
+        for stream in self._streams.values():
+            stream.abort()
+
+    async def drain(self, timeout: float) -> bool:
+        """Takes no further requests, and waits up to `timeout` seconds for those that run. True if all have ended."""
+        self.draining = True
+        deadline = asyncio.get_running_loop().time() + timeout
+        while self.unfinished and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_DRAIN_CHECK_SECONDS)
+        return not self.unfinished
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Aborts what runs and ends the engine's thread. An LLM that was made here is closed.
+
+        Returns:
+            False: a step has not ended within `timeout` seconds; thread and LLM are left as they are.
+        """
+        self.draining = True
+        if not self._loop.close(timeout):
+            return False
+        self._tokenizing.shutdown(wait=False)
+        if self._owned:
+            self.llm.close()
+        return True
+
+    def __enter__(self) -> "AsyncLLM":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _deliver(self, message: StepMessage) -> None:
+        """Called in the engine's thread. Once the event loop has gone, so have the readers: their requests end."""
+        assert self._events is not None, "a request was submitted there"
+        try:
+            self._events.call_soon_threadsafe(self._hand_out, message)
+        except RuntimeError:
+            for delta in message.deltas:
+                self._loop.abort(delta.request_id)
+
+    def _hand_out(self, message: StepMessage) -> None:
+        for delta in message.deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is not None:
+                stream.put(delta)
+        for watch in self.watchers:
+            watch(message)

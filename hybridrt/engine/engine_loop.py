@@ -1,0 +1,208 @@
+"""An engine in a thread of its own: requests and aborts go in through a queue, one message a step comes out."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+
+import torch
+
+from hybridrt.engine.delta_queue import DeltaQueue
+from hybridrt.engine.engine import Engine
+from hybridrt.engine.limits import PreparedPrompt
+from hybridrt.engine.outputs import Delta, RequestMetrics
+from hybridrt.errors import EngineError, QueueFullError, RankError, RequestError, UnavailableError
+
+# After one of these no later step can succeed: a rank is lost, or the device's context is.
+_FATAL = (RankError, torch.AcceleratorError)
+
+
+@dataclass(frozen=True, slots=True)
+class StepMessage:
+    """What a step gave to the loop's requests.
+
+    Attributes:
+        deltas: one for every sample that has gained something or has ended.
+        seconds: how long the step took on the host, waiting for the device included.
+    """
+
+    deltas: list[Delta]
+    seconds: float
+
+
+class EngineLoop:
+    """Steps an engine while its requests run. Every method may be called from any thread, unless it says otherwise.
+
+    Other threads may use the same engine meanwhile, within its turns, as `LLM.generate` and `LLM.stream` do: whoever
+    has the turn computes a step for all of them.
+
+    If a step raises, or fails in a way that no later step can get over (a rank is lost, the device is), the loop ends:
+    each of its requests ends with an UnavailableError, `error` is set, and later requests are refused.
+
+    Args:
+        deliver: takes each StepMessage, in the loop's thread. It must not wait.
+        most: samples that may be unfinished at a time, those that wait in the queue included.
+
+    Attributes:
+        error: why the loop has ended; None while it runs, and after `close`.
+    """
+
+    def __init__(self, engine: Engine, deliver: Callable[[StepMessage], None], most: int) -> None:
+        self.error: UnavailableError | None = None
+        self.most = most
+        self._engine = engine
+        self._deliver = deliver
+        # SimpleQueue.put may be called within itself, by a finalizer that the collector runs: `abort` relies on it.
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._unfinished: dict[str, tuple[set[int], RequestMetrics]] = {}  # samples, and what is known of them here
+        self._count = 0  # of all samples in it
+        self._lock = threading.Lock()  # of the three above and `error`
+        self._deltas = DeltaQueue()
+        self._closing = False
+        self._step_began: float | None = None
+        self._thread = threading.Thread(target=self._run, name="hybridrt-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def unfinished(self) -> int:
+        """Samples that have been taken and have not ended."""
+        return self._count
+
+    @property
+    def stalled(self) -> float:
+        """Seconds that the step which runs now has taken so far; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def submit(self, prepared: PreparedPrompt, request_id: str, *, stream: bool = True) -> None:
+        """Queues a prompt that the engine has prepared. Its deltas come in later messages.
+
+        Args:
+            stream: as for `Engine.submit`.
+
+        Raises:
+            QueueFullError: as many samples as may be are unfinished.
+            RequestError: the id is taken.
+            UnavailableError: the loop has ended.
+        """
+        n = prepared.params.n
+        with self._lock:
+            if self.error is not None or self._closing:
+                raise self.error or UnavailableError("the engine is closed; build a new one")
+            if request_id in self._unfinished:
+                raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
+            if self._count + n > self.most:
+                raise QueueFullError(
+                    f"{self._count} samples run or wait, the request asks for {n} more, and {self.most} may be there "
+                    "at a time: try again later"
+                )
+            metrics = RequestMetrics(prompt_tokens=len(prepared.tokens), arrival_time=time.monotonic())
+            self._unfinished[request_id] = set(range(n)), metrics
+            self._count += n
+            self._commands.put(partial(self._submit, prepared, request_id, stream))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request, if it has not ended: its samples come with reason "abort". Finalizers may call this."""
+        self._commands.put(partial(self._abort, request_id))
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Aborts the loop's requests and ends its thread. Not to be called from that thread.
+
+        Args:
+            timeout: seconds to wait for the end of the step that runs; None waits for it however long it takes.
+
+        Returns:
+            Whether the thread has ended.
+        """
+        with self._lock:
+            self._closing = True
+        self._commands.put(lambda: None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._obey()
+                if self._count:
+                    self._step()
+            with self._engine.turns:
+                for request_id in list(self._unfinished):
+                    self._engine.abort(request_id)
+                self._engine.finish_launched()
+                self._hand_out(0.0)
+        except BaseException as e:
+            self._crash(e)
+
+    def _obey(self) -> None:
+        """Runs the commands that have come; waits for one while no request runs."""
+        with suppress(Empty):
+            while True:
+                self._commands.get(block=not self._count and not self._closing)()
+
+    def _step(self) -> None:
+        self._step_began = began = time.monotonic()
+        with self._engine.turns:
+            self._engine.run_step()
+            self._step_began = None
+            self._hand_out(time.monotonic() - began)
+            if not self._count:
+                self._engine.finish_launched()  # finished requests hold nothing while the loop waits
+
+    def _hand_out(self, seconds: float) -> None:
+        message = StepMessage(self._deltas.take(), seconds)
+        if message.deltas:
+            self._forget(message.deltas)
+            self._deliver(message)
+            for delta in message.deltas:
+                if delta.error is not None and isinstance(delta.error.__cause__, _FATAL):
+                    raise delta.error
+
+    def _forget(self, deltas: list[Delta]) -> None:
+        """Those samples that have ended are no longer this loop's."""
+        for delta in deltas:
+            if delta.finish_reason is None:
+                continue
+            with self._lock:
+                samples, _ = self._unfinished[delta.request_id]
+                samples.remove(delta.index)
+                self._count -= 1
+                if not samples:
+                    del self._unfinished[delta.request_id]
+
+    def _submit(self, prepared: PreparedPrompt, request_id: str, stream: bool) -> None:
+        with self._engine.turns:
+            try:
+                self._engine.submit(prepared, request_id, stream=stream, queue=self._deltas)
+            except Exception as e:  # the id is in use by another owner, or there is no memory for the request
+                error = e if isinstance(e, EngineError) else EngineError(f"request {request_id!r} failed: {e}")
+                self._end([request_id], error)
+
+    def _abort(self, request_id: str) -> None:
+        if request_id in self._unfinished:  # else another owner of the engine may have a request of this name
+            with self._engine.turns:
+                self._engine.abort(request_id)
+
+    def _end(self, requests: Iterable[str], error: EngineError) -> None:
+        """Ends requests that the engine does not know, or will not step any more."""
+        deltas = []
+        for name in requests:
+            samples, metrics = self._unfinished[name]
+            metrics.finish_time = time.monotonic()
+            deltas += [
+                Delta(name, index, [], "", finish_reason="abort", metrics=metrics, error=error)
+                for index in sorted(samples)
+            ]
+        if deltas:
+            self._forget(deltas)
+            self._deliver(StepMessage(deltas, 0.0))
+
+    def _crash(self, cause: BaseException) -> None:
+        error = UnavailableError(f"the engine has failed ({type(cause).__name__}: {cause}); start it again")
+        error.__cause__ = cause
+        with self._lock:
+            self.error, self._step_began = error, None
+        self._end(list(self._unfinished), error)

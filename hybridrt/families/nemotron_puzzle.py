@@ -1,0 +1,54 @@
+"""Nemotron-H Puzzle: Nemotron-H whose blocks have sizes of their own."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hybridrt.config_fields import MAX_EXPERTS, SIZE, FieldTypes
+from hybridrt.config_json import NULL, OBJECT, check_fields, either, integer, list_of
+from hybridrt.errors import ConfigError
+from hybridrt.families.nemotron_h import FAMILY as NEMOTRON_H
+
+# What a block may have of its own.
+SIZES = ("moe_intermediate_size", "moe_shared_expert_intermediate_size", "intermediate_size")
+EXPERTS = ("n_routed_experts", "num_experts_per_tok")
+FIELDS: FieldTypes = {
+    **dict.fromkeys(SIZES, either(NULL, SIZE)),
+    **dict.fromkeys(EXPERTS, either(NULL, integer(1, MAX_EXPERTS))),
+}
+
+
+def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Nemotron-H's fields of a Puzzle model. Its blocks stand in `block_configs`, each with the numbers that are its
+    own; what is null or the model's own number is left out of them."""
+    check_fields(raw, {**FIELDS, "block_configs": list_of(OBJECT)}, file)
+    blocks = [_own(i, block, raw, file) for i, block in enumerate(raw.get("block_configs", ()))]
+    if not blocks:
+        raise ConfigError(f"{file}: block_configs is missing or empty; it must say what each block is")
+    kinds = [block.get("block_type") for block in raw["block_configs"]]
+    # The layout of its prediction head is not known here, so the head is left alone.
+    changes = {"model_type": "nemotron_h", "layers_block_type": kinds, "num_nextn_predict_layers": 0}
+    found = {k: v for k, v in raw.items() if k not in ("hybrid_override_pattern", "layer_types", "num_hidden_layers")}
+    return found | changes | {"block_configs": blocks}
+
+
+def _own(i: int, block: Mapping[str, Any], raw: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
+    """The numbers that block `i` does not share with the model."""
+    own = {k: v for k, v in block.items() if k != "block_type" and v is not None and v != raw.get(k)}
+    check_fields(own, FIELDS, file)
+    where = f"{file}: block {i} of block_configs"
+    if unknown := sorted(own.keys() - FIELDS.keys()):
+        raise ConfigError(f"{where} has its own {', '.join(unknown)}; it may have {', '.join(FIELDS)}")
+    experts, chosen = (own.get(name, raw.get(name)) or 0 for name in EXPERTS)
+    if block.get("block_type") == "moe" and not 1 <= chosen <= experts:
+        raise ConfigError(f"{where}: num_experts_per_tok is {chosen}, but there are {experts} experts")
+    return own
+
+
+FAMILY = replace(
+    NEMOTRON_H,
+    model="hybridrt.models.nemotron_puzzle:NemotronHPuzzleForCausalLM",
+    rewrite=_rewrite,
+    mtp_head=None,
+)

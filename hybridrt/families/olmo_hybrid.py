@@ -1,0 +1,45 @@
+"""OLMo-Hybrid: three Gated Delta Net blocks to one of attention, each followed by an MLP."""
+
+from typing import Any
+
+from hybridrt.config import LayerSpec
+from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, SIZE, STATE, TAPS, FieldTypes
+from hybridrt.config_json import FLAG, NULL, OBJECT, either, list_of, one_of
+from hybridrt.families.base import Family, FamilyFields, attention_config
+from hybridrt.kinds.gdn import GDNConfig
+
+FIELDS: FieldTypes = {
+    **COMMON,
+    **ATTENTION,
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), SIZE),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), STATE),
+    "linear_conv_kernel_dim": TAPS,
+    "layer_types": list_of(one_of("linear_attention", "full_attention")),
+    "rms_norm_eps": EPSILON,
+    "rope_parameters": either(NULL, OBJECT),
+    **dict.fromkeys(("linear_allow_neg_eigval", "attention_bias"), FLAG),
+}
+
+
+def _describe(hf: Any) -> FamilyFields:
+    gdn = GDNConfig(
+        num_k_heads=hf.linear_num_key_heads,
+        num_v_heads=hf.linear_num_value_heads,
+        head_k_dim=hf.linear_key_head_dim,
+        head_v_dim=hf.linear_value_head_dim,
+        conv_kernel=hf.linear_conv_kernel_dim,
+        beta_scale=2.0 if hf.linear_allow_neg_eigval else 1.0,
+    )
+    full, recurrent = LayerSpec(True, None, "mlp"), LayerSpec(False, "gdn", "mlp")
+    layers = tuple(full if kind == "full_attention" else recurrent for kind in hf.layer_types)
+    # Released models rotate nothing: their rope_parameters are null, or have no theta.
+    rotary = (hf.rope_parameters or {}).get("rope_theta") is not None
+    return {"layers": layers, "linear": {"gdn": gdn}, "attention": attention_config(hf, rotary=rotary)}
+
+
+FAMILY = Family(
+    model="hybridrt.models.olmo_hybrid:OlmoHybridForCausalLM",
+    config_class="OlmoHybridConfig",
+    fields=FIELDS,
+    describe=_describe,
+)

@@ -1,0 +1,36 @@
+"""The gated short convolution of LFM2 in decode steps: C * conv(B * x), of which the ring keeps the products B * x."""
+
+from typing import Any
+
+from torch import Tensor
+
+from hybridrt.kernels.causal_conv1d import causal_conv1d_update, check_ring
+from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.records import ConvState, ConvWeights
+from hybridrt.kernels.slots import pad_mask
+
+
+def _check(projected: Tensor, weights: ConvWeights, state: ConvState, *_: Any, **__: Any) -> None:
+    check_ring(state.conv, weights.weight.shape[1], projected.shape[1])
+
+
+@operation(by("triton"), check=_check)
+def short_conv_update(projected: Tensor, weights: ConvWeights, state: ConvState) -> Tensor:
+    """Convolves the T new products of each row: decode (T = 1), or verify of a chain (T > 1).
+
+    Products and the conv's output are rounded to the dtype of `projected`, as they are where the steps run apart.
+
+    Args:
+        projected: [B, T, B | C | x], channels each; token t stands at position start_positions + t.
+        weights: without an activation.
+        state: its rings get the T products.
+
+    Returns:
+        [B, T, channels] in the dtype of `projected`.
+
+    Raises:
+        ConfigError: the ring is too narrow for K taps and T tokens, or Wc is not a power of two.
+    """
+    into, out, x = projected.chunk(3, -1)
+    y = causal_conv1d_update.reference(into * x, weights, state)
+    return (out * y).masked_fill_(pad_mask(state.read_state_slots, 3), 0.0)

@@ -1,0 +1,34 @@
+"""Gated short convolution (Liquid AI 2025): a causal conv between two gates, whose window is all that it keeps."""
+
+from dataclasses import dataclass
+
+from hybridrt.config import LinearConfig
+from hybridrt.kinds.base import LinearKind, StateShape, split_over
+
+
+@dataclass(frozen=True)
+class ShortConvConfig(LinearConfig):
+    """Gated short convolution, before sharding: `channels` of `conv_kernel` taps."""
+
+    kind = "short_conv"
+    channels: int
+    conv_kernel: int
+    chunk_size: int = 64
+
+
+def _shape(config: ShortConvConfig, tp_size: int) -> StateShape:
+    channels = split_over("short conv channels", config.channels, tp_size)
+    return StateShape(config.kind, (("x", channels),), config.conv_kernel, (0,), 1)
+
+
+# No ring: there is no recurrent state that one could spare to write.
+KIND = LinearKind(
+    title="short conv",
+    letter="C",
+    config=ShortConvConfig,
+    shape=_shape,
+    backend="hybridrt.attention.short_conv:ShortConvAttnBackend",
+    mixer="hybridrt.layers.short_conv:ShortConvMixer",
+    conv_parts={"x": False},
+    temporal_dims=(),
+)

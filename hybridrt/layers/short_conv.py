@@ -1,0 +1,63 @@
+"""The gated short convolution of LFM2: y = out(C * conv(B * x)), where B, C and x are projections of the input."""
+
+import torch
+from torch import nn
+
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kinds.registry import state_shape
+from hybridrt.kinds.short_conv import ShortConvConfig
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
+from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.weights import Build, CheckpointTarget, parameter, whole
+
+
+class ShortConvMixer(nn.Module):
+    """Gated short convolution over hidden states (Liquid AI 2025). Its conv window lives in the backend's MambaPool,
+    under `layer_id`.
+
+    Args:
+        bias: of the projections and of the conv.
+    """
+
+    kind = "short_conv"
+
+    def __init__(
+        self, name: str, config: ShortConvConfig, layer_id: int, hidden_size: int, *, bias: bool = False, build: Build
+    ) -> None:
+        super().__init__()
+        self.name, self.config, self.layer_id, self.tp, self.has_bias = name, config, layer_id, build.tp, bias
+        self.width = state_shape(config, build.tp.size).conv_dim
+        parts = [Segment(part, config.channels) for part in ("B", "C", "x")]
+        biased = [part.name for part in parts if bias]
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, bias=biased, build=build)
+        self.conv_weight = parameter(self.width, config.conv_kernel, dtype=build.dtype, device=build.device)
+        self.conv_bias = parameter(self.width, dtype=build.dtype, device=build.device, dummy="zeros") if bias else None
+        channels = [Segment("x", config.channels)]
+        self.out_proj = RowLinear(f"{name}.out_proj", channels, hidden_size, bias=bias, build=build)
+
+    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        """Mixer of norm(x + residual), and x + residual."""
+        projected, residual = norm_linear(norm, self.in_proj, x, residual)
+        return self.out_proj.onto(residual, self._mix(projected, batch))
+
+    def summand(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """This rank's summand of the mixer's output, to be summed over ranks: [T, hidden] to [T, hidden]."""
+        return self.out_proj(self._mix(self.in_proj(hidden_states), batch), reduce=False)
+
+    def _mix(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        mixed: torch.Tensor = batch.attn_backend.route(self).run(self, batch, projected=projected)
+        return mixed
+
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
+        """Targets of the projections and the conv under `key`."""
+        found = {
+            **self.in_proj.targets(f"{key}.in_proj", ["B", "C", "x"], bias=self.has_bias),
+            **self.out_proj.targets(f"{key}.out_proj", "x", bias=self.has_bias),
+            f"{key}.conv.weight": whole(
+                f"{self.name}.conv.weight", self.conv_weight.data, lambda t: self.tp.shard(t.squeeze(1), 0)
+            ),
+        }
+        if self.conv_bias is not None:
+            bias = whole(f"{self.name}.conv.bias", self.conv_bias.data, lambda t: self.tp.shard(t, 0))
+            found[f"{key}.conv.bias"] = bias
+        return found

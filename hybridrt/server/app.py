@@ -1,0 +1,160 @@
+"""The application: which path does what."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from hybridrt.engine.tokenizer import encode_prompt
+from hybridrt.errors import HybridrtError
+from hybridrt.server.chat import CHAT_NAMES, chat_tokens, start_chat
+from hybridrt.server.completions import start_completions
+from hybridrt.server.errors import APIError, as_api_error, error_response
+from hybridrt.server.guard import Guard
+from hybridrt.server.metrics import CONTENT_TYPE, Metrics
+from hybridrt.server.protocol import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from hybridrt.server.service import Service
+from hybridrt.server.tracing import Tracing
+from hybridrt.version import __version__
+
+
+def make_app(service: Service, metrics: Metrics) -> ASGIApp:
+    """All endpoints over a service, guarded."""
+    app = FastAPI(title="hybridrt", version=__version__, docs_url=None, redoc_url=None)
+    _add_openai(app, service)
+    _add_text(app, service)
+    _add_operations(app, service, metrics)
+    for kind in (HybridrtError, APIError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _answer_error)
+    if service.config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(service.config.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    traced = Tracing(app, service.config.otlp_endpoint) if service.config.otlp_endpoint else app
+    return Guard(traced, service.config)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    names = CHAT_NAMES if request.url.path == "/v1/chat/completions" else None
+    return error_response(as_api_error(error, names))
+
+
+def _add_openai(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", response_class=Response)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continues prompts."""
+        return await (await start_completions(service, body, request.scope)).respond(request)
+
+    @app.post("/v1/chat/completions", response_class=Response)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answers a conversation."""
+        return await (await start_chat(service, body, request.scope)).respond(request)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The model, under each of its names."""
+        return {"object": "list", "data": [_model(service, name) for name in service.names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """One of these."""
+        service.check_model(name)
+        return _model(service, name)
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    llm = service.llm.llm
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "hybridrt",
+        "root": service.names[0],
+        "parent": None,
+        "max_model_len": llm.plan.max_model_len,
+    }
+
+
+def _add_text(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """Token ids of a prompt, or of a conversation in the chat template."""
+        service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise APIError(400, "pass prompt or messages, and one of them alone", "prompt")
+        tokenizer, limit = service.tokenizer, service.llm.llm.plan.max_model_len
+        if body.messages is not None:
+            work = service.llm.in_thread(chat_tokens, tokenizer, body, service.config.chat_template, limit)
+        else:
+            bare = not body.add_special_tokens
+            work = service.llm.in_thread(lambda: encode_prompt(tokenizer, body.prompt or "", limit, bare=bare))
+        tokens = await work
+        texts = [service.token_text.text(t) for t in tokens] if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": texts}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """The text of token ids, special tokens left out."""
+        service.check_model(body.model)
+        vocab = service.llm.llm.model_config.vocab_size
+        if max(body.tokens, default=0) >= vocab:
+            raise APIError(400, f"tokens holds {max(body.tokens)}; the vocabulary ends at {vocab - 1}", "tokens")
+        return {"prompt": await service.llm.in_thread(service.tokenizer.decode, body.tokens)}
+
+
+def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    @app.get("/health", response_class=Response)
+    @app.head("/health", include_in_schema=False)
+    async def health() -> Response:
+        """200 while the engine works."""
+        problem = service.problem()
+        return Response() if problem is None else error_response(APIError(503, problem, code="unhealthy"))
+
+    @app.get("/ready", response_class=Response)
+    @app.head("/ready", include_in_schema=False)
+    async def ready() -> Response:
+        """200 while requests are wanted: the model is warm, and the server is not shutting down."""
+        problem = service.problem() if service.ready else "not ready: starting, or shutting down"
+        return Response() if problem is None else error_response(APIError(503, problem, code="not_ready"))
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Of hybridrt."""
+        return {"version": __version__}
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        """Samples: all that have not ended, those that run, and those that wait."""
+        counters = service.llm.llm.engine.counters()
+        unfinished = service.llm.unfinished
+        return {"server_load": unfinished, "running": counters.running, "waiting": counters.waiting}
+
+    @app.post("/abort")
+    async def abort(body: AbortRequest) -> dict[str, bool]:
+        """Ends a request: its samples have the finish reason "abort". False: nothing of this name runs."""
+        names = [body.request_id, f"cmpl-{body.request_id}", f"chatcmpl-{body.request_id}"]
+        return {"aborted": any([service.llm.abort(name) for name in names])}
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> dict[str, bool]:
+        """Forgets cached prefixes that no running request reads. True: none is left."""
+        return {"reset": await service.llm.in_thread(service.llm.llm.reset_prefix_cache)}
+
+    @app.get("/metrics", response_class=Response)
+    @app.head("/metrics", include_in_schema=False)
+    async def show_metrics() -> Response:
+        """For Prometheus."""
+        return Response(metrics.text(), media_type=CONTENT_TYPE)

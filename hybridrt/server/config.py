@@ -1,0 +1,97 @@
+"""What a server is told when it starts."""
+
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hybridrt.errors import ConfigError
+
+API_KEY_VARIABLE = "HYBRIDRT_API_KEY"
+_HEADER_TEXT = re.compile(r"[\x21-\x7e]+")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Every field is checked when the object is made.
+
+    Args:
+        host: address to listen on. The default is reached from this machine alone.
+        port: 0 takes any free one.
+        served_model_names: what requests call the model; empty: the name under which it was loaded.
+        api_keys: requests must bring one of them (`Authorization: Bearer KEY`), except /health and /ready. Empty: none.
+        tls_certificate, tls_key: PEM files; both, or neither for plain HTTP.
+        allowed_origins: web pages of these origins may call (CORS); "*": all. Empty: none.
+        chat_template: Jinja text that replaces the model's own; None keeps that.
+        max_waiting: samples that may wait beside those that run; more are answered with 429.
+        max_body_bytes: longer bodies are answered with 413.
+        max_prompts: prompts of one request of /v1/completions.
+        max_samples: `n` times prompts of one request.
+        request_timeout: seconds that a request may take, its answer's last byte included.
+        drain_timeout: seconds that running requests get after SIGTERM.
+        step_timeout: seconds after which a step that has not ended makes /health fail.
+        stats_interval: seconds between two lines of statistics; 0 writes none.
+        access_log: write a line for each request.
+        otlp_endpoint: where OpenTelemetry spans go, such as http://collector:4318/v1/traces; None makes none.
+
+    Raises:
+        ConfigError: a field cannot be used; the text says which.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+    chat_template: str | None = None
+    max_waiting: int = 4096
+    max_body_bytes: int = 16 * 2**20
+    max_prompts: int = 1024
+    max_samples: int = 1024
+    request_timeout: float = 600.0
+    drain_timeout: float = 30.0
+    step_timeout: float = 120.0
+    stats_interval: float = 10.0
+    access_log: bool = True
+    otlp_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; it must be 0 to 65535")
+        for name in ("max_waiting", "max_body_bytes", "max_prompts", "max_samples"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("request_timeout", "drain_timeout", "step_timeout", "stats_interval"):
+            seconds = getattr(self, name)
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise ConfigError(f"{name} is {seconds}; it must be a number of seconds, 0 or more")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ConfigError("TLS needs a certificate and a key; pass both files, or neither")
+        for name, file in (("tls_certificate", self.tls_certificate), ("tls_key", self.tls_key)):
+            if file is not None and not Path(file).is_file():
+                raise ConfigError(f"{name} is {file}, and there is no such file")
+        if not all(_HEADER_TEXT.fullmatch(key) for key in self.api_keys):
+            raise ConfigError("an API key is empty, or holds a space or a character that is not ASCII; choose another")
+
+
+def read_api_keys(keys: list[str] | None, file: str | None) -> tuple[str, ...]:
+    """API keys from the command line, else from the lines of a file, else from the variable HYBRIDRT_API_KEY.
+
+    Raises:
+        ConfigError: both are given, or the file cannot be read or holds none.
+    """
+    if keys and file:
+        raise ConfigError("API keys are given twice, by themselves and as a file; pass one of the two")
+    if file is not None:
+        try:
+            keys = Path(file).read_text().split()
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"the file of API keys, {file}, cannot be read: {e}") from e
+        if not keys:
+            raise ConfigError(f"the file of API keys, {file}, holds none; write one a line")
+    if not keys:
+        keys = os.environ.get(API_KEY_VARIABLE, "").split()
+    return tuple(keys)

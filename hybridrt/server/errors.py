@@ -1,0 +1,97 @@
+"""Errors as OpenAI's clients read them."""
+
+from typing import Any
+
+import msgspec
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from hybridrt.errors import HybridrtError, MemoryBudgetError, QueueFullError, RequestError, UnavailableError
+
+RETRY_SECONDS = 1
+# Long enough for a message that quotes a value; a body is not sent back.
+_MESSAGE_CHARACTERS = 2000
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class APIError(Exception):
+    """Answers a request with an error.
+
+    Args:
+        status: the HTTP status.
+        field: of the body, as a path such as "stream_options.include_usage"; None: no single one is wrong.
+        code: a word for programs.
+    """
+
+    def __init__(self, status: int, message: str, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.field, self.code = status, message, field, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """{"error": {"message", "type", "param", "code"}}"""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        message = self.message[:_MESSAGE_CHARACTERS]
+        return {"error": {"message": message, "type": kind, "param": self.field, "code": self.code}}
+
+
+def as_api_error(error: BaseException, names: dict[str, str] | None = None) -> APIError:
+    """What an error says to the client. One that was not raised on purpose says nothing of its cause.
+
+    Args:
+        names: what the endpoint calls fields of SamplingParams that have another name there.
+    """
+    match error:
+        case APIError():
+            return error
+        case RequestError():
+            field = (names or {}).get(error.field or "", error.field)
+            return APIError(400, str(error), field)
+        case MemoryBudgetError():
+            return APIError(400, str(error), "max_tokens")
+        case QueueFullError():
+            return APIError(429, str(error), code="queue_full")
+        case UnavailableError():
+            return APIError(503, str(error), code="unavailable")
+        case RequestValidationError():
+            return _as_field_error(error)
+        case HTTPException():
+            return APIError(error.status_code, str(error.detail))
+        case HybridrtError():
+            return APIError(500, str(error))
+    return APIError(500, "the server has failed on this request; its log says why")
+
+
+def error_response(error: APIError) -> Response:
+    """The whole answer."""
+    headers = {}
+    if error.status in (429, 503):
+        headers["Retry-After"] = str(RETRY_SECONDS)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(msgspec.json.encode(error.body), error.status, headers, "application/json")
+
+
+def _as_field_error(error: RequestValidationError) -> APIError:
+    """The first thing that is wrong about a body. Where a field may have one of several types, there is a complaint
+    for each; the one that is most deeply inside the body belongs to the type that was meant."""
+    found = max(error.errors(), key=lambda complaint: len(complaint["loc"]), default=None)
+    if found is None:
+        return APIError(400, "the body cannot be used")
+    if found["type"] == "json_invalid":
+        return APIError(400, "the body is no JSON")
+    if found["loc"] == ("body",):
+        return APIError(400, "the body must be a JSON object, sent with Content-Type: application/json")
+    field = _path(found["loc"])
+    return APIError(400, f"{field}: {found['msg']}" if field else str(found["msg"]), field or None)
+
+
+def _path(place: tuple[str | int, ...]) -> str:
+    """("body", "messages", 0, "content") as messages.0.content. The names of types, which stand in the place where a
+    field may have several, are left out."""
+    is_type = ("list[", "function-", "constrained-", "tagged-", "union")
+    kept = [str(part) for part in place[1:] if not str(part).startswith(is_type)]
+    while len(kept) > 1 and kept[-1] in ("str", "int", "float", "bool", "dict"):
+        kept.pop()
+    return ".".join(kept)

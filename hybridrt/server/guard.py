@@ -1,0 +1,161 @@
+"""Around every request: its name, its key, its size, its time, and its line in the access log."""
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hybridrt.server.config import ServerConfig
+from hybridrt.server.errors import APIError, error_response
+from hybridrt.server.respond import CLIENT_GONE, ClientGone, encode
+from hybridrt.server.service import RECORD
+
+OPEN_PATHS = ("/health", "/ready")
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_SECONDS = re.compile(rb"\d{1,9}(\.\d{1,9})?")
+_SEND_SECONDS = 5.0  # for the end of an answer that ran out of time, to a client that may not read
+access_log = logging.getLogger("hybridrt.access")
+log = logging.getLogger("hybridrt.server")
+
+
+class Guard:
+    """An ASGI application around another one. Whatever happens inside, the client gets an answer or its connection
+    ends, and the server goes on.
+
+    - `X-Request-Id` is taken from the request, or made, and sent back.
+    - Without a valid key only OPEN_PATHS answer. Keys are compared in constant time.
+    - A body that is too long is refused, where possible before it is read.
+    - A request that takes too long, its body and its answer included, ends: with 504, or with an error event in a
+      stream. The header `X-Request-Timeout` (seconds) sets a shorter time than the server's.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._config = config
+        self._keys = [key.encode() for key in config.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        answer = _Sent(send, request_id)
+        scope[RECORD] = {}
+        began = time.monotonic()
+        try:
+            await self._answer(scope, headers, receive, answer)
+        finally:
+            if self._config.access_log:
+                _write_line(scope, request_id, answer.status, time.monotonic() - began)
+
+    async def _answer(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, answer: "_Sent") -> None:
+        try:
+            self._check(scope, headers)
+            async with asyncio.timeout(self._seconds(headers)):
+                await self._app(scope, _limited(receive, self._config.max_body_bytes), answer)
+        except ClientGone:
+            answer.status = CLIENT_GONE
+        except APIError as e:
+            await error_response(e)(scope, receive, answer)
+        except TimeoutError:
+            await answer.end(APIError(504, "the request has taken longer than it may", code="timeout"), scope, receive)
+        except Exception:
+            log.exception("request %s failed", answer.request_id.decode())
+            await answer.end(APIError(500, "the server has failed on this request; its log says why"), scope, receive)
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and len(length) < 19 and int(length) > self._config.max_body_bytes:
+            raise _too_long(self._config.max_body_bytes)
+        if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+            return
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        # All keys are compared, so that the time does not tell which one is near.
+        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise APIError(
+                401, "a valid API key is needed: send it as Authorization: Bearer KEY", code="invalid_api_key"
+            )
+
+    def _seconds(self, headers: dict[bytes, bytes]) -> float | None:
+        most = self._config.request_timeout or None
+        asked = headers.get(b"x-request-timeout", b"")
+        if not _SECONDS.fullmatch(asked):
+            return most
+        return float(asked) if most is None else min(float(asked), most)
+
+
+class _Sent:
+    """What has been sent of an answer."""
+
+    def __init__(self, send: Send, request_id: bytes) -> None:
+        self._send = send
+        self.request_id = request_id
+        self.status = 0
+        self.is_stream = self.ended = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = [*message.get("headers", ()), (b"x-request-id", self.request_id)]
+            message = {**message, "headers": headers}
+            self.is_stream = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
+        elif message["type"] == "http.response.body":
+            self.ended = not message.get("more_body", False)
+        await self._send(message)
+
+    async def end(self, error: APIError, scope: Scope, receive: Receive) -> None:
+        """Ends the answer with an error, in the form that is still possible."""
+        if not self.status:
+            await error_response(error)(scope, receive, self)
+        elif self.is_stream and not self.ended:
+            self.status = error.status
+            event = b"data: %b\n\ndata: [DONE]\n\n" % encode(error.body)
+            try:
+                async with asyncio.timeout(_SEND_SECONDS):
+                    await self._send({"type": "http.response.body", "body": event, "more_body": False})
+            except TimeoutError:
+                log.info("request %s: the client does not read", self.request_id.decode())
+
+
+def _limited(receive: Receive, most: int) -> Receive:
+    """Receives at most so many bytes of body."""
+    got = 0
+
+    async def limited() -> Message:
+        nonlocal got
+        message = await receive()
+        got += len(message.get("body", b""))
+        if got > most:
+            raise HTTPException(413, _too_long(most).message)
+        return message
+
+    return limited
+
+
+def _too_long(most: int) -> APIError:
+    return APIError(413, f"the body has more than {most} bytes: send less, or start the server with --max-body-bytes")
+
+
+def _write_line(scope: Scope, request_id: bytes, status: int, seconds: float) -> None:
+    """One JSON object. It holds nothing of headers, query or body but lengths: secrets and texts are not logged."""
+    line: dict[str, Any] = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "request_id": request_id.decode(),
+        "client": (scope.get("client") or ("",))[0],
+        "method": scope["method"],
+        "path": scope["path"][:200],
+        "status": status,
+        "seconds": round(seconds, 6),
+        **scope[RECORD],
+    }
+    access_log.info(json.dumps(line))

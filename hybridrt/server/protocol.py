@@ -1,0 +1,134 @@
+"""Bodies of requests. Fields that are not listed are ignored, as vLLM does; a listed one of the wrong type is refused.
+
+Values are checked where they are used: SamplingParams says what a temperature may be, the engine what a prompt may be.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(max_length=2**24)]
+
+
+class Body(BaseModel):
+    """A JSON object. No value is converted: "5" is no number, 5.0 no integer, 1 no bool."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class StreamOptions(Body):
+    """What a stream tells besides text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Sampling(Body):
+    """Fields that all endpoints which generate share. None: the model's default (`LLM.default_sampling_params`)."""
+
+    model_config = ConfigDict(strict=True, extra="allow")  # kept, to refuse those that would change the output
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    cache_salt: str | None = None
+    seed: int | None = None
+    n: int | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    request_id: Annotated[str | None, Field(pattern=r"^[\x21-\x7e]{1,128}$")] = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+
+
+class CompletionRequest(Sampling):
+    """/v1/completions"""
+
+    prompt: str | TokenIds | list[str | TokenIds]
+    echo: bool | None = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class TextPart(Body):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn of a conversation. Further fields reach the chat template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[TextPart] | None = None
+
+
+class ResponseFormat(Body):
+    """Text is the only format."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(Sampling):
+    """/v1/chat/completions"""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+
+
+class TokenizeRequest(Body):
+    """/tokenize: a prompt, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """/detokenize"""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class AbortRequest(Body):
+    """/abort: the `id` of a response, or the `request_id` that its request set."""
+
+    request_id: str

@@ -1,0 +1,117 @@
+"""Answers on their way to a client that may read slowly, or go away."""
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hybridrt.engine.async_llm import DeltaStream
+from hybridrt.errors import HybridrtError
+from hybridrt.server.answers import Answer
+from hybridrt.server.errors import as_api_error
+from hybridrt.server.service import record
+
+CLIENT_GONE = 499  # as in nginx's logs; nobody receives it
+_EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+encode = msgspec.json.Encoder().encode
+
+
+class ClientGone(Exception):
+    """The client has closed its connection. What ran for it has been aborted."""
+
+
+@dataclass
+class Started:
+    """A request that runs, and how its answer looks."""
+
+    answer: Answer
+    deltas: DeltaStream
+    streams: bool
+
+    async def respond(self, request: Request) -> Response:
+        """The answer, or the stream of it.
+
+        Raises:
+            EngineError: the request has failed.
+            ClientGone: nobody waits for it any more.
+        """
+        answer = self.answer
+        record(request.scope, model=answer.model, stream=self.streams, prompt_tokens=answer.prompt_tokens)
+        if self.streams:
+            return EventStream(self.answer, self.deltas)
+        try:
+            ended = await _while_connected(request.receive, self._collect())
+        finally:
+            self.deltas.close()
+        body = encode(self.answer.whole(ended))
+        record(request.scope, **self.answer.facts())
+        return Response(body, media_type="application/json")
+
+    async def _collect(self) -> list[Any]:
+        return [delta async for delta in self.deltas]
+
+
+class EventStream(Response):
+    """Server-sent events: a chunk a delta, then the word [DONE]. While the client does not take what was sent, nothing
+    is made of the deltas; they wait, joined, in their stream."""
+
+    def __init__(self, answer: Answer, deltas: DeltaStream) -> None:
+        super().__init__(media_type="text/event-stream", headers=_EVENT_HEADERS)
+        del self.headers["content-length"]
+        self._answer, self._deltas = answer, deltas
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await _while_connected(receive, self._write(send))
+        finally:
+            self._deltas.close()
+            record(scope, **self._answer.facts())
+
+    async def _write(self, send: Send) -> None:
+        answer = self._answer
+        for chunk in answer.opening():
+            await send(_event(chunk))
+        try:
+            async for delta in self._deltas:
+                if (gain := answer.chunk(delta)) is not None:
+                    await send(_event(gain))
+            last: dict[str, Any] | None = answer.closing()
+        except HybridrtError as e:
+            last = as_api_error(e).body
+        if last is not None:
+            await send(_event(last))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+def _event(chunk: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": b"data: %b\n\n" % encode(chunk), "more_body": True}
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+    """Does work until it is done, or the client goes away.
+
+    Raises:
+        ClientGone: it has.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

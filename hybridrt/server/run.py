@@ -1,0 +1,170 @@
+"""A server from its first request to its last: warm-up, statistics, signals, drain."""
+
+import asyncio
+import gc
+import logging
+import socket
+import sys
+import time
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from hybridrt.engine.async_llm import AsyncLLM
+from hybridrt.engine.llm import LLM
+from hybridrt.server.app import make_app
+from hybridrt.server.config import ServerConfig
+from hybridrt.server.http_limits import LimitedHttp
+from hybridrt.server.metrics import Metrics
+from hybridrt.server.service import Service
+from hybridrt.server.warm_up import warm_up
+
+log = logging.getLogger("hybridrt.server")
+KEEP_ALIVE_SECONDS = 30
+# How long the engine's thread waits at most until the event loop lets the interpreter go, or the other way round. With
+# Python's 5 ms the time between tokens of 128 streams had a p99 of 31 ms instead of 17 (benchmarks/bench_http.py).
+SWITCH_SECONDS = 0.0002
+
+
+class Server(uvicorn.Server):
+    """Serves an application until SIGTERM or Ctrl-C, then lets running requests end. A second signal ends at once."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        settings = service.config
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=settings.host,
+                port=settings.port,
+                ssl_certfile=settings.tls_certificate,
+                ssl_keyfile=settings.tls_key,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=1,  # requests have ended before
+                access_log=False,
+                log_config=None,
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                http=LimitedHttp,
+                loop="uvloop",
+            )
+        )
+        self._service = service
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come."""
+        if self._service.llm.draining:
+            self.should_exit = self.force_exit = True
+            return
+        self._service.ready, self._service.llm.draining = False, True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Warms the model up, then listens."""
+        await warm_up(self._service.llm)
+        gc.collect()
+        gc.freeze()  # a collection otherwise looks through all that torch has imported, between two steps
+        self._tasks = [asyncio.create_task(self._end_when_drained())]
+        if self._service.config.stats_interval:
+            self._tasks.append(asyncio.create_task(write_statistics(self._service)))
+        await super().startup(sockets)
+        if self.started:
+            self._service.ready = not self._service.llm.draining
+            log.info("serving %s on %s", self._service.names[0], ", ".join(self.addresses()))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends connections, and lets the collector see everything again."""
+        await super().shutdown(sockets)
+        gc.unfreeze()
+
+    def addresses(self) -> list[str]:
+        """Where it listens."""
+        scheme = "https" if self._service.config.tls_key else "http"
+        names = [s.getsockname() for server in self.servers for s in server.sockets]
+        return [f"{scheme}://{f'[{n[0]}]' if ':' in n[0] else n[0]}:{n[1]}" for n in names]
+
+    async def _end_when_drained(self) -> None:
+        llm = self._service.llm
+        while not llm.draining:
+            await asyncio.sleep(0.1)
+        seconds = self._service.config.drain_timeout
+        log.info("shutting down: %d samples get up to %g seconds to end", llm.unfinished, seconds)
+        if not await llm.drain(seconds):
+            log.warning("%d samples have not ended and are aborted", llm.unfinished)
+            llm.abort_all()
+            await llm.drain(1.0)
+        self.should_exit = True
+
+
+class Statistics:
+    """What an engine has done since the last time that it was asked."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._done, self._then = (0, 0), time.monotonic()
+
+    def line(self) -> str | None:
+        """None where nothing has happened."""
+        llm, now = self._service.llm, time.monotonic()
+        counters, plan = llm.llm.engine.counters(), llm.llm.plan
+        done = counters.prompt_tokens, counters.output_tokens
+        prompt, output = ((new - old) / (now - self._then) for new, old in zip(done, self._done))
+        idle = done == self._done and not llm.unfinished
+        self._done, self._then = done, now
+        if idle:
+            return None
+        lent = plan.num_pages - counters.free_pages - counters.cached_pages
+        used = 100 * lent / plan.num_pages if plan.num_pages else 0.0
+        hits = 100 * counters.cache_hit / counters.cache_asked if counters.cache_asked else 0.0
+        return (
+            f"{counters.running} running, {max(llm.unfinished - counters.running, 0)} waiting; prompt {prompt:.1f} "
+            f"tokens/s, output {output:.1f} tokens/s; KV pages {used:.1f}% used, {counters.free_slots} of "
+            f"{plan.num_slots} state slots free, {counters.retractions} retractions, {hits:.1f}% of prompts cached"
+        )
+
+
+async def write_statistics(service: Service) -> None:
+    """A line every few seconds in which something happened."""
+    statistics = Statistics(service)
+    while True:
+        await asyncio.sleep(service.config.stats_interval)
+        if (line := statistics.line()) is not None:
+            log.info(line)
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """The address, taken before a model is loaded; it refuses connections until the server listens.
+
+    Raises:
+        OSError: it cannot be had.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as e:
+        listener.close()
+        text = f"cannot listen on {config.host}:{config.port} ({e.strerror or e}); choose another --host or --port"
+        raise OSError(e.errno, text) from e
+    return listener
+
+
+def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
+    """Serves until a signal ends it. The LLM is closed at the end."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it says of starting and ending is said here, too
+    _write_bare_lines()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    with llm, AsyncLLM(llm, max_waiting=config.max_waiting) as served:
+        service = Service(served, config)
+        Server(make_app(service, Metrics(served, service.names[0])), service).run(sockets=[listener])
+
+
+def _write_bare_lines() -> None:
+    """Lines of the access log are JSON and nothing else."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    access = logging.getLogger("hybridrt.access")
+    access.handlers, access.propagate = [handler], False
+    access.setLevel(logging.INFO)

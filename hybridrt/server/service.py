@@ -1,0 +1,123 @@
+"""What all endpoints share: the model, its names, and the way from a body to a running request."""
+
+import time
+import uuid
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+from starlette.types import Scope
+
+from hybridrt.engine.async_llm import AsyncLLM
+from hybridrt.engine.tokenizer import HFTokenizer
+from hybridrt.sampling_params import SamplingParams
+from hybridrt.server.config import ServerConfig
+from hybridrt.server.errors import APIError
+from hybridrt.server.protocol import Sampling
+from hybridrt.server.token_text import TokenText
+
+SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields)
+RECORD = "hybridrt.record"  # where a request's scope keeps what its line of the access log says
+
+
+@dataclass
+class Service:
+    """A model that is served.
+
+    Attributes:
+        ready: requests are wanted: the model is warm, and the server is not shutting down.
+        created: when the server began, in seconds since 1970.
+    """
+
+    llm: AsyncLLM
+    config: ServerConfig
+    ready: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may call the model; the first is the one that answers say."""
+        return self.config.served_model_names or (self.llm.llm.config.model,)
+
+    @cached_property
+    def token_text(self) -> TokenText:
+        """For log-probabilities."""
+        return TokenText(self.llm.llm.tokenizer)
+
+    @property
+    def tokenizer(self) -> HFTokenizer:
+        """Raises APIError where the model has none."""
+        if self.llm.llm.tokenizer is None:
+            raise APIError(400, "this model has no tokenizer: send token ids to /v1/completions")
+        return self.llm.llm.tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        """Raises APIError unless the model has this name. A request may leave it out."""
+        if name is not None and name not in self.names:
+            raise APIError(404, f"there is no model {name!r}; there is {self.names[0]!r}", "model", "model_not_found")
+
+    def problem(self) -> str | None:
+        """Why the engine cannot work; None while it can."""
+        if self.llm.failure is not None:
+            return str(self.llm.failure)
+        if self.llm.stalled > self.config.step_timeout:
+            return f"a step of the engine has not ended for {self.llm.stalled:.0f} seconds"
+        return None
+
+    def sampling_params(self, body: Sampling, **changes: Any) -> SamplingParams:
+        """The model's defaults with what the body sets, and with `changes`.
+
+        Raises:
+            RequestError: a value is out of range.
+        """
+        given = {name: getattr(body, name) for name in SAMPLING_FIELDS}
+        given = {name: value for name, value in given.items() if value is not None}
+        return replace(self.llm.llm.default_sampling_params, **{**given, **changes})
+
+    def check_count(self, prompts: int, params: SamplingParams) -> None:
+        """Raises APIError for more prompts or samples than one request may have."""
+        if prompts > self.config.max_prompts:
+            raise APIError(400, f"{prompts} prompts; at most {self.config.max_prompts} at a time", "prompt")
+        if prompts * params.n > self.config.max_samples:
+            raise APIError(
+                400,
+                f"{prompts} prompts with n = {params.n} samples each; at most {self.config.max_samples} in all",
+                "n",
+            )
+
+
+def response_id(prefix: str, body: Sampling, scope: Scope) -> str:
+    """The `id` of an answer, by which /abort knows it."""
+    name = f"{prefix}-{body.request_id or uuid.uuid4().hex}"
+    record(scope, id=name)
+    return name
+
+
+def record(scope: Scope, **facts: Any) -> None:
+    """Adds to what the access log says of a request."""
+    scope.setdefault(RECORD, {}).update(facts)
+
+
+# Fields of OpenAI's and vLLM's requests that would change an output, and that this server does not know.
+UNSUPPORTED = {
+    "use_beam_search": "use n for several samples",
+    "length_penalty": "leave it out",
+    "structured_outputs": "check the text yourself",
+    "guided_json": "check the text yourself",
+    "guided_regex": "check the text yourself",
+    "guided_choice": "check the text yourself",
+    "guided_grammar": "check the text yourself",
+    "functions": "leave it out",
+    "modalities": "only text is produced",
+    "audio": "only text is produced",
+    "chat_template": "start the server with --chat-template",
+    "documents": "write them into a message",
+    "echo": "leave it out",
+}
+
+
+def refuse_unsupported(body: Sampling) -> None:
+    """Raises APIError where a body sets one of UNSUPPORTED: to ignore it would give another output than was asked."""
+    for name in UNSUPPORTED.keys() & (body.model_extra or {}).keys():
+        if (body.model_extra or {})[name] not in (None, [], {}, False, 0):
+            raise APIError(400, f"{name} is not supported: {UNSUPPORTED[name]}", name, "unsupported")

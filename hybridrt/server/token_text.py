@@ -1,0 +1,55 @@
+"""Single tokens as text and bytes, for log-probabilities."""
+
+import re
+from typing import Any
+
+from hybridrt.engine.tokenizer import HFTokenizer
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in a byte-level vocabulary (Radford et al. 2019, GPT-2): printable ones
+    for themselves, the others, in order, for those from U+0100 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in shown]
+    return {chr(b): b for b in shown} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+class TokenText:
+    """Bytes of a vocabulary's tokens. A character may take several tokens, so a token may be no text by itself.
+
+    Without a tokenizer a token's text is its number.
+    """
+
+    def __init__(self, tokenizer: HFTokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, bytes] = {}
+        backend: Any = tokenizer and getattr(tokenizer.hf, "backend_tokenizer", None)
+        byte_level = "ByteLevel" in str(getattr(backend, "decoder", ""))
+        self._alphabet = _byte_alphabet() if byte_level else {}
+
+    def spelled(self, token: int) -> bytes:
+        """The bytes that a token stands for."""
+        known = self._known.get(token)
+        if known is None:
+            known = self._known[token] = self._bytes(token)
+        return known
+
+    def text(self, token: int) -> str:
+        """The token's text; U+FFFD stands for bytes that are no character by themselves."""
+        return self.spelled(token).decode(errors="replace")
+
+    def _bytes(self, token: int) -> bytes:
+        if self._tokenizer is None:
+            return str(token).encode()
+        piece = self._tokenizer.hf.convert_ids_to_tokens(token)
+        if piece is None:  # an id of the model that its tokenizer does not know
+            return b""
+        if token not in self._tokenizer.hf.added_tokens_decoder:
+            if self._alphabet and all(character in self._alphabet for character in piece):
+                return bytes(self._alphabet[character] for character in piece)
+            if byte := _BYTE_PIECE.fullmatch(piece):
+                return bytes([int(byte[1], 16)])
+        text: str = self._tokenizer.hf.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text.encode(errors="replace")

@@ -1,0 +1,36 @@
+"""Runs requests of many shapes before others may come, so that no kernel is compiled while somebody waits."""
+
+import asyncio
+from itertools import product
+from typing import Any
+
+from hybridrt.engine.async_llm import AsyncLLM
+from hybridrt.sampling_params import SamplingParams
+
+# Sampling of every kind: each has kernels of its own.
+_DRAWS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 20, "min_p": 0.05},
+    {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
+    {"temperature": 0.0, "logit_bias": {0: 1.0}},
+)
+_OUTPUT = 4
+
+
+async def warm_up(llm: AsyncLLM) -> None:
+    """Prefills of one token to a whole step's, alone and in company, each with every kind of sampling."""
+    if llm.llm.device.type != "cuda":
+        await llm.complete([0], SamplingParams(max_tokens=_OUTPUT))  # nothing is compiled; the engine works
+        return
+    most = llm.llm.plan.max_model_len - _OUTPUT - 1
+    chunk = min(llm.llm.config.chunked_prefill_size, most)
+    lengths = sorted({min(n, most) for n in (1, 15, 16, 100, 512, chunk, chunk + 1)} - {0})
+    works = [(n, SamplingParams(max_tokens=_OUTPUT, ignore_eos=True, **d)) for n, d in product(lengths, _DRAWS)]
+    for length, params in works[:: len(_DRAWS)]:  # alone
+        await llm.complete([0] * length, params)
+    rows = llm.llm.plan.num_rows
+    for start in range(0, len(works), rows):
+        await asyncio.gather(*(llm.complete([0] * n, params) for n, params in works[start : start + rows]))

@@ -1,0 +1,81 @@
+"""Granite 4-H: Mamba-2 blocks and a few of attention, each followed by shared and routed experts, or by an MLP.
+
+    x ─ norm ─ Mamba-2 or attention ─ x m ─ + ─ norm ─ experts or MLP ─ x m ─ +
+
+Most models rotate nothing. Four multipliers (of the embedding, the scores, what a block adds and the logits) are in
+weights and norms here (IBM 2025, Granite 4.0).
+"""
+
+from collections.abc import Sequence
+
+from hybridrt.config import ModelConfig
+from hybridrt.kinds.mamba2 import Mamba2Config
+from hybridrt.layers.attention import Attention
+from hybridrt.layers.mamba2 import Mamba2Block
+from hybridrt.layers.mlp import MLP
+from hybridrt.layers.moe import SHARED_WEIGHT, Experts, MoE, SoftmaxRouter, stacked_experts
+from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.weights import Build, TensorPart, Transform
+from hybridrt.models.base import CausalLM
+
+MOE_KEYS = {"router": "block_sparse_moe.router.layer", "experts": "block_sparse_moe.experts", "shared": "shared_mlp"}
+INTO, OUT = ".input_linear.weight", ".output_linear.weight"
+
+
+class GraniteMoeHybridForCausalLM(CausalLM):
+    """Granite 4-H (IBM 2025), with experts or dense."""
+
+    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
+        hf = config.hf
+        scales = {"embed_scale": float(hf.embedding_multiplier), "norm_scale": 1.0 / hf.logits_scaling}
+        super().__init__(config, build, max_len, eps=hf.rms_norm_eps, **scales)
+
+    def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
+        config, hf, spec = self.config, self.config.hf, self.config.layer(layer_id)
+        hidden, build, scale = config.hidden_size, self.build, float(hf.residual_multiplier)
+        if spec.attention:
+            own = config.attention_of(layer_id)
+            attention = Attention(
+                f"{name}.attn", own, layer_id, hidden, cos_sin=self.cos_sin(own), bias=hf.attention_bias,
+                out_scale=scale, build=build,
+            )  # fmt: skip
+            mixer = ResidualPart("input_layernorm", "self_attn", attention)
+        else:
+            mamba = Mamba2Block(
+                f"{name}.mamba", config.linear_of(Mamba2Config), layer_id, hidden, bias=hf.mamba_proj_bias,
+                conv_bias=hf.mamba_conv_bias, gated_norm=(hf.rms_norm_eps, False), out_scale=scale, build=build,
+            )  # fmt: skip
+            mixer = ResidualPart("input_layernorm", "mamba", mamba)
+        if spec.ffn == "moe":
+            return [mixer, ResidualPart("post_attention_layernorm", "", self._moe(f"{name}.moe", scale))]
+        mlp = MLP(f"{name}.mlp", hidden, hf.shared_intermediate_size, scales=(1.0, scale), build=build)
+        return [mixer, ResidualPart("post_attention_layernorm", "shared_mlp", mlp)]
+
+    def _moe(self, name: str, scale: float) -> MoE:
+        """Routed SwiGLU experts, and a shared one without a gate: more experts, which every token passes."""
+        hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
+        experts = Experts(
+            f"{name}.experts", hf.num_local_experts, hidden, hf.intermediate_size, activation="silu",
+            shared_size=hf.shared_intermediate_size, scales=(scale, scale / SHARED_WEIGHT), build=build,
+        )  # fmt: skip
+        # A softmax over the chosen experts alone is that over all of them, divided by its sum.
+        router = SoftmaxRouter(
+            f"{name}.router", hidden, hf.num_local_experts, top_k=hf.num_experts_per_tok, renormalize=True,
+            shared_experts=experts.num_shared, build=build,
+        )  # fmt: skip
+        return MoE(router, experts, keys=MOE_KEYS)
+
+    def parts_of(self, key: str) -> list[TensorPart]:
+        """A tensor may hold all experts; that of gate and up holds both."""
+        stem = key.removesuffix(INTO).removesuffix(OUT)
+        if stem == key:
+            return super().parts_of(key)
+        matrices = ("gate", "up") if key.endswith(INTO) else ("down",)
+        if stem.endswith("block_sparse_moe"):
+            return stacked_experts(f"{stem}.experts", matrices, self.config.hf.num_local_experts)
+        return [(f"{stem}.{name}_proj.weight", _matrix(i, len(matrices))) for i, name in enumerate(matrices)]
+
+
+def _matrix(i: int, count: int) -> Transform:
+    """Of `count` matrices of equal size, one above the other, number i."""
+    return lambda t: t.unflatten(0, (count, -1))[i]

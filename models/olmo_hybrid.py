@@ -1,0 +1,123 @@
+"""OLMo-Hybrid: three Gated Delta Net blocks to one of attention, each followed by an MLP.
+
+    x ─ norm ─ GDN ─ + ─ norm ─ MLP ─ +         x ─ attention ─ norm ─ + ─ MLP ─ norm ─ +
+
+The delta rule's beta is doubled, so that a step may turn a part of the state around (Grazzi et al. 2024). In blocks of
+attention norms stand behind, and q and k are normed over all heads together (Ai2 2026).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridrt.config import AttentionConfig, ModelConfig
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.layers.attention import Attention
+from hybridrt.layers.gdn import GDNKeys, GDNMixer
+from hybridrt.layers.linear import Summands
+from hybridrt.layers.mlp import MLP
+from hybridrt.layers.norm import RMSNorm, SharedRMSNorm
+from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.weights import Build, CheckpointMap, TensorPart, Transform
+from hybridrt.models.base import CausalLM
+
+PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_proj": "z", "b_proj": "b", "a_proj": "a"}
+CONVS = {"q_conv1d": "q", "k_conv1d": "k", "v_conv1d": "v"}
+GDN_KEYS = GDNKeys(PROJECTIONS, convs=CONVS, norm="o_norm", out="o_proj")
+GDN_EPS = 1e-5  # of the gated norm, whatever config.json says of the others
+# Spellings of norms, those of newer checkpoints first.
+NORMS = {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}
+
+
+class WholeNormAttention(Attention):
+    """Attention of hidden states as they are, with norms over all heads of q and of k."""
+
+    def __init__(
+        self, name: str, config: AttentionConfig, layer_id: int, hidden_size: int, *, eps: float, build: Build,
+        **more: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(name, config, layer_id, hidden_size, build=build, **more)
+        segments = self.qkv.segments
+        self.q_whole, self.k_whole = (
+            SharedRMSNorm(
+                f"{name}.{part}_norm", segments[part].size, eps, shards=segments[part].shards or build.tp.size,
+                build=build,
+            )
+            for part in ("q", "k")
+        )  # fmt: skip
+
+    def summand(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, hidden] to [T, hidden]."""
+        q, k, v = self.qkv(x).split(self.sizes, dim=-1)
+        q, k = self.q_whole(q)[0], self.k_whole(k)[0]
+        return self.o_proj(batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope))
+
+    def targets(self, key: str) -> CheckpointMap:
+        norms = {**self.q_whole.targets(f"{key}.q_norm"), **self.k_whole.targets(f"{key}.k_norm")}
+        return super().targets(key) | norms
+
+
+class PostNormed(nn.Module):
+    """A part whose norm stands behind it: what it adds is norm(summand(x + residual))."""
+
+    def __init__(
+        self, part: WholeNormAttention | MLP, summand: Callable[[torch.Tensor, ForwardBatch], torch.Tensor]
+    ) -> None:
+        super().__init__()
+        self.part, self.summand = part, summand
+
+    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        total = x if residual is None else x + residual
+        return norm(self.summand(total, batch))[0], total
+
+    def targets(self, key: str) -> CheckpointMap:
+        return self.part.targets(key)
+
+
+class OlmoHybridForCausalLM(CausalLM):
+    """OLMo-Hybrid (Ai2 2026)."""
+
+    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
+        super().__init__(config, build, max_len, eps=config.hf.rms_norm_eps)
+
+    def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
+        config, hf, hidden, build = self.config, self.config.hf, self.config.hidden_size, self.build
+        mlp = MLP(f"{name}.mlp", hidden, hf.intermediate_size, build=build)
+        if config.layer(layer_id).attention:
+            own = config.attention_of(layer_id)
+            attention = WholeNormAttention(
+                f"{name}.attn", own, layer_id, hidden, eps=hf.rms_norm_eps, cos_sin=self.cos_sin(own),
+                bias=hf.attention_bias, build=build,
+            )  # fmt: skip
+            return [
+                ResidualPart("post_attention_layernorm", "self_attn", PostNormed(attention, attention.summand)),
+                ResidualPart("post_feedforward_layernorm", "mlp", PostNormed(mlp, lambda x, _: mlp.summand(x, True))),
+            ]
+        gdn = GDNMixer(
+            f"{name}.gdn", config.linear_of(GDNConfig), layer_id, hidden, GDN_EPS, keys=GDN_KEYS, build=build
+        )
+        return [
+            ResidualPart("input_layernorm", "linear_attn", gdn),
+            ResidualPart("post_attention_layernorm", "mlp", mlp),
+        ]
+
+    def rename_key(self, key: str) -> str:
+        for newer, name in NORMS.items():
+            key = key.replace(newer, name)
+        return key
+
+    def parts_of(self, key: str) -> list[TensorPart]:
+        """One tensor may hold the convolutions of q, k and v."""
+        stem = key.removesuffix(".conv1d.weight")
+        if stem == key:
+            return super().parts_of(key)
+        linear = self.config.linear_of(GDNConfig)
+        qk, v = linear.num_k_heads * linear.head_k_dim, linear.num_v_heads * linear.head_v_dim
+        return [(f"{stem}.{name}.weight", _rows([qk, qk, v], i)) for i, name in enumerate(CONVS)]
+
+
+def _rows(sizes: list[int], i: int) -> Transform:
+    return lambda t: t.split(sizes)[i]

@@ -1,0 +1,159 @@
+"""`hybridrt bench`: workloads, what times come to, and both commands on the built-in model."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hybridrt.bench.http_load import Target, _Dechunker, run_load
+from hybridrt.bench.timing import Goal, Timing, percentile, plot, summary
+from hybridrt.bench.workload import Work, WorkloadConfig, make_work
+from hybridrt.cli.app import app
+from hybridrt.engine.llm import LLM
+from hybridrt.errors import ConfigError
+from tests.support.http_server import Served, serving
+
+runner = CliRunner()
+SMALL = ["--requests", "6", "--prompt-tokens", "8", "--output-tokens", "5", "--json"]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    from hybridrt.runtime.build import resolve_model_path
+
+    with (
+        LLM(str(resolve_model_path("embedded")), device="cpu", max_running_requests=8, max_model_len=128) as llm,
+        serving(llm, api_keys=("key",)) as served,
+    ):
+        yield served
+
+
+def test_random_work_is_the_same_for_the_same_seed() -> None:
+    config = WorkloadConfig(requests=50, prompt_tokens=20, output_tokens=10, rate=5.0)
+    work = make_work(config)
+    assert work == make_work(config) != make_work(WorkloadConfig(requests=50, seed=1))
+    assert {len(w.prompt) for w in work} <= set(range(10, 31)) and {w.max_tokens for w in work} <= set(range(5, 16))
+    assert all(a.arrival < b.arrival for a, b in pairwise(work))
+    assert 50 / work[-1].arrival == pytest.approx(5, rel=0.5), "five a second"
+    fixed = make_work(WorkloadConfig(requests=5, prompt_tokens=20, output_tokens=10, fixed=True))
+    assert {(len(w.prompt), w.max_tokens, w.arrival) for w in fixed} == {(20, 10, 0.0)}
+
+
+def test_shared_prefixes() -> None:
+    work = make_work(WorkloadConfig(data="shared-prefix", requests=9, prefixes=3, prefix_tokens=40, prompt_tokens=10))
+    heads = [tuple(w.prompt[:40]) for w in work]
+    assert len(set(heads)) == 3 and heads[0] == heads[3] and len({tuple(w.prompt[40:]) for w in work}) == 9
+
+
+def test_traces(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    entries: list[dict[str, Any]] = [
+        {"timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]},
+        {"timestamp": 1500, "input_length": 700, "output_length": 6, "hash_ids": [1, 3]},
+        {"timestamp": 4000, "input_length": 10, "output_length": 7},
+    ]
+    file.write_text("\n".join(map(json.dumps, entries)))
+    work = make_work(WorkloadConfig(data=str(file)))
+    assert [len(w.prompt) for w in work] == [600, 700, 10] and [w.max_tokens for w in work] == [5, 6, 7]
+    assert [w.arrival for w in work] == [0.0, 0.5, 3.0]
+    assert work[0].prompt[:512] == work[1].prompt[:512] and work[0].prompt[512:] != work[1].prompt[512:600]
+    assert make_work(WorkloadConfig(data=str(file), rate=1.0))[2].arrival != 3.0
+    for text in ("{", "[]", '{"input_length": "x"}'):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="cannot be used"):
+            make_work(WorkloadConfig(data=str(file)))
+    with pytest.raises(ConfigError, match="cannot be used"):
+        make_work(WorkloadConfig(data="/nowhere"))
+
+
+@pytest.mark.parametrize("change", [{"requests": 0}, {"output_tokens": 0}, {"vocab": 2}, {"rate": 0.0}])
+def test_workloads_that_cannot_be(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        WorkloadConfig(**change)
+
+
+def test_what_times_come_to(tmp_path: Path) -> None:
+    fast = Timing(1.0, 10, gains=[(1.1, 1), (1.2, 1), (1.4, 2)], end=1.4, output_tokens=4)
+    slow = Timing(0.0, 20, gains=[(2.0, 1)], end=2.0, output_tokens=1)
+    assert fast.first == pytest.approx(0.1) and fast.between == pytest.approx([0.1] * 3)
+    assert fast.per_token == pytest.approx(0.1) and slow.per_token == 0
+    found = summary([fast, slow, Timing(0.0, 5, end=0.1, error="refused")], Goal(first=1.0))
+    assert (found["requests"], found["failed"], found["errors"]) == (3, 1, ["refused"])
+    assert found["output_tokens_per_second"] == pytest.approx(5 / 2)
+    assert found["goodput_requests_per_second"] == pytest.approx(1 / 2)
+    assert found["time_to_first_token_ms"]["p50"] == pytest.approx(1050)
+    assert [percentile([3, 1, 2], p) for p in (0, 50, 75, 100)] == [1, 2, 2.5, 3] and percentile([], 50) == 0
+    pytest.importorskip("matplotlib")
+    plot([fast, slow], str(tmp_path / "times.png"))
+    assert (tmp_path / "times.png").stat().st_size > 1000
+
+
+def test_chunks_of_http_may_be_cut_anywhere() -> None:
+    body = (
+        b"".join(b"%x;x=y\r\n%b\r\n" % (len(part), part) for part in (b"data: 1\n\n", b"d" * 300, b"\r\n"))
+        + b"0\r\n\r\n"
+    )
+    for size in (1, 2, 3, 7, 1000):
+        dechunk = _Dechunker()
+        got = b"".join(dechunk(body[i : i + size]) for i in range(0, len(body), size))
+        assert got == b"data: 1\n\n" + b"d" * 300 + b"\r\n"
+
+
+def test_load_on_a_server(served: Served) -> None:
+    work = [Work([5, 6, 7], 4 + i, i) for i in range(10)]
+    target = Target(served.url, "tested", "key", {"return_token_ids": True})
+    for concurrency in (None, 2):
+        timings = asyncio.run(run_load(target, work, concurrency))
+        assert [t.output_tokens for t in timings] == [4 + i for i in range(10)]
+        assert [sum(count for _, count in t.gains) for t in timings] == [4 + i for i in range(10)]
+        assert all(t.due <= t.gains[0][0] <= t.end and t.error is None for t in timings)
+    refused = asyncio.run(run_load(Target(served.url, "tested", "wrong"), work[:2], None))
+    assert all(t.error is not None and "HTTP 401" in t.error for t in refused)
+
+
+def test_bench_serve(served: Served, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    options = ["--api-key", "key", "--rate", "50", "--slo-ttft", "60000", "--output", str(file)]
+    result = runner.invoke(app, ["bench", "serve", served.url, *SMALL, *options])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found == json.loads(file.read_text())
+    assert (found["requests"], found["failed"], found["model"]) == (6, 0, "tested")
+    assert found["goodput_requests_per_second"] == found["requests_per_second"] > 0
+    text = runner.invoke(app, ["bench", "serve", served.url, *SMALL[:-1], "--api-key", "key", "--concurrency", "2"])
+    assert "6 requests, 0 failed" in text.output and "time to first token" in text.output
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["http://127.0.0.1:1"], "names no model"),
+        (["nonsense", "--model", "x"], "is no URL"),
+        (["--requests", "0"], "requests is 0"),
+        (["--extra-body", "[]", "--model", "x"], "must be a JSON object"),
+    ],
+)
+def test_bench_says_what_is_wrong(options: list[str], text: str) -> None:
+    result = runner.invoke(app, ["bench", "serve", *options])
+    assert result.exit_code == 2 and text in result.output
+
+
+def test_bench_serve_says_why_all_failed(served: Served) -> None:
+    result = runner.invoke(app, ["bench", "serve", served.url, *SMALL, "--model", "other", "--api-key", "key"])
+    assert result.exit_code == 1 and "every request has failed" in result.output
+
+
+def test_bench_offline() -> None:
+    options = [*SMALL, "--device", "cpu", "--max-running-requests", "4", "--max-model-len", "64"]
+    for more in (["--concurrency", "3"], ["--rate", "100"]):
+        result = runner.invoke(app, ["bench", "offline", *options, *more])
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.output)
+        work = make_work(WorkloadConfig(requests=6, prompt_tokens=8, output_tokens=5, rate=None))
+        assert (found["requests"], found["failed"]) == (6, 0)
+        assert found["output_tokens"] == sum(w.max_tokens for w in work)

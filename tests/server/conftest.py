@@ -1,0 +1,30 @@
+"""One server over the built-in model for all tests that leave it as it was."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from hybridrt.engine.llm import LLM
+from tests.support.http_server import Served, serving
+
+
+@pytest.fixture(scope="session")
+def embedded() -> Iterator[LLM]:
+    """The built-in model, loaded once."""
+    from hybridrt.runtime.build import resolve_model_path
+
+    with LLM(str(resolve_model_path("embedded")), device="cpu", max_running_requests=32, max_model_len=256) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def _server(embedded: LLM) -> Iterator[Served]:
+    with serving(embedded) as served:
+        yield served
+
+
+@pytest.fixture
+def served(_server: Served) -> Iterator[Served]:
+    """The server; after the test nothing is left of its requests."""
+    yield _server
+    _server.wait_until_idle()

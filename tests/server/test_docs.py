@@ -1,0 +1,51 @@
+"""docs/serving.md: every curl runs, every endpoint has one, the dashboard names metrics that exist."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hybridrt.cli.serve import ServerOptions
+from tests.server.test_operations import metrics
+from tests.support.http_server import Served
+
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "serving.md").read_text()
+CALLS = [block for block in re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL) if block.startswith("curl ")]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("call", CALLS, ids=[re.search(r":8000(\S+)", call)[1] for call in CALLS])  # type: ignore[index]
+def test_every_call_works(call: str, served: Served) -> None:
+    call = call.replace("http://127.0.0.1:8000", served.url).replace("embedded", "tested")
+    result = subprocess.run(["bash", "-c", call], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and result.stdout, result.stderr
+    if "http_code" in call:
+        assert result.stdout == "200\n"
+    elif "stream" in call:
+        assert result.stdout.rstrip().endswith("data: [DONE]") and '"usage":{' in result.stdout
+    elif "/metrics" not in call:
+        assert "error" not in json.loads(result.stdout), result.stdout
+
+
+def test_every_endpoint_has_a_call(served: Served) -> None:
+    with served.http() as client:
+        paths = client.get("/openapi.json").json()["paths"]
+    called = {re.search(r":8000(\S+)", call)[1] for call in CALLS}  # type: ignore[index]
+    assert {path.replace("{name}", "embedded") for path in paths} == called
+
+
+def test_options_and_metrics_that_it_names_exist(served: Served) -> None:
+    options = {f"--{name.replace('_', '-')}" for name in ServerOptions.__dataclass_fields__}
+    named = set(re.findall(r"`(--[a-z-]+)", TEXT))
+    others = {"--max-running-requests", "--max-model-len", "--rate", "--concurrency", "--data", "--slo-", "--step-ms"}
+    assert named - others <= options | {"--api-key", "--allowed-origin"}, named - others - options
+    known = {re.sub(r"_(total|count|sum|bucket)?(\[.*)?$", "", name) for name in metrics(served)}
+    known |= set(metrics(served))
+    dashboard = (DOCS / "grafana.json").read_text()
+    json.loads(dashboard)
+    for name in re.findall(r"(?:vllm|hybridrt):\w+", dashboard + TEXT):
+        assert name in known or re.sub(r"_(total|count|sum|bucket)$", "", name) in known, name

@@ -1,0 +1,263 @@
+"""What is wrong with a request is said in OpenAI's form, with the field's name; no request hurts another."""
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from hybridrt.engine.llm import LLM
+from tests.support.http_server import Served, serving
+
+COMPLETION = {"model": "tested", "prompt": [5, 6], "max_tokens": 2}
+CHAT = {"model": "tested", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+
+
+def assert_error(answer: httpx.Response, status: int, field: str | None, text: str) -> None:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["param"], text in error["message"]) == (field, True), error
+    assert answer.headers["x-request-id"]
+
+
+BAD: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"temperature": -1}, "temperature", "temperature is -1.0; it must be"),
+    ({"temperature": "1"}, "temperature", "valid number"),
+    ({"temperature": float("nan")}, "temperature", "nan"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be an integer from 1"),
+    ({"max_tokens": 2.5}, "max_tokens", "valid integer"),
+    ({"max_tokens": True}, "max_tokens", "valid integer"),
+    ({"max_tokens": 10**400}, "max_tokens", ""),
+    ({"top_p": 0}, "top_p", "in (0, 1]"),
+    ({"top_k": 2**31}, "top_k", "2**31 - 1"),
+    ({"min_p": 2}, "min_p", "in [0, 1]"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "0.01 to 100"),
+    ({"presence_penalty": 3}, "presence_penalty", "in [-2, 2]"),
+    ({"frequency_penalty": [1]}, "frequency_penalty", "valid number"),
+    ({"seed": -1}, "seed", "0 to 2**63 - 1"),
+    ({"n": 0}, "n", "1 to 1024"),
+    ({"n": 2000}, "n", "1 to 1024"),
+    ({"stop": [""]}, "stop", "1 to 256 characters"),
+    ({"stop": ["x"] * 40}, "stop", "more than 32"),
+    ({"stop": 5}, "stop", "valid"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids", "the vocabulary ends at"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids.0", "valid integer"),
+    ({"ignore_eos": "yes"}, "ignore_eos", "valid boolean"),
+    ({"stream": 1}, "stream", "valid boolean"),
+    ({"stream_options": {"include_usage": 3}}, "stream_options.include_usage", "valid boolean"),
+    ({"request_id": "a b"}, "request_id", "pattern"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "integers >= 0 from the vocabulary"),
+    ({"logit_bias": {"1000000": 1}}, "logit_bias", "the vocabulary ends at"),
+    ({"min_tokens": 5}, "min_tokens", "at most max_tokens, 2"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
+    ({"bad_words": [" "]}, "bad_words", "not only spaces"),
+    ({"bad_words": "x"}, "bad_words", "valid list"),
+    ({"prompt_logprobs": 65}, "prompt_logprobs", "0 to 64"),
+    ({"structured_outputs": {"json": {}}}, "structured_outputs", "not supported"),
+]
+
+
+@pytest.mark.parametrize(("change", "field", "text"), BAD, ids=[str(case[0])[:40] for case in BAD])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_field_that_is_wrong_is_named(
+    path: str, change: dict[str, Any], field: str | None, text: str, served: Served
+) -> None:
+    body = (COMPLETION if path == "/v1/completions" else CHAT) | change
+    with served.http() as client:
+        answer = client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert_error(answer, 400, field, text)
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "text"),
+    [
+        ({"prompt": ""}, None, "the prompt is empty"),
+        ({"prompt": []}, "prompt", "empty list"),
+        ({"prompt": [[]]}, None, "the prompt is empty"),
+        ({"prompt": None}, "prompt", ""),
+        ({"prompt": {"prompt": "x"}}, "prompt", ""),
+        ({"prompt": [1, "a"]}, "prompt.0", ""),
+        ({"prompt": [10**6]}, None, "outside the vocabulary"),
+        ({"prompt": [5] * 300}, None, "the prompt has 300 tokens"),
+        ({"prompt": "x" * 10**6}, None, "the prompt has 1000000 characters"),
+        ({"prompt": [[5]] * 1025}, "prompt", "1025 prompts"),
+        ({"prompt": [[5]] * 600, "n": 2}, "n", "1024 in all"),
+        ({"suffix": "end"}, "suffix", "suffix is not supported"),
+        ({"best_of": 3}, "best_of", "best_of is not supported"),
+        ({"logprobs": 65}, "logprobs", "0 to 64"),
+        ({"logprobs": True}, "logprobs", "valid integer"),
+        ({"echo": True, "logprobs": 1, "stream": True, "n": 2}, "echo", "is not streamed"),
+    ],
+)
+def test_completions_name_what_is_wrong(change: dict[str, Any], field: str | None, text: str, served: Served) -> None:
+    assert_error(served.post("/v1/completions", COMPLETION | change), 400, field, text)
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "text"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": "Hi"}, "messages", "list"),
+        ({"messages": [{"content": "Hi"}]}, "messages.0.role", "required"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", ""),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
+        ({"messages": [{"role": "judge", "content": "x"}]}, "messages", "no role judge"),
+        ({"messages": [{"role": "user", "content": "x" * 9999}]}, None, "it may have at most 255"),
+        ({"chat_template_kwargs": {"tokenize": True}}, None, "tokenize"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, None, "chat_template"),
+        ({"continue_final_message": True}, None, "add_generation_prompt=false"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools are not supported"),
+        ({"tool_choice": "required"}, "tools", "tools are not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
+        ({"logprobs": 5}, "logprobs", "valid boolean"),
+        ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
+        ({"logprobs": True, "top_logprobs": 65}, "top_logprobs", "0 to 64"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "--chat-template"),
+    ],
+)
+def test_chat_names_what_is_wrong(change: dict[str, Any], field: str | None, text: str, served: Served) -> None:
+    assert_error(served.post("/v1/chat/completions", CHAT | change), 400, field, text)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"null", b"[]", b"5", b'"x"', b"\xff\xfe", b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'{"prompt": "\\ud800", "max_tokens": 1}', b'{"prompt": 1' + b"0" * 5000 + b"}", b'{"prompt": NaN}',
+    ],
+)  # fmt: skip
+def test_bodies_that_are_no_request(content: bytes, served: Served) -> None:
+    for headers in ({"content-type": "application/json"}, {"content-type": "text/plain"}, {}):
+        with served.http() as client:
+            answer = client.post("/v1/completions", content=content, headers=headers)
+        assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text
+
+
+def test_ways_that_lead_nowhere(served: Served) -> None:
+    with served.http() as client:
+        assert_error(client.get("/nowhere"), 404, None, "Not Found")
+        assert_error(client.get("/v1/completions"), 405, None, "Method Not Allowed")
+        assert_error(client.get("/v1/models/../../etc/passwd"), 404, None, "")
+
+
+def test_unknown_fields_are_ignored(served: Served) -> None:
+    assert served.post("/v1/completions", COMPLETION | {"no_such_field": {"a": [1]}, "user": "me"}).status_code == 200
+    neutral = {"logit_bias": {}, "min_tokens": 0, "bad_words": [], "use_beam_search": False, "priority": 0}
+    assert served.post("/v1/completions", COMPLETION | neutral).status_code == 200
+
+
+def test_the_client_library_raises_its_own_errors(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as info:
+        served.client().completions.create(model="tested", prompt="x", temperature=-1)
+    assert info.value.param == "temperature" and info.value.type == "invalid_request_error"
+
+
+@pytest.fixture(scope="module")
+def locked(embedded: LLM) -> Iterator[Served]:
+    """A server with keys and narrow limits."""
+    with serving(
+        embedded,
+        api_keys=("first-key", "second-key"),
+        max_body_bytes=2000,
+        request_timeout=1.0,
+        max_waiting=1,
+        allowed_origins=("https://page.example",),
+    ) as served:
+        yield served
+        served.wait_until_idle()
+
+
+KEY = {"authorization": "Bearer second-key"}
+
+
+def test_without_a_key_only_probes_answer(locked: Served) -> None:
+    with locked.http() as client:
+        paths = (
+            "/v1/models",
+            "/metrics",
+            "/version",
+            "/load",
+            "/openapi.json",
+            "/nowhere",
+            "//health",
+            "/health/../load",
+        )
+        for path in paths:
+            assert_error(client.get(path), 401, None, "API key")
+        for wrong in ("Bearer", "Bearer first", "Basic first-key", "Bearer first-keyy", "first-key"):
+            assert_error(client.get("/v1/models", headers={"authorization": wrong}), 401, None, "API key")
+        for path in ("/health", "/ready"):
+            assert client.get(path).status_code == 200
+        for right in ("Bearer first-key", "bearer second-key"):
+            assert client.get("/v1/models", headers={"authorization": right}).status_code == 200
+    assert locked.client(api_key="first-key").models.list().data
+    with pytest.raises(openai.AuthenticationError):
+        locked.client(api_key="wrong").models.list()
+
+
+def test_long_bodies_are_refused_with_and_without_a_length(locked: Served) -> None:
+    body = json.dumps(COMPLETION | {"user": "x" * 3000}).encode()
+    with locked.http() as client:
+        assert_error(client.post("/v1/completions", content=body, headers=KEY), 413, None, "2000 bytes")
+        headers = KEY | {"content-type": "application/json"}
+        parts = (body[i : i + 500] for i in range(0, len(body), 500))
+        assert_error(client.post("/v1/completions", content=parts, headers=headers), 413, None, "2000 bytes")
+
+
+def test_a_request_that_takes_too_long_ends(locked: Served) -> None:
+    endless = COMPLETION | {"max_tokens": 250, "ignore_eos": True, "n": 33}
+    assert_error(locked.post("/v1/completions", endless, headers=KEY), 504, None, "longer than it may")
+    answer = locked.post("/v1/completions", endless | {"stream": True}, headers=KEY)
+    events = [line for line in answer.text.splitlines() if line]
+    assert events[-1] == "data: [DONE]" and "longer than it may" in events[-2]
+    locked.wait_until_idle()
+    short = KEY | {"x-request-timeout": "0.001"}
+    assert_error(locked.post("/v1/completions", endless, headers=short), 504, None, "longer than it may")
+
+
+def test_a_body_that_never_comes_ends_with_the_deadline(locked: Served) -> None:
+    host, port = locked.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
+        assert b" 504 " in connection.recv(4096)
+
+
+def test_a_full_queue_answers_429(locked: Served) -> None:
+    with locked.llm.engine.turns:  # nothing runs meanwhile
+        answer = locked.post("/v1/completions", COMPLETION | {"n": 40}, headers=KEY)
+    assert_error(answer, 429, None, "try again later")
+    assert int(answer.headers["retry-after"]) >= 1
+    with pytest.raises(openai.RateLimitError):
+        locked.client(api_key="first-key").completions.create(**COMPLETION | {"n": 40})  # type: ignore[call-overload]
+
+
+def test_pages_of_allowed_origins_alone_may_call(locked: Served, served: Served) -> None:
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+
+    def allowed(server: Served, origin: str) -> str | None:
+        with server.http() as client:
+            answer = client.options("/v1/completions", headers={"origin": origin, **asks})
+        return answer.headers.get("access-control-allow-origin")
+
+    assert allowed(locked, "https://page.example") == "https://page.example"
+    assert allowed(locked, "https://other.example") is None
+    assert allowed(served, "https://page.example") is None, "off by default"
+
+
+def test_request_ids_go_in_and_out(served: Served) -> None:
+    with served.http() as client:
+        assert client.get("/version", headers={"x-request-id": "mine-5"}).headers["x-request-id"] == "mine-5"
+        for bad in ("", "x" * 129, "with space"):
+            made = client.get("/version", headers={"x-request-id": bad}).headers["x-request-id"]
+            assert made and made != bad
+        answer = client.post("/v1/completions", json=COMPLETION | {"request_id": "my-run"})
+        assert answer.json()["id"] == "cmpl-my-run"
