@@ -30,7 +30,7 @@ import numpy as np
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
 
-AWAITED = 2.0**52  # above the worth of every state that no waiting request will use
+AWAITED = 2.0**40  # above the worth of other states, and small enough for fractions of a token
 
 
 @dataclass(eq=False, slots=True)
@@ -320,8 +320,12 @@ class RadixCache:
         return node
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cuts an edge after `at` tokens; returns the new upper node."""
+        """Cuts an edge after `at` tokens; returns the upper node."""
         assert node.parent is not None
+        kept = node.state or node.tail or node.readers or node.children
+        if not kept and self._complete(node.start) + len(node.pages) <= self._complete(node.start + at):
+            node.tokens = node.tokens[:at].copy()  # nothing would be left below
+            return node
         node.parent.children[node.first] = upper = Node(
             node.tokens[:at], node.start, node.parent, used=node.used, answer=node.answer, first=node.first
         )
