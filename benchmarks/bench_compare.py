@@ -8,6 +8,7 @@ checkout, this one, this one, other checkout, and so on, so that a drift of the 
 
 import argparse
 import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 from benchmarks.common import environment, save
 
 HERE = Path(__file__).parents[1]
-NAME = "compare-run"
+NAME = f"compare-run-{os.getpid()}"  # comparisons of other models may run beside this one
 
 
 def run(checkout: Path, model: Path, options: list[str]) -> dict[str, float]:

@@ -50,7 +50,14 @@ class Hybridrt:
     """Greedy generation of exactly so many tokens."""
 
     def __init__(self, path: Path) -> None:
-        self.llm = LLM(str(path), device="cpu", dtype="float32", max_model_len=1024, max_running_requests=PREFILL[0])
+        self.llm = LLM(
+            str(path),
+            device="cpu",
+            dtype="float32",
+            max_model_len=1024,
+            max_running_requests=PREFILL[0],
+            prefix_cache=False,
+        )
 
     def __call__(self, prompts: Prompts, tokens: int) -> Prompts:
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)

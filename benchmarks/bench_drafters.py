@@ -32,7 +32,8 @@ def measure(method: str, drafts: int, batches: list[int], prompt: int, output: i
         draft_model = "embedded_draft" if method == "draft" else None
         speculative = SpeculativeConfig(method, num_draft_tokens=drafts, draft_model=draft_model)
     rows, length = max(batches), prompt + output
-    llm = LLM("embedded", speculative=speculative, max_running_requests=rows, max_model_len=length, **config)
+    config = {"max_running_requests": rows, "max_model_len": length, "prefix_cache": False, **config}
+    llm = LLM("embedded", speculative=speculative, **config)
     params, found = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True), []
     for batch in batches:
         prompts = code_prompts(llm, batch, prompt)

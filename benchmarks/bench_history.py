@@ -37,7 +37,8 @@ def measure(args: argparse.Namespace, mode: str, path: Path) -> list[dict[str, A
     rows: list[dict[str, Any]] = []
     params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
     most = max(args.batches)
-    with LLM(str(path), device=args.device, load_format="dummy", max_running_requests=most, max_model_len=8192) as llm:
+    config = {"load_format": "dummy", "max_running_requests": most, "max_model_len": 8192, "prefix_cache": False}
+    with LLM(str(path), device=args.device, **config) as llm:
         for batch in args.batches:
             decode_ms(llm, batch, args.context, params)  # compiles
             times = [decode_ms(llm, batch, args.context, params) for _ in range(args.repeats)]

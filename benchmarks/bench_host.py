@@ -84,7 +84,7 @@ def build(directory: str, rows: int, context: int, steps: int, drafts: int = 0, 
     speculative = SpeculativeConfig(num_draft_tokens=drafts) if drafts else None
     llm = LLM(
         directory, device="cpu", load_format="dummy", max_model_len=context + steps + 64, max_running_requests=rows,
-        chunked_prefill_size=2**20, speculative=speculative,
+        chunked_prefill_size=2**20, speculative=speculative, prefix_cache=False,
     )  # fmt: skip
     runner: Any = llm.engine.executor
     runner.model, runner.backend, runner.sampler = NullModel(runner.model), NullBackend(), NullSampler(None)

@@ -106,7 +106,7 @@ def main() -> None:
         args.model, load_format="dummy", max_model_len=longest, mamba_ssm_dtype=args.state_dtype,
         state_mode=args.state_mode, attention_backend=args.attention,
         prefill_attention_backend=args.prefill_attention, max_running_requests=max(args.batches, default=16),
-        tp_size=args.tp,
+        tp_size=args.tp, prefix_cache=False,
     )  # fmt: skip
     print(llm.plan.summary())
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0.0))

@@ -149,7 +149,7 @@ def main() -> None:
     llm = LLM(
         args.model, load_format="dummy", device=args.device, max_running_requests=args.max_running,
         max_model_len=(args.prompt + args.output) * 3 // 2 + 2, chunked_prefill_size=args.chunk,
-        mamba_ssm_dtype=args.state_dtype, state_mode=args.state_mode,
+        mamba_ssm_dtype=args.state_dtype, state_mode=args.state_mode, prefix_cache=False,
     )  # fmt: skip
     print(llm.plan.summary())
     settle()

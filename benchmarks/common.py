@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hybridrt.config import ModelConfig
+from hybridrt.families.base import routed_experts
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
@@ -111,6 +112,6 @@ def step_bytes(
 def _touched_share(config: ModelConfig, stacked: int, batch: int) -> float:
     """Expected share of `stacked` experts that at least one of `batch` tokens picks, if picks are uniform among the
     routed ones; the others are shared by all tokens."""
-    routed: int = getattr(config.hf, "num_experts", None) or getattr(config.hf, "n_routed_experts", 1)
+    routed = routed_experts(config.hf)
     untouched = routed * (1.0 - config.hf.num_experts_per_tok / routed) ** batch
     return 1.0 - untouched / stacked

@@ -124,6 +124,7 @@ def main() -> None:
     llm = LLM(
         args.model, load_format="dummy", max_model_len=longest + 512, state_mode=args.state_mode,
         mamba_ssm_dtype=args.state_dtype, max_running_requests=args.batch, cuda_graph_max_bs=args.batch,
+        prefix_cache=False,
     )  # fmt: skip
     for count, length in args.prefill:
         print(f"prefill {count}x{length}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrt.errors import (
     AuthenticationError,
     BackendError,
+    CacheDumpError,
     CheckpointError,
     ConfigError,
     DeviceError,
@@ -45,6 +46,7 @@ __all__ = [
     "AsyncLLM",
     "AuthenticationError",
     "BackendError",
+    "CacheDumpError",
     "CheckpointError",
     "ConfigError",
     "Delta",

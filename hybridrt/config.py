@@ -238,6 +238,8 @@ class EngineConfig:
         transfer_bytes: size of the arena through which states of requests move between workers; 0 makes no arena.
         prefix_cache: keep KV and recurrent states of prompts and answers, for requests that begin with the same tokens
             (docs/prefix-cache.md).
+        cache_slots: recurrent states for cached prefixes, beside one for each running request; None takes as many as
+            there are running requests, where memory allows.
         seed: seeds dummy weights, and requests without a seed.
     """
 
@@ -262,6 +264,7 @@ class EngineConfig:
     tp_size: int = 1
     transfer_bytes: int = 0
     prefix_cache: bool = True
+    cache_slots: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -279,6 +282,8 @@ class EngineConfig:
             _in_range("max_model_len", self.max_model_len, 2, 2**24, ": a prompt token and an output token at least")
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache is {self.prefix_cache!r}; it must be True or False")
+        if self.cache_slots is not None:
+            _in_range("cache_slots", self.cache_slots, 0, 2**24)
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size is {self.page_size}; it must be a power of two (16 is the default)")
         if not 0 < self.memory_fraction < 1:

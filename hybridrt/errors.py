@@ -45,6 +45,10 @@ class OutOfSlotsError(PoolError):
     """A pool has no free entry. The scheduler turns this into queueing or retraction; it never reaches a user."""
 
 
+class CacheDumpError(HybridrtError, ValueError):
+    """A file is no dump of a prefix cache, or a damaged one."""
+
+
 class BackendError(HybridrtError, ValueError):
     """An attention or linear backend cannot serve this model, mode or platform."""
 

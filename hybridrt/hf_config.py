@@ -14,7 +14,7 @@ from hybridrt.config import DTYPES, AttentionConfig, ModelConfig
 from hybridrt.config_fields import EOS, MAX_LAYERS, MAX_WIDTH, RAW, ROPE
 from hybridrt.config_json import NULL, check_fields, either, integer, read_object
 from hybridrt.errors import ConfigError, UnsupportedModelError, shown
-from hybridrt.families.base import Family, FamilyFields
+from hybridrt.families.base import Family, FamilyFields, routed_experts
 from hybridrt.families.registry import family_of
 from hybridrt.kinds.registry import state_shape
 
@@ -40,7 +40,7 @@ def read_model_config(path: Path) -> ModelConfig:
     raw = family.rewrite(raw, file) if family.rewrite else raw
     hf = family.read(raw, file) if family.read else _transformers_config(path, raw, family)
     check_fields(hf, family.fields, file)
-    _check_activation(hf, path)
+    _check_activation(hf, family.activation, path)
     try:
         fields = family.describe(hf)
     except ConfigError as e:
@@ -133,17 +133,16 @@ def _check_sizes(fields: FamilyFields, file: Path) -> None:
         raise ConfigError(f"{file} describes {len(fields['layers'])} layers; there must be 1 to {MAX_LAYERS}")
 
 
-def _check_activation(hf: Any, path: Path) -> None:
-    for name in ("hidden_act", "mamba_hidden_act"):
-        if getattr(hf, name, "silu") != "silu":
-            raise ConfigError(f"{path}: {name} is {getattr(hf, name)!r}; hybridrt implements 'silu'")
+def _check_activation(hf: Any, activation: str, path: Path) -> None:
+    for name, known in (("hidden_act", activation), ("mamba_hidden_act", "silu")):
+        if getattr(hf, name, known) != known:
+            raise ConfigError(f"{path}: {name} is {getattr(hf, name)!r}; hybridrt implements {known!r}")
     if getattr(hf, "mlp_hidden_act", "relu2") != "relu2":
         raise ConfigError(f"{path}: mlp_hidden_act is {hf.mlp_hidden_act!r}; hybridrt implements 'relu2'")
 
 
 def _check_experts(hf: Any, path: Path) -> None:
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
-    experts = next((count for name in names if (count := getattr(hf, name, 0))), 0)
+    experts = routed_experts(hf)
     if not 1 <= hf.num_experts_per_tok <= experts:
         raise ConfigError(f"{path}: num_experts_per_tok is {hf.num_experts_per_tok}, but there are {experts} experts")
     groups, chosen = getattr(hf, "n_group", 1), getattr(hf, "topk_group", 1)
@@ -184,7 +183,11 @@ def _transformers_config(path: Path, raw: dict[str, Any], family: Family) -> Any
     import transformers
 
     assert family.config_class is not None, "a family is read by transformers or by itself"
-    cls = getattr(transformers, family.config_class)
+    cls = getattr(transformers, family.config_class, None)
+    if cls is None:
+        raise UnsupportedModelError(
+            f"{path}: transformers {transformers.__version__} has no {family.config_class}; install a newer one"
+        )
     if raw.get("model_type", cls.model_type) != cls.model_type:
         raise ConfigError(
             f"{path}/config.json: model_type is {shown(raw['model_type'])}, but {family.architecture} goes with "

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from numbers import Integral, Real
 from typing import Any
@@ -15,6 +15,11 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 64
 MAX_SAMPLES = 1024
 MAX_SALT_CHARACTERS = 256
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_ALLOWED_TOKEN_IDS = 2**20
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 256
 MIN_TEMPERATURE = 1e-5  # below it hybridrt.kernels.sampling takes the best token: logits over less may overflow
 MAX_REPETITION = 100.0  # more, or less than its reciprocal, and penalised logits may leave float32's range
 _INT32_MAX = 2**31 - 1
@@ -47,6 +52,15 @@ def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
     return entries
 
 
+def _token_ids(name: str, value: Any, max_entries: int) -> tuple[int, ...]:
+    """Token ids of a collection, as Python integers."""
+    ids = _entries(name, value, max_entries)
+    for t in ids:
+        ok = is_number(t, Integral) and 0 <= t <= _INT32_MAX
+        _require(ok, name, t, "integers >= 0 from the vocabulary")
+    return tuple(map(int, ids))
+
+
 # Of each field that is a number: Integral or Real, the least and the largest value, and how an error states them.
 _NUMBERS: dict[str, tuple[type, float, float, str]] = {
     "max_tokens": (Integral, 1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or None"),
@@ -59,19 +73,24 @@ _NUMBERS: dict[str, tuple[type, float, float, str]] = {
     "frequency_penalty": (Real, -2, 2, "in [-2, 2]"),
     "seed": (Integral, 0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None"),
     "logprobs": (Integral, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
+    "prompt_logprobs": (Integral, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
     "n": (Integral, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}"),
     "truncate_prompt_tokens": (Integral, -1, _INT32_MAX, "an integer from 1 to 2**31 - 1, -1, or None"),
     "priority": (Integral, -_INT32_MAX, _INT32_MAX, "an integer of 32 bits"),
+    "min_tokens": (Integral, 0, _INT32_MAX, "an integer from 0 to max_tokens"),
 }
-_OPTIONAL = ("max_tokens", "seed", "logprobs", "truncate_prompt_tokens")
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping of one request; every field is checked when the object is made.
 
-    numpy numbers are accepted and converted to Python's. What depends on a model's vocabulary (`stop_token_ids`,
-    `logprobs`) is checked again where a request meets the model (`Engine.prepare`).
+    numpy numbers are accepted and converted to Python's. What depends on a model's vocabulary (token ids, `bad_words`,
+    how many log-probabilities) is checked again where a request meets the model (`Engine.prepare`).
+
+    Logits are changed in the order of vLLM: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties,
+    temperature, filters. Log-probabilities are those of the model: none of this changes them.
 
     Args:
         max_tokens: tokens to generate at most, 1 to 2**31 - 1; None means as many as `max_model_len` leaves room for.
@@ -101,6 +120,16 @@ class SamplingParams:
             first served among equals.
         cache_salt: the prefix cache shares nothing between requests of different salts; a string of 1 to
             MAX_SALT_CHARACTERS (256) characters. None shares with all requests that have none.
+        min_tokens: before so many output tokens no end-of-sequence id and none of `stop_token_ids` is drawn, and no
+            stop string ends the request; 0 to `max_tokens`.
+        logit_bias: token id -> -100 to 100, added to the token's logit; up to MAX_BIASES (1024) tokens. An id may be a
+            string of digits, as in JSON.
+        allowed_token_ids: no other token is drawn; at least one id. None allows all.
+        bad_words: text that the output must not hold, up to MAX_BAD_WORDS (128) strings of up to
+            MAX_BAD_WORD_CHARACTERS (256) characters: the last token of a word is not drawn behind the others, with and
+            without a space before the word.
+        prompt_logprobs: return the log-probability of each prompt token but the first, and of this many most likely
+            alternatives, up to 64; None returns none. Such a request computes its whole prompt.
 
     Raises:
         RequestError: a field is out of range; the text names the field, the value and the allowed range.
@@ -125,15 +154,22 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     priority: int = 0
     cache_salt: str | None = None
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        checked = self._stops()
+        checked = self._stops() | self._rules()
         for name, (kind, low, high, allowed) in _NUMBERS.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:  # NaN is in no range
                 ok = is_number(value, kind) and low <= value <= high
                 _require(ok and (value != 0 or name != "truncate_prompt_tokens"), name, value, allowed)
                 checked[name] = int(value) if kind is Integral else float(value)
+        most = checked.get("max_tokens", _INT32_MAX)
+        _require(checked["min_tokens"] <= most, "min_tokens", self.min_tokens, f"at most max_tokens, {most}")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -145,14 +181,36 @@ class SamplingParams:
             ok = isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS
             _require(ok, "stop", s, f"strings of 1 to {MAX_STOP_CHARACTERS} characters")
             _require(is_text(s), "stop", s, "text: it holds a lone surrogate, which no output can hold")
-        ids = _entries("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        for t in ids:
-            ok = is_number(t, Integral) and 0 <= t <= _INT32_MAX
-            _require(ok, "stop_token_ids", t, "integers >= 0 from the vocabulary")
+        ids = _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         salt = self.cache_salt
         ok = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_CHARACTERS and is_text(salt))
         _require(ok, "cache_salt", salt, f"a string of 1 to {MAX_SALT_CHARACTERS} characters, or None")
-        return {"stop": stop, "stop_token_ids": tuple(map(int, ids))}
+        return {"stop": stop, "stop_token_ids": ids}
+
+    def _rules(self) -> dict[str, Any]:
+        words = _entries("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for word in words:
+            ok = isinstance(word, str) and bool(word.strip()) and len(word) <= MAX_BAD_WORD_CHARACTERS
+            _require(ok, "bad_words", word, f"strings of 1 to {MAX_BAD_WORD_CHARACTERS} characters, not only spaces")
+            _require(is_text(word), "bad_words", word, "text: it holds a lone surrogate, which no output can hold")
+        allowed, name = self.allowed_token_ids, "allowed_token_ids"
+        if allowed is not None:
+            allowed = _token_ids(name, allowed, MAX_ALLOWED_TOKEN_IDS)
+            _require(bool(allowed), name, allowed, "at least one token id, or None to allow all")
+        return {"bad_words": words, "allowed_token_ids": allowed, "logit_bias": self._biases()}
+
+    def _biases(self) -> dict[int, float] | None:
+        given, name = self.logit_bias, "logit_bias"
+        if given is None:
+            return None
+        _require(isinstance(given, Mapping), name, given, "a mapping from token ids to biases")
+        if len(given) > MAX_BIASES:
+            raise RequestError(f"logit_bias has {len(given)} entries; pass at most {MAX_BIASES}", name)
+        ids = [int(t) if isinstance(t, str) and t.isascii() and t.isdigit() and len(t) <= 10 else t for t in given]
+        for bias in given.values():
+            ok = is_number(bias, Real) and -MAX_BIAS <= bias <= MAX_BIAS
+            _require(ok, name, bias, f"from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+        return dict(zip(_token_ids(name, ids, MAX_BIASES), map(float, given.values())))
 
     @property
     def greedy(self) -> bool:
@@ -163,3 +221,8 @@ class SamplingParams:
     def uses_penalties(self) -> bool:
         """True if earlier tokens change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def uses_rules(self) -> bool:
+        """True if single tokens are forbidden, or their logits biased."""
+        return self.min_tokens > 0 or bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None

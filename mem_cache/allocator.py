@@ -1,7 +1,9 @@
 """Who owns which entry of a pool: host integers with generations. Serves request rows, state slots and KV pages."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from operator import itemgetter
+from typing import NamedTuple, NoReturn
 
 from hybridrt.errors import OutOfSlotsError, PoolError
 
@@ -14,6 +16,9 @@ class Slot(NamedTuple):
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which has no use here
     generation: int
+
+
+_slot = partial(tuple.__new__, Slot)  # Slot._make, at half its time
 
 
 class SlotAllocator:
@@ -36,9 +41,10 @@ class SlotAllocator:
         self._reserved = reserved
         self._state = bytearray(end)
         self._generation = [0] * end
+        self._handles: list[Slot | None] = [None] * end  # of entries that are not free
         self._locks = [0] * end
         self._free = list(range(end - 1, reserved - 1, -1))
-        self._num_cached = self._num_locked = 0
+        self._num_cached = 0
 
     @property
     def num_free(self) -> int:
@@ -50,7 +56,7 @@ class SlotAllocator:
 
     @property
     def num_locked(self) -> int:
-        return self._num_locked
+        return len(self._locks) - self._locks.count(0)
 
     @property
     def num_used(self) -> int:
@@ -68,9 +74,11 @@ class SlotAllocator:
         indices = self._free[start:]
         indices.reverse()
         del self._free[start:]
-        for i in indices:
-            self._state[i] = _USED
-        return [Slot(i, self._generation[i]) for i in indices]
+        slots = [_slot((i, self._generation[i])) for i in indices]
+        state, handles = self._state, self._handles
+        for i, slot in zip(indices, slots):
+            state[i], handles[i] = _USED, slot
+        return slots
 
     def free(self, slots: Sequence[Slot]) -> None:
         """Gives entries of requests back.
@@ -78,54 +86,55 @@ class SlotAllocator:
         Raises:
             PoolError: an entry is not used by a request, or its handle is stale; nothing was freed.
         """
-        self._move(slots, _USED, _FREE)
-        self._give_back(slots)
+        indices = self._checked(slots, _USED)
+        self._mark(indices, _FREE)
+        self._give_back(indices)
 
-    def _give_back(self, slots: Sequence[Slot]) -> None:
-        for slot in reversed(slots):
-            self._generation[slot.index] += 1
-            self._free.append(slot.index)
+    def _give_back(self, indices: Sequence[int]) -> None:
+        generation, handles = self._generation, self._handles
+        for index in indices:
+            generation[index] += 1
+            handles[index] = None
+        self._free += indices[::-1]
 
     def to_cache(self, slots: Sequence[Slot]) -> None:
         """Entries of requests become the cache's; the handles stay valid. PoolError as in `free`."""
-        self._move(slots, _USED, _CACHED)
+        self._mark(self._checked(slots, _USED), _CACHED)
         self._num_cached += len(slots)
 
     def evict(self, slots: Sequence[Slot]) -> None:
         """Frees entries of the cache. PoolError if they are not the cache's, or locked; nothing was freed."""
-        self._check_all(slots, _CACHED)
-        locked = [slot.index for slot in slots if self._locks[slot.index]]
-        if locked:
-            raise PoolError(f"the cache gives up {self._what} {locked[0]}, which a running request has locked")
-        self._move(slots, _CACHED, _FREE)
-        self._num_cached -= len(slots)
-        self._give_back(slots)
+        indices = self._checked(slots, _CACHED)
+        if any(map(self._locks.__getitem__, indices)):
+            locked = next(index for index in indices if self._locks[index])
+            raise PoolError(f"the cache gives up {self._what} {locked}, which a running request has locked")
+        self._mark(indices, _FREE)
+        self._num_cached -= len(indices)
+        self._give_back(indices)
 
     def lock(self, slots: Sequence[Slot]) -> None:
         """Keeps entries of the cache from being evicted until `unlock`. PoolError if they are not the cache's."""
-        self._check_all(slots, _CACHED)
-        for slot in slots:
-            self._num_locked += not self._locks[slot.index]
-            self._locks[slot.index] += 1
+        indices, locks = self._checked(slots, _CACHED), self._locks
+        for index in indices:
+            locks[index] += 1
 
     def unlock(self, slots: Sequence[Slot]) -> None:
         """Takes one lock off each entry. PoolError if one is not locked; nothing has changed."""
-        self._check_all(slots, _CACHED)
-        loose = [slot.index for slot in slots if not self._locks[slot.index]]
-        if loose:
-            raise PoolError(f"{self._what} {loose[0]} is not locked")
-        for slot in slots:
-            self._locks[slot.index] -= 1
-            self._num_locked -= not self._locks[slot.index]
+        indices, locks = self._checked(slots, _CACHED), self._locks
+        if not all(map(locks.__getitem__, indices)):
+            raise PoolError(f"{self._what} {next(index for index in indices if not locks[index])} is not locked")
+        for index in indices:
+            locks[index] -= 1
 
     def reclaim(self) -> None:
         """Frees every entry of every owner: after a call that was broken off, no ledger is right."""
         places = range(self._reserved, len(self._state))
         self._state[self._reserved :] = bytes(len(places))
         self._generation = [generation + 1 for generation in self._generation]
+        self._handles = [None] * len(self._handles)
         self._locks = [0] * len(self._locks)
         self._free = list(reversed(places))
-        self._num_cached = self._num_locked = 0
+        self._num_cached = 0
 
     def check(self) -> None:
         """Raises PoolError unless free + used + cached == total, each entry in exactly one of the three."""
@@ -136,8 +145,6 @@ class SlotAllocator:
             raise PoolError(f"the free list of {self._what} holds an entry twice or one that is in use: {self!r}")
         if any(locks and state != _CACHED for locks, state in zip(self._locks, self._state, strict=True)):
             raise PoolError(f"an entry of {self._what} is locked, but not the cache's: {self!r}")
-        if sum(map(bool, self._locks)) != self._num_locked:
-            raise PoolError(f"{self._num_locked} x {self._what} are counted as locked: {self._locks}")
 
     def __repr__(self) -> str:
         return (
@@ -145,12 +152,29 @@ class SlotAllocator:
             f"of {self.total})"
         )
 
-    def _move(self, slots: Sequence[Slot], source: int, target: int) -> None:
-        self._check_all(slots, source)
-        for index, _ in slots:
-            self._state[index] = target
+    def _mark(self, indices: Sequence[int], target: int) -> None:
+        state = self._state
+        for index in indices:
+            state[index] = target
 
-    def _check_all(self, slots: Sequence[Slot], source: int) -> None:
+    def _checked(self, slots: Sequence[Slot], source: int) -> Sequence[int]:
+        """The indices of entries that are as `source` says. Long prompts have thousands of them, so each check is one
+        call for all; what is wrong is looked for only once something is."""
+        if not slots:
+            return ()
+        indices = [slot.index for slot in slots]
+        of = itemgetter(*indices, 0)  # entry 0 beside: of one index alone it would give no tuple
+        try:
+            held = of(self._handles)[:-1] == tuple(slots)
+        except IndexError:
+            held = False
+        right = held and of(self._state)[:-1].count(source) == len(slots)
+        if not right or len(set(indices)) != len(slots):
+            self._refuse(slots, source)
+        return indices
+
+    def _refuse(self, slots: Sequence[Slot], source: int) -> NoReturn:
+        """Raises PoolError for the first entry that is wrong."""
         state, generation = self._state, self._generation
         for index, tenancy in slots:
             if not self._reserved <= index < len(state):
@@ -159,5 +183,4 @@ class SlotAllocator:
                 raise PoolError(f"stale handle of {self._what} {index}: it was freed and may belong to another request")
             if state[index] != source:
                 raise PoolError(f"{self._what} {index} is {_NAMES[state[index]]}, not {_NAMES[source]}")
-        if len({slot.index for slot in slots}) != len(slots):
-            raise PoolError(f"the same {self._what} twice in one call: {[slot.index for slot in slots]}")
+        raise PoolError(f"the same {self._what} twice in one call: {[slot.index for slot in slots]}")

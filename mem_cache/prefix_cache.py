@@ -27,6 +27,7 @@ class PrefixMatch:
         known: tokens of the prompt that the cache knows, from the first on: more than `length` where a state is
             missing.
         node, tail_node: what the cache knows the match and the tail by.
+        retokenised: tokens of a cached answer behind a place within it where the prompt leaves it.
         staged: of a prefix that was computed elsewhere, where its state and KV lie in the executor's arena: they are
             copied into the request's own slot and pages as it is admitted.
     """
@@ -39,6 +40,7 @@ class PrefixMatch:
     node: Any = None
     tail_node: Any = None
     staged: int | None = None
+    retokenised: int = 0
 
 
 @dataclass(slots=True)
@@ -49,8 +51,13 @@ class CacheCounts:
         asked: all of them.
         hit: of these, tokens that needed no computing.
         without_state: tokens that the cache knew, but had no state at or behind.
+        without_kv: tokens that a text had whose KV the cache has given up.
+        retokenised: tokens of a cached answer behind a place within it where the prompt leaves it: most often because
+            the history was tokenised anew.
     """
 
     asked: int = 0
     hit: int = 0
     without_state: int = 0
+    without_kv: int = 0
+    retokenised: int = 0

@@ -13,7 +13,11 @@ another next token. That makes one draft worse now and then, and no token differ
 
 A prefix is usable up to the deepest node with a state (models without recurrent layers: up to the last complete page).
 What is evicted: pages from the ends of leaves, least recently used first, and with them the states that need them; and
-states by GreedyDual (Cao and Irani 1997) with the tokens that they save as their cost: all states have one size.
+states by GreedyDual (Cao and Irani 1997): all states have one size, and the cost of one is the tokens that it saves,
+times how often states of its kind have been used, compared with the other kind. There are two kinds: states at the end
+of a text, which serve where the whole answer becomes history, and states within prompts, which serve where an answer's
+beginning is left out. A state goes first of all once its one reader has left a state behind it: a conversation has
+moved on. States that waiting requests will use go last: those first that save few tokens after a long wait.
 """
 
 import heapq
@@ -25,6 +29,8 @@ import numpy as np
 
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
+
+AWAITED = 2.0**52  # above the worth of every state that no waiting request will use
 
 
 @dataclass(eq=False, slots=True)
@@ -40,9 +46,14 @@ class Node:
         readers: requests that read the path up to here.
         state_readers: requests that are about to read the state and the tail.
         used: when the node was last matched or inserted.
+        answer: tokens before the answer of the text that brought the edge.
         first: the first token of the edge, under which the parent has the node.
         salt: of a root, whose prompts the tree holds.
         base: GreedyDual's inflation when the state was last used. Its worth is that plus the tokens that it saves.
+        hits: how often the state has been used.
+        final: the state is one at the end of a text.
+        passed: the state's one reader has left another state behind it.
+        awaited: order of arrival of waiting requests that match the state.
     """
 
     tokens: np.ndarray
@@ -55,7 +66,12 @@ class Node:
     readers: int = 0
     state_readers: int = 0
     used: int = 0
-    base: int = 0
+    answer: int = 0
+    base: float = 0.0
+    hits: int = 0
+    final: bool = False
+    passed: bool = False
+    awaited: set[int] = field(default_factory=set)
     first: int = -1
     salt: str = ""
 
@@ -71,6 +87,19 @@ class Node:
         while node.parent is not None:
             yield node
             node = node.parent
+
+
+@dataclass(slots=True)
+class _Kind:
+    """How many states of a kind there were, and how many of them have been used."""
+
+    made: int = 0
+    used: int = 0
+
+    @property
+    def share(self) -> float:
+        """As if four more had been used: the first few states decide nothing."""
+        return (self.used + 4) / (self.made + 4)
 
 
 class RadixCache:
@@ -90,11 +119,13 @@ class RadixCache:
         """Forgets everything, readers included. The coordinator has freed all entries."""
         self._roots: dict[str, Node] = {}
         self._clock = 0
-        self._inflation = 0  # GreedyDual's L: the worth of the state that was evicted last
+        self._inflation = 0.0  # GreedyDual's L: the greatest worth of a state that was evicted
+        self._admitted = 0  # the latest arrival that waits no longer
+        self._kinds = {False: _Kind(), True: _Kind()}  # by `final`
         self._order = count()
         self._size = 0  # nodes, without roots
         self._leaves: list[tuple[int, int, Node]] = []  # heap by `used`; entries may be out of date
-        self._states: list[tuple[int, int, Node]] = []  # heap by worth; entries may be out of date
+        self._states: list[tuple[float, int, Node]] = []  # heap by worth; entries may be out of date
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -106,20 +137,36 @@ class RadixCache:
             salt: prompts share nothing with those of another salt.
         """
         node, known = self._descend(salt, tokens)
-        limit = len(tokens) - 1
+        limit, left = len(tokens) - 1, _left_answer(node, known, len(tokens))
         if not self.recurrent:
             pages = min(self._complete(known), limit // self.page_size)
             if not pages:
-                return PrefixMatch(known=known)
+                return PrefixMatch(known=known, retokenised=left)
             found = self._covering(node, pages)
-            return PrefixMatch(pages * self.page_size, self._pages(found)[:pages], known=known, node=found)
+            return PrefixMatch(
+                pages * self.page_size, self._pages(found)[:pages], known=known, node=found, retokenised=left
+            )
         while node.parent is not None and (node.state is None or node.end > min(known, limit)):
             node = node.parent
         if node.parent is None:
-            return PrefixMatch(known=known)
+            return PrefixMatch(known=known, retokenised=left)
         owner = self._tail_node(node)
-        tail = None if owner is None else owner.tail if owner is node else (owner.pages or [owner.tail])[0]
-        return PrefixMatch(node.end, self._pages(node), node.state, tail, known, node, owner)
+        tail = None if owner is None else owner.tail if owner is node or not owner.pages else owner.pages[0]
+        return PrefixMatch(node.end, self._pages(node), node.state, tail, known, node, owner, retokenised=left)
+
+    def expect(self, match: PrefixMatch, arrival: int) -> None:
+        """A request that arrived as number `arrival` waits, and will have this match."""
+        if match.node is not None:
+            self._use(match.node)
+            match.node.awaited.add(arrival)
+            self._enlist_state(match.node)
+
+    def forget(self, match: PrefixMatch, arrival: int) -> None:
+        """The request waits no longer."""
+        self._admitted = max(self._admitted, arrival)
+        if match.node is not None:
+            match.node.awaited.discard(arrival)
+            self._enlist_state(match.node)
 
     def lock(self, match: PrefixMatch) -> None:
         """A request reads a match: nothing of it is evicted until `unlock`. Locks count."""
@@ -130,7 +177,8 @@ class RadixCache:
         self._use(node)
         if match.state is not None:
             node.state_readers += 1
-            node.base = self._inflation
+            self._kinds[node.final].used += not node.hits
+            node.base, node.passed, node.hits = self._inflation, False, node.hits + 1
         if match.tail_node is not None:
             match.tail_node.readers += 1
 
@@ -150,7 +198,12 @@ class RadixCache:
             self._prune(match.node)
 
     def insert(
-        self, tokens: np.ndarray, pages: Sequence[Slot], states: Mapping[int, Slot], salt: str = ""
+        self,
+        tokens: np.ndarray,
+        pages: Sequence[Slot],
+        states: Mapping[int, Slot],
+        salt: str = "",
+        prompt: int | None = None,
     ) -> tuple[CacheEntries, "Node"]:
         """Offers KV and states of a text.
 
@@ -158,34 +211,39 @@ class RadixCache:
             tokens: [n] int32, those that the pages hold KV of; the last page may be partly filled.
             pages: all pages of the text, in order. Those that the tree has already are recognised by their place.
             states: slots by the number of tokens whose state they hold.
+            prompt: how many of the tokens were a prompt; None: all.
 
         Returns:
             The entries that the tree takes over; the others stay the caller's. And the deepest node of the text; a
             root (parent None) if the tree keeps nothing of it.
         """
         root, taken_pages, taken_states = self._root(salt), list[Slot](), list[Slot]()
+        answer = len(tokens) if prompt is None else prompt
         ends = sorted(end for end in states if 0 < end <= len(tokens))
         complete = self._complete(len(tokens))
         last = max(complete * self.page_size + self.lookahead if complete else 0, ends[-1] if ends else 0)
         deepest = self._extend(
-            root, tokens[:last], pages, taken_pages
+            root, tokens[:last], pages, taken_pages, answer
         )  # the deepest first: its page is a tail of others
         for end in reversed(ends):
-            node = self._extend(root, tokens[:end], pages, taken_pages)
+            node = self._extend(root, tokens[:end], pages, taken_pages, answer)
             if node.state is None:
                 taken_states.append(states[end])
+                node.final = end + self.lookahead >= len(tokens)
                 self._keep_state(node, states[end], pages, taken_pages)
         self._use(deepest)
         self._prune(deepest)
         return CacheEntries(taken_pages, taken_states), deepest
 
-    def evict(self, num_pages: int, num_states: int) -> CacheEntries:
-        """Gives up entries that no request reads until so many are given up or none is left."""
+    def evict(self, num_pages: int, num_states: int, *, awaited: bool = True) -> CacheEntries:
+        """Gives up entries that no request reads until so many are given up or none is left. `awaited` False: no state
+        that a waiting request will use."""
         pages, states = list[Slot](), list[Slot]()
         while len(pages) < num_pages and (leaf := self._oldest_leaf()) is not None:
             self._shorten(leaf, num_pages - len(pages), pages, states)
-        while len(states) < num_states and (node := self._least_state()) is not None:
-            self._inflation = self._worth(node)
+        while len(states) < num_states and (node := self._least_state(awaited)) is not None:
+            if not node.awaited:
+                self._inflation = max(self._inflation, self._worth(node))
             self._drop_state(node, pages, states)
             self._prune(node)
         return CacheEntries(pages, states)
@@ -245,13 +303,14 @@ class RadixCache:
 
     # -- growing ------------------------------------------------------------------------------------------------
 
-    def _extend(self, node: Node, tokens: np.ndarray, pages: Sequence[Slot], taken: list[Slot]) -> Node:
+    def _extend(self, node: Node, tokens: np.ndarray, pages: Sequence[Slot], taken: list[Slot], answer: int) -> Node:
         """The node that stands for `tokens`, made if there is none, below a node that stands for a prefix of them."""
         while node.end < len(tokens):
             child = node.children.get(int(tokens[node.end]))
             if child is None:
                 fresh = list(pages[self._complete(node.end) : self._complete(len(tokens))])
-                child = Node(tokens[node.end :].copy(), node.end, node, pages=fresh, first=int(tokens[node.end]))
+                edge = tokens[node.end :].copy()
+                child = Node(edge, node.end, node, pages=fresh, answer=answer, first=int(edge[0]))
                 node.children[child.first] = child
                 self._size += 1
                 taken += fresh
@@ -264,7 +323,7 @@ class RadixCache:
         """Cuts an edge after `at` tokens; returns the new upper node."""
         assert node.parent is not None
         node.parent.children[node.first] = upper = Node(
-            node.tokens[:at], node.start, node.parent, used=node.used, first=node.first
+            node.tokens[:at], node.start, node.parent, used=node.used, answer=node.answer, first=node.first
         )
         held = self._complete(upper.end) - self._complete(node.start)
         upper.pages, node.pages = node.pages[:held], node.pages[held:]
@@ -275,7 +334,12 @@ class RadixCache:
         return upper
 
     def _keep_state(self, node: Node, state: Slot, pages: Sequence[Slot], taken: list[Slot]) -> None:
-        node.state, node.base = state, self._inflation
+        node.state, node.base, node.hits, node.passed = state, self._inflation, 0, False
+        self._kinds[node.final].made += 1
+        before = self._state_before(node)
+        if before is not None and before.hits == 1:
+            before.passed = True
+            self._enlist_state(before)
         index = self._complete(node.end)
         if self.page_size and index * self.page_size < node.end and self._tail_node(node) is None:
             node.tail = pages[index]
@@ -309,10 +373,20 @@ class RadixCache:
             self._states = [(self._worth(n), next(self._order), n) for n in self.nodes() if _has_idle_state(n)]
             heapq.heapify(self._states)
 
-    def _worth(self, node: Node) -> int:
-        """Of a state: GreedyDual's inflation at its last use, and the tokens behind the last state before it."""
-        before = next((step.end for step in node.path if step is not node and step.state is not None), 0)
-        return node.base + node.end - before
+    def _worth(self, node: Node) -> float:
+        """Of a state: GreedyDual's inflation at its last use, and the tokens behind the last state before it, weighted
+        by how often states like it serve."""
+        if node.passed and not node.awaited:
+            return 0.0
+        before = self._state_before(node)
+        saved = node.end - (before.end if before else 0)
+        if node.awaited:
+            return AWAITED + saved / max(min(node.awaited) - self._admitted, 1)
+        best = max(kind.share for kind in self._kinds.values() if kind.made)
+        return node.base + saved * self._kinds[node.final].share / best
+
+    def _state_before(self, node: Node) -> Node | None:
+        return next((step for step in node.path if step is not node and step.state is not None), None)
 
     def _oldest_leaf(self) -> Node | None:
         while self._leaves:
@@ -323,12 +397,15 @@ class RadixCache:
                 heapq.heappush(self._leaves, (node.used, next(self._order), node))
         return None
 
-    def _least_state(self) -> Node | None:
+    def _least_state(self, awaited: bool) -> Node | None:
         while self._states:
             worth, _, node = heapq.heappop(self._states)
             if _has_idle_state(node):
                 if worth >= self._worth(node):
-                    return node
+                    if awaited or not node.awaited:
+                        return node
+                    self._enlist_state(node)
+                    return None
                 heapq.heappush(self._states, (self._worth(node), next(self._order), node))
         return None
 
@@ -383,6 +460,13 @@ def _in_common(a: np.ndarray, b: np.ndarray) -> int:
     differ = a[:n] != b[:n]
     first = int(differ.argmax()) if n else 0
     return first if n and differ[first] else n
+
+
+def _left_answer(node: Node, known: int, asked: int) -> int:
+    """Tokens of a cached answer behind `known`, of whose tokens at least one is known, that a prompt leaves there."""
+    edges = [node] if known < node.end else node.children.values()
+    ends = [edge.end for edge in edges if edge.answer < known]
+    return min(max(ends, default=known), asked) - known
 
 
 def _is_idle_leaf(node: Node) -> bool:

@@ -6,7 +6,7 @@ The delta rule's beta is doubled, so that a step may turn a part of the state ar
 attention norms stand behind, and q and k are normed over all heads together (Ai2 2026).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,17 +61,17 @@ class WholeNormAttention(Attention):
 
 
 class PostNormed(nn.Module):
-    """A part whose norm stands behind it: what it adds is norm(part(x + residual))."""
+    """A part whose norm stands behind it: what it adds is norm(summand(x + residual))."""
 
-    def __init__(self, part: WholeNormAttention | MLP) -> None:
+    def __init__(
+        self, part: WholeNormAttention | MLP, summand: Callable[[torch.Tensor, ForwardBatch], torch.Tensor]
+    ) -> None:
         super().__init__()
-        self.part = part
+        self.part, self.summand = part, summand
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         total = x if residual is None else x + residual
-        attends = isinstance(self.part, WholeNormAttention)
-        y = self.part.summand(total, batch) if attends else self.part.summand(total, reduce=True)
-        return norm(y)[0], total
+        return norm(self.summand(total, batch))[0], total
 
     def targets(self, key: str) -> CheckpointMap:
         return self.part.targets(key)
@@ -93,8 +93,8 @@ class OlmoHybridForCausalLM(CausalLM):
                 bias=hf.attention_bias, build=build,
             )  # fmt: skip
             return [
-                ResidualPart("post_attention_layernorm", "self_attn", PostNormed(attention)),
-                ResidualPart("post_feedforward_layernorm", "mlp", PostNormed(mlp)),
+                ResidualPart("post_attention_layernorm", "self_attn", PostNormed(attention, attention.summand)),
+                ResidualPart("post_feedforward_layernorm", "mlp", PostNormed(mlp, lambda x, _: mlp.summand(x, True))),
             ]
         gdn = GDNMixer(
             f"{name}.gdn", config.linear_of(GDNConfig), layer_id, hidden, GDN_EPS, keys=GDN_KEYS, build=build

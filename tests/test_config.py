@@ -88,6 +88,26 @@ def test_qwen3_next(checkpoints: CheckpointStore) -> None:
     assert config.full_attention_layer_ids == (3,)
 
 
+def test_fields_of_hub_files_that_ask_for_nothing(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    """Falcon-H1R and Jamba 1.5 and later as they are published, by the fields that transformers does not know."""
+    falcon = {
+        "attn_layer_indices": None, "mamba_use_mlp": True, "mlp_expansion_factor": 8, "rope_scaling": None,
+        "rope_theta": 100000000000.0, "sliding_window": None, "projectors_bias": False, "mamba_norm_before_gate": False,
+    }  # fmt: skip
+    jamba = {
+        "mamba_inner_layernorms": True, "sliding_window": None, "use_mamba_kernels": True, "num_logits_to_keep": 1,
+        "num_experts": 1, "num_experts_per_tok": 2, "attn_layer_period": 14, "attn_layer_offset": 1,
+    }  # fmt: skip
+    for name, fields in (("falcon-plain", falcon), ("jamba-plain", jamba)):
+        raw = json.loads((checkpoints[name].path / "config.json").read_text())
+        raw.pop("rope_parameters", None)
+        (tmp_path / "config.json").write_text(json.dumps(raw | fields))
+        config = read_model_config(tmp_path)
+        assert len(config.layers) == raw["num_hidden_layers"] and {spec.ffn for spec in config.layers} == {"mlp"}
+        if name == "falcon-plain":
+            assert config.attention.rope is not None and config.attention.rope["rope_theta"] == 1e11
+
+
 def test_lfm2(checkpoints: CheckpointStore) -> None:
     config = read_model_config(checkpoints["lfm2_moe-plain"].path)
     assert config.linear_of(ShortConvConfig) == ShortConvConfig(channels=32, conv_kernel=3)
@@ -145,6 +165,9 @@ def test_unknown_architectures(
         ("qwen-plain", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
         ("nemotron-experts", {"n_group": 3}, "n_group"),
         ("nemotron-experts", {"n_group": 2, "topk_group": 3}, "topk_group"),
+        ("zamba2-plain", {"use_long_context": True}, "use_long_context"),
+        ("zamba2-plain", {"hidden_act": "silu"}, "gelu"),
+        ("zamba2-two_blocks_adapters_rope", {"num_key_value_heads": 2}, "adapters of keys"),
         ("nemotron-plain", {"per_layer_config": {"1": {"intermediate_size": 24}}}, "per_layer_config"),
         ("nemotron-puzzle", {"block_configs": None}, "block_configs"),
         ("nemotron-puzzle", {"block_configs": []}, "block_configs"),
@@ -158,6 +181,14 @@ def test_unknown_architectures(
         ("falcon-plain", {"vocab_size": "many"}, "vocab_size"),
         ("falcon-plain", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("falcon-plain", {"sliding_window": 64}, "sliding_window is 64"),
+        ("falcon-plain", {"attn_layer_indices": [0]}, "attn_layer_indices"),
+        ("falcon-plain", {"mamba_use_mlp": False}, "mamba_use_mlp"),
+        ("jamba-plain", {"mamba_inner_layernorms": False}, "mamba_inner_layernorms"),
+        ("granite-plain", {"position_embedding_type": "alibi"}, "position_embedding_type"),
+        ("granite-plain", {"logits_scaling": 0}, "logits_scaling"),
+        ("granite-plain", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+        ("bamba-plain", {"attn_layer_indices": ["x"]}, "attn_layer_indices"),
+        ("olmo-plain", {"linear_allow_neg_eigval": "yes"}, "linear_allow_neg_eigval"),
         ("qwen35-seeing_tied", {"text_config": None}, "text_config"),
         ("qwen35-seeing_tied", {"text_config": {"vocab_size": "x"}}, "vocab_size"),
         ("qwen35-seeing_tied", {"text_config": {"quantization_config": {"bits": 4}}}, "quantization_config"),

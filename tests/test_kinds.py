@@ -25,6 +25,7 @@ from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.kinds.registry import check_replay, kind_names, linear_kind, state_dtype, state_shape
 from hybridrt.kinds.short_conv import ShortConvConfig
+from hybridrt.layers.gdn import GDNKeys
 from hybridrt.layers.mamba2 import mamba2_segments
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build
@@ -71,7 +72,7 @@ class Layer(nn.Module):
             self.mixer = cls("m", config, layer_id, conv_bias=True, gated_norm=None, build=build)
             self.out = nn.Linear(self.mixer.width, HIDDEN, bias=False)
         elif kind == "gdn":
-            self.mixer = cls("m", config, layer_id, HIDDEN, 1e-5, build=build)
+            self.mixer = cls("m", config, layer_id, HIDDEN, 1e-5, keys=GDNKeys({}), build=build)  # no checkpoint
         else:
             self.mixer = cls("m", config, layer_id, HIDDEN, build=build)
 

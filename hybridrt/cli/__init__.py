@@ -1,4 +1,4 @@
-"""The command line: `hybridrt generate`, `hybridrt inspect`, `hybridrt doctor`. Nothing here imports torch at once."""
+"""The command line: `hybridrt generate`, `serve`, `bench`, `inspect`, `doctor`. Nothing here imports torch at once."""
 
 
 def main() -> None:

@@ -70,6 +70,10 @@ class ModelReport:
 def inspect(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory or hub name.")] = EMBEDDED,
     as_json: JsonOption = False,
+    cache: Annotated[
+        str | None, typer.Option(metavar="DUMP", help="Draw the prefix cache of a file that LLM.dump_cache wrote.")
+    ] = None,
+    svg: Annotated[str | None, typer.Option(metavar="FILE", help="With --cache: write the drawing as SVG.")] = None,
     engine: EngineOptions = EngineOptions(),  # noqa: B008
     speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
 ) -> None:
@@ -79,11 +83,27 @@ def inspect(
     """
     from hybridrt.config import EngineConfig
 
+    if cache is not None or svg is not None:
+        return _draw_cache(cache, svg, as_json)
     report = describe_model(EngineConfig(model, **engine.given(), **speculation.given(model)))
     if as_json:
         typer.echo(json.dumps(_as_json(report), indent=2))
     else:
         _print(report)
+
+
+def _draw_cache(cache: str | None, svg: str | None, as_json: bool) -> None:
+    from hybridrt.cli.cache_picture import as_svg, as_text
+    from hybridrt.engine.cache_dump import read_dump
+    from hybridrt.errors import ConfigError
+
+    if cache is None:
+        raise ConfigError("--svg goes with --cache DUMP")
+    dump = read_dump(cache)
+    if svg is not None:
+        with open(svg, "w", encoding="utf-8") as file:
+            file.write(as_svg(dump))
+    typer.echo(json.dumps(asdict(dump), indent=2) if as_json else as_text(dump))
 
 
 def describe_model(config: "EngineConfig") -> ModelReport:

@@ -62,6 +62,7 @@ class EngineOptions(Overrides):
     cuda_graph_max_bs: Annotated[int | None, option("Largest batch captured.", "what fits", "N")] = None
     overlap: Annotated[bool | None, option("Launch a step before the last one's tokens are read.", "on")] = None
     prefix_cache: Annotated[bool | None, option("Keep prompts and answers for those that begin alike.", "on")] = None
+    cache_slots: Annotated[int | None, option("Recurrent states kept for prefixes.", "one a request", "N")] = None
     tp_size: Annotated[
         int | None, option("Tensor-parallel ranks, each on a GPU of its own.", "1, or torchrun's", "N")
     ] = None

@@ -258,7 +258,8 @@ class CacheCoordinator:
         assert request.row is not None
         row, state_slot = request.row.index, request.state_slot.index if request.state_slot else 0
         tokens = request.prefill_tokens
-        plan.admissions.append(Admission(row, state_slot, tokens, len(request.prompt), request.params, request.seed))
+        settings = request.params, request.seed, request.rules
+        plan.admissions.append(Admission(row, state_slot, tokens, len(request.prompt), *settings))
         if request.pages:
             plan.page_writes.append(PageWrite(row, request.first_page, [page.index for page in request.pages]))
         if request.prefix.tail is not None:

@@ -55,8 +55,8 @@ class Detokenizer:
         self._read = len(self._window)
         self._known = len(self._decode(self._window))
 
-    def advance(self, tokens: Sequence[int]) -> bool:
-        """Reads on. True if a stop string has appeared; the text is then cut before it."""
+    def advance(self, tokens: Sequence[int], may_stop: bool = True) -> bool:
+        """Reads on. True if a stop string has appeared and may; the text is then cut before it."""
         window = self._window
         window += tokens
         text = self._decode(window)
@@ -70,12 +70,12 @@ class Detokenizer:
             return False
         self._window = window = window[self._read :]
         self._read, self._known = len(window), len(self._decode(window))
-        return self._extend(text[known:])
+        return self._extend(text[known:], may_stop)
 
-    def finish(self, tokens: Sequence[int]) -> bool:
+    def finish(self, tokens: Sequence[int], may_stop: bool = True) -> bool:
         """Reads the last tokens, but for a character whose last bytes never came. True as for `advance`."""
         text = self._decode([*self._window, *tokens]).rstrip(_INCOMPLETE)
-        return self._extend(text[self._known :])
+        return self._extend(text[self._known :], may_stop)
 
     def take(self, final: bool) -> str:
         """The text since the last `take`. Unless it is the final one, an end that may be the beginning of a stop string
@@ -90,13 +90,13 @@ class Detokenizer:
             return self._tokenizer.decode(tokens)
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
-    def _extend(self, fresh: str) -> bool:
+    def _extend(self, fresh: str, may_stop: bool) -> bool:
         self._text += fresh
         if self._stop is None:
             return False
         self._stop_state, behind = self._stop.scan(self._stop_state, fresh)
-        if behind:
+        if behind and may_stop:
             start = len(self._text) - behind
             kept = self._stop.length_at(self._text, start) if self._include_stop else 0
             self._text = self._text[: start + kept]
-        return behind > 0
+        return behind > 0 and may_stop

@@ -3,11 +3,12 @@
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 
 from hybridrt.config import EngineConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
+from hybridrt.engine.cache_dump import CacheDump, dumped_nodes
 from hybridrt.engine.delta_queue import Abandonment, DeltaQueue
 from hybridrt.engine.limits import EngineLimits, PreparedPrompt, check_names
 from hybridrt.engine.outputs import Delta, EngineCounters
@@ -169,7 +170,9 @@ class Engine:
             reader = self._abandoned.watch(self._deltas if queue is None else queue)
             for request in samples:
                 request.stream, request.export_to, request.queue = stream, export_to, reader
-            source = self.prefill_source if len(prepared.tokens) > 1 else None
+            source = (
+                self.prefill_source if len(prepared.tokens) > 1 and prepared.params.prompt_logprobs is None else None
+            )
             with self._change:
                 self._num_requests += 1
                 self._samples.add(request_id, samples)
@@ -288,6 +291,18 @@ class Engine:
         with self.turns.now, self._change:
             return self._coordinator.prefixes.reset()
 
+    def cache_dump(self, *, text: bool = False) -> CacheDump:
+        """What the prefix cache holds now; with `text`, also of which texts, if there is a tokenizer."""
+        with self.turns.now:
+            pools, counts = self._coordinator, self._coordinator.prefixes.counts
+            decode = self._tokenizer.decode if text and self._tokenizer is not None else None
+            return CacheDump(
+                page_size=pools.prefixes.tree.page_size,
+                pages=pools.pages.num_cached, pages_total=pools.pages.total,
+                states=pools.slots.num_cached, states_total=pools.slots.total,
+                **asdict(counts), nodes=dumped_nodes(pools.prefixes.tree, decode),
+            )  # fmt: skip
+
     def has_unfinished(self) -> bool:
         """True while `step` has something to do: requests, launched steps, or deltas not taken."""
         return bool(self._samples or self._launched or self._deltas)
@@ -305,9 +320,7 @@ class Engine:
             free_pages=pools.pages.num_free,
             cached_slots=pools.slots.num_cached,
             cached_pages=pools.pages.num_cached,
-            cache_asked=pools.prefixes.counts.asked,
-            cache_hit=pools.prefixes.counts.hit,
-            cache_without_state=pools.prefixes.counts.without_state,
+            **{f"cache_{name}": value for name, value in asdict(pools.prefixes.counts).items()},
         )
 
     def _abort(self, requests: Sequence[Request]) -> bool:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from hybridrt.engine.prompts import Prompt, text_or_ids, token_ids
 from hybridrt.engine.tokenizer import Tokenizer, encode_prompt
 from hybridrt.errors import RequestError, is_text, shown
+from hybridrt.kernels.token_rules import TokenRules
+from hybridrt.runtime.token_rules import make_rules
 from hybridrt.sampling_params import SamplingParams
 
 
@@ -16,12 +18,14 @@ class PreparedPrompt:
     Attributes:
         max_len: prompt + output tokens at which a sample ends.
         stop_ids: tokens that end it.
+        rules: what the parameters allow of single tokens; None for all.
     """
 
     tokens: list[int]
     params: SamplingParams
     max_len: int
     stop_ids: frozenset[int]
+    rules: TokenRules | None = None
 
 
 @dataclass(frozen=True)
@@ -63,22 +67,49 @@ class EngineLimits:
         longest = self.max_model_len
         max_len = longest if params.max_tokens is None else min(longest, len(tokens) + params.max_tokens)
         eos = () if params.ignore_eos else self.eos_token_ids
-        return PreparedPrompt(tokens, params, max_len, frozenset((*eos, *params.stop_token_ids)))
+        # As in vLLM, min_tokens forbids end-of-sequence ids also where they would not end the request.
+        forbidden = {*self.eos_token_ids, *params.stop_token_ids}
+        if (
+            params.min_tokens
+            and params.allowed_token_ids is not None
+            and forbidden.issuperset(params.allowed_token_ids)
+        ):
+            raise RequestError(
+                f"allowed_token_ids holds only tokens that end the output, and min_tokens is {params.min_tokens}: "
+                "allow more, or set min_tokens to 0",
+                "allowed_token_ids",
+            )
+        rules = make_rules(params, forbidden, self._bad_words(params, tokenizer), self.vocab_size)
+        return PreparedPrompt(tokens, params, max_len, frozenset((*eos, *params.stop_token_ids)), rules)
 
     def _check_params(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         """What parameters can be wrong about only beside a model."""
         vocab = self.vocab_size
         if params.stop and tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids", "stop")
-        if max(params.stop_token_ids, default=0) >= vocab:
-            raise RequestError(
-                f"stop_token_ids holds {max(params.stop_token_ids)}; the vocabulary ends at {vocab - 1}: remove it",
-                "stop_token_ids",
-            )
-        if params.logprobs is not None and params.logprobs > vocab:
-            raise RequestError(
-                f"logprobs is {params.logprobs} and the vocabulary has {vocab} tokens; lower it", "logprobs"
-            )
+        if params.bad_words and tokenizer is None:
+            raise RequestError("bad_words need a tokenizer and this model has none; use logit_bias", "bad_words")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            last = max(getattr(params, name) or (), default=0)
+            if last >= vocab:
+                raise RequestError(f"{name} holds {last}; the vocabulary ends at {vocab - 1}: remove it", name)
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(params, name)
+            if number is not None and number > vocab:
+                raise RequestError(f"{name} is {number} and the vocabulary has {vocab} tokens; lower it", name)
+
+    def _bad_words(self, params: SamplingParams, tokenizer: Tokenizer | None) -> list[list[int]]:
+        """Token ids of `bad_words`: of each word at the beginning of a text and, as vLLM does, of the word behind a
+        space where that makes as many tokens with another first one."""
+        found = list[list[int]]()
+        for word in params.bad_words if tokenizer is not None else ():
+            begun, behind_space = (tokenizer.encode_bare(space + word.lstrip()) for space in ("", " "))
+            if not begun or max((*begun, *behind_space)) >= self.vocab_size:
+                raise RequestError(f"bad_words holds {shown(word)}, which the model has no tokens for", "bad_words")
+            found.append(begun)
+            if len(begun) == len(behind_space) and begun[0] != behind_space[0]:
+                found.append(behind_space)
+        return found
 
     def _encode(self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> list[int]:
         """Token ids of a prompt, cut to its end where the parameters say so."""

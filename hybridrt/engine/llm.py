@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import overload
 
@@ -9,6 +10,7 @@ from tqdm.auto import tqdm
 from tqdm.notebook import tqdm_notebook
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
+from hybridrt.engine.cache_dump import write_dump
 from hybridrt.engine.delta_queue import DeltaQueue
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import PreparedPrompt
@@ -67,6 +69,7 @@ class LLM:
         tp_size: int = 1,
         transfer_bytes: int = 0,
         prefix_cache: bool = True,
+        cache_slots: int | None = None,
         seed: int = 0,
     ) -> None:
         options = dict(locals())  # the parameters, which are the fields of EngineConfig
@@ -161,6 +164,19 @@ class LLM:
         with self.engine.turns:
             return self.engine.reset_prefix_cache()
 
+    def dump_cache(self, path: str | Path, *, text: bool = False) -> None:
+        """Writes what the prefix cache holds now to a JSON file, for `hybridrt inspect --cache`.
+
+        Args:
+            text: also write the cached texts, if there is a tokenizer. Without it the file holds none of them.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with self.engine.turns:
+            dump = self.engine.cache_dump(text=text)
+        write_dump(path, dump)
+
     def close(self) -> None:
         """Aborts all requests and frees the model and the pools. A second call does nothing, or what an exception kept
         the first from doing."""
@@ -234,12 +250,14 @@ def _raise_error(deltas: Sequence[Delta]) -> None:
 
 def whole_output(request_id: str, prepared: PreparedPrompt, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
     """The samples of a prompt, each of whose tokens came in one delta."""
-    first, *siblings = (_sample(prepared.tokens, ended[request_id, index]) for index in range(prepared.params.n))
+    scores = ended[request_id, 0].prompt_logprobs
+    samples = (_sample(prepared.tokens, scores, ended[request_id, index]) for index in range(prepared.params.n))
+    first, *siblings = samples
     first.siblings = tuple(siblings)
     return first
 
 
-def _sample(prompt: list[int], delta: Delta) -> RequestOutput:
+def _sample(prompt: list[int], scores: list[dict[int, float] | None] | None, delta: Delta) -> RequestOutput:
     assert delta.finish_reason is not None and delta.metrics is not None, "it has ended"
     return RequestOutput(
         request_id=delta.request_id,
@@ -250,4 +268,5 @@ def _sample(prompt: list[int], delta: Delta) -> RequestOutput:
         finish_reason=delta.finish_reason,
         logprobs=delta.logprobs,
         metrics=delta.metrics,
+        prompt_logprobs=scores,
     )

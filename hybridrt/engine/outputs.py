@@ -40,11 +40,12 @@ class TokenCounters:
 
 @dataclass(slots=True)
 class RequestMetrics(TokenCounters):
-    """Of one sample. Times are seconds of `time.monotonic()`. `cached_tokens` of the prompt needed no computing: they
-    came from the prefix cache."""
+    """Of one sample. Times are seconds of `time.monotonic()`; `admission_time` is when it began to run first.
+    `cached_tokens` of the prompt needed no computing: they came from the prefix cache."""
 
     prompt_tokens: int
     arrival_time: float
+    admission_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
     retractions: int = 0
@@ -57,7 +58,8 @@ class EngineCounters(TokenCounters):
     free entries of the pools.
 
     Attributes:
-        cache_asked, cache_hit, cache_without_state: hybridrt.mem_cache.prefix_cache.CacheCounts, in tokens.
+        cache_asked, cache_hit, cache_without_state, cache_without_kv, cache_retokenised: the CacheCounts of
+            hybridrt.mem_cache.prefix_cache, in tokens.
         cached_slots, cached_pages: what the prefix cache holds now. It gives up what requests need.
     """
 
@@ -77,6 +79,8 @@ class EngineCounters(TokenCounters):
     cache_asked: int = 0
     cache_hit: int = 0
     cache_without_state: int = 0
+    cache_without_kv: int = 0
+    cache_retokenised: int = 0
 
     def count_launch(self, plan: StepPlan) -> None:
         """A step was launched."""
@@ -106,6 +110,8 @@ class Delta(msgspec.Struct):
         finish_reason: "stop", "length" or "abort" in the last delta; None before.
         metrics: the sample's counters, in the last delta; None before.
         error: why the request failed; finish_reason is then "abort".
+        prompt_logprobs: in the first delta of sample 0, if asked for: for every prompt token what `logprobs` is for new
+            ones, None for the first of them.
     """
 
     request_id: str
@@ -116,6 +122,7 @@ class Delta(msgspec.Struct):
     finish_reason: FinishReason | None = None
     metrics: RequestMetrics | None = None
     error: EngineError | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
     def extend(self, later: "Delta") -> None:
         """Adds the sample's next delta."""
@@ -136,6 +143,8 @@ class RequestOutput:
         token_ids: all output tokens, the token that stopped the sample included.
         text: their text, without the stopping token or stop string; "" without a tokenizer.
         logprobs: for every token, token id -> log-probability of it and of the likeliest; None if not asked for.
+        prompt_logprobs: the same for every prompt token, None for the first; one list, which the prompt's samples
+            share; None if not asked for.
         siblings: the samples 1 to n - 1 of the same prompt, on sample 0.
     """
 
@@ -148,6 +157,7 @@ class RequestOutput:
     logprobs: list[dict[int, float]] | None
     metrics: RequestMetrics
     siblings: "tuple[RequestOutput, ...]" = ()
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
     @property
     def outputs(self) -> "list[RequestOutput]":

@@ -1,5 +1,6 @@
 """What running requests take from the prefix cache, and what they give to it."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,7 @@ from hybridrt.engine.request import Request
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
 from hybridrt.mem_cache.prefix_cache import CacheCounts, CacheEntries, PrefixMatch
 from hybridrt.mem_cache.radix_cache import Node, RadixCache
+from hybridrt.mem_cache.seen_texts import SeenTexts
 
 GRID = 16
 MOST_SAVES = 3
@@ -33,12 +35,26 @@ class PrefixStore:
         page_size = page_size if pages.total else 0
         self.tree = RadixCache(page_size, slots.total > 0, lookahead)
         self.counts = CacheCounts()
+        self._seen = SeenTexts()
         self.grid = max(GRID, page_size)
         self._pages, self._slots, self._rows, self._keeps = pages, slots, rows, keeps
 
     def match(self, request: Request) -> PrefixMatch:
-        """What of a waiting request needs no computing. Nothing is locked."""
-        return self.tree.match(request.ids, request.params.cache_salt or "") if self._keeps else PrefixMatch()
+        """What of a waiting request needs no computing. Nothing is locked. A prefix that is computed already gives no
+        log-probabilities."""
+        if not self._keeps or request.params.prompt_logprobs is not None:
+            return PrefixMatch()
+        return self.tree.match(request.ids, request.params.cache_salt or "")
+
+    def expect(self, request: Request) -> None:
+        """The request waits: what it would match now is kept for it, as far as room allows."""
+        request.expected = self.match(request)
+        self.tree.expect(request.expected, request.arrival)
+
+    def forget(self, request: Request) -> None:
+        """The request waits no longer."""
+        self.tree.forget(request.expected, request.arrival)
+        request.expected = PrefixMatch()
 
     def shares(self, num_tokens: int) -> bool:
         """Whether a prompt of so many tokens may leave something for another one of the same tokens."""
@@ -68,10 +84,15 @@ class PrefixStore:
         """Counts a match, and chooses where the rest of the prompt leaves states: at its last place on the grid, where
         another prompt's path leaves it, and at marked boundaries, the last ones first."""
         prompt = len(request.prefill_tokens)
+        if not request.metrics.retractions:
+            request.metrics.admission_time = time.monotonic()
         if match.staged is None and not request.metrics.retractions:
             request.metrics.cached_tokens = match.length
             self.counts.asked += prompt
             self.counts.hit += match.length
+            seen = self._seen.length(request.ids[: prompt - 1], request.params.cache_salt or "")
+            self.counts.without_kv += max(seen - match.known, 0)
+            self.counts.retokenised += match.retokenised
             self.counts.without_state += match.known - match.length if self._slots.total else 0
         request.shared, request.save_at = False, ()
         if self._keeps and self._slots.total:
@@ -118,14 +139,15 @@ class PrefixStore:
         request.given, request.prefix = set(), PrefixMatch()
         return taken
 
-    def evict(self, pages: int, states: int) -> None:
-        """Frees so many entries that no request reads, or all there are."""
-        gone = self.tree.evict(pages, states)
+    def evict(self, pages: int, states: int, *, awaited: bool = True) -> None:
+        """Frees so many entries that no request reads, or all there are; `awaited` as in RadixCache.evict."""
+        gone = self.tree.evict(pages, states, awaited=awaited)
         self._pages.evict(gone.pages)
         self._slots.evict(gone.states)
 
     def reset(self) -> bool:
         """Frees all entries that no request reads. True if none is left."""
+        self._seen.clear()
         self.evict(self._pages.total, self._slots.total)
         return not self._pages.num_cached and not self._slots.num_cached
 
@@ -142,7 +164,9 @@ class PrefixStore:
         return self._insert(request, ids[: computed + self.tree.lookahead], states)[0]
 
     def _insert(self, request: Request, ids: np.ndarray, states: dict[int, Slot]) -> tuple[CacheEntries, Node]:
-        taken, node = self.tree.insert(ids, request.pages, states, request.params.cache_salt or "")
+        salt = request.params.cache_salt or ""
+        self._seen.note(ids, salt)
+        taken, node = self.tree.insert(ids, request.pages, states, salt, len(request.prompt))
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
         return taken, node
@@ -157,5 +181,5 @@ class PrefixStore:
         if idle <= self._rows.num_free:
             return None
         if not self._slots.num_free:
-            self.evict(0, 1)
-        return self._slots.alloc(1)[0]
+            self.evict(0, 1, awaited=False)
+        return self._slots.alloc(1)[0] if self._slots.num_free else None

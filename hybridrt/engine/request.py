@@ -1,10 +1,10 @@
 """A request as the host sees it."""
 
+import math
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics
 from hybridrt.engine.stop_strings import StopStrings
 from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.errors import EngineError
+from hybridrt.kernels.token_rules import TokenRules
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import TokenLogprobs, int32s
@@ -37,11 +38,15 @@ class Request:
         arrival: order of arrival, unique.
         max_len: prompt + output tokens at which the request ends.
         stop_ids: tokens that end it.
+        rules: what its parameters allow of single tokens.
+        prompt_logprobs: of the prompt, None for its first token and up to `scored` of its tokens; None where nobody
+            wants them, and once they are in a delta.
         stream: its reader gets deltas while it runs; False: one delta at its end.
         told: tokens that are in deltas already.
         decoded: tokens that the detokenizer has read.
         queue: its reader's queue, while there is one.
         row, state_slot, pages, spare, prefix: what the cache coordinator lent; see there.
+        expected: what it would have matched when it began to wait, while it waits.
         given: pages of its own that the prefix cache has taken over while the request runs.
         saves: slots with states of its prompt, by the number of tokens; save_at: where it leaves such states.
         shared: its prompt has been offered to the prefix cache.
@@ -65,10 +70,13 @@ class Request:
     max_len: int
     stop_ids: frozenset[int]
     metrics: RequestMetrics
+    rules: TokenRules | None = None
     stream: bool = True
     detokenizer: Detokenizer | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    scored: int = 1
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
     row: Slot | None = None
@@ -77,6 +85,7 @@ class Request:
     spare: list[Slot] = field(default_factory=list)
     first_page: int = 0
     prefix: PrefixMatch = field(default_factory=PrefixMatch)
+    expected: PrefixMatch = field(default_factory=PrefixMatch)
     given: set[Slot] = field(default_factory=set)
     saves: dict[int, Slot] = field(default_factory=dict)
     save_at: Sequence[int] = ()
@@ -144,6 +153,21 @@ class Request:
         """The launched steps compute all of `prefill_tokens`."""
         return self.computed >= len(self.prefill_tokens)
 
+    def score(self, start: int, found: Sequence[TokenLogprobs]) -> None:
+        """Takes log-probabilities of the prompt's tokens from number `start` on. Those that have come already are
+        dropped: a retracted request computes its prompt once more.
+
+        Raises:
+            EngineError: one is no number.
+        """
+        fresh = found[self.scored - start :]
+        if any(math.isnan(entry.logprob) for entry in fresh):
+            raise EngineError(NOT_FINITE)
+        tokens = self.prompt[self.scored : self.scored + len(fresh)]
+        self.scored += len(fresh)
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += [{t: entry.logprob, **entry.top} for t, entry in zip(tokens, fresh, strict=True)]
+
     def append(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> FinishReason | None:
         """Takes what a step gained, up to the token that ends the request; the surplus is dropped.
 
@@ -168,10 +192,13 @@ class Request:
         return None
 
     def read_text(self) -> bool:
-        """Makes text of the tokens since the last call. True if a stop string has appeared in it."""
+        """Makes text of the tokens since the last call. True if a stop string has appeared in it; none is looked for
+        in the text of the first `min_tokens`."""
         tokens = self.output[self.decoded :]
         self.decoded += len(tokens)
-        return bool(tokens) and self.detokenizer is not None and self.detokenizer.advance(tokens)
+        if not tokens or self.detokenizer is None:
+            return False
+        return self.detokenizer.advance(tokens, may_stop=self.decoded > self.params.min_tokens)
 
     def end(self, reason: FinishReason, error: EngineError | None = None) -> None:
         """Ends the request. Without an error all of its text is made: a stop string may be hidden in what was held back
@@ -180,7 +207,7 @@ class Request:
             rest = self.output[self.decoded :]
             if rest and rest[-1] in self.stop_ids and not self.params.include_stop_str_in_output:
                 del rest[-1]
-            stopped = self.detokenizer.finish(rest)
+            stopped = self.detokenizer.finish(rest, len(self.output) > self.params.min_tokens)
             reason = "stop" if stopped and reason == "length" else reason
         self.metrics.output_tokens = len(self.output)
         self.metrics.finish_time = time.monotonic()
@@ -195,38 +222,47 @@ class Request:
             self.logprobs = []
         text = detokenizer.take(reason is not None) if detokenizer is not None else ""
         metrics = self.metrics if reason is not None else None
-        return Delta(self.request_id, self.index, tokens, text, logprobs, reason, metrics, self.error)
+        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        return Delta(
+            self.request_id, self.index, tokens, text, logprobs, reason, metrics, self.error, prompt_logprobs
+        )  # fmt: skip
 
 
 def new_samples(
     request_id: str, prepared: PreparedPrompt, seed: int, arrivals: Iterator[int], tokenizer: Tokenizer | None
 ) -> list[Request]:
-    """The `n` samples of a prompt."""
+    """The `n` samples of a prompt. The first one brings the log-probabilities of the prompt."""
     tokens, params = prepared.tokens, prepared.params
+    others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
     stop = StopStrings(params.stop) if params.stop else None
-    make_text = partial(
-        Detokenizer, tokenizer, tokens, stop,
-        include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
-    )  # fmt: skip
     samples = [
         Request(
             request_id=request_id,
             index=index,
             arrival=next(arrivals),
             prompt=tokens,
-            params=params,
+            params=params if index == 0 else others,
             seed=derive_seed(seed, index) if index else seed,
             max_len=prepared.max_len,
             stop_ids=prepared.stop_ids,
+            rules=prepared.rules,
             metrics=RequestMetrics(prompt_tokens=len(tokens), arrival_time=time.monotonic()),
-            detokenizer=make_text() if tokenizer is not None else None,
+            detokenizer=_detokenizer(tokenizer, prepared, stop),
             logprobs=None if params.logprobs is None else [],
+            prompt_logprobs=[None] if index == 0 and params.prompt_logprobs is not None else None,
         )
         for index in range(params.n)
     ]
     for request in samples[1:]:
         request.leader = samples[0]
     return samples
+
+
+def _detokenizer(tokenizer: Tokenizer | None, prepared: PreparedPrompt, stop: StopStrings | None) -> Detokenizer | None:
+    if tokenizer is None:
+        return None
+    include, skip = prepared.params.include_stop_str_in_output, prepared.params.skip_special_tokens
+    return Detokenizer(tokenizer, prepared.tokens, stop, include_stop=include, skip_special_tokens=skip)
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -1,7 +1,7 @@
 """The samples that an engine has not finished: what each gains, and how it ends."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hybridrt.engine.outputs import EngineCounters, FinishReason
 from hybridrt.engine.request import Request
@@ -56,6 +56,8 @@ class Samples:
     def take(self, step: ScheduledStep, result: StepResult) -> None:
         """Gives each sample what a step has gained for it."""
         gains = iter(zip(result.tokens, result.logprobs, strict=True))
+        if result.prompt_logprobs:
+            self._score(step, result.prompt_logprobs)
         gained = []
         for request, most in step.rows:
             tokens, logprobs = next(gains) if most else ((), None)
@@ -65,6 +67,15 @@ class Samples:
             if -1 in tokens:  # also where the request has ended: the state behind them is not finite
                 request.broken = True
         self._scheduler.complete(step, gained)
+
+    def _score(self, step: ScheduledStep, found: Mapping[int, Sequence[TokenLogprobs]]) -> None:
+        """Gives samples the log-probabilities of their prompts."""
+        for (request, _), chunk in zip(step.rows[len(step.plan.decode) :], step.plan.extend, strict=True):
+            if chunk.row in found and request.finish_reason is None:
+                try:
+                    request.score(chunk.computed + 1, found[chunk.row])
+                except Exception as e:
+                    self.fail(request, e)
 
     def fail_step(self, step: ScheduledStep, cause: BaseException) -> None:
         """Ends the samples of a step that has failed."""

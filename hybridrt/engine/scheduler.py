@@ -77,6 +77,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=_turn)
+        self._coordinator.prefixes.expect(request)
 
     def schedule(self, refuse: Refuse | None = None) -> ScheduledStep | None:
         """The next step, counted as launched from here on; None if nothing can run before a launched step ends.
@@ -136,6 +137,7 @@ class Scheduler:
         `complete` does."""
         if request.row is None:
             self.waiting.remove(request)
+            self._coordinator.prefixes.forget(request)
             return
         self._end_drafts(request)
         del self.running[request.arrival]
@@ -254,9 +256,9 @@ class Scheduler:
     ) -> None:
         """Adds chunks of the admitted prompts, then admits waiting requests. If a decode row found no page, no page is
         free, so nothing is admitted."""
-        for request in admitted:
-            if budget and request.row is not None:  # it may just have been retracted
-                budget -= self._add_extend(step, request, budget)
+        for earlier in admitted:
+            if budget and earlier.row is not None:  # it may just have been retracted
+                budget -= self._add_extend(step, earlier, budget)
         while budget and (request := self._next_waiting()) is not None:
             stamp = request.arrival, len(self.running), *self._coordinator.room_stamp()
             if self._blocked == stamp:
@@ -267,6 +269,7 @@ class Scheduler:
                 self._blocked = stamp
                 break
             self.waiting.remove(request)
+            self._coordinator.prefixes.forget(request)
             self.running[request.arrival], self._order = request, None
             if self._drafter is not None:
                 self._drafter.begin(request)
@@ -288,7 +291,7 @@ class Scheduler:
         """Whether the buffers of a step can hold the request's numbers. If not, ends the request by `refuse` and
         returns False: in a step it would fail all rows, and end the other ranks."""
         try:
-            SamplingTable.constants(request.params, request.seed)
+            SamplingTable.constants(request.params, request.seed, request.rules)
         except Exception as e:
             if refuse is None:
                 raise

@@ -26,6 +26,7 @@ class Family:
             `describe` takes. Exactly one of `config_class` and `read` is given.
         rewrite: (config.json's object, its path) to the object that `config_class` can read, for a family that spells
             the fields of another one in its own way. Raises ConfigError.
+        activation: hidden_act that the model implements.
         mtp_head: "module:class" of its multi-token-prediction head.
         section: for a model of text and images: the object of config.json that describes its text part, the only part
             that runs. `config_class` reads it.
@@ -38,6 +39,7 @@ class Family:
     config_class: str | None = None
     read: Callable[[Mapping[str, Any], Path], Any] | None = None
     rewrite: Callable[[Mapping[str, Any], Path], dict[str, Any]] | None = None
+    activation: str = "silu"
     mtp_head: str | None = None
     section: str | None = None
     image_tokens: tuple[str, ...] = ()
@@ -63,3 +65,9 @@ def check_heads(hf: Any) -> None:
             f"num_attention_heads {hf.num_attention_heads} is no multiple of num_key_value_heads "
             f"{hf.num_key_value_heads}"
         )
+
+
+def routed_experts(hf: Any) -> int:
+    """Experts of a layer among which a router chooses; 0 without."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((count for name in names if (count := getattr(hf, name, 0))), 0)

@@ -15,7 +15,7 @@ from hybridrt.config_fields import (
     TAPS,
     FieldTypes,
 )
-from hybridrt.config_json import FLAG, NULL, OBJECT, either, list_of
+from hybridrt.config_json import FLAG, NULL, OBJECT, TRUE, either, list_of
 from hybridrt.families.base import Family, FamilyFields, attention_config
 from hybridrt.kinds.mamba2 import Mamba2Config
 
@@ -37,6 +37,9 @@ FIELDS: FieldTypes = {
     **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), MULTIPLIER),
     "ssm_multipliers": list_of(MULTIPLIER, 5),
     "mlp_multipliers": list_of(MULTIPLIER, 2),
+    # Blocks without one of the branches or without an MLP: hub files name them, and none asks for them.
+    "attn_layer_indices": NULL,
+    "mamba_use_mlp": either(NULL, TRUE),
 }
 
 

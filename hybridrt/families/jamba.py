@@ -4,7 +4,7 @@ from typing import Any
 
 from hybridrt.config import LayerSpec
 from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, PERIOD, SIZE, STATE, TAPS, FieldTypes
-from hybridrt.config_json import FLAG
+from hybridrt.config_json import FLAG, NULL, TRUE, either
 from hybridrt.families.base import Family, FamilyFields, attention_config
 from hybridrt.kinds.mamba1 import Mamba1Config
 
@@ -18,6 +18,8 @@ FIELDS: FieldTypes = {
     **dict.fromkeys(("attn_layer_period", "expert_layer_period"), PERIOD),
     "rms_norm_eps": EPSILON,
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
+    # Norms of dt, B and C, which the first Jamba could do without.
+    "mamba_inner_layernorms": either(NULL, TRUE),
 }
 
 

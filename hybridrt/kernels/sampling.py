@@ -78,7 +78,7 @@ def uniform(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
 def filtered_logits(logits: Tensor, filters: LogitFilters) -> Tensor:
     """The logits `[B, V]` float32 that a draw is made from: penalised, tempered, -inf where filtered out."""
     temperature, top_k, top_p, min_p, penalties, bitmask = filters
-    logits = _allowed(logits.float(), bitmask)
+    logits = only_allowed(logits.float(), bitmask)
     if penalties is not None:
         logits = _penalized(logits, penalties)
     logits = logits / torch.where(temperature < MIN_TEMPERATURE, 1.0, temperature).unsqueeze(1)
@@ -109,7 +109,7 @@ def sample(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor
 def greedy(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
     """The most likely allowed token of each row, `[B]` int64; of equal ones the first. -1 where there is none: an
     allowed logit is NaN or infinity, or all of them are -infinity."""
-    return _best(_allowed(logits, bitmask))
+    return _best(only_allowed(logits, bitmask))
 
 
 @operation()
@@ -145,7 +145,8 @@ def _best(logits: Tensor) -> Tensor:
     return tokens.masked_fill_(~largest.isfinite(), -1)
 
 
-def _allowed(logits: Tensor, bitmask: Tensor | None) -> Tensor:
+def only_allowed(logits: Tensor, bitmask: Tensor | None) -> Tensor:
+    """The logits [B, V], -inf where the bitmask [B, ceil(V / 32)] allows no token."""
     if bitmask is None:
         return logits
     bits = (bitmask.unsqueeze(-1) >> torch.arange(32, device=bitmask.device, dtype=torch.int32)) & 1

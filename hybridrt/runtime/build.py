@@ -26,6 +26,7 @@ from hybridrt.models.loader import fill_dummy, has_own_head, load_weights
 from hybridrt.models.registry import model_class
 from hybridrt.runtime.drafting import draft_method
 from hybridrt.runtime.host_memory import free_host_memory
+from hybridrt.runtime.prompt_logprobs import prompt_logprob_bytes
 from hybridrt.runtime.sampler import SamplingTable
 
 DEFAULT_ROWS = {"cpu": 16, "cuda": 256}
@@ -200,12 +201,14 @@ def make_plan(
     a GPU `device_budget`. `cache_slots` state slots are for cached prefixes; None
     takes a share if the prefix cache is on."""
     mc, spec = target.model_config, pool_spec(config, target)
+    cache_slots = config.cache_slots if cache_slots is None and config.prefix_cache else cache_slots
     limit = mc.max_position_embeddings
+    scores = prompt_logprob_bytes(mc.vocab_size, target.dtype.itemsize)
     costs = UnitCosts(
         slot=spec.slot_bytes(),
         row=row_bytes(config, target, config.max_model_len or limit),
         page=page_bytes(config, target),
-        fixed=graph_bytes(config, target) + draft_method(config).fixed_bytes(config, target),
+        fixed=graph_bytes(config, target) + draft_method(config).fixed_bytes(config, target) + scores,
         transfer=config.transfer_bytes,
     )
     plan = plan_memory(

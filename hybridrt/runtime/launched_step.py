@@ -42,9 +42,9 @@ class LaunchedStep:
         logprobs: tuple[torch.Tensor, ...] = (),
         wanted: Sequence[int | None] = (),
     ) -> None:
-        self._tokens = None if tokens is None else _to_host(tokens)
-        self._accepted = None if accepted is None else _to_host(accepted)
-        self._logprobs = tuple(_to_host(t) for t in logprobs)
+        self._tokens = None if tokens is None else to_host(tokens)
+        self._accepted = None if accepted is None else to_host(accepted)
+        self._logprobs = tuple(to_host(t) for t in logprobs)
         self._wanted = wanted
         self._event: torch.cuda.Event | None = None
         if tokens is not None and tokens.is_cuda:
@@ -83,10 +83,12 @@ class JoinedSteps:
 
     def result(self) -> StepResult:
         first, second = (part.result() for part in self._parts)
-        return StepResult(first.tokens + second.tokens, first.logprobs + second.logprobs)
+        scores = first.prompt_logprobs | second.prompt_logprobs
+        return StepResult(first.tokens + second.tokens, first.logprobs + second.logprobs, scores)
 
 
-def _to_host(t: torch.Tensor) -> torch.Tensor:
+def to_host(t: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, which is there once the stream has come so far; on a CPU the tensor itself."""
     if not t.is_cuda:
         return t
     return torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)

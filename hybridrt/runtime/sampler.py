@@ -11,24 +11,29 @@ import torch
 
 from hybridrt.kernels.acceptance import accept_chain, accept_tree
 from hybridrt.kernels.sampling import LogitFilters, Penalties, greedy, sample
+from hybridrt.kernels.token_rules import DrawLines, TokenRules, apply_token_rules
 from hybridrt.runtime.step import Admission
+from hybridrt.runtime.token_rules import admit_rules, allocate_rules, pack_rules, rule_row_bytes
 from hybridrt.sampling_params import SamplingParams
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_CONSTANTS = Struct(f"=q{len(FLOATS)}fi")
+_CONSTANTS = Struct(f"=q{len(FLOATS)}f2i")
 
-_DRAWS, _TOP_K, _TOP_P, _MIN_P, _PENALTIES, _LOGPROBS = (1 << i for i in range(6))
+_DRAWS, _TOP_K, _TOP_P, _MIN_P, _PENALTIES, _LOGPROBS, _RULES, _WORDS = (1 << i for i in range(8))
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Which parts of sampling any row of a batch uses: known on the host, so that a step runs no more than it needs."""
+    """Which parts of sampling any row of a batch uses: known on the host, so that a step runs no more than it needs.
+    `words`: rules depend on the tokens before, which are then kept."""
 
     greedy: bool
     top_k: bool
     top_p: bool
     min_p: bool
     penalties: bool
+    rules: bool = False
+    words: bool = False
 
     @classmethod
     def of(cls, params: Iterable[SamplingParams]) -> "Filters":
@@ -38,7 +43,7 @@ class Filters:
     @cache
     def of_bits(cls, bits: int) -> "Filters":
         """What any row's `_bits` ask for."""
-        used = (bool(bits & bit) for bit in (_TOP_K, _TOP_P, _MIN_P, _PENALTIES))
+        used = (bool(bits & bit) for bit in (_TOP_K, _TOP_P, _MIN_P, _PENALTIES, _RULES, _WORDS))
         return cls(not bits & _DRAWS, *used)
 
 
@@ -51,6 +56,8 @@ def _bits(params: SamplingParams) -> int:
         | _MIN_P * (params.min_p > 0)
         | _PENALTIES * params.uses_penalties
         | _LOGPROBS * (params.logprobs is not None)
+        | _RULES * params.uses_rules
+        | _WORDS * bool(params.bad_words)
     )
 
 
@@ -60,16 +67,20 @@ class RowRequirements:
     def __init__(self, num_rows: int) -> None:
         self._bits = np.zeros(num_rows + 1, np.uint8)
         self._logprobs = np.full(num_rows + 1, -1, np.int64)
+        self._ruled_until = np.zeros(num_rows + 1, np.int64)
 
     def admit(self, admissions: Iterable[Admission]) -> None:
         for a in admissions:
+            self._ruled_until[a.row] = 0 if a.rules is None else a.rules.until
             self._bits[a.row] = _bits(a.params)
             self._logprobs[a.row] = -1 if a.params.logprobs is None else a.params.logprobs
 
-    def of(self, rows: np.ndarray) -> tuple[Filters, Sequence[int | None]]:
-        """What any of the rows [n] uses, and how many alternatives to its token each of them wants, None for no
-        log-probabilities; empty if no row wants any."""
+    def of(self, rows: np.ndarray, output_indices: np.ndarray) -> tuple[Filters, Sequence[int | None]]:
+        """What any of the rows [n] uses for tokens from those output indices [n] on, and how many alternatives to its
+        token each of them wants, None for no log-probabilities; empty if no row wants any."""
         bits = reduce(or_, set(self._bits.take(rows).tobytes()), 0)
+        if bits & _RULES and not (output_indices < self._ruled_until[rows]).any():
+            bits &= ~_RULES
         wanted = self._logprobs[rows].tolist() if bits & _LOGPROBS else ()
         return Filters.of_bits(bits), [None if n < 0 else n for n in wanted]
 
@@ -105,6 +116,28 @@ class Verification:
         drafts = self.drafts[:, None].expand(-1, width, -1)
         return drafts.reshape(n * width, -1).long(), sees[:, :, 1:].reshape(n * width, -1).int()
 
+    def keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the draws after all inputs the rows and the output indices, [n * T] int32 each."""
+        n, width = self.positions.shape
+        indices = self.output_indices[:, None] + self.positions - self.positions[:, :1]
+        return self.rows.repeat_interleave(width, output_size=n * width), indices.view(-1)
+
+    def known(self) -> torch.Tensor:
+        """[n * T] int32: the output index of the first draft before each draw."""
+        return self.output_indices[:, None].expand(self.positions.shape).reshape(-1)
+
+    def paths(self) -> torch.Tensor:
+        """[n * T, T - 1] int32: of each input the drafts that it sees, in order of depth. What stands behind them means
+        nothing."""
+        n, width = self.positions.shape
+        paths = self.drafts[:, None].expand(-1, width, -1)
+        if self.tree_mask is not None:
+            depths = (self.positions[:, 1:] - self.positions[:, :1] - 1)[:, None]
+            # Drafts beside the path are written to a column that is cut off.
+            places = torch.where(self.tree_mask[:, :, 1:], depths, width - 1).long()
+            paths = paths.new_zeros(n, width, width).scatter_(2, places, paths)[:, :, :-1]
+        return paths.reshape(n * width, -1)
+
 
 @dataclass(frozen=True)
 class Accepted:
@@ -128,14 +161,17 @@ class Accepted:
 
 
 class SamplingTable:
-    """Sampling constants and token counts by request row, on the device, written at admission.
+    """Sampling constants, token counts and rules by request row, on the device, written at admission.
 
-    `floats` is [len(FLOATS), R + 1], the rest [R + 1, ...]: the constants of any rows, [n] each, are contiguous.
+    `floats` is [len(FLOATS), R + 1], `integers` (top_k and the number of rules) [2, R + 1], the rest [R + 1, ...]: the
+    constants of any rows, [n] each, are contiguous.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.floats = torch.zeros(len(FLOATS), num_rows + 1, device=device)
-        self.top_k = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+        self.integers = torch.zeros(2, num_rows + 1, dtype=torch.int32, device=device)
+        self.top_k = self.integers[0]
+        self.rules = allocate_rules(self.integers[1], vocab_size)
         self.seeds = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.output_counts = torch.zeros(num_rows + 1, vocab_size, dtype=torch.int32, device=device)
         self.prompt_mask = torch.zeros(num_rows + 1, vocab_size, dtype=torch.bool, device=device)
@@ -143,39 +179,43 @@ class SamplingTable:
     @staticmethod
     def row_bytes(vocab_size: int) -> int:
         """Bytes of one row."""
-        return 4 * len(FLOATS) + 4 + 8 + 5 * vocab_size
+        return 4 * len(FLOATS) + 8 + 8 + 5 * vocab_size + rule_row_bytes(vocab_size)
 
     @staticmethod
-    def constants(params: SamplingParams, seed: int) -> bytes:
-        """A request's row of `pack`: its seed, its FLOATS and its top_k.
+    def constants(params: SamplingParams, seed: int, rules: TokenRules | None = None) -> bytes:
+        """A request's row of `pack`: its seed, its FLOATS, its top_k and its number of rules, -1 for none at all.
 
         Raises:
             struct.error, OverflowError: the table holds no such number.
         """
-        return _CONSTANTS.pack(seed, *(getattr(params, name) for name in FLOATS), params.top_k)
+        count = -1 if rules is None else rules.count
+        return _CONSTANTS.pack(seed, *(getattr(params, name) for name in FLOATS), params.top_k, count)
 
     @classmethod
     def pack(cls, admissions: Sequence[Admission]) -> dict[str, np.ndarray]:
-        """int32 sections of the step's packed copy: constants as bits, and the tokens that penalties count."""
+        """int32 sections of the step's packed copy: constants as bits, the tokens that penalties count, and rules."""
         counted = [a for a in admissions if a.params.uses_penalties]
         outputs = [(a.row, t) for a in counted for t in a.tokens[a.prompt_len :]]
         prompts = [(a.row, t) for a in counted for t in a.tokens[: a.prompt_len]]
-        rows = bytearray().join(cls.constants(a.params, a.seed) for a in admissions)
+        rows = bytearray().join(cls.constants(a.params, a.seed, a.rules) for a in admissions)
         constants = np.frombuffer(rows, np.int32).reshape(-1, _CONSTANTS.size // 4)
         return {
             "seeds": constants[:, :2].reshape(-1),
-            "floats": constants[:, 2:-1].reshape(-1),
-            "top_k": constants[:, -1],
+            "floats": constants[:, 2:-2].reshape(-1),
+            "integers": constants[:, -2:].reshape(-1),
             "penalty_rows": np.array([a.row for a in counted], np.int32),
             "output_tokens": np.array(outputs, np.int32).reshape(-1),
             "prompt_tokens": np.array(prompts, np.int32).reshape(-1),
+            **pack_rules(admissions),
         }
 
     def admit(self, rows: torch.Tensor, sections: dict[str, torch.Tensor]) -> None:
         """Stores what `pack` packed, for request rows `rows` [n]."""
         self.floats[:, rows] = sections["floats"].view(torch.float32).view(-1, len(FLOATS)).t()
-        self.top_k[rows] = sections["top_k"]
+        self.integers[:, rows] = sections["integers"].view(-1, 2).t()
         self.seeds[rows] = sections["seeds"].view(torch.int64)
+        if "rules" in sections:
+            admit_rules(self.rules, sections)
         counted = sections["penalty_rows"].long()
         if counted.numel():
             # Filled, not assigned: a Python number behind `[...] =` is copied to the device, which the host waits for.
@@ -191,6 +231,11 @@ class SamplingTable:
         one = torch.ones((), dtype=torch.int32, device=rows.device).expand(rows.shape)
         self.output_counts.index_put_((rows, tokens.clamp(min=0)), one, accumulate=True)
 
+    def remember(self, rows: torch.Tensor, output_indices: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Notes `tokens` [n] as those of output index `output_indices` [n] of `rows` [n], for rules about words."""
+        history = self.rules.history
+        history[rows, output_indices % history.shape[1]] = tokens.int()
+
 
 class Sampler:
     """Picks one token a row; a draw depends on the request's seed and the output index alone."""
@@ -202,6 +247,19 @@ class Sampler:
         self, logits: torch.Tensor, rows: torch.Tensor, output_indices: torch.Tensor, filters: Filters
     ) -> torch.Tensor:
         """logits [n, vocab], rows and output_indices [n] int32 to tokens [n] int64; -1 where logits are not finite."""
+        tokens = self._pick(logits, rows, output_indices, filters)
+        if filters.words:
+            self.table.remember(rows, output_indices, tokens)
+        return tokens
+
+    def _pick(
+        self, logits: torch.Tensor, rows: torch.Tensor, output_indices: torch.Tensor, filters: Filters
+    ) -> torch.Tensor:
+        if filters.rules:
+            no_path = rows.new_empty(len(rows), 0)
+            logits = apply_token_rules(
+                logits, self.table.rules, DrawLines(rows, output_indices, output_indices, no_path)
+            )
         if filters.greedy and not filters.penalties:
             return greedy(logits)
         tokens = self._draw(logits, rows, output_indices, filters, None)
@@ -216,19 +274,31 @@ class Sampler:
             logits: [n * T, vocab].
         """
         n, width = step.positions.shape
-        if filters.greedy and not filters.penalties:
+        plain = filters.greedy and not filters.penalties
+        if filters.rules or not plain:
+            rows, indices = step.keys()
+            if filters.rules:
+                logits = apply_token_rules(
+                    logits, self.table.rules, DrawLines(rows, indices, step.known(), step.paths())
+                )
+        if plain:
             tokens = greedy(logits).view(n, width)
         else:
-            rows = step.rows.repeat_interleave(width, output_size=n * width)
-            indices = step.output_indices[:, None] + step.positions - step.positions[:, :1]
             earlier = step.earlier() if filters.penalties else None
-            tokens = self._draw(logits, rows, indices.view(-1), filters, earlier).view(n, width)
+            tokens = self._draw(logits, rows, indices, filters, earlier).view(n, width)
         kept = self._accept(tokens, step)
-        if filters.penalties:
-            stays = torch.arange(width, device=tokens.device) < kept.counts[:, None]
-            # What was not kept is counted for row 0, which is scratch.
-            self.table.count(step.rows[:, None].masked_fill(~stays, 0).view(-1), kept.tokens.view(-1))
+        if filters.penalties or filters.words:
+            self._take(step, kept, filters)
         return kept
+
+    def _take(self, step: Verification, kept: Accepted, filters: Filters) -> None:
+        """Counts and remembers what a verify step keeps; the rest goes to row 0, which is scratch."""
+        places = torch.arange(kept.tokens.shape[1], device=kept.tokens.device)
+        rows = step.rows[:, None].masked_fill(places >= kept.counts[:, None], 0).view(-1)
+        if filters.penalties:
+            self.table.count(rows, kept.tokens.view(-1))
+        if filters.words:
+            self.table.remember(rows, (step.output_indices[:, None] + places).view(-1), kept.tokens.view(-1))
 
     @staticmethod
     def _accept(tokens: torch.Tensor, step: Verification) -> Accepted:
@@ -249,6 +319,9 @@ class Sampler:
         drafted: torch.Tensor,
     ) -> torch.Tensor:
         """Draws as `__call__` does, for rows that `drafted` [n, k] int64 has run ahead of: none of it is counted."""
+        if filters.rules:
+            lines = DrawLines(rows, output_indices, output_indices - drafted.shape[1], drafted.int())
+            logits = apply_token_rules(logits, self.table.rules, lines)
         if filters.greedy and not filters.penalties:
             return greedy(logits)
         earlier = drafted.clamp(min=0), torch.ones_like(drafted, dtype=torch.int32)

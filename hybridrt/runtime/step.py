@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
+from hybridrt.kernels.token_rules import TokenRules
 from hybridrt.sampling_params import SamplingParams
 
 
@@ -23,6 +24,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
         tokens: prompt, then the tokens generated so far (a retracted request comes back with some).
         prompt_len: how many of `tokens` are the prompt.
         seed: of the request's draws.
+        rules: what `params` allow of single tokens; None for all.
     """
 
     row: int
@@ -31,6 +33,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     prompt_len: int
     params: SamplingParams
     seed: int
+    rules: TokenRules | None = None
 
 
 class PageWrite(msgspec.Struct, frozen=True, array_like=True):
@@ -188,7 +191,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability of one sampled token (natural log, before temperature) and of the most likely ones."""
+    """Log-probability of one token (natural log, of the model's own logits) and of the most likely ones."""
 
     logprob: float
     top: dict[int, float]
@@ -197,10 +200,16 @@ class TokenLogprobs:
 @dataclass(slots=True)
 class StepResult:
     """For every decode row, then every extend row with `sample` set: the tokens that it gained, in order (one
-    without speculation, accepted drafts + 1 with it), and their log-probabilities where asked for (else None)."""
+    without speculation, accepted drafts + 1 with it), and their log-probabilities where asked for (else None).
+
+    Attributes:
+        prompt_logprobs: by request row, of each extend row whose request wants them: those of the prompt tokens that
+            follow the chunk's tokens, in order.
+    """
 
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None]
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 class StepHandle(Protocol):

@@ -68,13 +68,12 @@ def extend_passes(columns: Columns, sections: Sections, sizes: Sequence[int]) ->
         if _name("rows", number) not in columns:
             return found
         suffix = _name("", number)
-        of_pass = [{name.removesuffix(suffix): part for name, part in parts.items() if name.endswith(suffix)}
-                   for parts in (columns, sections)]  # fmt: skip
-        host, device = of_pass
+        host = {name.removesuffix(suffix): part for name, part in columns.items() if name.endswith(suffix)}
+        device = {name.removesuffix(suffix): part for name, part in sections.items() if name.endswith(suffix)}
         lengths = np.diff(host["query_start_loc"]).tolist()
-        parts = [device[name] for name in _COLUMNS[:-1]]
-        tokens = device["tokens"] if number else None
-        found.append(ExtendPass(*parts, tokens, chunk_plans(host, device, lengths, sizes)))
+        rows, reads, writes, starts, positions, tokens = (device[name] for name in _COLUMNS)
+        plans = chunk_plans(host, device, lengths, sizes)
+        found.append(ExtendPass(rows, reads, writes, starts, positions, tokens if number else None, plans))
     return found
 
 

@@ -12,6 +12,7 @@ from hybridrt.runtime.build import Runtime, step_widths
 from hybridrt.runtime.drafting import DeviceDrafter, draft_method
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
+from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
 from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, SamplingTable, Verification
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageWrite, StepHandle, StepPlan
@@ -44,6 +45,7 @@ class StepRunner:
         self.last_tokens = torch.zeros(self.memory_plan.num_rows + 1, dtype=torch.int32, device=self.device)
         self._staging = StagingRing(self.device)
         self._required = RowRequirements(self.memory_plan.num_rows)
+        self._prompts = PromptRequirements()
         self.arena: StateArena | None = None
         self.drafter: DeviceDrafter | None = draft_method(self.config).device_drafter(self)
         self._packing = Packing(self._trees, self.drafter is not None, self.backend.chunk_sizes)
@@ -82,6 +84,7 @@ class StepRunner:
         decode = plan.decode
         self._check(plan)
         self._required.admit(plan.admissions)
+        self._prompts.admit(plan.admissions)
         # `step_widths` has all widths; where no row has drafts, a plain step serves.
         tokens = self.config.num_verify_tokens if len(decode.drafts) else 1
         graphs = self.graphs.get(tokens)
@@ -116,7 +119,8 @@ class StepRunner:
         graphs.replay(decode, new_pages)
         batch, indices, logits, hidden = graphs.rows(len(decode))
         if batch.spec_info is None:
-            launched, accepted = self._sample(decode.rows, batch.req_pool_indices, indices, logits), None
+            on_host = decode.rows, decode.output_indices
+            launched, accepted = self._sample(on_host, batch.req_pool_indices, indices, logits), None
         else:
             launched, accepted = self._verify(decode, batch, graphs.buffers.sections, logits)
         if self.drafter is not None:
@@ -144,7 +148,9 @@ class StepRunner:
         return pages, others
 
     def _launch_eager(self, plan: StepPlan, tokens: int) -> StepHandle:
-        columns = pack_step(plan, tokens, self._packing) | pack_passes(plan.extend, self._packing.chunk_sizes)
+        scored, places = self._prompts.of(plan.extend, len(plan.decode) * tokens)
+        columns = pack_step(plan, tokens, self._packing) | places
+        columns |= pack_passes(plan.extend, self._packing.chunk_sizes)
         sections = self._staging.upload(columns)
         self._apply_allocations(sections)
         for arrival in plan.imports:
@@ -161,24 +167,28 @@ class StepRunner:
         launched, accepted = self._sample_or_verify(plan, columns, sections, batch, hidden)
         if self.drafter is not None:
             self.drafter.follow(batch, hidden, self.last_tokens, accepted, sections)
-        return launched
+        if not scored:
+            return launched
+        on_device = sections["scored_at"], sections["scored_tokens"]
+        return ScoredStep(launched, scored, hidden, *on_device, self.model.logits)
 
     def _sample_or_verify(
         self, plan: StepPlan, columns: Columns, sections: Sections, batch: ForwardBatch, hidden: torch.Tensor
     ) -> tuple[StepHandle, Accepted | None]:
         """Tokens of the rows that gain some, and what a verify step keeps."""
-        sampling = columns["sample_rows"]
+        sampling, on_host = columns["sample_rows"], columns["output_indices"]
         if not len(sampling):
             return LaunchedStep(None), None
         logits = self.model.logits(hidden.index_select(0, sections["sample_at"]))
         rows, indices = sections["sample_rows"], sections["output_indices"]
         if batch.spec_info is None:
-            return self._sample(sampling, rows, indices, logits), None
+            return self._sample((sampling, on_host), rows, indices, logits), None
         n, split = len(plan.decode), batch.num_decode_tokens
         verified, accepted = self._verify(plan.decode, batch, sections, logits[:split])
         if n == len(sampling):
             return verified, accepted
-        return JoinedSteps(verified, self._sample(sampling[n:], rows[n:], indices[n:], logits[split:])), accepted
+        sampled = self._sample((sampling[n:], on_host[n:]), rows[n:], indices[n:], logits[split:])
+        return JoinedSteps(verified, sampled), accepted
 
     def _check(self, plan: StepPlan) -> None:
         """Raises ConfigError for a plan that this runner was not made for."""
@@ -234,9 +244,14 @@ class StepRunner:
         )
 
     def _sample(
-        self, request_rows: np.ndarray, rows: torch.Tensor, output_indices: torch.Tensor, logits: torch.Tensor
+        self,
+        on_host: tuple[np.ndarray, np.ndarray],
+        rows: torch.Tensor,
+        output_indices: torch.Tensor,
+        logits: torch.Tensor,
     ) -> LaunchedStep:
-        filters, wanted = self._required.of(request_rows)
+        """`on_host`: rows and output indices as the host knows them."""
+        filters, wanted = self._required.of(*on_host)
         tokens = self.sampler(logits, rows, output_indices, filters)
         self.last_tokens[rows] = tokens.int()
         return LaunchedStep(tokens[:, None], None, *requested_logprobs(logits, tokens, wanted))
@@ -254,7 +269,7 @@ class StepRunner:
             batch.positions[: batch.num_decode_tokens].view(n, -1), sections["drafts"][:n], sections["num_drafts"][:n],
             self.last_tokens, *tree,
         )  # fmt: skip
-        filters, wanted = self._required.of(decode.rows)
+        filters, wanted = self._required.of(decode.rows, decode.output_indices)
         kept = self.sampler.verify(logits, step, filters)
         self.backend.commit(batch, kept.counts, kept.path)
         logprobs = requested_logprobs(logits, kept.tokens, wanted, kept.path)

@@ -8,6 +8,8 @@ from hybridrt.engine.outputs import Delta
 from hybridrt.server.protocol import Sampling
 from hybridrt.server.service import Service
 
+LEAST_LOGPROB = -9999.0  # instead of minus infinity, which JSON does not have
+
 
 class Answer:
     """What all endpoints that generate have in common. A subclass says what a choice is.
@@ -27,6 +29,10 @@ class Answer:
         self.prompt_tokens = sum(len(prepared.tokens) for prepared in deltas.requests.values())
         self.output_tokens = self.cached_tokens = 0
         self._token_text = service.token_text
+        self._prompts = {name: prepared.tokens for name, prepared in deltas.requests.items()}
+        self._scores: dict[str, list[dict[int, float] | None]] = {}  # log-probabilities of prompts, by request
+        self._wants_scores = body.prompt_logprobs is not None
+        self._ranks = max(prepared.params.prompt_logprobs or 0 for prepared in deltas.requests.values())
         self._reasons: list[str] = []
         self._first: float | None = None  # seconds to the first token of any sample
         self._places: dict[tuple[str, int], int] = {}
@@ -57,6 +63,7 @@ class Answer:
         self._count(delta)
         choice = self._chunk_choice(self._place(delta), delta)
         silent = not delta.text and delta.finish_reason is None and not self._wants_tokens and delta.logprobs is None
+        silent = silent and delta.prompt_logprobs is None
         return None if silent else self._chunk([self._with_tokens(choice, delta)])
 
     def closing(self) -> dict[str, Any] | None:
@@ -70,6 +77,23 @@ class Answer:
             self._count(delta)
             choices.append(self._with_tokens(self._whole_choice(self._place(delta), delta), delta))
         return {**self._head(self.whole_kind), "choices": choices, "usage": self.usage()}
+
+    def _prompt_logprobs(self, request_id: str) -> dict[str, Any]:
+        """What an answer says of a prompt's log-probabilities, as vLLM does; nothing where nobody asked. The rank is
+        known of the likeliest tokens."""
+        found = self._scores.get(request_id)
+        return {"prompt_logprobs": [e and self._ranked(e) for e in found]} if self._wants_scores and found else {}
+
+    def _ranked(self, found: dict[int, float]) -> dict[str, Any]:
+        best = sorted(found, key=lambda token: -found[token])[: self._ranks]
+        return {
+            str(token): {
+                "logprob": max(value, LEAST_LOGPROB),
+                "rank": best.index(token) + 1 if token in best else None,
+                "decoded_token": self._token_text.text(token),
+            }
+            for token, value in found.items()
+        }
 
     def _first_choice(self, index: int) -> dict[str, Any] | None:
         raise NotImplementedError
@@ -87,14 +111,18 @@ class Answer:
         """What the access log says of the answer."""
         return {
             "output_tokens": self.output_tokens,
+            "cached_tokens": self.cached_tokens,
             "finish_reasons": self._reasons,
             "time_to_first_token": self._first,
         }
 
     def _count(self, delta: Delta) -> None:
+        if delta.prompt_logprobs is not None:
+            self._scores[delta.request_id] = delta.prompt_logprobs
         self.output_tokens += len(delta.token_ids)
         if delta.finish_reason is not None and delta.metrics is not None:
             self._reasons.append(delta.finish_reason)
+            self.cached_tokens += delta.metrics.cached_tokens if delta.index == 0 else 0  # a prompt counts once
             if delta.metrics.first_token_time is not None:
                 first = delta.metrics.first_token_time - delta.metrics.arrival_time
                 self._first = round(first if self._first is None else min(self._first, first), 6)

@@ -116,13 +116,15 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
 
 def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    @app.api_route("/health", methods=["GET", "HEAD"], response_class=Response)
+    @app.get("/health", response_class=Response)
+    @app.head("/health", include_in_schema=False)
     async def health() -> Response:
         """200 while the engine works."""
         problem = service.problem()
         return Response() if problem is None else error_response(APIError(503, problem, code="unhealthy"))
 
-    @app.api_route("/ready", methods=["GET", "HEAD"], response_class=Response)
+    @app.get("/ready", response_class=Response)
+    @app.head("/ready", include_in_schema=False)
     async def ready() -> Response:
         """200 while requests are wanted: the model is warm, and the server is not shutting down."""
         problem = service.problem() if service.ready else "not ready: starting, or shutting down"
@@ -146,7 +148,13 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
         names = [body.request_id, f"cmpl-{body.request_id}", f"chatcmpl-{body.request_id}"]
         return {"aborted": any([service.llm.abort(name) for name in names])}
 
-    @app.api_route("/metrics", methods=["GET", "HEAD"], response_class=Response)
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> dict[str, bool]:
+        """Forgets cached prefixes that no running request reads. True: none is left."""
+        return {"reset": await service.llm.in_thread(service.llm.llm.reset_prefix_cache)}
+
+    @app.get("/metrics", response_class=Response)
+    @app.head("/metrics", include_in_schema=False)
     async def show_metrics() -> Response:
         """For Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)

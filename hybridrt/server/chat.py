@@ -38,6 +38,14 @@ class ChatAnswer(Answer):
         message = {"role": "assistant", "content": ""}
         return {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
 
+    def chunk(self, delta: Delta) -> dict[str, Any] | None:
+        """As `Answer.chunk`; log-probabilities of the prompt stand beside the choices, as in `whole`."""
+        chunk = super().chunk(delta)
+        return chunk and chunk | (self._prompt_logprobs(delta.request_id) if delta.prompt_logprobs else {})
+
+    def whole(self, ended: list[Delta]) -> dict[str, Any]:
+        return super().whole(ended) | self._prompt_logprobs(ended[0].request_id)
+
     def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         message = {"content": delta.text} if delta.text else {}
         return self._choice(index, delta) | {"delta": message}

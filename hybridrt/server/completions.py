@@ -1,12 +1,13 @@
 """/v1/completions: text or token ids in, their continuation out."""
 
+from dataclasses import replace
 from typing import Any
 
 from starlette.types import Scope
 
 from hybridrt.engine.outputs import Delta
 from hybridrt.engine.prompts import Prompt
-from hybridrt.server.answers import Answer
+from hybridrt.server.answers import LEAST_LOGPROB, Answer
 from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import CompletionRequest
 from hybridrt.server.respond import Started
@@ -20,45 +21,55 @@ class CompletionAnswer(Answer):
 
     whole_kind = chunk_kind = "text_completion"
 
-    def __init__(self, *arguments: Any, echoes: list[str] | None) -> None:
+    def __init__(self, *arguments: Any, echoes: list[str] | None, scored: bool) -> None:
         """
         Args:
             echoes: the prompts' texts, for each choice one, which come before its own text; None: they do not.
+            scored: log-probabilities are asked for: those of echoed prompts, too.
         """
         super().__init__(*arguments)
-        self._echoes = echoes
+        self._echoes, self._scored = echoes, scored
         self._offsets: dict[int, int] = {}
 
     def _first_choice(self, index: int) -> dict[str, Any] | None:
-        return None if self._echoes is None else self._choice(index, self._echoes[index], None, None)
+        if self._echoes is None or self._scored:
+            return None  # a scored prompt comes with the first token: its log-probabilities are known then
+        return self._choice(index, self._echoes[index], None, None)
 
     def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        return self._choice(index, delta.text, self._logprobs(index, delta), delta.finish_reason)
+        if self._scored and index not in self._offsets:
+            return self._whole_choice(index, delta)
+        choice = self._choice(index, delta.text, self._logprobs(index, delta), delta.finish_reason)
+        return choice | (self._prompt_logprobs(delta.request_id) if delta.prompt_logprobs else {})
 
     def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         echo = "" if self._echoes is None else self._echoes[index]
-        return self._choice(index, echo + delta.text, self._logprobs(index, delta), delta.finish_reason)
+        choice = self._choice(index, echo + delta.text, self._logprobs(index, delta), delta.finish_reason)
+        return choice | self._prompt_logprobs(delta.request_id)
 
     @staticmethod
     def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
-        """Four lists with an entry a token. Offsets count characters of the tokens' own texts."""
+        """Four lists with an entry a token, echoed ones first. Offsets count characters of the tokens' own texts."""
         if delta.logprobs is None:
             return None
-        texts = [self._token_text.text(token) for token in delta.token_ids]
-        offset = self._offsets.get(index, 0 if self._echoes is None else len(self._echoes[index]))
-        offsets = []
+        tokens, scores = delta.token_ids, list[dict[int, float] | None](delta.logprobs)
+        if self._echoes is not None and index not in self._offsets:
+            of_prompt = self._scores.get(delta.request_id, [])
+            tokens, scores = self._prompts[delta.request_id][: len(of_prompt)] + tokens, of_prompt + scores
+        texts, offset, offsets = [self._token_text.text(token) for token in tokens], self._offsets.get(index, 0), []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
         self._offsets[index] = offset
         return {
             "tokens": texts,
-            "token_logprobs": [found[token] for token, found in zip(delta.token_ids, delta.logprobs, strict=True)],
+            "token_logprobs": [found and found[token] for token, found in zip(tokens, scores, strict=True)],
             "top_logprobs": [
-                {self._token_text.text(t): value for t, value in found.items()} for found in delta.logprobs
+                found and {self._token_text.text(t): max(value, LEAST_LOGPROB) for t, value in found.items()}
+                for found in scores
             ],
             "text_offset": offsets,
         }
@@ -78,8 +89,11 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
         raise APIError(400, "best_of is not supported: leave it out, or set it to n", "best_of")
     most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = service.sampling_params(body, max_tokens=most, logprobs=body.logprobs)
-    if body.echo and body.logprobs is not None:
-        raise APIError(400, "echo with logprobs is not supported: prompts have no log-probabilities", "logprobs")
+    scored = bool(body.echo) and body.logprobs is not None
+    if scored:
+        params = replace(params, prompt_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0))
+        if body.stream and params.n > 1:
+            raise APIError(400, "echo with logprobs and n > 1 is not streamed: set stream or echo to false", "echo")
     prompts = _prompts(body)
     service.check_count(len(prompts), params)
     batch = [await service.llm.prepare(prompt, params) for prompt in prompts]
@@ -89,7 +103,9 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
         echoes = [text for text in texts for _ in range(params.n)]
     name = response_id("cmpl", body, scope)
     deltas = service.llm.submit(batch, name, stream=bool(body.stream))
-    return Started(CompletionAnswer(service, name, deltas, body, echoes=echoes), deltas, bool(body.stream))
+    return Started(
+        CompletionAnswer(service, name, deltas, body, echoes=echoes, scored=scored), deltas, bool(body.stream)
+    )
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:

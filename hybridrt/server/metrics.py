@@ -150,13 +150,15 @@ class Metrics(Collector):
 
     def _gauges(self, now: EngineCounters) -> Iterator[Family]:
         plan = self._llm.llm.plan
-        used = 1 - now.free_pages / plan.num_pages if plan.num_pages else 0.0
+        used = 1 - (now.free_pages + now.cached_pages) / plan.num_pages if plan.num_pages else 0.0
         for name, text, value in (
             ("vllm:num_requests_running", "Samples that run.", now.running),
             ("vllm:num_requests_waiting", "Samples that wait.", self._llm.unfinished - now.running),
             ("vllm:kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.", used),
             ("hybridrt:state_slots", "Recurrent states that there is memory for.", plan.num_slots),
             ("hybridrt:state_slots_free", "Those that no request has.", now.free_slots),
+            ("hybridrt:state_slots_cached", "Those of the prefix cache.", now.cached_slots),
+            ("hybridrt:kv_pages_cached", "KV pages of the prefix cache.", now.cached_pages),
             ("hybridrt:rows_free", "Requests that could run besides.", now.free_rows),
             ("hybridrt:mean_accepted_length", "Inputs that a verify step keeps.", now.mean_accepted_length or 0.0),
         ):
@@ -167,6 +169,9 @@ class Metrics(Collector):
             ("vllm:prompt_tokens", "Prompt tokens of requests that have ended.", self.prompt_tokens),
             ("vllm:generation_tokens", "Output tokens.", self.output_tokens),
             ("vllm:num_preemptions", "Samples that gave their memory back and began anew.", now.retractions),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.cache_asked),
+            ("vllm:prefix_cache_hits", "Those that were found.", now.cache_hit),
+            ("hybridrt:prefix_cache_without_state", "Those whose KV was found, and no state.", now.cache_without_state),
             ("vllm:spec_decode_num_draft_tokens", "Drafts.", now.proposed),
             ("vllm:spec_decode_num_accepted_tokens", "Drafts that were right.", now.accepted),
             ("vllm:spec_decode_num_drafts", "Steps of a sample with drafts.", now.verify_steps),

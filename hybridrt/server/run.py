@@ -97,27 +97,40 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+class Statistics:
+    """What an engine has done since the last time that it was asked."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._done, self._then = (0, 0), time.monotonic()
+
+    def line(self) -> str | None:
+        """None where nothing has happened."""
+        llm, now = self._service.llm, time.monotonic()
+        counters, plan = llm.llm.engine.counters(), llm.llm.plan
+        done = counters.prompt_tokens, counters.output_tokens
+        prompt, output = ((new - old) / (now - self._then) for new, old in zip(done, self._done))
+        idle = done == self._done and not llm.unfinished
+        self._done, self._then = done, now
+        if idle:
+            return None
+        lent = plan.num_pages - counters.free_pages - counters.cached_pages
+        used = 100 * lent / plan.num_pages if plan.num_pages else 0.0
+        hits = 100 * counters.cache_hit / counters.cache_asked if counters.cache_asked else 0.0
+        return (
+            f"{counters.running} running, {max(llm.unfinished - counters.running, 0)} waiting; prompt {prompt:.1f} "
+            f"tokens/s, output {output:.1f} tokens/s; KV pages {used:.1f}% used, {counters.free_slots} of "
+            f"{plan.num_slots} state slots free, {counters.retractions} retractions, {hits:.1f}% of prompts cached"
+        )
+
+
 async def write_statistics(service: Service) -> None:
     """A line every few seconds in which something happened."""
-    llm, interval = service.llm, service.config.stats_interval
-    before, then = (0, 0), time.monotonic()
+    statistics = Statistics(service)
     while True:
-        await asyncio.sleep(interval)
-        counters, now = llm.llm.engine.counters(), time.monotonic()
-        done = counters.prompt_tokens, counters.output_tokens
-        if done == before and not llm.unfinished:
-            then = now
-            continue
-        rates = [(new - old) / (now - then) for new, old in zip(done, before)]
-        plan = llm.llm.plan
-        used = 100 * (1 - counters.free_pages / plan.num_pages) if plan.num_pages else 0.0
-        log.info(
-            "%d running, %d waiting; prompt %.1f tokens/s, output %.1f tokens/s; KV pages %.1f%% used, %d of %d state "
-            "slots free, %d retractions",
-            counters.running, max(llm.unfinished - counters.running, 0), *rates, used, counters.free_slots,
-            plan.num_slots, counters.retractions,
-        )  # fmt: skip
-        before, then = done, now
+        await asyncio.sleep(service.config.stats_interval)
+        if (line := statistics.line()) is not None:
+            log.info(line)
 
 
 def bind(config: ServerConfig) -> socket.socket:

@@ -100,12 +100,6 @@ def record(scope: Scope, **facts: Any) -> None:
 
 # Fields of OpenAI's and vLLM's requests that would change an output, and that this server does not know.
 UNSUPPORTED = {
-    "logit_bias": "leave it out",
-    "min_tokens": "leave it out",
-    "allowed_token_ids": "leave it out",
-    "bad_words": "leave it out",
-    "prompt_logprobs": "leave it out",
-    "cache_salt": "leave it out",
     "use_beam_search": "use n for several samples",
     "length_penalty": "leave it out",
     "structured_outputs": "check the text yourself",

@@ -14,7 +14,8 @@ _DRAWS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 0.7, "top_k": 20, "min_p": 0.05},
     {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
-    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
+    {"temperature": 0.0, "logit_bias": {0: 1.0}},
 )
 _OUTPUT = 4
 

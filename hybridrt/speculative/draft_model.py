@@ -124,7 +124,8 @@ class DraftModelDrafter(Drafter):
         for tenant in tenants:
             if not tenant.computed:
                 self._admit(tenant)
-        self._recount([t for t in tenants if t.computed and t.request.params.uses_penalties])
+        params = [t.request.params for t in tenants]
+        self._recount([t for t, p in zip(tenants, params) if t.computed and (p.uses_penalties or p.bad_words)])
         self._copy_state(tenants, to_backup=False)
         launched = self._catch_up(tenants)
         self._copy_state(tenants, to_backup=True)
@@ -137,12 +138,12 @@ class DraftModelDrafter(Drafter):
 
     def _admission(self, tenant: _Tenant) -> Admission:
         request, row = tenant.request, tenant.row
-        params = replace(request.params, logprobs=self._topk if self._topk > 1 else None)
+        params = replace(request.params, logprobs=self._topk if self._topk > 1 else None, prompt_logprobs=None)
         tokens = [*request.prompt, *request.output]
-        return Admission(row, row, tokens, len(request.prompt), params, request.seed)
+        return Admission(row, row, tokens, len(request.prompt), params, request.seed, request.rules)
 
     def _recount(self, tenants: Sequence[_Tenant]) -> None:
-        """Counts tokens for penalties anew: accepted output counts, failed drafts do not."""
+        """Counts tokens for penalties anew, and for bad words: accepted output counts, failed drafts do not."""
         if not tenants:
             return
         packed = SamplingTable.pack([self._admission(tenant) for tenant in tenants])

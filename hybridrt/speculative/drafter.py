@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hybridrt.errors import EngineError
+from hybridrt.kernels.token_rules import TokenRules
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.sampling_params import SamplingParams
 
@@ -15,6 +16,7 @@ class DraftRequest(Protocol):
 
     Attributes:
         arrival: its number, unique in an engine: what a drafter keeps of a request hangs on it.
+        rules: what `params` allow of single tokens.
         row: of the target's pools; None while the request does not run.
         computed: tokens with KV and state in the target.
         pending: tokens that launched steps draw and the host does not know yet; 0 where drafts are proposed.
@@ -25,6 +27,7 @@ class DraftRequest(Protocol):
     output: list[int]
     params: SamplingParams
     seed: int
+    rules: TokenRules | None
     row: Slot | None
 
     @property

@@ -299,7 +299,9 @@ def test_options_name_every_field_once_and_show_its_default() -> None:
     # A transfer needs a second worker, and a drafter is not an option of one line.
     assert set(engine) - set(shown) == {"model", "transfer_bytes", "speculative"}
     sampling = {f.name: f.default for f in fields(SamplingParams)}
-    assert set(sampling) - {f.name for f in fields(SamplingOptions)} == {"seed", "cache_salt"}
+    # What a request among others needs, or its server.
+    served = {"cache_salt", "priority", "truncate_prompt_tokens", "include_stop_str_in_output", "skip_special_tokens"}
+    assert set(sampling) - {f.name for f in fields(SamplingOptions)} == {"seed", *served}
     text = " ".join(CliRunner().invoke(app, ["generate", "--help"]).stdout.split())
     for name in shown:
         if engine[name] not in (None, True, MISSING):

@@ -21,8 +21,19 @@ from hybridrt.kernels import providers
 from hybridrt.kinds.registry import can_replay
 from hybridrt.runtime import build, fit
 from hybridrt.runtime.model_runner import ModelRunner
-from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, lfm2, lfm2_moe, mamba, mamba2, nemotron, qwen
-from tests.support.newer_checkpoints import bamba, granite, olmo, qwen35_moe
+from tests.support.checkpoints import (
+    Make,
+    falcon,
+    falcon_mamba,
+    jamba,
+    lfm2,
+    lfm2_moe,
+    mamba,
+    mamba2,
+    nemotron,
+    qwen,
+)
+from tests.support.newer_checkpoints import bamba, granite, olmo, qwen35_moe, zamba2
 from tests.support.tiny import write_tiny
 
 FAMILIES: dict[str, tuple[Make, str]] = {
@@ -38,6 +49,7 @@ FAMILIES: dict[str, tuple[Make, str]] = {
     "lfm2": (lfm2(), "C*CC"),
     "mamba": (mamba(), "MM"),
     "mamba2": (mamba2(), "MM"),
+    "zamba2": (zamba2(), "MHMHM"),
     "lfm2_moe": (lfm2_moe(num_dense_layers=0), "C*CC"),
 }
 SMALL = {"max_running_requests": 3, "max_model_len": 64, "device": "cpu"}

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from hybridrt.config import SpeculativeConfig
 from hybridrt.errors import MemoryBudgetError
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts, plan_memory
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.runtime.build import weight_bytes
+from hybridrt.runtime.prompt_logprobs import prompt_logprob_bytes
 from hybridrt.speculative.draft_model import DraftModelDrafter
 from hybridrt.speculative.head import HeadRunner
 from tests.support.checkpoints import VOCAB, CheckpointStore
@@ -116,18 +118,20 @@ def test_no_request_can_be_longer_than_the_model_was_made_for() -> None:
 
 
 def allocated(session: Session | DraftModelDrafter) -> int:
-    """Bytes of everything that the runner allocated for requests."""
+    """Bytes of everything that the runner allocated for requests, and of what prompts' log-probabilities may take."""
     runner = session.runner
     table = runner.pools.req_to_token
     tensors = [*runner.pools.kv.tensors, table.req_to_token, table.req_to_state_slot, runner.last_tokens]
-    tensors += vars(runner.sampling_table).values()
+    sampling = [*vars(runner.sampling_table).values(), *runner.sampling_table.rules]
+    tensors += [part for part in sampling if isinstance(part, Tensor) and part._base is None]
     if isinstance(head := runner.drafter, HeadRunner):
         tensors += [head.hidden, head.ahead.hidden, head.tokens]
     if (mamba := table.mamba_pool) is not None:
         tensors += [mamba.ring_start, mamba.ring_length]
         for layer_id in mamba.layer_ids:
             tensors += [t for t in vars(mamba.layer_cache(layer_id)).values() if t is not None]
-    return sum(t.numel() * t.element_size() for t in tensors)
+    scores = prompt_logprob_bytes(runner.model_config.vocab_size, runner.target.dtype.itemsize)
+    return sum(t.numel() * t.element_size() for t in tensors) + (scores if isinstance(session, Session) else 0)
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -181,9 +185,9 @@ def test_a_draft_model_is_charged(checkpoints: CheckpointStore) -> None:
 
 def test_a_short_plan_is_charged_for_short_tables(checkpoints: CheckpointStore) -> None:
     """max_model_len is cut to what fits, and page tables with it."""
-    session = Session(checkpoints["falcon-plain"].path, budget_bytes=80_000, max_model_len=None)
+    session = Session(checkpoints["falcon-plain"].path, budget_bytes=665_000, max_model_len=None)
     assert session.plan.max_model_len < session.runner.model_config.max_position_embeddings
-    assert allocated(session) == session.plan.pool_bytes <= 80_000
+    assert allocated(session) == session.plan.pool_bytes <= 665_000
 
 
 def test_speculative_caches_are_charged_by_running_rows(checkpoints: CheckpointStore) -> None:

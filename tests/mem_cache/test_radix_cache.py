@@ -208,3 +208,76 @@ def test_salts_share_nothing() -> None:
     assert tree.match(array((1, 2, 3, 4, 5)), "b") == PrefixMatch() and tree.match(array((1, 2, 3))).length == 0
     tree.evict(2, 0)
     assert not tree._roots
+
+
+def tokens_of(ledger: Ledger) -> set[Text]:
+    return set(ledger.states.values())
+
+
+def read(ledger: Ledger, prompt: Text) -> None:
+    """A request uses the longest match of a prompt, and ends."""
+    match = ledger.tree.match(array(prompt))
+    ledger.tree.lock(match)
+    ledger.tree.unlock_state(match)
+    ledger.tree.unlock(match)
+
+
+def test_a_state_goes_first_once_its_one_reader_has_left_one_behind_it() -> None:
+    ledger = Ledger(0, True)
+    ledger.offer((1, 2, 3, 4, 5, 6), (6,))
+    ledger.offer((9,), (1,))
+    read(ledger, (1, 2, 3, 4, 5, 6, 7))
+    ledger.offer((1, 2, 3, 4, 5, 6, 7), (7,))
+    ledger.evict(0, 1)
+    assert tokens_of(ledger) == {(9,), (1, 2, 3, 4, 5, 6, 7)}
+
+
+def test_a_state_with_two_readers_stays() -> None:
+    ledger = Ledger(0, True)
+    ledger.offer((1, 2, 3, 4, 5, 6), (6,))
+    ledger.offer((9,), (1,))
+    for last in (7, 8):
+        read(ledger, (1, 2, 3, 4, 5, 6, last))
+        ledger.offer((1, 2, 3, 4, 5, 6, last), (7,))
+    ledger.evict(0, 3)
+    assert tokens_of(ledger) == {(1, 2, 3, 4, 5, 6)}
+
+
+def test_the_kind_of_state_that_serves_stays() -> None:
+    ledger = Ledger(0, True)
+    for first in range(20):  # prompts of 4, whose states serve, and answers of 5, whose states never do
+        text = (first, *range(8))
+        ledger.offer(text, (4, 9))
+        read(ledger, (*text[:4], 99))
+        ledger.evict(0, 2 if first < 19 else 1)
+    assert tokens_of(ledger) == {(19, 0, 1, 2)}
+
+
+def test_what_waiting_requests_will_use_goes_last() -> None:
+    ledger = Ledger(0, True)
+    for first in (1, 2, 3, 4):
+        ledger.offer((first, 0, 0), (3,))
+    matches = {first: ledger.tree.match(array((first, 0, 0, 0))) for first in (1, 2)}
+    ledger.tree.expect(matches[1], 50)
+    ledger.tree.expect(matches[2], 10)
+    gone = ledger.tree.evict(0, 4, awaited=False)
+    for state in gone.states:
+        del ledger.states[state]
+    assert tokens_of(ledger) == {(1, 0, 0), (2, 0, 0)}
+    ledger.evict(0, 1)
+    assert tokens_of(ledger) == {(2, 0, 0)}
+    ledger.tree.forget(matches[2], 10)
+    assert ledger.tree.evict(0, 1, awaited=False).states
+
+
+def test_a_prompt_that_leaves_an_answer_within_it() -> None:
+    ledger = Ledger(0, True)
+    tree = ledger.tree
+    tree.insert(array((1, 2, 3, 4, 5, 6)), (), {6: ledger.slot()}, "", 2)
+    for prompt, left in [
+        ((1, 2, 3, 4, 9, 9, 9), 2), ((1, 2, 3, 9), 1), ((1, 2, 9, 9, 9), 0), ((1, 2, 3, 4, 5, 6, 9), 0),
+        ((1, 9, 9, 9), 0),
+    ]:  # fmt: skip
+        assert tree.match(array(prompt)).retokenised == left, prompt
+    tree.insert(array((1, 2, 3, 4, 8)), (), {5: ledger.slot()}, "", 5)  # cuts the edge
+    assert tree.match(array((1, 2, 3, 4, 7, 7, 7))).retokenised == 2

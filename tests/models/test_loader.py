@@ -66,7 +66,9 @@ def test_every_key_is_used_once_and_every_parameter_filled(name: str, checkpoint
         found = load_weights(model, path)
     keys = load_file(path / "model.safetensors").keys()
     assert found.loaded + len(found.skipped) == len(keys)
-    assert {key for key in found.skipped if not key.startswith("model.visual.")} <= {"lm_head.weight"}
+    # Images, and what a Zamba2 model whose blocks serve one place each keeps for other places.
+    unused = {key for key in found.skipped if key.startswith("model.visual.") or "_adapter_list." in key}
+    assert set(found.skipped) - unused <= {"lm_head.weight"}
     for parameter_name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), f"{parameter_name} is not filled"
 

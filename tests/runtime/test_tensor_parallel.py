@@ -88,6 +88,27 @@ def test_rings_of_recent_inputs(name: str, groups: Groups, checkpoints: Checkpoi
         check_sample(checkpoint, sample, name)
 
 
+@pytest.mark.parametrize(("name", "mode"), [("falcon-split", "replay"), ("qwen-split", "classic")])
+def test_cached_prefixes(name: str, mode: str, groups: Groups, checkpoints: CheckpointStore) -> None:
+    """A second turn, a turn whose path leaves the first one's, and samples of one prompt: every rank keeps its shard of
+    the same states."""
+    checkpoint = checkpoints[name]
+    text = prompts(21)[0]
+    answer = checkpoint.greedy(text, 7)
+    asked = [text, [*text, *answer[:6], 5, 6, 7], [*text[:18], 9, 9, 9], [*text[:18], 8, 8]]
+    with session(groups, checkpoint, 2, state_mode=mode, prefix_cache=True) as split:
+        engine, found = split.engine(prefix_cache=True, grid=4), Samples()
+        for i, prompt in enumerate(asked):
+            engine.add_request(prompt, greedy(7), str(i))
+            while engine.has_unfinished():
+                found.add(engine.step())
+        assert [found[str(i), 0].metrics.cached_tokens for i in range(4)] == [0, 27, 0, 16]
+        assert any(plan.page_copies for plan in split.plans) and any(row.saves for p in split.plans for row in p.extend)
+    for i, prompt in enumerate(asked):
+        tokens = found[str(i), 0].token_ids
+        check_greedy(tokens, checkpoint.logits(prompt, tokens), f"{name}, request {i}")
+
+
 def outputs(
     executor: ModelRunner | TensorParallelExecutor, params: Sequence[SamplingParams], drafter: Drafter | None = None
 ) -> list[Sample]:

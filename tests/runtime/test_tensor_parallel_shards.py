@@ -116,7 +116,10 @@ def test_a_group_that_was_left_says_so() -> None:
     in_threads(2, leave)
 
 
-@pytest.mark.parametrize("name", ["falcon-split", "nemotron-split_groups", "qwen-split", "jamba-split"])
+@pytest.mark.parametrize(
+    "name",
+    ["falcon-split", "nemotron-split_groups", "qwen-split", "jamba-split", "lfm2_moe-split", "zamba2-split"],
+)
 def test_ranks_draw_the_same_tokens(name: str, checkpoints: CheckpointStore) -> None:
     """The steps of a run in one process, on two ranks that nobody tells what the other drew."""
     session = Session(checkpoints[name].path, page_size=4)

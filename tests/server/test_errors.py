@@ -50,8 +50,14 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream": 1}, "stream", "valid boolean"),
     ({"stream_options": {"include_usage": 3}}, "stream_options.include_usage", "valid boolean"),
     ({"request_id": "a b"}, "request_id", "pattern"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
-    ({"min_tokens": 5}, "min_tokens", "not supported"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "integers >= 0 from the vocabulary"),
+    ({"logit_bias": {"1000000": 1}}, "logit_bias", "the vocabulary ends at"),
+    ({"min_tokens": 5}, "min_tokens", "at most max_tokens, 2"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
+    ({"bad_words": [" "]}, "bad_words", "not only spaces"),
+    ({"bad_words": "x"}, "bad_words", "valid list"),
+    ({"prompt_logprobs": 65}, "prompt_logprobs", "0 to 64"),
     ({"structured_outputs": {"json": {}}}, "structured_outputs", "not supported"),
 ]
 
@@ -85,7 +91,7 @@ def test_a_field_that_is_wrong_is_named(
         ({"best_of": 3}, "best_of", "best_of is not supported"),
         ({"logprobs": 65}, "logprobs", "0 to 64"),
         ({"logprobs": True}, "logprobs", "valid integer"),
-        ({"echo": True, "logprobs": 1}, "logprobs", "echo with logprobs"),
+        ({"echo": True, "logprobs": 1, "stream": True, "n": 2}, "echo", "is not streamed"),
     ],
 )
 def test_completions_name_what_is_wrong(change: dict[str, Any], field: str | None, text: str, served: Served) -> None:

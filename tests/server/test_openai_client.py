@@ -122,7 +122,7 @@ def test_chat(stream: bool, served: Served) -> None:
         assert [c.message.content for c in got.choices] == [o.text for o in want.outputs]
         assert all(c.message.role == "assistant" for c in got.choices)
         assert got.object == "chat.completion" and got.usage.prompt_tokens == len(want.prompt_token_ids)
-        assert got.usage.prompt_tokens_details.cached_tokens == 0
+        assert 0 <= got.usage.prompt_tokens_details.cached_tokens < got.usage.prompt_tokens
         return
     texts = {0: "", 1: ""}
     reasons = {}

@@ -1,6 +1,5 @@
 """Endpoints that do not generate; logs; statistics; metrics."""
 
-import asyncio
 import json
 import logging
 import re
@@ -14,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import hybridrt
 from hybridrt.errors import ConfigError
 from hybridrt.server.config import ServerConfig, read_api_keys
-from hybridrt.server.run import write_statistics
+from hybridrt.server.run import Statistics
 from tests.support.http_server import CHAT_TEMPLATE, Served
 
 COMPLETION = {"model": "tested", "prompt": [5, 6], "max_tokens": 4, "ignore_eos": True}
@@ -118,8 +117,24 @@ def test_metrics_count_what_happened(served: Served) -> None:
     assert gained["hybridrt:steps_total"] >= 4 and gained["hybridrt:step_seconds_count"] >= 4
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["vllm:kv_cache_usage_perc"] == 0 and after["vllm:cache_config_info"] == 1
-    assert after["hybridrt:state_slots"] == after["hybridrt:state_slots_free"] == 32
+    free = after["hybridrt:state_slots_free"] + after["hybridrt:state_slots_cached"]
+    assert after["hybridrt:state_slots"] == free == served.llm.plan.num_slots
     assert "process_resident_memory_bytes" in after
+
+
+def test_cached_prefixes_are_counted_and_reset(served: Served) -> None:
+    body = COMPLETION | {"prompt": list(range(5, 105)), "temperature": 0}
+    assert served.post("/reset_prefix_cache", {}).json() == {"reset": True}
+    before = metrics(served)
+    first, again, other = (served.post("/v1/completions", body | {"cache_salt": s}).json() for s in ("a", "a", "b"))
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (first, again, other)]
+    assert cached[0] == cached[2] == 0 and 64 <= cached[1] < 100
+    assert first["choices"] == again["choices"] == other["choices"]
+    after = metrics(served)
+    assert after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"] == cached[1]
+    assert after["vllm:prefix_cache_queries_total"] - before["vllm:prefix_cache_queries_total"] >= 200
+    assert served.post("/reset_prefix_cache", {}).json() == {"reset": True}
+    assert metrics(served)["hybridrt:state_slots_cached"] == 0
 
 
 def test_the_access_log_holds_facts_and_no_secrets(served: Served, caplog: pytest.LogCaptureFixture) -> None:
@@ -137,23 +152,18 @@ def test_the_access_log_holds_facts_and_no_secrets(served: Served, caplog: pytes
     assert "secret" not in caplog.text
 
 
-def test_statistics_say_what_happened(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    class Ticks(Exception): ...
-
-    counts = iter([None, None])
-
-    async def sleep(seconds: float) -> None:
-        assert seconds == 10
-        if next(counts, Ticks) is Ticks:
-            raise Ticks
-
+def test_statistics_say_what_happened(served: Served) -> None:
+    statistics = Statistics(served.service)
+    statistics.line()
+    assert statistics.line() is None, "nothing has happened since"
     served.post("/v1/completions", COMPLETION)
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, logger="hybridrt.server"):
-        patch.setattr(asyncio, "sleep", sleep)
-        with pytest.raises(Ticks):
-            asyncio.run(write_statistics(served.service))
-    (line,) = (record.message for record in caplog.records)
-    assert re.match(r"0 running, 0 waiting; prompt [\d.]+ tokens/s, output [\d.]+ tokens/s; KV pages 0.0% used", line)
+    served.wait_until_idle()
+    line = statistics.line()
+    pattern = (
+        r"0 running, 0 waiting; prompt [\d.]+ tokens/s, output [\d.]+ tokens/s; KV pages 0.0% used, \d+ of \d+ state"
+    )
+    assert line is not None and re.match(pattern, line) and "output 0.0" not in line
+    assert statistics.line() is None
 
 
 @pytest.mark.parametrize(

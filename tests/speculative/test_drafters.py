@@ -25,6 +25,7 @@ class Asker:
     arrival: int = 0
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
+    rules: Any = None
     row: Slot | None = None
     computed: int = 0
     pending: int = 0

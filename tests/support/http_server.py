@@ -67,8 +67,8 @@ class Served:
             counters = self.llm.engine.counters()
             assert (counters.running, counters.waiting) == (0, 0)
             assert counters.free_rows == self.llm.plan.num_rows
-            assert counters.free_slots == self.llm.plan.num_slots
-            assert counters.free_pages == self.llm.plan.num_pages
+            assert counters.free_slots + counters.cached_slots == self.llm.plan.num_slots
+            assert counters.free_pages + counters.cached_pages == self.llm.plan.num_pages
             self.llm.engine._coordinator.check()
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import transformers as tf
 
 from tests.support.sizes import LENGTH, TOKENS, VOCAB, Make
@@ -20,6 +21,15 @@ VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
     "num_position_embeddings": 16,
 }  # fmt: skip
+
+
+def known(name: str) -> Any:
+    """A class of transformers; without it the test is skipped."""
+    if not hasattr(tf, name):
+        pytest.skip(f"transformers {tf.__version__} has no {name}")
+    return getattr(tf, name)
+
+
 # mrope_section: how many frequencies take the position in time, of rows and of columns.
 MROPE = {
     "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
@@ -29,12 +39,12 @@ MROPE = {
 
 def qwen35(**changes: Any) -> Make:
     """Qwen3.5, dense."""
-    return lambda: (tf.Qwen3_5TextConfig(**(QWEN35_DENSE | changes)), tf.Qwen3_5ForCausalLM)
+    return lambda: (known("Qwen3_5TextConfig")(**(QWEN35_DENSE | changes)), known("Qwen3_5ForCausalLM"))
 
 
 def qwen35_moe(**changes: Any) -> Make:
     """Qwen3.5 with experts."""
-    return lambda: (tf.Qwen3_5MoeTextConfig(**(QWEN35_MOE | changes)), tf.Qwen3_5MoeForCausalLM)
+    return lambda: (known("Qwen3_5MoeTextConfig")(**(QWEN35_MOE | changes)), known("Qwen3_5MoeForCausalLM"))
 
 
 def qwen35_seeing(experts: bool = False, tied: bool = False, **changes: Any) -> Make:
@@ -43,8 +53,8 @@ def qwen35_seeing(experts: bool = False, tied: bool = False, **changes: Any) -> 
     fields = {"text_config": text, "vision_config": VISION, "tie_word_embeddings": tied}
     fields |= {"image_token_id": VOCAB - 1, "video_token_id": VOCAB - 2}
     if experts:
-        return lambda: (tf.Qwen3_5MoeConfig(**fields), tf.Qwen3_5MoeForConditionalGeneration)
-    return lambda: (tf.Qwen3_5Config(**fields), tf.Qwen3_5ForConditionalGeneration)
+        return lambda: (known("Qwen3_5MoeConfig")(**fields), known("Qwen3_5MoeForConditionalGeneration"))
+    return lambda: (known("Qwen3_5Config")(**fields), known("Qwen3_5ForConditionalGeneration"))
 
 
 def granite(**changes: Any) -> Make:
@@ -57,7 +67,7 @@ def granite(**changes: Any) -> Make:
         "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2,
         "mamba_chunk_size": 16, "max_position_embeddings": LENGTH, **TOKENS,
     }  # fmt: skip
-    return lambda: (tf.GraniteMoeHybridConfig(**(fields | changes)), tf.GraniteMoeHybridForCausalLM)
+    return lambda: (known("GraniteMoeHybridConfig")(**(fields | changes)), known("GraniteMoeHybridForCausalLM"))
 
 
 def bamba(**changes: Any) -> Make:
@@ -68,7 +78,7 @@ def bamba(**changes: Any) -> Make:
         "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 16,
         "max_position_embeddings": LENGTH, **TOKENS,
     }  # fmt: skip
-    return lambda: (tf.BambaConfig(**(fields | changes)), tf.BambaForCausalLM)
+    return lambda: (known("BambaConfig")(**(fields | changes)), known("BambaForCausalLM"))
 
 
 def olmo(**changes: Any) -> Make:
@@ -80,7 +90,19 @@ def olmo(**changes: Any) -> Make:
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "max_position_embeddings": LENGTH, **TOKENS,
     }  # fmt: skip
-    return lambda: (tf.OlmoHybridConfig(**(fields | changes)), tf.OlmoHybridForCausalLM)
+    return lambda: (known("OlmoHybridConfig")(**(fields | changes)), known("OlmoHybridForCausalLM"))
+
+
+def zamba2(**changes: Any) -> Make:
+    """Zamba2: a shared block before layers 1 and 3."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba"], "num_attention_heads": 4,
+        "num_key_value_heads": 4, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_ngroups": 1,
+        "n_mamba_heads": 8, "chunk_size": 16, "num_mem_blocks": 1, "adapter_rank": 4, "tie_word_embeddings": True,
+        "max_position_embeddings": LENGTH, **TOKENS,
+    }  # fmt: skip
+    return lambda: (tf.Zamba2Config(**(fields | changes)), tf.Zamba2ForCausalLM)
 
 
 QWEN35: dict[str, Make] = {
@@ -127,7 +149,32 @@ OLMO: dict[str, Make] = {
     "no_positions": olmo(rope_parameters={"rope_type": "default", "rope_theta": None}),
 }  # fmt: skip
 
-NEWER: dict[str, dict[str, Make]] = {"qwen35": QWEN35, "granite": GRANITE, "bamba": BAMBA, "olmo": OLMO}
+ZAMBA2: dict[str, Make] = {
+    "plain": zamba2(),
+    "two_blocks_adapters_rope": zamba2(
+        num_mem_blocks=2, use_shared_attention_adapter=True, use_mem_rope=True, tie_word_embeddings=True,
+        layers_block_type=["hybrid", "mamba", "hybrid", "hybrid", "mamba", "hybrid", "hybrid"], num_hidden_layers=7,
+    ),
+    "biases": zamba2(time_step_min=0.05, num_key_value_heads=2, add_bias_linear=True, mamba_ngroups=2),
+    "odd_sizes": zamba2(
+        hidden_size=30, num_attention_heads=5, num_key_value_heads=5, n_mamba_heads=3, mamba_expand=1, mamba_d_state=5,
+        mamba_d_conv=3, chunk_size=7, adapter_rank=3, use_shared_attention_adapter=True, num_mem_blocks=3,
+        intermediate_size=20,
+    ),
+    "nothing_tied": zamba2(
+        num_mem_blocks=2, use_shared_attention_adapter=True, tie_word_embeddings=False,
+        layers_block_type=["hybrid", "mamba", "hybrid", "hybrid", "mamba"],
+    ),
+    "mamba_alone": zamba2(layers_block_type=["mamba"] * 2, num_hidden_layers=2),
+}  # fmt: skip
+
+NEWER: dict[str, dict[str, Make]] = {
+    "qwen35": QWEN35,
+    "granite": GRANITE,
+    "bamba": BAMBA,
+    "olmo": OLMO,
+    "zamba2": ZAMBA2,
+}
 NEWER_SPLIT: dict[str, Make] = {
     "qwen35-split": qwen35(linear_num_key_heads=4, linear_num_value_heads=8, attention_bias=True,
                            full_attention_interval=2, num_hidden_layers=2, num_key_value_heads=1),
@@ -137,5 +184,6 @@ NEWER_SPLIT: dict[str, Make] = {
                              mamba_proj_bias=True, attention_bias=True, shared_intermediate_size=28),
     "olmo-split": olmo(linear_num_key_heads=4, linear_num_value_heads=8, num_attention_heads=8, num_key_value_heads=2,
                        num_hidden_layers=2, layer_types=["full_attention", "linear_attention"], attention_bias=True),
+    "zamba2-split": zamba2(use_shared_attention_adapter=True, use_mem_rope=True, mamba_ngroups=4),
     "bamba-split": bamba(mamba_n_groups=4, num_hidden_layers=2, mlp_bias=True),
 }  # fmt: skip

@@ -225,6 +225,10 @@ def sampling() -> Cases:
     chain = {"drawn": drawn, "drafts": drafts, "num_drafts": ids, "rows": ids, "last_tokens": int32(300)}
     yield "accept_chain", chain
     yield "filtered_logits", {"logits": logits} | filters
+    lines = {"rows": ids, "indices": ids, "known": ids, "path": int32(batch, 4)}
+    table = {"counts": int32(300), "columns": int32(5, 300, 2048), "prefixes": int32(300, 2048)}
+    table |= {"allowed": int32(300, vocabulary // 32), "history": int32(300, 64)}
+    yield "apply_token_rules", {"logits": logits} | table | lines
     penalties = Penalties(rows, rows, rows, int32(batch, vocabulary), flags(batch, vocabulary))
     drawn_by = {"seeds": keys, "indices": keys, "penalties": penalties, "bitmask": words}
     yield "sample", {"logits": logits} | filters | drawn_by

@@ -135,6 +135,10 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     logits = {"logits": meta(B, vocabulary), "temperature": f32(B)}
     yield "filtered_logits", logits, filters | {"penalties": counted}
     yield "sample", logits | {"seeds": keys, "indices": keys}, filters | {"penalties": counted}
+    table = {"counts": int32(SLOTS), "columns": int32(5, SLOTS, 64), "prefixes": int32(SLOTS, 64)}
+    table |= {"allowed": int32(SLOTS, vocabulary // 32 + 1), "history": int32(SLOTS, 64)}
+    lines = {"rows": ROWS, "indices": ROWS, "known": ROWS, "path": int32(B, 0)}
+    yield "apply_token_rules", {"logits": logits["logits"]} | table | lines, {"path": int32(B, T)}
     chain = {"drawn": meta(B, T, dtype=torch.int64), "drafts": int32(B, T - 1), "num_drafts": ROWS, "rows": ROWS}
     yield "accept_chain", chain | {"last_tokens": int32(SLOTS)}, {}
     yield "greedy", {"logits": logits["logits"]}, {"bitmask": filters["bitmask"]}

@@ -1,0 +1,254 @@
+"""What the prefix cache saves: tokens, time to the first token and throughput, with it and without it.
+
+    python -m benchmarks.bench_prefix benchmarks/configs/falcon-h1-7b --trace chat --load 0.6 --units 16 --turns 8 \
+        --prompt 1500 --output 500
+
+First the whole trace at once, without the cache: that is the saturated rate. Then its conversations arrive as a Poisson
+process at a share (`--load`) of that rate, and the same with the cache. The hit rate is the share of prompt tokens that
+needed no computing. Beside it stands what a clairvoyant cache could have had with the same memory
+(benchmarks.prefix_bound), and with unlimited memory. `redone` are tokens that a request computed although an earlier
+one had them, on average and at most. Weights are seeded random numbers from config.json alone; MODEL "embedded" is the
+built-in model.
+"""
+
+import argparse
+import heapq
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import prefix_bound, traces
+from benchmarks.bench_serving import percentile
+from benchmarks.common import environment, save, settle
+from benchmarks.prefix_bound import Served
+from benchmarks.traces import TRACES, Item, Shape
+from hybridrt import LLM, SamplingParams
+from hybridrt.config import DTYPES
+from hybridrt.engine.outputs import RequestMetrics
+
+
+@dataclass
+class Ran:
+    """A request of a trace that has ended: its texts, when it was due, and what the engine says of it."""
+
+    item: Item
+    prompt: list[int]
+    answer: list[int]
+    due: float
+    metrics: RequestMetrics
+
+    @property
+    def first(self) -> float:
+        """Seconds until the first token."""
+        assert self.metrics.first_token_time is not None
+        return self.metrics.first_token_time - self.due
+
+    def served(self) -> Served:
+        m = self.metrics
+        assert m.admission_time is not None and m.first_token_time is not None and m.finish_time is not None
+        times = m.admission_time, m.first_token_time, m.finish_time
+        tokens = np.array(self.prompt + self.answer, np.int32)
+        return Served(tokens, len(self.prompt), *times, not m.retractions, self.item.salt)
+
+
+class Player:
+    """Sends a trace to an engine: each request once those before it have ended, and its delay is over.
+
+    Args:
+        alone: send only the tokens of a prompt that no earlier answer or prompt part precedes: its last part.
+    """
+
+    def __init__(self, llm: LLM, items: Sequence[Item], *, temperature: float = 1.0, alone: bool = False) -> None:
+        self._llm, self._temperature, self._alone = llm, temperature, alone
+        self._numbers = {item.id: i for i, item in enumerate(items)}
+        self._open = {item.id: set(item.after) for item in items}
+        self._followers: dict[str, list[Item]] = {}
+        for item in items:
+            for name in item.after:
+                self._followers.setdefault(name, []).append(item)
+        self._due = [(item.delay, i, item) for i, item in enumerate(items) if not item.after]
+        heapq.heapify(self._due)
+        self._sent: dict[str, tuple[Item, list[int], float]] = {}
+        self._answers: dict[str, list[int]] = {}
+
+    def play(self) -> tuple[list[Ran], float]:
+        """Runs everything; returns what has run, in order of its end, and the seconds until the last end."""
+        engine, ran, start = self._llm.engine, list[Ran](), time.monotonic()
+        while self._due or engine.has_unfinished():
+            now = time.monotonic() - start
+            while self._due and self._due[0][0] <= now:
+                due, _, item = heapq.heappop(self._due)
+                self._send(item, start + due)
+            if not engine.has_unfinished():
+                time.sleep(max(self._due[0][0] - now, 0.0))
+                continue
+            for delta in engine.step():
+                if delta.error is not None:
+                    raise delta.error
+                self._answers[delta.request_id] += delta.token_ids
+                if delta.metrics is not None:
+                    ran.append(self._end(delta.request_id, delta.metrics, time.monotonic() - start))
+        return ran, time.monotonic() - start
+
+    def _send(self, item: Item, due: float) -> None:
+        prompt = item.prompt(self._answers)
+        if self._alone and item.parts and not isinstance(item.parts[-1], traces.Piece):
+            prompt = list(item.parts[-1])
+        params = SamplingParams(
+            max_tokens=item.max_tokens, temperature=self._temperature, ignore_eos=True, seed=self._numbers[item.id],
+            cache_salt=item.salt,
+        )  # fmt: skip
+        self._llm.engine.add_request(prompt, params, item.id)
+        self._sent[item.id], self._answers[item.id] = (item, prompt, due), []
+
+    def _end(self, name: str, metrics: RequestMetrics, now: float) -> Ran:
+        for item in self._followers.get(name, ()):
+            self._open[item.id].discard(name)
+            if not self._open[item.id]:
+                heapq.heappush(self._due, (now + item.delay, self._numbers[item.id], item))
+        item, prompt, due = self._sent.pop(name)
+        return Ran(item, prompt, self._answers[name], due, metrics)
+
+
+def summary(name: str, ran: Sequence[Ran], seconds: float) -> dict[str, Any]:
+    """One row: rates, hit rate, and milliseconds to the first token."""
+    asked, hit = sum(len(r.prompt) for r in ran), sum(r.metrics.cached_tokens for r in ran)
+    first, redone = [r.first for r in ran], recomputed(ran)
+    return {
+        "run": name, "requests/s": len(ran) / seconds, "tok/s": sum(len(r.answer) for r in ran) / seconds,
+        "first token p50 ms": percentile(first, 50) * 1e3, "first token p99 ms": percentile(first, 99) * 1e3,
+        "asked": asked, "hit": hit, "hit rate": hit / asked, "retractions": sum(r.metrics.retractions for r in ran),
+        "redone mean": sum(redone) / len(redone), "redone max": max(redone),
+    }  # fmt: skip
+
+
+def recomputed(ran: Sequence[Ran]) -> list[int]:
+    """Of each request, the tokens that it computed although a request admitted before had them."""
+    served = [r.served() for r in ran]
+    program = prefix_bound.program(served, 0, 1, 0)
+    longest = program.lengths.amax(1).int().tolist() if program.lengths.numel() else [0] * len(ran)
+    by_admission = sorted(ran, key=lambda r: r.metrics.admission_time or 0.0)
+    return [int(most) - r.metrics.cached_tokens for most, r in zip(longest, by_admission, strict=True)]
+
+
+def add_bounds(row: dict[str, Any], ran: Sequence[Ran], llm: LLM, slots: int) -> None:
+    """Adds what could have been hit with the memory of `llm` (with `slots` state slots), and with any."""
+    plan = llm.plan
+    page_size = plan.page_size if plan.num_pages else 0
+    program = prefix_bound.program([r.served() for r in ran], page_size, slots, plan.num_pages)
+    row["bound"], row["unlimited"] = (hit / row["asked"] for hit in (prefix_bound.bound(program), program.unlimited))
+    row["of bound"] = row["hit rate"] / row["bound"] if row["bound"] else 1.0
+
+
+def show(row: dict[str, Any]) -> None:
+    line = (f"{row['run']:>22} {row['requests/s']:8.2f} req/s {row['tok/s']:8.0f} tok/s   first token p50 "
+            f"{row['first token p50 ms']:8.1f} p99 {row['first token p99 ms']:8.1f} ms")  # fmt: skip
+    if "bound" in row:
+        line += (f"   hit {row['hit rate']:.1%}, {row['of bound']:.1%} of the bound {row['bound']:.1%} (unlimited "
+                 f"{row['unlimited']:.1%}); redone {row['redone mean']:.1f}, at most {row['redone max']}")  # fmt: skip
+    print(line, flush=True)
+
+
+def build(args: argparse.Namespace, *, prefix_cache: bool) -> LLM:
+    embedded = args.model == "embedded"
+    llm = LLM(
+        args.model, load_format="auto" if embedded else "dummy", device=args.device,
+        max_running_requests=args.max_running, max_model_len=args.max_model_len, chunked_prefill_size=args.chunk,
+        page_size=args.page_size, mamba_ssm_dtype=args.state_dtype, state_mode=args.state_mode,
+        prefix_cache=prefix_cache, cache_slots=args.cache_slots if prefix_cache else None,
+    )  # fmt: skip
+    print(llm.plan.summary(), flush=True)
+    settle()
+    return llm
+
+
+def make_items(args: argparse.Namespace, vocab: int) -> list[Item]:
+    if args.file:
+        return traces.read(args.file, vocab, args.block)[: args.most]
+    shape = Shape(args.units, args.turns, args.prompt, args.output, vocab, args.seed)
+    return TRACES[args.trace](shape)[: args.most]
+
+
+def play(llm: LLM, name: str, items: Sequence[Item], args: argparse.Namespace, alone: bool = False) -> dict[str, Any]:
+    """One run from an empty cache, shown; the second value of a hit rate only where the cache is on."""
+    llm.reset_prefix_cache()
+    ran, seconds = Player(llm, items, temperature=args.temperature, alone=alone).play()
+    row = summary(name, ran, seconds)
+    if llm.config.prefix_cache:
+        add_bounds(row, ran, llm, llm.plan.num_slots)
+    show(row)
+    return row
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All runs: saturated and at the load asked for, without the cache and with it; and each turn's last part alone."""
+    rows = list[dict[str, Any]]()
+    with build(args, prefix_cache=False) as llm:
+        items = make_items(args, llm.model_config.vocab_size)
+        play_warm(llm, items, args)
+        now = [item if item.after else traces.replace(item, delay=0.0) for item in items]
+        rows.append(play(llm, "saturated, off", now, args))
+        rate = rows[0]["requests/s"] * sum(not item.after for item in items) / len(items) * args.load
+        timed = items if args.file else traces.arriving(items, rate, args.seed)
+        rows.append(play(llm, f"load {args.load:.0%}, off", timed, args))
+        if args.alone:
+            rows.append(play(llm, "new tokens alone", timed, args, alone=True))
+    with build(args, prefix_cache=True) as llm:
+        play_warm(llm, items, args)
+        rows.append(play(llm, "saturated, on", now, args))
+        rows.append(play(llm, f"load {args.load:.0%}, on", timed, args))
+    return rows
+
+
+def play_warm(llm: LLM, items: Sequence[Item], args: argparse.Namespace) -> None:
+    """Requests that nobody times: kernels are compiled and pools touched."""
+    first = [item for item in items if not item.after][: max(args.max_running // 4, 1)]
+    first = [traces.replace(item, delay=0.0, max_tokens=min(item.max_tokens, 8)) for item in first]
+    Player(llm, first).play()
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help='directory with a config.json; weights are random. Or "embedded"')
+    parser.add_argument("--trace", default="chat", choices=sorted(TRACES))
+    parser.add_argument("--file", type=Path, help="replay a trace: JSON lines of our own, or Mooncake's")
+    parser.add_argument("--block", type=int, default=traces.BLOCK, help="tokens to make of Mooncake's 512")
+    parser.add_argument("--most", type=int, help="only the first requests")
+    parser.add_argument("--load", type=float, default=0.6, help="share of the saturated rate without the cache")
+    parser.add_argument("--units", type=int, default=16, help="conversations, agents, users or problems")
+    parser.add_argument("--turns", type=int, default=8, help="of each, or levels of a tree")
+    parser.add_argument("--prompt", type=int, default=1500, help="mean new tokens of a turn")
+    parser.add_argument("--output", type=int, default=500, help="mean answer of a turn")
+    parser.add_argument("--max-running", type=int, default=16, help="requests that decode together")
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--cache-slots", type=int, help="states for cached prefixes")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--chunk", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(DTYPES))
+    parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--alone", action="store_true", help="also run each turn's last part as a prompt of its own")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--name", help="write benchmarks/results/NAME.json")
+    parser.add_argument("--write", type=Path, help="write the trace to a file, and run nothing")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    args = parse()
+    if args.write:
+        traces.write(args.write, make_items(args, 2**14))
+        return
+    rows = measure(args)
+    print(environment())
+    if args.name:
+        print(save(args.name, rows))
+
+
+if __name__ == "__main__":
+    main()

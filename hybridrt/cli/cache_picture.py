@@ -1,0 +1,86 @@
+"""The tree of a prefix cache as text and as SVG."""
+
+from collections.abc import Iterator
+from html import escape
+
+from hybridrt.engine.cache_dump import CacheDump, DumpedNode
+
+_ROW, _INDENT, _WIDTH, _BAR = 18, 14, 960, 360
+_TEXT = 48  # characters of an edge's text that are shown
+
+
+def summary(dump: CacheDump) -> str:
+    """What the cache holds and has served, in two lines."""
+    share = f"{dump.hit / dump.asked:.1%}" if dump.asked else "none"
+    lost = f"{dump.without_state} for want of a state, {dump.without_kv} for want of KV, {dump.retokenised} by "
+    return (
+        f"{len(dump.nodes)} nodes, {dump.pages} of {dump.pages_total} KV pages, {dump.states} of {dump.states_total} "
+        f"states\n{dump.asked} tokens asked, {dump.hit} hit ({share}); lost: {lost}retokenised history"
+    )
+
+
+def as_text(dump: CacheDump) -> str:
+    """The summary, and a line for each node."""
+    lines = [summary(dump), ""]
+    for node, depth, last in _walk(dump):
+        trunk = "".join("   " if end else "│  " for end in last[:-1])
+        lines.append(f"{trunk}{'└─ ' if last[-1] else '├─ '}{label(node, depth)}")
+    return "\n".join(lines)
+
+
+def as_svg(dump: CacheDump) -> str:
+    """A drawing: one row a node, with a bar from its first token to its last, dark where KV is held, and a dot where a
+    state is."""
+    most = max((node.end for node in dump.nodes), default=1)
+    rows = [_svg_row(i, node, depth, most, dump.page_size) for i, (node, depth, _) in enumerate(_walk(dump))]
+    height = (len(rows) + 3) * _ROW
+    title = "".join(
+        f'<text x="8" y="{(i + 1) * _ROW - 4}">{escape(line)}</text>'
+        for i, line in enumerate(summary(dump).split("\n"))
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
+        f'font-family="monospace" font-size="11"><rect width="100%" height="100%" fill="#ffffff"/>{title}'
+        f"{''.join(rows)}</svg>\n"
+    )
+
+
+def label(node: DumpedNode, depth: int) -> str:
+    """One node in words."""
+    parts = [f"{node.start}..{node.end}", f"{node.pages} pages"]
+    parts += ["state"] * node.state + ["tail"] * node.tail
+    parts += [f"{node.readers} readers"] * bool(node.readers) + [f"salt {node.salt}"] * (not depth and bool(node.salt))
+    return ", ".join(parts) + (f"  {shortened(node.text)}" if node.text is not None else "")
+
+
+def shortened(text: str) -> str:
+    """A text as one printable line of bounded length."""
+    whole = ascii(text[: _TEXT + 1])
+    return whole if len(text) <= _TEXT else ascii(text[:_TEXT]) + "..."
+
+
+def _walk(dump: CacheDump) -> Iterator[tuple[DumpedNode, int, tuple[bool, ...]]]:
+    """Every node behind its parent: (node, depth, whether it and each node above is the last child)."""
+    children: dict[int, list[int]] = {}
+    for i, node in enumerate(dump.nodes):
+        children.setdefault(node.parent, []).append(i)
+    open_nodes = [(i, (i == children[-1][-1],)) for i in reversed(children.get(-1, []))]
+    while open_nodes:
+        i, last = open_nodes.pop()
+        yield dump.nodes[i], len(last) - 1, last
+        below = children.get(i, [])
+        open_nodes += [(j, (*last, j == below[-1])) for j in reversed(below)]
+
+
+def _svg_row(row: int, node: DumpedNode, depth: int, most: int, page_size: int) -> str:
+    y = (row + 3) * _ROW
+    scale = _BAR / most
+    left, right = 8 + node.start * scale, 8 + node.end * scale
+    held = min(left + node.pages * page_size * scale, right)
+    dot = f'<circle cx="{right:.1f}" cy="{y - 4}" r="4" fill="#c0392b"/>' if node.state else ""
+    x = _BAR + 24 + min(depth, 20) * _INDENT
+    return (
+        f'<rect x="{left:.1f}" y="{y - 8}" width="{right - left:.1f}" height="8" fill="#d6dce5"/>'
+        f'<rect x="{left:.1f}" y="{y - 8}" width="{held - left:.1f}" height="8" fill="#2e5c8a"/>{dot}'
+        f'<text x="{x}" y="{y}">{escape(label(node, depth))}</text>'
+    )

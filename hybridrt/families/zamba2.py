@@ -1,0 +1,75 @@
+"""Zamba2: Mamba-2 blocks, some of them behind a transformer block whose weights several places share."""
+
+import math
+from typing import Any
+
+from hybridrt.config import AttentionConfig, LayerSpec
+from hybridrt.config_fields import CHUNK, COMMON, EPSILON, MAX_LAYERS, POSITIONS, SIZE, STATE, TAPS, FieldTypes, integer
+from hybridrt.config_json import FLAG, NULL, OBJECT, FieldType, either, list_of, number, one_of
+from hybridrt.errors import ConfigError
+from hybridrt.families.base import Family, FamilyFields
+from hybridrt.kinds.mamba2 import Mamba2Config
+
+FIELDS: FieldTypes = {
+    **COMMON,
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "attention_head_dim", "intermediate_size"), SIZE),
+    **dict.fromkeys(("mamba_expand", "mamba_ngroups", "n_mamba_heads", "adapter_rank"), SIZE),
+    "mamba_d_state": STATE,
+    "mamba_d_conv": TAPS,
+    "chunk_size": CHUNK,
+    "layers_block_type": list_of(one_of("linear_attention", "hybrid")),
+    "num_mem_blocks": integer(1, MAX_LAYERS),
+    "max_position_embeddings": POSITIONS,
+    "rms_norm_eps": EPSILON,
+    "time_step_min": number(0.0, 1e6),
+    "rope_parameters": either(NULL, OBJECT),
+    **dict.fromkeys(("add_bias_linear", "use_mem_rope", "use_shared_attention_adapter"), FLAG),
+    "use_long_context": FieldType("false: rescaled rotary embeddings are not supported", lambda v: v is False),
+}
+
+
+def _describe(hf: Any) -> FamilyFields:
+    inner = hf.mamba_expand * hf.hidden_size
+    if inner % hf.n_mamba_heads or hf.hidden_size * 2 % hf.num_attention_heads:
+        raise ConfigError(
+            f"n_mamba_heads {hf.n_mamba_heads} must divide mamba_expand x hidden_size, {inner}, and "
+            f"num_attention_heads {hf.num_attention_heads} must divide 2 x hidden_size, {2 * hf.hidden_size}"
+        )
+    if hf.num_attention_heads % hf.num_key_value_heads:
+        raise ConfigError(
+            f"num_attention_heads {hf.num_attention_heads} is no multiple of num_key_value_heads "
+            f"{hf.num_key_value_heads}"
+        )
+    if hf.use_shared_attention_adapter and hf.num_attention_heads != hf.num_key_value_heads:
+        raise ConfigError(
+            f"use_shared_attention_adapter: the adapters of keys and values are made for {hf.num_attention_heads} "
+            f"heads, and num_key_value_heads is {hf.num_key_value_heads}"
+        )
+    mamba = Mamba2Config(
+        num_heads=hf.n_mamba_heads,
+        head_dim=inner // hf.n_mamba_heads,
+        state_size=hf.mamba_d_state,
+        n_groups=hf.mamba_ngroups,
+        conv_kernel=hf.mamba_d_conv,
+        chunk_size=hf.chunk_size,
+        # transformers clamps so in prefill and not in decode; one rule for both lets steps agree with whole prompts.
+        dt_limit=(float(hf.time_step_min), math.inf),
+    )
+    head_dim, rope = 2 * hf.hidden_size // hf.num_attention_heads, None
+    if hf.use_mem_rope:
+        rope = dict(hf.rope_parameters or {})
+    heads = hf.num_attention_heads, hf.num_key_value_heads, head_dim
+    attention = AttentionConfig(*heads, rope, scale=(head_dim / 2) ** -0.5)
+    # Behind each use of a shared block stands Mamba-2. Each use has a KV cache of its own, under its layer's id.
+    plain, hybrid = LayerSpec(False, "mamba2", None), LayerSpec(True, "mamba2", "mlp")
+    layers = tuple(hybrid if kind == "hybrid" else plain for kind in hf.layers_block_type)
+    return {"layers": layers, "linear": {"mamba2": mamba}, "attention": attention}
+
+
+FAMILY = Family(
+    model="hybridrt.models.zamba2:Zamba2ForCausalLM",
+    config_class="Zamba2Config",
+    fields=FIELDS,
+    describe=_describe,
+    activation="gelu",
+)

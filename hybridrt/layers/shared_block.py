@@ -1,0 +1,121 @@
+"""A transformer block whose weights several places of a model share, and the adapters of each place (Zamba2)."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hybridrt.config import AttentionConfig
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.records import Rope
+from hybridrt.layers.attention import AttentionLayer, qkv_segments
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
+from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.weights import Build, CheckpointMap
+
+
+class Adapter(nn.Module):
+    """What a place adds to a shared projection: for each of the checkpoint's matrices a product of two thin ones.
+
+    Args:
+        matrices: the segments of the projection that each matrix of the checkpoint holds.
+    """
+
+    def __init__(
+        self, name: str, size: int, rank: int, matrices: dict[str, list[Segment]], *, build: Build
+    ) -> None:  # fmt: skip
+        super().__init__()
+        # Every rank needs all of the low-rank vectors, so that they are not cut.
+        uncut = replace(build, tp=TPGroup())
+        self.down = ColumnLinear(f"{name}.down", size, [Segment(each, rank) for each in matrices], build=uncut)
+        self.ups = nn.ModuleDict(
+            {each: ColumnLinear(f"{name}.{each}", rank, parts, build=build) for each, parts in matrices.items()}
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = self.down(x).chunk(len(self.ups), dim=-1)
+        return torch.cat([up(part) for up, part in zip(self.ups.values(), low, strict=True)], dim=-1)
+
+    def targets(self, key: str) -> CheckpointMap:
+        """Under `key`, in which {} stands for the name of a matrix."""
+        found: CheckpointMap = {}
+        for each, up in self.ups.items():
+            assert isinstance(up, ColumnLinear)
+            found |= self.down.targets(f"{key.format(each)}.0", [each]) | up.targets(
+                f"{key.format(each)}.1", list(up.segments)
+            )
+        return found
+
+
+class SharedBlock(nn.Module):
+    """Attention over x | embedding, then an MLP, without a residual: one set of weights for several places, each with
+    a KV cache and adapters of its own.
+
+    Args:
+        places: number of each place among those of all blocks, to its layer id.
+        attention_adapters: whether q, k and v have adapters, as the MLP's first projection always has.
+        bias: of the MLP.
+    """
+
+    def __init__(
+        self, name: str, attention: AttentionConfig, hidden: int, intermediate_size: int, places: dict[int, int], *,
+        adapter_rank: int, attention_adapters: bool, bias: bool, eps: float, cos_sin: torch.Tensor | None, build: Build,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.has_bias, self.rope = bias, None if cos_sin is None else Rope(cos_sin)
+        self.attn = {i: AttentionLayer(attention, layer_id, build) for i, layer_id in places.items()}
+        inner, qkv = attention.num_heads * attention.head_dim, qkv_segments(attention, build.tp)
+        gate_up = [Segment(part, intermediate_size) for part in ("gate", "up")]
+        norm: dict[str, Any] = {"eps": eps, "device": build.device}
+        self.norm, self.ff_norm = (
+            RMSNorm(f"{name}.norm", 2 * hidden, **norm),
+            RMSNorm(f"{name}.ff_norm", hidden, **norm),
+        )
+        self.qkv = ColumnLinear(f"{name}.qkv", 2 * hidden, qkv, build=build)
+        self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", inner)], hidden, build=build)
+        biased = [part.name for part in gate_up if self.has_bias]
+        self.up = ColumnLinear(f"{name}.gate_up", hidden, gate_up, bias=biased, build=build)
+        down = [Segment("x", intermediate_size)]
+        self.down = RowLinear(f"{name}.down", down, hidden, bias=self.has_bias, build=build)
+        self.qkv_adapters, self.up_adapters = nn.ModuleDict(), nn.ModuleDict()
+        for i in places:
+            thin, each = adapter_rank, {part.name: [part] for part in qkv}
+            if attention_adapters:
+                self.qkv_adapters[str(i)] = Adapter(f"{name}.qkv.{i}", 2 * hidden, thin, each, build=build)
+            self.up_adapters[str(i)] = Adapter(f"{name}.up.{i}", hidden, thin, {"gate_up": gate_up}, build=build)
+
+    def forward(self, i: int, x: torch.Tensor, embedded: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """At hybrid layer `i`: [T, hidden] each to [T, hidden]."""
+        attn, h = self.attn[i], self.norm(torch.cat((x, embedded), dim=-1))[0]
+        projected = self.qkv(h)
+        if self.qkv_adapters:
+            projected += self.qkv_adapters[str(i)](h)
+        q, k, v = projected.split((attn.q_size, attn.kv_size, attn.kv_size), dim=-1)
+        h = self.o_proj(batch.attn_backend.forward(q, k, v, attn, batch, rope=self.rope))
+        h = self.ff_norm(h)[0]
+        gate, up = self.up(h).add_(self.up_adapters[str(i)](h)).chunk(2, dim=-1)
+        out: torch.Tensor = self.down(F.gelu(gate).mul_(up))
+        return out
+
+    def targets(self, key: str) -> CheckpointMap:
+        attention, mlp = f"{key}.self_attn", f"{key}.feed_forward"
+        found = {
+            **self.norm.targets(f"{key}.input_layernorm"),
+            **self.ff_norm.targets(f"{key}.pre_ff_layernorm"),
+            **self.o_proj.targets(f"{attention}.o_proj", "x"),
+            **self.up.targets(f"{mlp}.gate_up_proj", ["gate", "up"], bias=self.has_bias),
+            **self.down.targets(f"{mlp}.down_proj", "x", bias=self.has_bias),
+        }
+        for part in self.qkv.segments:
+            found |= self.qkv.targets(f"{attention}.{part}_proj", [part])
+        for adapters, below in (
+            (self.qkv_adapters, f"{attention}.linear_{{}}_adapter_list"),
+            (self.up_adapters, f"{mlp}.{{}}_proj_adapter_list"),
+        ):
+            for i, adapter in adapters.items():
+                assert isinstance(adapter, Adapter)
+                found |= adapter.targets(f"{below}.{i}")
+        return found

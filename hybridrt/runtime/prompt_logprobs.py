@@ -1,0 +1,106 @@
+"""Log-probabilities of prompts: computed behind a step's chunks, a few hundred lines of logits at a time."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hybridrt.kernels.sampling import token_logprobs
+from hybridrt.runtime.launched_step import to_host
+from hybridrt.runtime.step import Admission, ExtendRow, StepHandle, StepResult, TokenLogprobs
+from hybridrt.sampling_params import MAX_LOGPROBS
+
+# Prompt tokens whose logits are there at a time: enough that reading the head's weights does not decide how long they
+# take, and few enough that their logits are small beside the activations of a step.
+LINES = 128
+
+
+def prompt_logprob_bytes(vocab_size: int, itemsize: int) -> int:
+    """Bytes on the device at a time: logits, those of all ranks, two copies in float32, and the results."""
+    return LINES * (vocab_size * (2 * itemsize + 8) + (MAX_LOGPROBS + 1) * 12)
+
+
+class Wanted(NamedTuple):
+    """What a chunk gives: the log-probabilities of `count` prompt tokens, with `top` alternatives each."""
+
+    row: int
+    count: int
+    top: int
+
+
+class PromptRequirements:
+    """Which request rows want log-probabilities of their prompts, on the host."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[int, int]] = {}  # alternatives, and tokens of the prompt
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        for a in admissions:
+            self._rows.pop(a.row, None)
+            if a.params.prompt_logprobs is not None:
+                self._rows[a.row] = a.params.prompt_logprobs, a.prompt_len
+
+    def of(self, extend: Sequence[ExtendRow], decoded: int) -> tuple[list[Wanted], dict[str, np.ndarray]]:
+        """What a step's chunks give, behind `decoded` tokens of decode rows, and int32 sections for its packed copy:
+        the places in the batch, and the tokens that follow there."""
+        wanted, places, following = [], [np.empty(0, np.int32)], list[int]()
+        for chunk in extend if self._rows else ():
+            top, prompt_len = self._rows.get(chunk.row, (0, 0))
+            count = min(len(chunk.tokens), prompt_len - 1 - chunk.computed)
+            if count > 0:
+                wanted.append(Wanted(chunk.row, count, top))
+                places.append(np.arange(decoded, decoded + count, dtype=np.int32))
+                following += [*chunk.tokens[1:], chunk.following][:count]
+            decoded += len(chunk.tokens)
+        if not wanted:
+            return [], {}
+        return wanted, {"scored_at": np.concatenate(places), "scored_tokens": np.array(following, np.int32)}
+
+
+class ScoredStep:
+    """A launched step, and the log-probabilities of prompts behind it.
+
+    Args:
+        step: what the step gives besides.
+        wanted: whose log-probabilities they are, in order.
+        hidden: [T, hidden] of the step; places, tokens: [N] int32, as `PromptRequirements.of` packs them.
+        logits: from hidden states to logits.
+    """
+
+    def __init__(
+        self,
+        step: StepHandle,
+        wanted: Sequence[Wanted],
+        hidden: torch.Tensor,
+        places: torch.Tensor,
+        tokens: torch.Tensor,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._step, self._wanted = step, wanted
+        top = max(w.top for w in wanted)
+        # Each part leaves the device before the next is computed: the memory plan counts the results of one.
+        self._found = [
+            tuple(map(to_host, token_logprobs(logits(hidden.index_select(0, at)), following.long(), top)))
+            for at, following in zip(places.split(LINES), tokens.split(LINES))
+        ]
+        self._event: torch.cuda.Event | None = None
+        if hidden.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def ready(self) -> bool:
+        return self._step.ready() and (self._event is None or self._event.query())
+
+    def result(self) -> StepResult:
+        if self._event is not None:
+            self._event.synchronize()
+        result, end = self._step.result(), 0
+        found = [torch.cat(parts) for parts in zip(*self._found)]
+        for row, count, top in self._wanted:
+            start, end = end, end + count
+            own, ids, best = (part[start:end].tolist() for part in found)
+            result.prompt_logprobs[row] = [
+                TokenLogprobs(logprob, dict(zip(i[:top], b[:top]))) for logprob, i, b in zip(own, ids, best)
+            ]
+        return result

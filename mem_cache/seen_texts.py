@@ -1,0 +1,41 @@
+"""Which texts there have been, whether or not anything of them is still cached: to tell what eviction has cost."""
+
+import numpy as np
+
+BLOCK = 128
+MOST_BLOCKS = 65_536
+
+
+class SeenTexts:
+    """Hashes of the beginnings of texts, in blocks of BLOCK tokens; the latest MOST_BLOCKS of them."""
+
+    def __init__(self) -> None:
+        self._blocks = dict[int, None]()
+
+    def clear(self) -> None:
+        self._blocks.clear()
+
+    def note(self, tokens: np.ndarray, salt: str) -> None:
+        """There was a text of these tokens [n] int32."""
+        for block in _hashes(tokens, salt):
+            self._blocks.pop(block, None)
+            self._blocks[block] = None
+        while len(self._blocks) > MOST_BLOCKS:
+            del self._blocks[next(iter(self._blocks))]
+
+    def length(self, tokens: np.ndarray, salt: str) -> int:
+        """How many first tokens another text had, too, in whole blocks."""
+        count = 0
+        for block in _hashes(tokens, salt):
+            if block not in self._blocks:
+                break
+            count += BLOCK
+        return count
+
+
+def _hashes(tokens: np.ndarray, salt: str) -> list[int]:
+    data, size, before, found = tokens.tobytes(), BLOCK * tokens.itemsize, hash(salt), list[int]()
+    for start in range(0, len(data) - size + 1, size):
+        before = hash((before, data[start : start + size]))
+        found.append(before)
+    return found

@@ -1,0 +1,85 @@
+"""`hybridrt inspect --cache`: dumps of a running engine are drawn, and strangers' files are refused."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrt import LLM, CacheDumpError, SamplingParams
+from hybridrt.cli.cache_picture import as_svg, as_text
+from hybridrt.engine.cache_dump import read_dump
+from tests.cli.test_inspect import run
+from tests.support.tiny import write_tiny
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an engine that has run three prompts, two of which begin alike."""
+    path = tmp_path_factory.mktemp("dump")
+    model = str(write_tiny(path, tokenizer=False))
+    llm = LLM(model, load_format="dummy", device="cpu", max_model_len=128, max_running_requests=2)
+    for prompt in ([5] * 40, [5] * 40 + [6] * 20, [7] * 40):
+        llm.generate(prompt, SamplingParams(max_tokens=3, ignore_eos=True))
+    llm.dump_cache(path / "dump.json")
+    counters = llm.engine.counters()
+    found = read_dump(path / "dump.json")
+    assert (found.asked, found.hit) == (140, counters.cache_hit) and counters.cache_hit >= 32
+    assert found.states == sum(node.state for node in found.nodes) == counters.cached_slots > 0
+    assert found.pages == sum(node.pages + node.tail for node in found.nodes) == counters.cached_pages > 0
+    assert {node.text for node in found.nodes} == {None}
+    llm.close()
+    return path / "dump.json"
+
+
+def test_the_tree_is_drawn(dump: Path, tmp_path: Path) -> None:
+    nodes = read_dump(dump).nodes
+    result = run("inspect", "--cache", str(dump), "--svg", str(tmp_path / "tree.svg"))
+    assert result.exit_code == 0 and all(f"{node.start}..{node.end}" in result.stdout for node in nodes)
+    assert result.stdout.count("─ ") == len(nodes) and "140 tokens asked" in result.stdout
+    drawing = ElementTree.parse(tmp_path / "tree.svg").getroot()
+    assert len(drawing.findall("{*}circle")) == sum(node.state for node in nodes)
+
+
+def test_texts_are_data(dump: Path, tmp_path: Path) -> None:
+    fields = json.loads(dump.read_text())
+    fields["nodes"][0]["text"] = "</text><script>\x1b[31m" + "x" * 100
+    (tmp_path / "dump").write_text(json.dumps(fields))
+    found = read_dump(tmp_path / "dump")
+    assert "<script>" not in as_svg(found) and "\x1b" not in as_text(found) + as_svg(found)
+    ElementTree.fromstring(as_svg(found))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "other"}', "[" * 100_000, "\xff"])
+def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "dump").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CacheDumpError):
+        read_dump(tmp_path / "dump")
+    assert run("inspect", "--cache", str(tmp_path / "dump")).exit_code == 2
+    assert run("inspect", "--cache", str(tmp_path / "none")).exit_code == 2
+    assert run("inspect", "--svg", str(tmp_path / "none")).exit_code == 2
+
+
+values = st.one_of(st.none(), st.booleans(), st.integers(-2, 200), st.floats(), st.text(max_size=3), st.just([]))
+
+
+@given(st.data())
+def test_a_damaged_dump_is_refused_or_drawn(dump: Path, data: st.DataObject) -> None:
+    fields: dict[str, Any] = json.loads(dump.read_text())
+    target = data.draw(st.sampled_from([fields, *fields["nodes"]]))
+    name = data.draw(st.sampled_from(sorted(target)))
+    if data.draw(st.booleans()):
+        target[name] = data.draw(values)
+    else:
+        del target[name]
+    changed = dump.with_name("changed.json")
+    changed.write_text(json.dumps(fields))
+    try:
+        found = read_dump(changed)
+    except CacheDumpError:
+        return
+    assert as_text(found)
+    ElementTree.fromstring(as_svg(found))

@@ -1,0 +1,25 @@
+"""SeenTexts: beginnings in whole blocks, by salt, and no more of them than there is room for."""
+
+import numpy as np
+import pytest
+
+from hybridrt.mem_cache import seen_texts
+from hybridrt.mem_cache.seen_texts import BLOCK, SeenTexts
+
+
+def test_beginnings_in_whole_blocks() -> None:
+    seen, text = SeenTexts(), np.arange(3 * BLOCK + 5, dtype=np.int32)
+    assert seen.length(text, "") == 0
+    seen.note(text, "")
+    assert seen.length(text, "") == 3 * BLOCK and seen.length(text, "salt") == 0
+    assert seen.length(np.concatenate((text[: BLOCK + 1], text)), "") == BLOCK
+    seen.clear()
+    assert seen.length(text, "") == 0
+
+
+def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seen_texts, "MOST_BLOCKS", 3)
+    seen, texts = SeenTexts(), [np.full(2 * BLOCK, i, np.int32) for i in range(2)]
+    for text in texts:
+        seen.note(text, "")
+    assert [seen.length(text, "") for text in texts] == [0, 2 * BLOCK]

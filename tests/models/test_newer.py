@@ -1,0 +1,81 @@
+"""The families of 2025 and 2026: speculation, and tensors that checkpoints spell in several ways."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybridrt import LLM, SamplingParams, SpeculativeConfig, hf_config
+from hybridrt.errors import CheckpointError, UnsupportedModelError
+from hybridrt.families.registry import family_of
+from hybridrt.hf_config import read_model_config
+from tests.models.test_loader import load
+from tests.models.test_models_parity import requests, rewrite
+from tests.support.checkpoints import CheckpointStore
+from tests.support.mtp_oracle import HEADS, write_with_head
+from tests.support.newer_checkpoints import NEWER
+from tests.support.session import Session, check_sample
+
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [40], [9, 9, 9, 9, 9]]
+
+
+def texts(path: Path, **config: object) -> list[list[int]]:
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    with LLM(str(path), device="cpu", dtype="float32", max_model_len=64, **config) as llm:  # type: ignore[arg-type]
+        return [output.token_ids for output in llm.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("family", NEWER)
+@pytest.mark.parametrize("state_mode", ["intermediate", "replay"])
+def test_speculation_changes_no_text(family: str, state_mode: str, checkpoints: CheckpointStore) -> None:
+    path = checkpoints[f"{family}-plain"].path
+    drafted = texts(path, speculative=SpeculativeConfig("ngram", num_draft_tokens=3, state_mode=state_mode))
+    assert drafted == texts(path)
+
+
+@pytest.mark.parametrize("name", [name for name in HEADS if name.startswith("qwen35")])
+def test_a_prediction_head_changes_no_text(name: str, tmp_path: Path) -> None:
+    write_with_head(HEADS[name], tmp_path)
+    assert texts(tmp_path, speculative=SpeculativeConfig("mtp", num_draft_tokens=2)) == texts(tmp_path)
+
+
+@pytest.mark.parametrize("spelling", ["one", "three", "thirds"])
+def test_convolutions_of_olmo_in_one_tensor_or_in_three(
+    spelling: str, checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
+    checkpoint = checkpoints["olmo-plain"]
+    path = rewrite(checkpoint.path, tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    parts, sizes = [f"{part}_conv1d.weight" for part in "qkv"], (12, 12, 32)
+    for stem in {key.removesuffix(parts[0]) for key in tensors if key.endswith(parts[0])}:
+        joined = torch.cat([tensors.pop(f"{stem}{part}") for part in parts])
+        cuts = {"one": (joined,), "three": joined.split(sizes), "thirds": joined.chunk(3)}[spelling]
+        names = ["conv1d.weight"] if spelling == "one" else parts
+        tensors |= {f"{stem}{name}": cut.contiguous() for name, cut in zip(names, cuts, strict=True)}
+    save_file(tensors, path / "model.safetensors")
+    check_sample(checkpoint, Session(path).run(requests(9, steps=6))[0], spelling)
+    key = next(key for key in tensors if key.endswith("conv1d.weight"))
+    save_file(tensors | {key: tensors[key][:-3].contiguous()}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="shape"):
+        load(path)
+
+
+def test_a_transformers_that_lacks_the_family(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoints["bamba-plain"].path
+    family = replace(family_of("BambaForCausalLM"), config_class="BambaOfTomorrowConfig")
+    monkeypatch.setattr(hf_config, "family_of", lambda architecture: family)
+    with pytest.raises(UnsupportedModelError, match=r"transformers .* has no BambaOfTomorrowConfig; install a newer"):
+        read_model_config(path)
+
+
+def test_norms_of_olmo_by_their_older_names(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    checkpoint = checkpoints["olmo-plain"]
+    path = rewrite(checkpoint.path, tmp_path / "model")
+    older = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+    tensors = load_file(path / "model.safetensors")
+    for new, old in older.items():
+        tensors = {key.replace(new, old): t for key, t in tensors.items()}
+    save_file(tensors, path / "model.safetensors")
+    check_sample(checkpoint, Session(path).run(requests(9, steps=6))[0], "older names")

@@ -1,0 +1,66 @@
+"""Fields of vLLM about single tokens, and log-probabilities of prompts, over HTTP."""
+
+from typing import Any
+
+import pytest
+
+from hybridrt.sampling_params import SamplingParams
+from tests.support.http_server import Served
+
+PROMPT = "import os"
+BODY = {"model": "tested", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+
+
+def choice(served: Served, **changes: Any) -> dict[str, Any]:
+    answer = served.post("/v1/completions", BODY | changes)
+    assert answer.status_code == 200, answer.text
+    (found,) = answer.json()["choices"]
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {"40": 100, "41": 99.5}}, {"allowed_token_ids": [40, 99]}, {"bad_words": ["os", "("]},
+        {"min_tokens": 5, "stop_token_ids": [40], "logit_bias": {"40": 100}},
+    ],
+)  # fmt: skip
+def test_rules_are_those_of_the_library(served: Served, fields: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, **fields)
+    assert choice(served, **fields)["text"] == served.llm.generate(PROMPT, params)[0].text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_brings_the_log_probabilities_of_the_prompt(served: Served, stream: bool) -> None:
+    want = served.llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=2))[0]
+    tokens = want.prompt_token_ids + want.token_ids
+    scores = [*(want.prompt_logprobs or []), *(want.logprobs or [])]
+    text, logprobs = "", {name: list[Any]() for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+    client = served.client()
+    answers: Any = client.completions.create(**BODY, echo=True, logprobs=2, stream=stream)  # type: ignore[call-overload]
+    for answer in answers if stream else [answers]:
+        (found,) = answer.choices
+        text += found.text
+        for name, values in logprobs.items():
+            values += getattr(found.logprobs, name) if found.logprobs else []
+    assert text == PROMPT + want.text
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    own = [found and found[token] for token, found in zip(tokens, scores, strict=True)]
+    assert logprobs["token_logprobs"][1:] == pytest.approx(own[1:], abs=1e-4)
+    assert [len(found) >= 2 for found in logprobs["top_logprobs"][1:]] == [True] * (len(tokens) - 1)
+    assert "".join(logprobs["tokens"][: len(want.prompt_token_ids)]) == PROMPT
+    assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
+
+
+def test_prompt_logprobs_have_vllms_form(served: Served) -> None:
+    found = choice(served, prompt_logprobs=1)
+    want = served.llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))[0]
+    first, *rest = found["prompt_logprobs"]
+    assert first is None and found["logprobs"] is None and len(rest) == len(want.prompt_token_ids) - 1
+    for token, entry in zip(want.prompt_token_ids[1:], rest, strict=True):
+        assert set(entry[str(token)]) == {"logprob", "rank", "decoded_token"} and len(entry) in (1, 2)
+        assert [e["rank"] for e in entry.values()] in ([1], [None, 1])
+    assert "prompt_logprobs" not in choice(served)
+    chat = {"model": "tested", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "prompt_logprobs": 1}
+    answer = served.post("/v1/chat/completions", chat).json()
+    assert answer["prompt_logprobs"][0] is None and len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
