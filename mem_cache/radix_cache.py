@@ -22,84 +22,15 @@ moved on. States that waiting requests will use go last: those first that save f
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
 
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
+from hybridrt.mem_cache.radix_node import Node, StateKind, in_common, left_answer
 
-AWAITED = 2.0**52  # above the worth of every state that no waiting request will use
-
-
-@dataclass(eq=False, slots=True)
-class Node:
-    """One edge of the tree and what is kept at its end.
-
-    Attributes:
-        tokens: [n] int32 of the edge.
-        start: tokens on the path before the edge.
-        pages: the complete pages of the edge, in order.
-        state: the slot with the state after the last token.
-        tail: the page with the tokens behind the last complete page, where a state is kept in the middle of a page.
-        readers: requests that read the path up to here.
-        state_readers: requests that are about to read the state and the tail.
-        used: when the node was last matched or inserted.
-        answer: tokens before the answer of the text that brought the edge.
-        first: the first token of the edge, under which the parent has the node.
-        salt: of a root, whose prompts the tree holds.
-        base: GreedyDual's inflation when the state was last used. Its worth is that plus the tokens that it saves.
-        hits: how often the state has been used.
-        final: the state is one at the end of a text.
-        passed: the state's one reader has left another state behind it.
-        awaited: order of arrival of waiting requests that match the state.
-    """
-
-    tokens: np.ndarray
-    start: int
-    parent: "Node | None" = None
-    children: "dict[int, Node]" = field(default_factory=dict)
-    pages: list[Slot] = field(default_factory=list)
-    state: Slot | None = None
-    tail: Slot | None = None
-    readers: int = 0
-    state_readers: int = 0
-    used: int = 0
-    answer: int = 0
-    base: float = 0.0
-    hits: int = 0
-    final: bool = False
-    passed: bool = False
-    awaited: set[int] = field(default_factory=set)
-    first: int = -1
-    salt: str = ""
-
-    @property
-    def end(self) -> int:
-        """Tokens on the path up to here."""
-        return self.start + len(self.tokens)
-
-    @property
-    def path(self) -> "Iterator[Node]":
-        """The node, its parent and so on; the root excepted."""
-        node = self
-        while node.parent is not None:
-            yield node
-            node = node.parent
-
-
-@dataclass(slots=True)
-class _Kind:
-    """How many states of a kind there were, and how many of them have been used."""
-
-    made: int = 0
-    used: int = 0
-
-    @property
-    def share(self) -> float:
-        """As if four more had been used: the first few states decide nothing."""
-        return (self.used + 4) / (self.made + 4)
+AWAITED = 2.0**40  # above the worth of other states, and small enough for fractions of a token
 
 
 class RadixCache:
@@ -121,7 +52,7 @@ class RadixCache:
         self._clock = 0
         self._inflation = 0.0  # GreedyDual's L: the greatest worth of a state that was evicted
         self._admitted = 0  # the latest arrival that waits no longer
-        self._kinds = {False: _Kind(), True: _Kind()}  # by `final`
+        self._kinds = {False: StateKind(), True: StateKind()}  # by `final`
         self._order = count()
         self._size = 0  # nodes, without roots
         self._leaves: list[tuple[int, int, Node]] = []  # heap by `used`; entries may be out of date
@@ -137,7 +68,7 @@ class RadixCache:
             salt: prompts share nothing with those of another salt.
         """
         node, known = self._descend(salt, tokens)
-        limit, left = len(tokens) - 1, _left_answer(node, known, len(tokens))
+        limit, left = len(tokens) - 1, left_answer(node, known, len(tokens))
         if not self.recurrent:
             pages = min(self._complete(known), limit // self.page_size)
             if not pages:
@@ -266,7 +197,7 @@ class RadixCache:
         if node is None:
             return Node(np.empty(0, np.int32), 0), 0
         while known < len(tokens) and (child := node.children.get(int(tokens[known]))) is not None:
-            shared = _in_common(child.tokens, tokens[known:])
+            shared = in_common(child.tokens, tokens[known:])
             node, known = child, known + shared
             if shared < len(child.tokens):
                 break
@@ -315,7 +246,7 @@ class RadixCache:
                 self._size += 1
                 taken += fresh
                 return child
-            shared = _in_common(child.tokens, tokens[node.end :])
+            shared = in_common(child.tokens, tokens[node.end :])
             node = child if shared == len(child.tokens) else self._split(child, shared)
         return node
 
@@ -360,17 +291,17 @@ class RadixCache:
 
     def _enlist(self, node: Node) -> None:
         """Enters a leaf that no request reads among those whose pages may go."""
-        if _is_idle_leaf(node):
+        if node.is_idle_leaf:
             heapq.heappush(self._leaves, (node.used, next(self._order), node))
         if len(self._leaves) > 64 + 4 * self._size:
-            self._leaves = [(n.used, next(self._order), n) for n in self.nodes() if _is_idle_leaf(n)]
+            self._leaves = [(n.used, next(self._order), n) for n in self.nodes() if n.is_idle_leaf]
             heapq.heapify(self._leaves)
 
     def _enlist_state(self, node: Node) -> None:
-        if _has_idle_state(node):
+        if node.has_idle_state:
             heapq.heappush(self._states, (self._worth(node), next(self._order), node))
         if len(self._states) > 64 + 4 * self._size:
-            self._states = [(self._worth(n), next(self._order), n) for n in self.nodes() if _has_idle_state(n)]
+            self._states = [(self._worth(n), next(self._order), n) for n in self.nodes() if n.has_idle_state]
             heapq.heapify(self._states)
 
     def _worth(self, node: Node) -> float:
@@ -391,7 +322,7 @@ class RadixCache:
     def _oldest_leaf(self) -> Node | None:
         while self._leaves:
             used, _, node = heapq.heappop(self._leaves)
-            if _is_idle_leaf(node):
+            if node.is_idle_leaf:
                 if used == node.used:
                     return node
                 heapq.heappush(self._leaves, (node.used, next(self._order), node))
@@ -400,7 +331,7 @@ class RadixCache:
     def _least_state(self, awaited: bool) -> Node | None:
         while self._states:
             worth, _, node = heapq.heappop(self._states)
-            if _has_idle_state(node):
+            if node.has_idle_state:
                 if worth >= self._worth(node):
                     if awaited or not node.awaited:
                         return node
@@ -452,26 +383,3 @@ class RadixCache:
         if node.parent is None and not node.children:
             self._roots.pop(node.salt, None)
         self._enlist(node)
-
-
-def _in_common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many first elements of both are equal."""
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    first = int(differ.argmax()) if n else 0
-    return first if n and differ[first] else n
-
-
-def _left_answer(node: Node, known: int, asked: int) -> int:
-    """Tokens of a cached answer behind `known`, of whose tokens at least one is known, that a prompt leaves there."""
-    edges = [node] if known < node.end else node.children.values()
-    ends = [edge.end for edge in edges if edge.answer < known]
-    return min(max(ends, default=known), asked) - known
-
-
-def _is_idle_leaf(node: Node) -> bool:
-    return node.parent is not None and not node.children and not node.readers
-
-
-def _has_idle_state(node: Node) -> bool:
-    return node.state is not None and not node.state_readers

@@ -8,7 +8,8 @@ from typing import Any
 
 from hybridrt.config_json import FieldType, integer, list_of
 from hybridrt.errors import CacheDumpError, shown
-from hybridrt.mem_cache.radix_cache import Node, RadixCache
+from hybridrt.mem_cache.radix_cache import RadixCache
+from hybridrt.mem_cache.radix_node import Node
 
 FORMAT = "hybridrt prefix cache 1"
 MOST_NODES = 1_000_000

@@ -8,7 +8,8 @@ import numpy as np
 from hybridrt.engine.request import Request
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
 from hybridrt.mem_cache.prefix_cache import CacheCounts, CacheEntries, PrefixMatch
-from hybridrt.mem_cache.radix_cache import Node, RadixCache
+from hybridrt.mem_cache.radix_cache import RadixCache
+from hybridrt.mem_cache.radix_node import Node
 from hybridrt.mem_cache.seen_texts import SeenTexts
 
 GRID = 16

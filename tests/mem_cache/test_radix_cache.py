@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
-from hybridrt.mem_cache.radix_cache import Node, RadixCache
+from hybridrt.mem_cache.radix_cache import RadixCache
+from hybridrt.mem_cache.radix_node import Node
 
 Text = tuple[int, ...]
 

@@ -1,0 +1,102 @@
+"""The nodes of the radix tree over tokens, and what is counted of the states that they hold."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hybridrt.mem_cache.allocator import Slot
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One edge of the tree and what is kept at its end.
+
+    Attributes:
+        tokens: [n] int32 of the edge.
+        start: tokens on the path before the edge.
+        pages: the complete pages of the edge, in order.
+        state: the slot with the state after the last token.
+        tail: the page with the tokens behind the last complete page, where a state is kept in the middle of a page.
+        readers: requests that read the path up to here.
+        state_readers: requests that are about to read the state and the tail.
+        used: when the node was last matched or inserted.
+        answer: tokens before the answer of the text that brought the edge.
+        first: the first token of the edge, under which the parent has the node.
+        salt: of a root, whose prompts the tree holds.
+        base: GreedyDual's inflation when the state was last used. Its worth is that plus the tokens that it saves.
+        hits: how often the state has been used.
+        final: the state is one at the end of a text.
+        passed: the state's one reader has left another state behind it.
+        awaited: order of arrival of waiting requests that match the state.
+    """
+
+    tokens: np.ndarray
+    start: int
+    parent: "Node | None" = None
+    children: "dict[int, Node]" = field(default_factory=dict)
+    pages: list[Slot] = field(default_factory=list)
+    state: Slot | None = None
+    tail: Slot | None = None
+    readers: int = 0
+    state_readers: int = 0
+    used: int = 0
+    answer: int = 0
+    base: float = 0.0
+    hits: int = 0
+    final: bool = False
+    passed: bool = False
+    awaited: set[int] = field(default_factory=set)
+    first: int = -1
+    salt: str = ""
+
+    @property
+    def end(self) -> int:
+        """Tokens on the path up to here."""
+        return self.start + len(self.tokens)
+
+    @property
+    def path(self) -> "Iterator[Node]":
+        """The node, its parent and so on; the root excepted."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    @property
+    def is_idle_leaf(self) -> bool:
+        """Nothing is below it, and no request reads it."""
+        return self.parent is not None and not self.children and not self.readers
+
+    @property
+    def has_idle_state(self) -> bool:
+        """It has a state that no request is about to read."""
+        return self.state is not None and not self.state_readers
+
+
+@dataclass(slots=True)
+class StateKind:
+    """How many states of a kind there were, and how many of them have been used."""
+
+    made: int = 0
+    used: int = 0
+
+    @property
+    def share(self) -> float:
+        """As if four more had been used: the first few states decide nothing."""
+        return (self.used + 4) / (self.made + 4)
+
+
+def in_common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many first elements of both are equal."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    first = int(differ.argmax()) if n else 0
+    return first if n and differ[first] else n
+
+
+def left_answer(node: Node, known: int, asked: int) -> int:
+    """Tokens of a cached answer behind `known`, of whose tokens at least one is known, that a prompt leaves there."""
+    edges = [node] if known < node.end else node.children.values()
+    ends = [edge.end for edge in edges if edge.answer < known]
+    return min(max(ends, default=known), asked) - known
