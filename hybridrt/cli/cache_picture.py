@@ -64,7 +64,8 @@ def _walk(dump: CacheDump) -> Iterator[tuple[DumpedNode, int, tuple[bool, ...]]]
     children: dict[int, list[int]] = {}
     for i, node in enumerate(dump.nodes):
         children.setdefault(node.parent, []).append(i)
-    open_nodes = [(i, (i == children[-1][-1],)) for i in reversed(children.get(-1, []))]
+    roots = children.get(-1, [])
+    open_nodes: list[tuple[int, tuple[bool, ...]]] = [(i, (i == roots[-1],)) for i in reversed(roots)]
     while open_nodes:
         i, last = open_nodes.pop()
         yield dump.nodes[i], len(last) - 1, last

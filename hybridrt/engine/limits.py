@@ -102,7 +102,9 @@ class EngineLimits:
         """Token ids of `bad_words`: of each word at the beginning of a text and, as vLLM does, of the word behind a
         space where that makes as many tokens with another first one."""
         found = list[list[int]]()
-        for word in params.bad_words if tokenizer is not None else ():
+        if tokenizer is None:
+            return found
+        for word in params.bad_words:
             begun, behind_space = (tokenizer.encode_bare(space + word.lstrip()) for space in ("", " "))
             if not begun or max((*begun, *behind_space)) >= self.vocab_size:
                 raise RequestError(f"bad_words holds {shown(word)}, which the model has no tokens for", "bad_words")

@@ -22,10 +22,10 @@ def prompt_logprob_bytes(vocab_size: int, itemsize: int) -> int:
 
 
 class Wanted(NamedTuple):
-    """What a chunk gives: the log-probabilities of `count` prompt tokens, with `top` alternatives each."""
+    """What a chunk gives: the log-probabilities of `length` prompt tokens, with `top` alternatives each."""
 
     row: int
-    count: int
+    length: int
     top: int
 
 

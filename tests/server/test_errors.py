@@ -213,6 +213,7 @@ def test_long_bodies_are_refused_with_and_without_a_length(locked: Served) -> No
 def test_a_request_that_takes_too_long_ends(locked: Served) -> None:
     endless = COMPLETION | {"max_tokens": 250, "ignore_eos": True, "n": 33}
     assert_error(locked.post("/v1/completions", endless, headers=KEY), 504, None, "longer than it may")
+    locked.wait_until_idle()
     answer = locked.post("/v1/completions", endless | {"stream": True}, headers=KEY)
     events = [line for line in answer.text.splitlines() if line]
     assert events[-1] == "data: [DONE]" and "longer than it may" in events[-2]
