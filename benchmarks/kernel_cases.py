@@ -215,6 +215,21 @@ def mamba1_update(config: ModelConfig, load: Load, device: str) -> Iterator[Case
         yield Case("mamba1_update", f"{_sizes(shape)} {str(dtype)[6:]}", make, moved)
 
 
+@decode_op("short_conv_update")
+def short_conv_update(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    """Three projections in, one out, and of the ring K - 1 columns in and one out."""
+    if "short_conv" not in config.linear:
+        return
+    shape = state_shape(config.linear["short_conv"])
+
+    def make() -> Args:
+        with torch.device(device):
+            return kernels.short_conv_update(rows_of(shape, load, torch.float32)).args
+
+    moved = load.rows * shape.conv_dim * (4 + shape.conv_kernel) * torch.bfloat16.itemsize
+    yield Case("short_conv_update", str(shape.conv_dim), make, moved)
+
+
 @decode_op("gdn_recurrent")
 def gdn_recurrent(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
     if "gdn" not in config.linear:

@@ -126,6 +126,7 @@ class ModelConfig:
 
     @property
     def full_attention_layer_ids(self) -> tuple[int, ...]:
+        """Layers with softmax attention, those with a sliding window included."""
         return tuple(i for i, spec in enumerate(self.layers) if spec.attention)
 
     @property
@@ -225,7 +226,8 @@ class EngineConfig:
         chunked_prefill_size: most prompt tokens that one step computes.
         mamba_ssm_dtype: dtype of the recurrent state.
         state_mode: "classic" writes the recurrent state every step; "replay" keeps a ring of inputs and writes it
-            once in about 16 steps (not for Mamba-1); "auto" picks replay where a fused kernel exists.
+            once in about 16 steps: only kinds with `ring_shapes` support it. "auto" picks replay where a fused kernel
+            exists.
         attention_backend, prefill_attention_backend: names from `hybridrt.attention.registry`; the second, if given,
             serves prefill only.
         linear_attn_backend: "auto" or the backend's name for the model's kind of recurrent layer.

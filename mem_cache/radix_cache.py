@@ -3,21 +3,22 @@
 A node stands for the tokens on the path from the root to it. Its edge holds the tokens since its parent. It owns the KV
 pages that become complete within its edge and at most one recurrent state, that after its last token. Page i is
 complete once the tokens up to (i + 1) * page_size + lookahead are on the path: the KV of a prediction head depends on
-the next token, too (lookahead 1). So what a page holds depends on tokens of its own path alone, and a node can be cut
-in two anywhere. A state in the middle of a page has a tail: the page that holds the tokens between the last complete
-page and the state. (A head's KV of the last token before a state, which a hit copies with the tail, may belong to
-another next token. That makes one draft worse now and then, and no token different.)
+the next token, too (lookahead 1). So the contents of a page depend on tokens of its own path alone, and a node can be
+cut in two anywhere. A state in the middle of a page has a tail: the page that holds the tokens between the last
+complete page and the state. (A hit copies the tail with the head's KV of the last token before the state. That KV may
+have been computed with another next token. This can make one draft worse; it changes no output token.)
 
     root ── "You are a helpful ..." ──┬── "Hi"            state, tail
                    state              └── "What is ..." ── ...
 
 A prefix is usable up to the deepest node with a state (models without recurrent layers: up to the last complete page).
-What is evicted: pages from the ends of leaves, least recently used first, and with them the states that need them; and
-states by GreedyDual (Cao and Irani 1997): all states have one size, and the cost of one is the tokens that it saves,
-times how often states of its kind have been used, compared with the other kind. There are two kinds: states at the end
-of a text, which serve where the whole answer becomes history, and states within prompts, which serve where an answer's
-beginning is left out. A state goes first of all once its one reader has left a state behind it: a conversation has
-moved on. States that waiting requests will use go last: those first that save few tokens after a long wait.
+Eviction takes pages from the ends of leaves, least recently used first, and with them the states that need them. It
+takes states by GreedyDual (Cao and Irani 1997). All states have one size. The cost of a state is the number of tokens
+that it saves, times how often states of its class were used, relative to the other class. There are two classes. States
+at the end of a text serve requests whose prompt contains the whole answer. States within prompts serve requests whose
+prompt leaves out the beginning of an answer. A state is evicted first of all if it had one reader and this reader has
+left a state further down: the conversation continues from there. States that waiting requests will use are evicted
+last; among them, first those that save few tokens and whose requests wait longest from now.
 """
 
 import heapq
@@ -28,7 +29,7 @@ import numpy as np
 
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
-from hybridrt.mem_cache.radix_node import Node, StateKind, in_common, left_answer
+from hybridrt.mem_cache.radix_node import Node, StateClass, in_common, left_answer
 
 AWAITED = 2.0**40  # above the worth of other states, and small enough for fractions of a token
 
@@ -52,7 +53,7 @@ class RadixCache:
         self._clock = 0
         self._inflation = 0.0  # GreedyDual's L: the greatest worth of a state that was evicted
         self._admitted = 0  # the latest arrival that waits no longer
-        self._kinds = {False: StateKind(), True: StateKind()}  # by `final`
+        self._classes = {False: StateClass(), True: StateClass()}  # by `final`
         self._order = count()
         self._size = 0  # nodes, without roots
         self._leaves: list[tuple[int, int, Node]] = []  # heap by `used`; entries may be out of date
@@ -108,7 +109,7 @@ class RadixCache:
         self._use(node)
         if match.state is not None:
             node.state_readers += 1
-            self._kinds[node.final].used += not node.hits
+            self._classes[node.final].used += not node.hits
             node.base, node.passed, node.hits = self._inflation, False, node.hits + 1
         if match.tail_node is not None:
             match.tail_node.readers += 1
@@ -139,23 +140,22 @@ class RadixCache:
         """Offers KV and states of a text.
 
         Args:
-            tokens: [n] int32, those that the pages hold KV of; the last page may be partly filled.
-            pages: all pages of the text, in order. Those that the tree has already are recognised by their place.
+            tokens: [n] int32, those whose KV the pages hold; the last page may be partly filled.
+            pages: all pages of the text, in order. The tree recognises by their index those that it has already.
             states: slots by the number of tokens whose state they hold.
             prompt: how many of the tokens were a prompt; None: all.
 
         Returns:
-            The entries that the tree takes over; the others stay the caller's. And the deepest node of the text; a
-            root (parent None) if the tree keeps nothing of it.
+            The entries that the tree takes over (the caller keeps the others), and the deepest node of the text: a root
+            (parent None) if the tree keeps nothing of it.
         """
         root, taken_pages, taken_states = self._root(salt), list[Slot](), list[Slot]()
         answer = len(tokens) if prompt is None else prompt
         ends = sorted(end for end in states if 0 < end <= len(tokens))
         complete = self._complete(len(tokens))
         last = max(complete * self.page_size + self.lookahead if complete else 0, ends[-1] if ends else 0)
-        deepest = self._extend(
-            root, tokens[:last], pages, taken_pages, answer
-        )  # the deepest first: its page is a tail of others
+        # The deepest node first: one of its pages may hold the tail of a state above.
+        deepest = self._extend(root, tokens[:last], pages, taken_pages, answer)
         for end in reversed(ends):
             node = self._extend(root, tokens[:end], pages, taken_pages, answer)
             if node.state is None:
@@ -167,8 +167,8 @@ class RadixCache:
         return CacheEntries(taken_pages, taken_states), deepest
 
     def evict(self, num_pages: int, num_states: int, *, awaited: bool = True) -> CacheEntries:
-        """Gives up entries that no request reads until so many are given up or none is left. `awaited` False: no state
-        that a waiting request will use."""
+        """Removes entries that no request reads, up to these numbers, and returns them. `awaited` False: keeps states
+        that waiting requests will use."""
         pages, states = list[Slot](), list[Slot]()
         while len(pages) < num_pages and (leaf := self._oldest_leaf()) is not None:
             self._shorten(leaf, num_pages - len(pages), pages, states)
@@ -219,8 +219,8 @@ class RadixCache:
         return node
 
     def _tail_node(self, node: Node) -> Node | None:
-        """The node that owns the page with the tokens behind a node's last complete page, if there are such tokens:
-        the node itself, or one below, whose page holds the same tokens and more."""
+        """The node that owns the page with the tokens after a node's last complete page, or None if there are no such
+        tokens. It is the node itself, or a node below, whose page holds the same tokens and more."""
         index = self._complete(node.end)
         if not self.page_size or index * self.page_size == node.end:
             return None
@@ -251,8 +251,12 @@ class RadixCache:
         return node
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cuts an edge after `at` tokens; returns the new upper node."""
+        """Cuts an edge after `at` tokens; returns the upper node."""
         assert node.parent is not None
+        kept = node.state or node.tail or node.readers or node.children
+        if not kept and self._complete(node.start) + len(node.pages) <= self._complete(node.start + at):
+            node.tokens = node.tokens[:at].copy()  # nothing would be left below
+            return node
         node.parent.children[node.first] = upper = Node(
             node.tokens[:at], node.start, node.parent, used=node.used, answer=node.answer, first=node.first
         )
@@ -266,7 +270,7 @@ class RadixCache:
 
     def _keep_state(self, node: Node, state: Slot, pages: Sequence[Slot], taken: list[Slot]) -> None:
         node.state, node.base, node.hits, node.passed = state, self._inflation, 0, False
-        self._kinds[node.final].made += 1
+        self._classes[node.final].made += 1
         before = self._state_before(node)
         if before is not None and before.hits == 1:
             before.passed = True
@@ -277,7 +281,7 @@ class RadixCache:
             taken.append(node.tail)
         self._enlist_state(node)
         below = list(node.children.values())
-        while below:  # the states behind this one save less now
+        while below:  # the next states further down save less now
             step = below.pop()
             self._enlist_state(step)
             below += step.children.values() if step.state is None else ()
@@ -290,7 +294,7 @@ class RadixCache:
             step.used = self._clock
 
     def _enlist(self, node: Node) -> None:
-        """Enters a leaf that no request reads among those whose pages may go."""
+        """Adds a leaf that no request reads to the heap of leaves whose pages may be evicted."""
         if node.is_idle_leaf:
             heapq.heappush(self._leaves, (node.used, next(self._order), node))
         if len(self._leaves) > 64 + 4 * self._size:
@@ -305,16 +309,16 @@ class RadixCache:
             heapq.heapify(self._states)
 
     def _worth(self, node: Node) -> float:
-        """Of a state: GreedyDual's inflation at its last use, and the tokens behind the last state before it, weighted
-        by how often states like it serve."""
+        """GreedyDual's value of a node's state: the inflation at its last use, plus the tokens between the state before
+        it and this one, weighted by how often states of its class are used."""
         if node.passed and not node.awaited:
             return 0.0
         before = self._state_before(node)
         saved = node.end - (before.end if before else 0)
         if node.awaited:
             return AWAITED + saved / max(min(node.awaited) - self._admitted, 1)
-        best = max(kind.share for kind in self._kinds.values() if kind.made)
-        return node.base + saved * self._kinds[node.final].share / best
+        best = max(each.share for each in self._classes.values() if each.made)
+        return node.base + saved * self._classes[node.final].share / best
 
     def _state_before(self, node: Node) -> Node | None:
         return next((step for step in node.path if step is not node and step.state is not None), None)
@@ -341,7 +345,7 @@ class RadixCache:
         return None
 
     def _shorten(self, leaf: Node, most: int, pages: list[Slot], states: list[Slot]) -> None:
-        """Gives up the state of a leaf, and up to `most` pages from its end."""
+        """Removes the state of a leaf, and up to `most` pages from its end; adds them to `pages` and `states`."""
         before = len(pages)
         self._drop_state(leaf, pages, states)
         while leaf.pages and len(pages) - before < most:
@@ -351,7 +355,7 @@ class RadixCache:
             leaf.tokens = leaf.tokens[: end - leaf.start].copy()
         else:
             leaf.tokens = leaf.tokens[:0]
-        # What is left of a model with recurrent layers has no state behind it: it goes next.
+        # With recurrent layers the rest of the leaf has no state after it, so no request can use it: evict it next.
         leaf.used = 0 if self.recurrent else leaf.used
         self._prune(leaf)
 
@@ -363,8 +367,8 @@ class RadixCache:
             self._let_go(node, self._complete(node.end), tail, pages)
 
     def _let_go(self, node: Node, index: int, page: Slot, pages: list[Slot]) -> None:
-        """Gives up page `index`, which `node` has owned, unless a state above it ends in the middle of that page and
-        has no other: then the page becomes its tail."""
+        """Adds page `index`, which `node` has owned, to `pages`. But if a state above it ends in the middle of the page
+        and has no other tail, the page becomes its tail."""
         for step in node.path:
             if step.end <= index * self.page_size:
                 break

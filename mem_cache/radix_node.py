@@ -17,7 +17,7 @@ class Node:
         start: tokens on the path before the edge.
         pages: the complete pages of the edge, in order.
         state: the slot with the state after the last token.
-        tail: the page with the tokens behind the last complete page, where a state is kept in the middle of a page.
+        tail: the page with the tokens after the last complete page, if a state is kept in the middle of a page.
         readers: requests that read the path up to here.
         state_readers: requests that are about to read the state and the tail.
         used: when the node was last matched or inserted.
@@ -26,8 +26,8 @@ class Node:
         salt: of a root, whose prompts the tree holds.
         base: GreedyDual's inflation when the state was last used. Its worth is that plus the tokens that it saves.
         hits: how often the state has been used.
-        final: the state is one at the end of a text.
-        passed: the state's one reader has left another state behind it.
+        final: the state is at the end of a text.
+        passed: the state was used once, and the request that used it has left a state further down its path.
         awaited: order of arrival of waiting requests that match the state.
     """
 
@@ -75,15 +75,16 @@ class Node:
 
 
 @dataclass(slots=True)
-class StateKind:
-    """How many states of a kind there were, and how many of them have been used."""
+class StateClass:
+    """How many states of a class (final or not) were kept, and how many of them have been used."""
 
     made: int = 0
     used: int = 0
 
     @property
     def share(self) -> float:
-        """As if four more had been used: the first few states decide nothing."""
+        """The share that was used, with four used states added to both counts: the first few states then decide
+        nothing."""
         return (self.used + 4) / (self.made + 4)
 
 
@@ -96,7 +97,8 @@ def in_common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def left_answer(node: Node, known: int, asked: int) -> int:
-    """Tokens of a cached answer behind `known`, of whose tokens at least one is known, that a prompt leaves there."""
+    """How many tokens of a cached answer a prompt misses: it shares at least one token of the answer, and differs from
+    it after `known` tokens."""
     edges = [node] if known < node.end else node.children.values()
     ends = [edge.end for edge in edges if edge.answer < known]
     return min(max(ends, default=known), asked) - known

@@ -14,7 +14,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from hybridrt.config_json import read_object, shown
-from hybridrt.errors import CheckpointError
+from hybridrt.errors import CheckpointError, ConfigError
 from hybridrt.models.base import MTP_KEYS, CausalLM
 
 
@@ -180,18 +180,24 @@ def _some(names: list[str], limit: int = 8) -> str:
 
 @torch.no_grad()
 def fill_dummy(model: nn.Module, seed: int) -> None:
-    """Seeded random weights, drawn on the device, in ranges that keep activations and states finite."""
+    """Seeded random weights, drawn on the device, in ranges that keep activations and states finite.
+
+    Raises:
+        ConfigError: a parameter's `dummy` names no way to fill it.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
-    for param in model.parameters():
-        kind = getattr(param, "dummy", "normal")
-        if kind == "normal":
+    for name, param in model.named_parameters():
+        dummy = getattr(param, "dummy", "normal")
+        if dummy == "normal":
             param.normal_(0.0, 0.02, generator=generator)
-        elif kind == "decay":
+        elif dummy == "decay":
             param.uniform_(1.0, 16.0, generator=generator).neg_()
-        elif kind == "dt_bias":
+        elif dummy == "dt_bias":
             # softplus(dt_bias) between 0.001 and 0.1, as Mamba initialises it
             dt = torch.empty_like(param).uniform_(-6.9, -2.3, generator=generator).exp_()
             param.copy_(dt + torch.log(-torch.expm1(-dt)))
+        elif dummy in ("ones", "zeros"):
+            param.fill_(float(dummy == "ones"))
         else:
-            param.fill_(1.0 if kind == "ones" else 0.0)
+            raise ConfigError(f"{name}.dummy is {dummy!r}; use normal, decay, dt_bias, ones or zeros")

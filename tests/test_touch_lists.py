@@ -68,7 +68,8 @@ def test_a_family_takes_two_files(family: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gdn", "mamba2", "mamba1", "prefix_sum", "short_conv"])
 def test_a_kind_takes_three_files(kind: str) -> None:
-    """Beside the families that are made of it, and the names that another runtime's callers have for two of them."""
+    """Only a kind's own three files name it. `users` may name it, too: families and models that use it, and
+    conv_transfer, which knows another runtime's names of two kinds."""
     users = (
         "hybridrt/families/",
         "models/",

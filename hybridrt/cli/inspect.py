@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LayerKind:
+class LayerReport:
     """What a layer computes, which backend runs it, and what memory it takes. Bytes are those of one tensor-parallel
     rank.
 
@@ -53,7 +53,7 @@ class ModelReport:
     weight_bytes: int
     vocab_size: int
     hidden_size: int
-    layers: tuple[LayerKind, ...]
+    layers: tuple[LayerReport, ...]
     free_bytes: int
     plan: "MemoryPlan | None"
     plan_error: str | None
@@ -152,7 +152,7 @@ def _plan(config: "EngineConfig", target: "RunTarget", weights: int) -> "tuple[M
         return None, str(e)
 
 
-def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerKind]:
+def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerReport]:
     from hybridrt.kinds.registry import state_shape
     from hybridrt.runtime.build import kv_groups, pool_spec
 
@@ -164,7 +164,7 @@ def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerKind]:
         state = spec.layer_bytes(shapes[layer.linear]) if layer.linear else 0
         backends = " + ".join([attention] * bool(layer.attention) + [layer.linear or ""] * bool(layer.linear))
         mixer, kv = _mixer(layer, i, target, shapes), token_bytes.get(i, 0)
-        yield LayerKind(_symbol(layer), mixer, layer.ffn or "-", backends or "-", state, kv)
+        yield LayerReport(_symbol(layer), mixer, layer.ffn or "-", backends or "-", state, kv)
 
 
 def _attention_backends(config: "EngineConfig", target: "RunTarget") -> str:
@@ -219,6 +219,7 @@ def _as_json(report: ModelReport) -> dict[str, Any]:
 
 
 def _print(report: ModelReport) -> None:
+    """Prints whether the model fits, its sizes, a letter for each layer, and tables of the layers and of the memory."""
     from hybridrt.cli.tables import bytes_text, console, count_text, print_table
 
     out, ranks = console(), f" of each of {report.tp_size} ranks" if report.tp_size > 1 else ""
@@ -247,14 +248,14 @@ def _print(report: ModelReport) -> None:
 
 
 def _rows(report: ModelReport) -> Iterator[tuple[str, ...]]:
-    """A row for each kind of layer, in order of first appearance, and the sums."""
+    """A table row for each group of equal layers, in order of first appearance, and the sums."""
     from hybridrt.cli.tables import bytes_text, ranges_text
 
-    kinds: dict[LayerKind, list[int]] = {}
+    groups: dict[LayerReport, list[int]] = {}
     for i, layer in enumerate(report.layers):
-        kinds.setdefault(layer, []).append(i)
-    for kind, ids in kinds.items():
-        sizes = bytes_text(kind.state_bytes), bytes_text(kind.kv_bytes_per_token)
-        yield kind.symbol, ranges_text(ids), str(len(ids)), kind.mixer, kind.ffn, kind.backends, *sizes
+        groups.setdefault(layer, []).append(i)
+    for layer, ids in groups.items():
+        sizes = bytes_text(layer.state_bytes), bytes_text(layer.kv_bytes_per_token)
+        yield layer.symbol, ranges_text(ids), str(len(ids)), layer.mixer, layer.ffn, layer.backends, *sizes
     sums = bytes_text(report.state_bytes_per_request), bytes_text(report.kv_bytes_per_token)
     yield "", "all", str(len(report.layers)), "", "", "", *sums

@@ -1,12 +1,12 @@
-"""Which bytes a decode rank reads from a prefill rank's page [conv | temporal] when their numbers of ranks differ.
+"""Which bytes a decode rank reads of a prefill rank's state block [conv | temporal] when their numbers of ranks differ.
 
-A page is one recurrent layer's state of one request on one rank: the conv inputs [conv_dim, K - 1], then the recurrent
-state. The conv is not one block: it holds sub-projections (x, B, C of Mamba-2, q, k, v of Gated Delta Net), each cut
-over the ranks by itself, so a rank's share of a larger page is a piece of each. Names and the signed ratio follow
+A state block is one recurrent layer's state of one request on one rank: the conv inputs [conv_dim, K - 1], then the
+recurrent state. The conv inputs consist of sub-projections (x, B, C of Mamba-2, q, k, v of Gated Delta Net), each cut
+over the ranks by itself, so a rank's share of a larger block is a piece of each. Names and the signed ratio follow
 vLLM's NIXL connector:
 
-    tp_ratio >= 1    decode runs on tp_ratio times as many ranks as prefill: read a share of one page
-    tp_ratio <= -1   prefill runs on -tp_ratio times as many: read that many smaller pages, each whole
+    tp_ratio >= 1    decode runs on tp_ratio times as many ranks as prefill: read a share of one block
+    tp_ratio <= -1   prefill runs on -tp_ratio times as many: read that many smaller blocks, each whole
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class MambaSpec:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page that is cut over the ranks independently of the others: `nbytes` on this rank.
+    """A part of a state block that is cut over the ranks independently of the others: `nbytes` on this rank.
 
     `groups` counts the pieces that cannot be cut. With fewer of them than ranks, neighbours hold the same piece; None
     means that there are pieces enough.
@@ -104,21 +104,23 @@ def _check_ratio(ratio: int, count: int, what: str) -> None:
 
 
 @dataclass(frozen=True)
-class PageRead:
-    """`nbytes` bytes at `source` of a prefill rank's page belong at `destination` of the decode rank's."""
+class RangeRead:
+    """`nbytes` bytes at `source` of a prefill rank's memory go to `destination` of the decode rank's. Both count from
+    the start of what is read: a state block here, the image of a whole request in hybridrt.transfer."""
 
     source: int
     destination: int
     nbytes: int
 
 
-def page_reads(sections: Sequence[Section], local_tp: int, rank: int, tp_ratio: int) -> list[PageRead]:
-    """What a decode rank reads of one prefill rank's page, section after section. Arguments as for `section_read`."""
+def section_reads(sections: Sequence[Section], local_tp: int, rank: int, tp_ratio: int) -> list[RangeRead]:
+    """What a decode rank reads of one prefill rank's state block, section by section. Arguments as for
+    `section_read`."""
     found, source, destination = [], 0, 0
     for section in sections:
         read = section_read(section, local_tp, rank, tp_ratio)
         if read.nbytes:
-            found.append(PageRead(source + read.source, destination + read.destination, read.nbytes))
+            found.append(RangeRead(source + read.source, destination + read.destination, read.nbytes))
         source += read.remote_nbytes
         destination += section.nbytes
     return found
@@ -126,7 +128,7 @@ def page_reads(sections: Sequence[Section], local_tp: int, rank: int, tp_ratio: 
 
 @dataclass(frozen=True)
 class MambaConvSplitInfo:
-    """A rank's page by its parts.
+    """A rank's state block by its parts.
 
     Attributes:
         conv_rows: K - 1.
@@ -159,7 +161,7 @@ class MambaConvSplitInfo:
 
     @property
     def local_conv_offsets(self) -> Reads:
-        """(offset, bytes) of each sub-projection within this rank's own page."""
+        """(offset, bytes) of each sub-projection within this rank's own state block."""
         ends = [sum(self.proj_bytes[:i]) for i in range(len(self.proj_bytes))]
         return list(zip(ends, self.proj_bytes))
 
@@ -179,50 +181,50 @@ class MambaConvSplitInfo:
         """The sub-projections, then the recurrent state."""
         return (*self.conv_sections, self.state_section)
 
-    def reads(self, rank: int, tp_ratio: int) -> list[PageRead]:
-        """Every read of one prefill rank's page, conv and recurrent state. Arguments as for `remote_conv_offsets`."""
-        return page_reads(self.sections, self.local_tp, rank, tp_ratio)
+    def reads(self, rank: int, tp_ratio: int) -> list[RangeRead]:
+        """Every read of one prefill rank's block, conv and recurrent state. Arguments as for `remote_conv_offsets`."""
+        return section_reads(self.sections, self.local_tp, rank, tp_ratio)
 
     def remote_conv_offsets(self, local_rank_offset: int, tp_ratio: int) -> Reads:
-        """(offset, bytes) of what this rank reads of the conv in one prefill rank's page.
+        """(offset, bytes) of what this rank reads of the conv in one prefill rank's state block.
 
         A sub-projection of which several prefill ranks hold the same copy is read from the first of them alone.
 
         Args:
-            local_rank_offset: with tp_ratio >= 1, which of the tp_ratio decode ranks that share the page this one is;
-                else which of this rank's -tp_ratio sources the page belongs to. Counted from any multiple of the
+            local_rank_offset: with tp_ratio >= 1, which of the tp_ratio decode ranks that share the block this one is;
+                else which of this rank's -tp_ratio sources the block belongs to. Counted from any multiple of the
                 ratio: the whole rank's number does.
             tp_ratio: signed, see the top of this file.
 
         Raises:
-            ConfigError: tp_ratio is 0, or the page cannot be cut that way.
+            ConfigError: tp_ratio is 0, or the block cannot be cut that way.
         """
         return [(read.source, read.nbytes) for read in self._conv_reads(local_rank_offset, tp_ratio)]
 
     def write_offsets(self, local_rank_offset: int, tp_ratio: int) -> list[int]:
-        """Where in this rank's page each of `remote_conv_offsets`, in the same order, is written."""
+        """Where in this rank's state block each of `remote_conv_offsets`, in the same order, is written."""
         return [read.destination for read in self._conv_reads(local_rank_offset, tp_ratio)]
 
     def remote_temporal_offset(self, local_rank_offset: int, tp_ratio: int) -> tuple[int, int]:
-        """(offset, bytes) of what this rank reads of the recurrent state in one prefill rank's page."""
+        """(offset, bytes) of what this rank reads of the recurrent state in one prefill rank's state block."""
         read = self._state_read(local_rank_offset, tp_ratio)
         return read.source, read.nbytes
 
     def temporal_write_offset(self, local_rank_offset: int, tp_ratio: int) -> int:
-        """Where in this rank's page the recurrent state that was read is written."""
+        """Where in this rank's state block the recurrent state that was read is written."""
         return self._state_read(local_rank_offset, tp_ratio).destination
 
-    def _conv_reads(self, rank: int, tp_ratio: int) -> list[PageRead]:
-        return page_reads(self.conv_sections, self.local_tp, rank, tp_ratio)
+    def _conv_reads(self, rank: int, tp_ratio: int) -> list[RangeRead]:
+        return section_reads(self.conv_sections, self.local_tp, rank, tp_ratio)
 
-    def _state_read(self, rank: int, tp_ratio: int) -> PageRead:
+    def _state_read(self, rank: int, tp_ratio: int) -> RangeRead:
         conv = [section_read(section, self.local_tp, rank, tp_ratio).remote_nbytes for section in self.conv_sections]
         state = section_read(self.state_section, self.local_tp, rank, tp_ratio)
-        return PageRead(sum(conv) + state.source, sum(self.proj_bytes) + state.destination, state.nbytes)
+        return RangeRead(sum(conv) + state.source, sum(self.proj_bytes) + state.destination, state.nbytes)
 
 
 def derive_mamba_conv_split(spec: MambaSpec, local_tp: int) -> MambaConvSplitInfo:
-    """The parts of a rank's page, from what a layer keeps there.
+    """The parts of a rank's state block, from what a layer keeps there.
 
     The width of x or v follows from the recurrent state; what is left of the conv is equal parts, B and C or q and k.
 
@@ -292,7 +294,7 @@ def _groups(spec: MambaSpec, local_tp: int, width: int, names: str) -> int | Non
 
 
 def compute_physical_blocks_per_logical(ssm_sizes: Sequence[int], block_len: int) -> int:
-    """KV blocks of `block_len` bytes that a page of states of `ssm_sizes` bytes takes, where both share one pool."""
+    """KV blocks of `block_len` bytes that a state block of `ssm_sizes` bytes takes, where both share one pool."""
     if block_len < 1:
         raise ConfigError(f"block_len is {block_len}; a KV block has at least one byte")
     return -(-sum(ssm_sizes) // block_len)

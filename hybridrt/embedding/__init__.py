@@ -1,4 +1,4 @@
-"""The stable surface for engines that bring their own scheduler: a model, its memory, and its steps, one call each.
+"""The stable surface for engines that bring their own scheduler: load a model, plan its memory, run its steps.
 
     loaded = load(EngineConfig("org/model"))
     plan = plan_memory(loaded, budget_bytes=2**30)

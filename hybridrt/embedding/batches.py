@@ -14,7 +14,7 @@ from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_p
 
 
 class Batches:
-    """Makes the batches of a runtime. Numbers of rows and slots are the pools' in here, but for what callers pass.
+    """Makes the batches of a runtime. Rows and slots have the pools' numbers here; `make` translates its arguments.
 
     Attributes:
         slot_of: the state slot of each row that has been admitted; 0 in a model without recurrent layers.
@@ -85,18 +85,18 @@ class Batches:
         return num_real
 
     def admit(self, lines: np.ndarray, state_slots: list[int]) -> None:
-        """Rows begin new requests: their former pages are not theirs any more."""
+        """Notes that rows begin new requests, with these slots and without pages."""
         self.slot_of |= zip(lines.tolist(), state_slots)
         if self.paged is not None:
             self.paged[lines] = False
 
     def note_pages(self, lines: np.ndarray, indices: np.ndarray) -> None:
-        """Pages of rows were written."""
+        """Notes that pages of rows were written."""
         if self.paged is not None:
             self.paged[lines, indices] = True
 
     def note_tokens(self, lines: torch.Tensor, positions: torch.Tensor) -> None:
-        """KV places of tokens were written, by numbers that are on the device."""
+        """Notes that KV places of tokens were written, from tensors on the device."""
         if may_look(self.device):
             self.note_pages(lines.cpu().numpy(), positions.cpu().numpy() // self.table.page_size)
         else:
@@ -118,7 +118,7 @@ class Batches:
                 raise PoolError(f"row {self.numbers.rows.outside(line)} was not admitted: call admit first")
 
     def check_lengths(self, lines: np.ndarray, lens: np.ndarray, new: np.ndarray) -> None:
-        """BackendError unless each row has a length that counts its new tokens, and that pools have room for."""
+        """BackendError unless each row's length includes its new tokens and does not exceed the longest request."""
         check_equal("rows", lines, "seq_lens", lens)
         wrong = np.flatnonzero((new < 0) | (lens < new) | (lens > self.max_len))
         if len(wrong):
@@ -129,7 +129,7 @@ class Batches:
             )
 
     def take_ids(self, input_ids: Array, count: int, columns: Columns) -> torch.Tensor | None:
-        """An int32 tensor on the device as it is; None where the tokens go into `columns`."""
+        """Returns `input_ids` if it is an int32 tensor on the device. Otherwise adds it to `columns`; returns None."""
         if isinstance(input_ids, torch.Tensor) and input_ids.device == self.device and input_ids.dtype == torch.int32:
             if input_ids.shape != (count,):
                 raise BackendError(f"input_ids has shape {tuple(input_ids.shape)}; the rows have {count} new tokens")

@@ -45,8 +45,8 @@ def plan_memory(loaded: LoadedModel, *, budget_bytes: int, cache_slots: int = 0)
     """How many rows, state slots and KV pages fit into a budget.
 
     Args:
-        budget_bytes: what pools and graph buffers may take of the model's device. Weights and the activations of a step
-            come on top. There is no default: only the host engine knows what else is on the device.
+        budget_bytes: what pools and graph buffers may take of the model's device, without the weights and the
+            activations of a step. There is no default: only the host engine knows what else is on the device.
         cache_slots: state slots beyond one for each row, for snapshots and cached prefixes.
 
     Raises:

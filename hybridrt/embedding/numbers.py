@@ -20,7 +20,7 @@ Integers = TypeVar("Integers", int, np.ndarray, torch.Tensor)
 
 @dataclass(frozen=True)
 class Scratch:
-    """Which row, state slot and page of the host engine's are scratch. Padding reads and writes there, so no request
+    """The host engine's numbers of the scratch row, state slot and page. Padding reads and writes there, so no request
     may have them. -1 is the last; 0 the first."""
 
     row: int = -1
@@ -41,7 +41,7 @@ class Places:
     scratch: int
 
     def inside(self, numbers: Integers) -> Integers:
-        """The pools' numbers of the host engine's; of tensors on any device too, without waiting for it."""
+        """Converts the host engine's numbers to the pools'. Takes tensors on any device, and does not wait for it."""
         return (numbers - self.scratch) % self.count
 
     def outside(self, numbers: Integers) -> Integers:
@@ -70,7 +70,7 @@ class Places:
         return found
 
     def check_once(self, name: str, inside: np.ndarray) -> None:
-        """PoolError if an entry, as the pools count, is there twice."""
+        """PoolError if an entry is there twice. `inside`: the pools' numbers."""
         unique, counts = np.unique(inside, return_counts=True)
         if len(unique) < len(inside):
             twice = self.outside(int(unique[counts > 1][0]))
@@ -79,7 +79,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Numbers:
-    """How a host engine counts. `tokens` are KV places: page * page_size + offset."""
+    """A host engine's numbers of all tables. `tokens` are KV places: page * page_size + offset."""
 
     rows: Places
     state_slots: Places

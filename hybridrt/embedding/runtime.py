@@ -22,12 +22,12 @@ class EmbeddedRuntime:
 
     Rows, state slots and pages are the host engine's own numbers everywhere; `numbers` translates them. An Array is a
     list, a numpy array or a CPU tensor of integers, [n]. Methods queue work on the device and do not wait for it. Each
-    checks all that it is given before anything changes. One thread at a time.
+    checks all its arguments before it changes anything. Not thread-safe: call from one thread at a time.
 
     Attributes:
         plan: rows, slots and pages that the host engine may hand out.
         numbers: how the host engine counts.
-        model, pools, backend: the parts. In them, the scratch row, slot and page are 0.
+        model, pools, backend: the parts that it uses. They number the scratch row, slot and page 0.
     """
 
     def __init__(self, runtime: Runtime, numbers: Numbers) -> None:
@@ -35,7 +35,7 @@ class EmbeddedRuntime:
         self.model, self.pools, self.backend = runtime.model, runtime.pools, runtime.backend
         self.device = runtime.target.device
         self._batches = Batches(runtime, numbers)
-        self._open: ForwardBatch | None = None  # was run, and waits for `commit`
+        self._open: ForwardBatch | None = None  # the batch whose `forward` was called and whose `commit` is missing
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -112,10 +112,11 @@ class EmbeddedRuntime:
 
     @torch.inference_mode()
     def snapshot(self, rows: Array, state_slots: Array) -> None:
-        """Copies the recurrent state of `rows` into `state_slots`, which no running request owns. The rows go on as
-        they are.
+        """Copies the recurrent state of `rows` into `state_slots`, which no running request owns. The rows keep their
+        state.
 
-        A snapshot is good for the row's next position and no other. KV is not copied: it stays in its pages.
+        A request that uses the snapshot must continue at exactly the row's next position. KV is not copied: it stays in
+        its pages.
 
         Raises:
             PoolError: a number is scratch, outside its table or there twice; a row was not admitted, or the slot is its
@@ -148,8 +149,8 @@ class EmbeddedRuntime:
         written. One copy to the device.
 
         Args:
-            input_ids: [N] tokens, row after row. An int32 tensor on the runtime's device is taken as it is, and may be
-                filled until `forward`.
+            input_ids: [N] tokens, row after row. An int32 tensor on the runtime's device is used without a copy, and
+                may be filled until `forward`.
             rows: [B]; the scratch row is a padding row.
             seq_lens: [B] tokens of each request after this step.
             query_lens: [B] tokens of each row in this step; None: all are decode rows.
@@ -167,8 +168,8 @@ class EmbeddedRuntime:
 
     @torch.inference_mode()
     def prepare(self, batch: ForwardBatch) -> None:
-        """Once a step, before `forward`: host work and copies. Steps before it may still have to run; steps run in the
-        order in which they were prepared.
+        """Makes the metadata of a step: host work and copies. Call it once a step, before `forward`. Earlier steps may
+        not have run yet; run the steps in the order in which they were prepared.
 
         Raises:
             BackendError: the batch contradicts itself or the pools.
@@ -198,7 +199,8 @@ class EmbeddedRuntime:
 
     @torch.inference_mode()
     def commit(self, batch: ForwardBatch, accepted: Array | None = None, path: torch.Tensor | None = None) -> None:
-        """After `forward` of a step with decode rows, in every state mode: what stays becomes part of the state.
+        """Makes the accepted tokens of the decode rows part of their states. Call it after `forward` of each step with
+        decode rows, in every state mode.
 
         Args:
             accepted: [n] tokens that stay of each of the first n verify rows, the root among them: 1 to T, 0 for
@@ -214,8 +216,8 @@ class EmbeddedRuntime:
         self._open = None
 
     def drop(self) -> None:
-        """Gives up all steps that were prepared and not committed, after a failure. The states and the KV of their rows
-        are unknown: their requests are admitted anew."""
+        """Discards all steps that were prepared and not committed, after a failure. The states and the KV of their rows
+        are unknown: admit their requests again."""
         self.backend.drop_step()
         self._open = None
 

@@ -23,8 +23,9 @@ _DRAIN_CHECK_SECONDS = 0.05
 
 
 class DeltaStream(AsyncIterator[Delta]):
-    """The deltas of one or several requests. While nobody reads, the gains of a sample become one delta: a slow reader
-    costs what the output takes, and holds nobody up. `close`, or dropping the stream, aborts what has not ended.
+    """The deltas of one or several requests. Deltas of a sample that were not read yet are joined into one. So a slow
+    reader needs memory for its output only, and delays no other reader. `close`, or dropping the last reference to the
+    stream, aborts the samples that have not ended.
 
     Attributes:
         requests: each request's prompt tokens and parameters by its id, in order.
@@ -39,7 +40,7 @@ class DeltaStream(AsyncIterator[Delta]):
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: Delta) -> None:
-        """Called in the event loop, with what a step gave."""
+        """Adds a delta and wakes the reader. Call this in the event loop."""
         if not self.running:
             return
         held = self._gains.setdefault((delta.request_id, delta.index), delta)
@@ -50,7 +51,7 @@ class DeltaStream(AsyncIterator[Delta]):
             self._waiter.set_result(None)
 
     async def __anext__(self) -> Delta:
-        """The next gain of any sample.
+        """The next delta of any sample.
 
         Raises:
             EngineError: the sample failed.
@@ -66,12 +67,12 @@ class DeltaStream(AsyncIterator[Delta]):
         return delta
 
     def abort(self) -> None:
-        """Ends what runs with reason "abort"."""
+        """Ends the stream's requests with reason "abort"."""
         for request_id in self.requests:
             self._loop.abort(request_id)
 
     def close(self) -> None:
-        """Aborts what has not ended. What it still gives is not kept."""
+        """Aborts the requests that have not ended. Drops their later deltas."""
         if self.running:
             self.running = 0
             self.abort()
@@ -81,13 +82,13 @@ class DeltaStream(AsyncIterator[Delta]):
 
 
 class AsyncLLM:
-    """Serves an LLM to the tasks of one event loop. `close` gives the memory back.
+    """Serves an LLM to the tasks of one event loop. `close` frees the memory.
 
     Args:
-        model: what `LLM` takes, or an LLM. One that is passed stays open when this is closed, and other threads may go
-            on calling its `generate` and `stream`.
-        max_waiting: samples that may wait beside those that run; more are refused with QueueFullError.
-        options: of `LLM`, where `model` names one.
+        model: the first argument of `LLM`, or an LLM. `close` does not close an LLM that was passed, and other threads
+            may go on calling its `generate` and `stream`.
+        max_waiting: samples that may wait in addition to those that run; more are refused with QueueFullError.
+        options: further arguments of `LLM`, if `model` is not an LLM.
 
     Attributes:
         llm: the LLM underneath.
@@ -122,7 +123,8 @@ class AsyncLLM:
         return self._loop.stalled
 
     async def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedPrompt:
-        """Checks a prompt and makes tokens of it, long ones in another thread. None: the model's default parameters.
+        """Checks a prompt and converts it to tokens; a long text in another thread. None: the model's default
+        parameters.
 
         Raises:
             RequestError, MemoryBudgetError: as `Engine.prepare`.
@@ -134,7 +136,7 @@ class AsyncLLM:
         return self.llm.engine.prepare(prompt, params)
 
     async def in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs work on text (tokenising, a chat template) where it does not hold the event loop up."""
+        """Runs work on text (tokenising, a chat template) in another thread, so that the event loop goes on."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, partial(work, *arguments))
 
     def submit(
@@ -143,11 +145,11 @@ class AsyncLLM:
         """Starts one request, or several that one reader reads.
 
         Args:
-            name: the request's id; several get "-0", "-1", … behind it. None: any.
+            name: the request's id; several requests get the ids name-0, name-1, … None: a new id.
             stream: False: one delta a sample, at its end.
 
-        Raises:
-            QueueFullError: too many wait already. None has started; nor has one after any other error.
+        Raises (no request has then started):
+            QueueFullError: too many samples wait already.
             RequestError: the name is taken.
             UnavailableError: the engine has failed, or the server is shutting down.
             EngineError: called from a second event loop.
@@ -178,8 +180,8 @@ class AsyncLLM:
         return deltas
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
-        """Yields what comes, as it comes; with n > 1 the samples interleave. When the iteration ends early, the request
-        is aborted.
+        """Yields deltas as they arrive; with n > 1 those of the samples interleave. If the iteration ends early, the
+        request is aborted.
 
         Raises:
             RequestError, MemoryBudgetError, QueueFullError, UnavailableError: at the first delta.
@@ -204,7 +206,7 @@ class AsyncLLM:
         return whole_output(request_id, prepared, ended)
 
     def abort(self, name: str) -> bool:
-        """Ends what was submitted under a name, with reason "abort". False if nothing of this name runs."""
+        """Ends the requests that were submitted under a name, with reason "abort". False if none of them runs."""
         stream = self._streams.get(name)
         if stream is None or not stream.running:
             return False
@@ -212,7 +214,7 @@ class AsyncLLM:
         return True
 
     def abort_all(self) -> None:
-        """Ends everything with reason "abort"."""
+        """Ends all requests with reason "abort"."""
         for stream in self._streams.values():
             stream.abort()
 
@@ -225,10 +227,10 @@ class AsyncLLM:
         return not self.unfinished
 
     def close(self, timeout: float | None = None) -> bool:
-        """Aborts what runs and ends the engine's thread. An LLM that was made here is closed.
+        """Aborts all requests and ends the engine's thread. Closes the LLM if it was made here.
 
         Returns:
-            False: a step has not ended within `timeout` seconds; thread and LLM are left as they are.
+            False if a step has not ended within `timeout` seconds; the LLM is then not closed.
         """
         self.draining = True
         if not self._loop.close(timeout):
@@ -245,7 +247,7 @@ class AsyncLLM:
         self.close()
 
     def _deliver(self, message: StepMessage) -> None:
-        """Called in the engine's thread. Once the event loop has gone, so have the readers: their requests end."""
+        """Called in the engine's thread. If the event loop is closed, no reader is left: aborts their requests."""
         assert self._events is not None, "a request was submitted there"
         try:
             self._events.call_soon_threadsafe(self._hand_out, message)

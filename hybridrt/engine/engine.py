@@ -318,8 +318,8 @@ class Engine:
             free_rows=pools.rows.num_free,
             free_slots=pools.slots.num_free,
             free_pages=pools.pages.num_free,
-            cached_slots=pools.slots.num_cached,
-            cached_pages=pools.pages.num_cached,
+            cached_slots=pools.slots.num_cached - pools.slots.num_locked,
+            cached_pages=pools.pages.num_cached - pools.pages.num_locked,
             **{f"cache_{name}": value for name, value in asdict(pools.prefixes.counts).items()},
         )
 

@@ -1,4 +1,4 @@
-"""An engine in a thread of its own: requests and aborts go in through a queue, one message a step comes out."""
+"""An engine in a thread of its own: it takes requests and aborts from a queue, and delivers a message for each step."""
 
 import threading
 import time
@@ -16,16 +16,16 @@ from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.outputs import Delta, RequestMetrics
 from hybridrt.errors import EngineError, QueueFullError, RankError, RequestError, UnavailableError
 
-# After one of these no later step can succeed: a rank is lost, or the device's context is.
+# After one of these no later step can succeed: a rank or the device's context is lost.
 _FATAL = (RankError, torch.AcceleratorError)
 
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """What a step gave to the loop's requests.
+    """The deltas of the loop's requests after one step.
 
     Attributes:
-        deltas: one for every sample that has gained something or has ended.
+        deltas: one for every sample that has new tokens or has ended.
         seconds: how long the step took on the host, waiting for the device included.
     """
 
@@ -36,11 +36,11 @@ class StepMessage:
 class EngineLoop:
     """Steps an engine while its requests run. Every method may be called from any thread, unless it says otherwise.
 
-    Other threads may use the same engine meanwhile, within its turns, as `LLM.generate` and `LLM.stream` do: whoever
-    has the turn computes a step for all of them.
+    Other threads may use the same engine at the same time if they take turns, as `LLM.generate` and `LLM.stream` do.
+    Each step computes tokens for the requests of all of them.
 
-    If a step raises, or fails in a way that no later step can get over (a rank is lost, the device is), the loop ends:
-    each of its requests ends with an UnavailableError, `error` is set, and later requests are refused.
+    If a step raises, or if a rank or the device is lost, the loop ends: each of its requests ends with an
+    UnavailableError, `error` is set, and later requests are refused.
 
     Args:
         deliver: takes each StepMessage, in the loop's thread. It must not wait.
@@ -57,9 +57,9 @@ class EngineLoop:
         self._deliver = deliver
         # SimpleQueue.put may be called within itself, by a finalizer that the collector runs: `abort` relies on it.
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._unfinished: dict[str, tuple[set[int], RequestMetrics]] = {}  # samples, and what is known of them here
-        self._count = 0  # of all samples in it
-        self._lock = threading.Lock()  # of the three above and `error`
+        self._unfinished: dict[str, tuple[set[int], RequestMetrics]] = {}  # unfinished samples of each request
+        self._count = 0  # of all samples in `_unfinished`
+        self._lock = threading.Lock()  # guards the three attributes above and `error`
         self._deltas = DeltaQueue()
         self._closing = False
         self._step_began: float | None = None
@@ -73,7 +73,7 @@ class EngineLoop:
 
     @property
     def stalled(self) -> float:
-        """Seconds that the step which runs now has taken so far; 0 between steps."""
+        """Seconds since the present step began; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -84,7 +84,7 @@ class EngineLoop:
             stream: as for `Engine.submit`.
 
         Raises:
-            QueueFullError: as many samples as may be are unfinished.
+            QueueFullError: there would be more than `most` unfinished samples.
             RequestError: the id is taken.
             UnavailableError: the loop has ended.
         """
@@ -105,14 +105,15 @@ class EngineLoop:
             self._commands.put(partial(self._submit, prepared, request_id, stream))
 
     def abort(self, request_id: str) -> None:
-        """Ends a request, if it has not ended: its samples come with reason "abort". Finalizers may call this."""
+        """Ends a request, if it has not ended: the last deltas of its samples have the reason "abort". Finalizers may
+        call this."""
         self._commands.put(partial(self._abort, request_id))
 
     def close(self, timeout: float | None = None) -> bool:
         """Aborts the loop's requests and ends its thread. Not to be called from that thread.
 
         Args:
-            timeout: seconds to wait for the end of the step that runs; None waits for it however long it takes.
+            timeout: seconds to wait until the present step ends; None: no limit.
 
         Returns:
             Whether the thread has ended.
@@ -138,7 +139,7 @@ class EngineLoop:
             self._crash(e)
 
     def _obey(self) -> None:
-        """Runs the commands that have come; waits for one while no request runs."""
+        """Runs the queued commands. If no request runs, waits for a command."""
         with suppress(Empty):
             while True:
                 self._commands.get(block=not self._count and not self._closing)()
@@ -162,7 +163,7 @@ class EngineLoop:
                     raise delta.error
 
     def _forget(self, deltas: list[Delta]) -> None:
-        """Those samples that have ended are no longer this loop's."""
+        """Removes the samples that have ended from `_unfinished`."""
         for delta in deltas:
             if delta.finish_reason is None:
                 continue
@@ -182,12 +183,12 @@ class EngineLoop:
                 self._end([request_id], error)
 
     def _abort(self, request_id: str) -> None:
-        if request_id in self._unfinished:  # else another owner of the engine may have a request of this name
+        if request_id in self._unfinished:  # if not, the id may be that of another thread's request
             with self._engine.turns:
                 self._engine.abort(request_id)
 
     def _end(self, requests: Iterable[str], error: EngineError) -> None:
-        """Ends requests that the engine does not know, or will not step any more."""
+        """Delivers the last deltas of requests that the engine did not accept, or that it will not compute."""
         deltas = []
         for name in requests:
             samples, metrics = self._unfinished[name]

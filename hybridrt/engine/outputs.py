@@ -60,7 +60,8 @@ class EngineCounters(TokenCounters):
     Attributes:
         cache_asked, cache_hit, cache_without_state, cache_without_kv, cache_retokenised: the CacheCounts of
             hybridrt.mem_cache.prefix_cache, in tokens.
-        cached_slots, cached_pages: what the prefix cache holds now. It gives up what requests need.
+        cached_slots, cached_pages: what the prefix cache holds and no running request reads: it gives up what requests
+            need.
     """
 
     steps: int = 0

@@ -15,6 +15,8 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
     x_ptr, other_ptr, out_ptr, x_sr, other_sr,
     OP: tl.constexpr, INNER: tl.constexpr, ONE_OTHER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid [rows, blocks of INNER]. x [rows, INNER] of row stride x_sr, other [rows, INNER], or [rows, 1] if ONE_OTHER,
+    to out [rows, INNER], contiguous. Computes in float32. OP: relu2(x), silu(x) * other, or x * sigmoid(other)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < INNER
@@ -33,14 +35,17 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
 
 
 def silu_and_mul_triton(x: Tensor) -> Tensor:
+    """x [..., 2 I] to [..., I]: silu of the first half times the second half."""
     return _launch("silu_and_mul", *x.chunk(2, -1))
 
 
 def relu2_triton(x: Tensor) -> Tensor:
+    """[..., I]: max(x, 0) squared."""
     return _launch("relu2", x, x)
 
 
 def sigmoid_mul_triton(x: Tensor, gate: Tensor) -> Tensor:
+    """x [..., I] times sigmoid(gate), with gate [..., I] or [..., 1]."""
     return _launch("sigmoid_mul", x, gate)
 
 

@@ -31,7 +31,10 @@ def _attend(  # type: ignore[no-untyped-def]
     q, k_ptr, v_ptr, table, pos, in_context, visible, kv_head, d, acc, row_max, row_sum, scale_log2,
     HKV: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: the tile `q` [M, D] against the context positions `pos` [N]."""
+    """One step of the online softmax: the tile `q` [M, D] against the context positions `pos` [N].
+
+    `in_context` [N] guards the loads: nothing is read at other positions. `visible` [M, N] guards the scores: other
+    keys get no weight. Returns the updated `acc` [M, D], `row_max` [M] and `row_sum` [M], float32."""
     slot = tl.load(table + pos, mask=in_context, other=0).to(tl.int64)
     base = (slot * HKV + kv_head) * D
     mask = in_context[:, None] & (d < D)[None, :]

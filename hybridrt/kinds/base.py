@@ -54,14 +54,17 @@ class LinearKind:
         config: class of its configuration, whose `kind` is the kind's name; mixer and backend have the same `kind`.
         shape: (configuration, ranks) to the state on one rank. ConfigError where ranks cannot share the layer.
         backend, mixer: "module:class" of its backend (a MambaAttnBackendBase) and of its layer. A mixer has `kind`,
-            `layer_id` and `config`, and `width`, the channels of what its backend returns.
+            `layer_id`, `config`, `width` (the channels of what its backend returns) and `targets(key)` (where the
+            checkpoint's tensors go); with a conv also `conv_weight` and `conv_bias`.
         conv_parts: segments of the conv by name; True for those that are cut by group, so that ranks hold copies where
             they are more than the groups. The others are as wide as the state: prod(temporal[:-1]).
         temporal_dims: names of the recurrent state's dimensions; none for a kind that keeps a conv window alone.
         cut_state: ranks share the recurrent state along its first dimension; False where each keeps all of it.
         state_dtype: of the recurrent state; None for what the run asks (`EngineConfig.mamba_ssm_dtype`).
         ring_shapes: (state, W) to the shapes of `ring_values`, `ring_keys` and `ring_gates` of a row, the last in
-            float32 and the others in the activations' dtype; None where state mode "replay" does not exist.
+            float32 and the others in the activations' dtype; None where state mode "replay" does not exist. `fold_ring`
+            folds them: S = decay * S + value * key^T, one gate a head. Another recurrence needs its own fold. If ring
+            gates are not logs of decays, the backend overrides `ring_decay`.
     """
 
     title: str

@@ -128,7 +128,8 @@ class Ranks:
         self._links, self._processes, self._directory, self._leaving = (), (), None, True
 
     def _watch(self, rank: int, link: Link) -> None:
-        """Receives a rank's signs of life until it is lost."""
+        """Runs in a thread: receives a rank's signs of life, or `Failed`. If the rank has failed or is lost, ends
+        the other ranks; from then on `check` raises RankError."""
         try:
             while messages := link.listen(self._timeout):
                 for message in (unpack(data, FromRank) for data in messages):

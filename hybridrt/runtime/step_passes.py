@@ -27,8 +27,8 @@ class _Run(NamedTuple):
 def pack_passes(extend: Sequence[ExtendRow], sizes: Iterable[int]) -> Columns:
     """The integers of all passes, each under its name and the number of the pass; nothing if no row saves a state.
 
-    The first pass walks all tokens and computes each row up to its first state. Every further pass takes the tokens
-    from there to the next state, or to the row's end.
+    The first pass covers all tokens and computes each row up to its first saved state. Every further pass computes the
+    tokens from there to the next saved state, or to the row's end.
     """
     columns: Columns = {}
     for number in range(max((len(row.saves) for row in extend), default=0) + 1 if any(r.saves for r in extend) else 0):
@@ -46,6 +46,7 @@ def pack_passes(extend: Sequence[ExtendRow], sizes: Iterable[int]) -> Columns:
 
 
 def _runs(extend: Sequence[ExtendRow], number: int) -> list[_Run]:
+    """The runs of pass `number`. Those of pass 0 cover all tokens; what it leaves to later passes has slots -1."""
     runs, first = list[_Run](), 0
     for i, row in enumerate(extend):
         length = len(row.tokens)
@@ -62,7 +63,7 @@ def _runs(extend: Sequence[ExtendRow], number: int) -> list[_Run]:
 
 
 def extend_passes(columns: Columns, sections: Sections, sizes: Sequence[int]) -> list[ExtendPass]:
-    """What `pack_passes` packed, on the device; no pass where no row saves a state."""
+    """The passes that `pack_passes` packed, with their tensors on the device; none if no row saves a state."""
     found = list[ExtendPass]()
     for number in count():
         if _name("rows", number) not in columns:

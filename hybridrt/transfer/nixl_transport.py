@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hybridrt.distributed.conv_transfer import PageRead
+from hybridrt.distributed.conv_transfer import RangeRead
 from hybridrt.errors import ConfigError, ProviderNotInstalledError, TransferError
 
 
@@ -65,7 +65,7 @@ class NixlTransport:
         if self._peers.pop(peer, None) is not None:
             self._agent.remove_remote_agent(peer)
 
-    def read(self, peer: str, reads: Sequence[PageRead]) -> "NixlRead":
+    def read(self, peer: str, reads: Sequence[RangeRead]) -> "NixlRead":
         if peer not in self._peers:
             raise TransferError(f"{peer!r} is not connected")
         base, device, memory = self._peers[peer]

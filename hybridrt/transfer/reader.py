@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hybridrt.distributed.conv_transfer import PageRead
+from hybridrt.distributed.conv_transfer import RangeRead
 from hybridrt.errors import TransferError
 from hybridrt.runtime.state_arena import ImageLayout
 from hybridrt.transfer.messages import Order
@@ -72,7 +72,8 @@ class ImageReader:
         try:
             sections = layout.sections(order.length)
             for source, reads in image_reads(sections, self._rank, layout.tp_size, len(peers)):
-                placed = [PageRead(r.source + order.source, r.destination + order.destination, r.nbytes) for r in reads]
+                offsets = order.source, order.destination
+                placed = [RangeRead(r.source + offsets[0], r.destination + offsets[1], r.nbytes) for r in reads]
                 fetch.reads.append(self._transport.read(peers[source], placed))
         except TransferError as e:
             fetch.error = e

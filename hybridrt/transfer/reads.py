@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from hybridrt.distributed.conv_transfer import PageRead, Section, page_reads
+from hybridrt.distributed.conv_transfer import RangeRead, Section, section_reads
 from hybridrt.errors import TransferError
 
 
@@ -21,27 +21,27 @@ def tp_ratio(decode_tp: int, prefill_tp: int) -> int:
 
 def image_reads(
     sections: Sequence[Section], rank: int, decode_tp: int, prefill_tp: int
-) -> list[tuple[int, list[PageRead]]]:
+) -> list[tuple[int, list[RangeRead]]]:
     """(prefill rank, what to read of its image) for one decode rank, whose own image consists of `sections`.
 
     Every byte of the image is read exactly once. A prefill rank of which nothing is needed is left out.
     """
     ratio = tp_ratio(decode_tp, prefill_tp)
     if ratio > 0:
-        return [(rank // ratio, _joined(page_reads(sections, decode_tp, rank, ratio)))]
+        return [(rank // ratio, _joined(section_reads(sections, decode_tp, rank, ratio)))]
     sources = range(-ratio * rank, -ratio * (rank + 1))
-    found = [(source, _joined(page_reads(sections, decode_tp, source, ratio))) for source in sources]
+    found = [(source, _joined(section_reads(sections, decode_tp, source, ratio))) for source in sources]
     return [(source, reads) for source, reads in found if reads]
 
 
-def _joined(reads: Iterable[PageRead]) -> list[PageRead]:
+def _joined(reads: Iterable[RangeRead]) -> list[RangeRead]:
     """Neighbours on both sides become one read: with equal numbers of ranks the whole image is."""
-    joined: list[PageRead] = []
+    joined: list[RangeRead] = []
     for read in reads:
         last = joined[-1] if joined else None
         shift = read.source - read.destination
         if last and last.source - last.destination == shift and last.source + last.nbytes == read.source:
-            joined[-1] = PageRead(last.source, last.destination, last.nbytes + read.nbytes)
+            joined[-1] = RangeRead(last.source, last.destination, last.nbytes + read.nbytes)
         else:
             joined.append(read)
     return joined

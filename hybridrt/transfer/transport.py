@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from hybridrt.distributed.conv_transfer import PageRead
+from hybridrt.distributed.conv_transfer import RangeRead
 
 
 class Read(Protocol):
@@ -34,7 +34,7 @@ class Transport(Protocol):
         """Forgets a peer, dead or alive."""
         ...
 
-    def read(self, peer: str, reads: Sequence[PageRead]) -> Read:
+    def read(self, peer: str, reads: Sequence[RangeRead]) -> Read:
         """Starts copying. `source` counts from the start of the peer's arena, `destination` from ours.
 
         Raises:

@@ -84,7 +84,7 @@ def test_a_small_run(tmp_path: Path) -> None:
         on = row["run"].endswith("on")
         assert bool(row["hit"]) == on and 0 < row["first token p50 ms"] <= row["first token p99 ms"]
         if on:
-            assert 0.5 < row["hit rate"] <= row["bound"] <= row["unlimited"] < 1
+            assert 0.4 < row["hit rate"] <= row["bound"] <= row["unlimited"] < 1
 
 
 def test_delays_count_from_the_end_of_the_requests_before() -> None:

@@ -17,7 +17,7 @@ from hybridrt.distributed.conv_transfer import (
     Section,
     compute_physical_blocks_per_logical,
     derive_mamba_conv_split,
-    page_reads,
+    section_reads,
 )
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError, UnsupportedLayerError
@@ -133,7 +133,7 @@ def test_ratios_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="equal parts"):
         info.remote_conv_offsets(0, -5)
     with pytest.raises(ConfigError, match="one must divide the other"):
-        page_reads([Section(6, groups=3)], 6, 0, 3)
+        section_reads([Section(6, groups=3)], 6, 0, 3)
     with pytest.raises(ConfigError, match="local_tp is 0"):
         derive_mamba_conv_split(MambaSpec(((24, 3), (2, 4, 8)), (BF16, F32)), 0)
 
@@ -220,7 +220,7 @@ def test_any_section_arrives_once(data: st.DataObject) -> None:
         got, writes = torch.full_like(expected, 255), 0
         for source in [rank // ratio] if ratio > 0 else range(-ratio * rank, -ratio * (rank + 1)):
             section = Section(len(expected), groups)
-            for read in page_reads([section], decode, rank if ratio > 0 else source, ratio):
+            for read in section_reads([section], decode, rank if ratio > 0 else source, ratio):
                 got[read.destination :][: read.nbytes] = held(source, prefill)[read.source :][: read.nbytes]
                 writes += read.nbytes
         assert torch.equal(got, expected) and writes == len(expected)

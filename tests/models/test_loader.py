@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import CheckpointError
+from hybridrt.errors import CheckpointError, ConfigError
 from hybridrt.models.base import CausalLM
-from hybridrt.models.loader import LoadReport, load_weights
+from hybridrt.models.loader import LoadReport, fill_dummy, load_weights
 from hybridrt.runtime.build import build_model, empty_model, load_target
 from tests.models.test_models_parity import BASES, check_sample, requests
 from tests.support.checkpoints import CASES, CheckpointStore, write
@@ -301,3 +301,10 @@ def test_dummy_weights_are_seeded_and_finite(name: str, checkpoints: CheckpointS
     session = Session(tmp_path, load_format="dummy", max_model_len=128)
     sample = session.run(requests(100, steps=3))[0]
     assert sample.logits.isfinite().all() and sample.logits.std() > 0
+
+
+def test_a_dummy_fill_without_a_meaning_is_refused() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    layer.weight.dummy = "noise"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"weight\.dummy is 'noise'; use normal"):
+        fill_dummy(layer, 0)

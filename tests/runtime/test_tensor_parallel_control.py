@@ -28,6 +28,7 @@ from hybridrt.runtime.drafting import DraftRow, DraftTask
 from hybridrt.runtime.messages import KINDS, Beat, Failed, Task, decode, encode
 from hybridrt.runtime.ranks import Ranks
 from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageCopy, PageWrite, StateCopy, StepPlan
+from hybridrt.runtime.token_rules import make_rules
 from hybridrt.runtime.torchrun import World
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.transfer.ranks import JoinTransfer
@@ -59,6 +60,15 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
         assert plain(found) == plain(plan) and type(found) is StepPlan
     assert type(decode(encode(full)).admissions[0].params) is SamplingParams
     assert len(encode(session.plans[-1])) < 250
+
+
+def test_rules_about_tokens_survive_the_way() -> None:
+    params = SamplingParams(
+        min_tokens=2, logit_bias={5: -1.5}, allowed_token_ids=[5, 6], bad_words=["a"], prompt_logprobs=1
+    )
+    rules = make_rules(params, [3, 4], [[1, 2, 3]], 40)
+    (found,) = decode(encode(StepPlan([Admission(1, 1, [5], 1, params, 3, rules)]))).admissions
+    assert found.rules == rules and replace(found.params, bad_words=["a"]) == params
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import torch
 
-from hybridrt.distributed.conv_transfer import PageRead
+from hybridrt.distributed.conv_transfer import RangeRead
 from hybridrt.errors import PeerGoneError, TransferError
 from hybridrt.transfer.handshake import Handshake
 
@@ -87,11 +87,11 @@ class InProcessTransport:
     def disconnect(self, peer: str) -> None:
         self._peers.discard(peer)
 
-    def read(self, peer: str, reads: Sequence[PageRead]) -> "InProcessRead":
+    def read(self, peer: str, reads: Sequence[RangeRead]) -> "InProcessRead":
         if peer not in self._peers:
             raise TransferError(f"{peer!r} is not connected")
         pieces = [
-            PageRead(read.source + start, read.destination + start, min(self._piece, read.nbytes - start))
+            RangeRead(read.source + start, read.destination + start, min(self._piece, read.nbytes - start))
             for read in reads
             for start in range(0, read.nbytes, self._piece)
         ]
@@ -104,7 +104,7 @@ class InProcessTransport:
 class InProcessRead:
     """Copies the rest of `reads`, one at a time."""
 
-    def __init__(self, hub: dict[str, torch.Tensor], peer: str, buffer: torch.Tensor, reads: list[PageRead]) -> None:
+    def __init__(self, hub: dict[str, torch.Tensor], peer: str, buffer: torch.Tensor, reads: list[RangeRead]) -> None:
         self._hub, self._peer, self._buffer, self._reads = hub, peer, buffer, reads
 
     def done(self) -> bool:

@@ -16,7 +16,7 @@ from hybridrt import EngineConfig, SpeculativeConfig
 from hybridrt.distributed.channel import SocketChannel
 from hybridrt.distributed.channel_codec import pack
 from hybridrt.distributed.channel_listener import Listener
-from hybridrt.distributed.conv_transfer import PageRead
+from hybridrt.distributed.conv_transfer import RangeRead
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import (
     HandshakeError,
@@ -173,7 +173,7 @@ def test_transports_read_what_is_asked_for_and_nothing_else(transports: Any) -> 
         expected, reads = ours.clone(), []
         for destination in range(0, 1 << 16, 1 << 13):
             nbytes, source = rng.randrange(1, 1 << 13), rng.randrange(1 << 15)
-            reads.append(PageRead(source, destination, nbytes))
+            reads.append(RangeRead(source, destination, nbytes))
             expected[destination : destination + nbytes] = theirs[source : source + nbytes]
         read = here.read(peer, reads)
         while not read.done():
@@ -184,14 +184,14 @@ def test_transports_read_what_is_asked_for_and_nothing_else(transports: Any) -> 
 def test_transports_refuse_strangers(transports: Any) -> None:
     here, there, *_ = transports
     with pytest.raises(TransferError, match="not connected"):
-        here.read("nobody", [PageRead(0, 0, 1)])
+        here.read("nobody", [RangeRead(0, 0, 1)])
     peer = here.connect(there.describe())
     here.disconnect(peer)
     here.disconnect(peer)
     with pytest.raises(TransferError, match="not connected"):
-        here.read(peer, [PageRead(0, 0, 1)])
+        here.read(peer, [RangeRead(0, 0, 1)])
     again = here.connect(there.describe())
-    read = here.read(again, [PageRead(5, 7, 9)])
+    read = here.read(again, [RangeRead(5, 7, 9)])
     while not read.done():
         pass
 
@@ -200,7 +200,7 @@ def test_transports_notice_that_the_other_side_has_gone(transports: Any) -> None
     here, there, *_ = transports
     if isinstance(here, NixlTransport):
         pytest.skip("an agent is gone when its process is: tests/transfer/test_nixl.py")
-    read = here.read(here.connect(there.describe()), [PageRead(0, 0, 1000)])
+    read = here.read(here.connect(there.describe()), [RangeRead(0, 0, 1000)])
     assert not read.done()
     there.close()
     with pytest.raises(TransferError, match="gone"):
@@ -260,8 +260,8 @@ def test_a_worker_is_not_forgotten_while_it_is_read() -> None:
 
 
 def test_only_neighbours_become_one_read() -> None:
-    reads = [PageRead(0, 5, 3), PageRead(3, 8, 4), PageRead(8, 13, 2), PageRead(10, 16, 1)]
-    assert _joined(reads) == [PageRead(0, 5, 7), PageRead(8, 13, 2), PageRead(10, 16, 1)]
+    reads = [RangeRead(0, 5, 3), RangeRead(3, 8, 4), RangeRead(8, 13, 2), RangeRead(10, 16, 1)]
+    assert _joined(reads) == [RangeRead(0, 5, 7), RangeRead(8, 13, 2), RangeRead(10, 16, 1)]
 
 
 def test_readers_fetch_and_say_how_it_ended(reading: Any) -> None:

@@ -93,7 +93,8 @@ def run_extend(plan: ExtendPlan, q: Tensor, kv: PagedKV, out: Tensor) -> Tensor:
 
 
 def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
-    """`attention_extend`, planned for this call alone (hybridrt.attention.fa3 plans once for all layers)."""
+    """`attention_extend`: q [T, Hq, D] to [T, Hq, D], in `out` if given, zeros past the last row. Plans for this call
+    alone (hybridrt.attention.fa3 plans once for all layers)."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     return run_extend(plan_extend(kv, batch), q, kv, out) if any(batch.query_lens) else out.zero_()
 
