@@ -29,7 +29,7 @@ import numpy as np
 
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
-from hybridrt.mem_cache.radix_node import Node, StateClass, in_common, left_answer
+from hybridrt.mem_cache.radix_node import Node, StateClass, has_idle_state, in_common, is_idle_leaf, left_answer
 
 AWAITED = 2.0**40  # above the worth of other states, and small enough for fractions of a token
 
@@ -295,17 +295,17 @@ class RadixCache:
 
     def _enlist(self, node: Node) -> None:
         """Adds a leaf that no request reads to the heap of leaves whose pages may be evicted."""
-        if node.is_idle_leaf:
+        if is_idle_leaf(node):
             heapq.heappush(self._leaves, (node.used, next(self._order), node))
         if len(self._leaves) > 64 + 4 * self._size:
-            self._leaves = [(n.used, next(self._order), n) for n in self.nodes() if n.is_idle_leaf]
+            self._leaves = [(n.used, next(self._order), n) for n in self.nodes() if is_idle_leaf(n)]
             heapq.heapify(self._leaves)
 
     def _enlist_state(self, node: Node) -> None:
-        if node.has_idle_state:
+        if has_idle_state(node):
             heapq.heappush(self._states, (self._worth(node), next(self._order), node))
         if len(self._states) > 64 + 4 * self._size:
-            self._states = [(self._worth(n), next(self._order), n) for n in self.nodes() if n.has_idle_state]
+            self._states = [(self._worth(n), next(self._order), n) for n in self.nodes() if has_idle_state(n)]
             heapq.heapify(self._states)
 
     def _worth(self, node: Node) -> float:
@@ -326,7 +326,7 @@ class RadixCache:
     def _oldest_leaf(self) -> Node | None:
         while self._leaves:
             used, _, node = heapq.heappop(self._leaves)
-            if node.is_idle_leaf:
+            if is_idle_leaf(node):
                 if used == node.used:
                     return node
                 heapq.heappush(self._leaves, (node.used, next(self._order), node))
@@ -335,7 +335,7 @@ class RadixCache:
     def _least_state(self, awaited: bool) -> Node | None:
         while self._states:
             worth, _, node = heapq.heappop(self._states)
-            if node.has_idle_state:
+            if has_idle_state(node):
                 if worth >= self._worth(node):
                     if awaited or not node.awaited:
                         return node

@@ -1,4 +1,4 @@
-"""The nodes of the radix tree over tokens, and what is counted of the states that they hold."""
+"""A node of the radix tree in mem_cache/radix_cache.py: its edge, what is kept at its end, and classes of states."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -63,16 +63,6 @@ class Node:
             yield node
             node = node.parent
 
-    @property
-    def is_idle_leaf(self) -> bool:
-        """Nothing is below it, and no request reads it."""
-        return self.parent is not None and not self.children and not self.readers
-
-    @property
-    def has_idle_state(self) -> bool:
-        """It has a state that no request is about to read."""
-        return self.state is not None and not self.state_readers
-
 
 @dataclass(slots=True)
 class StateClass:
@@ -102,3 +92,11 @@ def left_answer(node: Node, known: int, asked: int) -> int:
     edges = [node] if known < node.end else node.children.values()
     ends = [edge.end for edge in edges if edge.answer < known]
     return min(max(ends, default=known), asked) - known
+
+
+def is_idle_leaf(node: Node) -> bool:
+    return node.parent is not None and not node.children and not node.readers
+
+
+def has_idle_state(node: Node) -> bool:
+    return node.state is not None and not node.state_readers

@@ -42,7 +42,7 @@ def test_a_request_that_found_no_room_is_not_looked_at_before_room_changes(monke
         matched.append(len(tokens))
         return PrefixMatch()
 
-    def constants(params: SamplingParams, seed: int) -> bytes:
+    def constants(params: SamplingParams, seed: int, rules: object) -> bytes:
         packed.append(seed)
         return b""
 

@@ -154,6 +154,14 @@ def test_prompts_have_the_log_probabilities_that_generation_gave(plain: LLM, mod
             assert got == pytest.approx(want, abs=1e-4)
 
 
+def test_a_cached_prompt_is_computed_again_for_its_log_probabilities(plain: LLM) -> None:
+    prompt = [5 + i % 50 for i in range(70)]
+    params = replace(SCORED, prompt_logprobs=2)
+    first, again = (plain.generate(prompt, params)[0].prompt_logprobs for _ in range(2))
+    assert first is not None and again is not None and len(again) == len(first) == 70
+    assert again[69] == pytest.approx(first[69], abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -5,12 +5,13 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hybridrt.errors import RequestError
 from hybridrt.kernels.token_rules import DrawLines, apply_token_rules
-from hybridrt.runtime.sampler import Filters, Sampler, SamplingTable, Verification
+from hybridrt.runtime.sampler import Filters, RowRequirements, Sampler, SamplingTable, Verification
 from hybridrt.runtime.step import Admission
 from hybridrt.runtime.token_rules import HISTORY, MAX_RULES, make_rules
 from hybridrt.sampling_params import SamplingParams
@@ -28,7 +29,7 @@ class Ruled:
         tokens = range(min(vocab, 12))  # few, so that prefixes occur
 
         def word() -> list[int]:
-            return rng.choices(tokens, k=rng.choice((1, 2, 3, 5)))
+            return rng.choices(tokens, k=rng.choice((1, 2, 3, 4)))
 
         self.words = [word() for _ in range(rng.choice((0, 3, 9)))]
         bias = {rng.randrange(vocab): rng.uniform(-9, 9) for _ in range(rng.choice((0, 1, 6)))}
@@ -72,8 +73,13 @@ def test_rules_are_those_of_the_request(vocab: int, seed: int) -> None:
     for _ in range(3):  # new tenants of the same rows; the last one's rules must be gone
         requests = {row: Ruled(rng, vocab) for row in rng.sample(range(1, ROWS + 1), 4)}
         outputs = {row: rng.choices(range(12), k=rng.choice((0, 1, 4, HISTORY + 9))) for row in requests}
-        admit(table, [request.admission(row, outputs[row]) for row, request in requests.items()])
         paths = {row: rng.choices(range(12), k=rng.choice((0, 1, 3))) for row in requests}
+        for row, request in requests.items():
+            longest = max(request.words, key=len, default=[])
+            if 1 < len(longest) <= 4:  # its prefix stands before the draw, the last tokens of it in the path
+                paths[row] = longest[1:-1]
+                outputs[row].append(longest[0])
+        admit(table, [request.admission(row, outputs[row]) for row, request in requests.items()])
         rows, width = list(requests), 3
         logits = torch.randn(len(rows), vocab).bfloat16()
         known = int32([len(outputs[row]) for row in rows])
@@ -110,6 +116,16 @@ def test_what_is_forbidden_may_be_nan() -> None:
     token = Sampler(table)(logits, int32([1]), int32([0]), Filters.of([params]))
     assert token.tolist() == [0]
     assert Sampler(table)(logits, int32([1]), int32([1]), Filters.of([params])).tolist() == [-1]
+
+
+def test_rules_that_hold_no_more_cost_nothing() -> None:
+    required, rows = RowRequirements(2), np.array([1, 2])
+    least, biased = SamplingParams(min_tokens=3), SamplingParams(logit_bias={1: 1.0})
+    for row, params in ((1, least), (2, SamplingParams())):
+        required.admit([Admission(row, row, [1], 1, params, 0, make_rules(params, STOP, [], 40))])
+    assert [required.of(rows, np.array([i, 0]))[0].rules for i in (2, 3)] == [True, False]
+    required.admit([Admission(2, 2, [1], 1, biased, 0, make_rules(biased, STOP, [], 40))])
+    assert required.of(rows, np.array([3, 900]))[0].rules
 
 
 def alone(request: Ruled, logits: Sequence[torch.Tensor], output: Sequence[int]) -> list[int]:
@@ -177,21 +193,19 @@ def test_verified_drafts_keep_what_single_steps_draw(tree: bool, seed: int) -> N
         assert output[:80] == want[line][:80]
 
 
-@pytest.mark.parametrize("seed", sweep(range(6), 3))
-def test_drafts_that_run_ahead_follow_the_rules_too(seed: int) -> None:
-    rng, table = random.Random(seed), SamplingTable(1, 40, torch.device("cpu"))
-    request = Ruled(rng, 40)
-    while not request.words:
-        request = Ruled(rng, 40)
-    output = rng.choices(range(12), k=4)
-    admit(table, [request.admission(1, output)])
-    logits, drafted = torch.randn(6, 40), torch.empty(1, 0, dtype=torch.int64)
-    logits[:, 12:] -= 2
-    for step in range(6):
-        index = int32([len(output) + step])
-        drawn = Sampler(table).draft(logits[step : step + 1], int32([1]), index, Filters.of([request.params]), drafted)
+@pytest.mark.parametrize("known", [[], [4], [4, 9]])
+def test_drafts_that_run_ahead_follow_the_rules_too(known: list[int]) -> None:
+    """A word's first tokens may be output, drafts, or some of each."""
+    params, word = SamplingParams(temperature=0, bad_words=["word"]), [4, 9, 2]
+    table, filters = SamplingTable(1, 40, torch.device("cpu")), Filters.of([params])
+    admit(table, [Admission(1, 1, [1, 2, 3, *known], 2, params, 0, make_rules(params, STOP, [word], 40))])
+    drafted = torch.empty(1, 0, dtype=torch.int64)
+    for step, token in enumerate([4, 9, 2][len(known) :]):
+        logits = torch.zeros(1, 40)
+        logits[0, token], logits[0, 30] = 5, 3
+        drawn = Sampler(table).draft(logits, int32([1]), int32([1 + len(known) + step]), filters, drafted)
         drafted = torch.cat((drafted, drawn[:, None]), 1)
-    assert drafted[0].tolist() == alone(request, logits, output)
+    assert [*known, *drafted[0].tolist()] == [4, 9, 30]
 
 
 def test_too_many_rules_are_refused_by_the_field_that_brings_them() -> None:

@@ -28,7 +28,7 @@ class FakeRunner(MockExecutor):
         super().__init__(num_rows=rows, num_slots=rows, num_pages=32, page_size=4, vocab=VOCAB, late=1)
         self.model_path = config.model
         self.model_config = SimpleNamespace(vocab_size=VOCAB, eos_token_ids=(EOS,), image_tokens={})
-        self.plan = SimpleNamespace(
+        self.memory_plan = SimpleNamespace(
             num_rows=rows, num_slots=rows, num_pages=32, page_size=4, demand=None,
             max_model_len=config.max_model_len or 64,
         )  # fmt: skip
