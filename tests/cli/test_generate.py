@@ -301,7 +301,9 @@ def test_options_name_every_field_once_and_show_its_default() -> None:
     sampling = {f.name: f.default for f in fields(SamplingParams)}
     # What a request among others needs, or its server.
     served = {"cache_salt", "priority", "truncate_prompt_tokens", "include_stop_str_in_output", "skip_special_tokens"}
-    assert set(sampling) - {f.name for f in fields(SamplingOptions)} == {"seed", *served}
+    # Rules about token ids, and scores of a prompt, are for programs.
+    programs = {"min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs"}
+    assert set(sampling) - {f.name for f in fields(SamplingOptions)} == {"seed", *served, *programs}
     text = " ".join(CliRunner().invoke(app, ["generate", "--help"]).stdout.split())
     for name in shown:
         if engine[name] not in (None, True, MISSING):
