@@ -253,6 +253,6 @@ def _padded(
             if page_size:
                 pages[j, k] = length // page_size - before // page_size
             before = length
-    plenty = np.full(2 * len(options), 1e12)
+    plenty = np.full(3 * len(options), 1e12)  # a request has three events
     limits = [torch.from_numpy((plenty if limit is None else limit).astype(np.float32)) for limit in (slots, free)]
     return Program(*map(torch.from_numpy, (lengths, since, pages)), torch.tensor(at), *limits)  # type: ignore[arg-type]

@@ -44,6 +44,9 @@ class Sampling(Body):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
