@@ -205,7 +205,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def play_warm(llm: LLM, items: Sequence[Item], args: argparse.Namespace) -> None:
-    """Requests that nobody times: kernels are compiled and pools touched."""
+    """Requests before the timed ones: kernels are compiled and pools touched."""
     first = [item for item in items if not item.after][: max(args.max_running // 4, 1)]
     first = [traces.replace(item, delay=0.0, max_tokens=min(item.max_tokens, 8)) for item in first]
     Player(llm, first).play()

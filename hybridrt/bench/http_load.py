@@ -50,7 +50,7 @@ class Target:
 
         Raises:
             ConfigError: the URL names no server.
-            OSError: nobody listens there.
+            OSError: no server listens there.
         """
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
@@ -64,7 +64,7 @@ async def run_load(target: Target, work: Sequence[Work], concurrency: int | None
     """Sends all requests, each at its arrival; with `concurrency`, at most so many at a time, each as soon as it may.
 
     Raises:
-        OSError: nobody listens.
+        OSError: no server listens.
     """
     _, writer = await target.connect()
     writer.close()

@@ -39,8 +39,8 @@ class Request:
         max_len: prompt + output tokens at which the request ends.
         stop_ids: tokens that end it.
         rules: what its parameters allow of single tokens.
-        prompt_logprobs: of the prompt, None for its first token and up to `scored` of its tokens; None where nobody
-            wants them, and once they are in a delta.
+        prompt_logprobs: of the first `scored` tokens of the prompt, None for its first token. The whole is None if the
+            request did not ask for them, and once they are in a delta.
         stream: its reader gets deltas while it runs; False: one delta at its end.
         told: tokens that are in deltas already.
         decoded: tokens that the detokenizer has read.

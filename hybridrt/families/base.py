@@ -6,10 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.config import AttentionConfig
-from hybridrt.config_fields import FieldTypes
+from hybridrt.config_fields import CHUNK, DT_LIMIT, SIZE, STATE, TAPS, FieldTypes
+from hybridrt.config_json import FLAG
 from hybridrt.errors import ConfigError
+from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.kinds.mamba2 import Mamba2Config
 
 FamilyFields = dict[str, Any]
+
+# Of Mamba-2, by the names that transformers gives them.
+MAMBA2: FieldTypes = {
+    **dict.fromkeys(("mamba_n_heads", "mamba_n_groups"), SIZE),
+    "mamba_d_state": STATE,
+    "mamba_d_conv": TAPS,
+    "mamba_chunk_size": CHUNK,
+    "time_step_limit": DT_LIMIT,
+    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +69,31 @@ def attention_config(hf: Any, rotary: bool = True, scale: float | None = None) -
     check_heads(hf)
     rope = dict(hf.rope_parameters) if rotary else None
     return AttentionConfig(hf.num_attention_heads, hf.num_key_value_heads, head_dim, rope, scale=scale)
+
+
+def mamba2_config(hf: Any, head_dim: int) -> Mamba2Config:
+    """Mamba-2 by the fields of `MAMBA2`."""
+    return Mamba2Config(
+        num_heads=hf.mamba_n_heads,
+        head_dim=head_dim,
+        state_size=hf.mamba_d_state,
+        n_groups=hf.mamba_n_groups,
+        conv_kernel=hf.mamba_d_conv,
+        chunk_size=hf.mamba_chunk_size,
+        dt_limit=tuple(hf.time_step_limit),
+    )
+
+
+def gdn_config(hf: Any, beta_scale: float = 1.0) -> GDNConfig:
+    """Gated Delta Net by the names that transformers gives its fields."""
+    return GDNConfig(
+        num_k_heads=hf.linear_num_key_heads,
+        num_v_heads=hf.linear_num_value_heads,
+        head_k_dim=hf.linear_key_head_dim,
+        head_v_dim=hf.linear_value_head_dim,
+        conv_kernel=hf.linear_conv_kernel_dim,
+        beta_scale=beta_scale,
+    )
 
 
 def check_heads(hf: Any) -> None:

@@ -3,34 +3,19 @@
 from typing import Any
 
 from hybridrt.config import LayerSpec
-from hybridrt.config_fields import (
-    ATTENTION,
-    CHUNK,
-    COMMON,
-    DT_LIMIT,
-    EPSILON,
-    MULTIPLIER,
-    SIZE,
-    STATE,
-    TAPS,
-    FieldTypes,
-)
+from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, MULTIPLIER, SIZE, FieldTypes
 from hybridrt.config_json import FLAG, NULL, OBJECT, TRUE, either, list_of
-from hybridrt.families.base import Family, FamilyFields, attention_config
-from hybridrt.kinds.mamba2 import Mamba2Config
+from hybridrt.families.base import MAMBA2, Family, FamilyFields, attention_config, mamba2_config
 
 FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
-    **dict.fromkeys(("mamba_expand", "mamba_n_heads", "mamba_n_groups"), SIZE),
+    **MAMBA2,
+    "mamba_expand": SIZE,
     "mamba_d_ssm": either(NULL, SIZE),
-    "mamba_d_state": STATE,
-    "mamba_d_conv": TAPS,
-    "mamba_chunk_size": CHUNK,
-    "time_step_limit": DT_LIMIT,
     "rms_norm_eps": EPSILON,
     "rope_parameters": OBJECT,
-    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias", "mamba_rms_norm", "mamba_norm_before_gate"), FLAG),
+    **dict.fromkeys(("mamba_rms_norm", "mamba_norm_before_gate"), FLAG),
     **dict.fromkeys(("attention_bias", "projectors_bias", "mlp_bias"), FLAG),
     **dict.fromkeys(("lm_head_multiplier", "embedding_multiplier", "key_multiplier"), MULTIPLIER),
     **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), MULTIPLIER),
@@ -45,15 +30,7 @@ FIELDS: FieldTypes = {
 
 def _describe(hf: Any) -> FamilyFields:
     d_ssm = hf.mamba_d_ssm if hf.mamba_d_ssm is not None else int(hf.mamba_expand * hf.hidden_size)
-    mamba = Mamba2Config(
-        num_heads=hf.mamba_n_heads,
-        head_dim=d_ssm // hf.mamba_n_heads,
-        state_size=hf.mamba_d_state,
-        n_groups=hf.mamba_n_groups,
-        conv_kernel=hf.mamba_d_conv,
-        chunk_size=hf.mamba_chunk_size,
-        dt_limit=tuple(hf.time_step_limit),
-    )
+    mamba = mamba2_config(hf, d_ssm // hf.mamba_n_heads)
     layer = LayerSpec(attention=True, linear="mamba2", ffn="mlp")
     return {"layers": (layer,) * hf.num_hidden_layers, "linear": {"mamba2": mamba}, "attention": attention_config(hf)}
 

@@ -3,31 +3,15 @@
 from typing import Any
 
 from hybridrt.config import LayerSpec
-from hybridrt.config_fields import (
-    ATTENTION,
-    CHUNK,
-    COMMON,
-    COUNT,
-    DT_LIMIT,
-    EPSILON,
-    MULTIPLIER,
-    SIZE,
-    STATE,
-    TAPS,
-    FieldTypes,
-)
+from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, MULTIPLIER, SIZE, FieldTypes
 from hybridrt.config_json import FLAG, NULL, OBJECT, either, list_of, number, one_of
-from hybridrt.families.base import Family, FamilyFields, attention_config
-from hybridrt.kinds.mamba2 import Mamba2Config
+from hybridrt.families.base import MAMBA2, Family, FamilyFields, attention_config, mamba2_config
 
 FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
-    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "shared_intermediate_size"), SIZE),
-    "mamba_d_state": STATE,
-    "mamba_d_conv": TAPS,
-    "mamba_chunk_size": CHUNK,
-    "time_step_limit": DT_LIMIT,
+    **MAMBA2,
+    **dict.fromkeys(("mamba_d_head", "shared_intermediate_size"), SIZE),
     "layer_types": list_of(one_of("linear_attention", "full_attention", "mamba", "attention")),
     **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), COUNT),
     "position_embedding_type": either(NULL, one_of("rope", "nope")),
@@ -35,20 +19,12 @@ FIELDS: FieldTypes = {
     "rms_norm_eps": EPSILON,
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), MULTIPLIER),
     "logits_scaling": number(1e-6, 1e6),
-    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias", "attention_bias"), FLAG),
+    "attention_bias": FLAG,
 }
 
 
 def _describe(hf: Any) -> FamilyFields:
-    mamba = Mamba2Config(
-        num_heads=hf.mamba_n_heads,
-        head_dim=hf.mamba_d_head,
-        state_size=hf.mamba_d_state,
-        n_groups=hf.mamba_n_groups,
-        conv_kernel=hf.mamba_d_conv,
-        chunk_size=hf.mamba_chunk_size,
-        dt_limit=tuple(hf.time_step_limit),
-    )
+    mamba = mamba2_config(hf, hf.mamba_d_head)
     ffn = "moe" if hf.num_local_experts > 0 else "mlp"
     full, recurrent = LayerSpec(True, None, ffn), LayerSpec(False, "mamba2", ffn)
     layers = tuple(full if kind in ("full_attention", "attention") else recurrent for kind in hf.layer_types)

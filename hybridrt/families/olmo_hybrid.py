@@ -5,8 +5,7 @@ from typing import Any
 from hybridrt.config import LayerSpec
 from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, NULL, OBJECT, either, list_of, one_of
-from hybridrt.families.base import Family, FamilyFields, attention_config
-from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.families.base import Family, FamilyFields, attention_config, gdn_config
 
 FIELDS: FieldTypes = {
     **COMMON,
@@ -22,14 +21,7 @@ FIELDS: FieldTypes = {
 
 
 def _describe(hf: Any) -> FamilyFields:
-    gdn = GDNConfig(
-        num_k_heads=hf.linear_num_key_heads,
-        num_v_heads=hf.linear_num_value_heads,
-        head_k_dim=hf.linear_key_head_dim,
-        head_v_dim=hf.linear_value_head_dim,
-        conv_kernel=hf.linear_conv_kernel_dim,
-        beta_scale=2.0 if hf.linear_allow_neg_eigval else 1.0,
-    )
+    gdn = gdn_config(hf, beta_scale=2.0 if hf.linear_allow_neg_eigval else 1.0)
     full, recurrent = LayerSpec(True, None, "mlp"), LayerSpec(False, "gdn", "mlp")
     layers = tuple(full if kind == "full_attention" else recurrent for kind in hf.layer_types)
     # Released models rotate nothing: their rope_parameters are null, or have no theta.

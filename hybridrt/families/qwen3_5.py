@@ -6,8 +6,7 @@ from typing import Any
 from hybridrt.config import LayerSpec
 from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, NULL, OBJECT, either, list_of, one_of
-from hybridrt.families.base import Family, FamilyFields, attention_config
-from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.families.base import Family, FamilyFields, attention_config, gdn_config
 
 FIELDS: FieldTypes = {
     **COMMON,
@@ -30,13 +29,7 @@ MOE_FIELDS: FieldTypes = {
 
 
 def _describe(hf: Any, ffn: str) -> FamilyFields:
-    gdn = GDNConfig(
-        num_k_heads=hf.linear_num_key_heads,
-        num_v_heads=hf.linear_num_value_heads,
-        head_k_dim=hf.linear_key_head_dim,
-        head_v_dim=hf.linear_value_head_dim,
-        conv_kernel=hf.linear_conv_kernel_dim,
-    )
+    gdn = gdn_config(hf)
     full, recurrent = LayerSpec(True, None, ffn), LayerSpec(False, "gdn", ffn)
     layers = tuple(full if kind == "full_attention" else recurrent for kind in hf.layer_types)
     # Only a head that shares the model's embedding is implemented.

@@ -5,8 +5,7 @@ from typing import Any
 from hybridrt.config import LayerSpec
 from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, MAX_LAYERS, PERIOD, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, NULL, OBJECT, either, integer, list_of, one_of
-from hybridrt.families.base import Family, FamilyFields, attention_config
-from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.families.base import Family, FamilyFields, attention_config, gdn_config
 
 FIELDS: FieldTypes = {
     **COMMON,
@@ -27,13 +26,7 @@ FIELDS: FieldTypes = {
 
 
 def _describe(hf: Any) -> FamilyFields:
-    gdn = GDNConfig(
-        num_k_heads=hf.linear_num_key_heads,
-        num_v_heads=hf.linear_num_value_heads,
-        head_k_dim=hf.linear_key_head_dim,
-        head_v_dim=hf.linear_value_head_dim,
-        conv_kernel=hf.linear_conv_kernel_dim,
-    )
+    gdn = gdn_config(hf)
 
     def layer(i: int, kind: str) -> LayerSpec:
         full = kind == "full_attention"

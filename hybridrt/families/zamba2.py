@@ -7,7 +7,7 @@ from hybridrt.config import AttentionConfig, LayerSpec
 from hybridrt.config_fields import CHUNK, COMMON, EPSILON, MAX_LAYERS, POSITIONS, SIZE, STATE, TAPS, FieldTypes, integer
 from hybridrt.config_json import FLAG, NULL, OBJECT, FieldType, either, list_of, number, one_of
 from hybridrt.errors import ConfigError
-from hybridrt.families.base import Family, FamilyFields
+from hybridrt.families.base import Family, FamilyFields, check_heads
 from hybridrt.kinds.mamba2 import Mamba2Config
 
 FIELDS: FieldTypes = {
@@ -35,11 +35,7 @@ def _describe(hf: Any) -> FamilyFields:
             f"n_mamba_heads {hf.n_mamba_heads} must divide mamba_expand x hidden_size, {inner}, and "
             f"num_attention_heads {hf.num_attention_heads} must divide 2 x hidden_size, {2 * hf.hidden_size}"
         )
-    if hf.num_attention_heads % hf.num_key_value_heads:
-        raise ConfigError(
-            f"num_attention_heads {hf.num_attention_heads} is no multiple of num_key_value_heads "
-            f"{hf.num_key_value_heads}"
-        )
+    check_heads(hf)
     if hf.use_shared_attention_adapter and hf.num_attention_heads != hf.num_key_value_heads:
         raise ConfigError(
             f"use_shared_attention_adapter: the adapters of keys and values are made for {hf.num_attention_heads} "

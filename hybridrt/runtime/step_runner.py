@@ -106,7 +106,7 @@ class StepRunner:
             chunks.page_copies = plan.page_copies
             return JoinedSteps(decoded, self._launch_eager(chunks, 1))
         except BaseException:
-            self.backend.drop_step()  # nobody commits this step; without this, later steps would raise
+            self.backend.drop_step()  # this step is never committed; without this, later steps would raise
             raise
 
     def _donate(self, rows: Sequence[int]) -> None:

@@ -1,6 +1,7 @@
 """Deltas as OpenAI's answers: one object, or a stream of chunks."""
 
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 from hybridrt.engine.async_llm import DeltaStream
@@ -11,7 +12,7 @@ from hybridrt.server.service import Service
 LEAST_LOGPROB = -9999.0  # instead of minus infinity, which JSON does not have
 
 
-class Answer:
+class Answer(ABC):
     """What all endpoints that generate have in common. A subclass says what a choice is.
 
     Args:
@@ -79,8 +80,8 @@ class Answer:
         return {**self._head(self.whole_kind), "choices": choices, "usage": self.usage()}
 
     def _prompt_logprobs(self, request_id: str) -> dict[str, Any]:
-        """What an answer says of a prompt's log-probabilities, as vLLM does; nothing where nobody asked. The rank is
-        known of the likeliest tokens."""
+        """A prompt's log-probabilities in vLLM's form; empty if the request did not ask for them. Only the likeliest
+        tokens have a rank."""
         found = self._scores.get(request_id)
         return {"prompt_logprobs": [e and self._ranked(e) for e in found]} if self._wants_scores and found else {}
 
@@ -95,14 +96,17 @@ class Answer:
             for token, value in found.items()
         }
 
+    @abstractmethod
     def _first_choice(self, index: int) -> dict[str, Any] | None:
-        raise NotImplementedError
+        """The choice that opens a stream; None if a stream begins with its first text."""
 
+    @abstractmethod
     def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        raise NotImplementedError
+        """What a delta adds to a choice."""
 
+    @abstractmethod
     def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        raise NotImplementedError
+        """The choice of an answer that is no stream."""
 
     def _place(self, delta: Delta) -> int:
         return self._places[delta.request_id, delta.index]

@@ -16,7 +16,7 @@ from hybridrt.server.answers import Answer
 from hybridrt.server.errors import as_api_error
 from hybridrt.server.service import record
 
-CLIENT_GONE = 499  # as in nginx's logs; nobody receives it
+CLIENT_GONE = 499  # as in nginx's logs; it is never sent
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 encode = msgspec.json.Encoder().encode
 
@@ -38,7 +38,7 @@ class Started:
 
         Raises:
             EngineError: the request has failed.
-            ClientGone: nobody waits for it any more.
+            ClientGone: the client has closed its connection.
         """
         answer = self.answer
         record(request.scope, model=answer.model, stream=self.streams, prompt_tokens=answer.prompt_tokens)
