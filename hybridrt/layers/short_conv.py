@@ -38,15 +38,7 @@ class ShortConvMixer(nn.Module):
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Mixer of norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
-        return self.out_proj.onto(residual, self._mix(projected, batch))
-
-    def summand(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """This rank's summand of the mixer's output, to be summed over ranks: [T, hidden] to [T, hidden]."""
-        return self.out_proj(self._mix(self.in_proj(hidden_states), batch), reduce=False)
-
-    def _mix(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        mixed: torch.Tensor = batch.attn_backend.route(self).run(self, batch, projected=projected)
-        return mixed
+        return self.out_proj.onto(residual, batch.attn_backend.route(self).run(self, batch, projected=projected))
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the projections and the conv under `key`."""

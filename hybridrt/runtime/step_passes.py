@@ -31,7 +31,8 @@ def pack_passes(extend: Sequence[ExtendRow], sizes: Iterable[int]) -> Columns:
     tokens from there to the next saved state, or to the row's end.
     """
     columns: Columns = {}
-    for number in range(max((len(row.saves) for row in extend), default=0) + 1 if any(r.saves for r in extend) else 0):
+    saves = max((len(row.saves) for row in extend), default=0)
+    for number in range(saves + 1 if saves else 0):
         runs = _runs(extend, number)
         position, length = int32s(run.position for run in runs), int32s(run.length for run in runs)
         starts = np.concatenate(([0], np.cumsum(length))).astype(np.int32)

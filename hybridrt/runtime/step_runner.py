@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -102,9 +103,7 @@ class StepRunner:
             if not plan.extend:
                 return decoded
             # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
-            chunks = StepPlan(plan.admissions, rest, NO_ROWS, plan.extend, plan.imports, plan.exports)
-            chunks.page_copies = plan.page_copies
-            return JoinedSteps(decoded, self._launch_eager(chunks, 1))
+            return JoinedSteps(decoded, self._launch_eager(replace(plan, page_writes=rest, decode=NO_ROWS), 1))
         except BaseException:
             self.backend.drop_step()  # this step is never committed; without this, later steps would raise
             raise
