@@ -13,6 +13,7 @@ from hybridrt.kernels.chunk_plan import plan_chunks
 from tests.attention.test_backends_verify import MODELS, oracle, random_tokens
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.checkpoints import CheckpointStore, has_replay
+from tests.support.tree_paths import ancestry
 
 MODES = (("classic", 1), ("intermediate", 4), ("replay", 1), ("replay", 4))
 STEPS = [(name, *mode) for name in MODELS for mode in MODES[: 2 + 2 * has_replay(name)]]
@@ -233,13 +234,6 @@ def test_tree_of_drafts(name: str, checkpoints: CheckpointStore) -> None:
             chain = known[row.row] + [row.tokens[i] for i in path]
             torch.testing.assert_close(got[node], oracle(checkpoint, chain, 1)[0], rtol=0, atol=5e-4)
         assert_close(hand.state(row.row, len(known[row.row])), before[row.row], 0.0)
-
-
-def ancestry(parents: list[int], node: int) -> list[int]:
-    path = [node]
-    while parents[path[0]] >= 0:
-        path.insert(0, parents[path[0]])
-    return path
 
 
 def test_metadata_of_a_mixed_step(checkpoints: CheckpointStore) -> None:

@@ -7,6 +7,7 @@ from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_v
 from hybridrt.kernels.records import ConvState, ConvWeights, IntermediateStates
 from tests.support.levels import sweep
 from tests.support.mamba2_oracle import changed_rows, close, conv_loop, int32, poisoned, same_bytes
+from tests.support.tree_paths import ancestry
 
 pytestmark = pytest.mark.usefixtures("provider")
 C = 10
@@ -169,10 +170,7 @@ def test_tree_follows_ancestors(start: int) -> None:
     state = ConvState(requests.conv, int32(4), int32(4), int32(start))
     out = causal_conv1d_update(x[None], requests.weights, state, IntermediateStates(windows, int32(2), parents[None]))
     for node in range(nodes):
-        path, ancestor = list[int](), node
-        while ancestor >= 0:
-            path.insert(0, int(ancestor))
-            ancestor = int(parents[ancestor])
+        path = ancestry(parents, node)
         branch = torch.cat([requests.history[0][:start], x[path]])
         close(out[0, node], conv_loop(branch, requests.weight, requests.bias)[-1], 1e-6)
         padded = torch.cat([torch.zeros(3, C), branch])

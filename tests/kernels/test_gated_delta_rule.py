@@ -7,6 +7,7 @@ from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
 from hybridrt.kernels.records import DeltaInputs, GateWeights, IntermediateStates, Prompts, StateSlots
 from tests.support.gdn_loops import random_tokens, relative_error, slow_delta_rule
+from tests.support.tree_paths import ancestry
 
 pytestmark = pytest.mark.usefixtures("provider")
 STATE_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -205,10 +206,7 @@ def test_a_tree_starts_each_node_from_its_parent():
     out = run_steps(states, tokens, slots, slots, stored, rows, parents)
     for b in range(2):
         for node in range(5):
-            path = [node]
-            while parents[b, path[0]] >= 0:
-                path.insert(0, int(parents[b, path[0]]))
-            expected, expected_states = slow_delta_rule(states[slots[b]], tokens[b][path])
+            expected, expected_states = slow_delta_rule(states[slots[b]], tokens[b][ancestry(parents[b], node)])
             assert relative_error(out[b, node], expected[-1]) < 2e-6
             assert relative_error(stored[rows[b], node], expected_states[-1]) < 2e-6
 

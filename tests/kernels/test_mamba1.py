@@ -15,8 +15,9 @@ from hybridrt.kernels.rms_norm import rms_norm
 from hybridrt.kernels.selective_scan import selective_scan
 from tests.kernels.test_mamba2_slots import FAR, far_pool
 from tests.support.flat import flat
-from tests.support.mamba1_oracle import SelectiveInputs, selective_inputs, selective_loop
-from tests.support.mamba2_oracle import changed_rows, close, int32, poisoned, same_bytes
+from tests.support.mamba1_oracle import selective_inputs, selective_loop
+from tests.support.mamba2_oracle import ScanInputs, changed_rows, close, int32, poisoned, same_bytes
+from tests.support.tree_paths import ancestry
 
 pytestmark = pytest.mark.usefixtures("provider")
 STATE = (6, 5)
@@ -24,7 +25,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
 def scan(
-    inputs: SelectiveInputs,
+    inputs: ScanInputs,
     states: Tensor,
     computed: list[int],
     new: list[int],
@@ -40,7 +41,7 @@ def scan(
     )  # fmt: skip
 
 
-def update(inputs: SelectiveInputs, states: Tensor, slots: list[int], **changed: Any) -> Tensor:
+def update(inputs: ScanInputs, states: Tensor, slots: list[int], **changed: Any) -> Tensor:
     own = {"states": states, "read_state_slots": int32(*slots), "write_state_slots": int32(*slots)}
     return flat(mamba1_update, **{**inputs.terms(), **own, **changed})
 
@@ -196,10 +197,7 @@ def test_tree_follows_ancestors() -> None:
     before, stored = states.clone(), poisoned(3, 7, *STATE)
     out = update(inputs, states, [3], stored=stored, rows=int32(2), parents=parents[None])
     for node in range(7):
-        path, ancestor = list[int](), node
-        while ancestor >= 0:
-            path.insert(0, int(ancestor))
-            ancestor = int(parents[ancestor])
+        path = ancestry(parents, node)
         expected, after = selective_loop(inputs[0][path], before[3])
         close(out[0, node], expected[-1], 2e-6)
         close(stored[2, node], after[-1], 2e-6)

@@ -17,6 +17,7 @@ from tests.support.mamba2_oracle import (
     scan_inputs,
     scan_loop,
 )
+from tests.support.tree_paths import ancestry
 
 pytestmark = pytest.mark.usefixtures("provider")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -133,10 +134,7 @@ def test_tree_follows_ancestors() -> None:
     before, stored = states.clone(), poisoned(3, 7, 4, 3, 5)
     out = update(inputs, states, [3], stored=stored, rows=int32(2), parents=parents[None])
     for node in range(7):
-        path, ancestor = list[int](), node
-        while ancestor >= 0:
-            path.insert(0, int(ancestor))
-            ancestor = int(parents[ancestor])
+        path = ancestry(parents, node)
         expected, after = scan_loop(inputs[0][path], before[3])
         close(out[0, node], expected[-1], 2e-6)
         close(stored[2, node], after[-1], 2e-6)

@@ -1,47 +1,25 @@
 """A slow loop over tokens, written from the formula of Mamba-1, and inputs for it."""
 
-from dataclasses import dataclass, replace
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-@dataclass
-class SelectiveInputs:
-    """Inputs of one Mamba-1 layer; x, dt, B, C, z are column slices of one merged tensor [..., columns]."""
-
-    x: Tensor
-    dt: Tensor
-    B: Tensor
-    C: Tensor
-    z: Tensor
-    A: Tensor
-    D: Tensor
-    dt_bias: Tensor
-
-    def __getitem__(self, index: Any) -> "SelectiveInputs":
-        return replace(self, **{name: getattr(self, name)[index] for name in ("x", "dt", "B", "C", "z")})
-
-    def terms(self) -> dict[str, Any]:
-        """The arguments of an operation, by name."""
-        return dict(vars(self))
+from tests.support.mamba2_oracle import ScanInputs
 
 
 def selective_inputs(
     *leading: int, channels: int = 6, state: int = 5, dtype: torch.dtype = torch.float32
-) -> SelectiveInputs:
+) -> ScanInputs:
     """Random inputs. The states of a channel decay at rates from a hundredth to ten a unit of time: the slow ones show
     stale states, the fast ones reach zero within a chunk."""
     widths = [channels, channels, state, state, channels]
     merged = (torch.randn(*leading, sum(widths)) * 0.5).to(dtype)
     x, dt, B, C, z = merged.split(widths, dim=-1)
     A = -torch.logspace(-2, 1, channels * state)[torch.randperm(channels * state)].view(channels, state)
-    return SelectiveInputs(x, dt, B, C, z, A, torch.randn(channels), torch.linspace(-3.0, 0.5, channels))
+    return ScanInputs(x, dt, B, C, z, A, torch.randn(channels), torch.linspace(-3.0, 0.5, channels))
 
 
-def selective_loop(inputs: SelectiveInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+def selective_loop(inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs [L, I] and the states [L, I, N] after each of L tokens, in float64."""
     i, outs, states, state = inputs, [], [], state.double()
     for t in range(len(i.x)):

@@ -45,7 +45,7 @@ def conv_loop(history: Tensor, weight: Tensor, bias: Tensor | None, silu: bool =
 
 @dataclass
 class ScanInputs:
-    """Inputs of one Mamba-2 layer; x, dt, B, C, z are column slices of one merged tensor [..., columns]."""
+    """Inputs of one Mamba-1 or Mamba-2 layer; x, dt, B, C, z are column slices of one merged tensor [..., columns]."""
 
     x: Tensor
     dt: Tensor
