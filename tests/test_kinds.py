@@ -79,7 +79,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         if self.kind == "mamba2":
             return x + self.out(self.mixer(self.into(self.norm(x)[0]), batch))
-        if self.kind == "gdn":
+        if self.kind in ("gdn", "short_conv"):
             return sum(t for t in self.mixer(self.norm, x.clone(), None, batch) if t is not None)  # type: ignore[return-value]
         return x + self.mixer.summand(self.norm(x)[0], batch)
 
