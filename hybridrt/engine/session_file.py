@@ -190,5 +190,5 @@ def _checksum(tensors: Tensors, metadata: Mapping[str, str]) -> str:
     digest = hashlib.sha256(repr(sorted(metadata.items())).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
