@@ -17,7 +17,7 @@ MOST_BYTES = 1 << 30
 _COUNT = integer(0, 2**53)
 _COUNTS = (
     "page_size", "pages", "pages_total", "states", "states_total", "asked", "hit", "without_state", "without_kv",
-    "retokenised",
+    "retokenised", "fetched", "host_pages", "host_pages_total", "host_states", "host_states_total",
 )  # fmt: skip
 
 
@@ -53,7 +53,9 @@ class CacheDump:
 
     Attributes:
         pages, states: what it holds, of `pages_total` KV pages and `states_total` state slots of the engine.
-        asked, hit, without_state, without_kv, retokenised: hybridrt.mem_cache.prefix_cache.CacheCounts, in tokens.
+        host_pages, host_states: what its tier in main memory holds, and how many it could hold.
+        asked, hit, without_state, without_kv, retokenised, fetched: hybridrt.mem_cache.prefix_cache.CacheCounts, in
+            tokens.
         nodes: parents first.
     """
 
@@ -67,6 +69,11 @@ class CacheDump:
     without_state: int
     without_kv: int
     retokenised: int
+    fetched: int
+    host_pages: int
+    host_pages_total: int
+    host_states: int
+    host_states_total: int
     nodes: tuple[DumpedNode, ...]
 
 

@@ -1,5 +1,6 @@
 """The engine loop: requests in, outputs out, one step at a time."""
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,6 +30,8 @@ from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Drafter
 from hybridrt.speculative.make import make_drafter
+
+_IDLE_SECONDS = 0.0002
 
 
 class Engine:
@@ -111,6 +114,8 @@ class Engine:
         # The KV of a prediction head's token depends on the next token.
         lookahead = int(bool(draft_method(config).kv_layers(model)))
         coordinator = CacheCoordinator.of(plan, prefix_cache=config.prefix_cache, lookahead=lookahead)
+        if plan.host:
+            coordinator.add_tier(plan.host.num_pages, plan.host.num_states, runner.copied)
         return cls(split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter)
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
@@ -239,8 +244,12 @@ class Engine:
                         self._coordinator.launched(scheduled.plan)
                         self._samples.totals.count_launch(scheduled.plan)
                     except Exception as e:
+                        self._coordinator.failed()
                         self._samples.fail_step(scheduled, e)
             if scheduled is None and not self._launched and self._samples.any_queued():
+                if self._coordinator.fetches:
+                    time.sleep(_IDLE_SECONDS)  # there is nothing to do but wait for main memory
+                    return
                 raise EngineError(
                     f"nothing can be scheduled and nothing is running: {self.counters()}; abort the requests"
                 )
@@ -292,7 +301,7 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forgets the cached prefixes that no running request reads. True if none is left."""
         with self.turns.now, self._change:
-            return self._coordinator.prefixes.reset()
+            return self._coordinator.forget_prefixes()
 
     def cache_dump(self, *, text: bool = False) -> CacheDump:
         """What the prefix cache holds now; with `text`, also of which texts, if there is a tokenizer."""
@@ -303,7 +312,7 @@ class Engine:
                 page_size=pools.prefixes.tree.page_size,
                 pages=pools.pages.num_cached, pages_total=pools.pages.total,
                 states=pools.slots.num_cached, states_total=pools.slots.total,
-                **asdict(counts), nodes=dumped_nodes(pools.prefixes.tree, decode),
+                **pools.prefixes.tier_totals(), **asdict(counts), nodes=dumped_nodes(pools.prefixes.tree, decode),
             )  # fmt: skip
 
     def has_unfinished(self) -> bool:
@@ -312,7 +321,7 @@ class Engine:
 
     def counters(self) -> EngineCounters:
         """A snapshot."""
-        scheduler, pools = self._scheduler, self._coordinator
+        scheduler, pools, tier = self._scheduler, self._coordinator, self._coordinator.prefixes.tier
         return replace(
             self._samples.totals,
             retractions=scheduler.num_retractions,
@@ -323,6 +332,8 @@ class Engine:
             free_pages=pools.pages.num_free,
             cached_slots=pools.slots.num_cached - pools.slots.num_locked,
             cached_pages=pools.pages.num_cached - pools.pages.num_locked,
+            host_pages=tier.pages.num_cached if tier else 0,
+            host_states=tier.slots.num_cached if tier else 0,
             **{f"cache_{name}": value for name, value in asdict(pools.prefixes.counts).items()},
         )
 

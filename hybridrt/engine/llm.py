@@ -72,6 +72,7 @@ class LLM:
         transfer_bytes: int = 0,
         prefix_cache: bool = True,
         cache_slots: int | None = None,
+        host_cache_bytes: int = 0,
         seed: int = 0,
     ) -> None:
         options = dict(locals())  # the parameters, which are the fields of EngineConfig

@@ -90,15 +90,23 @@ class Sessions:
                 f"nothing of these {len(tokens)} tokens is in the prefix cache: save what a request has just computed, "
                 "with the cache_salt that it had"
             )
-        if pools.donations:  # rings of rows that have given their slots away must be folded first
-            plan = StepPlan(donations=list(pools.donations))
-            self._executor.launch(plan)
-            pools.launched(plan)
+        self._flush()
         pages = [*match.pages, *([] if match.tail is None else [match.tail])]
         copied = [(position, slot.index) for position, slot in states]
         tensors = self._copy(PrefixCopy(match.length, [page.index for page in pages], copied, write=False))
         known = tokens[: store.known_at(match.length)].copy()
         return CachedPrefix(known, [position for position, _ in states], tensors)
+
+    def _flush(self) -> None:
+        """Launches what the next step would do first. Rings of rows that have given their slots away are folded then,
+        and copies to main memory have read what they must."""
+        plan, tier = StepPlan(), self._pools.prefixes.tier
+        if tier is not None:
+            tier.wait_for(tier.last_ticket)
+        self._pools.seal(plan)
+        if plan.donations or plan.after_copies:
+            self._executor.launch(plan)
+            self._pools.launched(plan)
 
     def _room(self, num_tokens: int, num_states: int) -> tuple[int, int, int]:
         """What a prefix of so many token ids takes: tokens with KV, their pages, and how many of its states fit.
@@ -128,12 +136,13 @@ class Sessions:
         length, num_pages, num_states = self._room(len(prefix.tokens), len(prefix.positions))
         skipped = len(prefix.positions) - num_states
         with self._change:
+            self._flush()
             pages, slots = store.take_room(num_pages, num_states)
             states: dict[int, Slot] = dict(zip(prefix.positions[skipped:], slots, strict=True))
             copied = [(position, slot.index) for position, slot in states.items()]
             task = PrefixCopy(length, [page.index for page in pages], copied, write=True)
             self._copy(task, _without_states(prefix.tensors, skipped))
-            store.adopt(prefix.tokens, pages, states, salt)
+            store.adopt(prefix.tokens, (), pages, states, salt)
 
 
 def _without_states(tensors: Tensors, skipped: int) -> Tensors:

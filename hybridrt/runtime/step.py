@@ -65,6 +65,22 @@ class StateCopy(msgspec.Struct, frozen=True, array_like=True):
     room: int | None = None
 
 
+class HostCopy(msgspec.Struct, frozen=True, array_like=True):
+    """KV pages and states of the prefix cache, to its tier in main memory, or from there (`fetch`).
+
+    Attributes:
+        ticket: greater than that of every earlier copy.
+        pages, host_pages: page pages[i] of the pool and page host_pages[i] of the tier.
+        states: (number of tokens, state slot, place in the tier) of each state.
+    """
+
+    ticket: int
+    fetch: bool
+    pages: Sequence[int] = ()
+    host_pages: Sequence[int] = ()
+    states: Sequence[tuple[int, int, int]] = ()
+
+
 class DecodeRow(NamedTuple):
     """One of `DecodeRows`: the same fields, of one row."""
 
@@ -177,7 +193,8 @@ class StepPlan:
     before the rows are computed, what `exports` says is copied out afterwards; both name extend rows. `page_copies` are
     made before the rows are computed; no page is the target of one and the source of another. Before anything
     else, admissions included, each row in `donations` gives its slot to the prefix cache; from then on the slot holds
-    the row's whole state."""
+    the row's whole state. `host_copies` follow the donations, beside the steps: this step and later ones do not wait for
+    them, unless `after_copies` is their ticket, or that of a later one."""
 
     admissions: list[Admission] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
@@ -187,6 +204,8 @@ class StepPlan:
     exports: list[StateCopy] = field(default_factory=list)
     donations: list[int] = field(default_factory=list)
     page_copies: list[PageCopy] = field(default_factory=list)
+    host_copies: list[HostCopy] = field(default_factory=list)
+    after_copies: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,3 +248,7 @@ class Executor(Protocol):
     """Runs steps in launch order. `launch` returns at once; a later step may be launched before the result is read."""
 
     def launch(self, plan: StepPlan) -> StepHandle: ...
+
+    def copied(self, ticket: int) -> bool:
+        """Whether a host copy of a launched plan has ended."""
+        ...

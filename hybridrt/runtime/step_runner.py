@@ -12,6 +12,7 @@ from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.runtime.build import Runtime, step_widths
 from hybridrt.runtime.drafting import DeviceDrafter, draft_method
 from hybridrt.runtime.graph_runner import GraphRunner
+from hybridrt.runtime.host_copies import HostCopies
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
 from hybridrt.runtime.prefix_copy import PrefixCopy, Tensors
 from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
@@ -33,6 +34,7 @@ class StepRunner:
             by the host.
         graphs: by tokens of a row.
         arena: images of states that come from or go to other workers; None without EngineConfig.transfer_bytes.
+        host: the prefix cache's tier in main memory; None without one.
         drafter: the part of a drafter that runs beside the model; None without one.
     """
 
@@ -49,6 +51,7 @@ class StepRunner:
         self._required = RowRequirements(self.memory_plan.num_rows)
         self._prompts = PromptRequirements()
         self.arena: StateArena | None = None
+        self.host: HostCopies | None = None
         self.drafter: DeviceDrafter | None = draft_method(self.config).device_drafter(self)
         self._packing = Packing(self._trees, self.drafter is not None, self.backend.chunk_sizes)
 
@@ -93,6 +96,9 @@ class StepRunner:
         try:
             if plan.donations:
                 self._donate(plan.donations)
+            if self.host is not None:
+                self.host.launch(plan.host_copies)
+                self.host.wait(plan.after_copies)
             if graphs is None or not len(decode) or graphs.bucket(len(decode)) is None:
                 return self._launch_eager(plan, tokens)
             new_pages, rest = NO_INTEGERS, plan.page_writes
@@ -112,6 +118,10 @@ class StepRunner:
     def copy_prefix(self, task: PrefixCopy, data: Tensors | None = None) -> dict[str, torch.Tensor]:
         """`PrefixCopy.run` on all ranks; `data` is what is written."""
         return task.run(self, data)
+
+    def copied(self, ticket: int) -> bool:
+        """Whether a host copy of a launched plan has ended, on this rank."""
+        return self.host is None or self.host.copied(ticket)
 
     def _donate(self, rows: Sequence[int]) -> None:
         """Folds the rings of `rows` into their slots, which the prefix cache owns from here on."""
