@@ -15,7 +15,7 @@ from torch import nn
 
 from hybridrt.errors import BackendError
 from hybridrt.kernels.activation import relu2, silu_and_mul
-from hybridrt.kernels.linear import add_linear, linear
+from hybridrt.kernels.linear import add_linear, linear, stands_by_columns
 from hybridrt.kernels.moe import ExpertStack, fused_experts
 from hybridrt.kernels.skinny_linear import Activation, InputNorm, is_skinny, skinny_linear
 from hybridrt.layers.weights import CheckpointMap, Piece, Transform, parameter
@@ -174,6 +174,8 @@ class DenseMethod(LinearMethod):
 
     def __init__(self, out_features: int, in_features: int, build: "Build") -> None:
         self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
+        if stands_by_columns(self.weight):
+            self.weight.data = torch.empty(in_features, out_features).t()
 
     def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
         weight = self.weight.data

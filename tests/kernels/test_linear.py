@@ -37,3 +37,12 @@ def test_the_size_of_a_product_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens, dtype in ((1, torch.float32), (2, torch.float32), (2, torch.float64)):
         linear(torch.ones(tokens, 3, dtype=dtype), torch.ones(1, 3, dtype=dtype))
     assert layouts == [False, True, False]
+
+
+def test_weights_that_stand_column_by_column_go_there_with_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(module, "TURNS_FROM", 4)
+    weight = torch.randn(1024, 1024).t()
+    for tokens in (3, 4):
+        x = torch.randn(tokens, 1024)
+        torch.testing.assert_close(linear(x, weight).double(), x.double() @ weight.double().t(), rtol=1e-4, atol=1e-4)
