@@ -181,6 +181,25 @@ def delta_net_step(batch: int, tokens: int, mode: str, state: torch.dtype) -> Ca
         yield fold(states, rings, None)
 
 
+def kimi_delta() -> Cases:
+    """Kimi-Linear's and Ling-3's heads: 32 of 128 channels, the latter with a safe gate."""
+    heads, width = 32, 32 * DIM
+    weights = {"A_log": f32(heads), "dt_bias": f32(heads, DIM)}
+    for batch, tokens, state, more in (
+        (128, 1, torch.float32, {}),
+        (1, 1, torch.bfloat16, {"lower_bound": -5.0}),
+        (32, 5, torch.float32, stored(32, 5, heads, DIM, DIM)),
+    ):
+        qkv, a, b = meta(batch, tokens, 4 * width + heads).split([3 * width, width, heads], -1)
+        args = {"qkv": qkv, "a": a.unflatten(-1, (heads, DIM)), "b": b} | weights | conv(3 * width, batch)
+        states = {"bias": None, "states": meta(300, heads, DIM, DIM, dtype=state)}
+        yield "gdn_decode", args | states | more
+    for rows, length, more in ((1, 8192, {}), (16, 2048, {"lower_bound": -5.0})):
+        q, k, v, a = meta(rows * length, 4, heads, DIM).unbind(1)
+        inputs = {"q": q, "k": k, "v": v, "g": a, "beta": meta(rows * length, heads), "states": f32(300, heads, DIM, DIM)}
+        yield "chunk_gated_delta_rule", inputs | weights | more | prompts(rows, length, 64)
+
+
 def attention() -> Cases:
     """Heads of Falcon-H1-7B and of Qwen3-Next: query heads, key/value heads, their width, how much of it is rotated."""
     for query_heads, kv_heads, dim, rot in ((12, 2, 128, 128), (16, 2, 256, 64)):
