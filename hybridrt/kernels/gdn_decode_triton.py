@@ -126,7 +126,7 @@ def _recurrent(
     stored, rows, parents = intermediate or (None, None, None)
     weight, bias, _ = step.conv_weights if step else (None, None, None)
     conv, _, _, positions = step.conv_state if step else (None, None, None, None)
-    A_log, dt_bias, beta_scale = weights or (None, None, 1.0)
+    A_log, dt_bias, beta_scale, _ = weights or (None, None, 1.0, None)
     _, value_heads, value_dim, key_dim = states.shape
     out, block_v = torch.empty(v.shape, dtype=v.dtype, device=v.device), min(BLOCK_V, triton.next_power_of_2(value_dim))
     if out.numel():

@@ -167,7 +167,9 @@ class BCNorms(NamedTuple):
 
 class DeltaInputs(NamedTuple):
     """What tokens bring to the gated delta rule: q, k [..., Hk, K], v [..., Hv, V]; g, beta [..., Hv] float32 from
-    `gdn_gates`. The leading dimensions are [B, T], or [T] of packed prompts."""
+    `gdn_gates`. In Kimi Delta Attention Hk is Hv, and g is [..., Hv, K], a decay for each channel of a key. Beside
+    GateWeights g and beta are raw, as projections gave them. The leading dimensions are [B, T], or [T] of packed
+    prompts."""
 
     q: Tensor
     k: Tensor
@@ -181,16 +183,18 @@ class DeltaInputs(NamedTuple):
 
 
 class GateWeights(NamedTuple):
-    """Numbers of each value head of a Gated Delta Net: [Hv] float32.
+    """Numbers of each value head of a Gated Delta Net: [Hv] float32; in Kimi Delta Attention dt_bias is [Hv, K].
 
     Attributes:
         beta_scale: of beta, 1 or 2. With 2 a step's matrix I - beta k k^T may have negative eigenvalues (Grazzi et al.
             2024).
+        lower_bound: of the log of the decay, below 0, in Kimi Delta Attention with a safe gate. None: there is none.
     """
 
     A_log: Tensor
     dt_bias: Tensor
     beta_scale: float = 1.0
+    lower_bound: float | None = None
 
 
 class PagedKV(NamedTuple):
