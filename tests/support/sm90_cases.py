@@ -226,6 +226,25 @@ def attention() -> Cases:
         yield "write_kv", {"k": k, "v": k} | places
 
 
+def latent_attention() -> Cases:
+    """Heads of Kimi-Linear on one rank and on four: 512 numbers of a vector, 64 apart; heads of 128 and 128."""
+    for heads in (32, 8):
+        weights = {"up_k": meta(heads, 128, 512), "up_v": meta(heads, 512, 128), "norm": f32(512), "norm_eps": 1e-6}
+        vectors = meta(5000, 16, 1, 576)
+        cache = {"k_cache": vectors, "v_cache": vectors[..., :512], "scale": 0.1, "req_to_token": int32(300, 4096)}
+        for batch, tokens, nodes in ((1, 1, 0), (128, 1, 0), (32, 5, 0), (32, 5, 5)):
+            rows = {"rows": int32(batch), "seq_lens": int32(batch), "num_drafts": int32(batch) if tokens > 1 else None}
+            tree = {"tree_mask": flags(batch, nodes, nodes) if nodes else None}
+            yield "attention_decode", cache | rows | tree | {"q": meta(batch, tokens, heads, 576)}
+        for count, tokens in ((1, 8192), (4, 128), (1, 16)):
+            lens = {"query_lens": [tokens] * count, "seq_lens_host": [tokens] * count}
+            rows = {"rows": int32(count), "query_start_loc": int32(count + 1), "seq_lens": int32(count)}
+            yield "latent_extend", cache | weights | rows | lens | {"q": meta(count * tokens, heads, 192)}
+        places = {"cache": vectors, "out_cache_loc": int32(128), "positions": int32(128), "cos_sin": f32(4096, 64)}
+        q, k = meta(128, heads * 192 + 576).split([heads * 192, 576], -1)
+        yield "write_latent", weights | places | {"q": q.unflatten(-1, (heads, 192)), "k": k}
+
+
 def elementwise() -> Cases:
     for width in (3072, 4096):
         yield "add_rms_norm", {"x": meta(128, width), "residual": meta(128, width), "weight": f32(width), "eps": 1e-5}
@@ -285,4 +304,5 @@ def everything_else() -> Cases:
 
 TABLES: dict[str, Callable[[], Cases]] = {
     "mamba2": mamba2, "mamba1": mamba1, "skinny_linear": skinny_linear, "others": everything_else,
+    "latent": latent_attention,
 }  # fmt: skip
