@@ -188,6 +188,8 @@ def test_unknown_architectures(
         ("granite-plain", {"logits_scaling": 0}, "logits_scaling"),
         ("granite-plain", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
         ("bamba-plain", {"attn_layer_indices": ["x"]}, "attn_layer_indices"),
+        ("minimax-plain", {"sliding_window": 8}, "sliding_window"),
+        ("minimax-plain", {"rotary_dim": 10}, "rotary_dim is 10; it must be at most head_dim, 8"),
         ("olmo-plain", {"linear_allow_neg_eigval": "yes"}, "linear_allow_neg_eigval"),
         ("qwen35-seeing_tied", {"text_config": None}, "text_config"),
         ("qwen35-seeing_tied", {"text_config": {"vocab_size": "x"}}, "vocab_size"),
