@@ -20,7 +20,6 @@ FIELDS: FieldTypes = {
     "rms_norm_eps": EPSILON,
     "rope_parameters": OBJECT,
     "rotary_dim": either(NULL, SIZE),
-    "sliding_window": NULL,
 }
 
 
