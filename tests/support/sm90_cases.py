@@ -74,6 +74,23 @@ def mamba2() -> Cases:
                 yield from mamba2_step(shape, state, batch, tokens, width)
         yield from mamba2_prefill(shape, 8192, 256)
         yield "causal_conv1d_update", mamba2_conv(shape, 32, 5) | {"parents": int32(32, 5)}
+    yield from lightning()
+
+
+def lightning(heads: int = 64, dim: int = 128) -> Cases:
+    """MiniMax-Text-01: Mamba-2's operations with a group for each head, and without a conv."""
+    per_head = {"A": f32(heads), "D": None, "dt_bias": None, "dt_limit": (1.0, 1.0), "z": None}
+    states = {"states": meta(300, heads, dim, dim, dtype=torch.float32)}
+    no_conv = {"weight": meta(3 * heads * dim, 0), "bias": None, "conv": meta(300, 0, 8)}
+    for batch, tokens, width in ((128, 1, 16), (32, 5, 32)):
+        xBC = meta(batch, tokens, 4 * heads * dim)[..., : 3 * heads * dim]
+        step = states | slots(batch) | {"dt": f32(heads).expand(batch, tokens, -1), "start_positions": int32(batch)}
+        rings = ring(batch, width, (heads, dim), (heads, dim))
+        yield "mamba2_decode", per_head | no_conv | step | rings | {"xBC": xBC}
+        yield fold(states["states"], rings, per_head["A"])
+    x, B, C = meta(8192, 3, heads, dim).unbind(1)
+    inputs = per_head | {"x": x, "B": B, "C": C, "dt": f32(heads).expand(8192, -1)}
+    yield "mamba2_chunk_scan", inputs | states | prompts(1, 8192, 128)
 
 
 def mamba2_tokens(shape: tuple[int, int, int, int], *lead: int) -> Args:
