@@ -25,6 +25,7 @@ from hybridrt.errors import (
     QueueFullError,
     RankError,
     RequestError,
+    SessionError,
     TransferError,
     UnavailableError,
     UnsupportedLayerError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from hybridrt.engine.llm import LLM
     from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
     from hybridrt.engine.prompts import Prompt
+    from hybridrt.engine.session_file import Session
     from hybridrt.sampling_params import SamplingParams
 
 __all__ = [
@@ -70,6 +72,8 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "Session",
+    "SessionError",
     "SpeculativeConfig",
     "TransferError",
     "UnavailableError",
@@ -88,6 +92,7 @@ _HOME = {
     "FinishReason": "hybridrt.engine.outputs",
     "RequestMetrics": "hybridrt.engine.outputs",
     "RequestOutput": "hybridrt.engine.outputs",
+    "Session": "hybridrt.engine.session_file",
     "SamplingParams": "hybridrt.sampling_params",
 }
 

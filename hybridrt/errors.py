@@ -49,6 +49,10 @@ class CacheDumpError(HybridrtError, ValueError):
     """A file is no dump of a prefix cache, or a damaged one."""
 
 
+class SessionError(HybridrtError, ValueError):
+    """A session cannot be saved, or a file is no session that this model can take. Nothing has changed."""
+
+
 class BackendError(HybridrtError, ValueError):
     """An attention or linear backend cannot serve this model, mode or platform."""
 

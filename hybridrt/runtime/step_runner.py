@@ -13,6 +13,7 @@ from hybridrt.runtime.build import Runtime, step_widths
 from hybridrt.runtime.drafting import DeviceDrafter, draft_method
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
+from hybridrt.runtime.prefix_copy import PrefixCopy, Tensors
 from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
 from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, SamplingTable, Verification
 from hybridrt.runtime.state_arena import StateArena
@@ -107,6 +108,10 @@ class StepRunner:
         except BaseException:
             self.backend.drop_step()  # this step is never committed; without this, later steps would raise
             raise
+
+    def copy_prefix(self, task: PrefixCopy, data: Tensors | None = None) -> dict[str, torch.Tensor]:
+        """`PrefixCopy.run` on all ranks; `data` is what is written."""
+        return task.run(self, data)
 
     def _donate(self, rows: Sequence[int]) -> None:
         """Folds the rings of `rows` into their slots, which the prefix cache owns from here on."""
