@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
     from hybridrt.engine.prompts import Prompt
     from hybridrt.sampling_params import SamplingParams
+    from hybridrt.structured_outputs import StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -71,6 +72,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SpeculativeConfig",
+    "StructuredOutputs",
     "TransferError",
     "UnavailableError",
     "UnsupportedLayerError",
@@ -89,6 +91,7 @@ _HOME = {
     "RequestMetrics": "hybridrt.engine.outputs",
     "RequestOutput": "hybridrt.engine.outputs",
     "SamplingParams": "hybridrt.sampling_params",
+    "StructuredOutputs": "hybridrt.structured_outputs",
 }
 
 # In a checkout models/ and mem_cache/ stand beside this package, and a checkout on sys.path hides an installed package.
