@@ -34,7 +34,8 @@ MAX_FUNCTION_LINES = 40
 MAX_MODEL_LINES = 200
 MAX_FRAMES, MAX_FILES = 11, 10
 OPTIONAL = (
-    "flashinfer", "mamba_ssm", "causal_conv1d", "sgl_kernel", "fla", "nixl", "matplotlib", "hypothesis", "pytest",
+    "flashinfer", "mamba_ssm", "causal_conv1d", "sgl_kernel", "fla", "nixl", "llguidance", "matplotlib", "hypothesis",
+    "pytest",
 )  # fmt: skip
 
 
