@@ -213,7 +213,14 @@ def kimi_delta() -> Cases:
         yield "gdn_decode", args | states | more
     for rows, length, more in ((1, 8192, {}), (16, 2048, {"lower_bound": -5.0})):
         q, k, v, a = meta(rows * length, 4, heads, DIM).unbind(1)
-        inputs = {"q": q, "k": k, "v": v, "g": a, "beta": meta(rows * length, heads), "states": f32(300, heads, DIM, DIM)}
+        inputs = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "g": a,
+            "beta": meta(rows * length, heads),
+            "states": f32(300, heads, DIM, DIM),
+        }
         yield "chunk_gated_delta_rule", inputs | weights | more | prompts(rows, length, 64)
 
 
