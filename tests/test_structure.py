@@ -26,7 +26,7 @@ ORDER = (
     "version", "errors", "plugins", "distributed.channel", "distributed.control", "sampling_params",
     "speculative.registry", "config", "kinds", "families", "hf_config", "forward_batch", "kernels", "mem_cache",
     "attention", "distributed.groups", "distributed.conv_transfer", "layers", "models", "speculative.drafter",
-    "runtime", "speculative", "engine", "transfer", "embedding", "server", "bench", "cli",
+    "runtime", "speculative", "chat", "engine", "transfer", "embedding", "server", "bench", "cli",
 )  # fmt: skip
 MAX_LINES, MAX_TEST_LINES = 400, 450
 MAX_FUNCTION_LINES = 40

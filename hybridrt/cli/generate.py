@@ -160,7 +160,12 @@ def _jobs(path: Path, typed: Sequence[str], chat: bool, token_ids: bool) -> list
     tokenizer = load_tokenizer(path)
     if tokenizer is None or not tokenizer.hf.chat_template:
         raise RequestError("--chat: the model brings no chat template; leave the option out")
-    return [Job(text, tokenizer.encode_chat(text)) for text in typed]
+    from hybridrt.chat.chat import Chat
+    from hybridrt.chat.conversation import read_conversation
+
+    core, params = Chat(tokenizer), SamplingParams()
+    talks = [read_conversation([{"role": "user", "content": text}]) for text in typed]
+    return [Job(text, core.prompt(talk, params).tokens) for text, talk in zip(typed, talks, strict=True)]
 
 
 def _token_ids(text: str) -> list[int]:

@@ -39,6 +39,8 @@ class ServerOptions:
         typer.Option("--allowed-origin", metavar="URL", help="Pages that may call (CORS); repeatable. [none]"),
     ] = None
     chat_template: Annotated[str | None, option("File that replaces the model's chat template.", "none", "FILE")] = None
+    tool_parser: Annotated[str | None, option("How the model writes tool calls.", "auto", "NAME")] = None
+    reasoning_parser: Annotated[str | None, option("How the model marks reasoning.", "auto", "NAME")] = None
     max_waiting: Annotated[int | None, option("Samples that may wait; more get 429.", "4096", "N")] = None
     max_body_bytes: Annotated[int | None, option("Longest body of a request.", "16777216", "N")] = None
     request_timeout: Annotated[float | None, option("Seconds that a request may take; 0: any.", "600", "S")] = None

@@ -9,6 +9,9 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakValueDictionary
 
+from hybridrt.chat.chat import Chat
+from hybridrt.chat.conversation import Conversation, read_conversation
+from hybridrt.engine.chats import ChatDelta, ChatOutput, ChatReader, Messages, PreparedChat, read_output
 from hybridrt.engine.engine_loop import EngineLoop, StepMessage
 from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.llm import LLM, whole_output
@@ -197,13 +200,56 @@ class AsyncLLM:
     async def complete(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
         """The whole output; with n > 1 `.outputs` has all samples. Raises what `generate` does; a task that is
         cancelled aborts the request."""
-        deltas = self.submit(await self.prepare(prompt, params), stream=False)
+        return await self._complete(await self.prepare(prompt, params))
+
+    async def _complete(self, prepared: PreparedPrompt) -> RequestOutput:
+        deltas = self.submit(prepared, stream=False)
         try:
             ended = {(delta.request_id, delta.index): delta async for delta in deltas}
         finally:
             deltas.close()
-        ((request_id, prepared),) = deltas.requests.items()
+        ((request_id, _),) = deltas.requests.items()
         return whole_output(request_id, prepared, ended)
+
+    async def prepare_chat(self, conversation: Conversation, params: SamplingParams, chat: Chat) -> PreparedChat:
+        """Checks a conversation and converts it to tokens, in another thread. Raises what `LLM.chat` raises first."""
+        prepared: PreparedChat = await self.in_thread(self.llm.prepare_chat, conversation, params, chat)
+        return prepared
+
+    async def stream_chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        chat: Chat | None = None,
+        **options: Any,
+    ) -> AsyncIterator[ChatDelta]:
+        """As `LLM.stream_chat`. If the iteration ends early, the request is aborted.
+
+        Raises:
+            as `LLM.stream_chat` and `generate`.
+        """
+        params = self.llm.chat_sampling_params(params)
+        prepared = await self.prepare_chat(read_conversation(messages, **options), params, chat or self.llm.chats())
+        deltas, reader = self.submit(prepared.prepared), ChatReader(prepared)
+        try:
+            async for delta in deltas:
+                yield reader.read(delta)
+        finally:
+            deltas.close()
+
+    async def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        chat: Chat | None = None,
+        **options: Any,
+    ) -> ChatOutput:
+        """The whole answer to one conversation, as `LLM.chat` gives it; with n > 1 `.outputs` has all samples."""
+        params = self.llm.chat_sampling_params(params)
+        prepared = await self.prepare_chat(read_conversation(messages, **options), params, chat or self.llm.chats())
+        return read_output(prepared, await self._complete(prepared.prepared))
 
     def abort(self, name: str) -> bool:
         """Ends the requests that were submitted under a name, with reason "abort". False if none of them runs."""

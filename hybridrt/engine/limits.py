@@ -19,6 +19,7 @@ class PreparedPrompt:
         max_len: prompt + output tokens at which a sample ends.
         stop_ids: tokens that end it.
         rules: what the parameters allow of single tokens; None for all.
+        boundaries: numbers of the prompt's tokens at which others may go on differently, such as the system prompt's.
     """
 
     tokens: list[int]
@@ -26,6 +27,7 @@ class PreparedPrompt:
     max_len: int
     stop_ids: frozenset[int]
     rules: TokenRules | None = None
+    boundaries: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

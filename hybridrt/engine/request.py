@@ -246,6 +246,7 @@ def new_samples(
             max_len=prepared.max_len,
             stop_ids=prepared.stop_ids,
             rules=prepared.rules,
+            boundaries=prepared.boundaries,
             metrics=RequestMetrics(prompt_tokens=len(tokens), arrival_time=time.monotonic()),
             detokenizer=_detokenizer(tokenizer, prepared, stop),
             logprobs=None if params.logprobs is None else [],
