@@ -25,6 +25,7 @@ from hybridrt.errors import (
     QueueFullError,
     RankError,
     RequestError,
+    ServerError,
     SessionError,
     TransferError,
     UnavailableError,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from hybridrt.engine.prompts import Prompt
     from hybridrt.engine.session_file import Session
     from hybridrt.sampling_params import SamplingParams
+    from hybridrt.structured_outputs import StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -72,9 +74,11 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "ServerError",
     "Session",
     "SessionError",
     "SpeculativeConfig",
+    "StructuredOutputs",
     "TransferError",
     "UnavailableError",
     "UnsupportedLayerError",
@@ -94,6 +98,7 @@ _HOME = {
     "RequestOutput": "hybridrt.engine.outputs",
     "Session": "hybridrt.engine.session_file",
     "SamplingParams": "hybridrt.sampling_params",
+    "StructuredOutputs": "hybridrt.structured_outputs",
 }
 
 # In a checkout models/ and mem_cache/ stand beside this package, and a checkout on sys.path hides an installed package.

@@ -81,6 +81,10 @@ class UnavailableError(EngineError):
     """The engine takes no requests: it has failed, or is shutting down."""
 
 
+class ServerError(HybridrtError):
+    """A server with OpenAI's API, asked by this process, cannot be reached, refuses, or breaks off."""
+
+
 class TransferError(HybridrtError, RuntimeError):
     """State transfer between workers was refused or broken off."""
 

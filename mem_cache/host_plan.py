@@ -30,6 +30,9 @@ class HostPlan:
         return bool(self.num_pages or self.num_states)
 
 
+NO_HOST_PLAN = HostPlan()
+
+
 def plan_host(budget_bytes: int, page_bytes: int, state_bytes: int) -> HostPlan:
     """What fits into `budget_bytes`. A model without attention layers has page_bytes 0, one without recurrent layers
     state_bytes 0. Nothing, where a model with both has no room for one of each."""
@@ -37,7 +40,7 @@ def plan_host(budget_bytes: int, page_bytes: int, state_bytes: int) -> HostPlan:
     states = int(budget_bytes * share) // state_bytes if state_bytes else 0
     pages = (budget_bytes - states * state_bytes) // page_bytes if page_bytes else 0
     if (page_bytes and not pages) or (state_bytes and not states):
-        return HostPlan()
+        return NO_HOST_PLAN
     return HostPlan(pages, states, page_bytes, state_bytes)
 
 

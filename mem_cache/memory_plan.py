@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hybridrt.errors import MemoryBudgetError
-from hybridrt.mem_cache.host_plan import HostPlan
+from hybridrt.mem_cache.host_plan import NO_HOST_PLAN, HostPlan
 from hybridrt.mem_cache.page_demand import PageDemand
 
 GIB = 1024**3
@@ -52,7 +52,7 @@ class MemoryPlan:
     weight_bytes: int = 0
     activation_bytes: int = 0
     demand: PageDemand | None = None
-    host: HostPlan = HostPlan()
+    host: HostPlan = NO_HOST_PLAN
 
     def __post_init__(self) -> None:
         if 0 < self.num_slots < self.num_rows:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
-from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.runtime.step import HostCopy, StepPlan
 
@@ -79,9 +78,7 @@ class HostTier:
         self.tree.lock(held)
         self.tree.unlock(held)
 
-    def fetch(
-        self, pages: Sequence[Slot], places: Sequence[Slot], state: tuple[int, Slot, Slot] | None = None
-    ) -> int:
+    def fetch(self, pages: Sequence[Slot], places: Sequence[Slot], state: tuple[int, Slot, Slot] | None = None) -> int:
         """Copies pages `places` of the tier to `pages` of the device, and a state (tokens, device slot, place here).
         Returns the copy's ticket."""
         states = [] if state is None else [(state[0], state[1].index, state[2].index)]

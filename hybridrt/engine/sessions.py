@@ -24,10 +24,16 @@ class Sessions:
 
     Any thread may call `save` and `load`: they take their turn at the engine for the copies between the device and main
     memory. Files are written, read and checked outside of it.
+
+    Args:
+        settle: makes the engine ready for a launch.
     """
 
-    def __init__(self, executor: Executor, pools: CacheCoordinator, turns: Turns, change: Change) -> None:
+    def __init__(
+        self, executor: Executor, pools: CacheCoordinator, turns: Turns, change: Change, settle: Callable[[], None]
+    ) -> None:
         self._executor, self._pools, self._turns, self._change = executor, pools, turns, change
+        self._settle = settle
         self._identity: Identity | None = None
 
     def save(self, path: Path, tokens: np.ndarray, salt: str, note: str) -> Session:
@@ -83,7 +89,7 @@ class Sessions:
 
     def _read(self, tokens: np.ndarray, salt: str) -> CachedPrefix:
         """Waits for the device."""
-        pools, store = self._pools, self._pools.prefixes
+        store = self._pools.prefixes
         match, states = store.path(tokens, salt)
         if not match.length:
             raise SessionError(
@@ -105,6 +111,7 @@ class Sessions:
             tier.wait_for(tier.last_ticket)
         self._pools.seal(plan)
         if plan.donations or plan.after_copies:
+            self._settle()
             self._executor.launch(plan)
             self._pools.launched(plan)
 
@@ -135,8 +142,8 @@ class Sessions:
         store = self._pools.prefixes
         length, num_pages, num_states = self._room(len(prefix.tokens), len(prefix.positions))
         skipped = len(prefix.positions) - num_states
+        self._flush()
         with self._change:
-            self._flush()
             pages, slots = store.take_room(num_pages, num_states)
             states: dict[int, Slot] = dict(zip(prefix.positions[skipped:], slots, strict=True))
             copied = [(position, slot.index) for position, slot in states.items()]

@@ -209,7 +209,10 @@ def make_plan(
         slot=spec.slot_bytes(),
         row=row_bytes(config, target, config.max_model_len or limit),
         page=page_bytes(config, target),
-        fixed=graph_bytes(config, target) + staged_bytes(config, target) + draft_method(config).fixed_bytes(config, target) + scores,
+        fixed=graph_bytes(config, target)
+        + draft_method(config).fixed_bytes(config, target)
+        + scores
+        + staged_bytes(config, target),
         transfer=config.transfer_bytes,
     )
     plan = plan_memory(

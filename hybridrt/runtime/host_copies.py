@@ -27,7 +27,7 @@ class HostCopies:
     def __init__(self, pools: Pools, plan: HostPlan, device: torch.device) -> None:
         if plan.nbytes > (free := free_host_memory()):
             raise MemoryBudgetError(
-                f"host_cache_bytes asks for {plan.nbytes} bytes of main memory on this rank, and {free} are free: lower it"
+                f"host_cache_bytes asks for {plan.nbytes} bytes of main memory on this rank; {free} are free: lower it"
             )
         self._kv, self._mamba, self._device = pools.kv, pools.req_to_token.mamba_pool, device
         self._pages = _pinned(plan.num_pages + 1, plan.page_bytes, device)

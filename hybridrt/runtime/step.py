@@ -193,8 +193,14 @@ class StepPlan:
     before the rows are computed, what `exports` says is copied out afterwards; both name extend rows. `page_copies` are
     made before the rows are computed; no page is the target of one and the source of another. Before anything
     else, admissions included, each row in `donations` gives its slot to the prefix cache; from then on the slot holds
-    the row's whole state. `host_copies` follow the donations, beside the steps: this step and later ones do not wait for
-    them, unless `after_copies` is their ticket, or that of a later one."""
+    the row's whole state.
+
+    Attributes:
+        host_copies: launched behind the donations, beside the steps: neither this step nor later ones wait for them.
+        after_copies: but this step, and those behind it, wait for the copies up to this ticket.
+        constrained: the rows that sample under a bitmask, by their numbers in the step's result. If there
+            are any, `launch` launches all but the sampling, and `Executor.sample` launches that.
+    """
 
     admissions: list[Admission] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
@@ -206,6 +212,7 @@ class StepPlan:
     page_copies: list[PageCopy] = field(default_factory=list)
     host_copies: list[HostCopy] = field(default_factory=list)
     after_copies: int = 0
+    constrained: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,4 +258,13 @@ class Executor(Protocol):
 
     def copied(self, ticket: int) -> bool:
         """Whether a host copy of a launched plan has ended."""
+        ...
+
+    def sample(self, masks: np.ndarray) -> None:
+        """Launches the sampling of the step that was launched last, whose plan has `constrained` rows.
+
+        Args:
+            masks: [lines, ceil(vocab / 32)] int32, bit i % 32 of word i // 32 set where token i is allowed: of each
+                constrained row in order one line for its last token, then one for each of its drafts.
+        """
         ...

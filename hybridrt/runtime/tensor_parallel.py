@@ -4,14 +4,17 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from hybridrt.config import EngineConfig, resolve_device
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError, DeviceError
 from hybridrt.runtime.build import empty_model, load_target
+from hybridrt.runtime.constrained_step import mask_tasks
 from hybridrt.runtime.follower import serve
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.interrupts import Interrupts
@@ -71,6 +74,11 @@ class TensorParallelExecutor:
         """As ModelRunner.launch, on all ranks. Ctrl-C is raised before or after it: ranks that stop in the middle of a
         step cannot go on."""
         return self._on_all(plan, lambda: _WatchedStep(self.runner.launch(plan), self._ranks))
+
+    def sample(self, masks: np.ndarray) -> None:
+        """As ModelRunner.sample, on all ranks."""
+        for task in mask_tasks(masks):
+            self._on_all(task, partial(task, self.runner))
 
     def everywhere(self, task: Callable[[ModelRunner], StepHandle]) -> StepHandle:
         """Has every rank call `task`, of a type in hybridrt.runtime.messages, with its runner, between two steps.

@@ -107,7 +107,7 @@ def test_cached_prefixes(name: str, mode: str, groups: Groups, checkpoints: Chec
         assert [found[str(i), 0].metrics.cached_tokens for i in range(4)] == [0, 27, 0, 16]
         assert any(plan.page_copies for plan in split.plans) and any(row.saves for p in split.plans for row in p.extend)
         assert split.split is not None
-        sessions = Sessions(split.split, split.coordinator, engine.turns, engine._change)
+        sessions = Sessions(split.split, split.coordinator, engine.turns, engine._change, lambda: None)
         saved = sessions.save(tmp_path / "talk", np.array(asked[1], np.int32), "", "")
         assert engine.reset_prefix_cache() and sessions.load(tmp_path / "talk", "again") == saved
         engine.add_request(asked[1], greedy(7, cache_salt="again"), "again")

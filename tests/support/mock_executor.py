@@ -8,7 +8,16 @@ that follows.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, HostCopy, StateCopy, StepPlan, StepResult, TokenLogprobs
+from hybridrt.runtime.step import (
+    Admission,
+    DecodeRow,
+    ExtendRow,
+    HostCopy,
+    StateCopy,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 
