@@ -370,6 +370,9 @@ def test_a_running_request_takes_back_what_a_fetch_owns() -> None:
     rig.add([1, 2, 3], "runs", max_tokens=17, ignore_eos=True, seed=1)
     rig.step()
     rig.add([*TEXT[:13], 5], "fetches", max_tokens=1, ignore_eos=True, seed=3)
+    while rig.engine.counters().running:
+        rig.step()
+    rig.executor.copy_delay = 0
     rig.run()
     assert rig.engine.counters().retractions == 0 and any(plan.after_copies for plan in rig.executor.plans)
     assert rig.outputs["runs", 0].token_ids == tokens_alone([1, 2, 3], 1, 17, VOCAB)
