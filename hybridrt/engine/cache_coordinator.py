@@ -88,10 +88,15 @@ class CacheCoordinator:
         self.fetches: HostFetches | None = None
 
     @classmethod
-    def of(cls, plan: MemoryPlan, *, prefix_cache: bool = False, lookahead: int = 0) -> "CacheCoordinator":
-        """Lends what a memory plan has."""
+    def of(
+        cls, plan: MemoryPlan, copied: Callable[[int], bool], *, prefix_cache: bool = False, lookahead: int = 0
+    ) -> "CacheCoordinator":
+        """Lends what a memory plan has. `copied` as `Executor.copied`."""
         pools = plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, plan.demand
-        return cls(*pools, prefix_cache=prefix_cache, lookahead=lookahead)
+        made = cls(*pools, prefix_cache=prefix_cache, lookahead=lookahead)
+        if plan.host:
+            made.add_tier(plan.host.num_pages, plan.host.num_states, copied)
+        return made
 
     def add_tier(self, num_pages: int, num_states: int, copied: Callable[[int], bool]) -> None:
         """Keeps prefixes in main memory, too: so many pages and states. `copied` as `Executor.copied`."""

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 
 from hybridrt.config import EngineConfig
@@ -116,9 +116,7 @@ class Engine:
         drafter = make_drafter(runner, split.everywhere if split else None) if config.speculative else None
         # The KV of a prediction head's token depends on the next token.
         lookahead = int(bool(draft_method(config).kv_layers(model)))
-        coordinator = CacheCoordinator.of(plan, prefix_cache=config.prefix_cache, lookahead=lookahead)
-        if plan.host:
-            coordinator.add_tier(plan.host.num_pages, plan.host.num_states, runner.copied)
+        coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
         return cls(split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter)
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
@@ -313,13 +311,13 @@ class Engine:
     def cache_dump(self, *, text: bool = False) -> CacheDump:
         """What the prefix cache holds now; with `text`, also of which texts, if there is a tokenizer."""
         with self.turns.now:
-            pools, counts = self._coordinator, self._coordinator.prefixes.counts
+            pools = self._coordinator
             decode = self._tokenizer.decode if text and self._tokenizer is not None else None
             return CacheDump(
                 page_size=pools.prefixes.tree.page_size,
                 pages=pools.pages.num_cached, pages_total=pools.pages.total,
                 states=pools.slots.num_cached, states_total=pools.slots.total,
-                **pools.prefixes.tier_totals(), **asdict(counts), nodes=dumped_nodes(pools.prefixes.tree, decode),
+                **pools.prefixes.totals(), nodes=dumped_nodes(pools.prefixes.tree, decode),
             )  # fmt: skip
 
     def has_unfinished(self) -> bool:
@@ -328,7 +326,7 @@ class Engine:
 
     def counters(self) -> EngineCounters:
         """A snapshot."""
-        scheduler, pools, tier = self._scheduler, self._coordinator, self._coordinator.prefixes.tier
+        scheduler, pools = self._scheduler, self._coordinator
         return replace(
             self._samples.totals,
             retractions=scheduler.num_retractions,
@@ -339,9 +337,7 @@ class Engine:
             free_pages=pools.pages.num_free,
             cached_slots=pools.slots.num_cached - pools.slots.num_locked,
             cached_pages=pools.pages.num_cached - pools.pages.num_locked,
-            host_pages=tier.pages.num_cached if tier else 0,
-            host_states=tier.slots.num_cached if tier else 0,
-            **{f"cache_{name}": value for name, value in asdict(pools.prefixes.counts).items()},
+            **pools.prefixes.counters(),
         )
 
     def _abort(self, requests: Sequence[Request]) -> bool:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -217,13 +217,20 @@ class PrefixStore:
         self.evict(self._pages.total, self._slots.total)
         return not self._pages.num_cached and not self._slots.num_cached
 
-    def tier_totals(self) -> dict[str, int]:
-        """What main memory holds, for a CacheDump."""
-        pools = {} if self.tier is None else {"host_pages": self.tier.pages, "host_states": self.tier.slots}
+    def counters(self) -> dict[str, int]:
+        """Fields of EngineCounters."""
+        held = {} if self.tier is None else {
+            "host_pages": self.tier.pages.num_cached, "host_states": self.tier.slots.num_cached
+        }  # fmt: skip
+        return held | {f"cache_{name}": value for name, value in asdict(self.counts).items()}
+
+    def totals(self) -> dict[str, int]:
+        """Counts of a CacheDump, and what main memory holds."""
         found = {"host_pages": 0, "host_pages_total": 0, "host_states": 0, "host_states_total": 0}
-        for name, pool in pools.items():
-            found |= {name: pool.num_cached, f"{name}_total": pool.total}
-        return found
+        if self.tier is not None:
+            for name, pool in (("host_pages", self.tier.pages), ("host_states", self.tier.slots)):
+                found |= {name: pool.num_cached, f"{name}_total": pool.total}
+        return found | asdict(self.counts)
 
     def _offer(self, request: Request) -> CacheEntries:
         """Nothing is offered of a request that failed, whose state may be wrong, nor of one that has added nothing."""
