@@ -162,8 +162,12 @@ def conv_tokens(  # type: ignore[no-untyped-def]
     T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
 ):  # fmt: skip
     """Conv and SiLU of the tokens `t` [BLOCK_T] at once: [BLOCK_T, channels] in the input's dtype, zero past T. Their
-    raw inputs enter the conv ring `write_row`, as in `push_inputs`."""
-    if T == 1:
+    raw inputs enter the conv ring `write_row`, as in `push_inputs`. Without taps it is SiLU alone."""
+    if TAPS == 0:
+        raw = source + t[:, None] * stride_t + channel[None, :]
+        values = tl.load(raw, mask=mask[None, :] & (t < T)[:, None], other=0.0)
+        out = silu(values.to(tl.float32)).to(source.dtype.element_ty)
+    elif T == 1:
         out = conv_one_token(
             source + channel, conv_row, write_row, weight_ptr, bias_ptr, channel, mask, position, moved, TAPS, WC
         )[None, :]

@@ -24,7 +24,8 @@ NO_LIMIT = (0.0, math.inf)
 
 
 class ConvWeights(NamedTuple):
-    """A depthwise convolution: weight [C, K], bias [C] or None, and what follows it."""
+    """A depthwise convolution: weight [C, K], bias [C] or None, and what follows it. With K = 0 there is no conv: the
+    activation follows the inputs themselves (`mamba2_decode` alone takes that)."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -201,7 +202,8 @@ class PagedKV(NamedTuple):
     """A softmax attention layer's keys and values in pages, and how it weighs them (`paged_attention.py`).
 
     Attributes:
-        k_cache, v_cache: [pages, page, Hkv, D].
+        k_cache, v_cache: [pages, page, Hkv, D] and [pages, page, Hkv, Dv]. Dv is D, or less where a cache of latent
+            vectors has one head and its values are the first Dv numbers of the keys.
         req_to_token: [R+1, max_context] int32 table of KV slots.
         scale: of the scores.
         sliding_window: a token at position p sees keys at positions > p - window; None for all keys before it.
@@ -212,6 +214,20 @@ class PagedKV(NamedTuple):
     req_to_token: Tensor
     scale: float
     sliding_window: int | None = None
+
+
+class LatentWeights(NamedTuple):
+    """What multi-head latent attention does with its latent vectors (`latent_attention.py`).
+
+    Attributes:
+        up_k, up_v: [H, nope, rank] and [H, rank, value]: to each head's keys, transposed, and to its values.
+        norm, norm_eps: [rank] float32 weight and epsilon of the RMS norm of a latent vector before it is stored.
+    """
+
+    up_k: Tensor
+    up_v: Tensor
+    norm: Tensor
+    norm_eps: float
 
 
 class AttentionRows(NamedTuple):
