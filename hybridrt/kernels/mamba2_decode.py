@@ -22,7 +22,7 @@ from hybridrt.kernels.mamba2_replay import mamba2_replay
 from hybridrt.kernels.operation import by, operation
 from hybridrt.kernels.records import ConvState, ConvWeights, FusedStep, SSMInputs, SSMWeights
 from hybridrt.kernels.selective_state_update import selective_state_update
-from hybridrt.kernels.slots import consecutive
+from hybridrt.kernels.slots import neighbours
 from hybridrt.kernels.state_ring import check_step
 
 
@@ -50,13 +50,16 @@ def mamba2_decode(
     # The separate operations one after the other, but for the plain decode step
     conv_weights, conv_state, state, ring = step
     states, read_slots, write_slots, intermediate = state
-    run = None
+    places = None
     if xBC.shape[1] == 1 and ring is None and intermediate is None and read_slots is write_slots:
-        run = _rows_in_place(conv_weights, conv_state, states, xBC)
-    if run is not None:
-        rings = conv_state._replace(conv=conv_state.conv[run])
-        y = _one_token(xBC, dt, z, conv_weights, weights, rings, states[run])
-        return y if out is None else out.copy_(y)
+        places = _rows_in_place(conv_weights, conv_state, states, xBC)
+    if places is not None:
+        run, order = places
+        taken = [None if t is None else t.index_select(0, order) for t in (xBC, dt, z)]
+        positions = conv_state.start_positions.index_select(0, order)
+        rings = conv_state._replace(conv=conv_state.conv[run], start_positions=positions)
+        y = _one_token(*taken, conv_weights, weights, rings, states[run])
+        return (torch.empty_like(y) if out is None else out).index_copy_(0, order, y)
     taps = conv_weights.weight.shape[1]
     conved = causal_conv1d_update.reference(xBC, conv_weights, conv_state) if taps else F.silu(xBC)
     x, B, C = split_conv_channels(conved, states.shape)
@@ -67,14 +70,16 @@ def mamba2_decode(
     return y if out is None else out.copy_(y)
 
 
-def _rows_in_place(weights: ConvWeights, conv_state: ConvState, states: Tensor, xBC: Tensor) -> slice | None:
-    """The pool rows that a decode step may update where they stand: consecutive slots on a CPU, all of them past the
-    first K - 1 positions, everything float32. It saves two copies of each row's state and half of the operations."""
+def _rows_in_place(
+    weights: ConvWeights, conv_state: ConvState, states: Tensor, xBC: Tensor
+) -> tuple[slice, Tensor] | None:
+    """The pool rows that a decode step may update where they stand, and the row of the step that each belongs to:
+    neighbouring slots on a CPU, all of them past the first K - 1 positions, everything float32. It saves two copies of
+    each row's state and half of the operations."""
     conv, slots, _, start_positions = conv_state
     if any(t.dtype != torch.float32 for t in (xBC, conv, states)):
         return None
-    run = consecutive(slots)
-    return run if run is not None and min(start_positions.tolist()) >= weights.weight.shape[1] - 1 else None
+    return neighbours(slots) if min(start_positions.tolist()) >= weights.weight.shape[1] - 1 else None
 
 
 def _one_token(

@@ -27,7 +27,7 @@ def attention_spec(config: AttentionConfig, tp: TPGroup, dtype: torch.dtype) -> 
         sliding_window=config.sliding_window,
         scale=config.head_dim**-0.5 if config.scale is None else config.scale,
         dtype=dtype,
-        variant=config.variant,
+        variant="gqa" if config.latent is None else "mla",
     )
 
 
