@@ -9,6 +9,7 @@ from itertools import count
 from hybridrt.config import EngineConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache_dump import CacheDump, dumped_nodes
+from hybridrt.engine.chunk_budget import ItlTarget
 from hybridrt.engine.delta_queue import Abandonment, DeltaQueue
 from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar_masks import step_masks
@@ -53,6 +54,7 @@ class Engine:
         seed: of requests whose `SamplingParams.seed` is None. Request number i gets derive_seed(seed, i); sample k > 0
             of a request with seed s gets derive_seed(s, k), and sample 0 gets s itself.
         drafter: proposes drafts for speculative decoding.
+        target: sizes chunks of prompts beside decode rows.
 
     Attributes:
         turns: held by the thread that is inside; `with engine.turns:` waits for it, first come, first served.
@@ -70,13 +72,14 @@ class Engine:
         overlap: bool = True,
         seed: int = 0,
         drafter: Drafter | None = None,
+        target: ItlTarget | None = None,
     ) -> None:
         self.limits = limits
         self.executor = executor
         self._coordinator = coordinator
         self._tokenizer = tokenizer
         self._compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
-        self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter)
+        self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter, target)
         self._most_in_flight = 1 if overlap else 0
         self._seed = seed
         self._num_requests = 0
@@ -114,7 +117,11 @@ class Engine:
         # The KV of a prediction head's token depends on the next token.
         lookahead = int(bool(draft_method(config).kv_layers(model)))
         coordinator = CacheCoordinator.of(plan, prefix_cache=config.prefix_cache, lookahead=lookahead)
-        return cls(split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter)
+        target = None if config.target_itl_ms is None else ItlTarget(config.target_itl_ms / 1e3)
+        return cls(
+            split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
+            target=target,
+        )  # fmt: skip
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
         """What `submit` takes. Changes nothing.
@@ -330,6 +337,7 @@ class Engine:
             free_pages=pools.pages.num_free,
             cached_slots=pools.slots.num_cached - pools.slots.num_locked,
             cached_pages=pools.pages.num_cached - pools.pages.num_locked,
+            step_cost_error=scheduler.target.cost.error if scheduler.target else None,
             **{f"cache_{name}": value for name, value in asdict(pools.prefixes.counts).items()},
         )
 

@@ -63,6 +63,8 @@ class EngineCounters(TokenCounters):
             hybridrt.mem_cache.prefix_cache, in tokens.
         cached_slots, cached_pages: what the prefix cache holds and no running request reads: it gives up what requests
             need.
+        step_cost_error: median relative error of the last steps' predicted times; None without `target_itl_ms`, or
+            before enough steps have run.
     """
 
     steps: int = 0
@@ -83,6 +85,7 @@ class EngineCounters(TokenCounters):
     cache_without_state: int = 0
     cache_without_kv: int = 0
     cache_retokenised: int = 0
+    step_cost_error: float | None = None
 
     def count_launch(self, plan: StepPlan) -> None:
         """A step was launched."""
