@@ -24,7 +24,8 @@ NO_LIMIT = (0.0, math.inf)
 
 
 class ConvWeights(NamedTuple):
-    """A depthwise convolution: weight [C, K], bias [C] or None, and what follows it."""
+    """A depthwise convolution: weight [C, K], bias [C] or None, and what follows it. With K = 0 there is no conv: the
+    activation follows the inputs themselves (`mamba2_decode` alone takes that)."""
 
     weight: Tensor
     bias: Tensor | None = None

@@ -102,6 +102,12 @@ class Attention(nn.Module):
         out = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope)
         return self.o_proj.onto(residual, sigmoid_mul(out, *gate) if gate else out)
 
+    def summand(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Attention over hidden states as they are: [T, hidden] to [T, hidden]."""
+        q, k, v, *gate = self.qkv(x).split(self.sizes, dim=-1)
+        out = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope)
+        return self.o_proj(sigmoid_mul(out, *gate) if gate else out)
+
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the projections and norms under `key`."""
         heads, dim = self.config.num_heads, self.config.head_dim

@@ -126,6 +126,20 @@ def ling(**changes: Any) -> Make:
     return lambda: (known("BailingHybridConfig")(**(fields | changes)), known("BailingHybridForCausalLM"))
 
 
+def minimax(**changes: Any) -> Make:
+    """MiniMax: softmax attention in layer 1 of 3; factors that differ from 1."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "block_size": 8, "max_position_embeddings": LENGTH,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "full_attn_alpha_factor": 1.3,
+        "full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 0.7, "linear_attn_beta_factor": 1.2,
+        "mlp_alpha_factor": 0.9, "mlp_beta_factor": 1.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **TOKENS,
+    }  # fmt: skip
+    return lambda: (known("MiniMaxConfig")(**(fields | changes)), known("MiniMaxForCausalLM"))
+
+
 QWEN35: dict[str, Make] = {
     "plain": qwen35(),
     "experts": qwen35_moe(),
@@ -209,6 +223,19 @@ LING: dict[str, Make] = {
                       qk_nope_head_dim=3, qk_rope_head_dim=6, head_dim=6, num_local_experts=5, n_group=1, topk_group=1,
                       short_conv_kernel_size=3, first_k_dense_replace=0, num_hidden_layers=2),
 }  # fmt: skip
+MINIMAX: dict[str, Make] = {
+    "plain": minimax(),
+    "factors_of_one_tied": minimax(
+        **{f"{part}_{name}_factor": 1 for part in ("full_attn", "linear_attn", "mlp") for name in ("alpha", "beta")},
+        tie_word_embeddings=True, num_key_value_heads=4,
+    ),
+    "odd_sizes": minimax(
+        hidden_size=28, num_attention_heads=5, num_key_value_heads=1, head_dim=6, num_local_experts=3,
+        num_experts_per_tok=3, intermediate_size=20, layer_types=None, num_hidden_layers=2,
+    ),
+    "lightning_alone": minimax(layer_types=["linear_attention"] * 2, num_hidden_layers=2, num_local_experts=2),
+    "attention_alone": minimax(layer_types=["full_attention"] * 2, num_hidden_layers=2, num_experts_per_tok=1),
+}  # fmt: skip
 
 NEWER: dict[str, dict[str, Make]] = {
     "qwen35": QWEN35,
@@ -218,6 +245,7 @@ NEWER: dict[str, dict[str, Make]] = {
     "zamba2": ZAMBA2,
     "kimi": KIMI,
     "ling": LING,
+    "minimax": MINIMAX,
 }
 NEWER_SPLIT: dict[str, Make] = {
     "qwen35-split": qwen35(linear_num_key_heads=4, linear_num_value_heads=8, attention_bias=True,
@@ -232,5 +260,6 @@ NEWER_SPLIT: dict[str, Make] = {
     "kimi-split": kimi(q_lora_rank=12, attention_bias=True, num_hidden_layers=2,
                        layer_types=["full_attention", "linear_attention"]),
     "ling-split": ling(num_hidden_layers=2),
+    "minimax-split": minimax(num_attention_heads=8, num_key_value_heads=2, head_dim=6),
     "bamba-split": bamba(mamba_n_groups=4, num_hidden_layers=2, mlp_bias=True),
 }  # fmt: skip
