@@ -22,6 +22,7 @@ from tests.support.ties import check_greedy
 
 MODELS = (
     "falcon-plain", "qwen-plain", "jamba-plain", "falcon_mamba-plain", "lfm2-plain", "zamba2-plain", "minimax-plain",
+    "ling-plain",
 )  # fmt: skip
 RINGS = ("falcon-plain", "qwen-plain")
 TEXT = prompts(40, seed=5)[0]
