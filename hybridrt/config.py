@@ -266,6 +266,8 @@ class EngineConfig:
             (docs/prefix-cache.md).
         cache_slots: recurrent states for cached prefixes, beside one for each running request; None takes as many as
             there are running requests, where memory allows.
+        host_cache_bytes: main memory for prefixes that the device has no room for, over all ranks; page-locked beside a
+            GPU. 0: none.
         seed: seeds dummy weights, and requests without a seed.
     """
 
@@ -292,6 +294,7 @@ class EngineConfig:
     transfer_bytes: int = 0
     prefix_cache: bool = True
     cache_slots: int | None = None
+    host_cache_bytes: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -314,6 +317,9 @@ class EngineConfig:
             raise ConfigError(f"prefix_cache is {self.prefix_cache!r}; it must be True or False")
         if self.cache_slots is not None:
             _in_range("cache_slots", self.cache_slots, 0, 2**24)
+        _in_range("host_cache_bytes", self.host_cache_bytes, 0, 2**48)
+        if self.host_cache_bytes and not self.prefix_cache:
+            raise ConfigError("host_cache_bytes extends the prefix cache, which is off: set prefix_cache=True")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size is {self.page_size}; it must be a power of two (16 is the default)")
         if not 0 < self.memory_fraction < 1:

@@ -67,6 +67,7 @@ class EngineOptions(Overrides):
     overlap: Annotated[bool | None, option("Launch a step before the last one's tokens are read.", "on")] = None
     prefix_cache: Annotated[bool | None, option("Keep prompts and answers for those that begin alike.", "on")] = None
     cache_slots: Annotated[int | None, option("Recurrent states kept for prefixes.", "one a request", "N")] = None
+    host_cache_bytes: Annotated[int | None, option("Main memory for prefixes, in bytes.", "0", "N")] = None
     tp_size: Annotated[
         int | None, option("Tensor-parallel ranks, each on a GPU of its own.", "1, or torchrun's", "N")
     ] = None

@@ -96,6 +96,7 @@ class Scheduler:
         Args:
             refuse: ends a waiting request that no step can pack, and takes it out of the queue (`remove`); None raises.
         """
+        self._coordinator.begin_step(self.waiting, len(self.running))
         requests, rows = self._running_rows()
         columns = self._coordinator.columns.of(rows)
         prefilled = columns.computed >= columns.prefill_end
@@ -116,13 +117,12 @@ class Scheduler:
         tokens = max(self._chunk - len(decode) - len(decode.drafts), (self._chunk + 1) // 2)
         budget = self.target.budget(tokens, decode) if self.target else ChunkBudget(tokens)
         self._schedule_prefill(step, prefilling, budget, refuse)
-        if not step.rows:
+        if not self._coordinator.seal(step.plan) and not step.rows:
             return None
         if self._constrained:
             sampling = (request for request, most in step.rows if most)
             step.plan.constrained = [i for i, request in enumerate(sampling) if request.matcher is not None]
             step.sampled = not step.plan.constrained
-        step.plan.donations = list(self._coordinator.donations)
         self._in_flight += 1
         if self.target is not None:
             step.launched = self.target.launched()
@@ -299,9 +299,12 @@ class Scheduler:
             self._add_extend(step, request, budget)
 
     def _next_waiting(self) -> Request | None:
-        """The first request of the queue that does not wait for another sample of its prompt to be computed."""
+        """The first request of the queue that waits for nothing else: another sample of its prompt that is computed, or
+        its prefix that is fetched."""
         shares = self._coordinator.prefixes.shares
         for request in self.waiting:
+            if self._coordinator.waits(request):
+                continue
             first = request.leader
             if first is None or first.output or first.finish_reason is not None or request.arrived is not None:
                 return request

@@ -115,7 +115,10 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     near_apart = tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :]
     near_keys, near_scores = tl.zeros([Q // 16, 16, 16], tl.float32), tl.zeros([Q // 16, 16, 16], tl.float32)
     HALF: tl.constexpr = min(Q, 32)
-    half_keys, half_scores = tl.zeros([Q // HALF, HALF, HALF], tl.float32), tl.zeros([Q // HALF, HALF, HALF], tl.float32)
+    half_keys, half_scores = (
+        tl.zeros([Q // HALF, HALF, HALF], tl.float32),
+        tl.zeros([Q // HALF, HALF, HALF], tl.float32),
+    )
     keys, scores = tl.zeros([Q, Q], tl.float32), tl.zeros([Q, Q], tl.float32)
     own = tl.zeros([Q], tl.float32)
     # What does not change from one turn to the next is computed again: kept, it would push others out of registers.
