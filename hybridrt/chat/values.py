@@ -61,9 +61,7 @@ def read_string(scanner: Scanner, emit: Emit) -> Step[None]:
     if quote not in _PLAIN:
         raise Malformed
     while True:
-        plain = yield from scanner.run(_PLAIN[quote])
-        if plain:
-            emit(escaped(plain))
+        yield from scanner.pass_on(_PLAIN[quote], lambda text: emit(escaped(text)))
         if (yield from scanner.take()) == quote:
             return
         emit((yield from _escape(scanner)))
