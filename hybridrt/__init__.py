@@ -25,6 +25,8 @@ from hybridrt.errors import (
     QueueFullError,
     RankError,
     RequestError,
+    ServerError,
+    SessionError,
     TransferError,
     UnavailableError,
     UnsupportedLayerError,
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
     from hybridrt.engine.llm import LLM
     from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
     from hybridrt.engine.prompts import Prompt
+    from hybridrt.engine.session_file import Session
     from hybridrt.sampling_params import SamplingParams
+    from hybridrt.structured_outputs import StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -70,7 +74,11 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "ServerError",
+    "Session",
+    "SessionError",
     "SpeculativeConfig",
+    "StructuredOutputs",
     "TransferError",
     "UnavailableError",
     "UnsupportedLayerError",
@@ -88,7 +96,9 @@ _HOME = {
     "FinishReason": "hybridrt.engine.outputs",
     "RequestMetrics": "hybridrt.engine.outputs",
     "RequestOutput": "hybridrt.engine.outputs",
+    "Session": "hybridrt.engine.session_file",
     "SamplingParams": "hybridrt.sampling_params",
+    "StructuredOutputs": "hybridrt.structured_outputs",
 }
 
 # In a checkout models/ and mem_cache/ stand beside this package, and a checkout on sys.path hides an installed package.

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from hybridrt.errors import RequestError, is_text, shown
+from hybridrt.structured_outputs import StructuredOutputs
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 256
@@ -130,6 +131,8 @@ class SamplingParams:
             without a space before the word.
         prompt_logprobs: return the log-probability of each prompt token but the first, and of this many most likely
             alternatives, up to 64; None returns none. Such a request computes its whole prompt.
+        structured_outputs: what the output must look like; None: anything. The output ends when it is complete and
+            nothing can follow, also before `min_tokens`. `ignore_eos` contradicts it and is refused.
 
     Raises:
         RequestError: a field is out of range; the text names the field, the value and the allowed range.
@@ -159,6 +162,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         checked = self._stops() | self._rules()
@@ -170,6 +174,11 @@ class SamplingParams:
                 checked[name] = int(value) if kind is Integral else float(value)
         most = checked.get("max_tokens", _INT32_MAX)
         _require(checked["min_tokens"] <= most, "min_tokens", self.min_tokens, f"at most max_tokens, {most}")
+        structured = self.structured_outputs
+        if structured is not None:
+            name = "structured_outputs"
+            _require(isinstance(structured, StructuredOutputs), name, structured, "a hybridrt.StructuredOutputs")
+            _require(not self.ignore_eos, "ignore_eos", True, f"False with {name}, whose end is the output's end")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 

@@ -16,14 +16,15 @@ from hybridrt import LLM, SamplingParams
 from hybridrt.kernels.operation import Operation
 from scripts import file_table
 from tests.support.checkpoints import Make, falcon, jamba, nemotron, qwen
-from tests.support.newer_checkpoints import granite, olmo
+from tests.support.newer_checkpoints import granite, minimax, olmo
 from tests.support.tiny import write_tiny
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt.models", "mem_cache": "hybridrt.mem_cache"}
 # Arrows point from the right to the left. Within a name they are free: the package's own files may import each other.
 ORDER = (
-    "version", "errors", "plugins", "distributed.channel", "distributed.control", "sampling_params",
+    "version", "errors", "plugins", "distributed.channel", "distributed.control", "structured_outputs",
+    "sampling_params",
     "speculative.registry", "config", "kinds", "families", "hf_config", "forward_batch", "kernels", "mem_cache",
     "attention", "distributed.groups", "distributed.conv_transfer", "layers", "models", "speculative.drafter",
     "runtime", "speculative", "chat", "engine", "transfer", "embedding", "server", "bench", "cli",
@@ -33,7 +34,8 @@ MAX_FUNCTION_LINES = 40
 MAX_MODEL_LINES = 200
 MAX_FRAMES, MAX_FILES = 11, 10
 OPTIONAL = (
-    "flashinfer", "mamba_ssm", "causal_conv1d", "sgl_kernel", "fla", "nixl", "matplotlib", "hypothesis", "pytest",
+    "flashinfer", "mamba_ssm", "causal_conv1d", "sgl_kernel", "fla", "nixl", "llguidance", "matplotlib", "hypothesis",
+    "pytest",
 )  # fmt: skip
 
 
@@ -180,8 +182,8 @@ def _ours(frame: FrameType) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "make",
-    [falcon(), nemotron("M*-ME"), qwen(), jamba(), granite(), olmo()],
-    ids=["falcon", "nemotron", "qwen", "jamba", "granite", "olmo"],
+    [falcon(), nemotron("M*-ME"), qwen(), jamba(), granite(), olmo(), minimax()],
+    ids=["falcon", "nemotron", "qwen", "jamba", "granite", "olmo", "minimax"],
 )
 def test_from_generate_to_a_kernel_is_a_short_way(make: Make, tmp_path: Path) -> None:
     model = write_tiny(tmp_path, make, tokenizer=False)

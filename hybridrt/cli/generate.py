@@ -33,6 +33,14 @@ class Job:
     prompt: str | list[int]
 
 
+@dataclass(frozen=True)
+class PromptSampling(SamplingOptions):
+    """Sampling of prompts, of which several samples may be taken."""
+
+    logprobs: Annotated[int | None, option("With --json: so many log-probabilities a token.", "none", "N")] = None
+    n: Annotated[int | None, typer.Option("-n", metavar="N", help="Samples of each prompt. [1]")] = None
+
+
 def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="What to continue; standard input if there is none.")
@@ -47,7 +55,7 @@ def generate(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show the memory plan and timings on standard error.")
     ] = False,
-    sampling: SamplingOptions = SamplingOptions(),  # noqa: B008
+    sampling: PromptSampling = PromptSampling(),
     engine: EngineOptions = EngineOptions(),  # noqa: B008
     speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
 ) -> None:

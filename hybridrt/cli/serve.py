@@ -2,13 +2,12 @@
 
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from hybridrt.cli.options import EMBEDDED, EngineOptions, SpeculativeOptions, option
-from hybridrt.errors import ConfigError, ProviderNotInstalledError
+from hybridrt.cli.options import EMBEDDED, EngineOptions, SpeculativeOptions, option, read_text
+from hybridrt.errors import ProviderNotInstalledError
 
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -62,15 +61,8 @@ class ServerOptions:
         values = {name: value for name, value in asdict(self).items() if value is not None}
         values["api_keys"] = read_api_keys(values.pop("api_keys", None), values.pop("api_key_file", None))
         if "chat_template" in values:
-            values["chat_template"] = _read(values["chat_template"])
+            values["chat_template"] = read_text("--chat-template", values["chat_template"])
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-
-
-def _read(file: str) -> str:
-    try:
-        return Path(file).read_text()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--chat-template: {file} cannot be read: {e}") from e
 
 
 def serve(

@@ -13,6 +13,7 @@ from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import Conversation, read_conversation
 from hybridrt.engine.chats import ChatDelta, ChatOutput, ChatReader, Messages, PreparedChat, read_output
 from hybridrt.engine.engine_loop import EngineLoop, StepMessage
+from hybridrt.engine.grammar_compiler import COMPILING
 from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.llm import LLM, whole_output
 from hybridrt.engine.outputs import Delta, RequestOutput
@@ -108,6 +109,7 @@ class AsyncLLM:
         self.draining = False
         self._events: asyncio.AbstractEventLoop | None = None
         self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="hybridrt-tokenize")
+        self._compiling = ThreadPoolExecutor(2 * COMPILING, thread_name_prefix="hybridrt-compile")
         self._loop = EngineLoop(self.llm.engine, self._deliver, self.llm.plan.num_rows + max_waiting)
 
     @property
@@ -126,13 +128,16 @@ class AsyncLLM:
         return self._loop.stalled
 
     async def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedPrompt:
-        """Checks a prompt and converts it to tokens; a long text in another thread. None: the model's default
-        parameters.
+        """Checks a prompt and converts it to tokens; a long text in another thread. A grammar is compiled in threads of
+        its own, in which no request without one waits. None: the model's default parameters.
 
         Raises:
-            RequestError, MemoryBudgetError: as `Engine.prepare`.
+            RequestError, MemoryBudgetError, QueueFullError: as `Engine.prepare`.
         """
         params = self.llm.default_sampling_params if params is None else params
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            prepare = partial(self.llm.engine.prepare, prompt, params)
+            return await asyncio.get_running_loop().run_in_executor(self._compiling, prepare)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if isinstance(text, str) and len(text) > _INLINE_CHARACTERS:
             return await self.in_thread(self.llm.engine.prepare, prompt, params)
@@ -282,6 +287,7 @@ class AsyncLLM:
         if not self._loop.close(timeout):
             return False
         self._tokenizing.shutdown(wait=False)
+        self._compiling.shutdown(wait=False)
         if self._owned:
             self.llm.close()
         return True

@@ -10,6 +10,8 @@ from hybridrt.config import EngineConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache_dump import CacheDump, dumped_nodes
 from hybridrt.engine.delta_queue import Abandonment, DeltaQueue
+from hybridrt.engine.grammar_compiler import GrammarCompiler
+from hybridrt.engine.grammar_masks import step_masks
 from hybridrt.engine.limits import EngineLimits, PreparedPrompt, check_names
 from hybridrt.engine.outputs import Delta, EngineCounters
 from hybridrt.engine.prefill_source import PrefillSource
@@ -17,6 +19,7 @@ from hybridrt.engine.prompts import Prompt
 from hybridrt.engine.request import Request, derive_seed, new_samples
 from hybridrt.engine.samples import Samples
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.sessions import Sessions
 from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import EngineError, RequestError
@@ -53,6 +56,7 @@ class Engine:
 
     Attributes:
         turns: held by the thread that is inside; `with engine.turns:` waits for it, first come, first served.
+        sessions: saves parts of the prefix cache to files, and loads them.
         prefill_source: the PrefillSource that computes the prompts of later requests. None: this engine computes them.
     """
 
@@ -71,6 +75,7 @@ class Engine:
         self.executor = executor
         self._coordinator = coordinator
         self._tokenizer = tokenizer
+        self._compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter)
         self._most_in_flight = 1 if overlap else 0
         self._seed = seed
@@ -83,6 +88,7 @@ class Engine:
         self._abandoned = Abandonment()
         self._change = Change(self._recover)
         self.turns = Turns(self._change.begin)
+        self.sessions = Sessions(executor, coordinator, self.turns, self._change)
 
     @classmethod
     def from_config(
@@ -118,10 +124,11 @@ class Engine:
 
         Raises:
             RequestError: the prompt is no prompt, empty, too long, holds ids outside the vocabulary, or needs a
-                tokenizer; or the parameters do not fit the vocabulary.
+                tokenizer; or the parameters do not fit the vocabulary; or a grammar cannot be compiled.
             MemoryBudgetError: the request could not run even alone.
+            QueueFullError: too many grammars are being compiled.
         """
-        prepared = self.limits.prepare(prompt, params, self._tokenizer)
+        prepared = self.limits.prepare(prompt, params, self._tokenizer, self._compiler)
         self._coordinator.check_fits(prepared.max_len)
         return prepared
 
@@ -226,6 +233,7 @@ class Engine:
         """
         with self.turns.now:
             self._end_abandoned()
+            self._sample_last()  # an interrupt may have kept the call before from doing it
             if self.prefill_source is not None:
                 self.prefill_source.advance()
             with self._change:
@@ -241,6 +249,7 @@ class Engine:
                 raise EngineError(
                     f"nothing can be scheduled and nothing is running: {self.counters()}; abort the requests"
                 )
+            self._sample_last()
             if len(self._launched) > (self._most_in_flight if scheduled is not None else 0):
                 self._consume()
 
@@ -253,6 +262,7 @@ class Engine:
         """Waits for every launched step; the next `step` or `drain` returns their deltas."""
         with self.turns.now:
             self._end_abandoned()
+            self._sample_last()
             while self._launched:
                 self._consume()
 
@@ -348,6 +358,22 @@ class Engine:
         self._scheduler.clear()
         self._coordinator.reclaim(self._samples.all())
         self._samples.clear()
+
+    def _sample_last(self) -> None:
+        """If the step launched last waits for masks: reads the steps before it, whose tokens decide the masks, while
+        the device computes it. Then launches its sampling."""
+        if not self._launched or self._launched[-1][0].sampled:
+            return
+        while len(self._launched) > 1:
+            self._consume()
+        step, _ = self._launched[0]
+        step.sampled = True
+        with self._change:
+            try:
+                self.executor.sample(step_masks(step, self._compiler, self._samples.fail))
+            except Exception as e:
+                self._launched.popleft()
+                self._samples.fail_step(step, e)
 
     def _consume(self) -> None:
         """Reads the oldest launched step. An interrupt while waiting for it leaves it launched."""

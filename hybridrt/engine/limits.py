@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hybridrt.engine.grammar import Matcher
+from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.prompts import Prompt, text_or_ids, token_ids
 from hybridrt.engine.tokenizer import Tokenizer, encode_prompt
 from hybridrt.errors import RequestError, is_text, shown
@@ -20,6 +22,7 @@ class PreparedPrompt:
         stop_ids: tokens that end it.
         rules: what the parameters allow of single tokens; None for all.
         boundaries: numbers of the prompt's tokens at which others may go on differently, such as the system prompt's.
+        matcher: follows `structured_outputs`, before the first token; None without. Each sample gets a copy.
     """
 
     tokens: list[int]
@@ -28,6 +31,7 @@ class PreparedPrompt:
     stop_ids: frozenset[int]
     rules: TokenRules | None = None
     boundaries: tuple[int, ...] = ()
+    matcher: Matcher | None = None
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,10 @@ class EngineLimits:
     eos_token_ids: Sequence[int] = ()
     image_tokens: Mapping[int, str] = field(default_factory=dict)
 
-    def prepare(self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> PreparedPrompt:
-        """Checks a prompt and its parameters. Raises RequestError as `Engine.prepare` says."""
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, compiler: GrammarCompiler
+    ) -> PreparedPrompt:
+        """Checks a prompt and its parameters, and compiles its grammar. Raises as `Engine.prepare` says."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {type(params).__name__}; pass a hybridrt.SamplingParams")
         self._check_params(params, tokenizer)
@@ -82,7 +88,9 @@ class EngineLimits:
                 "allowed_token_ids",
             )
         rules = make_rules(params, forbidden, self._bad_words(params, tokenizer), self.vocab_size)
-        return PreparedPrompt(tokens, params, max_len, frozenset((*eos, *params.stop_token_ids)), rules)
+        structured = params.structured_outputs
+        matcher = None if structured is None else compiler.matcher(structured)
+        return PreparedPrompt(tokens, params, max_len, frozenset((*eos, *params.stop_token_ids)), rules, matcher=matcher)
 
     def _check_params(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         """What parameters can be wrong about only beside a model."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack, overload
 
+import numpy as np
 from tqdm.auto import tqdm
 from tqdm.notebook import tqdm_notebook
 
@@ -29,8 +30,9 @@ from hybridrt.engine.delta_queue import DeltaQueue
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.outputs import Delta, RequestOutput
-from hybridrt.engine.prompts import Prompt, as_prompts
+from hybridrt.engine.prompts import Prompt, as_prompts, text_or_ids
 from hybridrt.engine.sampling_defaults import default_sampling_params
+from hybridrt.engine.session_file import Session
 from hybridrt.engine.tokenizer import load_tokenizer
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.runtime.interrupts import Interrupts
@@ -264,6 +266,46 @@ class LLM:
         with self.engine.turns:
             dump = self.engine.cache_dump(text=text)
         write_dump(path, dump)
+
+    def save_session(
+        self, path: str | Path, prompt: Prompt, *, cache_salt: str | None = None, note: str = ""
+    ) -> Session:
+        """Writes what the prefix cache has of a text to a file, for `load_session` of this or another process: the KV
+        and the recurrent states of the text's longest cached prefix.
+
+        Args:
+            path: of a safetensors file, which is replaced as a whole.
+            prompt: the text, most often prompt and answer of a request that has ended, best as token ids.
+            cache_salt: of that request.
+            note: text of the caller's own that the file keeps, up to 2**20 characters.
+
+        Returns:
+            What was saved. Its `token_ids` may be fewer than the prompt's: the last token of an answer has no state.
+
+        Raises:
+            RequestError: `prompt` is no prompt, or `cache_salt` no text.
+            SessionError: nothing of it is cached, or the note is too long.
+            OSError: the file cannot be written.
+        """
+        content, limits = text_or_ids(prompt), self.engine.limits
+        if not isinstance(content, str):
+            content = content[: limits.max_model_len - 1]  # the last token of the longest text is never computed
+        prepared = limits.prepare(content, SamplingParams(cache_salt=cache_salt), self.tokenizer)
+        tokens = np.array(prepared.tokens, np.int32)
+        return self.engine.sessions.save(Path(path), tokens, cache_salt or "", note)
+
+    def load_session(self, path: str | Path, *, cache_salt: str | None = None) -> Session:
+        """Puts the contents of a file of `save_session` into the prefix cache. Requests with this `cache_salt` that
+        begin with its tokens compute only what comes after them. The model, its weights, dtypes and tp_size must be
+        those of the LLM that saved it; `page_size`, drafting without prediction heads, and the device may differ.
+
+        Raises:
+            SessionError: the file is damaged or belongs to another model, or there is no room. Nothing has changed.
+            RequestError: `cache_salt` is no text.
+            OSError: the file cannot be opened.
+        """
+        SamplingParams(cache_salt=cache_salt)  # checks it
+        return self.engine.sessions.load(Path(path), cache_salt or "")
 
     def close(self) -> None:
         """Aborts all requests and frees the model and the pools. A second call does nothing, or what an exception kept

@@ -11,6 +11,7 @@ import numpy as np
 from hybridrt.engine.columns import RowColumns
 from hybridrt.engine.delta_queue import DeltaQueue
 from hybridrt.engine.detokenizer import Detokenizer
+from hybridrt.engine.grammar import Matcher
 from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics
 from hybridrt.engine.stop_strings import StopStrings
@@ -26,6 +27,10 @@ NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity): its weights are damaged, or its numbers leave the range of "
     "its dtype on this prompt; other requests are not affected"
 )
+NONE_ALLOWED = (
+    "no token is left: each one is forbidden by structured_outputs or by another field (allowed_token_ids, bad_words, "
+    "min_tokens), or the model's logits are not finite; other requests are not affected"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +44,7 @@ class Request:
         max_len: prompt + output tokens at which the request ends.
         stop_ids: tokens that end it.
         rules: what its parameters allow of single tokens.
+        matcher: follows its output, where that has a grammar; a retracted request keeps it.
         prompt_logprobs: of the first `scored` tokens of the prompt, None for its first token. The whole is None if the
             request did not ask for them, and once they are in a delta.
         stream: its reader gets deltas while it runs; False: one delta at its end.
@@ -71,6 +77,7 @@ class Request:
     stop_ids: frozenset[int]
     metrics: RequestMetrics
     rules: TokenRules | None = None
+    matcher: Matcher | None = None
     stream: bool = True
     detokenizer: Detokenizer | None = None
     output: list[int] = field(default_factory=list)
@@ -175,17 +182,19 @@ class Request:
             Why the request ends, or None.
 
         Raises:
-            EngineError: a token stands for logits that are not finite.
+            EngineError: a token stands for logits that are not finite, or none was allowed.
         """
         output, most = self.output, self.max_len - len(self.prompt)
-        stop_ids, stop_strings = self.stop_ids, self.params.stop
+        stop_ids, stop_strings, matcher = self.stop_ids, self.params.stop, self.matcher
         for i, token in enumerate(tokens):
             if token < 0:
-                raise EngineError(NOT_FINITE)
+                raise EngineError(NOT_FINITE if matcher is None else NONE_ALLOWED)
             output.append(token)
             if logprobs is not None and self.logprobs is not None:
                 self.logprobs.append({token: logprobs[i].logprob, **logprobs[i].top})
             if token in stop_ids or (stop_strings and self.read_text()):
+                return "stop"
+            if matcher is not None and matcher.advance(token):
                 return "stop"
             if len(output) >= most:
                 return "length"
@@ -247,6 +256,7 @@ def new_samples(
             stop_ids=prepared.stop_ids,
             rules=prepared.rules,
             boundaries=prepared.boundaries,
+            matcher=None if prepared.matcher is None else prepared.matcher.copy(),
             metrics=RequestMetrics(prompt_tokens=len(tokens), arrival_time=time.monotonic()),
             detokenizer=_detokenizer(tokenizer, prepared, stop),
             logprobs=None if params.logprobs is None else [],

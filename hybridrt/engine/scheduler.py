@@ -21,10 +21,12 @@ Refuse = Callable[[Request, Exception], None]
 @dataclass(slots=True)
 class ScheduledStep:
     """A plan and the requests of its rows. `rows` has the plan's order, decode rows then extend rows: each request and
-    how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on other chunks)."""
+    how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on other chunks). `sampled`: it has the
+    masks that it needs, if any."""
 
     plan: StepPlan = field(default_factory=StepPlan)
     rows: list[tuple[Request, int]] = field(default_factory=list)
+    sampled: bool = True
 
     def check(self, result: StepResult) -> None:
         """Raises EngineError if the result has a wrong number of rows, a row gained more than its limit, or an
@@ -73,6 +75,7 @@ class Scheduler:
         self._drafter = drafter
         self._in_flight = 0
         self._order: tuple[list[Request], np.ndarray] | None = None
+        self._constrained = False  # a running request has a grammar
         self._blocked: tuple[int, ...] = ()  # the request that was not admitted last, and the room stamp at that time
 
     def add(self, request: Request) -> None:
@@ -106,6 +109,10 @@ class Scheduler:
         self._schedule_prefill(step, prefilling, budget, refuse)
         if not step.rows:
             return None
+        if self._constrained:
+            sampling = (request for request, most in step.rows if most)
+            step.plan.constrained = [i for i, request in enumerate(sampling) if request.matcher is not None]
+            step.sampled = not step.plan.constrained
         step.plan.donations = list(self._coordinator.donations)
         self._in_flight += 1
         for request, _ in step.rows:
@@ -163,6 +170,7 @@ class Scheduler:
         if self._order is None:
             requests = list(self.running.values())
             self._order = requests, np.array([r.row.index for r in requests], np.int64)  # type: ignore[union-attr]
+            self._constrained = any(request.matcher is not None for request in requests)
         return self._order
 
     def _needs_tokens(self, requests: Sequence[Request], columns: RowColumns, ready: np.ndarray) -> np.ndarray:
@@ -204,7 +212,8 @@ class Scheduler:
         known = [not request.pending for request in requests]
         asked = list(compress(requests, known))
         most = columns.max_output - columns.output_index - 1
-        drafts = iter(self._drafter.propose(asked, list(compress(most.tolist(), known))))
+        proposed = self._drafter.propose(asked, list(compress(most.tolist(), known)))
+        drafts = (d if r.matcher is None else r.matcher.allowed(d) for r, d in zip(asked, proposed, strict=True))
         return [next(drafts) if is_known else NO_DRAFT for is_known in known]
 
     @staticmethod
@@ -271,6 +280,7 @@ class Scheduler:
             self.waiting.remove(request)
             self._coordinator.prefixes.forget(request)
             self.running[request.arrival], self._order = request, None
+            self._constrained |= request.matcher is not None
             if self._drafter is not None:
                 self._drafter.begin(request)
             budget -= self._add_extend(step, request, budget)

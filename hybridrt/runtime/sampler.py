@@ -244,16 +244,27 @@ class Sampler:
         self.table = table
 
     def __call__(
-        self, logits: torch.Tensor, rows: torch.Tensor, output_indices: torch.Tensor, filters: Filters
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        output_indices: torch.Tensor,
+        filters: Filters,
+        bitmask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """logits [n, vocab], rows and output_indices [n] int32 to tokens [n] int64; -1 where logits are not finite."""
-        tokens = self._pick(logits, rows, output_indices, filters)
+        """logits [n, vocab], rows and output_indices [n] int32 to tokens [n] int64; -1 where logits are not finite, or
+        no token is allowed. `bitmask`: as in LogitFilters, the tokens that grammars allow; None allows all."""
+        tokens = self._pick(logits, rows, output_indices, filters, bitmask)
         if filters.words:
             self.table.remember(rows, output_indices, tokens)
         return tokens
 
     def _pick(
-        self, logits: torch.Tensor, rows: torch.Tensor, output_indices: torch.Tensor, filters: Filters
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        output_indices: torch.Tensor,
+        filters: Filters,
+        bitmask: torch.Tensor | None,
     ) -> torch.Tensor:
         if filters.rules:
             no_path = rows.new_empty(len(rows), 0)
@@ -261,17 +272,20 @@ class Sampler:
                 logits, self.table.rules, DrawLines(rows, output_indices, output_indices, no_path)
             )
         if filters.greedy and not filters.penalties:
-            return greedy(logits)
-        tokens = self._draw(logits, rows, output_indices, filters, None)
+            return greedy(logits, bitmask)
+        tokens = self._draw(logits, rows, output_indices, filters, None, bitmask)
         if filters.penalties:
             self.table.count(rows, tokens)
         return tokens
 
-    def verify(self, logits: torch.Tensor, step: Verification, filters: Filters) -> Accepted:
+    def verify(
+        self, logits: torch.Tensor, step: Verification, filters: Filters, bitmask: torch.Tensor | None = None
+    ) -> Accepted:
         """Draws after each of the T inputs of n rows, and which inputs stay (hybridrt.kernels.acceptance).
 
         Args:
             logits: [n * T, vocab].
+            bitmask: [n * T, ceil(vocab / 32)] as for `__call__`.
         """
         n, width = step.positions.shape
         plain = filters.greedy and not filters.penalties
@@ -282,10 +296,10 @@ class Sampler:
                     logits, self.table.rules, DrawLines(rows, indices, step.known(), step.paths())
                 )
         if plain:
-            tokens = greedy(logits).view(n, width)
+            tokens = greedy(logits, bitmask).view(n, width)
         else:
             earlier = step.earlier() if filters.penalties else None
-            tokens = self._draw(logits, rows, indices, filters, earlier).view(n, width)
+            tokens = self._draw(logits, rows, indices, filters, earlier, bitmask).view(n, width)
         kept = self._accept(tokens, step)
         if filters.penalties or filters.words:
             self._take(step, kept, filters)
@@ -334,6 +348,7 @@ class Sampler:
         output_indices: torch.Tensor,
         filters: Filters,
         earlier: tuple[torch.Tensor, torch.Tensor] | None,
+        bitmask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One draw for each line of logits; `earlier`: tokens that come before it and are not counted yet, [n, k]
         int64, and how often each counts, [n, k] int32."""
@@ -345,6 +360,7 @@ class Sampler:
             top_p=constants["top_p"] if filters.top_p else None,
             min_p=constants["min_p"] if filters.min_p else None,
             penalties=self._penalties(rows, constants, earlier) if filters.penalties else None,
+            bitmask=bitmask,
         )
         return sample(logits, logit_filters, table.seeds[rows], output_indices.long())
 

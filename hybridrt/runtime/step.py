@@ -177,7 +177,12 @@ class StepPlan:
     before the rows are computed, what `exports` says is copied out afterwards; both name extend rows. `page_copies` are
     made before the rows are computed; no page is the target of one and the source of another. Before anything
     else, admissions included, each row in `donations` gives its slot to the prefix cache; from then on the slot holds
-    the row's whole state."""
+    the row's whole state.
+
+    Attributes:
+        constrained: the rows that sample under a bitmask, by their numbers in the step's result. If there
+            are any, `launch` launches all but the sampling, and `Executor.sample` launches that.
+    """
 
     admissions: list[Admission] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
@@ -187,6 +192,7 @@ class StepPlan:
     exports: list[StateCopy] = field(default_factory=list)
     donations: list[int] = field(default_factory=list)
     page_copies: list[PageCopy] = field(default_factory=list)
+    constrained: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,3 +235,12 @@ class Executor(Protocol):
     """Runs steps in launch order. `launch` returns at once; a later step may be launched before the result is read."""
 
     def launch(self, plan: StepPlan) -> StepHandle: ...
+
+    def sample(self, masks: np.ndarray) -> None:
+        """Launches the sampling of the step that was launched last, whose plan has `constrained` rows.
+
+        Args:
+            masks: [lines, ceil(vocab / 32)] int32, bit i % 32 of word i // 32 set where token i is allowed: of each
+                constrained row in order one line for its last token, then one for each of its drafts.
+        """
+        ...

@@ -3,16 +3,19 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
-from hybridrt.errors import ConfigError
+from hybridrt.errors import ConfigError, EngineError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.runtime.build import Runtime, step_widths
+from hybridrt.runtime.constrained_step import ConstrainedStep, Sampling
 from hybridrt.runtime.drafting import DeviceDrafter, draft_method
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
+from hybridrt.runtime.prefix_copy import PrefixCopy, Tensors
 from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
 from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, SamplingTable, Verification
 from hybridrt.runtime.state_arena import StateArena
@@ -49,6 +52,7 @@ class StepRunner:
         self._prompts = PromptRequirements()
         self.arena: StateArena | None = None
         self.drafter: DeviceDrafter | None = draft_method(self.config).device_drafter(self)
+        self._unsampled: ConstrainedStep | None = None
         self._packing = Packing(self._trees, self.drafter is not None, self.backend.chunk_sizes)
 
     def capture(self, progress: bool = False) -> None:
@@ -88,25 +92,41 @@ class StepRunner:
         self._prompts.admit(plan.admissions)
         # `step_widths` has all widths; where no row has drafts, a plain step serves.
         tokens = self.config.num_verify_tokens if len(decode.drafts) else 1
-        graphs = self.graphs.get(tokens)
+        if self._unsampled is not None:
+            self._drop_step()
         try:
             if plan.donations:
                 self._donate(plan.donations)
-            if graphs is None or not len(decode) or graphs.bucket(len(decode)) is None:
-                return self._launch_eager(plan, tokens)
-            new_pages, rest = NO_INTEGERS, plan.page_writes
-            if rest:
-                if (split := self._graph_pages(decode, rest)) is None:
-                    return self._launch_eager(plan, tokens)
-                new_pages, rest = split
-            decoded = self._launch_graph(graphs, decode, new_pages)
-            if not plan.extend:
-                return decoded
-            # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
-            return JoinedSteps(decoded, self._launch_eager(replace(plan, page_writes=rest, decode=NO_ROWS), 1))
+            found = self._graph_of(plan, tokens)
+            sampling = self._launch_eager(plan, tokens) if found is None else self._launch_graph(plan, *found)
+            if not plan.constrained:
+                return sampling(None)
+            self._unsampled = ConstrainedStep(plan, tokens, sampling)
+            return self._unsampled
         except BaseException:
-            self.backend.drop_step()  # this step is never committed; without this, later steps would raise
+            self._drop_step()
             raise
+
+    def copy_prefix(self, task: PrefixCopy, data: Tensors | None = None) -> dict[str, torch.Tensor]:
+        """`PrefixCopy.run` on all ranks; `data` is what is written."""
+        return task.run(self, data)
+
+    @torch.inference_mode()
+    def sample(self, masks: np.ndarray) -> None:
+        """As `Executor.sample`. Masks may come in several calls, in order."""
+        if self._unsampled is None:
+            raise EngineError("masks for no step: the last one that was launched has sampled")
+        try:
+            if self._unsampled.take(masks, self._staging):
+                self._unsampled = None
+        except BaseException:
+            self._drop_step()
+            raise
+
+    def _drop_step(self) -> None:
+        """The step is never committed; without this, later steps would raise."""
+        self._unsampled = None
+        self.backend.drop_step()
 
     def _donate(self, rows: Sequence[int]) -> None:
         """Folds the rings of `rows` into their slots, which the prefix cache owns from here on."""
@@ -114,14 +134,42 @@ class StepRunner:
         if pool is not None:
             pool.donate(self._staging.upload({"rows": np.array(rows, np.int32)})["rows"])
 
-    def _launch_graph(self, graphs: GraphRunner, decode: DecodeRows, new_pages: np.ndarray) -> LaunchedStep:
-        graphs.replay(decode, new_pages)
+    def _graph_of(self, plan: StepPlan, tokens: int) -> tuple[GraphRunner, np.ndarray, list[PageWrite]] | None:
+        """The graph of a step's decode rows, the pages that it enters (`_graph_pages`), and the other page writes. None
+        if there is none for them."""
+        decode, graphs = plan.decode, self.graphs.get(tokens)
+        if graphs is None or not len(decode) or graphs.bucket(len(decode)) is None:
+            return None
+        if plan.extend and plan.constrained and tokens > 1:
+            return None  # drafts are committed once they are sampled, and chunks may not be launched before that
+        if not plan.page_writes:
+            return graphs, NO_INTEGERS, plan.page_writes
+        split = self._graph_pages(decode, plan.page_writes)
+        return None if split is None else (graphs, *split)
+
+    def _launch_graph(
+        self, plan: StepPlan, graphs: GraphRunner, new_pages: np.ndarray, rest: list[PageWrite]
+    ) -> Sampling:
+        """Replays the decode rows. Then launches the chunks, with the page writes `rest`."""
+        graphs.replay(plan.decode, new_pages)
+        decoded, n = partial(self._sample_graph, graphs, plan.decode), len(plan.decode)
+        if not plan.extend:
+            return decoded
+        # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
+        chunks = replace(plan, page_writes=rest, decode=NO_ROWS)
+        if not plan.constrained:
+            first = decoded(None)
+            return lambda _: JoinedSteps(first, self._launch_eager(chunks, 1)(None))
+        extended = self._launch_eager(chunks, 1)
+        return lambda mask: JoinedSteps(decoded(mask[:n]), extended(mask[n:]))  # type: ignore[index]
+
+    def _sample_graph(self, graphs: GraphRunner, decode: DecodeRows, bitmask: torch.Tensor | None) -> LaunchedStep:
         batch, indices, logits, hidden = graphs.rows(len(decode))
         if batch.spec_info is None:
             on_host = decode.rows, decode.output_indices
-            launched, accepted = self._sample(on_host, batch.req_pool_indices, indices, logits), None
+            launched, accepted = self._sample(on_host, batch.req_pool_indices, indices, logits, bitmask), None
         else:
-            launched, accepted = self._verify(decode, batch, graphs.buffers.sections, logits)
+            launched, accepted = self._verify(decode, batch, graphs.buffers.sections, logits, bitmask)
         if self.drafter is not None:
             self.drafter.follow(batch, hidden, self.last_tokens, accepted, None)
         return launched
@@ -146,7 +194,7 @@ class StepRunner:
             pages[i] = write.pages[0]
         return pages, others
 
-    def _launch_eager(self, plan: StepPlan, tokens: int) -> StepHandle:
+    def _launch_eager(self, plan: StepPlan, tokens: int) -> Sampling:
         scored, places = self._prompts.of(plan.extend, len(plan.decode) * tokens)
         columns = pack_step(plan, tokens, self._packing) | places
         columns |= pack_passes(plan.extend, self._packing.chunk_sizes)
@@ -155,7 +203,7 @@ class StepRunner:
         for arrival in plan.imports:
             self.arena.import_state(arrival)  # type: ignore[union-attr]  # launch has checked
         if not plan.decode and not plan.extend:
-            return LaunchedStep(None)
+            return lambda _: LaunchedStep(None)
         batch = self._batch(plan, columns, sections, tokens)
         self.backend.prepare(batch)
         hidden = self.model(batch)
@@ -163,16 +211,26 @@ class StepRunner:
             self.backend.commit(batch)
         for departure in plan.exports:
             self.arena.export_state(departure)  # type: ignore[union-attr]
-        launched, accepted = self._sample_or_verify(plan, columns, sections, batch, hidden)
-        if self.drafter is not None:
-            self.drafter.follow(batch, hidden, self.last_tokens, accepted, sections)
-        if not scored:
-            return launched
-        on_device = sections["scored_at"], sections["scored_tokens"]
-        return ScoredStep(launched, scored, hidden, *on_device, self.model.logits)
+
+        def sampling(bitmask: torch.Tensor | None) -> StepHandle:
+            launched, accepted = self._sample_or_verify(plan, columns, sections, batch, hidden, bitmask)
+            if self.drafter is not None:
+                self.drafter.follow(batch, hidden, self.last_tokens, accepted, sections)
+            if not scored:
+                return launched
+            on_device = sections["scored_at"], sections["scored_tokens"]
+            return ScoredStep(launched, scored, hidden, *on_device, self.model.logits)
+
+        return sampling
 
     def _sample_or_verify(
-        self, plan: StepPlan, columns: Columns, sections: Sections, batch: ForwardBatch, hidden: torch.Tensor
+        self,
+        plan: StepPlan,
+        columns: Columns,
+        sections: Sections,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        bitmask: torch.Tensor | None,
     ) -> tuple[StepHandle, Accepted | None]:
         """Tokens of the rows that gain some, and what a verify step keeps."""
         sampling, on_host = columns["sample_rows"], columns["output_indices"]
@@ -181,12 +239,13 @@ class StepRunner:
         logits = self.model.logits(hidden.index_select(0, sections["sample_at"]))
         rows, indices = sections["sample_rows"], sections["output_indices"]
         if batch.spec_info is None:
-            return self._sample((sampling, on_host), rows, indices, logits), None
+            return self._sample((sampling, on_host), rows, indices, logits, bitmask), None
         n, split = len(plan.decode), batch.num_decode_tokens
-        verified, accepted = self._verify(plan.decode, batch, sections, logits[:split])
+        of_drafts, of_chunks = (None, None) if bitmask is None else (bitmask[:split], bitmask[split:])
+        verified, accepted = self._verify(plan.decode, batch, sections, logits[:split], of_drafts)
         if n == len(sampling):
             return verified, accepted
-        sampled = self._sample((sampling[n:], on_host[n:]), rows[n:], indices[n:], logits[split:])
+        sampled = self._sample((sampling[n:], on_host[n:]), rows[n:], indices[n:], logits[split:], of_chunks)
         return JoinedSteps(verified, sampled), accepted
 
     def _check(self, plan: StepPlan) -> None:
@@ -248,15 +307,21 @@ class StepRunner:
         rows: torch.Tensor,
         output_indices: torch.Tensor,
         logits: torch.Tensor,
+        bitmask: torch.Tensor | None,
     ) -> LaunchedStep:
         """`on_host`: rows and output indices as the host knows them."""
         filters, wanted = self._required.of(*on_host)
-        tokens = self.sampler(logits, rows, output_indices, filters)
+        tokens = self.sampler(logits, rows, output_indices, filters, bitmask)
         self.last_tokens[rows] = tokens.int()
         return LaunchedStep(tokens[:, None], None, *requested_logprobs(logits, tokens, wanted))
 
     def _verify(
-        self, decode: DecodeRows, batch: ForwardBatch, sections: Sections, logits: torch.Tensor
+        self,
+        decode: DecodeRows,
+        batch: ForwardBatch,
+        sections: Sections,
+        logits: torch.Tensor,
+        bitmask: torch.Tensor | None,
     ) -> tuple[LaunchedStep, Accepted]:
         """Acceptance for a step's decode rows [n], then the commit of the state that it keeps. `sections` may hold
         further rows. logits [n * T, vocab]."""
@@ -269,7 +334,7 @@ class StepRunner:
             self.last_tokens, *tree,
         )  # fmt: skip
         filters, wanted = self._required.of(decode.rows, decode.output_indices)
-        kept = self.sampler.verify(logits, step, filters)
+        kept = self.sampler.verify(logits, step, filters, bitmask)
         self.backend.commit(batch, kept.counts, kept.path)
         logprobs = requested_logprobs(logits, kept.tokens, wanted, kept.path)
         return LaunchedStep(kept.tokens, kept.counts, *logprobs), kept

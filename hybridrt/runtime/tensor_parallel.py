@@ -4,19 +4,23 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from hybridrt.config import EngineConfig, resolve_device
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError, DeviceError
 from hybridrt.runtime.build import empty_model, load_target
+from hybridrt.runtime.constrained_step import mask_tasks
 from hybridrt.runtime.follower import serve
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.interrupts import Interrupts
 from hybridrt.runtime.messages import encode
 from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.prefix_copy import PrefixCopy, Tensors
 from hybridrt.runtime.rank_start import rank_device, start_ranks, torchrun_place, torchrun_ranks
 from hybridrt.runtime.ranks import Ranks
 from hybridrt.runtime.step import StepHandle, StepPlan, StepResult
@@ -71,10 +75,19 @@ class TensorParallelExecutor:
         step cannot go on."""
         return self._on_all(plan, lambda: _WatchedStep(self.runner.launch(plan), self._ranks))
 
+    def sample(self, masks: np.ndarray) -> None:
+        """As ModelRunner.sample, on all ranks."""
+        for task in mask_tasks(masks):
+            self._on_all(task, partial(task, self.runner))
+
     def everywhere(self, task: Callable[[ModelRunner], StepHandle]) -> StepHandle:
         """Has every rank call `task`, of a type in hybridrt.runtime.messages, with its runner, between two steps.
         Returns rank 0's result."""
         return self._on_all(task, lambda: _WatchedStep(task(self.runner), self._ranks))
+
+    def copy_prefix(self, task: PrefixCopy, data: Tensors | None = None) -> dict[str, torch.Tensor]:
+        """As ModelRunner.copy_prefix, on all ranks."""
+        return self._on_all(task, lambda: task.run(self.runner, data))
 
     def call(self, task: Callable[[ModelRunner], None]) -> None:
         """As `everywhere`, on the other ranks alone."""

@@ -50,7 +50,7 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     session = Session(checkpoints["falcon-split"].path, page_size=4)
     session.run(requests(1, 17, steps=4), chunk=7, gap=2)
     rows = DecodeRows.of([DecodeRow(1, 2, 3, [4, 5], [0, 0])] * 64)
-    full = replace(session.plans[0], decode=rows, imports=[StateCopy(1, 0, 8)], donations=[2])
+    full = replace(session.plans[0], decode=rows, imports=[StateCopy(1, 0, 8)], donations=[2], constrained=[0])
     full.page_copies = [PageCopy(3, 4)]
     full.extend = [ExtendRow(1, 2, [3, 4, 5], 0, True, 0, 6, [(1, 7), (2, 8)])]
     full.exports = full.imports * 2

@@ -78,10 +78,10 @@ class Session:
         self.plans.append(plan)
         return (self.split or self.runner).launch(plan)
 
-    def _sample(self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters) -> Tensor:
+    def _sample(self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters, bitmask: None) -> Tensor:
         for line, row, index in zip(logits, rows.tolist(), output_indices.tolist(), strict=True):
             self.logits[self._seeds[row], index] = line.clone()
-        return self._sampler(logits, rows, output_indices, filters)
+        return self._sampler(logits, rows, output_indices, filters, bitmask)
 
     def engine(self, *, chunk: int = 8192, overlap: bool = False, prefix_cache: bool = False, grid: int = 16) -> Engine:
         plan, model = self.plan, self.runner.model_config

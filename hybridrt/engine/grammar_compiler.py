@@ -1,0 +1,172 @@
+"""Compiles structured outputs for a model's tokens: in threads, within a time limit, each of them once."""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hybridrt.engine.grammar import Matcher, shortened
+from hybridrt.engine.tokenizer import HFTokenizer, Tokenizer
+from hybridrt.errors import QueueFullError, RequestError
+from hybridrt.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLTokenizer
+
+COMPILE_SECONDS = 10.0
+COMPILING = 4  # grammars that somebody waits for at a time
+KEPT = 64  # grammars, also those that failed
+# Between the tokens of a JSON text. Without a limit a model that prefers white space may give nothing else.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# llguidance's limits of one mask: at the defaults a hostile expression stops all rows for 400 ms, with these for 100.
+# Errors do not quote the grammar.
+_LIMITS = {"step_lexer_fuel": 100_000, "max_lexer_states": 50_000, "verbose_errors": False}
+_FIELD = "structured_outputs"
+_INSTALL = 'structured_outputs need llguidance: pip install "hybridrt[structured]"'
+
+
+class GrammarCompiler:
+    """Makes matchers of structured outputs. Any thread may call `matcher`.
+
+    llguidance compiles without Python's lock and has limits of its own, which end it within a second or so. A request
+    waits `seconds` at most: its thread may go on for a moment, and nothing waits for that.
+
+    Args:
+        tokenizer: None: the model has none, so requests are refused.
+        vocab_size: of the model. Tokens beyond the tokenizer's are never allowed.
+        eos_token_ids: allowed where an output may end.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        seconds: float = COMPILE_SECONDS,
+    ) -> None:
+        self.seconds, self.vocab_size = seconds, vocab_size
+        self._tokenizer, self._eos = tokenizer, frozenset(eos_token_ids)
+        self._compiled: OrderedDict[StructuredOutputs, Future[Matcher | str]] = OrderedDict()
+        self._lock = threading.Lock()  # guards `_compiled`
+        self._loading = threading.Lock()
+        self._places = threading.BoundedSemaphore(COMPILING)
+
+    @property
+    def words(self) -> int:
+        """int32 words of a bitmask."""
+        return -(-self.vocab_size // 32)
+
+    @cached_property
+    def executor(self) -> "LLExecutor":
+        """The threads that compute masks."""
+        from llguidance import LLExecutor
+
+        return LLExecutor()
+
+    def matcher(self, outputs: StructuredOutputs) -> Matcher:
+        """A new matcher, before the first token.
+
+        Raises:
+            RequestError: the model has no tokenizer or no end of sequence, llguidance is not installed, or the
+                grammar is invalid, not satisfiable, too large, or takes too long.
+            QueueFullError: too many other grammars are being compiled.
+        """
+        tokenizer = self._loaded()
+        with self._lock:
+            job = self._compiled.get(outputs)
+            if job is not None:
+                self._compiled.move_to_end(outputs)
+        found = self._wait(outputs, tokenizer) if job is None or not job.done() else job.result()
+        if isinstance(found, str):
+            raise RequestError(f"{_FIELD}: this {outputs.kind} cannot be used: {found}", _FIELD)
+        return found.copy()
+
+    def _wait(self, outputs: StructuredOutputs, tokenizer: "LLTokenizer") -> Matcher | str:
+        """Starts to compile, unless another request has; waits for the result."""
+        if not self._places.acquire(timeout=self.seconds):
+            raise QueueFullError("too many grammars are being compiled: try again later")
+        try:
+            return self._job(outputs, tokenizer).result(self.seconds)
+        except TimeoutError:
+            return f"compiling it takes more than {self.seconds:g} seconds; make it simpler"
+        finally:
+            self._places.release()
+
+    def _job(self, outputs: StructuredOutputs, tokenizer: "LLTokenizer") -> "Future[Matcher | str]":
+        with self._lock:
+            job = self._compiled.get(outputs)
+            if job is not None:
+                return job
+            job = self._compiled[outputs] = Future()
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+
+        def run() -> None:
+            try:
+                job.set_result(self._compile(outputs, tokenizer))
+            except BaseException as e:  # a failed assertion in llguidance is no Exception
+                job.set_result(f"{type(e).__name__}: {shortened(str(e))}")
+
+        threading.Thread(target=run, name="hybridrt-grammar", daemon=True).start()
+        return job
+
+    def _compile(self, outputs: StructuredOutputs, tokenizer: "LLTokenizer") -> Matcher | str:
+        from llguidance import LLMatcher, LLParserLimits
+        from llguidance.numpy import fill_next_token_bitmask
+
+        inner = LLMatcher(tokenizer, _grammar(outputs), log_level=0, limits=LLParserLimits(**_LIMITS))
+        first = np.zeros((1, self.words), np.int32)
+        if not inner.is_error():
+            fill_next_token_bitmask(inner, first)
+        if inner.is_error():
+            return shortened(inner.get_error())
+        return Matcher(inner, self._eos)
+
+    def _loaded(self) -> "LLTokenizer":
+        with self._loading:
+            return self._llguidance
+
+    @cached_property
+    def _llguidance(self) -> "LLTokenizer":
+        if not isinstance(self._tokenizer, HFTokenizer):
+            raise RequestError(f"{_FIELD} need a tokenizer and this model has none", _FIELD)
+        if not self._eos:
+            raise RequestError(
+                f"{_FIELD} need an end-of-sequence token, and the model's configuration names none", _FIELD
+            )
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError as e:
+            raise RequestError(_INSTALL, _FIELD) from e
+        try:
+            return from_tokenizer(self._tokenizer.hf, n_vocab=self.vocab_size, eos_token=sorted(self._eos))
+        except Exception as e:
+            raise RequestError(
+                f"{_FIELD} do not work with this model's tokenizer ({type(e).__name__}: {shortened(str(e))}): it must "
+                f"have a tokenizer.json whose tokens are in the model's vocabulary of {self.vocab_size}",
+                _FIELD,
+            ) from e
+
+
+def _grammar(outputs: StructuredOutputs) -> str:
+    """In llguidance's own form."""
+    from llguidance import LLMatcher
+
+    if outputs.regex is not None:
+        return LLMatcher.grammar_from_regex(outputs.regex)
+    if outputs.choice is not None:
+        texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in outputs.choice)
+        return LLMatcher.grammar_from_lark(f"start: {texts}")
+    if outputs.grammar is not None:
+        return LLMatcher.grammar_from_lark(outputs.grammar)
+    assert isinstance(outputs.json, str), "StructuredOutputs keeps a schema as text"
+    schema = json.loads(outputs.json)
+    if isinstance(schema, bool):  # llguidance takes objects alone
+        schema = {} if schema else {"enum": []}
+    options = {} if "x-guidance" in schema else {"whitespace_pattern": WHITESPACE}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options)

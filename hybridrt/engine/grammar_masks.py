@@ -1,0 +1,43 @@
+"""The bitmasks of a launched step, made from what the host knows once it has read the steps before it."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hybridrt.engine.grammar import MaskedRow, fill_masks
+from hybridrt.engine.grammar_compiler import GrammarCompiler
+from hybridrt.engine.request import Request
+from hybridrt.engine.scheduler import ScheduledStep
+from hybridrt.errors import EngineError
+from hybridrt.runtime.step import DecodeRows
+from hybridrt.speculative.drafter import NO_DRAFT, Draft
+
+
+def step_masks(
+    step: ScheduledStep, compiler: GrammarCompiler, fail: Callable[[Request, Exception], None]
+) -> np.ndarray:
+    """Masks as `Executor.sample` takes them. Ends a request by `fail` if its grammar cannot be followed any further.
+    What rows of ended requests sample does not matter."""
+    decode, sampling = step.plan.decode, [request for request, most in step.rows if most]
+    ends = np.cumsum(decode.num_drafts)
+    rows, requests = [], []
+    for i in step.plan.constrained:
+        request = sampling[i]
+        draft = _draft(decode, i, int(ends[i])) if i < len(decode) else NO_DRAFT
+        rows.append(MaskedRow(request.matcher if request.finish_reason is None else None, draft))
+        requests.append(request)
+    masks = fill_masks(rows, compiler.words, compiler.executor)
+    for request, row in zip(requests, rows, strict=True):
+        try:
+            if row.matcher is not None:
+                row.matcher.check()
+        except EngineError as e:
+            fail(request, e)
+    return masks
+
+
+def _draft(decode: DecodeRows, i: int, end: int) -> Draft:
+    """The draft of decode row i, which ends at `end` among all drafts."""
+    start = end - int(decode.num_drafts[i])
+    parents = None if decode.parents is None else decode.parents[start:end].tolist()
+    return Draft(decode.drafts[start:end].tolist(), None if parents == list(range(end - start)) else parents)

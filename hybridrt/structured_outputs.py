@@ -1,0 +1,85 @@
+"""What an output must look like: a JSON schema, a regular expression, one of some texts, or a grammar."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrt.errors import RequestError, is_text, shown
+
+MAX_CHARACTERS = 2**20  # of a schema, an expression or a grammar, and of all choices together
+MAX_CHOICES = 4096
+_FIELD = "structured_outputs"
+_KINDS = ("json", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """What an output must look like. Exactly one field is set. Two equal objects are compiled once.
+
+    Whether a schema, an expression or a grammar can be used is known when a request meets the model (`Engine.prepare`).
+
+    Args:
+        json: a JSON schema: an object, a bool, or the text of either. The output is a JSON text that it accepts. The
+            order of its properties is the order of the output. It is kept as text.
+        regex: a regular expression of Rust's syntax, which the whole output matches: no look-around, no references
+            to groups.
+        choice: the output is one of these strings, 1 to MAX_CHOICES (4096).
+        grammar: a grammar in llguidance's variant of Lark; its rule `start` is the output.
+
+    Raises:
+        RequestError: not exactly one field is set, one has the wrong type, or all of it has more than MAX_CHARACTERS
+            (2**20) characters.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise _refused(f"has {' and '.join(given) or 'no field'}; set one of {', '.join(_KINDS)}")
+        kind = given[0]
+        value = {"json": _schema, "choice": _choices}.get(kind, _text)(kind, getattr(self, kind))
+        object.__setattr__(self, kind, value)
+        length = sum(map(len, value)) if kind == "choice" else len(value)
+        if length > MAX_CHARACTERS:
+            raise _refused(f"has {length} characters in {kind}; at most {MAX_CHARACTERS} are taken: make it smaller")
+
+    @property
+    def kind(self) -> str:
+        """Which field is set."""
+        return next(name for name in _KINDS if getattr(self, name) is not None)
+
+
+def _refused(problem: str) -> RequestError:
+    return RequestError(f"{_FIELD} {problem}", _FIELD)
+
+
+def _text(kind: str, value: object) -> str:
+    if not isinstance(value, str) or not value or not is_text(value):
+        raise _refused(f"has {kind}={shown(value)}; it must be text, and not empty")
+    return value
+
+
+def _choices(kind: str, value: object) -> tuple[str, ...]:
+    choices = tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
+    if not 0 < len(choices) <= MAX_CHOICES:
+        raise _refused(f"has {kind}={shown(value)}; it must be a list of 1 to {MAX_CHOICES} strings")
+    return tuple(_text(kind, choice) for choice in choices)
+
+
+def _schema(kind: str, value: object) -> str:
+    """The schema as text without spaces."""
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(schema, (Mapping, bool)):
+            raise _refused(f"has {kind}={shown(value)}; a JSON schema is an object, true or false")
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as e:
+        if isinstance(e, RequestError):
+            raise
+        raise _refused(f"has {kind}={shown(value)}, which is no JSON ({type(e).__name__}: {e}); repair it") from e
+    return _text(kind, text)
