@@ -4,6 +4,8 @@ Source: the chat template and the model card of LiquidAI/LFM2-1.2B.
 """
 
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.tool_parser import CallSink
@@ -20,6 +22,9 @@ class Lfm2(JsonCalls):
     opens = ("<|tool_call_start|>",)
     closes = ("<|tool_call_end|>",)
     markers = ("<|tool_call_start|>",)
+
+    def section_schema(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        return None
 
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
         yield from scanner.space()
