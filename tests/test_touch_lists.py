@@ -9,9 +9,9 @@ import pytest
 from scripts.count_lines import code_lines
 
 ROOT = Path(__file__).parents[1]
-# Kernels are given. What inspects an installation, or offers names at large, is no part of the way.
+# Kernels are given, and so is the way in which a family writes its tool calls. What inspects an installation, or offers names at large, is no part of the way.
 FOLDERS = ("hybridrt", "models", "mem_cache")
-GIVEN = ("hybridrt/kernels/",)
+GIVEN = ("hybridrt/kernels/", "hybridrt/chat/")
 
 
 def words(file: Path) -> str:

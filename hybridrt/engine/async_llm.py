@@ -15,8 +15,8 @@ from hybridrt.engine.chats import ChatDelta, ChatOutput, ChatReader, Messages, P
 from hybridrt.engine.engine_loop import EngineLoop, StepMessage
 from hybridrt.engine.grammar_compiler import COMPILING
 from hybridrt.engine.limits import PreparedPrompt
-from hybridrt.engine.llm import LLM, whole_output
-from hybridrt.engine.outputs import Delta, RequestOutput
+from hybridrt.engine.llm import LLM
+from hybridrt.engine.outputs import Delta, RequestOutput, whole_output
 from hybridrt.engine.prompts import Prompt
 from hybridrt.errors import EngineError, RequestError, UnavailableError
 from hybridrt.sampling_params import SamplingParams
@@ -214,7 +214,7 @@ class AsyncLLM:
         finally:
             deltas.close()
         ((request_id, _),) = deltas.requests.items()
-        return whole_output(request_id, prepared, ended)
+        return whole_output(request_id, prepared.tokens, prepared.params.n, ended)
 
     async def prepare_chat(self, conversation: Conversation, params: SamplingParams, chat: Chat) -> PreparedChat:
         """Checks a conversation and converts it to tokens, in another thread. Raises what `LLM.chat` raises first."""

@@ -1,5 +1,6 @@
 """What an engine gives its callers: deltas, whole outputs, and counters."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -164,3 +165,26 @@ class RequestOutput:
     def outputs(self) -> "list[RequestOutput]":
         """All `n` samples of the prompt, this one first."""
         return [self, *self.siblings]
+
+
+def whole_output(request_id: str, prompt: list[int], n: int, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
+    """The `n` samples of a prompt, each of whose tokens came in one delta, by request and index."""
+    scores = ended[request_id, 0].prompt_logprobs
+    first, *siblings = (_sample(prompt, scores, ended[request_id, index]) for index in range(n))
+    first.siblings = tuple(siblings)
+    return first
+
+
+def _sample(prompt: list[int], scores: list[dict[int, float] | None] | None, delta: Delta) -> RequestOutput:
+    assert delta.finish_reason is not None and delta.metrics is not None, "it has ended"
+    return RequestOutput(
+        request_id=delta.request_id,
+        index=delta.index,
+        prompt_token_ids=prompt,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        finish_reason=delta.finish_reason,
+        logprobs=delta.logprobs,
+        metrics=delta.metrics,
+        prompt_logprobs=scores,
+    )
