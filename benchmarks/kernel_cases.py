@@ -16,6 +16,7 @@ from hybridrt.kernels.activation import relu2, silu_and_mul
 from hybridrt.kernels.rms_norm import add_rms_norm
 from hybridrt.kernels.skinny_linear import MAX_TOKENS, Activation
 from hybridrt.kinds.base import StateShape
+from hybridrt.kinds.lightning import LightningConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import ColumnLinear, RowLinear
@@ -247,17 +248,19 @@ def gdn_recurrent(config: ModelConfig, load: Load, device: str) -> Iterator[Case
 
 @decode_op("mixer_decode")
 def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
-    """Conv, gates and state of a recurrent layer in one operation, in both state modes."""
+    """Conv (if it has one), gates and state of a recurrent layer in one operation, in both state modes."""
     made: dict[str, Callable[[DecodeRows, str], kernels.Case]] = {
         "mamba2": partial(kernels.mamba2_decode, config),
         "gdn": kernels.gdn_decode,
+        "lightning": kernels.lightning_decode,
     }
     for kind in (kind for kind in config.linear if kind in made):
         shape = state_shape(config.linear[kind])
         heads, values, keys = shape.temporal
         ring = heads * values * 2 + shape.groups * keys * 2 + heads * 4
         # The conv ring is read whole, one column of it written; inputs come, outputs go.
-        around = 2 * (shape.conv_dim * (shape.conv_width(1) + 2) + heads * values)
+        inputs = shape.conv_dim * (shape.conv_width(1) + 2) or 3 * heads * values
+        around = 2 * (inputs + heads * values)
         for mode, dtype in ((mode, dtype) for mode in ("classic", "replay") for dtype in STATE_DTYPES):
 
             def make(kind: str = kind, shape: StateShape = shape, mode: str = mode, dtype: Any = dtype) -> Args:
@@ -267,7 +270,8 @@ def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]
             state = shape.temporal_numel * dtype.itemsize
             moved = load.rows * (around + (2 * state if mode == "classic" else state + ring * RING / 2))
             name, plain = f"{mode} {_sizes(shape)} {str(dtype)[6:]}", lambda args: args["states"].neg_()
-            yield Case(f"{kind}_decode", name, make, moved, plain=plain if mode == "classic" else None)
+            op = "mamba2_decode" if kind == "lightning" else f"{kind}_decode"
+            yield Case(op, name, make, moved, plain=plain if mode == "classic" else None)
 
 
 def _sizes(shape: StateShape) -> str:
@@ -289,6 +293,23 @@ def mamba2_chunk_scan(config: ModelConfig, load: Load, device: str) -> Iterator[
 
     per_token = chunk * columns * shape.groups + chunk * dim * heads + 4 * dim * columns * heads
     yield Case("mamba2_chunk_scan", f"{_sizes(shape)}, {shape.groups} groups", make, flops=total * per_token)
+
+
+@prefill_op("lightning_chunk_scan")
+def lightning_chunk_scan(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    """As `mamba2_chunk_scan`, with a group for each head."""
+    if "lightning" not in config.linear:
+        return
+    linear, total = config.linear_of(LightningConfig), load.rows * load.tokens
+    shape, chunk = state_shape(linear), linear.chunk_size
+    heads, dim, columns = shape.temporal
+
+    def make() -> Args:
+        with torch.device(device):
+            return kernels.lightning_chunk_scan(prompts_of(shape, chunk, load)).args
+
+    per_token = heads * (chunk * (columns + dim) + 4 * dim * columns)
+    yield Case("mamba2_chunk_scan", _sizes(shape), make, flops=total * per_token)
 
 
 @prefill_op("selective_scan")
@@ -325,8 +346,7 @@ def chunk_gated_delta_rule(config: ModelConfig, load: Load, device: str) -> Iter
 @prefill_op("causal_conv1d_varlen")
 def causal_conv1d_varlen(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
     total = load.rows * load.tokens
-    for linear in config.linear.values():
-        shape = state_shape(linear)
+    for shape in (shape for linear in config.linear.values() if (shape := state_shape(linear)).conv_dim):
 
         def make(shape: StateShape = shape) -> Args:
             with torch.device(device):

@@ -25,6 +25,8 @@ from hybridrt.errors import (
     QueueFullError,
     RankError,
     RequestError,
+    ServerError,
+    SessionError,
     TransferError,
     UnavailableError,
     UnsupportedLayerError,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from hybridrt.engine.llm import LLM
     from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
     from hybridrt.engine.prompts import Prompt
+    from hybridrt.engine.session_file import Session
     from hybridrt.sampling_params import SamplingParams
     from hybridrt.structured_outputs import StructuredOutputs
 
@@ -71,6 +74,9 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "ServerError",
+    "Session",
+    "SessionError",
     "SpeculativeConfig",
     "StructuredOutputs",
     "TransferError",
@@ -90,6 +96,7 @@ _HOME = {
     "FinishReason": "hybridrt.engine.outputs",
     "RequestMetrics": "hybridrt.engine.outputs",
     "RequestOutput": "hybridrt.engine.outputs",
+    "Session": "hybridrt.engine.session_file",
     "SamplingParams": "hybridrt.sampling_params",
     "StructuredOutputs": "hybridrt.structured_outputs",
 }

@@ -13,16 +13,35 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """The projections of multi-head latent attention (DeepSeek-AI 2024, section 2.1).
+
+    Attributes:
+        rank: numbers of a token's latent vector, from which the keys and values of all heads are made.
+        nope_dim, rope_dim: of a query head: numbers that meet its own keys, and numbers that meet the part of a key
+            which all heads share and which alone is rotated.
+        value_dim: of a head's output.
+        query_rank: of the compressed queries; None where queries are projected at once.
+    """
+
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None = None
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Softmax attention of a layer, before sharding. A model without attention layers has no heads.
 
     Attributes:
-        head_dim: of queries and keys.
+        head_dim: of queries and keys as they meet in the cache.
         rope: the Hugging Face rope_parameters dict, None for none.
         sliding_window: keys that a token sees, its own included; None for all.
         v_head_dim: of values; None for head_dim.
         scale: of the scores; None for head_dim ** -0.5.
-        variant: as in AttentionSpec.
+        latent: the projections of variant "mla", whose cache has one KV head; None for "gqa".
     """
 
     num_heads: int
@@ -32,7 +51,12 @@ class AttentionConfig:
     sliding_window: int | None = None
     v_head_dim: int | None = None
     scale: float | None = None
-    variant: str = "gqa"
+    latent: LatentConfig | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head among which rotary embeddings choose."""
+        return self.latent.rope_dim if self.latent else self.head_dim
 
 
 @dataclass(frozen=True)
@@ -59,9 +83,9 @@ class AttentionSpec:
         _one_of("variant of an attention layer", self.variant, ("gqa", "mla"))
 
     @property
-    def cache_dims(self) -> tuple[int, int]:
-        """Numbers of a KV head that the cache holds for a token: keys, values."""
-        return self.head_dim, self.v_head_dim if self.variant == "gqa" else 0
+    def cache_dims(self) -> tuple[int, ...]:
+        """Numbers of a KV head that the cache holds for a token: keys and values, or the latent vector alone."""
+        return (self.head_dim, self.v_head_dim) if self.variant == "gqa" else (self.head_dim,)
 
     @property
     def token_bytes(self) -> int:

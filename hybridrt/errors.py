@@ -49,6 +49,10 @@ class CacheDumpError(HybridrtError, ValueError):
     """A file is no dump of a prefix cache, or a damaged one."""
 
 
+class SessionError(HybridrtError, ValueError):
+    """A session cannot be saved, or a file is no session that this model can take. Nothing has changed."""
+
+
 class BackendError(HybridrtError, ValueError):
     """An attention or linear backend cannot serve this model, mode or platform."""
 
@@ -75,6 +79,10 @@ class QueueFullError(HybridrtError):
 
 class UnavailableError(EngineError):
     """The engine takes no requests: it has failed, or is shutting down."""
+
+
+class ServerError(HybridrtError):
+    """A server with OpenAI's API, asked by this process, cannot be reached, refuses, or breaks off."""
 
 
 class TransferError(HybridrtError, RuntimeError):

@@ -102,10 +102,11 @@ def _check_rope(attention: AttentionConfig, file: Path) -> None:
         value = parameters.get(name)
         if not ROPE[name].holds(value):
             raise ConfigError(f"{file}: rope_parameters: {name} is {shown(value)}; it must be {ROPE[name].text}")
-    rotated = int(attention.head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+    rotated = int(attention.rotary_dim * (parameters.get("partial_rotary_factor") or 1.0))
     if required and (rotated < 2 or rotated % 2):
         raise ConfigError(
-            f"{file}: rotary embeddings would turn {rotated} of {attention.head_dim} numbers of a head; they turn pairs"
+            f"{file}: rotary embeddings would turn {rotated} of {attention.rotary_dim} numbers of a head; they turn "
+            "pairs"
         )
 
 

@@ -226,18 +226,37 @@ class MambaPool:
         self._empty_rings(rows)
 
     def export(self, row: int, length: int) -> Iterator[torch.Tensor]:
-        """The state of a row after its `length` tokens, layer by layer: [1, conv_dim, K - 1] conv inputs, then
-        [1, *temporal]. The row's ring becomes part of its slot first."""
-        rows = torch.full_like(self.row_slots[:1], row)
-        self.fold(rows)
-        slots = self.row_slots[row : row + 1]
+        """The state of a row after its `length` tokens, as `read_slot` gives it. The row's ring becomes part of its
+        slot first."""
+        self.fold(torch.full_like(self.row_slots[:1], row))
+        return self._read_slots(self.row_slots[row : row + 1], length)
+
+    def import_(self, row: int, length: int, parts: Iterator[torch.Tensor]) -> None:
+        """Writes what `export` gave into the slot of a row that has just been admitted."""
+        self._write_slots(self.row_slots[row : row + 1], length, parts)
+
+    def read_slot(self, slot: int, length: int) -> Iterator[torch.Tensor]:
+        """What a slot of no row holds, a state after `length` tokens: of each layer [1, conv_dim, K - 1] conv inputs,
+        then [1, *temporal]."""
+        return self._read_slots(torch.full_like(self.row_slots[:1], slot), length)
+
+    def write_slot(self, slot: int, length: int, parts: Iterator[torch.Tensor]) -> None:
+        """Writes what `read_slot` gave into a slot of no row."""
+        self._write_slots(torch.full_like(self.row_slots[:1], slot), length, parts)
+
+    def slot_parts(self) -> Iterator[tuple[int, tuple[int, ...], torch.dtype]]:
+        """Layer, shape and dtype of everything that `read_slot` gives, in its order."""
+        for layer_id in self.layer_ids:
+            cache, shape = self._caches[layer_id], self._shapes[layer_id]
+            yield layer_id, (1, shape.conv_dim, shape.conv_kernel - 1), cache.conv.dtype
+            yield layer_id, (1, *shape.temporal), cache.temporal.dtype
+
+    def _read_slots(self, slots: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
         for layer_id in self.layer_ids:
             yield self.conv_window(layer_id, slots, torch.full_like(slots, length))
             yield self._caches[layer_id].temporal.index_select(0, slots)
 
-    def import_(self, row: int, length: int, parts: Iterator[torch.Tensor]) -> None:
-        """Writes what `export` gave into the slot of a row that has just been admitted."""
-        slots = self.row_slots[row : row + 1]
+    def _write_slots(self, slots: torch.Tensor, length: int, parts: Iterator[torch.Tensor]) -> None:
         for layer_id in self.layer_ids:
             cache, inputs = self._caches[layer_id], self._shapes[layer_id].conv_kernel - 1
             columns = torch.arange(length - inputs, length, device=slots.device) % cache.conv.shape[2]

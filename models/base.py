@@ -71,7 +71,7 @@ class CausalLM(nn.Module, ABC):
         if attention.rope is None:
             return None
         for known, table in self._rotary:
-            if (known.rope, known.head_dim) == (attention.rope, attention.head_dim):
+            if (known.rope, known.rotary_dim) == (attention.rope, attention.rotary_dim):
                 return table
         self._rotary.append((attention, rotary_table(self.config, self.max_len, self.device, attention)))
         return self._rotary[-1][1]

@@ -24,6 +24,7 @@ SECTIONS = (
     ("Models", ("models",)),
     ("Runtime: steps on a device", ("hybridrt/runtime",)),
     ("Speculative decoding", ("hybridrt/speculative",)),
+    ("Chat: conversations, tool calls, reasoning", ("hybridrt/chat", "hybridrt/chat/tool_parsers")),
     ("Engine: requests on the host", ("hybridrt/engine",)),
     ("State transfer", ("hybridrt/transfer",)),
     ("The surface for other engines", ("hybridrt/embedding",)),

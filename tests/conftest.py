@@ -20,12 +20,14 @@ if not torch.cuda.is_available():
 import triton
 
 from hybridrt.kernels import providers
-from tests.support import ties
+from tests.support import interpreter, ties
 
 if TYPE_CHECKING:
     from tests.support.checkpoints import CheckpointStore
 
 torch.set_num_threads(1)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    interpreter.spare()
 
 
 @pytest.fixture(autouse=True)

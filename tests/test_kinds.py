@@ -20,6 +20,8 @@ from hybridrt.errors import BackendError, ConfigError, UnsupportedLayerError
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kinds.base import LinearKind
 from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.kinds.kda import KDAConfig
+from hybridrt.kinds.lightning import LightningConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
@@ -41,8 +43,10 @@ CONFIGS: dict[str, LinearConfig] = {
     "mamba1": Mamba1Config(16, 3, 4, 2, chunk_size=8),
     "mamba2": Mamba2Config(4, 3, 5, 2, 4, 16, (0.0, 1.0)),
     "gdn": GDNConfig(2, 4, 6, 5, 3, chunk_size=8),
+    "kda": KDAConfig(4, 6, 4, chunk_size=8, gate_rank=3, lower_bound=-5.0),
     "prefix_sum": PrefixSumConfig(HIDDEN),
     "short_conv": ShortConvConfig(16, 3, chunk_size=8),
+    "lightning": LightningConfig(4, 3, chunk_size=8),
     "outside": OutsideConfig(HIDDEN),
 }
 
@@ -73,13 +77,15 @@ class Layer(nn.Module):
             self.out = nn.Linear(self.mixer.width, HIDDEN, bias=False)
         elif kind == "gdn":
             self.mixer = cls("m", config, layer_id, HIDDEN, 1e-5, keys=GDNKeys({}), build=build)  # no checkpoint
+        elif kind == "kda":
+            self.mixer = cls("m", config, layer_id, HIDDEN, 1e-5, build=build)
         else:
             self.mixer = cls("m", config, layer_id, HIDDEN, build=build)
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         if self.kind == "mamba2":
             return x + self.out(self.mixer(self.into(self.norm(x)[0]), batch))
-        if self.kind in ("gdn", "short_conv"):
+        if self.kind in ("gdn", "kda", "short_conv"):
             return sum(t for t in self.mixer(self.norm, x.clone(), None, batch) if t is not None)  # type: ignore[return-value]
         return x + self.mixer.summand(self.norm(x)[0], batch)
 
@@ -87,7 +93,14 @@ class Layer(nn.Module):
 class Stack(ByHand):
     """Layers over a table of inputs, one a token; `inputs` and `outputs` hold what each layer saw and gave."""
 
-    def __init__(self, layers: list[Layer | None], table: Tensor, mode: str = "classic", tokens: int = 1) -> None:
+    def __init__(
+        self,
+        layers: list[Layer | None],
+        table: Tensor,
+        mode: str = "classic",
+        tokens: int = 1,
+        tp: TPGroup | None = None,
+    ) -> None:
         self.layers, self.table = layers, table
         kinds = [layer.kind if layer else None for layer in layers]
         linear = {kind: CONFIGS[kind] for kind in kinds if kind}
@@ -96,7 +109,7 @@ class Stack(ByHand):
         config = ModelConfig("X", 9, HIDDEN, specs, attention, linear, 128, torch.float32, False, (), None)
         speculative = SpeculativeConfig(num_draft_tokens=tokens - 1) if tokens > 1 else None
         self.config = EngineConfig("x", device="cpu", page_size=4, speculative=speculative)
-        self.target = RunTarget(config, CPU, torch.float32, torch.float32, mode, TPGroup())
+        self.target = RunTarget(config, CPU, torch.float32, torch.float32, mode, tp or TPGroup())
         plan = MemoryPlan(ROWS, ROWS + 1, 0, 4, 128, UnitCosts(0, 0, 0), 0)
         self.pools = build_pools(self.config, self.target, plan)
         mixers = {i: layer.mixer for i, layer in enumerate(layers) if layer}
@@ -155,7 +168,8 @@ def run_rows(stack: Stack, count: int) -> list[list[int]]:
 MIXES = [
     (("mamba2", "gdn", "mamba2"), "classic"), (("mamba2", "gdn", "mamba2"), "replay"), (("gdn", "mamba2"), "replay"),
     (("mamba1", "prefix_sum"), "classic"), (("short_conv", "gdn"), "classic"),
-    (("gdn", "outside", "mamba1", "mamba2"), "classic"),
+    (("gdn", "outside", "mamba1", "mamba2"), "classic"), (("kda", "gdn"), "classic"),
+    (("lightning", "mamba2"), "classic"), (("gdn", "lightning", "lightning"), "replay"),
 ]  # fmt: skip
 
 
@@ -185,9 +199,12 @@ def test_a_model_of_several_kinds_equals_its_layers_run_alone(kinds: tuple[str, 
     ("kinds", "mode"),
     [
         (("mamba2", "gdn"), "replay"),
+        (("lightning",), "replay"),
+        (("lightning", "gdn"), "intermediate"),
         (("gdn", "mamba2", "mamba1"), "intermediate"),
         (("mamba1", "outside"), "intermediate"),
         (("short_conv", "gdn"), "intermediate"),
+        (("kda", "mamba2"), "intermediate"),
     ],
 )
 def test_verify_steps_of_several_kinds_keep_what_was_accepted(kinds: tuple[str, ...], mode: str) -> None:
@@ -247,7 +264,7 @@ def test_a_package_brings_a_kind() -> None:
 
 
 def test_kinds_that_are_unknown_or_wrong_are_refused() -> None:
-    with pytest.raises(UnsupportedLayerError, match=r"'nope'.*gdn, mamba1"):
+    with pytest.raises(UnsupportedLayerError, match=r"'nope'.*gdn, kda, .*mamba1"):
         linear_kind("nope")
     with pytest.raises(BackendError, match=r"'wrong'.*LinearKind of that name"):
         linear_kind("wrong")

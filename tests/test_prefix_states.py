@@ -20,7 +20,9 @@ from tests.support.samples import Samples
 from tests.support.session import Session, budget
 from tests.support.ties import check_greedy
 
-MODELS = ("falcon-plain", "qwen-plain", "jamba-plain", "falcon_mamba-plain", "lfm2-plain", "zamba2-plain")
+MODELS = (
+    "falcon-plain", "qwen-plain", "jamba-plain", "falcon_mamba-plain", "lfm2-plain", "zamba2-plain", "minimax-plain",
+)  # fmt: skip
 RINGS = ("falcon-plain", "qwen-plain")
 TEXT = prompts(40, seed=5)[0]
 MAX_LEN, PAGE, ROWS, PAGES, CACHE_SLOTS = 64, 4, 2, 26, 2

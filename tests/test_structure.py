@@ -16,7 +16,7 @@ from hybridrt import LLM, SamplingParams
 from hybridrt.kernels.operation import Operation
 from scripts import file_table
 from tests.support.checkpoints import Make, falcon, jamba, nemotron, qwen
-from tests.support.newer_checkpoints import granite, olmo
+from tests.support.newer_checkpoints import granite, minimax, olmo
 from tests.support.tiny import write_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +27,7 @@ ORDER = (
     "sampling_params",
     "speculative.registry", "config", "kinds", "families", "hf_config", "forward_batch", "kernels", "mem_cache",
     "attention", "distributed.groups", "distributed.conv_transfer", "layers", "models", "speculative.drafter",
-    "runtime", "speculative", "engine", "transfer", "embedding", "server", "bench", "cli",
+    "runtime", "speculative", "chat", "engine", "transfer", "embedding", "server", "bench", "cli",
 )  # fmt: skip
 MAX_LINES, MAX_TEST_LINES = 400, 450
 MAX_FUNCTION_LINES = 40
@@ -182,8 +182,8 @@ def _ours(frame: FrameType) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "make",
-    [falcon(), nemotron("M*-ME"), qwen(), jamba(), granite(), olmo()],
-    ids=["falcon", "nemotron", "qwen", "jamba", "granite", "olmo"],
+    [falcon(), nemotron("M*-ME"), qwen(), jamba(), granite(), olmo(), minimax()],
+    ids=["falcon", "nemotron", "qwen", "jamba", "granite", "olmo", "minimax"],
 )
 def test_from_generate_to_a_kernel_is_a_short_way(make: Make, tmp_path: Path) -> None:
     model = write_tiny(tmp_path, make, tokenizer=False)

@@ -54,7 +54,7 @@ BUILT_ON = {
 }
 FAMILIES = [
     "jamba", "falcon_mamba", "nemotron_h", "qwen3_next", "falcon_h1", "qwen3_5", "granite_moe_hybrid", "bamba",
-    "olmo_hybrid", "lfm2",
+    "olmo_hybrid", "lfm2", "minimax",
 ]  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_a_family_takes_two_files(family: str) -> None:
     assert sum(code_lines((ROOT / file).read_text()) for file in files) <= 150
 
 
-@pytest.mark.parametrize("kind", ["gdn", "mamba2", "mamba1", "prefix_sum", "short_conv"])
+@pytest.mark.parametrize("kind", ["gdn", "kda", "mamba2", "mamba1", "prefix_sum", "short_conv", "lightning"])
 def test_a_kind_takes_three_files(kind: str) -> None:
     """Only a kind's own three files name it. `users` may name it, too: families and models that use it, and
     conv_transfer, which knows another runtime's names of two kinds."""

@@ -277,18 +277,23 @@ class SegmentedAttnBackend(AttentionBackend):
         """Attention of one layer over all rows of the batch.
 
         Args:
-            layer: the layer that calls: its `layer_id` and `spec` (AttentionSpec).
+            layer: the layer that calls: its `layer_id` and `spec` (AttentionSpec). A layer of variant "mla" has
+                `weights` (LatentWeights) too, and brings q [T, heads * (nope + rope)], k [T, rank + rope] before its
+                norm, and no v.
             rope: how to rotate q and k first; None if they are rotated, or the model rotates nothing.
             out: [T, heads * head_dim], where the result may be left; what is returned counts.
         Returns:
-            [T, heads * head_dim] in q's dtype.
+            [T, heads * head_dim] in q's dtype; of variant "mla" [T, heads * value].
         """
         q, k, v, save = qkv
         assert q is not None
-        split, total = batch.num_decode_tokens, q.shape[0]
+        split, total, latent = batch.num_decode_tokens, q.shape[0], layer.spec.variant == "mla"
         if total == 0:
-            return q.new_empty(0, layer.spec.num_heads * layer.spec.v_head_dim)
-        if save and k is not None and v is not None:
+            value_dim = layer.weights.up_v.shape[2] if latent else layer.spec.v_head_dim
+            return q.new_empty(0, layer.spec.num_heads * value_dim)
+        if latent:
+            q = self.save_latent(q, k if save else None, layer, batch, rope)
+        elif save and k is not None and v is not None:
             if rope is None:
                 self.save_kv(k, v, layer, batch)
             else:
@@ -300,6 +305,11 @@ class SegmentedAttnBackend(AttentionBackend):
         if split == 0:
             return self.extend(q, layer, batch, out)
         return torch.cat((self.decode(q[:split], layer, batch), self.extend(q[split:], layer, batch)))
+
+    def save_latent(self, q: Tensor, k: Tensor | None, layer: Any, batch: ForwardBatch, rope: Rope | None) -> Tensor:
+        """Writes the vectors of a layer of variant "mla" into the pool and returns q, rotated. A backend that serves
+        such layers overrides it."""
+        raise BackendError(f"{type(self).__name__} serves no layers of latent attention")
 
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
         """Rotates q and k, writes k and v into the pool, returns q. A backend that fuses the three overrides it."""

@@ -18,6 +18,7 @@ from hybridrt.attention.checks import (
 from hybridrt.config import AttentionSpec
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, GraphView
+from hybridrt.kernels.latent_attention import from_latent, into_latent
 from hybridrt.kernels.providers import objection, require, select
 from hybridrt.kernels.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
 from hybridrt.kernels.state_commit import move_kv
@@ -42,7 +43,7 @@ class PagedMetadata:
 
 def kernel_facts(device: torch.device, spec: AttentionSpec) -> dict[str, Any]:
     """What providers are told of an attention layer when they are asked whether they can serve it."""
-    facts: dict[str, Any] = {"dtype": spec.dtype, "head_dim": spec.head_dim}
+    facts: dict[str, Any] = {"dtype": spec.dtype, "head_dim": spec.head_dim, "variant": spec.variant}
     return facts | {"capability": torch.cuda.get_device_capability(device)} if device.type == "cuda" else facts
 
 
@@ -54,7 +55,7 @@ class PagedKVBackend(SegmentedAttnBackend):
 
     Attributes:
         provider: whose kernels attend (hybridrt.kernels.providers).
-        operations: those that it runs.
+        operations: those that it runs. latent_operations: those for layers of variant "mla"; empty if it has none.
 
     Raises:
         ProviderNotInstalledError, BackendError: the provider is missing, or cannot serve this device and these layers.
@@ -62,6 +63,7 @@ class PagedKVBackend(SegmentedAttnBackend):
 
     provider: ClassVar[str]
     operations: ClassVar[tuple[str, ...]] = ("attention_extend", "attention_decode")
+    latent_operations: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         self.kv_pool = kv_pool
@@ -72,17 +74,20 @@ class PagedKVBackend(SegmentedAttnBackend):
             raise BackendError(f"provider {self.provider!r} cannot serve attention on {device.type!r}: {reason}")
         self._write_kv = select("write_kv", device.type)
         self._rotary_write_kv = select("rotary_write_kv", device.type)
+        self._write_latent = select("write_latent", device.type)
 
     @classmethod
     def objection(cls, device: torch.device, specs: Collection[AttentionSpec]) -> str | None:
         for spec in specs:
-            if spec.variant != "gqa":
-                return f'{cls.__name__} has no kernels for variant "{spec.variant}"'
-            if spec.v_head_dim != spec.head_dim:
+            latent = spec.variant == "mla"
+            if latent and not cls.latent_operations:
+                return f'{cls.__name__} has no kernels for latent attention (variant "mla"); use "triton" or "torch"'
+            if not latent and spec.v_head_dim != spec.head_dim:
                 return f"head_dim is {spec.head_dim} and v_head_dim {spec.v_head_dim}; {cls.__name__} takes equal ones"
-        facts = [kernel_facts(device, spec) for spec in specs]
-        asked = (objection(op, device.type, cls.provider, **each) for op in cls.operations for each in facts)
-        return next((reason for reason in asked if reason is not None), None)
+            for op in cls.latent_operations if latent else cls.operations:
+                if reason := objection(op, device.type, cls.provider, **kernel_facts(device, spec)):
+                    return reason
+        return None
 
     def _check_places(self, batch: ForwardBatch) -> None:
         """Rows, and the KV slots that the step writes and reads. Waits for the device."""
@@ -131,6 +136,17 @@ class PagedKVBackend(SegmentedAttnBackend):
         host = list(batch.extend_seq_lens_cpu), list(batch.seq_lens_cpu[split:])
         return AttentionPrompts(batch.req_pool_indices[split:], starts, lens, *host)
 
+    def save_latent(self, q: Tensor, k: Tensor | None, layer: Any, batch: ForwardBatch, rope: Rope | None) -> Tensor:
+        """Norms and rotates k `[T, rank + rope]`, writes it, and returns q `[T, heads * (nope + rope)]`, rotated."""
+        if k is None:
+            raise BackendError("a layer of latent attention always writes its tokens: pass k, and save_kv_cache=True")
+        (cache,), cos_sin = self.kv_pool.held(layer.layer_id), None if rope is None else rope.cos_sin
+        heads = q.view(q.shape[0], layer.spec.num_heads, -1)
+        written: Tensor = self._write_latent(
+            heads, k, layer.weights, batch.positions, cos_sin, cache, batch.out_cache_loc
+        )
+        return written.flatten(1)
+
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
         spec: AttentionSpec = layer.spec
         heads, kv_heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
@@ -165,18 +181,25 @@ class PagedAttnBackend(PagedKVBackend):
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
         self._extend, self._decode = (select(op, kv_pool.device.type, self.provider) for op in self.operations)
+        if self.latent_operations:
+            self._latent_extend = select("latent_extend", kv_pool.device.type, self.provider)
 
     def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        heads = q.view(batch.num_decode_rows, -1, layer.spec.num_heads, layer.spec.head_dim)
+        heads = q.unflatten(1, (layer.spec.num_heads, -1)).unflatten(0, (batch.num_decode_rows, -1))
+        kv, rows = self.layer_kv(layer), self.planned(batch).decode
+        if layer.spec.variant == "mla":
+            sums = self._decode(into_latent(heads, layer.weights), kv, rows)
+            return from_latent(sums, layer.weights).view(q.shape[0], -1)
         place = None if out is None else out.view(heads.shape)
-        result = self._decode(heads, self.layer_kv(layer), self.planned(batch).decode, place)
-        return result.reshape(q.shape[0], -1)
+        return self._decode(heads, kv, rows, place).reshape(q.shape[0], -1)
 
     def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        heads = q.view(-1, layer.spec.num_heads, layer.spec.head_dim)
+        heads = q.unflatten(1, (layer.spec.num_heads, -1))
+        kv, rows = self.layer_kv(layer), self.planned(batch).extend
+        if layer.spec.variant == "mla":
+            return self._latent_extend(heads, kv, layer.weights, rows).flatten(1)
         place = None if out is None else out.view(heads.shape)
-        result = self._extend(heads, self.layer_kv(layer), self.planned(batch).extend, place)
-        return result.reshape(q.shape[0], -1)
+        return self._extend(heads, kv, rows, place).reshape(q.shape[0], -1)
 
     def layer_kv(self, layer: Any) -> PagedKV:
         """A layer's keys and values."""

@@ -7,4 +7,5 @@ class TorchNativeAttnBackend(PagedAttnBackend):
     """Gathers a request's pages and calls scaled_dot_product_attention."""
 
     provider = "torch"
+    latent_operations = ("latent_extend", "attention_decode")
     auto_decode = auto_prefill = ("cpu",)

@@ -1,4 +1,5 @@
-"""The command line: `hybridrt generate`, `serve`, `bench`, `inspect`, `doctor`. Nothing here imports torch at once."""
+"""The command line: `hybridrt generate`, `chat`, `serve`, `bench`, `inspect`, `doctor`. Importing it does not import
+torch."""
 
 
 def main() -> None:

@@ -9,15 +9,16 @@ from typer.core import TyperGroup
 
 import hybridrt
 from hybridrt.cli import bench
+from hybridrt.cli.chat import chat
 from hybridrt.cli.doctor import doctor
 from hybridrt.cli.generate import generate
 from hybridrt.cli.inspect import inspect
 from hybridrt.cli.options import with_options
 from hybridrt.cli.serve import serve
 from hybridrt.cli.terminal import discard_output, open_streams
-from hybridrt.errors import EngineError, HybridrtError, PoolError, TransferError
+from hybridrt.errors import EngineError, HybridrtError, PoolError, ServerError, TransferError
 
-RUNTIME_FAILURES = (EngineError, PoolError, TransferError)
+RUNTIME_FAILURES = (EngineError, PoolError, ServerError, TransferError)
 
 
 class ErrorLineGroup(TyperGroup):
@@ -63,7 +64,7 @@ def options(
     """Runs hybrid language models: softmax attention mixed with Mamba and Gated Delta Net layers."""
 
 
-for command in (generate, serve, inspect, doctor):
+for command in (generate, chat, serve, inspect, doctor):
     app.command()(with_options(command))
 benchmarks = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine without one.")
 benchmarks.command()(with_options(bench.serve))

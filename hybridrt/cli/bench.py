@@ -115,10 +115,11 @@ def serve(
     Requests arrive at --rate whatever the server does, or --concurrency of them run at a time.
     """
     from hybridrt.bench.http_load import Target, run_load
+    from hybridrt.cli.openai_server import OpenAIServer
 
     workload = load.workload()
     work = make_work(workload)
-    target = Target(url, model or _first_model(url, api_key), api_key, _object(extra_body))
+    target = Target(url, model or OpenAIServer(url, api_key).first_model(), api_key, _object(extra_body))
     timings = asyncio.run(run_load(target, work, results.concurrency))
     results.show(timings, workload, url=url, model=target.model)
 
@@ -142,17 +143,6 @@ def offline(
         run_engine(llm, work[:1], 1, temperature=temperature)  # the first steps compile
         timings = run_engine(llm, work, results.concurrency, temperature=temperature)
     results.show(timings, workload, model=model)
-
-
-def _first_model(url: str, api_key: str | None) -> str:
-    from urllib.request import Request, urlopen
-
-    address = url.rstrip("/").removesuffix("/v1") + "/v1/models"
-    try:
-        with urlopen(Request(address, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})) as answer:
-            return str(json.load(answer)["data"][0]["id"])
-    except (OSError, ValueError, LookupError, TypeError) as e:
-        raise ConfigError(f"{address} names no model ({e}); check the URL, or pass --model") from e
 
 
 def _object(text: str | None) -> dict[str, Any] | None:

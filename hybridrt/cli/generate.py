@@ -33,6 +33,14 @@ class Job:
     prompt: str | list[int]
 
 
+@dataclass(frozen=True)
+class PromptSampling(SamplingOptions):
+    """Sampling of prompts, of which several samples may be taken."""
+
+    logprobs: Annotated[int | None, option("With --json: so many log-probabilities a token.", "none", "N")] = None
+    n: Annotated[int | None, typer.Option("-n", metavar="N", help="Samples of each prompt. [1]")] = None
+
+
 def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="What to continue; standard input if there is none.")
@@ -47,7 +55,7 @@ def generate(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show the memory plan and timings on standard error.")
     ] = False,
-    sampling: SamplingOptions = SamplingOptions(),  # noqa: B008
+    sampling: PromptSampling = PromptSampling(),
     engine: EngineOptions = EngineOptions(),  # noqa: B008
     speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
 ) -> None:
@@ -152,7 +160,12 @@ def _jobs(path: Path, typed: Sequence[str], chat: bool, token_ids: bool) -> list
     tokenizer = load_tokenizer(path)
     if tokenizer is None or not tokenizer.hf.chat_template:
         raise RequestError("--chat: the model brings no chat template; leave the option out")
-    return [Job(text, tokenizer.encode_chat(text)) for text in typed]
+    from hybridrt.chat.chat import Chat
+    from hybridrt.chat.conversation import read_conversation
+
+    core, params = Chat(tokenizer), SamplingParams()
+    talks = [read_conversation([{"role": "user", "content": text}]) for text in typed]
+    return [Job(text, core.prompt(talk, params).tokens) for text, talk in zip(typed, talks, strict=True)]
 
 
 def _token_ids(text: str) -> list[int]:

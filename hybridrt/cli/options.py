@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -122,8 +123,18 @@ class SamplingOptions(Overrides):
         typer.Option("--stop-token-id", metavar="ID", help="End at this token; repeatable. [none]"),
     ] = None
     ignore_eos: Annotated[bool | None, option("Go on after the end-of-sequence token.", "off")] = None
-    logprobs: Annotated[int | None, option("With --json: so many log-probabilities a token.", "none", "N")] = None
-    n: Annotated[int | None, typer.Option("-n", metavar="N", help="Samples of each prompt. [1]")] = None
+
+
+def read_text(option_name: str, file: str) -> str:
+    """The text of a file that an option names.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return Path(file).read_text()
+    except (OSError, UnicodeDecodeError, ValueError) as e:
+        raise ConfigError(f"{option_name}: {file} cannot be read: {e}") from e
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

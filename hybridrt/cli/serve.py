@@ -2,13 +2,12 @@
 
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from hybridrt.cli.options import EMBEDDED, EngineOptions, SpeculativeOptions, option
-from hybridrt.errors import ConfigError, ProviderNotInstalledError
+from hybridrt.cli.options import EMBEDDED, EngineOptions, SpeculativeOptions, option, read_text
+from hybridrt.errors import ProviderNotInstalledError
 
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -40,6 +39,8 @@ class ServerOptions:
         typer.Option("--allowed-origin", metavar="URL", help="Pages that may call (CORS); repeatable. [none]"),
     ] = None
     chat_template: Annotated[str | None, option("File that replaces the model's chat template.", "none", "FILE")] = None
+    tool_parser: Annotated[str | None, option("How the model writes tool calls.", "auto", "NAME")] = None
+    reasoning_parser: Annotated[str | None, option("How the model marks reasoning.", "auto", "NAME")] = None
     max_waiting: Annotated[int | None, option("Samples that may wait; more get 429.", "4096", "N")] = None
     max_body_bytes: Annotated[int | None, option("Longest body of a request.", "16777216", "N")] = None
     request_timeout: Annotated[float | None, option("Seconds that a request may take; 0: any.", "600", "S")] = None
@@ -60,15 +61,8 @@ class ServerOptions:
         values = {name: value for name, value in asdict(self).items() if value is not None}
         values["api_keys"] = read_api_keys(values.pop("api_keys", None), values.pop("api_key_file", None))
         if "chat_template" in values:
-            values["chat_template"] = _read(values["chat_template"])
+            values["chat_template"] = read_text("--chat-template", values["chat_template"])
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-
-
-def _read(file: str) -> str:
-    try:
-        return Path(file).read_text()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--chat-template: {file} cannot be read: {e}") from e
 
 
 def serve(

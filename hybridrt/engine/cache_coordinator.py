@@ -131,13 +131,17 @@ class CacheCoordinator:
         self.prefixes.admitted(request, match)
         return True
 
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` tokens take; 0 for a model without attention layers."""
+        return self._demand.whole(num_tokens) if self.pages.total else 0
+
     def room_stamp(self) -> tuple[int, ...]:
         """Differs from an earlier result if something has changed that may make room for a request."""
         return self.rows.num_free, self.slots.num_free, self.pages.num_free, self._num_releases
 
     def grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Lends pages until KV of `num_tokens` tokens fits. False if there are too few: nothing is taken."""
-        need = self._pages_for(num_tokens) - request.end_page
+        need = self.pages_for(num_tokens) - request.end_page
         if need <= 0:
             return True
         if not self._make_room(need, 0):
@@ -148,7 +152,7 @@ class CacheCoordinator:
     def use_spare_pages(self, request: Request, num_tokens: int, plan: StepPlan) -> int:
         """Lends the request's spare pages to the first `num_tokens` tokens of its prompt. Returns how many of them have
         pages: fewer than `num_tokens` only if launched steps still read pages that the sliding window will release."""
-        need = self._pages_for(num_tokens) - request.end_page
+        need = self.pages_for(num_tokens) - request.end_page
         if need > 0 and request.spare:
             fresh, request.spare = request.spare[:need], request.spare[need:]
             self._append(request, fresh, plan)
@@ -170,7 +174,7 @@ class CacheCoordinator:
             return
         own = request.pages[:gone]
         request.pages, request.first_page = request.pages[gone:], request.first_page + gone
-        wanted = self._pages_for(len(request.prefill_tokens)) - request.end_page - len(request.spare)
+        wanted = self.pages_for(len(request.prefill_tokens)) - request.end_page - len(request.spare)
         request.spare += own[: max(wanted, 0)]
         self.pages.free(own[max(wanted, 0) :])
         self._num_releases += 1
@@ -233,13 +237,10 @@ class CacheCoordinator:
         pages = self.pages.total
         columns.capacity[row] = request.end_page * self._demand.page_size if pages else UNLIMITED
 
-    def _pages_for(self, num_tokens: int) -> int:
-        return self._demand.whole(num_tokens) if self.pages.total else 0
-
     def _prompt_pages(self, num_tokens: int, matched: int) -> int:
         """Pages to lend to a prompt of which the cache has `matched`. If the pool is smaller than whole chunks need,
         the prompt gets the whole pool, and its chunks get shorter."""
-        return min(self._pages_for(num_tokens) - matched, self._demand.prefilling(num_tokens), self.pages.total)
+        return min(self.pages_for(num_tokens) - matched, self._demand.prefilling(num_tokens), self.pages.total)
 
     def _append(self, request: Request, fresh: list[Slot], plan: StepPlan) -> None:
         assert request.row is not None

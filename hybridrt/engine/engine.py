@@ -19,6 +19,7 @@ from hybridrt.engine.prompts import Prompt
 from hybridrt.engine.request import Request, derive_seed, new_samples
 from hybridrt.engine.samples import Samples
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.sessions import Sessions
 from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import EngineError, RequestError
@@ -55,6 +56,7 @@ class Engine:
 
     Attributes:
         turns: held by the thread that is inside; `with engine.turns:` waits for it, first come, first served.
+        sessions: saves parts of the prefix cache to files, and loads them.
         prefill_source: the PrefillSource that computes the prompts of later requests. None: this engine computes them.
     """
 
@@ -86,6 +88,7 @@ class Engine:
         self._abandoned = Abandonment()
         self._change = Change(self._recover)
         self.turns = Turns(self._change.begin)
+        self.sessions = Sessions(executor, coordinator, self.turns, self._change)
 
     @classmethod
     def from_config(

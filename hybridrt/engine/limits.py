@@ -21,6 +21,7 @@ class PreparedPrompt:
         max_len: prompt + output tokens at which a sample ends.
         stop_ids: tokens that end it.
         rules: what the parameters allow of single tokens; None for all.
+        boundaries: numbers of the prompt's tokens at which others may go on differently, such as the system prompt's.
         matcher: follows `structured_outputs`, before the first token; None without. Each sample gets a copy.
     """
 
@@ -29,6 +30,7 @@ class PreparedPrompt:
     max_len: int
     stop_ids: frozenset[int]
     rules: TokenRules | None = None
+    boundaries: tuple[int, ...] = ()
     matcher: Matcher | None = None
 
 
@@ -88,7 +90,9 @@ class EngineLimits:
         rules = make_rules(params, forbidden, self._bad_words(params, tokenizer), self.vocab_size)
         structured = params.structured_outputs
         matcher = None if structured is None else compiler.matcher(structured)
-        return PreparedPrompt(tokens, params, max_len, frozenset((*eos, *params.stop_token_ids)), rules, matcher)
+        return PreparedPrompt(
+            tokens, params, max_len, frozenset((*eos, *params.stop_token_ids)), rules, matcher=matcher
+        )
 
     def _check_params(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         """What parameters can be wrong about only beside a model."""

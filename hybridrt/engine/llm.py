@@ -1,22 +1,38 @@
-"""LLM: a model, its engine and its tokenizer behind two methods, `generate` and `stream`."""
+"""LLM: a model, its engine and its tokenizer behind `generate`, `stream`, `chat` and `stream_chat`."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import overload
+from typing import Any, Unpack, overload
 
+import numpy as np
 from tqdm.auto import tqdm
 from tqdm.notebook import tqdm_notebook
 
+from hybridrt.chat.chat import Chat
+from hybridrt.chat.conversation import ChatOptions, Conversation, read_conversation
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.engine.cache_dump import write_dump
+from hybridrt.engine.chats import (
+    ChatDelta,
+    ChatOutput,
+    ChatReader,
+    Chats,
+    Messages,
+    PreparedChat,
+    as_conversations,
+    prepare_chat,
+    read_output,
+)
 from hybridrt.engine.delta_queue import DeltaQueue
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.outputs import Delta, RequestOutput
-from hybridrt.engine.prompts import Prompt, as_prompts
+from hybridrt.engine.prompts import Prompt, as_prompts, text_or_ids
 from hybridrt.engine.sampling_defaults import default_sampling_params
+from hybridrt.engine.session_file import Session
 from hybridrt.engine.tokenizer import load_tokenizer
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.runtime.interrupts import Interrupts
@@ -84,6 +100,7 @@ class LLM:
         self.device = runner.device
         self.default_sampling_params = default_sampling_params(runner.model_path)
         self.tokenizer = load_tokenizer(runner.model_path)
+        self.chats = Chats(self.tokenizer)
         self._engine: Engine | None = Engine.from_config(self.config, runner, self.tokenizer, split=self._split)
 
     @property
@@ -99,20 +116,24 @@ class LLM:
     ) -> list[RequestOutput]: ...
 
     @overload
+    def generate(self, prompts: Sequence[PreparedPrompt]) -> list[RequestOutput]: ...
+
+    @overload
     def generate(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]: ...
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | Sequence[PreparedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Runs all prompts to their end.
 
         Args:
             prompts: one prompt or several, of any kinds: each a string, token ids (a list, a tuple, or a 1-D integer
-                array of numpy or torch), {"prompt": text} or {"prompt_token_ids": ids}.
+                array of numpy or torch), {"prompt": text} or {"prompt_token_ids": ids}. What `Engine.prepare`
+                has returned stays as it is, with its own parameters.
             sampling_params: for all prompts, or one each; None is `default_sampling_params`.
 
         Returns:
@@ -159,6 +180,75 @@ class LLM:
         params = self.default_sampling_params if sampling_params is None else sampling_params
         return self._stream(self.engine.prepare(prompt, params))
 
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        **options: Unpack[ChatOptions],
+    ) -> list[ChatOutput]:
+        """Answers one conversation, or several at once.
+
+        Args:
+            messages: a list of {"role", "content"}, in OpenAI's form; or a list of such lists.
+            sampling_params: for all conversations; None is `default_sampling_params` with all the room there is.
+            tools: functions that the model may call: {"type": "function", "function": {"name", "parameters"}}.
+            tool_choice: "auto" (also None), "none", "required", or {"type": "function", "function": {"name"}}.
+            chat_template: Jinja text; None is the model's own.
+            tool_parser, reasoning_parser: names of formats (docs/chat.md); "auto" goes by the template, "none" is off.
+            options: see ChatOptions.
+
+        Returns:
+            One answer a conversation, in order. With n > 1 it is the first sample, and `.outputs` has all n.
+
+        Raises:
+            RequestError, MemoryBudgetError: a conversation cannot be taken; none was started.
+            CheckpointError: there is no chat template, or it fails.
+            EngineError: as `generate`.
+        """
+        chat = self.chats(chat_template, tool_parser, reasoning_parser)
+        given = as_conversations(messages, {"tools": tools, "tool_choice": tool_choice, **options})
+        params = self.chat_sampling_params(sampling_params)
+        batch = [self.prepare_chat(conversation, params, chat) for conversation in given]
+        outputs = self.generate([each.prepared for each in batch])
+        return [read_output(each, output) for each, output in zip(batch, outputs, strict=True)]
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat: Chat | None = None,
+        **options: Any,
+    ) -> Iterator[ChatDelta]:
+        """Yields what the answer to one conversation gains, as `stream` does.
+
+        Args:
+            chat: from `chats`; None is the model's own.
+            options: `tools`, `tool_choice` and ChatOptions, as in `chat`.
+
+        Raises:
+            as `chat`, at once; EngineError while iterating.
+        """
+        params = self.chat_sampling_params(sampling_params)
+        prepared = self.prepare_chat(read_conversation(messages, **options), params, chat or self.chats())
+        reader = ChatReader(prepared)
+        return (reader.read(delta) for delta in self._stream(prepared.prepared))
+
+    def chat_sampling_params(self, params: SamplingParams | None) -> SamplingParams:
+        """The parameters of a chat: None is the model's default with all the room there is."""
+        return replace(self.default_sampling_params, max_tokens=None) if params is None else params
+
+    def prepare_chat(self, conversation: Conversation, params: SamplingParams, chat: Chat) -> PreparedChat:
+        """Checks a conversation and converts it to tokens. Raises what `chat` raises before it starts."""
+        assert self.tokenizer is not None, "there is no Chat without a tokenizer"
+        return prepare_chat(self.engine, self.tokenizer, chat, conversation, params)
+
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes, as `Engine.reset_prefix_cache` does."""
         with self.engine.turns:
@@ -176,6 +266,46 @@ class LLM:
         with self.engine.turns:
             dump = self.engine.cache_dump(text=text)
         write_dump(path, dump)
+
+    def save_session(
+        self, path: str | Path, prompt: Prompt, *, cache_salt: str | None = None, note: str = ""
+    ) -> Session:
+        """Writes what the prefix cache has of a text to a file, for `load_session` of this or another process: the KV
+        and the recurrent states of the text's longest cached prefix.
+
+        Args:
+            path: of a safetensors file, which is replaced as a whole.
+            prompt: the text, most often prompt and answer of a request that has ended, best as token ids.
+            cache_salt: of that request.
+            note: text of the caller's own that the file keeps, up to 2**20 characters.
+
+        Returns:
+            What was saved. Its `token_ids` may be fewer than the prompt's: the last token of an answer has no state.
+
+        Raises:
+            RequestError: `prompt` is no prompt, or `cache_salt` no text.
+            SessionError: nothing of it is cached, or the note is too long.
+            OSError: the file cannot be written.
+        """
+        content, limits = text_or_ids(prompt), self.engine.limits
+        if not isinstance(content, str):
+            content = content[: limits.max_model_len - 1]  # the last token of the longest text is never computed
+        prepared = limits.prepare(content, SamplingParams(cache_salt=cache_salt), self.tokenizer)
+        tokens = np.array(prepared.tokens, np.int32)
+        return self.engine.sessions.save(Path(path), tokens, cache_salt or "", note)
+
+    def load_session(self, path: str | Path, *, cache_salt: str | None = None) -> Session:
+        """Puts the contents of a file of `save_session` into the prefix cache. Requests with this `cache_salt` that
+        begin with its tokens compute only what comes after them. The model, its weights, dtypes and tp_size must be
+        those of the LLM that saved it; `page_size`, drafting without prediction heads, and the device may differ.
+
+        Raises:
+            SessionError: the file is damaged or belongs to another model, or there is no room. Nothing has changed.
+            RequestError: `cache_salt` is no text.
+            OSError: the file cannot be opened.
+        """
+        SamplingParams(cache_salt=cache_salt)  # checks it
+        return self.engine.sessions.load(Path(path), cache_salt or "")
 
     def close(self) -> None:
         """Aborts all requests and frees the model and the pools. A second call does nothing, or what an exception kept
@@ -201,7 +331,7 @@ class LLM:
         self.close()
 
     def _prepare(
-        self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+        self, prompts: list[Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[PreparedPrompt]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or self.default_sampling_params] * len(prompts)
@@ -209,7 +339,10 @@ class LLM:
             raise RequestError(
                 f"{len(prompts)} prompts and {len(sampling_params)} SamplingParams; pass one for all, or one each"
             )
-        return [self.engine.prepare(p, params) for p, params in zip(prompts, sampling_params, strict=True)]
+        return [
+            prompt if isinstance(prompt, PreparedPrompt) else self.engine.prepare(prompt, params)
+            for prompt, params in zip(prompts, sampling_params, strict=True)
+        ]
 
     def _stream(self, prepared: PreparedPrompt) -> Iterator[Delta]:
         engine, queue, running = self.engine, DeltaQueue(), prepared.params.n

@@ -27,6 +27,7 @@ class PrefixStore:
     Attributes:
         grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a request that goes on
             writing its last page can give the pages before it away.
+        keeps: as given.
     """
 
     def __init__(
@@ -38,12 +39,12 @@ class PrefixStore:
         self.counts = CacheCounts()
         self._seen = SeenTexts()
         self.grid = max(GRID, page_size)
-        self._pages, self._slots, self._rows, self._keeps = pages, slots, rows, keeps
+        self._pages, self._slots, self._rows, self.keeps = pages, slots, rows, keeps
 
     def match(self, request: Request) -> PrefixMatch:
         """What of a waiting request needs no computing. Nothing is locked. A prefix that is computed already gives no
         log-probabilities."""
-        if not self._keeps or request.params.prompt_logprobs is not None:
+        if not self.keeps or request.params.prompt_logprobs is not None:
             return PrefixMatch()
         return self.tree.match(request.ids, request.params.cache_salt or "")
 
@@ -59,7 +60,7 @@ class PrefixStore:
 
     def shares(self, num_tokens: int) -> bool:
         """Whether a prompt of so many tokens may leave something for another one of the same tokens."""
-        return self._keeps and num_tokens > (self.grid if self._slots.total else self.tree.page_size)
+        return self.keeps and num_tokens > (self.grid if self._slots.total else self.tree.page_size)
 
     def lock(self, match: PrefixMatch) -> None:
         """Keeps a match of the cache from eviction."""
@@ -96,7 +97,7 @@ class PrefixStore:
             self.counts.retokenised += match.retokenised
             self.counts.without_state += match.known - match.length if self._slots.total else 0
         request.shared, request.save_at = False, ()
-        if self._keeps and self._slots.total:
+        if self.keeps and self._slots.total:
             ends = (prompt - 1, match.known, *sorted(request.boundaries, reverse=True))
             grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
             request.save_at = tuple([end for end in grid if end > match.length][:MOST_SAVES])
@@ -119,7 +120,7 @@ class PrefixStore:
         """The prompt has been computed: others may have its whole pages and its saved states from here on. What the
         cache takes over stays locked for the request."""
         request.shared = True
-        if not self._keeps:
+        if not self.keeps:
             return
         ids = request.ids[: len(request.prefill_tokens)]
         taken, node = self._insert(request, ids, request.saves)
@@ -140,6 +141,42 @@ class PrefixStore:
         request.given, request.prefix = set(), PrefixMatch()
         return taken
 
+    def path(self, tokens: np.ndarray, salt: str) -> tuple[PrefixMatch, list[tuple[int, Slot]]]:
+        """What is cached of a text [n] int32, which may be all of it, and its states as (number of tokens, slot) in
+        order. Nothing is locked."""
+        match = self.tree.match(np.append(tokens, np.int32(-1)), salt)
+        nodes = [] if match.node is None else list(match.node.path)
+        return match, [(node.end, node.state) for node in reversed(nodes) if node.state is not None]
+
+    def known_at(self, length: int) -> int:
+        """Token ids without which `length` tokens with KV are no prefix: without a state after them, the pages of a
+        prediction head need the next token, too."""
+        return length if self.tree.recurrent else length + self.tree.lookahead
+
+    def length_of(self, num_tokens: int) -> int:
+        """Tokens with KV that so many token ids are enough for. The inverse of `known_at`."""
+        return num_tokens if self.tree.recurrent else num_tokens - self.tree.lookahead
+
+    def room(self) -> tuple[int, int]:
+        """Pages and state slots that are free, or that no request reads."""
+        pages, slots = (pool.num_free + pool.num_cached - pool.num_locked for pool in (self._pages, self._slots))
+        return pages, slots
+
+    def take_room(self, num_pages: int, num_states: int) -> tuple[list[Slot], list[Slot]]:
+        """Pages and state slots for `adopt`, as far as `room` goes."""
+        self.evict(max(num_pages - self._pages.num_free, 0), max(num_states - self._slots.num_free, 0))
+        return self._pages.alloc(num_pages), self._slots.alloc(num_states)
+
+    def adopt(self, tokens: np.ndarray, pages: list[Slot], states: dict[int, Slot], salt: str) -> None:
+        """The cache takes what `take_room` gave and what now holds this text; what it has already is freed."""
+        self._seen.note(tokens, salt)
+        taken, _ = self.tree.insert(tokens, pages, states, salt)
+        kept = set(taken.pages), set(taken.states)
+        self._pages.to_cache(taken.pages)
+        self._slots.to_cache(taken.states)
+        self._pages.free([page for page in pages if page not in kept[0]])
+        self._slots.free([slot for slot in states.values() if slot not in kept[1]])
+
     def evict(self, pages: int, states: int, *, awaited: bool = True) -> None:
         """Frees so many entries that no request reads, or all there are; `awaited` as in RadixCache.evict."""
         gone = self.tree.evict(pages, states, awaited=awaited)
@@ -156,7 +193,7 @@ class PrefixStore:
         """Nothing is offered of a request that failed, whose state may be wrong, nor of one that has added nothing."""
         computed, ids = request.computed, request.ids
         failed = request.broken or request.error is not None
-        if not self._keeps or failed or computed <= request.prefix.length:
+        if not self.keeps or failed or computed <= request.prefix.length:
             return CacheEntries()
         states = dict(request.saves)
         # The last step may have computed tokens after the end of the text. The state then includes them: keep it out.

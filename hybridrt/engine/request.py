@@ -255,6 +255,7 @@ def new_samples(
             max_len=prepared.max_len,
             stop_ids=prepared.stop_ids,
             rules=prepared.rules,
+            boundaries=prepared.boundaries,
             matcher=None if prepared.matcher is None else prepared.matcher.copy(),
             metrics=RequestMetrics(prompt_tokens=len(tokens), arrival_time=time.monotonic()),
             detokenizer=_detokenizer(tokenizer, prepared, stop),

@@ -1,12 +1,11 @@
 """Text to token ids and back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from hybridrt.config_json import read_object
-from hybridrt.engine.chat_template import run_template
 from hybridrt.errors import CheckpointError, RequestError, shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -64,30 +63,6 @@ class HFTokenizer:
     def encode_bare(self, text: str) -> list[int]:
         """As `encode`, with nothing put before or behind the text."""
         return self._encode(text, add_special_tokens=False)
-
-    def encode_chat(self, text: str) -> list[int]:
-        """Token ids of a conversation that consists of one message of the user, in the model's chat template.
-
-        Raises:
-            CheckpointError: there is no template, it fails, or it takes too long or too much memory.
-        """
-        # The template writes the special tokens itself: encoding it as a prompt would put a second one before it.
-        return self.encode_bare(self.render_chat([{"role": "user", "content": text}], add_generation_prompt=True))
-
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], template: str | None = None, **options: Any) -> str:
-        """A conversation as text, in the model's chat template or in `template`, as `run_template` runs it.
-
-        Args:
-            options: of transformers' apply_chat_template, and what else the template reads.
-
-        Raises:
-            CheckpointError: there is no template, it fails, or it takes too long or too much memory.
-        """
-        if not (template or self.hf.chat_template):
-            raise CheckpointError("the model brings no chat template; pass its prompt without one")
-        return run_template(
-            lambda: self.hf.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
-        )
 
     def _encode(self, text: str, **options: bool) -> list[int]:
         try:

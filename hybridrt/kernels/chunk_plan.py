@@ -82,8 +82,10 @@ def ith_chunks(plan: ChunkPlan, i: int) -> tuple[Tensor | slice, Tensor]:
 
 
 def chunk_tokens(plan: ChunkPlan, chunk: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [b, Q] of chunks [b], the last one repeated as padding, and which of them are real."""
-    token = plan.cu_chunk_seqlens[chunk][:, None] + torch.arange(plan.chunk_size, device=chunk.device)
+    """Tokens [b, Q] of chunks [b], the last one repeated as padding, and which of them are real. Q is the size of a
+    chunk, or the new tokens of the longest request where they are fewer."""
+    longest = min(plan.chunk_size, max(plan.lengths))
+    token = plan.cu_chunk_seqlens[chunk][:, None] + torch.arange(longest, device=chunk.device)
     end = plan.cu_chunk_seqlens[chunk + 1][:, None]
     return token.clamp(max=end - 1), token < end
 

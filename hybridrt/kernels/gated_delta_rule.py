@@ -2,6 +2,9 @@
 
     S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    o_t = S_t q_t
 
+In Kimi Delta Attention (Moonshot AI 2025) each channel of a key has a gate of its own, S_{t-1} diag(exp(g_t)) stands
+for exp(g_t) S_{t-1}, and there are as many key heads as value heads.
+
 Shapes: T tokens, B rows, Hk key heads of dim K, Hv value heads of dim V; value head h uses key head h // (Hv // Hk).
 States are `[S+1, Hv, V, K]`. q and k are l2-normalised here, and q is scaled by K^-0.5. Arguments are records of
 `records.py`.
@@ -27,15 +30,37 @@ def gdn_gates(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor, Tenso
 
     a, b `[..., Hv]` any float dtype. Returns (g, beta) of a's shape.
     """
-    A_log, dt_bias, scale = weights
-    return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), scale * torch.sigmoid(b.float())
+    return compute_gates(a, b, weights)
+
+
+def compute_gates(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor, Tensor]:
+    """`gdn_gates`, also with a `[..., Hv, K]` of Kimi Delta Attention, whose safe gate is
+
+    g = lower_bound sigmoid(exp(A_log) (a + dt_bias)).
+    """
+    A_log, dt_bias, scale, lower_bound = weights
+    rate, beta = A_log.float().exp(), scale * torch.sigmoid(b.float())
+    if a.ndim > b.ndim:
+        rate = rate.unsqueeze(-1)
+    a = a.float() + dt_bias.float()
+    return -rate * F.softplus(a) if lower_bound is None else lower_bound * torch.sigmoid(rate * a), beta
+
+
+def with_gates(inputs: DeltaInputs, weights: GateWeights | None) -> DeltaInputs:
+    """Inputs with g and beta, from raw ones where there are `weights`."""
+    if weights is None:
+        return inputs
+    g, beta = compute_gates(inputs.g, inputs.beta, weights)
+    return inputs._replace(g=g, beta=beta)
 
 
 @operation(by("triton"), by("fla", priority=5))
-def chunk_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, prompts: Prompts) -> Tensor:
+def chunk_gated_delta_rule(
+    inputs: DeltaInputs, state: StateSlots, prompts: Prompts, weights: GateWeights | None = None
+) -> Tensor:
     """Prefill of several requests, packed along one axis. Returns `[T, Hv, V]` in v's dtype."""
     # The WY form (Yang et al. 2024, section 3.3): within a chunk the corrected values solve a triangular system
-    (q, k, v, g, beta), (states, read_slots, write_slots, _) = inputs, state
+    (q, k, v, g, beta), (states, read_slots, write_slots, _) = with_gates(inputs, weights), state
     _, has_initial_state, plan = prompts
     tokens = v.shape[0]
     index, valid = chunk_tokens(plan, torch.arange(len(plan.seq_idx), device=v.device))
@@ -51,17 +76,18 @@ def chunk_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, prompts: Prom
 
 
 @operation(by("triton", "hybridrt.kernels.gdn_decode_triton:recurrent_gated_delta_rule_triton"))
-def recurrent_gated_delta_rule(inputs: DeltaInputs, state: StateSlots) -> Tensor:
+def recurrent_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, weights: GateWeights | None = None) -> Tensor:
     """T tokens of each of B rows, one after the other: decode (T = 1) and verification (T > 1).
 
     The state is rounded to its dtype after every token, as T single steps would. Returns `[B, T, Hv, V]` in v's dtype.
     """
-    q, k, v, g, beta = inputs
+    q, k, v, g, beta = with_gates(inputs, weights)
     heads_per_key = v.shape[2] // k.shape[2]
     # k and q side by side: one pass over the state serves both products.
     pairs = torch.stack((l2_normalize(k), l2_normalize(q) * q.shape[-1] ** -0.5), -2)
     pairs = pairs.repeat_interleave(heads_per_key, 2)
-    decay, v, beta = g.float().exp()[..., None, None], v.float(), beta.float().unsqueeze(-1)
+    decay, v, beta = g.float().exp(), v.float(), beta.float().unsqueeze(-1)
+    decay = (decay if decay.ndim == v.ndim else decay.unsqueeze(-1)).unsqueeze(-2)
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
 
     def step(t: int, before: Tensor) -> Tensor:
@@ -88,7 +114,7 @@ class _Chunks:
         queries: `[n, Hv, Q, K]`, q times the decay since the chunk's start.
         keys: `[n, Hv, Q, K]`, k times the decay until the chunk's end.
         scores: `[n, Hv, Q, Q]`, the causal, decayed q k^T.
-        decay: `[n, Hv, 1, 1]`, of the whole chunk.
+        decay: `[n, Hv, 1, 1 or K]`, of the whole chunk.
     """
 
     new_values: Tensor
@@ -107,18 +133,32 @@ def _to_chunks(x: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 
 def _wy_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> _Chunks:
     heads_per_key = v.shape[1] // k.shape[1]
-    log_decay = g.cumsum(-1)
-    causal = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).tril()
-    pair_decay = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
-    scores = (q @ k.transpose(-1, -2)).repeat_interleave(heads_per_key, 1) * pair_decay
-    system = (k @ k.transpose(-1, -2)).repeat_interleave(heads_per_key, 1) * pair_decay * beta.unsqueeze(-1)
+    log_decay = (g if g.ndim == q.ndim else g.unsqueeze(-1)).cumsum(-2)
+    scores, products = (_decayed_products(x, k, log_decay) for x in (q, k))
     q, k = q.repeat_interleave(heads_per_key, 1), k.repeat_interleave(heads_per_key, 1)
-    from_start = log_decay.exp().unsqueeze(-1)
+    from_start = log_decay.exp()
     right = torch.cat((v, k * from_start), -1) * beta.unsqueeze(-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(products * beta.unsqueeze(-1), right, upper=False, unitriangular=True)
     new_values, state_keys = solved.split((v.shape[-1], k.shape[-1]), -1)
-    to_end = (log_decay[..., -1:] - log_decay).exp().unsqueeze(-1)
+    to_end = (log_decay[..., -1:, :] - log_decay).exp()
     return _Chunks(new_values, state_keys, q * from_start, k * to_end, scores, from_start[..., -1:, :])
+
+
+def _decayed_products(x: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
+    """x_i . k_j, decayed from token j to i, where j <= i, else 0: `[n, Hv, Q, Q]` of x, k `[n, Hk, Q, K]` and the
+    running sum of gates, `[n, Hv, Q, 1 or K]`."""
+    tokens, heads_per_key = x.shape[-2], log_decay.shape[1] // k.shape[1]
+    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril()
+    if log_decay.shape[-1] == 1:
+        sums = log_decay.squeeze(-1)
+        decay = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
+        return (x @ k.transpose(-1, -2)).repeat_interleave(heads_per_key, 1) * decay
+    # A column of pairs at a time: all of them at once would take Q times the memory of the keys.
+    columns = [
+        (x * k[..., j : j + 1, :] * (log_decay - log_decay[..., j : j + 1, :]).clamp(max=0.0).exp()).sum(-1)
+        for j in range(tokens)
+    ]
+    return torch.stack(columns, -1).masked_fill(~causal, 0.0)
 
 
 def _scan_chunks(chunks: _Chunks, state: Tensor, plan: ChunkPlan) -> tuple[Tensor, Tensor]:
@@ -135,9 +175,10 @@ def _scan_chunks(chunks: _Chunks, state: Tensor, plan: ChunkPlan) -> tuple[Tenso
 
 
 def _delta_rule_step(state: Tensor, pairs: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """One token: state `[B, Hv, V, K]` (overwritten), pairs `[B, Hv, 2, K]` of (k, q). Returns output and state."""
+    """One token: state `[B, Hv, V, K]` (overwritten), pairs `[B, Hv, 2, K]` of (k, q), decay `[B, Hv, 1, 1 or K]`.
+    Returns output and state."""
     key, query = pairs.unbind(-2)
-    read_key, read_query = ((pairs @ state.transpose(-1, -2)).mul_(decay)).unbind(-2)
+    read_key, read_query = ((pairs * decay) @ state.transpose(-1, -2)).unbind(-2)
     value = (v - read_key).mul_(beta)
     out = read_query.addcmul(value, (key * query).sum(-1, keepdim=True))
     return out, state.mul_(decay).addcmul_(value.unsqueeze(-1), key.unsqueeze(-2))

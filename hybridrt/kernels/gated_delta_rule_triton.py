@@ -10,7 +10,8 @@ With G the running sum of g in a chunk, kappa_j = 1 / |k_j|, rho_i = K^-0.5 / |q
     S <- exp(G_end) S + u^T exp(G_end - G) kappa k
 
 k, q and v are not scaled; all factors are applied to products. So asynchronous copies can move tiles from memory to the
-tensor cores.
+tensor cores. In Kimi Delta Attention factors differ from channel to channel: there the first launch is of
+`kda_chunks_triton.py`, and leaves scaled q and k for the second.
 """
 
 import torch
@@ -19,10 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
+from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
+from hybridrt.kernels.kda_chunks_triton import prepare_channels
 from hybridrt.kernels.launch import dot_precision, multiprocessors
 from hybridrt.kernels.mamba2_common_triton import log_decay, strides
 from hybridrt.kernels.records import DeltaInputs, GateWeights, Prompts, StateSlots
+from hybridrt.kernels.triangular_triton import tile_mask, unit_inverse
 
 MAX_CHUNK = 64
 PREFETCH_BYTES = 213_000  # of chunks on the way to a program; the rest of its 227 KB holds operands
@@ -44,45 +48,6 @@ def _gates_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _inside(live, column, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Mask of a tile: live rows, columns below SIZE. Where it says whole rows, threads load 16 bytes at a time."""
-    if SIZE % BLOCK == 0:
-        return live[:, None]
-    else:
-        return live[:, None] & (column < SIZE)[None, :]
-
-
-@triton.jit
-def _widen(inverse, A, FROM: tl.constexpr, TO: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(I + A)^-1 for A [..., n, n] cut down to blocks of 2^TO along the diagonal, given it for blocks of 2^FROM.
-
-    With B what A has between the two halves of the blocks, (T^-1 + B)^-1 = T - T B T.
-    """
-    n: tl.constexpr = A.shape[-1]
-    apart = tl.arange(0, n)[:, None] ^ tl.arange(0, n)[None, :]
-    for level in tl.static_range(FROM, TO):
-        between = tl.where(apart >> level == 1, A, 0.0)
-        narrow = inverse.to(A.dtype)
-        product = tl.dot(narrow, between, input_precision=PRECISION).to(A.dtype)
-        inverse -= tl.dot(product, narrow, input_precision=PRECISION)
-    return inverse
-
-
-@triton.jit
-def _unit_inverse(A, Q: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(I + A)^-1, float32, of strictly lower triangular A [Q, Q], Q = 2^LEVELS: first in blocks of 16 that small tensor
-    core products take side by side, then whole."""
-    blocks: tl.constexpr = Q // 16
-    same = tl.arange(0, blocks)[:, None, None, None] == tl.arange(0, blocks)[None, None, :, None]
-    tiles = tl.sum(tl.where(same, tl.reshape(A, [blocks, 16, blocks, 16]), 0.0), 2).to(A.dtype)
-    apart = tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :]
-    pairs = tl.where(apart == 0, 1.0, tl.where(apart == 1, -tiles, 0.0).to(tl.float32))
-    inverse = _widen(pairs, tiles, 1, 4, PRECISION)
-    inverse = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [Q, Q])
-    return _widen(inverse, A, 4, LEVELS, PRECISION)
-
-
-@triton.jit
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, g_ptr, beta_ptr, ends_ptr, solved_ptr, scores_ptr, factors_ptr, decay_ptr,
     q_strides: tl.constexpr, k_strides: tl.constexpr, g_st: tl.constexpr, beta_st: tl.constexpr,
@@ -94,7 +59,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     t, i = tl.arange(0, Q), tl.arange(0, BLOCK_K)
     first, end = tl.load(ends_ptr + chunk).to(tl.int64), tl.load(ends_ptr + chunk + 1)
     live = first + t < end
-    mask = _inside(live, i, K, BLOCK_K)
+    mask = tile_mask(live, i, K, BLOCK_K)
     k = k_ptr + first * k_strides[0] + key_head * k_strides[1] + t[:, None] * k_strides[0] + i[None, :]
     q = q_ptr + first * q_strides[0] + key_head * q_strides[1] + t[:, None] * q_strides[0] + i[None, :]
     k, q = tl.load(k, mask=mask, other=0.0), tl.load(q, mask=mask, other=0.0)
@@ -111,7 +76,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     A = tl.dot(k, tl.trans(k), input_precision=PRECISION) * pair * (beta * k_factor)[:, None]
     # No entry of A or the inverse is above 1, where float16 is as fine as TF32 and its products twice as fast.
     dtype: tl.constexpr = tl.float32 if k.dtype == tl.float32 else tl.float16
-    inverse = _unit_inverse(tl.where(r > c, A, 0.0).to(dtype), Q, LEVELS, PRECISION)
+    inverse = unit_inverse(tl.where(r > c, A, 0.0).to(dtype), Q, LEVELS, PRECISION)
     tl.store(solved_ptr + place, (inverse * beta[None, :]).to(solved_ptr.dtype.element_ty))
     factors = factors_ptr + (chunk.to(tl.int64) * HV + h) * (3 * Q) + t
     tl.store(factors, k_factor * tl.exp(log_decay))
@@ -122,12 +87,15 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _pass_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, solved_ptr, scores_ptr, factors_ptr, decay_ptr, out_ptr, ends_ptr, first_chunk_ptr,
+    q_ptr, k_ptr, k_left_ptr, v_ptr, solved_ptr, scores_ptr, factors_ptr, decay_ptr, out_ptr, ends_ptr, first_chunk_ptr,
     last_chunk_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     q_strides: tl.constexpr, k_strides: tl.constexpr, v_strides: tl.constexpr, states_ss: tl.constexpr,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Where there is a `k_left_ptr`, every channel decays by itself: k and q are scaled by what is left of the state before
+    the chunk when they meet it, k_left by what the chunk's end leaves of what a token adds."""
+    CHANNELS: tl.constexpr = k_left_ptr is not None
     h, row = tl.program_id(1), tl.program_id(2)
     t, i, j = tl.arange(0, Q), tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     read, write = tl.load(read_slots_ptr + row), tl.load(write_slots_ptr + row)
@@ -138,12 +106,14 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     if write < 0:
         for token in range(row_start.to(tl.int64), row_end, Q):
             zeros = tl.zeros([Q, BLOCK_V], out_ptr.dtype.element_ty)
-            tl.store(out_ptr + token * (HV * V) + out_tile, zeros, mask=_inside(token + t < row_end, j, V, BLOCK_V))
+            tl.store(out_ptr + token * (HV * V) + out_tile, zeros, mask=tile_mask(token + t < row_end, j, V, BLOCK_V))
         return
 
     # 64 bits for where a chunk begins, 32 for the way from there: fewer registers and instructions for addresses.
     q_ptr += h // (HV // HK) * q_strides[1]
     k_ptr += h // (HV // HK) * k_strides[1]
+    if CHANNELS:
+        k_left_ptr += h * k_strides[1]
     v_ptr += h * v_strides[1]
     q_tile, k_tile = t[:, None] * q_strides[0] + i[None, :], t[:, None] * k_strides[0] + i[None, :]
     v_tile, pairs = t[:, None] * v_strides[0] + j[None, :], t[:, None] * Q + t[None, :]
@@ -159,23 +129,36 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
         start = tl.maximum(boundary - CHUNK, row_start)
         live = t < tl.minimum(boundary, row_end) - start
         start, place = start.to(tl.int64), (chunk * HV + h).to(tl.int64)
-        decay = tl.load(decay_ptr + place)
-        k = tl.load(k_ptr + start * k_strides[0] + k_tile, mask=_inside(live, i, K, BLOCK_K), other=0.0)
-        q = tl.load(q_ptr + start * q_strides[0] + q_tile, mask=_inside(live, i, K, BLOCK_K), other=0.0)
-        v = tl.load(v_ptr + start * v_strides[0] + v_tile, mask=_inside(live, j, V, BLOCK_V), other=0.0)
+        if CHANNELS:
+            decay = tl.load(decay_ptr + place * K + i, mask=i < K, other=0.0)[:, None]
+        else:
+            decay = tl.load(decay_ptr + place)
+        k = tl.load(k_ptr + start * k_strides[0] + k_tile, mask=tile_mask(live, i, K, BLOCK_K), other=0.0)
+        q = tl.load(q_ptr + start * q_strides[0] + q_tile, mask=tile_mask(live, i, K, BLOCK_K), other=0.0)
+        v = tl.load(v_ptr + start * v_strides[0] + v_tile, mask=tile_mask(live, j, V, BLOCK_V), other=0.0)
         solved = tl.load(solved_ptr + place * (Q * Q) + pairs)
         scores = tl.load(scores_ptr + place * (Q * Q) + pairs)
-        k_from_start = tl.load(factors_ptr + place * (3 * Q) + t)
-        q_from_start = tl.load(factors_ptr + place * (3 * Q) + Q + t)
-        k_to_end = tl.load(factors_ptr + place * (3 * Q) + 2 * Q + t)
+        if CHANNELS:
+            left = k_left_ptr + start * k_strides[0] + k_tile
+            k_left = tl.load(left, mask=tile_mask(live, i, K, BLOCK_K), other=0.0)
+        else:
+            k_from_start = tl.load(factors_ptr + place * (3 * Q) + t)
+            q_from_start = tl.load(factors_ptr + place * (3 * Q) + Q + t)
+            k_to_end = tl.load(factors_ptr + place * (3 * Q) + 2 * Q + t)
         held = state.to(k.dtype)
-        out = tl.dot(q, held, input_precision=PRECISION) * q_from_start[:, None]
-        wrong = v.to(tl.float32) - tl.dot(k, held, input_precision=PRECISION) * k_from_start[:, None]
+        if CHANNELS:
+            out = tl.dot(q, held, input_precision=PRECISION)
+            wrong = v.to(tl.float32) - tl.dot(k, held, input_precision=PRECISION)
+        else:
+            out = tl.dot(q, held, input_precision=PRECISION) * q_from_start[:, None]
+            wrong = v.to(tl.float32) - tl.dot(k, held, input_precision=PRECISION) * k_from_start[:, None]
         u = tl.dot(solved, wrong.to(k.dtype), input_precision=PRECISION)
         out = tl.dot(scores, u.to(k.dtype), out, input_precision=PRECISION)
         out_rows = out_ptr + start * (HV * V) + out_tile
-        tl.store(out_rows, out.to(out_ptr.dtype.element_ty), mask=_inside(live, j, V, BLOCK_V))
-        if k.dtype == tl.float16:  # where u / |k| may be past the largest number, and k / |k| is not
+        tl.store(out_rows, out.to(out_ptr.dtype.element_ty), mask=tile_mask(live, j, V, BLOCK_V))
+        if CHANNELS:
+            k, u = k_left, u.to(k.dtype)
+        elif k.dtype == tl.float16:  # where u / |k| may be past the largest number, and k / |k| is not
             k, u = (k.to(tl.float32) * k_to_end[:, None]).to(k.dtype), u.to(k.dtype)
         else:
             u = (u * k_to_end[:, None]).to(k.dtype)
@@ -196,7 +179,9 @@ def gdn_gates_triton(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor
     return g, beta
 
 
-def chunk_gated_delta_rule_triton(inputs: DeltaInputs, state: StateSlots, prompts: Prompts) -> Tensor:
+def chunk_gated_delta_rule_triton(
+    inputs: DeltaInputs, state: StateSlots, prompts: Prompts, weights: GateWeights | None = None
+) -> Tensor:
     """`chunk_gated_delta_rule` in two launches. Raises ConfigError for chunks of more than 64 tokens."""
     (q, k, v, g, beta), (states, read_slots, write_slots, _) = inputs, state
     _, has_initial_state, plan = prompts
@@ -204,38 +189,54 @@ def chunk_gated_delta_rule_triton(inputs: DeltaInputs, state: StateSlots, prompt
         raise ConfigError(
             f"chunks of {plan.chunk_size} tokens; the gated delta rule's kernels take {MAX_CHUNK} at most"
         )
-    (value_heads, value_dim), (key_heads, key_dim) = v.shape[1:], k.shape[1:]
-    chunks, rows, device = len(plan.seq_idx), len(read_slots), v.device
-    size = max(16, triton.next_power_of_2(plan.chunk_size))
-    out = torch.empty(v.shape, dtype=v.dtype, device=device)
+    rows, (value_heads, value_dim), (key_heads, key_dim) = len(read_slots), v.shape[1:], k.shape[1:]
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     out[plan.num_tokens :].zero_()
+    if rows == 0:
+        return out
+    size, block_k = max(16, triton.next_power_of_2(plan.chunk_size)), max(16, triton.next_power_of_2(key_dim))
+    if g.ndim > beta.ndim:
+        q, k, k_left, *chunks = prepare_channels(inputs, weights, plan, size)
+    else:
+        k_left, chunks = None, _prepare(inputs, weights, plan, size, block_k)
+    widths = block_k * (2 if k_left is None else 3) + 2 * size
+    tile = pass_tile(rows * value_heads, value_dim, size, widths, v)
+    _pass_kernel[triton.cdiv(value_dim, tile["BLOCK_V"]), value_heads, rows](
+        q, k, k_left, v, *chunks, out, plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk,
+        states, read_slots, write_slots, has_initial_state,
+        strides(q), strides(k), strides(v), states.stride(0),
+        HK=key_heads, HV=value_heads, K=key_dim, V=value_dim, CHUNK=plan.chunk_size, Q=size, BLOCK_K=block_k,
+        PRECISION=dot_precision(v.dtype), **tile,
+    )  # fmt: skip
+    return out
+
+
+def _prepare(
+    inputs: DeltaInputs, weights: GateWeights | None, plan: ChunkPlan, size: int, block_k: int
+) -> tuple[Tensor, ...]:
+    """The solved systems, scores, factors and decays of chunks of `size` tokens."""
+    q, k, v, g, beta = inputs
+    if weights is not None:
+        g, beta = gdn_gates_triton(g, beta, weights)
+    chunks, (key_heads, key_dim), value_heads, device = len(plan.seq_idx), k.shape[1:], v.shape[1], v.device
     solved = torch.empty(chunks, value_heads, size, size, dtype=v.dtype, device=device)
     scores = torch.empty_like(solved)
     factors = torch.empty(chunks, value_heads, 3, size, dtype=torch.float32, device=device)
     decay = torch.empty(chunks, value_heads, dtype=torch.float32, device=device)
-    block_k = max(16, triton.next_power_of_2(key_dim))
-    shape = {"HK": key_heads, "HV": value_heads, "K": key_dim, "Q": size, "BLOCK_K": block_k,
-             "PRECISION": dot_precision(v.dtype)}  # fmt: skip
     if chunks:
         _prepare_kernel[value_heads, chunks](
             q, k, g, beta, plan.cu_chunk_seqlens, solved, scores, factors, decay,
-            strides(q), strides(k), g.stride(0), beta.stride(0), LEVELS=size.bit_length() - 1, **shape, num_warps=4,
+            strides(q), strides(k), g.stride(0), beta.stride(0), HK=key_heads, HV=value_heads, K=key_dim, Q=size,
+            LEVELS=size.bit_length() - 1, BLOCK_K=block_k, PRECISION=dot_precision(v.dtype), num_warps=4,
         )  # fmt: skip
-    tile = pass_tile(rows * value_heads, value_dim, size, block_k, v)
-    if rows:
-        _pass_kernel[triton.cdiv(value_dim, tile["BLOCK_V"]), value_heads, rows](
-            q, k, v, solved, scores, factors, decay, out, plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk,
-            states, read_slots, write_slots, has_initial_state,
-            strides(q), strides(k), strides(v), states.stride(0),
-            V=value_dim, CHUNK=plan.chunk_size, **shape, **tile,
-        )  # fmt: skip
-    return out
+    return solved, scores, factors, decay
 
 
-def pass_tile(states: int, value_dim: int, size: int, block_k: int, v: Tensor) -> dict[str, int]:
-    """Columns of the state to a program, and how many chunks it has on the way. On an H200 a chunk takes 1.5 us with 32
+def pass_tile(states: int, value_dim: int, size: int, widths: int, v: Tensor) -> dict[str, int]:
+    """Columns of the state to a program, and how many chunks of `size` tokens it has on the way, which have `widths`
+    columns beside those of v. On an H200 a chunk takes 1.5 us with 32
     columns and 2.0 us with 64: the latter where 32 would make programs wait for others to end."""
     narrow = v.itemsize > 2 or states * value_dim <= 32 * multiprocessors(v.device)
     block_v = min(32 if narrow else 64, max(16, triton.next_power_of_2(value_dim)))
-    chunk_bytes = size * (2 * block_k + 2 * size + block_v) * v.itemsize
+    chunk_bytes = size * (widths + block_v) * v.itemsize
     return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": min(4, max(2, PREFETCH_BYTES // chunk_bytes))}

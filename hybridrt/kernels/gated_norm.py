@@ -1,12 +1,17 @@
-"""Grouped RMS norm with a SiLU gate, the norm of Mamba-2 mixers (RMSNormGated, Dao & Gu 2024)."""
+"""Grouped RMS norm with a gate, the norm of Mamba-2 mixers (RMSNormGated, Dao & Gu 2024)."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.operation import by, operation
+
+GateActivation = Literal["silu", "sigmoid"]
+GATE_ACTIVATIONS: dict[GateActivation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 def _check(x: Tensor, *_: Any, group_size: int, **__: Any) -> None:
@@ -16,12 +21,14 @@ def _check(x: Tensor, *_: Any, group_size: int, **__: Any) -> None:
 
 @operation(by("triton"), by("mamba_ssm", priority=5), check=_check)
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, group_size: int, norm_before_gate: bool
-) -> Tensor:
-    """norm(x) * silu(gate) if `norm_before_gate`, else norm(x * silu(gate)); norms over groups of `group_size`.
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, group_size: int, norm_before_gate: bool,
+    activation: GateActivation = "silu",
+) -> Tensor:  # fmt: skip
+    """norm(x) * act(gate) if `norm_before_gate`, else norm(x * act(gate)); norms over groups of `group_size`.
 
     Args:
         x, gate: [T, D], last dimension contiguous. weight: [D] float32.
+        activation: act.
 
     Returns:
         [T, D] in x's dtype; float32 inside.
@@ -29,7 +36,7 @@ def gated_rms_norm(
     Raises:
         ConfigError: D is no multiple of `group_size`.
     """
-    gating = F.silu(gate.float())
+    gating = GATE_ACTIVATIONS[activation](gate.float())
     h = x.float() if norm_before_gate else x.float() * gating
     h = F.rms_norm(h.unflatten(-1, (-1, group_size)), (group_size,), eps=eps).flatten(-2) * weight
     return (h * gating if norm_before_gate else h).to(x.dtype)

@@ -4,7 +4,8 @@ A program advances a few tiles, [BLOCK_V, K] each, of one value head's state S. 
 
     u = beta (v - decay S k),    S' = decay S + u k^T,    S' q = decay S q + (k . q) u,
 
-so that a tile is read once and written once. Before its tiles a program computes the conv, the norms and the gates that
+so that a tile is read once and written once. In Kimi Delta Attention each column of S has a decay of its own, and k and
+q take it before they meet S. Before its tiles a program computes the conv, the norms and the gates that
 they need. All programs of a key head compute its q and k, and one of them writes their raw inputs to the conv ring.
 While a program computes these, the tiles of others keep the memory busy.
 """
@@ -36,9 +37,26 @@ def _add(a0, a1, a2, b0, b1, b2):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _decay(a_ptr, A_log_ptr, dt_bias_ptr, h):  # type: ignore[no-untyped-def]
-    """What head h leaves of its state."""
-    return tl.exp(log_decay(tl.load(a_ptr), tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h)))
+def _decay(  # type: ignore[no-untyped-def]
+    a_ptr, a_strides: tl.constexpr, A_log_ptr, dt_bias_ptr, row, h, k, k_mask, K: tl.constexpr,
+    LOWER_BOUND: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """What head h leaves of its state: one number, or one for each channel of a key."""
+    if CHANNELS:
+        a = tl.load(a_ptr + row * a_strides[0] + h * a_strides[2] + k, mask=k_mask, other=0.0)
+        bias = tl.load(dt_bias_ptr + h * K + k, mask=k_mask, other=0.0)
+        out = tl.exp(log_decay(a, tl.load(A_log_ptr + h), bias, LOWER_BOUND))
+    else:
+        a_ptr += row * a_strides[0] + h
+        out = tl.exp(log_decay(tl.load(a_ptr), tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h)))
+    return out
+
+
+@triton.jit
+def _left(read, decay, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a vector reads of the decayed state, from what it `read` of the state. Where channels have decays of their
+    own, the vector has taken them already."""
+    return read if CHANNELS else decay * read
 
 
 @triton.jit
@@ -49,7 +67,7 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
     conv_ss: tl.constexpr, states_ss: tl.constexpr,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    BETA_SCALE: tl.constexpr, PDL: tl.constexpr,
+    BETA_SCALE: tl.constexpr, LOWER_BOUND: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [parts of V, value heads, rows]: programs that run together stream through neighbouring memory."""
     part, h, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -75,7 +93,7 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
     q_taps = conv_taps(weight_ptr, q_channel, k_mask, TAPS, WC)
     v_taps = conv_taps(weight_ptr, v_channel, v_mask, TAPS, WC)
     beta = BETA_SCALE * tl.sigmoid(tl.load(b_ptr + row * b_strides[0] + h).to(tl.float32))
-    decay = _decay(a_ptr + row * a_strides[0] + h, A_log_ptr, dt_bias_ptr, h)
+    decay = _decay(a_ptr, a_strides, A_log_ptr, dt_bias_ptr, row, h, k, k_mask, K, LOWER_BOUND, CHANNELS)
 
     key = conv_of_operands(k_new, k_ring, k_taps, None, bias_ptr, k_channel, k_mask, position, TAPS, WC).to(tl.float32)
     query = conv_of_operands(q_new, q_ring, q_taps, None, bias_ptr, q_channel, k_mask, position, TAPS, WC).to(
@@ -93,6 +111,9 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
         push_operands(q_new, q_ring, write_row, q_channel, k_mask, position, moved, TAPS, WC)
     push_operands(v_new, v_ring, write_row, v_channel, v_mask, position, moved, TAPS, WC)
 
+    new_key = key
+    if CHANNELS:
+        key, query, decay = key * decay, query * decay, decay[None, :]
     i = tl.arange(0, BLOCK_V)
     tile = states_ptr + h * (V * K) + (part * ROWS + i)[:, None] * K + k[None, :]
     read_tile, write_tile = tile + read * states_ss, tile + write * states_ss
@@ -102,9 +123,9 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
         state = tl.load(read_tile + first * K, mask=mask, other=0.0).to(tl.float32)
         value = tl.gather(values, first + i, 0)
         by_key, by_query = tl.sum(state * key[None, :], axis=1), tl.sum(state * query[None, :], axis=1)
-        corrected = beta * (value - decay * by_key)
-        result = decay * by_query + product * corrected
-        state = state * decay + corrected[:, None] * key[None, :]
+        corrected = beta * (value - _left(by_key, decay, CHANNELS))
+        result = _left(by_query, decay, CHANNELS) + product * corrected
+        state = state * decay + corrected[:, None] * new_key[None, :]
         tl.store(out + part * ROWS + first + i, result.to(out_ptr.dtype.element_ty), mask=live)
         tl.store(write_tile + first * K, state.to(states_ptr.dtype.element_ty), mask=mask)
 
@@ -123,7 +144,8 @@ def gdn_classic_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, 
         read_slots, write_slots, start_positions,
         strides(qkv), strides(a), strides(b), conv.stride(0), states.stride(0),
         HK=(channels - value_heads * value_dim) // (2 * key_dim), HV=value_heads, K=key_dim, V=value_dim,
-        TAPS=weight.shape[1], WC=conv.shape[2], BETA_SCALE=weights.beta_scale,
+        TAPS=weight.shape[1], WC=conv.shape[2], BETA_SCALE=weights.beta_scale, LOWER_BOUND=weights.lower_bound,
+        CHANNELS=a.ndim == 4,
         num_warps=4, maxnreg=64, **tile, **pdl(qkv.device),
     )  # fmt: skip
     return out

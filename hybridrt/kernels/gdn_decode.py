@@ -1,9 +1,11 @@
-"""A whole Gated Delta Net decode or verify step in one operation: conv, SiLU, l2 norms, gates and the delta rule.
+"""A whole decode or verify step of the gated delta rule in one operation: conv, SiLU, l2 norms, gates, delta rule.
 
-It reads the merged projection and ends at the input of the gated norm, in one of three state modes:
+It serves Gated Delta Nets and Kimi Delta Attention, whose raw gate inputs have one dimension more. It reads the
+merged projection and ends at the input of the gated norm, in one of three state modes:
 
 - classic: the state is read and written each step;
-- replay: with a `ring`; the state is a checkpoint, and the inputs since stand there (`gdn_replay.py`);
+- replay: with a `ring`; the state is a checkpoint, and the inputs since stand there (`gdn_replay.py`). Not for Kimi
+  Delta Attention;
 - intermediate: with `state.intermediate`; the state is read only, and the state after each token stored.
 
 Tokens of a row form a chain; draft trees go through `causal_conv1d_update` and `recurrent_gated_delta_rule`.
@@ -13,16 +15,19 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridrt.errors import ConfigError
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update
-from hybridrt.kernels.gated_delta_rule import gdn_gates, recurrent_gated_delta_rule
+from hybridrt.kernels.gated_delta_rule import compute_gates, recurrent_gated_delta_rule
 from hybridrt.kernels.gdn_replay import gdn_replay
 from hybridrt.kernels.operation import by, operation
 from hybridrt.kernels.records import DeltaInputs, FusedStep, GateWeights
 from hybridrt.kernels.state_ring import check_step
 
 
-def _check(qkv: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
+def _check(qkv: Tensor, a: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
     check_step(qkv, step)
+    if a.ndim == 4 and step.ring is not None:
+        raise ConfigError("a state ring has one gate a head; decays for each channel need a pool without a ring")
 
 
 @operation(by("triton"), check=_check)
@@ -30,19 +35,21 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
     """Advances each of B rows by T tokens.
 
     Args:
-        qkv: `[B, T, C]` raw conv inputs: q (Hk*K), k (Hk*K), v (Hv*V) side by side; a, b: `[B, T, Hv]` raw gate inputs.
-            Any row and token stride: they may be column slices of one projection.
+        qkv: `[B, T, C]` raw conv inputs: q (Hk*K), k (Hk*K), v (Hv*V) side by side; a, b: `[B, T, Hv]` raw gate inputs,
+            or a `[B, T, Hv, K]` in Kimi Delta Attention. Any row and token stride: they may be column slices of one
+            projection.
 
     Returns:
         `[B, T, Hv, V]` in qkv's dtype.
 
     Raises:
-        ConfigError: the conv ring or the state ring is too narrow for T tokens, or the conv does not end in SiLU.
+        ConfigError: the conv ring or the state ring is too narrow for T tokens, the conv does not end in SiLU, or there
+            is a state ring beside decays for each channel.
     """
     # The separate operations one after the other
     conv_weights, conv_state, state, ring = step
     conved = causal_conv1d_update.reference(qkv, conv_weights, conv_state)
-    inputs = DeltaInputs(*split_qkv(conved, state.states), *gdn_gates.reference(a, b, weights))
+    inputs = DeltaInputs(*split_qkv(conved, state.states), *compute_gates(a, b, weights))
     if ring is None:
         return recurrent_gated_delta_rule.reference(inputs, state)
     return gdn_replay(inputs, state, ring)

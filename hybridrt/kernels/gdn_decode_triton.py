@@ -22,12 +22,25 @@ _EPS = tl.constexpr(L2_NORM_EPS)
 
 
 @triton.jit
-def _gates(a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, h, BETA_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(g, beta) of one token and head: computed from raw a and b, or loaded where there is no A_log."""
-    a, b = tl.load(a_ptr).to(tl.float32), tl.load(b_ptr).to(tl.float32)
+def _gates(  # type: ignore[no-untyped-def]
+    a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, h, i, i_mask, K: tl.constexpr,
+    BETA_SCALE: tl.constexpr, LOWER_BOUND: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """(g, beta) of one token and head: computed from raw a and b, or loaded where there is no A_log. g is one number,
+    or [1, K] where CHANNELS i of a key have gates of their own."""
+    if CHANNELS:
+        a, b = tl.load(a_ptr + i, mask=i_mask, other=0.0).to(tl.float32), tl.load(b_ptr).to(tl.float32)
+    else:
+        a, b = tl.load(a_ptr).to(tl.float32), tl.load(b_ptr).to(tl.float32)
     if A_log_ptr is not None:
-        a = log_decay(a, tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h))
+        if CHANNELS:
+            bias = tl.load(dt_bias_ptr + h * K + i, mask=i_mask, other=0.0)
+            a = log_decay(a, tl.load(A_log_ptr + h), bias, LOWER_BOUND)
+        else:
+            a = log_decay(a, tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h))
         b = BETA_SCALE * tl.sigmoid(b)
+    if CHANNELS:
+        a = a[None, :]
     return a, b
 
 
@@ -44,7 +57,7 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
     conv_ss, states_ss, stored_sr, stored_st, parents_sb,
     T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BETA_SCALE: tl.constexpr,
-    PDL: tl.constexpr,
+    LOWER_BOUND: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     row, h, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -79,9 +92,10 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
     for t in range(T):
         if parents_ptr is not None:
             state = state_of_parent(parents_ptr + row * parents_sb, stored, stored_st, t, initial, mask)
+        a_token = a_ptr + row * a_s[0] + t * a_s[1]
         g, beta = _gates(
-            a_ptr + row * a_s[0] + t * a_s[1] + h, b_ptr + row * b_s[0] + t * b_s[1] + h, A_log_ptr, dt_bias_ptr, h,
-            BETA_SCALE,
+            a_token + (h * a_s[2] if CHANNELS else h), b_ptr + row * b_s[0] + t * b_s[1] + h, A_log_ptr, dt_bias_ptr, h,
+            i, i_mask, K, BETA_SCALE, LOWER_BOUND, CHANNELS,
         )  # fmt: skip
         query = _normalized(
             step_input(q, q_s[1], conv_row, weight_ptr, bias_ptr, q_channel, i_mask, position, t, TAPS, WC)
@@ -112,21 +126,23 @@ def gdn_decode_triton(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights
     return _recurrent(DeltaInputs(*split_qkv(qkv, step.state.states), a, b), step.state, weights, step)
 
 
-def recurrent_gated_delta_rule_triton(inputs: DeltaInputs, state: StateSlots) -> Tensor:
+def recurrent_gated_delta_rule_triton(
+    inputs: DeltaInputs, state: StateSlots, weights: GateWeights | None = None
+) -> Tensor:
     """`recurrent_gated_delta_rule` in one launch."""
-    return _recurrent(inputs, state)
+    return _recurrent(inputs, state, weights)
 
 
 def _recurrent(
     inputs: DeltaInputs, state: StateSlots, weights: GateWeights | None = None, step: FusedStep | None = None
 ) -> Tensor:
-    """With weights the inputs are raw: q, k, v in front of the conv, and a and b instead of g and beta."""
-    q, _, v, _, _ = inputs
+    """With weights a and b stand for g and beta; with a step q, k and v are those in front of the conv."""
+    q, _, v, g, beta = inputs
     states, read_slots, write_slots, intermediate = state
     stored, rows, parents = intermediate or (None, None, None)
     weight, bias, _ = step.conv_weights if step else (None, None, None)
     conv, _, _, positions = step.conv_state if step else (None, None, None, None)
-    A_log, dt_bias, beta_scale = weights or (None, None, 1.0)
+    A_log, dt_bias, beta_scale, lower_bound = weights or (None, None, 1.0, None)
     _, value_heads, value_dim, key_dim = states.shape
     out, block_v = torch.empty(v.shape, dtype=v.dtype, device=v.device), min(BLOCK_V, triton.next_power_of_2(value_dim))
     if out.numel():
@@ -136,6 +152,7 @@ def _recurrent(
             *((0, 0) if stored is None else stored.stride()[:2]), 0 if parents is None else parents.stride(0),
             T=v.shape[1], HK=q.shape[2], HV=value_heads, K=key_dim, V=value_dim,
             TAPS=0 if weight is None else weight.shape[1], WC=0 if conv is None else conv.shape[2],
-            BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block_v, BETA_SCALE=beta_scale, **pdl(v.device),
+            BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block_v, BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound,
+            CHANNELS=g.ndim > beta.ndim, **pdl(v.device),
         )  # fmt: skip
     return out

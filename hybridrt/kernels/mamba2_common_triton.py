@@ -32,9 +32,14 @@ def softplus(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def log_decay(a, A_log, dt_bias):  # type: ignore[no-untyped-def]
-    """How a Gated Delta Net forgets: -exp(A_log) softplus(a + dt_bias), float32, from loaded numbers of any dtype."""
-    return -tl.exp(A_log.to(tl.float32)) * softplus(a.to(tl.float32) + dt_bias.to(tl.float32))
+def log_decay(a, A_log, dt_bias, LOWER_BOUND: tl.constexpr = None):  # type: ignore[no-untyped-def]
+    """How the gated delta rule forgets, float32, from loaded numbers of any dtype: -exp(A_log) softplus(a + dt_bias), or
+    LOWER_BOUND sigmoid(exp(A_log) (a + dt_bias)) where it is bounded."""
+    if LOWER_BOUND is None:
+        out = -tl.exp(A_log.to(tl.float32)) * softplus(a.to(tl.float32) + dt_bias.to(tl.float32))
+    else:
+        out = LOWER_BOUND * tl.sigmoid(tl.exp(A_log.to(tl.float32)) * (a.to(tl.float32) + dt_bias.to(tl.float32)))
+    return out
 
 
 @triton.jit
@@ -157,8 +162,12 @@ def conv_tokens(  # type: ignore[no-untyped-def]
     T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
 ):  # fmt: skip
     """Conv and SiLU of the tokens `t` [BLOCK_T] at once: [BLOCK_T, channels] in the input's dtype, zero past T. Their
-    raw inputs enter the conv ring `write_row`, as in `push_inputs`."""
-    if T == 1:
+    raw inputs enter the conv ring `write_row`, as in `push_inputs`. Without taps it is SiLU alone."""
+    if TAPS == 0:
+        raw = source + t[:, None] * stride_t + channel[None, :]
+        values = tl.load(raw, mask=mask[None, :] & (t < T)[:, None], other=0.0)
+        out = silu(values.to(tl.float32)).to(source.dtype.element_ty)
+    elif T == 1:
         out = conv_one_token(
             source + channel, conv_row, write_row, weight_ptr, bias_ptr, channel, mask, position, moved, TAPS, WC
         )[None, :]

@@ -1,7 +1,7 @@
 """A whole Mamba-2 decode or verify step in one operation: conv, SiLU, time step, state, skip and gate.
 
-It reads one merged projection (z, x|B|C, dt) and ends at the input of the output projection (or of the gated norm), in
-one of three state modes:
+It reads one merged projection (z, x|B|C, dt) and ends at the input of the output projection (or of the gated norm). A
+layer without a conv gives weights without taps, and conv rings without channels. There are three state modes:
 
 - classic: the state is read and written each step;
 - replay: with a `ring`; the state is a checkpoint, and the inputs since stand there (`mamba2_replay.py`);
@@ -22,7 +22,7 @@ from hybridrt.kernels.mamba2_replay import mamba2_replay
 from hybridrt.kernels.operation import by, operation
 from hybridrt.kernels.records import ConvState, ConvWeights, FusedStep, SSMInputs, SSMWeights
 from hybridrt.kernels.selective_state_update import selective_state_update
-from hybridrt.kernels.slots import consecutive
+from hybridrt.kernels.slots import neighbours
 from hybridrt.kernels.state_ring import check_step
 
 
@@ -50,14 +50,18 @@ def mamba2_decode(
     # The separate operations one after the other, but for the plain decode step
     conv_weights, conv_state, state, ring = step
     states, read_slots, write_slots, intermediate = state
-    run = None
+    places = None
     if xBC.shape[1] == 1 and ring is None and intermediate is None and read_slots is write_slots:
-        run = _rows_in_place(conv_weights, conv_state, states, xBC)
-    if run is not None:
-        rings = conv_state._replace(conv=conv_state.conv[run])
-        y = _one_token(xBC, dt, z, conv_weights, weights, rings, states[run])
-        return y if out is None else out.copy_(y)
-    conved = causal_conv1d_update.reference(xBC, conv_weights, conv_state)
+        places = _rows_in_place(conv_weights, conv_state, states, xBC)
+    if places is not None:
+        run, order = places
+        taken = [None if t is None else t.index_select(0, order) for t in (xBC, dt, z)]
+        positions = conv_state.start_positions.index_select(0, order)
+        rings = conv_state._replace(conv=conv_state.conv[run], start_positions=positions)
+        y = _one_token(*taken, conv_weights, weights, rings, states[run])
+        return (torch.empty_like(y) if out is None else out).index_copy_(0, order, y)
+    taps = conv_weights.weight.shape[1]
+    conved = causal_conv1d_update.reference(xBC, conv_weights, conv_state) if taps else F.silu(xBC)
     x, B, C = split_conv_channels(conved, states.shape)
     inputs = SSMInputs(x, dt, B, C, z)
     if ring is None:
@@ -66,14 +70,16 @@ def mamba2_decode(
     return y if out is None else out.copy_(y)
 
 
-def _rows_in_place(weights: ConvWeights, conv_state: ConvState, states: Tensor, xBC: Tensor) -> slice | None:
-    """The pool rows that a decode step may update where they stand: consecutive slots on a CPU, all of them past the
-    first K - 1 positions, everything float32. It saves two copies of each row's state and half of the operations."""
+def _rows_in_place(
+    weights: ConvWeights, conv_state: ConvState, states: Tensor, xBC: Tensor
+) -> tuple[slice, Tensor] | None:
+    """The pool rows that a decode step may update where they stand, and the row of the step that each belongs to:
+    neighbouring slots on a CPU, all of them past the first K - 1 positions, everything float32. It saves two copies of
+    each row's state and half of the operations."""
     conv, slots, _, start_positions = conv_state
     if any(t.dtype != torch.float32 for t in (xBC, conv, states)):
         return None
-    run = consecutive(slots)
-    return run if run is not None and min(start_positions.tolist()) >= weights.weight.shape[1] - 1 else None
+    return neighbours(slots) if min(start_positions.tolist()) >= weights.weight.shape[1] - 1 else None
 
 
 def _one_token(
@@ -86,16 +92,22 @@ def _one_token(
     states: Tensor,
 ) -> Tensor:
     """One token of each of B rows, whose conv rings [B, C, Wc] and states [B, H, P, N] are updated in place."""
-    (weight, bias, _), (A, D, dt_bias, dt_limit) = conv_weights, weights
-    conv, _, _, start_positions = conv_state
-    taps = torch.arange(1 - weight.shape[1], 1)
-    columns = (start_positions[:, None] + taps & conv.shape[2] - 1).long()[:, None].expand(-1, xBC.shape[2], -1)
-    conv.scatter_(2, columns[..., -1:], xBC.transpose(1, 2))
-    conved = conv.gather(2, columns).mul_(weight).sum(-1)
-    x, B, C = split_conv_channels(F.silu(conved if bias is None else conved.add_(bias), inplace=True), states.shape)
+    A, D, dt_bias, dt_limit = weights
+    conved = F.silu(_conv_one_token(xBC, conv_weights, conv_state) if conv_weights.weight.shape[1] else xBC[:, 0])
+    x, B, C = split_conv_channels(conved, states.shape)
     step = time_step(dt[:, 0], dt_bias, dt_limit)
     heads, keys = x.shape[1], B.reshape(-1, 1, B.shape[2])
     state = states.mul_((step * A).exp_()[..., None, None]).view(len(keys), -1, B.shape[2])
     state.addcmul_((x * step[..., None]).reshape(len(keys), -1, 1), keys)
     y = torch.bmm(C.reshape(keys.shape), state.transpose(1, 2)).view(-1, heads, x.shape[2])
     return skip_and_gate(y, x, D, None if z is None else z[:, 0])[:, None]
+
+
+def _conv_one_token(xBC: Tensor, weights: ConvWeights, state: ConvState) -> Tensor:
+    """The conv [B, C] of one token of each row, xBC [B, 1, C], which enters the rings [B, C, Wc]."""
+    (weight, bias, _), (conv, _, _, start_positions) = weights, state
+    taps = torch.arange(1 - weight.shape[1], 1)
+    columns = (start_positions[:, None] + taps & conv.shape[2] - 1).long()[:, None].expand(-1, xBC.shape[2], -1)
+    conv.scatter_(2, columns[..., -1:], xBC.transpose(1, 2))
+    conved = conv.gather(2, columns).mul_(weight).sum(-1)
+    return conved if bias is None else conved.add_(bias)

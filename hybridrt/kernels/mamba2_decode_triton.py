@@ -1,5 +1,6 @@
 """Triton `mamba2_decode`: conv and state update, or the two launches of replay."""
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.causal_conv1d_triton import causal_conv1d_update_triton
@@ -16,6 +17,7 @@ def mamba2_decode_triton(
     if step.ring is not None:
         return replay_decode_triton(xBC, dt, z, weights, step, out)
     # Two launches: one kernel would repeat the conv for every tile of the state, which costs more than a launch.
-    conved = causal_conv1d_update_triton(xBC, step.conv_weights, step.conv_state)
+    taps = step.conv_weights.weight.shape[1]
+    conved = causal_conv1d_update_triton(xBC, step.conv_weights, step.conv_state) if taps else F.silu(xBC)
     x, B, C = split_conv_channels(conved, step.state.states.shape)
     return selective_state_update_triton(SSMInputs(x, dt, B, C, z), weights, step.state, out)

@@ -78,7 +78,12 @@ def _enter_values(  # type: ignore[no-untyped-def]
     c = block * BLOCK_X + tl.arange(0, BLOCK_X)
     mask = c < H * P
     cells = values_row + (c // P) * (W * P) + c % P
-    if T == 1:
+    if TAPS == 0:
+        for t in tl.static_range(T):
+            x = silu(tl.load(source + t * stride_t + c, mask=mask, other=0.0).to(tl.float32))
+            x = x.to(source.dtype.element_ty)
+            tl.store(cells + ((first + t) % W) * P, x.to(values_row.dtype.element_ty), mask=mask)
+    elif T == 1:
         x = conv_one_token(source + c, conv_row, conv_row, weight_ptr, bias_ptr, c, mask, position, False, TAPS, WC)
         tl.store(cells + (first % W) * P, x.to(values_row.dtype.element_ty), mask=mask)
     else:

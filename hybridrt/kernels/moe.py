@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.activation import relu2, silu_and_mul
+from hybridrt.kernels.linear import linear
 from hybridrt.kernels.operation import by, operation
 
 
@@ -109,8 +110,8 @@ def fused_experts(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor)
         if count == 0:
             continue
         chosen = tokens[start : start + count]
-        hidden = _activate(F.linear(x[chosen], w_up[expert]), activation, gated)
-        out.index_add_(0, chosen, F.linear(hidden, w_down[expert]) * pair_weights[start : start + count])
+        hidden = _activate(linear(x[chosen], w_up[expert]), activation, gated)
+        out.index_add_(0, chosen, linear(hidden, w_down[expert]) * pair_weights[start : start + count])
         start += count
     return out.to(x.dtype)
 

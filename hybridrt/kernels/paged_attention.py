@@ -1,9 +1,9 @@
 """Softmax attention over a paged KV cache.
 
 Shapes: B rows, T tokens per row, Hq query and Hkv key/value heads (query head h reads key head h // (Hq // Hkv)), D
-head dim, L the longest context looked at. A token's slot is page * page_size + offset; `req_to_token[row, position]`
-holds slots. Page 0 stands for padding: it is never written, and no row reads what another one wrote or left behind, so
-that NaN in one request reaches no other.
+dim of queries and keys, Dv of values (see PagedKV), L the longest context looked at. A token's slot is page * page_size
++ offset; `req_to_token[row, position]` holds slots. Page 0 stands for padding: it is never written, and no row reads
+what another one wrote or left behind, so that NaN in one request reaches no other.
 """
 
 import torch
@@ -24,11 +24,15 @@ decline("attention_decode", "flashinfer", 'it plans on the host: attention_backe
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
     """Store k, v `[T, Hkv, D]` at slots out_cache_loc `[T]` of the caches `[pages, page, Hkv, D]`, in place. What would
     go to page 0 is padding and dropped."""
-    padding = out_cache_loc < k_cache.shape[1]
-    slots = out_cache_loc.long().masked_fill_(padding, 0)
     for cache, new in ((k_cache, k), (v_cache, v)):
-        cells = cache.view(-1, *cache.shape[2:])
-        cells.index_copy_(0, slots, torch.where(padding[:, None, None], cells[:1], new.to(cache.dtype)))
+        store(new, cache, out_cache_loc)
+
+
+def store(new: Tensor, cache: Tensor, out_cache_loc: Tensor) -> None:
+    """`write_kv` of one cache, in plain torch."""
+    padding = out_cache_loc < cache.shape[1]
+    slots, cells = out_cache_loc.long().masked_fill_(padding, 0), cache.view(-1, *cache.shape[2:])
+    cells.index_copy_(0, slots, torch.where(padding[:, None, None], cells[:1], new.to(cache.dtype)))
 
 
 @operation(by("triton"), by("sgl_kernel", priority=5, supports=_FA3))
@@ -37,8 +41,8 @@ def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor |
 
     q `[B, T, Hq, D]`. Token t of a chain sees seq_len - T + t + 1 keys. A node of a tree sees the first seq_len - T
     keys and those of the last T that its mask names. The places of padding drafts are not read. Keys that have left
-    the window of all T tokens are not read either, and their table entries may be stale. Returns `[B, T, Hq, D]` in q's
-    dtype; rows with seq_len 0 (padding) are zeros. If `out` of that shape is given, they are left there: heads
+    the window of all T tokens are not read either, and their table entries may be stale. Returns `[B, T, Hq, Dv]` in
+    q's dtype; rows with seq_len 0 (padding) are zeros. If `out` of that shape is given, they are left there: heads
     contiguous, tokens at any distance, also between rows. ConfigError: a kernel cannot write to an `out` of other
     strides.
     """
@@ -64,15 +68,15 @@ def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor |
             visible = _visible(in_context, node, tokens, sliding_window, tree_mask)
             visible = visible.unsqueeze(1).expand(-1, groups, -1, -1).reshape(num_rows, 1, groups * tokens, context)
     keys, values = (
-        _gather(cache, slots.view(-1)).view(num_rows, context, kv_heads, head_dim).transpose(1, 2).to(q.dtype)
+        _gather(cache, slots.view(-1)).view(num_rows, context, kv_heads, -1).transpose(1, 2).to(q.dtype)
         for cache in (k_cache, v_cache)
     )
     # The query heads that share a key head become extra query positions of that head: nothing is repeated.
     query = q.view(num_rows, tokens, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
     query = query.reshape(num_rows, kv_heads, groups * tokens, head_dim)
     result = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
-    result = result.view(num_rows, kv_heads, groups, tokens, head_dim).permute(0, 3, 1, 2, 4)
-    result = result.reshape(num_rows, tokens, query_heads, head_dim)
+    result = result.view(num_rows, kv_heads, groups, tokens, -1).permute(0, 3, 1, 2, 4)
+    result = result.reshape(num_rows, tokens, query_heads, -1)
     if visible is not None:
         result.masked_fill_((seq_lens == 0).view(-1, 1, 1, 1), 0)
     return result if out is None else out.copy_(result)
@@ -86,12 +90,12 @@ def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor |
 def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
     """Causal attention of ragged chunks of new tokens, already in the cache, over prefix and chunk.
 
-    q `[T, Hq, D]`: the last token of row b is at position seq_lens[b] - 1. Returns `[T, Hq, D]` in q's dtype; tokens
+    q `[T, Hq, D]`: the last token of row b is at position seq_lens[b] - 1. Returns `[T, Hq, Dv]` in q's dtype; tokens
     past the last row are zeros. If `out`, of any token stride, is given, they are left there.
     """
     k_cache, v_cache, req_to_token, scale, sliding_window = kv
     rows, _, _, query_lens, seq_lens_host = batch
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format) if out is None else out.zero_()
+    out = q.new_zeros(*q.shape[:2], v_cache.shape[3]) if out is None else out.zero_()
     start = 0
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens_host, strict=True)):
         end = start + query_len

@@ -2,6 +2,9 @@
 
 All query heads that share a key/value head are rows of one tile, so a key is loaded once for the group: row m of a tile
 is token m // GROUPS and head m % GROUPS of the group. Scores are in units of log 2.
+
+Keys of a latent cache are D + ROPE numbers, of which the first D are also their values: they are loaded once for both,
+and the ROPE others apart, so that each part is a power of two wide. Other caches have ROPE = 0.
 """
 
 import math
@@ -28,25 +31,32 @@ MAX_SPLITS = 64
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    q, k_ptr, v_ptr, table, pos, in_context, visible, kv_head, d, acc, row_max, row_sum, scale_log2,
-    HKV: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    q, q_rope, k_ptr, v_ptr, table, pos, in_context, visible, kv_head, d, r, acc, row_max, row_sum, scale_log2,
+    HKV: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: the tile `q` [M, D] against the context positions `pos` [N].
+    """One step of the online softmax: the tile `q` [M, D], `q_rope` [M, ROPE] against the context positions `pos` [N].
 
     `in_context` [N] guards the loads: nothing is read at other positions. `visible` [M, N] guards the scores: other
     keys get no weight. Returns the updated `acc` [M, D], `row_max` [M] and `row_sum` [M], float32."""
     slot = tl.load(table + pos, mask=in_context, other=0).to(tl.int64)
-    base = (slot * HKV + kv_head) * D
+    base = (slot * HKV + kv_head) * (D + ROPE)
     mask = in_context[:, None] & (d < D)[None, :]
     k = tl.load(k_ptr + base[:, None] + d[None, :], mask=mask, other=0.0).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-    scores = tl.where(visible, scores, float("-inf"))
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if ROPE > 0:
+        rope_mask = in_context[:, None] & (r < ROPE)[None, :]
+        k_rope = tl.load(k_ptr + base[:, None] + D + r[None, :], mask=rope_mask, other=0.0).to(q.dtype)
+        scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION)
+    scores = tl.where(visible, scores * scale_log2, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     # A row that has seen nothing yet keeps -inf; 0 in its place keeps the differences from being NaN.
     safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - safe_max[:, None])
     rescale = tl.exp2(row_max - safe_max)
-    v = tl.load(v_ptr + base[:, None] + d[None, :], mask=mask, other=0.0).to(q.dtype)
+    if ROPE > 0:
+        v = k
+    else:
+        v = tl.load(v_ptr + base[:, None] + d[None, :], mask=mask, other=0.0).to(q.dtype)
     acc = acc * rescale[:, None] + tl.dot(weights.to(q.dtype), v, input_precision=PRECISION)
     return acc, new_max, row_sum * rescale + tl.sum(weights, 1)
 
@@ -78,9 +88,9 @@ def _tree_depth(tree, node, node_mask, tree_st, T: tl.constexpr, BLOCK_T: tl.con
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, tree_ptr, drafts_ptr, out_ptr, partial_ptr, lse_ptr,
     arrivals_ptr, q_sb, q_st, q_sh, table_sr, tree_sb, tree_st, out_st, scale_log2,
-    T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [rows, key heads and blocks of their query rows, SPLITS]. If they count arrivals, a row with one part at
     most is finished at once, and the parts of others are joined by the last program to arrive; else `_combine_kernel`
@@ -98,10 +108,13 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     kv_head = head_block // m_blocks
     m = (head_block % m_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
     live, token, head = m < T * GROUPS, m // GROUPS, kv_head * GROUPS + m % GROUPS
-    d = tl.arange(0, BLOCK_D)
+    d, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
     mask = live[:, None] & (d < D)[None, :]
     q_row = q_ptr + b.to(tl.int64) * q_sb + token * q_st + head * q_sh
     q = tl.load(q_row[:, None] + d[None, :], mask=mask, other=0.0)
+    q_rope = q
+    if ROPE > 0:
+        q_rope = tl.load(q_row[:, None] + D + r[None, :], mask=live[:, None] & (r < ROPE)[None, :], other=0.0)
     table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr
     depth = token
     if tree_ptr is not None:
@@ -129,8 +142,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             visible = in_context[None, :] & (node[None, :] <= token[:, None])
         if WINDOW > 0:
             visible &= depth[:, None] - key_depth[None, :] < WINDOW
-        acc, row_max, row_sum = _attend(q, k_ptr, v_ptr, table, pos, in_context, visible, kv_head, d, acc, row_max,
-                                        row_sum, scale_log2, HKV, D, PRECISION)  # fmt: skip
+        acc, row_max, row_sum = _attend(q, q_rope, k_ptr, v_ptr, table, pos, in_context, visible, kv_head, d, r, acc,
+                                        row_max, row_sum, scale_log2, HKV, D, ROPE, PRECISION)  # fmt: skip
     row_sum = tl.where(row_sum == 0, 1.0, row_sum)
     y = acc / row_sum[:, None]
     finished = SPLITS == 1
@@ -212,15 +225,15 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
     """
     k_cache, v_cache, req_to_token, scale, sliding_window = kv
     rows, seq_lens, tree_mask, num_drafts, _ = batch
-    (num_rows, tokens, query_heads, head_dim), kv_heads = q.shape, k_cache.shape[2]
-    rows_per_head = tokens * query_heads // kv_heads
-    tile = _tile(rows_per_head, q)
+    (num_rows, tokens, query_heads, key_dim), (kv_heads, head_dim) = q.shape, v_cache.shape[2:]
+    rope, rows_per_head = key_dim - head_dim, tokens * query_heads // kv_heads
+    tile = _tile(rows_per_head, head_dim, q)
     head_blocks = kv_heads * triton.cdiv(rows_per_head, tile["BLOCK_M"])
     walk = _walk(num_rows * head_blocks, req_to_token.shape[1], tile, q)
     tile |= walk.tile
     splits = walk.splits
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(*q.shape[:3], head_dim)
     token_stride = _token_stride(out)
     partial = lse = arrivals = None
     if splits > 1:
@@ -232,8 +245,9 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
         0 if tree_mask is None else tree_mask.stride(0), 0 if tree_mask is None else tree_mask.stride(1),
         token_stride, scale * math.log2(math.e),
-        T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
-        LEAST=walk.least, BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
+        T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, ROPE=rope, WINDOW=sliding_window or 0,
+        SPLITS=splits, LEAST=walk.least, BLOCK_R=rope_block(rope),
+        BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
         **pdl(q.device),
     )  # fmt: skip
     if splits > 1 and not walk.joined:
@@ -241,7 +255,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
             partial, lse, seq_lens, out, token_stride,
             T=tokens, HQ=query_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
             LEAST=walk.least, BLOCK_N=tile["BLOCK_N"], BLOCK_D=tile["BLOCK_D"],
-            BLOCK_S=triton.next_power_of_2(splits), num_warps=4, **pdl(q.device),
+            BLOCK_S=triton.next_power_of_2(splits), num_warps=8 if tile["BLOCK_D"] > 256 else 4, **pdl(q.device),
         )  # fmt: skip
     return out
 
@@ -309,9 +323,14 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> _
     return _Walk(max(1, min(wanted, blocks, MAX_SPLITS)), least, filled and not bound, pipeline)
 
 
-def _tile(rows: int, q: Tensor) -> dict[str, int]:
+def rope_block(rope: int) -> int:
+    """Width of the tile of the numbers that only keys have, no matter where there are none."""
+    return max(16, triton.next_power_of_2(rope))
+
+
+def _tile(rows: int, head_dim: int, q: Tensor) -> dict[str, int]:
     """Tile sizes and warps for `rows` query rows per key/value head."""
-    block_d, halved = max(16, triton.next_power_of_2(q.shape[-1])), q.dtype == torch.float32
+    block_d, halved = max(16, triton.next_power_of_2(head_dim)), q.dtype == torch.float32
     block_m = min(max(16, triton.next_power_of_2(rows)), max(16, BLOCK_M >> halved))
     return {
         "BLOCK_M": block_m,

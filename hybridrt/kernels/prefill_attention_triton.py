@@ -4,11 +4,15 @@ As in decode, all query heads that share a key/value head are rows of one tile: 
 head m % GROUPS of the group; scores are in units of log 2. Long chunks copy the keys and values of their contexts
 together first: the tensor memory accelerator then fetches whole tiles, and neither registers nor instructions go into
 addresses. Short ones read the pages where they are.
+
+Keys are D + ROPE numbers and values DV. Where ROPE is not 0, the last ROPE of a key stand apart, so that each part is a
+power of two wide: in the pages of a latent cache, whose values are the first DV = D numbers of the keys, and in copies
+made from it (latent_attention_triton.py), where they serve all heads.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -50,24 +54,26 @@ def _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW: tl.constexpr, BLOCK_N:
 @triton.jit
 def _gather_kernel(  # type: ignore[no-untyped-def]
     k_cache_ptr, v_cache_ptr, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, k_ptr, v_ptr, table_sr, total,
-    HKV: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HKV: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A tile of one row and key/value head; zeros past the row's end, before its window and past the head's width."""
     block, kv_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, query_len, seq_len, origin = _span(starts_ptr, seq_lens_ptr, b, b >= 0, WINDOW, BLOCK_N)
     if origin + block * BLOCK_N >= seq_len:
         return
-    offset, d = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    offset, d, e = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     pos = origin + offset
     kept = pos < seq_len
     if WINDOW > 0:
         kept &= pos > seq_len - query_len - WINDOW  # the pages before may be another request's by now
     slot = tl.load(table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr + pos, mask=kept, other=0).to(tl.int64)
-    source, mask = ((slot * HKV + kv_head) * D)[:, None] + d[None, :], kept[:, None] & (d < D)[None, :]
+    source = ((slot * HKV + kv_head) * STRIDE)[:, None]
     row = kv_head.to(tl.int64) * total + _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW, BLOCK_N) + offset
-    target = row[:, None] * BLOCK_D + d[None, :]
-    tl.store(k_ptr + target, tl.load(k_cache_ptr + source, mask=mask, other=0.0).to(k_ptr.dtype.element_ty))
-    tl.store(v_ptr + target, tl.load(v_cache_ptr + source, mask=mask, other=0.0).to(v_ptr.dtype.element_ty))
+    k = tl.load(k_cache_ptr + source + d[None, :], mask=kept[:, None] & (d < D)[None, :], other=0.0)
+    tl.store(k_ptr + row[:, None] * BLOCK_D + d[None, :], k.to(k_ptr.dtype.element_ty))
+    v = tl.load(v_cache_ptr + source + e[None, :], mask=kept[:, None] & (e < DV)[None, :], other=0.0)
+    tl.store(v_ptr + row[:, None] * BLOCK_V + e[None, :], v.to(v_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -79,11 +85,14 @@ def _query_rows(block_m, query_len, kv_head, GROUPS: tl.constexpr, BLOCK_M: tl.c
 
 
 @triton.jit
-def _tile(source, slot, row, kv_head, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile(  # type: ignore[no-untyped-def]
+    source, slot, row, kv_head, HKV: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGED: tl.constexpr,
+):  # fmt: skip
     """Keys or values [BLOCK_N, BLOCK_D]: at slots of a cache, or from a row of a tensor descriptor on."""
     if PAGED:
         d = tl.arange(0, BLOCK_D)
-        at = ((slot.to(tl.int64) * HKV + kv_head) * D)[:, None] + d[None, :]
+        at = ((slot.to(tl.int64) * HKV + kv_head) * STRIDE)[:, None] + d[None, :]
         return tl.load(source + at, mask=(d < D)[None, :], other=0.0)
     else:
         return source.load([row, 0])
@@ -100,10 +109,11 @@ def _softmax_step(scores, row_max, row_sum, scale_log2):  # type: ignore[no-unty
 
 @triton.jit
 def _extend_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, keys, values, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, out_ptr, q_st, q_sh, table_sr, total,
+    q_ptr, keys, values, ropes, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, out_ptr, q_st, q_sh, table_sr, total,
     scale_log2,
-    HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, PAGED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, OUT_ST: tl.constexpr,
+    HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROPE: tl.constexpr,
+    WINDOW: tl.constexpr, PAGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, OUT_ST: tl.constexpr,
 ):  # fmt: skip
     # The last blocks of a row see the longest context: start them first.
     kv_head, block_m, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
@@ -114,10 +124,15 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     d = tl.arange(0, BLOCK_D)
     at = (start + first).to(tl.int64) * q_st + (token * q_st + head * q_sh)[:, None] + d[None, :]
     q = tl.load(q_ptr + at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    if ROPE > 0:
+        r = tl.arange(0, BLOCK_R)
+        at = (start + first).to(tl.int64) * q_st + D + (token * q_st + head * q_sh)[:, None] + r[None, :]
+        q_rope = tl.load(q_ptr + at, mask=live[:, None] & (r < ROPE)[None, :], other=0.0)
     if PAGED:
-        table, shift = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr, 0
+        table, shift, base = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr, 0, 0
     else:
-        shift = kv_head * total + _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW, BLOCK_N) - origin
+        base = _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW, BLOCK_N) - origin
+        shift = kv_head * total + base
     nearest = seq_len - query_len + first
     furthest = seq_len - query_len + tl.minimum((block_m * BLOCK_M + BLOCK_M - 1) // GROUPS, query_len - 1)
     position = nearest + token
@@ -125,7 +140,7 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     if WINDOW > 0:
         oldest = tl.maximum(nearest - WINDOW + 1, 0)
         begin = oldest // BLOCK_N * BLOCK_N
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     # Finite, so that a query that has seen nothing yet has the weights exp2(-inf - row_max) = 0 and not NaN.
     row_max = tl.full([BLOCK_M], -1e30, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -136,8 +151,11 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
         if PAGED:
             # Keys that no query sees are multiplied by zero, and 0 * NaN is NaN: own ones stand in for them.
             slot = tl.load(table + tl.minimum(tl.maximum(pos, oldest), furthest))
-        k = _tile(keys, slot, shift + offset, kv_head, HKV, D, BLOCK_D, PAGED).to(q.dtype)
+        k = _tile(keys, slot, shift + offset, kv_head, HKV, D + ROPE, D, BLOCK_D, PAGED).to(q.dtype)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
+        if ROPE > 0:
+            k_rope = _tile(ropes, slot, base + offset, kv_head, HKV, D + ROPE, ROPE, BLOCK_R, PAGED).to(q.dtype)
+            scores = tl.dot(q_rope, k_rope.T, scores, input_precision=PRECISION)
         masked = offset >= masked_from
         if WINDOW > 0:
             masked |= offset <= furthest - WINDOW
@@ -147,7 +165,10 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
                 visible &= position[:, None] - pos[None, :] < WINDOW
             scores = tl.where(visible, scores, float("-inf"))
         weights, rescale, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2)
-        v = _tile(values, slot, shift + offset, kv_head, HKV, D, BLOCK_D, PAGED).to(q.dtype)
+        if PAGED and ROPE > 0:
+            v = k
+        else:
+            v = _tile(values, slot, shift + offset, kv_head, HKV, DV, DV, BLOCK_V, PAGED).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     # Where the tile goes is computed anew, from values that the compiler cannot know to be the same: carried through
     # the loop, the addresses would cost it registers that it does not have.
@@ -155,67 +176,105 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     query_len = tl.load(starts_ptr + b + 1, volatile=True) - again
     block_m += tl.load(starts_ptr + b, volatile=True) - again
     first, token, head, live = _query_rows(block_m, query_len, kv_head, GROUPS, BLOCK_M)
-    at = (again + first).to(tl.int64) * OUT_ST + (token * OUT_ST + head * D)[:, None] + d[None, :]
+    e = tl.arange(0, BLOCK_V)
+    at = (again + first).to(tl.int64) * OUT_ST + (token * OUT_ST + head * DV)[:, None] + e[None, :]
     out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at, out, mask=live[:, None] & (d < D)[None, :])
+    tl.store(out_ptr + at, out, mask=live[:, None] & (e < DV)[None, :])
+
+
+class KeySources(NamedTuple):
+    """Where the kernel finds keys and values: in the caches, or in copies with whole tiles for each row.
+
+    Attributes:
+        keys, values: caches, or descriptors of [heads * total, width].
+        ropes: the part of keys that stands apart, or a descriptor of [total, width]; None without.
+        total: rows that one head has in a copy; 0 of caches.
+    """
+
+    keys: Any
+    values: Any
+    ropes: Any = None
+    total: int = 0
 
 
 def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
     """`attention_extend` in one launch, or two where keys and values are copied together first."""
-    k_cache, v_cache, req_to_token, scale, sliding_window = kv
-    rows, query_start_loc, seq_lens, query_lens, seq_lens_host = batch
-    query_heads, head_dim = q.shape[1:]
-    kv_heads = k_cache.shape[2]
-    groups = query_heads // kv_heads
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    k_cache, v_cache, _, _, sliding_window = kv
+    query_lens, (kv_heads, dim) = batch.query_lens, v_cache.shape[2:]
+    rope, groups = k_cache.shape[3] - dim, q.shape[1] // kv_heads
+    out = q.new_empty(*q.shape[:2], dim) if out is None else out
     out[sum(query_lens) :].zero_()
-    longest = max(query_lens, default=0) * groups
-    if not longest:
+    if not any(query_lens):
         return out
-    blocks = _blocks(query_lens, seq_lens_host, sliding_window)
+    blocks = key_blocks(query_lens, batch.seq_lens_host, sliding_window)
     many = sum(query_lens) * groups >= GATHER_FROM * len(query_lens)
-    copied = 2 * BLOCK_N * sum(blocks) * kv_heads * max(16, triton.next_power_of_2(head_dim)) * q.element_size()
-    gathered = _ample(q) and many and copied <= GATHER_MOST
-    tile = _tile_of(q, kv_heads, query_lens, gathered)
-    keys, values, total = k_cache, v_cache, 0
-    where = (req_to_token, rows, query_start_loc, seq_lens)
-    shape = {"HKV": kv_heads, "D": head_dim, "WINDOW": sliding_window or 0}
+    copied = 2 * BLOCK_N * sum(blocks) * kv_heads * width_of(dim) * q.element_size()
+    gathered = not rope and ample(q) and many and copied <= GATHER_MOST
+    tile = tile_of(q, dim, kv_heads, query_lens, gathered)
+    sources = KeySources(k_cache, v_cache, k_cache[..., dim:] if rope else None)
     if gathered:
-        keys, values, total = _gather(k_cache, v_cache, where, blocks, q.dtype, tile["BLOCK_D"], shape)
-    _extend_kernel[(kv_heads, triton.cdiv(longest, tile["BLOCK_M"]), len(query_lens))](
-        q, keys, values, *where, out, q.stride(0), q.stride(1), req_to_token.stride(0), total,
-        scale * math.log2(math.e), GROUPS=groups, PAGED=not gathered, PRECISION=dot_precision(q.dtype),
-        OUT_ST=out.stride(0), **shape, **tile,
-    )  # fmt: skip
+        sources = KeySources(*_gather(k_cache, v_cache, kv, batch, blocks, q.dtype))
+    run_extend(q, sources, kv, batch, (kv_heads, dim, dim, rope), tile, out)
     return out
 
 
-def _ample(q: Tensor) -> bool:
+def run_extend(
+    q: Tensor,
+    sources: KeySources,
+    kv: PagedKV,
+    batch: AttentionPrompts,
+    shape: tuple[int, int, int, int],
+    tile: dict[str, int],
+    out: Tensor,
+) -> None:
+    """Launches the kernel over q [T, Hq, D + ROPE] into out [T, Hq, DV].
+
+    Args:
+        shape: key/value heads, D, DV and ROPE. tile: as `tile_of` gives it.
+    """
+    kv_heads, dim, value_dim, rope = shape
+    groups = q.shape[1] // kv_heads
+    blocks = triton.cdiv(max(batch.query_lens) * groups, tile["BLOCK_M"])
+    _extend_kernel[(kv_heads, blocks, len(batch.query_lens))](
+        q, *sources[:3], kv.req_to_token, batch.rows, batch.query_start_loc, batch.seq_lens, out, q.stride(0),
+        q.stride(1), kv.req_to_token.stride(0), sources.total, kv.scale * math.log2(math.e),
+        HKV=kv_heads, GROUPS=groups, D=dim, DV=value_dim, ROPE=rope, WINDOW=kv.sliding_window or 0,
+        PAGED=not sources.total, BLOCK_D=width_of(dim), BLOCK_V=width_of(value_dim), BLOCK_R=width_of(rope),
+        PRECISION=dot_precision(q.dtype), OUT_ST=out.stride(0), **tile,
+    )  # fmt: skip
+
+
+def width_of(dim: int) -> int:
+    """Columns of the tile that holds `dim` of them."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def ample(q: Tensor) -> bool:
     """Whether there are Hopper's shared memory and with it the tensor memory accelerator, and tiles that fit."""
     return shared_memory(q.device) >= H200_SHARED_MEMORY and q.element_size() == 2 and q.shape[-1] <= 256
 
 
-def _tile_of(q: Tensor, kv_heads: int, query_lens: Sequence[int], gathered: bool) -> dict[str, int]:
-    """Tile sizes and launch options, as measured on an H200.
+def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathered: bool) -> dict[str, int]:
+    """Tile sizes and launch options for keys and values of `dim` numbers, as measured on an H200.
 
     Four warps of up to 255 registers leave room for two gathered programs on a multiprocessor. With pages it takes
     eight of 128: addresses need registers too. Where tiles are too few for all multiprocessors, halves are more.
     """
-    block_d, single = max(16, triton.next_power_of_2(q.shape[-1])), q.dtype == torch.float32
+    block_d, single = width_of(dim), q.dtype == torch.float32
     wide, groups = block_d > 128, q.shape[1] // kv_heads
     few = kv_heads * sum(triton.cdiv(n * groups, BLOCK_M) for n in query_lens) <= multiprocessors(q.device)
-    halvings = single + (not _ample(q) if wide else few and not single)
+    halvings = single + (not ample(q) if wide else few and not single)
     block_m = min(max(16, triton.next_power_of_2(max(query_lens) * groups)), max(16, BLOCK_M >> halvings))
-    tile = {"BLOCK_M": block_m, "BLOCK_N": max(16, BLOCK_N >> single), "BLOCK_D": block_d, "num_stages": 2}
+    tile = {"BLOCK_M": block_m, "BLOCK_N": max(16, BLOCK_N >> single), "num_stages": 2}
     if gathered:
         return tile | {"num_warps": 8 if wide else 4, "num_stages": 3 if block_d <= 64 else 2}
     tile["num_warps"] = 8 if block_m * block_d > 8192 else 4
-    if block_m * block_d >= 128 * 128 and _ample(q):
+    if block_m * block_d >= 128 * 128 and ample(q):
         return tile | {"num_stages": 3} | ({} if wide else {"maxnreg": 128})
     return tile
 
 
-def _blocks(query_lens: Sequence[int], seq_lens: Sequence[int], sliding_window: int | None) -> list[int]:
+def key_blocks(query_lens: Sequence[int], seq_lens: Sequence[int], sliding_window: int | None) -> list[int]:
     """Tiles that each row's keys fill at most."""
     blocks = [triton.cdiv(n, BLOCK_N) for n in seq_lens]
     if sliding_window is None:
@@ -225,20 +284,29 @@ def _blocks(query_lens: Sequence[int], seq_lens: Sequence[int], sliding_window: 
 
 
 def _gather(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    where: tuple[Tensor, ...],
-    blocks: Sequence[int],
-    dtype: torch.dtype,
-    block_d: int,
-    shape: dict[str, int],
-) -> tuple[Any, Any, int]:
-    """Copies the keys and values that a batch sees: descriptors of [Hkv * total, BLOCK_D], and total, the rows of one
-    head. Behind each other lie the rows of the batch, in whole tiles."""
-    kv_heads, total = k_cache.shape[2], BLOCK_N * sum(blocks)
-    both = torch.empty(2, kv_heads * total, block_d, dtype=dtype, device=k_cache.device)
+    k_cache: Tensor, v_cache: Tensor, kv: PagedKV, batch: AttentionPrompts, blocks: Sequence[int], dtype: torch.dtype
+) -> tuple[Any, Any, None, int]:
+    """`gather` as descriptors, and as sources."""
+    keys, values, total = gather(k_cache, v_cache, kv, batch, blocks, dtype)
+    return described(keys), described(values), None, total
+
+
+def gather(
+    k_cache: Tensor, v_cache: Tensor, kv: PagedKV, batch: AttentionPrompts, blocks: Sequence[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, int]:
+    """Copies what a batch sees of two caches, or of two parts of the vectors of one cache: [Hkv * total, width] each,
+    and total, the rows of one head. Behind each other lie the rows of the batch, in whole tiles."""
+    kv_heads, total, dims = k_cache.shape[2], BLOCK_N * sum(blocks), (k_cache.shape[3], v_cache.shape[3])
+    keys, values = (k_cache.new_empty(kv_heads * total, width_of(dim), dtype=dtype) for dim in dims)
     _gather_kernel[(max(blocks), kv_heads, len(blocks))](
-        k_cache, v_cache, *where, *both, where[0].stride(0), total,
-        BLOCK_N=BLOCK_N, BLOCK_D=block_d, **shape, num_warps=8,
+        k_cache, v_cache, kv.req_to_token, batch.rows, batch.query_start_loc, batch.seq_lens, keys, values,
+        kv.req_to_token.stride(0), total,
+        HKV=kv_heads, STRIDE=k_cache.stride(2), D=dims[0], DV=dims[1], WINDOW=kv.sliding_window or 0, BLOCK_N=BLOCK_N,
+        BLOCK_D=keys.shape[1], BLOCK_V=values.shape[1], num_warps=8,
     )  # fmt: skip
-    return *(TensorDescriptor.from_tensor(each, [BLOCK_N, block_d]) for each in both), total
+    return keys, values, total
+
+
+def described(copy: Tensor) -> TensorDescriptor:
+    """A copy [rows, width] as the kernel reads it, tile by tile."""
+    return TensorDescriptor.from_tensor(copy, [BLOCK_N, copy.shape[1]])

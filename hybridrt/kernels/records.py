@@ -24,7 +24,8 @@ NO_LIMIT = (0.0, math.inf)
 
 
 class ConvWeights(NamedTuple):
-    """A depthwise convolution: weight [C, K], bias [C] or None, and what follows it."""
+    """A depthwise convolution: weight [C, K], bias [C] or None, and what follows it. With K = 0 there is no conv: the
+    activation follows the inputs themselves (`mamba2_decode` alone takes that)."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -167,7 +168,9 @@ class BCNorms(NamedTuple):
 
 class DeltaInputs(NamedTuple):
     """What tokens bring to the gated delta rule: q, k [..., Hk, K], v [..., Hv, V]; g, beta [..., Hv] float32 from
-    `gdn_gates`. The leading dimensions are [B, T], or [T] of packed prompts."""
+    `gdn_gates`. In Kimi Delta Attention Hk is Hv, and g is [..., Hv, K], a decay for each channel of a key. Beside
+    GateWeights g and beta are raw, as projections gave them. The leading dimensions are [B, T], or [T] of packed
+    prompts."""
 
     q: Tensor
     k: Tensor
@@ -181,23 +184,26 @@ class DeltaInputs(NamedTuple):
 
 
 class GateWeights(NamedTuple):
-    """Numbers of each value head of a Gated Delta Net: [Hv] float32.
+    """Numbers of each value head of a Gated Delta Net: [Hv] float32; in Kimi Delta Attention dt_bias is [Hv, K].
 
     Attributes:
         beta_scale: of beta, 1 or 2. With 2 a step's matrix I - beta k k^T may have negative eigenvalues (Grazzi et al.
             2024).
+        lower_bound: of the log of the decay, below 0, in Kimi Delta Attention with a safe gate. None: there is none.
     """
 
     A_log: Tensor
     dt_bias: Tensor
     beta_scale: float = 1.0
+    lower_bound: float | None = None
 
 
 class PagedKV(NamedTuple):
     """A softmax attention layer's keys and values in pages, and how it weighs them (`paged_attention.py`).
 
     Attributes:
-        k_cache, v_cache: [pages, page, Hkv, D].
+        k_cache, v_cache: [pages, page, Hkv, D] and [pages, page, Hkv, Dv]. Dv is D, or less where a cache of latent
+            vectors has one head and its values are the first Dv numbers of the keys.
         req_to_token: [R+1, max_context] int32 table of KV slots.
         scale: of the scores.
         sliding_window: a token at position p sees keys at positions > p - window; None for all keys before it.
@@ -208,6 +214,20 @@ class PagedKV(NamedTuple):
     req_to_token: Tensor
     scale: float
     sliding_window: int | None = None
+
+
+class LatentWeights(NamedTuple):
+    """What multi-head latent attention does with its latent vectors (`latent_attention.py`).
+
+    Attributes:
+        up_k, up_v: [H, nope, rank] and [H, rank, value]: to each head's keys, transposed, and to its values.
+        norm, norm_eps: [rank] float32 weight and epsilon of the RMS norm of a latent vector before it is stored.
+    """
+
+    up_k: Tensor
+    up_v: Tensor
+    norm: Tensor
+    norm_eps: float
 
 
 class AttentionRows(NamedTuple):

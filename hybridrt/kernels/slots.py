@@ -13,14 +13,17 @@ def pad_mask(slots: Tensor, ndim: int) -> Tensor:
     return (slots < 0).view(-1, *[1] * (ndim - 1))
 
 
-def consecutive(slots: Tensor) -> slice | None:
-    """Slots [B] on a CPU as a slice of the pool if they are s, s + 1, ... and none is padding: then the rows are a view
-    and no copy. None otherwise, and on a GPU, where looking would wait for the device."""
+def neighbours(slots: Tensor) -> tuple[slice, Tensor] | None:
+    """Slots [B] on a CPU as a slice of the pool and the row of each entry of the slice [B] int64, if they are s, s + 1,
+    ... in any order and none is padding: then the rows are a view and no copy. None otherwise, and on a GPU, where
+    looking would wait for the device."""
     if slots.device.type != "cpu":
         return None
     numbers = slots.tolist()
-    first, end = numbers[0], numbers[0] + len(numbers)
-    return slice(first, end) if first >= 0 and numbers == list(range(first, end)) else None
+    first, end = min(numbers), min(numbers) + len(numbers)
+    if first < 0 or sorted(numbers) != list(range(first, end)):
+        return None
+    return slice(first, end), slots.argsort()
 
 
 def read_rows(pool: Tensor, slots: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def attention_spec(config: AttentionConfig, tp: TPGroup, dtype: torch.dtype) -> 
         sliding_window=config.sliding_window,
         scale=config.head_dim**-0.5 if config.scale is None else config.scale,
         dtype=dtype,
-        variant=config.variant,
+        variant="gqa" if config.latent is None else "mla",
     )
 
 
@@ -101,6 +101,12 @@ class Attention(nn.Module):
         q, k, v, *gate = projected.split(self.sizes, dim=-1)
         out = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope)
         return self.o_proj.onto(residual, sigmoid_mul(out, *gate) if gate else out)
+
+    def summand(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Attention over hidden states as they are: [T, hidden] to [T, hidden]."""
+        q, k, v, *gate = self.qkv(x).split(self.sizes, dim=-1)
+        out = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope)
+        return self.o_proj(sigmoid_mul(out, *gate) if gate else out)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the projections and norms under `key`."""

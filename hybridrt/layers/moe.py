@@ -208,13 +208,17 @@ class MoE(nn.Module):
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Experts of norm(x + residual), and x + residual."""
         h, residual = norm(x, residual)
+        return self.summand(h, batch), residual
+
+    def summand(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Experts of hidden states as they are: [T, hidden] to [T, hidden]."""
         weights, ids = self.router(h, batch)
         all_reduce = self.experts.tp.all_reduce
         if self.latent is not None:
             routed = self.latent.back(all_reduce(self.experts(self.latent.into(h), weights, ids)))
-            return routed if self.shared is None else routed + self.shared.summand(h, reduce=True), residual
+            return routed if self.shared is None else routed + self.shared.summand(h, reduce=True)
         routed = self.experts(h, weights, ids)
-        return all_reduce(routed if self.shared is None else routed + self.shared.summand(h)), residual
+        return all_reduce(routed if self.shared is None else routed + self.shared.summand(h))
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         at = {what: f"{key}.{below}" for what, below in self.keys.items()}

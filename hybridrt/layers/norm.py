@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from hybridrt.kernels.gated_norm import gated_rms_norm
+from hybridrt.kernels.gated_norm import GATE_ACTIVATIONS, GateActivation, gated_rms_norm
 from hybridrt.kernels.rms_norm import add_rms_norm, rms_norm
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, whole
 
@@ -70,16 +69,19 @@ class SharedRMSNorm(RMSNorm):
 
 
 class GatedRMSNorm(nn.Module):
-    """RMS norm in groups with a SiLU gate, before or after it (Mamba-2, GDN).
+    """RMS norm in groups with a gate, before or after it (Mamba-2, GDN, KDA).
 
     Args:
         size: width on this rank; `group_size` divides it, or spans all ranks.
+        activation: of the gate.
     """
 
     def __init__(
-        self, name: str, size: int, eps: float, *, group_size: int, norm_before_gate: bool, build: Build
-    ) -> None:
+        self, name: str, size: int, eps: float, *, group_size: int, norm_before_gate: bool,
+        activation: GateActivation = "silu", build: Build,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.activation: GateActivation = activation
         self.name, self.eps, self.group_size, self.norm_before_gate = name, eps, group_size, norm_before_gate
         self.tp, self.spans_ranks = build.tp, group_size > size
         self.weight = parameter(size, dtype=torch.float32, device=build.device, dummy="ones")
@@ -89,12 +91,13 @@ class GatedRMSNorm(nn.Module):
         if self.spans_ranks:
             return self._across_ranks(x, gate)
         return gated_rms_norm(
-            x, gate, self.weight, self.eps, group_size=self.group_size, norm_before_gate=self.norm_before_gate
-        )
+            x, gate, self.weight, self.eps, group_size=self.group_size, norm_before_gate=self.norm_before_gate,
+            activation=self.activation,
+        )  # fmt: skip
 
     def _across_ranks(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """One group over all ranks: they sum their squares."""
-        gating = F.silu(gate.float())
+        gating = GATE_ACTIVATIONS[self.activation](gate.float())
         h = x.float() if self.norm_before_gate else x.float() * gating
         squares = self.tp.all_reduce(h.square().sum(-1, keepdim=True))
         h = h * torch.rsqrt(squares / self.group_size + self.eps) * self.weight

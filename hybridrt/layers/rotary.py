@@ -15,7 +15,7 @@ def rotary_table(
 ) -> torch.Tensor:
     """[max_len, rot] float32: rot/2 cosines, then rot/2 sines, of every position (Su et al. 2021, eq. 34).
 
-    `rot` is head_dim x partial_rotary_factor; types other than "default" (linear, dynamic, yarn, llama3, ...) take
+    `rot` is rotary_dim x partial_rotary_factor; types other than "default" (linear, dynamic, yarn, llama3, ...) take
     their frequencies from transformers.modeling_rope_utils. On the "meta" device nothing is computed.
 
     Args:
@@ -49,7 +49,7 @@ def _frequencies(config: ModelConfig, attention: AttentionConfig) -> tuple[torch
     rope_type, hf = rope.get("rope_type", "default"), config.hf
     if attention is not config.attention:  # the formulas read a whole configuration
         hf = copy(hf)
-        hf.rope_parameters, hf.head_dim = dict(rope), attention.head_dim
+        hf.rope_parameters, hf.head_dim = dict(rope), attention.rotary_dim
     if rope_type != "default":
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -62,5 +62,5 @@ def _frequencies(config: ModelConfig, attention: AttentionConfig) -> tuple[torch
             return inv_freq, float(scaling)
         except Exception as e:  # the formulas raise whatever a wrong or missing number leads to
             raise ConfigError(f"rope_parameters {shown(rope)} do not serve rope_type {rope_type!r}: {e!r}") from e
-    rot = int(attention.head_dim * (rope.get("partial_rotary_factor") or 1.0))
+    rot = int(attention.rotary_dim * (rope.get("partial_rotary_factor") or 1.0))
     return 1.0 / rope["rope_theta"] ** (torch.arange(0, rot, 2, dtype=torch.float32) / rot), 1.0

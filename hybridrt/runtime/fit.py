@@ -37,7 +37,7 @@ def table_bytes(config: EngineConfig, target: RunTarget) -> int:
     """Bytes at the peak of making the table of rotary embeddings, which has a row for each position."""
     mc = target.model_config
     positions = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
-    rotated = {a.head_dim: a for i in mc.full_attention_layer_ids if (a := mc.attention_of(i)).rope is not None}
+    rotated = {a.rotary_dim: a for i in mc.full_attention_layer_ids if (a := mc.attention_of(i)).rope is not None}
     return 3 * 4 * positions * sum(rotated)
 
 

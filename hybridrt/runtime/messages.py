@@ -16,6 +16,7 @@ from hybridrt.errors import MessageError
 KINDS = {
     "serve": "hybridrt.config:EngineConfig",
     "step": "hybridrt.runtime.step:StepPlan",
+    "prefix": "hybridrt.runtime.prefix_copy:PrefixCopy",
     "masks": "hybridrt.runtime.constrained_step:MaskTask",
     "draft": "hybridrt.runtime.drafting:DraftTask",
     "transfer": "hybridrt.transfer.ranks:JoinTransfer",

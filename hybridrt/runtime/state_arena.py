@@ -24,6 +24,7 @@ class ImageLayout:
 
         for each recurrent layer   conv inputs [conv_dim, K - 1] | recurrent state [*temporal]
         for each attention layer   keys [kv_heads, tokens, head_dim] | values [kv_heads, tokens, v_head_dim]
+                                   or latent vectors [1, tokens, head_dim], the same on all ranks
 
     Tokens are all `length` of them or, where every attention layer has a sliding window, those that the next token sees
     in the layer with the widest. Whatever is cut over the ranks is outermost, so that a share of it is one run too.
@@ -90,7 +91,7 @@ class StateArena:
         self.layout = ImageLayout.of(target, pools.kv)
         self.buffer = torch.zeros(transfer_bytes, dtype=torch.uint8, device=target.device)
         self._table = pools.req_to_token
-        self._kv = [tensor for layer_id, _, _ in self.layout.attention for tensor in pools.kv.layer(layer_id)]
+        self._kv = [tensor for layer_id, _, _ in self.layout.attention for tensor in pools.kv.held(layer_id)]
 
     def export_state(self, copy: StateCopy) -> None:
         """Pools to image. Nothing changes but where a state lies: a ring of inputs becomes part of its checkpoint.

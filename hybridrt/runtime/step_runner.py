@@ -15,6 +15,7 @@ from hybridrt.runtime.constrained_step import ConstrainedStep, Sampling
 from hybridrt.runtime.drafting import DeviceDrafter, draft_method
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
+from hybridrt.runtime.prefix_copy import PrefixCopy, Tensors
 from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
 from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, SamplingTable, Verification
 from hybridrt.runtime.state_arena import StateArena
@@ -105,6 +106,10 @@ class StepRunner:
         except BaseException:
             self._drop_step()
             raise
+
+    def copy_prefix(self, task: PrefixCopy, data: Tensors | None = None) -> dict[str, torch.Tensor]:
+        """`PrefixCopy.run` on all ranks; `data` is what is written."""
+        return task.run(self, data)
 
     @torch.inference_mode()
     def sample(self, masks: np.ndarray) -> None:

@@ -20,6 +20,7 @@ from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.interrupts import Interrupts
 from hybridrt.runtime.messages import encode
 from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.prefix_copy import PrefixCopy, Tensors
 from hybridrt.runtime.rank_start import rank_device, start_ranks, torchrun_place, torchrun_ranks
 from hybridrt.runtime.ranks import Ranks
 from hybridrt.runtime.step import StepHandle, StepPlan, StepResult
@@ -83,6 +84,10 @@ class TensorParallelExecutor:
         """Has every rank call `task`, of a type in hybridrt.runtime.messages, with its runner, between two steps.
         Returns rank 0's result."""
         return self._on_all(task, lambda: _WatchedStep(task(self.runner), self._ranks))
+
+    def copy_prefix(self, task: PrefixCopy, data: Tensors | None = None) -> dict[str, torch.Tensor]:
+        """As ModelRunner.copy_prefix, on all ranks."""
+        return self._on_all(task, lambda: task.run(self.runner, data))
 
     def call(self, task: Callable[[ModelRunner], None]) -> None:
         """As `everywhere`, on the other ranks alone."""

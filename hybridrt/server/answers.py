@@ -63,8 +63,8 @@ class Answer(ABC):
         """What a delta adds to a stream; None while its text is held back and nothing else was asked for."""
         self._count(delta)
         choice = self._chunk_choice(self._place(delta), delta)
-        silent = not delta.text and delta.finish_reason is None and not self._wants_tokens and delta.logprobs is None
-        silent = silent and delta.prompt_logprobs is None
+        asked = self._wants_tokens or delta.logprobs is not None or delta.prompt_logprobs is not None
+        silent = not self._says(choice) and delta.finish_reason is None and not asked
         return None if silent else self._chunk([self._with_tokens(choice, delta)])
 
     def closing(self) -> dict[str, Any] | None:
@@ -107,6 +107,10 @@ class Answer(ABC):
     @abstractmethod
     def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         """The choice of an answer that is no stream."""
+
+    @abstractmethod
+    def _says(self, choice: dict[str, Any]) -> bool:
+        """Whether what a delta adds to a choice is anything for the reader."""
 
     def _place(self, delta: Delta) -> int:
         return self._places[delta.request_id, delta.index]

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from hybridrt.engine.tokenizer import encode_prompt
 from hybridrt.errors import HybridrtError
-from hybridrt.server.chat import CHAT_NAMES, chat_tokens, start_chat
+from hybridrt.server.chat import CHAT_NAMES, conversation_of, start_chat
 from hybridrt.server.completions import start_completions
 from hybridrt.server.errors import APIError, as_api_error, error_response
 from hybridrt.server.guard import Guard
@@ -102,7 +102,8 @@ def _add_text(app: FastAPI, service: Service) -> None:
             raise APIError(400, "pass prompt or messages, and one of them alone", "prompt")
         tokenizer, limit = service.tokenizer, service.llm.llm.plan.max_model_len
         if body.messages is not None:
-            work = service.llm.in_thread(chat_tokens, tokenizer, body, service.config.chat_template, limit)
+            text = await service.render_chat(conversation_of(body))
+            work = service.llm.in_thread(lambda: encode_prompt(tokenizer, text, limit, bare=True))
         else:
             bare = not body.add_special_tokens
             work = service.llm.in_thread(lambda: encode_prompt(tokenizer, body.prompt or "", limit, bare=bare))

@@ -47,6 +47,9 @@ class CompletionAnswer(Answer):
         choice = self._choice(index, echo + delta.text, self._logprobs(index, delta), delta.finish_reason)
         return choice | self._prompt_logprobs(delta.request_id)
 
+    def _says(self, choice: dict[str, Any]) -> bool:
+        return bool(choice["text"])
+
     @staticmethod
     def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

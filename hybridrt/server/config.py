@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
 from hybridrt.errors import ConfigError
 
 API_KEY_VARIABLE = "HYBRIDRT_API_KEY"
@@ -24,6 +25,7 @@ class ServerConfig:
         tls_certificate, tls_key: PEM files; both, or neither for plain HTTP.
         allowed_origins: web pages of these origins may call (CORS); "*": all. Empty: none.
         chat_template: Jinja text that replaces the model's own; None keeps that.
+        tool_parser, reasoning_parser: names of formats; "auto" goes by the chat template, "none" is off.
         max_waiting: samples that may wait beside those that run; more are answered with 429.
         max_body_bytes: longer bodies are answered with 413.
         max_prompts: prompts of one request of /v1/completions.
@@ -47,6 +49,8 @@ class ServerConfig:
     tls_key: str | None = None
     allowed_origins: tuple[str, ...] = ()
     chat_template: str | None = None
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     max_waiting: int = 4096
     max_body_bytes: int = 16 * 2**20
     max_prompts: int = 1024
@@ -73,6 +77,8 @@ class ServerConfig:
         for name, file in (("tls_certificate", self.tls_certificate), ("tls_key", self.tls_key)):
             if file is not None and not Path(file).is_file():
                 raise ConfigError(f"{name} is {file}, and there is no such file")
+        for registry, name in ((TOOL_PARSERS, self.tool_parser), (REASONING_PARSERS, self.reasoning_parser)):
+            choose(registry, name, "")
         if not all(_HEADER_TEXT.fullmatch(key) for key in self.api_keys):
             raise ConfigError("an API key is empty, or holds a space or a character that is not ASCII; choose another")
 

@@ -116,30 +116,35 @@ class Message(BaseModel):
     content: str | list[TextPart] | None = None
 
 
-class ChatRequest(Sampling):
+class ChatFields(BaseModel):
+    """What makes a prompt of a conversation; hybridrt.chat.conversation checks tools and tool_choice."""
+
+    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(ChatFields, Sampling):
     """/v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(ChatFields, Body):
     """/tokenize: a prompt, or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

@@ -8,8 +8,12 @@ from typing import Any
 
 from starlette.types import Scope
 
+from hybridrt.chat.chat import Chat
+from hybridrt.chat.conversation import Conversation
 from hybridrt.engine.async_llm import AsyncLLM
+from hybridrt.engine.chats import PreparedChat
 from hybridrt.engine.tokenizer import HFTokenizer
+from hybridrt.errors import CheckpointError, RequestError
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.server.config import ServerConfig
 from hybridrt.server.errors import APIError
@@ -51,6 +55,32 @@ class Service:
         if self.llm.llm.tokenizer is None:
             raise APIError(400, "this model has no tokenizer: send token ids to /v1/completions")
         return self.llm.llm.tokenizer
+
+    @property
+    def chat(self) -> Chat:
+        """The model's way to chat. Raises APIError where it has no tokenizer."""
+        assert self.tokenizer is not None
+        return self.llm.llm.chats(self.config.chat_template, self.config.tool_parser, self.config.reasoning_parser)
+
+    async def prepare_chat(self, conversation: Conversation, params: SamplingParams) -> PreparedChat:
+        """A conversation as the engine takes it.
+
+        Raises:
+            APIError: the model has no tokenizer.
+            RequestError, MemoryBudgetError: it cannot be taken, or the template fails on it.
+        """
+        try:
+            return await self.llm.prepare_chat(conversation, params, self.chat)
+        except CheckpointError as e:
+            raise RequestError(str(e), "messages") from e
+
+    async def render_chat(self, conversation: Conversation) -> str:
+        """A conversation in the chat template. Raises as `prepare_chat`."""
+        try:
+            text: str = await self.llm.in_thread(self.chat.render, conversation)
+        except CheckpointError as e:
+            raise RequestError(str(e), "messages") from e
+        return text
 
     def check_model(self, name: str | None) -> None:
         """Raises APIError unless the model has this name. A request may leave it out."""

@@ -10,9 +10,10 @@ from benchmarks.kernel_cases import DECODE, PREFILL, Args, Case, Load, linears
 from benchmarks.timeline import Span, draw
 from hybridrt.hf_config import read_model_config
 from tests.support.checkpoints import falcon, jamba, nemotron, qwen
+from tests.support.newer_checkpoints import minimax
 from tests.support.tiny import write_tiny
 
-MODELS = {"falcon": falcon(), "nemotron": nemotron("M*-ME"), "qwen": qwen(), "jamba": jamba()}
+MODELS = {"falcon": falcon(), "nemotron": nemotron("M*-ME"), "qwen": qwen(), "jamba": jamba(), "minimax": minimax()}
 
 
 def results(case: Case, args: Args, name: str) -> list[Tensor]:

@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 import hybridrt
 from hybridrt import LLM, EngineConfig, SamplingParams
 from hybridrt.cli.app import app
-from hybridrt.cli.options import EngineOptions, SamplingOptions
+from hybridrt.cli.generate import PromptSampling
+from hybridrt.cli.options import EngineOptions
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.outputs import Delta, RequestOutput
 from hybridrt.errors import EngineError, RankError
@@ -303,7 +304,7 @@ def test_options_name_every_field_once_and_show_its_default() -> None:
     served = {"cache_salt", "priority", "truncate_prompt_tokens", "include_stop_str_in_output", "skip_special_tokens"}
     # Rules about token ids, and scores of a prompt, are for programs.
     programs = {"min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs"}
-    assert set(sampling) - {f.name for f in fields(SamplingOptions)} == {"seed", *served, *programs}
+    assert set(sampling) - {f.name for f in fields(PromptSampling)} == {"seed", *served, *programs}
     text = " ".join(CliRunner().invoke(app, ["generate", "--help"]).stdout.split())
     for name in shown:
         if engine[name] not in (None, True, MISSING):

@@ -33,7 +33,7 @@ from tests.support.checkpoints import (
     nemotron,
     qwen,
 )
-from tests.support.newer_checkpoints import bamba, granite, olmo, qwen35_moe, zamba2
+from tests.support.newer_checkpoints import bamba, granite, minimax, olmo, qwen35_moe, zamba2
 from tests.support.tiny import write_tiny
 
 FAMILIES: dict[str, tuple[Make, str]] = {
@@ -50,6 +50,7 @@ FAMILIES: dict[str, tuple[Make, str]] = {
     "mamba": (mamba(), "MM"),
     "mamba2": (mamba2(), "MM"),
     "zamba2": (zamba2(), "MHMHM"),
+    "minimax": (minimax(), "L*L"),
     "lfm2_moe": (lfm2_moe(num_dense_layers=0), "C*CC"),
 }
 SMALL = {"max_running_requests": 3, "max_model_len": 64, "device": "cpu"}

@@ -207,7 +207,7 @@ def test_equal_grammars_compile_once_and_old_ones_are_forgotten(monkeypatch: pyt
 def test_models_and_installations_that_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, tokenizer = StructuredOutputs(regex="a"), load_tokenizer(resolve_model_path("embedded"))
     for broken, text in (
-        (GrammarCompiler(None, VOCAB, EOS), "no tokenizer"),
+        (GrammarCompiler(None, VOCAB, EOS), "need a tokenizer"),
         (GrammarCompiler(tokenizer, VOCAB, ()), "end-of-sequence"),
         (GrammarCompiler(tokenizer, 4095, EOS), "vocabulary of 4095"),
     ):

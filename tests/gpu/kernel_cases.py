@@ -22,7 +22,7 @@ from tests.support.kernel_cases import Case, DecodeRows, Prompts
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 MODELS = ("falcon-h1-7b", "nemotron-h-8b", "qwen3-next-12l")
 # Recurrent layers are all that these have of their own.
-MAMBA1, SHORT_CONV = "falcon-mamba-7b", "lfm2-8b-a1b-like"
+MAMBA1, SHORT_CONV, LIGHTNING = "falcon-mamba-7b", "lfm2-8b-a1b-like", "minimax-text-01-like"
 Cases = Callable[[str], Iterator[tuple[str, Callable[[], Case]]]]
 
 
@@ -83,7 +83,7 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
     def rows(tokens: int) -> DecodeRows:
         return DecodeRows(shapes[0], tokens)
 
-    for shape in shapes:
+    for shape in (shape for shape in shapes if shape.conv_dim):
         yield "causal_conv1d_varlen", lambda shape=shape: kernels.causal_conv1d_varlen(Prompts(shape, 64))
         for n in (1, 4):
             yield f"causal_conv1d_update {n}", lambda s=shape, n=n: kernels.causal_conv1d_update(DecodeRows(s, n))
@@ -105,6 +105,12 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "fold_ring", lambda: kernels.fold(rows(1), kernels.time_step_gate, kernels.mamba2_heads(config)["A"])
         chunk = mamba2_of(config).chunk_size
         yield "mamba2_chunk_scan", lambda: kernels.mamba2_chunk_scan(config, Prompts(shapes[0], chunk))
+    if "lightning" in config.linear:
+        for mode, n in modes:
+            yield f"mamba2_decode {mode} {n}", lambda mode=mode, n=n: kernels.lightning_decode(rows(n), mode)
+        rates = kernels.lightning_heads(shapes[0].temporal[0])["A"]
+        yield "fold_ring", lambda: kernels.fold(rows(1), torch.ones_like, rates)
+        yield "mamba2_chunk_scan", lambda: kernels.lightning_chunk_scan(Prompts(shapes[0], 128))
     if "gdn" in config.linear:
         for mode, n in modes:
             yield f"gdn_decode {mode} {n}", lambda mode=mode, n=n: kernels.gdn_decode(rows(n), mode)

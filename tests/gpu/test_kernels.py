@@ -10,7 +10,17 @@ from torch import Tensor
 from hybridrt.errors import BackendError
 from hybridrt.kernels import providers
 from tests.gpu import rig
-from tests.gpu.kernel_cases import MAMBA1, MODELS, SHORT_CONV, call, copied, in_float32, other_cases, recurrent_cases
+from tests.gpu.kernel_cases import (
+    LIGHTNING,
+    MAMBA1,
+    MODELS,
+    SHORT_CONV,
+    call,
+    copied,
+    in_float32,
+    other_cases,
+    recurrent_cases,
+)
 from tests.gpu.rig import GPU, changed_entries, same_bits
 from tests.support.kernel_cases import SLOTS, Case
 
@@ -32,6 +42,7 @@ PARTS = [
     *((model, part) for model in MODELS for part in ("recurrent", "other")),
     (MAMBA1, "recurrent"),
     (SHORT_CONV, "recurrent"),
+    (LIGHTNING, "recurrent"),
 ]
 
 

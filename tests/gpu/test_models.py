@@ -16,7 +16,7 @@ LENGTHS = (1, 2, 17, 40)
 UNEVEN = (
     "falcon-odd_sizes", "nemotron-odd_sizes", "qwen-unequal_head_dims", "nemotron-latent_experts_in_groups",
     "falcon_mamba-odd_sizes", "jamba-odd_sizes", "qwen35-unequal_head_dims", "granite-odd_sizes", "lfm2-odd_sizes",
-    "zamba2-odd_sizes",
+    "zamba2-odd_sizes", "minimax-odd_sizes",
 )  # fmt: skip
 
 

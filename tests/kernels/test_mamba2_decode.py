@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
@@ -233,3 +234,31 @@ def test_a_fused_step_s_conv_must_end_in_silu() -> None:
     with pytest.raises(ConfigError, match="ends in SiLU, not in None"):
         layer.step([0, 0], 1, activation=None)
     assert same_bytes(layer.conv, before[0]) and same_bytes(layer.states, before[1])
+
+
+@pytest.mark.parametrize("mode", ["classic", "replay"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_without_a_conv(mode: str, tokens: int) -> None:
+    """Heads that decay at a fixed rate, a group for each (lightning attention), against a loop from the formula."""
+    torch.manual_seed(tokens)
+    rows, slots, steps, A = int32(6, 2), int32(7, 39), 4, -torch.linspace(0.01, 0.9, H)
+    inputs = torch.randn(2, steps * tokens, H * (P + 2 * N))
+    states, expected = poisoned(40, H, P, N), torch.zeros(2, H, P, N, dtype=torch.float64)
+    states[slots.long()] = 0.0
+    ring = {"values": poisoned(8, H, 16, P), "keys": poisoned(8, H, 16, N), "gates": poisoned(8, H, 16)}
+    for step in range(steps):
+        xBC = inputs[:, step * tokens : (step + 1) * tokens]
+        length = int32(step * tokens, step * tokens)
+        replay = ring | {"rows": rows, "start": length * 0 + 3, "length": length} if mode == "replay" else {}
+        out = flat(
+            mamba2_decode, xBC=xBC, dt=torch.zeros(H).expand(2, tokens, H), z=None, A=A, dt_limit=(1.0, 1.0),
+            weight=torch.empty(H * (P + 2 * N), 0), conv=torch.empty(40, 0, 4), states=states, read_state_slots=slots,
+            write_state_slots=slots, start_positions=length, **replay,
+        )  # fmt: skip
+        v, k, q = (part.unflatten(-1, (H, -1)) for part in F.silu(xBC.double()).split([H * P, H * N, H * N], -1))
+        for t in range(tokens):
+            decayed = A.double().exp()[:, None, None] * expected
+            expected = decayed + v[:, t, :, :, None] * k[:, t, :, None]
+            close(out[:, t], (expected * q[:, t, :, None]).sum(-1), 1e-5)
+    if mode == "classic":
+        close(states[slots.long()], expected, 1e-5)

@@ -1,4 +1,4 @@
-"""The Mamba-2 decode step that updates consecutive pool rows where they stand, against the general path."""
+"""The Mamba-2 decode step that updates neighbouring pool rows where they stand, against the general path."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 
 from hybridrt.kernels import mamba2_decode as module
 from hybridrt.kernels.mamba2_decode import mamba2_decode
-from hybridrt.kernels.slots import consecutive
+from hybridrt.kernels.slots import neighbours
 from tests.support.flat import flat
 from tests.support.mamba2_oracle import changed_rows, int32
 
@@ -37,7 +37,7 @@ def step(
         forbidden = "causal_conv1d_update" if in_place else "_one_token"
         patched.setattr(module, forbidden, None)
         if not in_place:
-            patched.setattr(module, "consecutive", lambda slots: None)
+            patched.setattr(module, "neighbours", lambda slots: None)
         ids = int32(*slots)
         out = flat(mamba2_decode.reference, read_state_slots=ids, write_state_slots=ids, **terms)
     return [out, terms["conv"], terms["states"]]
@@ -53,7 +53,7 @@ def test_in_place_equals_the_general_path(
     batch: int, heads: int, groups: int, width: int, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terms = inputs(batch, heads, groups, width, **changed)
-    slots = list(range(2, 2 + batch))
+    slots = [2 + (3 * row + 1) % batch for row in range(batch)] if batch % 3 else [4, 2, 3]
     for ours, theirs in zip(step(terms, slots, True, monkeypatch), step(terms, slots, False, monkeypatch)):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
@@ -81,8 +81,14 @@ def test_other_steps_take_the_general_path(changed: dict[str, Any], monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("slots", "run"),
-    [([3], slice(3, 4)), ([0, 1, 2], slice(0, 3)), ([2, 1], None), ([1, 3], None), ([1, 1], None), ([-1, 0], None)],
+    ("slots", "run", "rows"),
+    [([3], slice(3, 4), [0]), ([0, 1, 2], slice(0, 3), [0, 1, 2]), ([5, 3, 4], slice(3, 6), [1, 2, 0])],
 )
-def test_consecutive_slots_are_a_slice(slots: list[int], run: slice | None) -> None:
-    assert consecutive(int32(*slots)) == run
+def test_neighbouring_slots_are_a_slice(slots: list[int], run: slice, rows: list[int]) -> None:
+    found = neighbours(int32(*slots))
+    assert found is not None and found[0] == run and found[1].tolist() == rows
+
+
+@pytest.mark.parametrize("slots", [[1, 3], [1, 1], [-1, 0]])
+def test_other_slots_are_none(slots: list[int]) -> None:
+    assert neighbours(int32(*slots)) is None

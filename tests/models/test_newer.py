@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.models.minimax import modeling_minimax
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig, hf_config
 from hybridrt.errors import CheckpointError, UnsupportedModelError
@@ -79,3 +81,36 @@ def test_norms_of_olmo_by_their_older_names(checkpoints: CheckpointStore, tmp_pa
         tensors = {key.replace(new, old): t for key, t in tensors.items()}
     save_file(tensors, path / "model.safetensors")
     check_sample(checkpoint, Session(path).run(requests(9, steps=6))[0], "older names")
+
+
+def rotate_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """As many channels of each head as there are cosines; the others stay as they are."""
+    size = cos.shape[-1]
+
+    def rotated(t: Tensor) -> Tensor:
+        a, b = t[..., :size].chunk(2, -1)
+        return torch.cat((t[..., :size] * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None], t[..., size:]), -1)
+
+    return rotated(q), rotated(k)
+
+
+def test_a_part_of_each_head_of_minimax_is_rotated(
+    checkpoints: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What released files ask for (`rotary_dim`), and transformers does not do: the oracle is given it here."""
+    checkpoint = checkpoints["minimax-attention_alone"]
+    path = rewrite(checkpoint.path, tmp_path / "model", rotary_dim=4)
+    rotary = checkpoint.model.model.rotary_emb
+    monkeypatch.setattr(rotary, "inv_freq", 1e4 ** -(torch.arange(0, 4, 2) / 4))
+    monkeypatch.setattr(modeling_minimax, "apply_rotary_pos_emb", rotate_first)
+    check_sample(checkpoint, Session(path).run(requests(9, steps=6))[0], "rotary_dim")
+
+
+def test_experts_of_minimax_one_by_one_or_in_stacks(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    checkpoint = checkpoints["minimax-plain"]
+    path = rewrite(checkpoint.path, tmp_path / "model")
+    tensors = {k: t for k, t in load_file(path / "model.safetensors").items() if "block_sparse_moe" not in k}
+    tensors |= {k: t.clone() for k, t in checkpoint.model.state_dict().items() if ".mlp." in k}
+    assert any(key.endswith("mlp.experts.gate_up_proj") for key in tensors)
+    save_file(tensors, path / "model.safetensors")
+    check_sample(checkpoint, Session(path).run(requests(9, steps=6))[0], "stacks")

@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
+from hybridrt.engine.sessions import Sessions
 from hybridrt.errors import ConfigError
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.rank_start import start_ranks
@@ -89,9 +91,9 @@ def test_rings_of_recent_inputs(name: str, groups: Groups, checkpoints: Checkpoi
 
 
 @pytest.mark.parametrize(("name", "mode"), [("falcon-split", "replay"), ("qwen-split", "classic")])
-def test_cached_prefixes(name: str, mode: str, groups: Groups, checkpoints: CheckpointStore) -> None:
+def test_cached_prefixes(name: str, mode: str, groups: Groups, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     """A second turn, a turn whose path leaves the first one's, and samples of one prompt: every rank keeps its shard of
-    the same states."""
+    the same states. A session brings each rank its shard again."""
     checkpoint = checkpoints[name]
     text = prompts(21)[0]
     answer = checkpoint.greedy(text, 7)
@@ -104,6 +106,15 @@ def test_cached_prefixes(name: str, mode: str, groups: Groups, checkpoints: Chec
                 found.add(engine.step())
         assert [found[str(i), 0].metrics.cached_tokens for i in range(4)] == [0, 27, 0, 16]
         assert any(plan.page_copies for plan in split.plans) and any(row.saves for p in split.plans for row in p.extend)
+        assert split.split is not None
+        sessions = Sessions(split.split, split.coordinator, engine.turns, engine._change)
+        saved = sessions.save(tmp_path / "talk", np.array(asked[1], np.int32), "", "")
+        assert engine.reset_prefix_cache() and sessions.load(tmp_path / "talk", "again") == saved
+        engine.add_request(asked[1], greedy(7, cache_salt="again"), "again")
+        while engine.has_unfinished():
+            found.add(engine.step())
+        again = found["again", 0]
+        assert (again.metrics.cached_tokens, again.token_ids) == (28, found["1", 0].token_ids)
     for i, prompt in enumerate(asked):
         tokens = found[str(i), 0].token_ids
         check_greedy(tokens, checkpoint.logits(prompt, tokens), f"{name}, request {i}")

@@ -118,7 +118,15 @@ def test_a_group_that_was_left_says_so() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["falcon-split", "nemotron-split_groups", "qwen-split", "jamba-split", "lfm2_moe-split", "zamba2-split"],
+    [
+        "falcon-split",
+        "nemotron-split_groups",
+        "qwen-split",
+        "jamba-split",
+        "lfm2_moe-split",
+        "zamba2-split",
+        "minimax-split",
+    ],
 )
 def test_ranks_draw_the_same_tokens(name: str, checkpoints: CheckpointStore) -> None:
     """The steps of a run in one process, on two ranks that nobody tells what the other drew."""

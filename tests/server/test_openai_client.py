@@ -6,9 +6,10 @@ from typing import Any
 import openai
 import pytest
 
+from hybridrt.chat.conversation import read_conversation
 from hybridrt.engine.outputs import RequestOutput
 from hybridrt.sampling_params import SamplingParams
-from tests.support.http_server import CHAT_TEMPLATE, Served
+from tests.support.http_server import Served
 
 PROMPT = "def main():\n"
 MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
@@ -22,7 +23,7 @@ def offline(served: Served, prompt: Any, **params: Any) -> RequestOutput:
 
 def chat_ids(served: Served, messages: list[Any] = MESSAGES) -> list[int]:
     assert served.llm.tokenizer is not None
-    text = served.llm.tokenizer.render_chat(messages, CHAT_TEMPLATE, add_generation_prompt=True)
+    text = served.service.chat.render(read_conversation(messages))
     return served.llm.tokenizer.encode_bare(text)
 
 

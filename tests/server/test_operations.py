@@ -11,10 +11,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import hybridrt
+from hybridrt.chat.conversation import read_conversation
 from hybridrt.errors import ConfigError
 from hybridrt.server.config import ServerConfig, read_api_keys
 from hybridrt.server.run import Statistics
-from tests.support.http_server import CHAT_TEMPLATE, Served
+from tests.support.http_server import Served
 
 COMPLETION = {"model": "tested", "prompt": [5, 6], "max_tokens": 4, "ignore_eos": True}
 
@@ -51,7 +52,7 @@ def test_tokenize_and_detokenize(served: Served) -> None:
     assert got["max_model_len"] == 256 and len(got["token_strs"]) == got["count"]
     assert served.post("/detokenize", {"tokens": got["tokens"]}).json() == {"prompt": text}
     messages = [{"role": "user", "content": "Hi"}]
-    rendered = tokenizer.render_chat(messages, CHAT_TEMPLATE, add_generation_prompt=True)
+    rendered = served.service.chat.render(read_conversation(messages))
     assert served.post("/tokenize", {"messages": messages}).json()["tokens"] == tokenizer.encode_bare(rendered)
     bare = served.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"]
     assert bare == tokenizer.encode_bare(text)

@@ -19,7 +19,7 @@ from hybridrt.speculative.ngram import NgramDrafter
 from tests.support.checkpoints import CASES, VOCAB, falcon, falcon_mamba, jamba, lfm2, nemotron, swa_ssm, write
 from tests.support.levels import sweep
 from tests.support.mtp_oracle import write_with_head
-from tests.support.newer_checkpoints import zamba2
+from tests.support.newer_checkpoints import minimax, zamba2
 from tests.support.speculation import Ask, Rig, Script, Scripted, assert_same, sample_seed, shifted
 
 # How the state rolls back, and most drafts at one place: 1 makes chains, more makes trees.
@@ -32,6 +32,12 @@ MAKERS = {
     "attention-free": falcon_mamba(num_hidden_layers=1),
     "short conv": lfm2(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
     "shared blocks": zamba2(layers_block_type=["hybrid"] * 2, num_hidden_layers=2, use_shared_attention_adapter=True),
+    "lightning": minimax(
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_local_experts=1,
+        num_experts_per_tok=1,
+    ),
     "history": swa_ssm(num_hidden_layers=2, history_mode=["prefix_sum", "enabled"]),
     "mamba2 with a head": nemotron("M*", num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*-"),
 }
@@ -41,9 +47,9 @@ WITH_HEADS = {"mamba2": "mamba2 with a head", "gdn": "gdn"}
 OTHERS = {
     "mamba2": ("mamba2", 1), "gdn": ("attention", 0), "mamba1": ("attention-free", 0), "attention-free": ("mamba1", 0),
     "history": ("history", 1), "short conv": ("short conv", 1),
-    "shared blocks": ("shared blocks", 1),
+    "shared blocks": ("shared blocks", 1), "lightning": ("lightning", 1),
 }  # fmt: skip
-REPLAYING = ("mamba2", "gdn", "shared blocks")
+REPLAYING = ("mamba2", "gdn", "shared blocks", "lightning")
 WAYS = [(name, *mode) for name in OTHERS for mode in MODES if mode[0] != "replay" or name in REPLAYING]
 WAYS.remove(("shared blocks", "intermediate", 1))  # the states are those of "mamba2"
 METHODS = ("ngram", "same", "other", "mtp", "scripted")

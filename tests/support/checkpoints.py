@@ -214,6 +214,8 @@ NEMOTRON: dict[str, Make] = {
         n_groups=1, ssm_state_size=5, conv_kernel=3, chunk_size=5,
     ),
     "float32_residuals": nemotron("M*M", residual_in_fp32=True),
+    "options_without_effect": nemotron("M*E", attention_bias=True, mamba_proj_bias=True, n_shared_experts=2, expand=5,
+                                       moe_shared_expert_overlap=False),
     "puzzle": puzzle("ME*EM-", {
         1: {"moe_intermediate_size": 16, "num_experts_per_tok": 2},
         3: {"moe_intermediate_size": 40, "num_experts_per_tok": 5, "n_routed_experts": 6},
@@ -259,6 +261,7 @@ JAMBA: dict[str, Make] = {
         hidden_size=28, num_attention_heads=7, num_key_value_heads=1, mamba_d_state=5, mamba_d_conv=3, mamba_expand=1,
         mamba_dt_rank=3, num_experts=3, num_experts_per_tok=1, attn_layer_period=2, intermediate_size=20,
     ),
+    "wide_heads": jamba(head_dim=16, num_experts=2, attn_layer_period=2, use_associative_scan=False),
     "mamba_alone": jamba(attn_layer_period=9, attn_layer_offset=8, num_hidden_layers=2),
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ from hybridrt.kernels.records import GateWeights
 from hybridrt.kernels.state_ring import RingFolds
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_shape
+from hybridrt.layers.lightning import decay_rates
 from hybridrt.mem_cache.mamba_pool import ring_width
 
 SLOTS, ROWS = 31, 30  # entries of the pools, scratch apart
@@ -184,6 +185,31 @@ def after_conv(config: ModelConfig, rows: DecodeRows) -> dict[str, Any]:
     z, xBC, dt = rows.tokenwise(heads * dim, shape.conv_dim, heads)
     x, B, C = split_conv_channels(xBC, (1, *shape.temporal))
     return {"x": x, "dt": dt, "B": B, "C": C, "z": z.unflatten(-1, (heads, dim))} | mamba2_heads(config)
+
+
+def lightning_heads(heads: int) -> dict[str, Any]:
+    """Per-head numbers: the decays of lightning attention, and time steps of one."""
+    return {"A": -decay_rates(heads).to(torch.get_default_device()), "dt_limit": (1.0, 1.0)}
+
+
+def lightning_decode(rows: DecodeRows, mode: str) -> Case:
+    """`mamba2_decode` without a conv, with a group for each head."""
+    heads, dim, _ = rows.shape.temporal
+    xBC, _ = rows.tokenwise(3 * heads * dim, heads * dim)
+    args, pools = rows.state_args(mode, torch.ones_like)
+    args |= lightning_heads(heads) | rows.slot_args() | {
+        "xBC": xBC, "dt": torch.zeros(heads).expand(*xBC.shape[:2], -1), "z": None, "bias": None,
+        "weight": normal(3 * heads * dim, 0), "conv": rows.conv(), "start_positions": rows.positions,
+    }  # fmt: skip
+    return Case("mamba2_decode", args, pools)
+
+
+def lightning_chunk_scan(prompts: "Prompts") -> Case:
+    """`mamba2_chunk_scan` with a group for each head."""
+    heads, dim, _ = prompts.shape.temporal
+    x, B, C = (part.unflatten(-1, (heads, dim)) for part in prompts.tokenwise(*[heads * dim] * 3))
+    args = {"x": x, "B": B, "C": C, "dt": torch.zeros(heads).expand(len(x), -1)} | lightning_heads(heads)
+    return Case("mamba2_chunk_scan", args | prompts.scan_args(), {"states": prompts.used_slots}, decode=False)
 
 
 def selective_state_update(config: ModelConfig, rows: DecodeRows, mode: str) -> Case:

@@ -105,6 +105,20 @@ def zamba2(**changes: Any) -> Make:
     return lambda: (tf.Zamba2Config(**(fields | changes)), tf.Zamba2ForCausalLM)
 
 
+def minimax(**changes: Any) -> Make:
+    """MiniMax: softmax attention in layer 1 of 3; factors that differ from 1."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "block_size": 8, "max_position_embeddings": LENGTH,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "full_attn_alpha_factor": 1.3,
+        "full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 0.7, "linear_attn_beta_factor": 1.2,
+        "mlp_alpha_factor": 0.9, "mlp_beta_factor": 1.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **TOKENS,
+    }  # fmt: skip
+    return lambda: (known("MiniMaxConfig")(**(fields | changes)), known("MiniMaxForCausalLM"))
+
+
 QWEN35: dict[str, Make] = {
     "plain": qwen35(),
     "experts": qwen35_moe(),
@@ -168,12 +182,27 @@ ZAMBA2: dict[str, Make] = {
     "mamba_alone": zamba2(layers_block_type=["mamba"] * 2, num_hidden_layers=2),
 }  # fmt: skip
 
+MINIMAX: dict[str, Make] = {
+    "plain": minimax(),
+    "factors_of_one_tied": minimax(
+        **{f"{part}_{name}_factor": 1 for part in ("full_attn", "linear_attn", "mlp") for name in ("alpha", "beta")},
+        tie_word_embeddings=True, num_key_value_heads=4,
+    ),
+    "odd_sizes": minimax(
+        hidden_size=28, num_attention_heads=5, num_key_value_heads=1, head_dim=6, num_local_experts=3,
+        num_experts_per_tok=3, intermediate_size=20, layer_types=None, num_hidden_layers=2,
+    ),
+    "lightning_alone": minimax(layer_types=["linear_attention"] * 2, num_hidden_layers=2, num_local_experts=2),
+    "attention_alone": minimax(layer_types=["full_attention"] * 2, num_hidden_layers=2, num_experts_per_tok=1),
+}  # fmt: skip
+
 NEWER: dict[str, dict[str, Make]] = {
     "qwen35": QWEN35,
     "granite": GRANITE,
     "bamba": BAMBA,
     "olmo": OLMO,
     "zamba2": ZAMBA2,
+    "minimax": MINIMAX,
 }
 NEWER_SPLIT: dict[str, Make] = {
     "qwen35-split": qwen35(linear_num_key_heads=4, linear_num_value_heads=8, attention_bias=True,
@@ -185,5 +214,6 @@ NEWER_SPLIT: dict[str, Make] = {
     "olmo-split": olmo(linear_num_key_heads=4, linear_num_value_heads=8, num_attention_heads=8, num_key_value_heads=2,
                        num_hidden_layers=2, layer_types=["full_attention", "linear_attention"], attention_bias=True),
     "zamba2-split": zamba2(use_shared_attention_adapter=True, use_mem_rope=True, mamba_ngroups=4),
+    "minimax-split": minimax(num_attention_heads=8, num_key_value_heads=2, head_dim=6),
     "bamba-split": bamba(mamba_n_groups=4, num_hidden_layers=2, mlp_bias=True),
 }  # fmt: skip

@@ -74,6 +74,23 @@ def mamba2() -> Cases:
                 yield from mamba2_step(shape, state, batch, tokens, width)
         yield from mamba2_prefill(shape, 8192, 256)
         yield "causal_conv1d_update", mamba2_conv(shape, 32, 5) | {"parents": int32(32, 5)}
+    yield from lightning()
+
+
+def lightning(heads: int = 64, dim: int = 128) -> Cases:
+    """MiniMax-Text-01: Mamba-2's operations with a group for each head, and without a conv."""
+    per_head = {"A": f32(heads), "D": None, "dt_bias": None, "dt_limit": (1.0, 1.0), "z": None}
+    states = {"states": meta(300, heads, dim, dim, dtype=torch.float32)}
+    no_conv = {"weight": meta(3 * heads * dim, 0), "bias": None, "conv": meta(300, 0, 8)}
+    for batch, tokens, width in ((128, 1, 16), (32, 5, 32)):
+        xBC = meta(batch, tokens, 4 * heads * dim)[..., : 3 * heads * dim]
+        step = states | slots(batch) | {"dt": f32(heads).expand(batch, tokens, -1), "start_positions": int32(batch)}
+        rings = ring(batch, width, (heads, dim), (heads, dim))
+        yield "mamba2_decode", per_head | no_conv | step | rings | {"xBC": xBC}
+        yield fold(states["states"], rings, per_head["A"])
+    x, B, C = meta(8192, 3, heads, dim).unbind(1)
+    inputs = per_head | {"x": x, "B": B, "C": C, "dt": f32(heads).expand(8192, -1)}
+    yield "mamba2_chunk_scan", inputs | states | prompts(1, 8192, 128)
 
 
 def mamba2_tokens(shape: tuple[int, int, int, int], *lead: int) -> Args:
@@ -181,6 +198,32 @@ def delta_net_step(batch: int, tokens: int, mode: str, state: torch.dtype) -> Ca
         yield fold(states, rings, None)
 
 
+def kimi_delta() -> Cases:
+    """Kimi-Linear's and Ling-3's heads: 32 of 128 channels, the latter with a safe gate."""
+    heads, width = 32, 32 * DIM
+    weights = {"A_log": f32(heads), "dt_bias": f32(heads, DIM)}
+    for batch, tokens, state, more in (
+        (128, 1, torch.float32, {}),
+        (1, 1, torch.bfloat16, {"lower_bound": -5.0}),
+        (32, 5, torch.float32, stored(32, 5, heads, DIM, DIM)),
+    ):
+        qkv, a, b = meta(batch, tokens, 4 * width + heads).split([3 * width, width, heads], -1)
+        args = {"qkv": qkv, "a": a.unflatten(-1, (heads, DIM)), "b": b} | weights | conv(3 * width, batch)
+        states = {"bias": None, "states": meta(300, heads, DIM, DIM, dtype=state)}
+        yield "gdn_decode", args | states | more
+    for rows, length, more in ((1, 8192, {}), (16, 2048, {"lower_bound": -5.0})):
+        q, k, v, a = meta(rows * length, 4, heads, DIM).unbind(1)
+        inputs = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "g": a,
+            "beta": meta(rows * length, heads),
+            "states": f32(300, heads, DIM, DIM),
+        }
+        yield "chunk_gated_delta_rule", inputs | weights | more | prompts(rows, length, 64)
+
+
 def attention() -> Cases:
     """Heads of Falcon-H1-7B and of Qwen3-Next: query heads, key/value heads, their width, how much of it is rotated."""
     for query_heads, kv_heads, dim, rot in ((12, 2, 128, 128), (16, 2, 256, 64)):
@@ -205,6 +248,25 @@ def attention() -> Cases:
         rope = {"cos_sin": f32(4096, rot), "q_weight": f32(dim), "k_weight": f32(dim), "eps": 1e-6}
         yield "rotary_write_kv", {"q": q, "k": k, "v": k, "positions": int32(8192)} | rope | places
         yield "write_kv", {"k": k, "v": k} | places
+
+
+def latent_attention() -> Cases:
+    """Heads of Kimi-Linear on one rank and on four: 512 numbers of a vector, 64 apart; heads of 128 and 128."""
+    for heads in (32, 8):
+        weights = {"up_k": meta(heads, 128, 512), "up_v": meta(heads, 512, 128), "norm": f32(512), "norm_eps": 1e-6}
+        vectors = meta(5000, 16, 1, 576)
+        cache = {"k_cache": vectors, "v_cache": vectors[..., :512], "scale": 0.1, "req_to_token": int32(300, 4096)}
+        for batch, tokens, nodes in ((1, 1, 0), (128, 1, 0), (32, 5, 0), (32, 5, 5)):
+            rows = {"rows": int32(batch), "seq_lens": int32(batch), "num_drafts": int32(batch) if tokens > 1 else None}
+            tree = {"tree_mask": flags(batch, nodes, nodes) if nodes else None}
+            yield "attention_decode", cache | rows | tree | {"q": meta(batch, tokens, heads, 576)}
+        for count, tokens in ((1, 8192), (4, 128), (1, 16)):
+            lens = {"query_lens": [tokens] * count, "seq_lens_host": [tokens] * count}
+            rows = {"rows": int32(count), "query_start_loc": int32(count + 1), "seq_lens": int32(count)}
+            yield "latent_extend", cache | weights | rows | lens | {"q": meta(count * tokens, heads, 192)}
+        places = {"cache": vectors, "out_cache_loc": int32(128), "positions": int32(128), "cos_sin": f32(4096, 64)}
+        q, k = meta(128, heads * 192 + 576).split([heads * 192, 576], -1)
+        yield "write_latent", weights | places | {"q": q.unflatten(-1, (heads, 192)), "k": k}
 
 
 def elementwise() -> Cases:
@@ -266,4 +328,5 @@ def everything_else() -> Cases:
 
 TABLES: dict[str, Callable[[], Cases]] = {
     "mamba2": mamba2, "mamba1": mamba1, "skinny_linear": skinny_linear, "others": everything_else,
+    "latent": latent_attention,
 }  # fmt: skip

@@ -62,6 +62,8 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     everything = {"bias": meta(channels), "z": meta(B, T, H, P)} | per_head
     yield "mamba2_decode", whole | conv(channels) | step | none, everything | stored
     yield "mamba2_decode", whole | conv(channels) | step | none | RING | CURSORS, everything
+    untapped = whole | {"weight": meta(channels, 0), "bias": None, "conv": meta(SLOTS, 0, 8)} | step | none
+    yield "mamba2_decode", untapped | RING | CURSORS, {"xBC": meta(B, 1, channels), "dt": meta(B, 1, H)}
     yield (
         "selective_state_update",
         mamba(B, T) | SLOT_ARGS | none,

@@ -65,8 +65,10 @@ def selective_state_update(
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, group_size: int, norm_before_gate: bool
-) -> Tensor:
-    """`gated_rms_norm`."""
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, group_size: int, norm_before_gate: bool,
+    activation: str = "silu",
+) -> Tensor:  # fmt: skip
+    """`gated_rms_norm` with SiLU."""
+    refuse(LIBRARY, "gated norm", None if activation == "silu" else f"its gate is SiLU, not {activation}")
     out: Tensor = rmsnorm_fn(x, weight, None, z=gate, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate)
     return out

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hybridrt import EngineConfig
 from hybridrt.errors import CheckpointError
-from hybridrt.transfer.digest import PIECES, SAMPLE, model_digest
+from hybridrt.runtime.digest import PIECES, SAMPLE, model_digest
 
 SIZES = {"small": 7, "norm": SAMPLE // 4, "large": 150_000, "wide": 400_001, "half": 90_000}
 GAP = 1 / (PIECES - 1)

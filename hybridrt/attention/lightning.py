@@ -1,0 +1,52 @@
+"""The backend of lightning attention: Mamba-2's operations, for a layer without a conv, steps, skip or gate."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
+from hybridrt.attention.segments import DecodeSegment, ExtendSegment
+from hybridrt.kernels.mamba2_decode import mamba2_decode
+from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
+from hybridrt.kernels.records import ConvWeights, FusedStep, SSMInputs, SSMWeights
+from hybridrt.kernels.selective_state_update import selective_state_update
+
+
+class LightningAttnBackend(MambaAttnBackendBase):
+    """Lightning attention: S_t = exp(A) S_{t-1} + v_t k_t^T and y_t = S_t q_t in each head, with SiLU on q, k and v.
+
+    This is Mamba-2 with x = v, B = k and C = q, a group for each head, and a time step of one.
+
+    Input: vkq [T, v | k | q] before SiLU; a strided view will do.
+    """
+
+    kind = "lightning"
+
+    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
+        vkq, cache = segment.by_row(inputs["vkq"]), self.layer_cache(layer.layer_id)
+        state, steps = segment.state(cache), layer.steps.expand(*vkq.shape[:2], -1)
+        if segment.parents is not None:  # the fused kernel does not follow parents
+            v, k, q = layer.split_heads(F.silu(vkq))
+            y = selective_state_update(SSMInputs(v, steps, k, q), _weights(layer), state)
+            return y.flatten(0, 1).flatten(1)
+        step = FusedStep(ConvWeights(layer.no_taps), segment.conv_state(cache), state, segment.ring(cache))
+        y = mamba2_decode(vkq, steps, None, weights=_weights(layer), step=step)
+        return y.reshape(segment.num_tokens, -1)
+
+    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
+        v, k, q = layer.split_heads(F.silu(inputs["vkq"]))
+        tokens = SSMInputs(v, layer.steps.expand(len(v), -1), k, q)
+        state = segment.state(self.layer_cache(layer.layer_id))
+        return mamba2_chunk_scan(tokens, _weights(layer), state, segment.prompts).flatten(1)
+
+    @staticmethod
+    def ring_decay(layer: Any) -> torch.Tensor:
+        """Gates of the ring are time steps: A makes decays of them."""
+        decay: torch.Tensor = layer.A
+        return decay
+
+
+def _weights(layer: Any) -> SSMWeights:
+    """The limits make a time step of one of whatever raw step a token brings."""
+    return SSMWeights(layer.A, dt_limit=(1.0, 1.0))

@@ -1,0 +1,143 @@
+"""An answer's text in, events out: reasoning, content, tool calls. One machine for all formats."""
+
+import re
+from collections.abc import Callable, Sequence
+
+from hybridrt.chat.events import Content, Event, Reasoning
+from hybridrt.chat.reasoning import ReasoningTags
+from hybridrt.chat.scanner import Malformed, Scanner, Step
+from hybridrt.chat.tool_parser import CallSink, ToolParser
+
+_NEWLINES = re.compile(r"\n*")
+
+
+class AnswerParser:
+    """Reads one answer: `feed` what comes, then `finish`. The events, joined (`ChatMessage.extend`), do not depend on
+    how the text was cut. No text raises an error: what is no tool call is content.
+
+    Args:
+        tools: how calls are written; None: there are none.
+        reasoning: how reasoning is written; None: there is none.
+        in_reasoning: the prompt has opened the reasoning.
+        most_calls: further calls are dropped; None: all are kept.
+        dropped: special tokens that leave nothing in the content.
+    """
+
+    def __init__(
+        self,
+        tools: ToolParser | None = None,
+        reasoning: ReasoningTags | None = None,
+        *,
+        in_reasoning: bool = False,
+        most_calls: int | None = None,
+        dropped: Sequence[str] = (),
+    ) -> None:
+        self._tools, self._reasoning, self._dropped = tools, reasoning, tuple(dropped)
+        self._scanner = Scanner()
+        self._sink = CallSink(self._scanner, most_calls)
+        self._held = ""  # white space at the content's end, which goes where a call follows
+        self._steps = self._run(in_reasoning)
+        self.in_reasoning = in_reasoning
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have begun."""
+        return self._sink.count
+
+    def feed(self, text: str) -> list[Event]:
+        """What a piece of text adds."""
+        if text:
+            self._scanner.add(text)
+            next(self._steps, None)
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        """What was held back."""
+        self._scanner.closed = True
+        for _ in self._steps:
+            pass
+        return self._take()
+
+    def _take(self) -> list[Event]:
+        """Neighbours of one kind become one event."""
+        events, self._sink.events = self._sink.events, []
+        joined = list[Event]()
+        for event in events:
+            last = joined[-1] if joined else None
+            if isinstance(event, Content | Reasoning) and type(last) is type(event):
+                joined[-1] = type(event)(last.text + event.text)
+            else:
+                joined.append(event)
+        return joined
+
+    def _run(self, in_reasoning: bool) -> Step[None]:
+        if self._reasoning is not None:
+            yield from self._read_reasoning(self._reasoning, in_reasoning)
+        opens = () if self._tools is None else self._tools.opens
+        while opened := (yield from self._until(opens, self._content)):
+            if self._tools is not None:
+                yield from self._section(self._tools, opened)
+        if self._held and not self.num_calls:
+            self._sink.events.append(Content(self._held))
+
+    def _section(self, tools: ToolParser, opened: str) -> Step[None]:
+        scanner, sink, before = self._scanner, self._sink, self.num_calls
+        scanner.mark()
+        try:
+            yield from tools.read_calls(scanner, sink, opened)
+        except Malformed as e:
+            if sink.inside:
+                sink.arguments(e.text)
+                yield from self._until(tools.closes, sink.arguments)
+                sink.end()
+            else:  # what stands behind the last whole call is content
+                scanner.rewind()
+                if sink.count == before:
+                    self._content(opened)
+                else:
+                    self._held = ""
+            scanner.release()
+            return
+        scanner.release()
+        self._held = ""
+        yield from scanner.space()
+        yield from scanner.accept(*tools.closes)
+
+    def _read_reasoning(self, tags: ReasoningTags, inside: bool) -> Step[None]:
+        """At the beginning of an answer alone: later these tags are text like any other."""
+        scanner = self._scanner
+        scanner.mark()
+        yield from scanner.space()
+        opened = yield from scanner.accept(*tags.opens)
+        if not opened:
+            scanner.rewind()
+            if not inside:
+                return
+        scanner.release()
+        self.in_reasoning = True
+        yield from scanner.run(_NEWLINES)
+        if (yield from self._until(tags.closes, self._think)):
+            self.in_reasoning = False
+            self._held = ""
+            yield from scanner.run(_NEWLINES)
+
+    def _until(self, literals: Sequence[str], emit: Callable[[str], None]) -> Step[str]:
+        """As Scanner.until, without the special tokens."""
+        while found := (yield from self._scanner.until((*literals, *self._dropped), emit)):
+            if found in literals:
+                break
+        return found
+
+    def _think(self, text: str) -> None:
+        self._emit(Reasoning, text, hold=True)
+
+    def _content(self, text: str) -> None:
+        self._emit(Content, text, hold=self._tools is not None)
+
+    def _emit(self, kind: type[Content] | type[Reasoning], text: str, hold: bool) -> None:
+        """White space at the end waits for what follows it."""
+        text = self._held + text
+        kept = text.rstrip() if hold else text
+        self._held = text[len(kept) :]
+        if kept:
+            self._sink.events.append(kind(kept))

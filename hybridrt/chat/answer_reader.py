@@ -1,0 +1,68 @@
+"""One sample's answer while it is read: events, the message so far, and what it counts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hybridrt.chat.answer_parser import AnswerParser
+from hybridrt.chat.events import ChatMessage, Event
+
+ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
+
+
+@dataclass(frozen=True)
+class TokenTags:
+    """Token ids that begin and end reasoning."""
+
+    opens: frozenset[int]
+    closes: frozenset[int]
+
+
+class AnswerReader:
+    """Reads the deltas of one sample.
+
+    Args:
+        tags: None: reasoning is counted by encoding its text anew.
+
+    Attributes:
+        message: the sum of the events so far.
+        finish_reason: "tool_calls" where the model has stopped behind a call; None before the end.
+    """
+
+    def __init__(self, parser: AnswerParser, tags: TokenTags | None, encode: Callable[[str], list[int]]) -> None:
+        self.message = ChatMessage()
+        self.finish_reason: ChatFinishReason | None = None
+        self._parser, self._tags, self._encode = parser, tags, encode
+        self._counting = parser.in_reasoning
+        self._counted = 0
+        self._may_open = not parser.in_reasoning
+
+    def read(
+        self, text: str, token_ids: Sequence[int] = (), finish_reason: Literal["stop", "length", "abort"] | None = None
+    ) -> list[Event]:
+        """What a delta adds. With a finish reason, also what was held back."""
+        if self._tags is not None:
+            self._count(token_ids, self._tags)
+        events = self._parser.feed(text)
+        if finish_reason is not None:
+            events += self._parser.finish()
+            called = finish_reason == "stop" and self._parser.num_calls
+            self.finish_reason = "tool_calls" if called else finish_reason
+        self.message.extend(events)
+        return events
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far, with the tag that ends it. Where tags are no single tokens, the number is
+        known at the end; 0 before."""
+        if self._tags is None and self.finish_reason is not None and self.message.reasoning:
+            return len(self._encode(self.message.reasoning))
+        return self._counted
+
+    def _count(self, token_ids: Sequence[int], tags: TokenTags) -> None:
+        for token in token_ids:
+            if self._may_open and token in tags.opens:
+                self._counting, self._may_open = True, False
+            self._counted += self._counting
+            if self._counting and token in tags.closes:
+                self._counting = False

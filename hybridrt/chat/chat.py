@@ -1,0 +1,213 @@
+"""The chat core: a conversation in, token ids out; an answer's text in, events out. All chat endpoints stand on it."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from threading import Lock
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from hybridrt.chat.answer_parser import AnswerParser
+from hybridrt.chat.answer_reader import AnswerReader, TokenTags
+from hybridrt.chat.conversation import Conversation
+from hybridrt.chat.forced_calls import constrained, forces_calls
+from hybridrt.chat.reasoning import ReasoningTags
+from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
+from hybridrt.chat.renderer import RENDERER
+from hybridrt.chat.tool_parser import ToolParser
+from hybridrt.chat.tool_parsers.forced import ForcedCalls
+from hybridrt.errors import CheckpointError, RequestError
+from hybridrt.sampling_params import SamplingParams
+
+_KNOWN_STARTS = 32
+
+
+class ChatTokenizer(Protocol):
+    """What the core needs of hybridrt.engine.tokenizer.HFTokenizer."""
+
+    hf: Any
+
+    def encode_bare(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation as the engine takes it.
+
+    Attributes:
+        params: what was passed, with what the parsers and the tool choice need.
+        boundaries: numbers of tokens at which other conversations may go on differently: the system prompt's end.
+        new_answer: makes the reader of one sample's answer.
+    """
+
+    tokens: list[int]
+    params: SamplingParams
+    boundaries: tuple[int, ...]
+    new_answer: Callable[[], AnswerReader]
+
+
+class Chat:
+    """A model's way to chat. Several threads may use it.
+
+    Args:
+        template: Jinja text; None: the tokenizer's own.
+        tool_parser, reasoning_parser: names in hybridrt.chat.registry; "auto": found by the chat template; "none".
+
+    Raises:
+        ConfigError: there is no parser of such a name.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        *,
+        template: str | None = None,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        everything = template or _all_templates(tokenizer.hf.chat_template)
+        self.tool_parser: type[ToolParser] | None = choose(TOOL_PARSERS, tool_parser, everything)
+        self.reasoning: ReasoningTags | None = choose(REASONING_PARSERS, reasoning_parser, everything)
+        self._starts = OrderedDict[bytes, np.ndarray]()
+        self._lock = Lock()
+
+    def render(self, conversation: Conversation) -> str:
+        """The conversation as the template writes it.
+
+        Raises:
+            CheckpointError: there is no template, it fails, or it takes too long or too much memory.
+        """
+        tools = [tool.definition for tool in conversation.offered] or None
+        template = self._template or _template_of(self._tokenizer.hf.chat_template, bool(tools))
+        options = {
+            **self._tokenizer.hf.special_tokens_map,
+            **_effort(conversation.reasoning_effort),
+            **conversation.chat_template_kwargs,
+            "tools": tools,
+            "add_generation_prompt": conversation.add_generation_prompt,
+            "continue_final_message": conversation.continue_final_message,
+        }
+        return RENDERER.render(template, conversation.messages, options)
+
+    def prompt(
+        self, conversation: Conversation, params: SamplingParams, encode: Callable[[str], list[int]] | None = None
+    ) -> ChatPrompt:
+        """What the engine is to run, and how its answer is read. Takes milliseconds: call it off an event loop.
+
+        Args:
+            encode: text to token ids; None: the tokenizer's `encode_bare`. One that refuses long text bounds the work.
+
+        Raises:
+            CheckpointError: as `render`.
+            RequestError: the conversation asks for what cannot be done.
+        """
+        tools, reasoning = self._parsers(conversation)
+        text = self.render(conversation)
+        tokens = (encode or self._tokenizer.encode_bare)(text)
+        inside = reasoning is not None and reasoning.opened_by(text)
+        special = set(self._special_tokens)
+        tags = {*(tools.opens if tools else ()), *(tools.closes if tools else ())}
+        tags |= {*reasoning.opens, *reasoning.closes} if reasoning else set()
+        dropped: Sequence[str] = ()
+        if params.skip_special_tokens and special & tags:
+            params, dropped = replace(params, skip_special_tokens=False), sorted(special - tags)
+        most = None if conversation.parallel_tool_calls else 1
+        token_tags = self._token_tags(reasoning)
+
+        def new_answer() -> AnswerReader:
+            parser = AnswerParser(tools, reasoning, in_reasoning=inside, most_calls=most, dropped=dropped)
+            return AnswerReader(parser, token_tags, self._tokenizer.encode_bare)
+
+        return ChatPrompt(tokens, constrained(params, conversation), self._boundaries(conversation, tokens), new_answer)
+
+    def _parsers(self, conversation: Conversation) -> tuple[ToolParser | None, ReasoningTags | None]:
+        if conversation.thinking_budget is not None:
+            raise RequestError("a thinking budget is not supported: leave it out, or lower reasoning_effort")
+        if forces_calls(conversation):
+            return ForcedCalls(conversation.schemas), None
+        if not conversation.offered:
+            return None, self.reasoning
+        if self.tool_parser is None:
+            raise RequestError(
+                "how this model writes tool calls is not known from its chat template; name a tool parser (option "
+                f"--tool-parser of the server): {', '.join(TOOL_PARSERS.names())}",
+                "tools",
+            )
+        return self.tool_parser(conversation.schemas), self.reasoning
+
+    @cached_property
+    def _special_tokens(self) -> list[str]:
+        hf = self._tokenizer.hf
+        added = [str(token) for token in hf.added_tokens_decoder.values() if token.special]
+        return sorted({*hf.all_special_tokens, *added})
+
+    def _token_tags(self, reasoning: ReasoningTags | None) -> TokenTags | None:
+        """The ids of the reasoning's tags, where each is one token."""
+        if reasoning is None:
+            return None
+        added = self._tokenizer.hf.get_added_vocab()
+        opens = frozenset(added[tag] for tag in reasoning.opens if tag in added)
+        closes = frozenset(added[tag] for tag in reasoning.closes if tag in added)
+        return TokenTags(opens, closes) if opens and closes else None
+
+    def _boundaries(self, conversation: Conversation, tokens: list[int]) -> tuple[int, ...]:
+        """Where the tokens of this conversation leave those of another one with the same system prompt and tools."""
+        head = conversation.messages[:1]
+        if head[0]["role"] not in ("system", "developer"):
+            head = ()
+        if not head and not conversation.offered:
+            return ()
+        other = replace(
+            conversation,
+            messages=[*head, {"role": "user", "content": "?"}],
+            add_generation_prompt=False,
+            continue_final_message=False,
+        )
+        try:
+            start = self._start(other)
+        except CheckpointError:
+            return ()  # the template takes no such conversation
+        shared = min(len(start), len(tokens))
+        differ = np.flatnonzero(start[:shared] != np.asarray(tokens[:shared]))
+        length = int(differ[0]) if differ.size else shared
+        return (length,) if 0 < length < len(tokens) else ()
+
+    def _start(self, other: Conversation) -> np.ndarray:
+        """Token ids of a short conversation, which many requests begin like. [n] int64."""
+        offered = [tool.definition for tool in other.offered]
+        key = msgspec.msgpack.encode([other.messages, offered, other.reasoning_effort, other.chat_template_kwargs])
+        with self._lock:
+            found = self._starts.get(key)
+        if found is None:
+            found = np.asarray(self._tokenizer.encode_bare(self.render(other)), np.int64)
+        with self._lock:
+            self._starts[key] = found
+            self._starts.move_to_end(key)
+            while len(self._starts) > _KNOWN_STARTS:
+                self._starts.popitem(last=False)
+        return found
+
+
+def _effort(effort: str | None) -> dict[str, Any]:
+    """Variables by which templates learn how much to reason. Those that know no degrees have a switch."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False, "thinking": False} if effort == "none" else {})
+
+
+def _template_of(templates: Any, with_tools: bool) -> str:
+    """The template for a conversation; a tokenizer may have several by name."""
+    if isinstance(templates, dict):
+        templates = (with_tools and templates.get("tool_use")) or templates.get("default")
+    if not templates:
+        raise CheckpointError("the model brings no chat template; pass its prompt without one")
+    text: str = templates
+    return text
+
+
+def _all_templates(templates: Any) -> str:
+    return "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""

@@ -1,0 +1,254 @@
+"""What a caller says: messages, tools, and how to answer. Everything is checked before a template sees it."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+from hybridrt.errors import RequestError, shown
+
+MAX_TOOLS = 1024
+MAX_NAME_CHARACTERS = 256
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+# Arguments of transformers' apply_chat_template and of ours; a caller sets variables of the template alone.
+RESERVED = {
+    "self", "messages", "template", "conversation", "conversations", "tools", "documents", "chat_template",
+    "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation", "max_length",
+    "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call.
+
+    Attributes:
+        parameters: JSON schema of its arguments.
+        definition: as templates read it, {"type": "function", "function": {...}}.
+        strict: its arguments must follow the schema.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+    definition: Mapping[str, Any]
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class NamedTool:
+    """The tool choice "this function"."""
+
+    name: str
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
+
+
+class ChatOptions(TypedDict, total=False):
+    """What a caller may set beside messages and tools: the fields of Conversation of these names."""
+
+    parallel_tool_calls: bool | None
+    reasoning_effort: str | None
+    thinking_budget: int | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Checked input of a chat; `read_conversation` makes it.
+
+    Attributes:
+        messages: plain data as templates read it: content is text, arguments of earlier tool calls are objects.
+        parallel_tool_calls: False: at most one call an answer.
+        reasoning_effort: one of EFFORTS, for templates that read it; "none" asks for no reasoning.
+        thinking_budget: reasoning tokens at which the reasoning is ended; None: no limit.
+        chat_template_kwargs: further variables of the template.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    thinking_budget: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if reserved := RESERVED & set(self.chat_template_kwargs):
+            raise RequestError(f"chat_template_kwargs sets {min(reserved)}, which is no template variable; remove it")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError("continue_final_message goes with add_generation_prompt=false: set it, too")
+        if self.reasoning_effort is not None and self.reasoning_effort not in EFFORTS:
+            raise RequestError(
+                f"reasoning_effort is {shown(self.reasoning_effort)}; it must be one of {', '.join(EFFORTS)}",
+                "reasoning_effort",
+            )
+        if self.tool_choice in ("auto", "none"):
+            return
+        if not self.tools:
+            raise RequestError("tool_choice asks for a call and there are no tools: pass tools", "tool_choice")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.name not in self.schemas:
+            raise RequestError(
+                f"tool_choice names {shown(self.tool_choice.name)}, which is none of tools ({', '.join(self.schemas)})",
+                "tool_choice",
+            )
+
+    @property
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """JSON schema of each tool's parameters, by name."""
+        return {tool.name: tool.parameters for tool in self.tools}
+
+    @property
+    def offered(self) -> Sequence[Tool]:
+        """The tools that the model sees."""
+        return () if self.tool_choice == "none" else self.tools
+
+
+def read_conversation(messages: object, tools: object = None, tool_choice: object = None, **rest: Any) -> Conversation:
+    """A conversation from plain data in OpenAI's form.
+
+    Args:
+        messages: a list of mappings with `role` and `content`, which is text or a list of parts of type "text";
+            of an assistant also `tool_calls`, of a tool `tool_call_id`. Further keys reach the template as they are.
+        tools: a list of {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
+        tool_choice: "auto" (also None), "none", "required", or {"type": "function", "function": {"name"}}.
+        rest: the other fields of Conversation. None: its default.
+
+    Raises:
+        RequestError: something is wrong; `field` says where, as a path such as "messages.0.content".
+    """
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError(f"messages is {shown(messages)}; pass a list of at least one message", "messages")
+    return Conversation(
+        messages=[read_message(message, f"messages.{i}") for i, message in enumerate(messages)],
+        tools=read_tools(tools),
+        tool_choice=read_tool_choice(tool_choice),
+        **{name: value for name, value in rest.items() if value is not None},
+    )
+
+
+def read_message(message: object, place: str) -> dict[str, Any]:
+    """A message as templates read it. Keys whose value is None are left out."""
+    if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
+        raise RequestError(f"{place} is {shown(message)}; it must be an object with role and content", place)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{place}.role is {shown(role)}; it must be text such as 'user'", f"{place}.role")
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = plain.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
+        plain["content"] = "\n".join(_part(part, f"{place}.content.{i}") for i, part in enumerate(content))
+    elif content is not None and not isinstance(content, str):
+        raise RequestError(
+            f"{place}.content is {shown(content)}; it must be text or a list of parts", f"{place}.content"
+        )
+    if "tool_calls" in plain:
+        plain["tool_calls"] = _earlier_calls(plain["tool_calls"], f"{place}.tool_calls")
+        plain.setdefault("content", "")  # many templates add it to text without looking
+    return plain
+
+
+def read_tools(tools: object) -> list[Tool]:
+    """Checked definitions of tools."""
+    if tools is None:
+        return []
+    if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)) or len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools is {shown(tools)}; it must be a list of at most {MAX_TOOLS} functions", "tools")
+    found = [_tool(tool, f"tools.{i}") for i, tool in enumerate(tools)]
+    names = [tool.name for tool in found]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise RequestError(f"tools defines {shown(min(twice))} twice; give each function a name of its own", "tools")
+    return found
+
+
+def read_tool_choice(choice: object) -> ToolChoice:
+    """A checked tool choice. None is "auto"."""
+    if choice is None:
+        return "auto"
+    if isinstance(choice, NamedTool) or choice in ("auto", "none", "required"):
+        return choice
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        function = choice.get("function", choice)
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            return NamedTool(function["name"])
+    raise RequestError(
+        f"tool_choice is {shown(choice)}; it must be 'auto', 'none', 'required' or "
+        '{"type": "function", "function": {"name": ...}}',
+        "tool_choice",
+    )
+
+
+def _part(part: object, place: str) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        text: str = part["text"]
+        return text
+    raise RequestError(f'{place} is {shown(part)}; hybridrt reads {{"type": "text", "text": ...}} alone', place)
+
+
+def _tool(tool: object, place: str) -> Tool:
+    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+    if not isinstance(function, Mapping):
+        raise RequestError(f'{place} is {shown(tool)}; it must be {{"type": "function", "function": {{...}}}}', place)
+    name, parameters = function.get("name"), function.get("parameters")
+    good = isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable() and " " not in name
+    if not good:
+        allowed = f"1 to {MAX_NAME_CHARACTERS} characters without spaces"
+        raise RequestError(f"{place}.function.name is {shown(name)}; it must have {allowed}", f"{place}.function.name")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise RequestError(
+            f"{place}.function.parameters is {shown(parameters)}; it must be a JSON schema, an object",
+            f"{place}.function.parameters",
+        )
+    for key, kind in (("description", str), ("strict", bool)):
+        if not isinstance(function.get(key), (kind, type(None))):
+            where = f"{place}.function.{key}"
+            raise RequestError(f"{where} is {shown(function[key])}; it must be a {kind.__name__}", where)
+    definition = {key: value for key, value in function.items() if value is not None}
+    # Templates read these without looking whether they are there.
+    definition |= {"description": definition.get("description", ""), "parameters": dict(parameters or _NO_PARAMETERS)}
+    return Tool(
+        name=str(name),
+        parameters=definition["parameters"],
+        definition={"type": "function", "function": definition},
+        strict=bool(function.get("strict")),
+    )
+
+
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+def _earlier_calls(calls: object, place: str) -> list[dict[str, Any]]:
+    """Calls of an earlier answer. Their arguments become objects again: templates write them as JSON, or key by key."""
+    if not isinstance(calls, Iterable) or isinstance(calls, (str, bytes, Mapping)):
+        raise RequestError(f"{place} is {shown(calls)}; it must be a list of calls", place)
+    found = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f'{place}.{i} is {shown(call)}; it must be {{"id", "type": "function", "function": {{"name", '
+                '"arguments"}}}',
+                f"{place}.{i}",
+            )
+        arguments = function.get("arguments")
+        found.append({**call, "function": {**function, "arguments": _arguments(arguments, f"{place}.{i}")}})
+    return found
+
+
+def _arguments(arguments: object, place: str) -> Any:
+    if arguments in (None, ""):
+        return {}
+    if isinstance(arguments, Mapping):
+        return dict(arguments)
+    if not isinstance(arguments, str):
+        where = f"{place}.function.arguments"
+        raise RequestError(f"{where} is {shown(arguments)}; it must be the JSON text of an object", where)
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments  # what a model wrote once, and broke
+    return value if isinstance(value, dict) else arguments

@@ -1,0 +1,83 @@
+"""What an answer consists of: typed pieces while it streams, and the message that they add up to."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A tool call has begun. `index` counts the answer's calls from 0; `id` is new."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A piece of the JSON text of a call's arguments. The pieces of a call, joined, are an object; where the model
+    breaks its own format off, they are what it wrote."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """A call's arguments are complete."""
+
+    index: int
+
+
+Event = Content | Reasoning | CallBegin | CallArguments | CallEnd
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A call of a tool; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class ChatMessage:
+    """An answer as it stands: the sum of its events.
+
+    Attributes:
+        content: "" if there is none.
+        reasoning: "" if there is none.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    def extend(self, events: Iterable[Event]) -> "ChatMessage":
+        """Adds later events. Returns self."""
+        for event in events:
+            match event:
+                case Content():
+                    self.content += event.text
+                case Reasoning():
+                    self.reasoning += event.text
+                case CallBegin():
+                    self.tool_calls.append(ToolCall(event.id, event.name))
+                case CallArguments():
+                    self.tool_calls[event.index].arguments += event.text
+        return self

@@ -1,0 +1,33 @@
+"""How a model marks what it thinks before it answers."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ReasoningTags:
+    """Text between two tags.
+
+    Attributes:
+        opens: each begins the reasoning, at the beginning of an answer alone. A template may have written it at the
+            end of the prompt already.
+        closes: each ends it.
+        markers: what a chat template of this format contains, all of it.
+    """
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+    markers: tuple[str, ...]
+
+    def opened_by(self, prompt: str) -> bool:
+        """Whether a prompt's text ends within reasoning: the answer begins there, too."""
+        return prompt.rstrip().endswith(self.opens)
+
+
+# DeepSeek-R1, Qwen 3 and 3.5, Nemotron, Falcon-H1R, LFM2-Thinking, Ling, MiniMax.
+THINK = ReasoningTags(("<think>",), ("</think>",), ("</think>",))
+# ibm-granite/granite-3.2-8b-instruct: sentences instead of tags.
+GRANITE = ReasoningTags(
+    ("Here is my thought process:", "Here's my thought process:"),
+    ("Here is my response:", "Here's my response:"),
+    ("Here is my thought process:",),
+)

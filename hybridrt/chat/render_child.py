@@ -1,0 +1,73 @@
+"""Renders chat templates for another process: requests on standard input, answers on standard output.
+
+Started as a script, without hybridrt: it knows transformers' sandboxed renderer alone. It cannot open files while
+templates run. A frame is four bytes of length, then msgpack.
+"""
+
+import resource
+import signal
+import sys
+from typing import Any, BinaryIO
+
+import msgspec
+import psutil
+from transformers.utils.chat_template_utils import render_jinja_template
+
+MAX_TEXT_BYTES = 1 << 27
+# What renderings and their errors import is imported by these, while files can be opened.
+_FIRST = (
+    "{{ strftime_now('%Y %B') }}{{ messages | tojson }}{{ messages | pprint }}{{ lipsum(1) }}{{ 'ä' | upper }}",
+    "{{ 'x' | urlize }}{{ 1.5 | round }}{{ [2, 1] | sort }}{{ [1] | random }}{{ 'x' | escape }}{{ '%s' | format(1) }}",
+    "{{ raise_exception('no') }}",
+    "{{ nothing.at.all }}",
+    "{% for %}",
+    "{{ ''.__class__ }}",
+    "{% include 'x' %}",
+)
+
+
+def main() -> None:
+    """Reads `max_bytes` and answers requests until the other process closes its end."""
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    for template in _FIRST:
+        _answer({"template": template, "messages": [], "options": {}})
+    max_bytes = int(sys.argv[1])
+    limit = psutil.Process().memory_info().vms + max_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+    _write(answers, b"")
+    while head := requests.read(4):
+        request = msgspec.msgpack.decode(requests.read(int.from_bytes(head, "little")))
+        signal.setitimer(signal.ITIMER_REAL, request["timeout"])  # also ends this process if the other one is gone
+        answer = _answer(request)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _write(answers, answer)
+
+
+def _answer(request: dict[str, Any]) -> bytes:
+    """ "+" and the text, "-" and an error, or "!" and one after which this process should not go on: where memory ran
+    out, anything may be half done."""
+    try:
+        text = _render(request).encode()
+        if len(text) > MAX_TEXT_BYTES:
+            raise ValueError(f"it makes {len(text)} bytes of text, more than {MAX_TEXT_BYTES}")
+        return b"+" + text
+    except (MemoryError, RecursionError) as e:
+        return b"!" + type(e).__name__.encode()
+    except BaseException as e:
+        return b"-" + f"{type(e).__name__}: {e}"[:1000].encode(errors="replace")
+
+
+def _render(request: dict[str, Any]) -> str:
+    texts, _ = render_jinja_template([request["messages"]], chat_template=request["template"], **request["options"])
+    text: str = texts[0]
+    return text
+
+
+def _write(stream: BinaryIO, data: bytes) -> None:
+    stream.write(len(data).to_bytes(4, "little") + data)
+    stream.flush()
+
+
+if __name__ == "__main__":
+    main()

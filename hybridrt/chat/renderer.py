@@ -1,0 +1,141 @@
+"""Chat templates are programs of checkpoints: one child process runs them, with limits of time and of memory.
+
+transformers renders templates in a sandbox that gives them no access to files, modules or attributes. The sandbox
+limits neither loops nor numbers nor strings: the process that computes `{{ 9 ** (9 ** 9) }}` cannot interrupt it.
+"""
+
+import atexit
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import msgspec
+
+from hybridrt.errors import CheckpointError, RequestError
+
+TIMEOUT_S = 10.0
+START_TIMEOUT_S = 120.0
+MAX_BYTES = 1 << 30  # that a template takes beyond what its process has
+_CHILD = Path(__file__).with_name("render_child.py")
+
+
+class Renderer:
+    """The child process. The first call starts it; a call after it was killed starts another one. Calls from several
+    threads wait for each other."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        atexit.register(self.close)
+
+    def render(self, template: str, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """A conversation as text.
+
+        Args:
+            template: Jinja text.
+            options: keyword arguments of transformers' render_jinja_template, and variables of the template.
+
+        Raises:
+            CheckpointError: the template raises, or takes longer than TIMEOUT_S seconds or more memory than MAX_BYTES.
+            RequestError: a message or an option is no plain data.
+        """
+        request = {"template": template, "messages": messages, "options": options, "timeout": TIMEOUT_S + 5}
+        try:
+            data = msgspec.msgpack.encode(request)
+        except (TypeError, ValueError, OverflowError, RecursionError) as e:
+            raise RequestError(f"the conversation cannot be passed on to its template: {e}", "messages") from e
+        with self._lock:
+            answer = self._ask(data)
+        status, text = answer[:1], answer[1:].decode(errors="replace")
+        if status != b"+":
+            raise CheckpointError(
+                f"the model's chat template fails ({text or 'its process was killed'}); repair it, or write the prompt "
+                "in the model's format yourself"
+            )
+        return text
+
+    def start(self) -> None:
+        """Starts the child process before it is needed. CheckpointError if it does not start."""
+        with self._lock:
+            self._running()
+
+    def close(self) -> None:
+        """Ends the child process. A later call starts another one."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, data: bytes) -> bytes:
+        try:
+            child = self._running()
+            assert child.stdin is not None, "it is a pipe"
+            child.stdin.write(len(data).to_bytes(4, "little") + data)
+            child.stdin.flush()
+            answer = _read_frame(child, TIMEOUT_S)
+        except TimeoutError:
+            self._end()
+            return f"-it has not ended within {TIMEOUT_S:g} seconds".encode()
+        except (EOFError, OSError):
+            self._end()
+            return b"-"
+        except BaseException:  # an interrupt: the answer that comes later belongs to nobody
+            self._end()
+            raise
+        if answer[:1] == b"!":
+            self._end()
+        return answer
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._child is not None and self._child.poll() is None:
+            return self._child
+        self._end()
+        command = [sys.executable, "-P", str(_CHILD), str(MAX_BYTES)]
+        # A session of its own: Ctrl-C on the terminal is not for it.
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            _read_frame(self._child, START_TIMEOUT_S)
+        except (EOFError, TimeoutError) as e:
+            self._end()
+            raise CheckpointError(f"the process for chat templates does not start; try {' '.join(command)}") from e
+        return self._child
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                assert pipe is not None, "it is a pipe"
+                with suppress(OSError):  # what was written is not wanted any more
+                    pipe.close()
+
+
+def _read_frame(child: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """The next frame. TimeoutError; EOFError if the child has ended."""
+    assert child.stdout is not None, "it is a pipe"
+    fd, deadline = child.stdout.fileno(), time.monotonic() + seconds
+    return _read(fd, int.from_bytes(_read(fd, 4, deadline), "little"), deadline)
+
+
+def _read(fd: int, count: int, deadline: float) -> bytes:
+    data, poll = bytearray(), select.poll()
+    poll.register(fd, select.POLLIN)
+    while len(data) < count:
+        if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+            raise TimeoutError
+        piece = os.read(fd, min(count - len(data), 1 << 20))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)
+
+
+RENDERER = Renderer()

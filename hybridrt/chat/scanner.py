@@ -1,0 +1,156 @@
+"""Reading text that arrives in pieces: a parser is a generator that stops wherever it needs more text.
+
+Methods that may need more text are generators; a parser calls them with `yield from` and is resumed by `Scanner.feed`.
+What a parser does therefore cannot depend on how the text was cut.
+"""
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+Step = Generator[None, None, T]
+
+
+class Malformed(Exception):
+    """The text is not in the parser's format.
+
+    Args:
+        text: what was read and not passed on.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(text)
+        self.text = text
+
+
+class Scanner:
+    """The text from the parser's place on. `closed`: no more text comes."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._text = ""
+        self._place = 0
+        self._kept: int | None = None  # place of the oldest text to keep, while a parser may return to it
+
+    def add(self, text: str) -> None:
+        """Text has arrived."""
+        start = self._place if self._kept is None else self._kept
+        self._text = self._text[start:] + text
+        self._place -= start
+        self._kept = None if self._kept is None else 0
+
+    def mark(self) -> None:
+        """`rewind` will return to this place."""
+        self._kept = self._place
+
+    def release(self) -> None:
+        """The mark is needed no more."""
+        self._kept = None
+
+    def rewind(self) -> None:
+        """Returns to the mark."""
+        assert self._kept is not None, "a place was marked"
+        self._place = self._kept
+        self._kept = None
+
+    @property
+    def num_ready(self) -> int:
+        """Characters that are there."""
+        return len(self._text) - self._place
+
+    def peek(self, count: int = 1) -> Step[str]:
+        """The next `count` characters, which stay; fewer at the end of all text."""
+        while self.num_ready < count and not self.closed:
+            yield
+        return self._text[self._place : self._place + count]
+
+    def take(self, count: int = 1) -> Step[str]:
+        """The next `count` characters. Malformed if there are not as many."""
+        text = yield from self.peek(count)
+        if len(text) < count:
+            raise Malformed
+        self._place += count
+        return text
+
+    def accept(self, *literals: str) -> Step[str]:
+        """The first of the literals that comes next, which is read; "" if none does."""
+        for literal in literals:
+            while not self.closed and literal.startswith(text := self._text[self._place :][: len(literal)]):
+                if text == literal:
+                    break
+                yield
+            if self._text.startswith(literal, self._place):
+                self._place += len(literal)
+                return literal
+        return ""
+
+    def expect(self, *literals: str) -> Step[str]:
+        """As `accept`. Malformed if none of them comes."""
+        found = yield from self.accept(*literals)
+        if not found:
+            raise Malformed
+        return found
+
+    def space(self) -> Step[str]:
+        """White space, as much as there is."""
+        return (yield from self.run(_SPACE))
+
+    def run(self, pattern: re.Pattern[str], most: int | None = None) -> Step[str]:
+        """The longest run of a pattern that matches character by character, such as r"\\w*". Malformed if it has more
+        than `most` characters."""
+        found = ""
+        while True:
+            match = pattern.match(self._text, self._place)
+            piece = match[0] if match is not None else ""
+            self._place += len(piece)
+            found += piece
+            if most is not None and len(found) > most:
+                raise Malformed(found)
+            if self.num_ready or self.closed:
+                return found
+            yield
+
+    def until(self, literals: Sequence[str], emit: Callable[[str], None]) -> Step[str]:
+        """Passes text on up to the first of the literals, and reads that one. An end that may be the beginning of a
+        literal waits for what follows.
+
+        Returns:
+            The literal; the longest one of those that begin at its place. "" at the end of all text.
+        """
+        ordered = sorted(literals, key=len, reverse=True)
+        whole = re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+        while True:
+            text = self._text
+            match = whole.search(text, self._place)
+            end = match.start() if match is not None else len(text)
+            held = end if self.closed else _begins(text, self._place, end, ordered)
+            if held > self._place:
+                emit(text[self._place : held])
+                self._place = held
+            if match is not None and held == end and (self.closed or not _may_grow(text, match, ordered)):
+                self._place = match.end()
+                return match[0]
+            if match is None and self.closed:
+                return ""
+            yield
+
+
+_SPACE = re.compile(r"\s*")
+
+
+def _begins(text: str, start: int, end: int, literals: Sequence[str]) -> int:
+    """The first place in text[start:end] at which the text's end may begin a literal; `end` if there is none."""
+    longest = len(literals[0]) if literals else 0
+    firsts = {literal[0] for literal in literals}
+    for place in range(max(start, len(text) - longest + 1), end):
+        tail = text[place:]
+        if text[place] in firsts and any(len(tail) < len(literal) and literal.startswith(tail) for literal in literals):
+            return place
+    return end
+
+
+def _may_grow(text: str, match: re.Match[str], literals: Sequence[str]) -> bool:
+    """Whether the text ends within a longer literal at the match's place."""
+    tail = text[match.start() :]
+    return any(len(tail) < len(literal) and literal.startswith(tail) for literal in literals)

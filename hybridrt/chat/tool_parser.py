@@ -1,0 +1,84 @@
+"""How a model writes tool calls: what a format says of itself, and the sink that it reports calls to."""
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from hybridrt.chat.events import CallArguments, CallBegin, CallEnd, Event
+from hybridrt.chat.scanner import Scanner, Step
+
+
+class CallSink:
+    """Where a format reports what it reads: `begin`, `arguments` any number of times, `end`.
+
+    Args:
+        scanner: keeps the text behind the last whole call, in case that it is no call.
+        most: further calls are read and dropped; None: all are kept.
+
+    Attributes:
+        events: what was reported and not taken yet.
+        count: calls that have begun.
+        inside: a call has begun and not ended.
+    """
+
+    def __init__(self, scanner: Scanner, most: int | None = None) -> None:
+        self.events: list[Event] = []
+        self.count = 0
+        self.inside = False
+        self._scanner, self._most = scanner, most
+
+    def begin(self, name: str) -> None:
+        """A call of the function `name`."""
+        self._scanner.release()
+        self.inside = True
+        self.count += 1
+        self._report(CallBegin(self.count - 1, f"call_{uuid.uuid4().hex[:24]}", name))
+
+    def arguments(self, text: str) -> None:
+        """A piece of the arguments' JSON text."""
+        if text:
+            self._report(CallArguments(self.count - 1, text))
+
+    def end(self) -> None:
+        """The arguments are complete."""
+        self.inside = False
+        self._scanner.mark()
+        self._report(CallEnd(self.count - 1))
+
+    def _report(self, event: Event) -> None:
+        if self._most is None or self.count <= self._most:
+            self.events.append(event)
+
+
+class ToolParser(ABC):
+    """One way to write tool calls. `AnswerParser` finds a section that begins with one of `opens`, and has `read_calls`
+    read what is inside.
+
+    An instance belongs to one request and keeps no state of an answer.
+
+    Args:
+        tools: JSON schema of each function's parameters, by name.
+
+    Attributes:
+        opens: each begins a section.
+        closes: each ends one. A section that ends without one of them is taken, too.
+        markers: what a chat template of this format contains, all of it; of several formats that fit, the one with
+            the longest markers is chosen.
+    """
+
+    opens: ClassVar[Sequence[str]]
+    closes: ClassVar[Sequence[str]] = ()
+    markers: ClassVar[Sequence[str]]
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        self.tools = tools
+
+    @abstractmethod
+    def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
+        """Reads a section, behind the literal that opened it, up to the one that closes it.
+
+        Raises:
+            Malformed: it is not in this format. Before a call has begun, its text becomes content; within a call, the
+                rest of the section becomes part of the arguments.
+        """

@@ -1,0 +1,14 @@
+"""Jamba: `<tool_calls>[{"name": "f", "arguments": {...}}, ...]</tool_calls>`, all calls in one section.
+
+Source: the chat template of ai21labs/AI21-Jamba-1.5-Mini.
+"""
+
+from hybridrt.chat.tool_parsers.json_calls import JsonCalls
+
+
+class Jamba(JsonCalls):
+    """Of Jamba 1.5 to 1.7."""
+
+    opens = ("<tool_calls>",)
+    closes = ("</tool_calls>",)
+    markers = ("<tool_calls>",)

@@ -1,0 +1,102 @@
+"""Calls as JSON objects with a name and arguments: what several formats have in common."""
+
+import json
+
+from hybridrt.chat.scanner import Malformed, Scanner, Step
+from hybridrt.chat.tool_parser import CallSink, ToolParser
+from hybridrt.chat.values import read_string, read_text, read_value
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+class JsonCalls(ToolParser):
+    """{"name": "f", "arguments": {...}}, or a list of these. The keys may come in any order."""
+
+    def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
+        yield from scanner.space()
+        listed = opened == "[" or (yield from scanner.accept("["))
+        while True:
+            yield from scanner.space()
+            if listed and (yield from scanner.accept("]")):
+                return
+            yield from read_call(scanner, sink)
+            yield from scanner.space()
+            more = yield from scanner.accept(",")
+            if not listed and not more and (yield from scanner.peek()) != "{":
+                return
+
+
+def read_call(scanner: Scanner, sink: CallSink) -> Step[None]:
+    """One object. It begins as a call as soon as its name is known and its arguments look like an object."""
+    yield from scanner.expect("{")
+    name, early = "", ""  # `early`: arguments that came before the name
+    while True:
+        yield from scanner.space()
+        key = yield from read_text(scanner)
+        yield from scanner.space()
+        yield from scanner.expect(":")
+        yield from scanner.space()
+        if key == "name":
+            name = yield from read_text(scanner)
+            if not name:
+                raise Malformed
+        elif key in _ARGUMENTS and name and not sink.inside:
+            yield from _stream_arguments(scanner, sink, name)
+        elif key in _ARGUMENTS:
+            early = yield from _whole_arguments(scanner)
+        else:
+            yield from read_value(scanner, lambda text: None)
+        yield from scanner.space()
+        if not (yield from scanner.accept(",")):
+            break
+    if sink.inside:
+        yield from scanner.accept("}")  # some models leave it out
+    else:
+        yield from scanner.expect("}")
+        if not name:
+            raise Malformed
+        sink.begin(name)
+        sink.arguments(early or "{}")
+    sink.end()
+
+
+def _stream_arguments(scanner: Scanner, sink: CallSink, name: str) -> Step[None]:
+    if (yield from scanner.peek()) != "{":
+        text = yield from _whole_arguments(scanner)
+        sink.begin(name)
+        sink.arguments(text)
+        return
+    begun = list[str]()
+
+    def emit(text: str) -> None:
+        """The first piece waits for the second: an object that breaks at once is no call."""
+        if sink.inside:
+            sink.arguments(text)
+            return
+        begun.append(text)
+        if len("".join(begun).rstrip()) > 1:
+            sink.begin(name)
+            sink.arguments("".join(begun))
+
+    yield from read_value(scanner, emit)
+
+
+def _whole_arguments(scanner: Scanner) -> Step[str]:
+    """An object; one within a string, as some models write it; or null, for none."""
+    pieces = list[str]()
+    first = yield from scanner.peek()
+    if first in ('"', "'"):
+        yield from read_string(scanner, pieces.append)
+        text: str = json.loads(f'"{"".join(pieces)}"')
+    else:
+        yield from read_value(scanner, pieces.append)
+        text = "".join(pieces)
+    try:
+        value = json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError):
+        raise Malformed from None
+    if value is None:
+        return "{}"
+    if not isinstance(value, dict):
+        raise Malformed
+    return text

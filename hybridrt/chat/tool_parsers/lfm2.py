@@ -1,0 +1,62 @@
+"""LFM2: `<|tool_call_start|>[f(a="x", b=1), g()]<|tool_call_end|>`, calls as in Python with arguments by name.
+
+Source: the chat template and the model card of LiquidAI/LFM2-1.2B.
+"""
+
+import re
+
+from hybridrt.chat.scanner import Malformed, Scanner, Step
+from hybridrt.chat.tool_parser import CallSink, ToolParser
+from hybridrt.chat.values import MAX_NAME, escaped, read_value
+
+_NAME = re.compile(r"[\w.:/-]*")
+_KEYWORD = re.compile(r"\w*")
+
+
+class Lfm2(ToolParser):
+    """Of LFM2 and LFM2.5."""
+
+    opens = ("<|tool_call_start|>",)
+    closes = ("<|tool_call_end|>",)
+    markers = ("<|tool_call_start|>",)
+
+    def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
+        yield from scanner.space()
+        listed = yield from scanner.accept("[")
+        while True:
+            yield from scanner.space()
+            if listed and (yield from scanner.accept("]")):
+                return
+            yield from _call(scanner, sink)
+            yield from scanner.space()
+            if not (yield from scanner.accept(",")) and not listed:
+                return
+
+
+def _call(scanner: Scanner, sink: CallSink) -> Step[None]:
+    name = yield from scanner.run(_NAME, MAX_NAME)
+    yield from scanner.expect("(")
+    if not name:
+        raise Malformed
+    yield from scanner.space()
+    keyword, before = "", "{"
+    while not (yield from scanner.accept(")")):
+        keyword = yield from scanner.run(_KEYWORD, MAX_NAME)
+        yield from scanner.space()
+        yield from scanner.expect("=")
+        yield from scanner.space()
+        if not keyword:
+            raise Malformed
+        if not sink.inside:
+            sink.begin(name)
+        sink.arguments(f'{before}"{escaped(keyword)}": ')
+        yield from read_value(scanner, sink.arguments)
+        yield from scanner.space()
+        before = ", "
+        if not (yield from scanner.accept(",")) and (yield from scanner.peek()) != ")":
+            raise Malformed
+        yield from scanner.space()
+    if not sink.inside:
+        sink.begin(name)
+    sink.arguments("}" if keyword else "{}")
+    sink.end()

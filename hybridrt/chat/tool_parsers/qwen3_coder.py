@@ -1,0 +1,144 @@
+"""Qwen3-Coder's XML: a section a call, a tag a parameter, values as they are.
+
+    <tool_call>
+    <function=f>
+    <parameter=a>
+    x
+    </parameter>
+    </function>
+    </tool_call>
+
+Source: the chat templates of Qwen/Qwen3-Coder-30B-A3B-Instruct, Qwen/Qwen3.5-4B and
+nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B, and the tests of vLLM's qwen3coder parser for what models leave out: the outer
+tag, the end of a parameter.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hybridrt.chat.scanner import Malformed, Scanner, Step
+from hybridrt.chat.tool_parser import CallSink, ToolParser
+from hybridrt.chat.values import MAX_NAME, escaped, read_value
+
+# Each ends a value. The line break before a tag belongs to the tag.
+_ENDS = tuple(space + tag for tag in ("</parameter>", "<parameter=", "</function>") for space in ("\n", ""))
+_TYPES: dict[str, Any] = {
+    "string": str, "object": dict, "array": list, "integer": int, "number": (int, float), "boolean": bool,
+    "null": type(None),
+}  # fmt: skip
+
+
+class Qwen3Coder(ToolParser):
+    """Also of Qwen 3.5 and Nemotron 3."""
+
+    opens = ("<tool_call>", "<function=")
+    closes = ("</tool_call>",)
+    markers = ("<function=", "<parameter=")
+
+    def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
+        if opened != "<function=":
+            yield from scanner.space()
+            yield from scanner.expect("<function=")
+        name = yield from _name(scanner)
+        properties = _properties(self.tools.get(name))
+        yield from scanner.space()
+        found = yield from scanner.expect("<parameter=", "</function>")
+        sink.begin(name)
+        before = "{"
+        while found == "<parameter=":
+            key = yield from _name(scanner)
+            sink.arguments(f'{before}"{escaped(key)}": ')
+            found = yield from _parameter(scanner, sink, _types(properties.get(key)))
+            before = ", "
+            if found == "</parameter>":
+                yield from scanner.space()
+                found = yield from scanner.accept("<parameter=", "</function>")
+                if not found and not (yield from scanner.peek()):
+                    raise Malformed  # cut off: further parameters may be missing
+        sink.arguments("{}" if before == "{" else "}")
+        sink.end()
+
+
+def _name(scanner: Scanner) -> Step[str]:
+    pieces = list[str]()
+
+    def add(text: str) -> None:
+        pieces.append(text)
+        if sum(map(len, pieces)) > MAX_NAME:
+            raise Malformed("".join(pieces))
+
+    found = yield from scanner.until((">", "\n"), add)
+    name = "".join(pieces).strip()
+    if found != ">" or not name:
+        raise Malformed("".join(pieces) + found)
+    return name
+
+
+def _parameter(scanner: Scanner, sink: CallSink, types: set[str]) -> Step[str]:
+    """Reads a value and what ends it. Text streams; other values are converted when they are whole."""
+    yield from scanner.accept("\n")
+    if types <= {"string"}:
+        sink.arguments('"')
+        end = yield from scanner.until(_ENDS, lambda text: sink.arguments(escaped(text)))
+        value = '"'
+    else:
+        pieces = list[str]()
+        end = yield from scanner.until(_ENDS, pieces.append)
+        value = _converted("".join(pieces), types)
+    if not end:
+        raise Malformed  # cut off: the arguments must not look whole
+    sink.arguments(value)
+    return end.removeprefix("\n")
+
+
+def _converted(text: str, types: set[str]) -> str:
+    """JSON text of a value: of one of the types if it can be read as one, else of a string."""
+    found = _as_json(text.strip())
+    if found is not None:
+        value = json.loads(found)
+        if any(_is(value, name) for name in types - {"string"}):
+            return found
+        if "integer" in types and isinstance(value, float) and value.is_integer():
+            return str(int(value))
+    return f'"{escaped(text)}"'
+
+
+def _as_json(text: str) -> str | None:
+    """A value in JSON or Python's syntax as JSON text; None if it is neither."""
+    if text.lower() in ("true", "false", "null"):
+        return text.lower()
+    scanner, pieces = Scanner(), list[str]()
+    scanner.add(text)
+    scanner.closed = True
+    try:
+        for _ in read_value(scanner, pieces.append):
+            pass
+    except Malformed:
+        return None
+    return None if scanner.num_ready else "".join(pieces)
+
+
+def _is(value: object, name: str) -> bool:
+    return isinstance(value, _TYPES.get(name, ())) and not (isinstance(value, bool) and name in ("integer", "number"))
+
+
+def _properties(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    found = schema.get("properties") if schema is not None else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _types(schema: object, depth: int = 0) -> set[str]:
+    """Types that a schema names, in its alternatives, too. Empty: nothing is known."""
+    if not isinstance(schema, Mapping) or depth > 4:
+        return set()
+    named = schema.get("type")
+    names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+    found = {name for name in names if isinstance(name, str)}
+    for key in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(key)
+        for option in options if isinstance(options, list) else ():
+            found |= _types(option, depth + 1)
+    if not found and isinstance(schema.get("enum"), list):
+        found = {name for name in _TYPES for value in schema["enum"] if _is(value, name)}
+    return found

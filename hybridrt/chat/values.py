@@ -1,0 +1,158 @@
+"""Values of tool calls, as models write them, turned to JSON text while they arrive.
+
+Models write JSON, Python literals, and mixtures of both: line breaks within strings, single quotes, True and None, a
+comma behind the last entry. All of these are read; what comes out is JSON.
+"""
+
+import json
+import re
+from collections.abc import Callable
+
+from hybridrt.chat.scanner import Malformed, Scanner, Step
+
+MAX_DEPTH = 64
+MAX_WORD = 512  # characters of a number or a constant
+MAX_NAME = 256  # characters of a function's name, or of a key that the format itself knows
+_WORD = re.compile(r"[\w.+-]*")
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+_CONSTANTS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+_CLOSES = {"{": "}", "[": "]", "(": "]"}
+_PLAIN = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
+_JSON_ESCAPES = '"\\/bfnrt'
+_PYTHON_ESCAPES = {"'": "'", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
+_HEX_DIGITS = re.compile("[0-9a-fA-F]+")
+_HEX = {"u": 4, "x": 2, "U": 8}
+Emit = Callable[[str], None]
+
+
+def escaped(text: str) -> str:
+    """Text as the inside of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def read_value(scanner: Scanner, emit: Emit) -> Step[None]:
+    """Reads one value and emits its JSON text piece by piece.
+
+    Raises:
+        Malformed: it is no value, or is nested deeper than MAX_DEPTH.
+    """
+    stack: list[str] = []  # the closing brackets that are due
+    while True:
+        first = yield from scanner.peek()
+        if first and first in _CLOSES:
+            yield from _open(scanner, emit, stack)
+            if len(stack) > MAX_DEPTH:
+                raise Malformed
+            if not (yield from _close(scanner, emit, stack)):
+                continue
+        else:
+            yield from _scalar(scanner, emit)
+        while stack:
+            yield from _space(scanner, emit)
+            if not (yield from _close(scanner, emit, stack)):
+                yield from _next(scanner, emit, stack)
+                break
+        else:
+            return
+
+
+def read_string(scanner: Scanner, emit: Emit) -> Step[None]:
+    """Reads a string in either kind of quotes; emits the inside of a JSON string."""
+    quote = yield from scanner.take()
+    if quote not in _PLAIN:
+        raise Malformed
+    while True:
+        plain = yield from scanner.run(_PLAIN[quote])
+        if plain:
+            emit(escaped(plain))
+        if (yield from scanner.take()) == quote:
+            return
+        emit((yield from _escape(scanner)))
+
+
+def read_text(scanner: Scanner, most: int = MAX_NAME) -> Step[str]:
+    """A string's text. Malformed if it is longer than `most` characters."""
+    pieces: list[str] = []
+
+    def add(piece: str) -> None:
+        pieces.append(piece)
+        if sum(map(len, pieces)) > most:
+            raise Malformed
+
+    yield from read_string(scanner, add)
+    text: str = json.loads(f'"{"".join(pieces)}"')
+    return text
+
+
+def _open(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[None]:
+    bracket = yield from scanner.take()
+    stack.append(_CLOSES[bracket])
+    emit("{" if bracket == "{" else "[")
+    yield from _space(scanner, emit)
+    if bracket == "{" and (yield from scanner.peek()) != "}":
+        yield from _key(scanner, emit)
+
+
+def _close(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[bool]:
+    """Whether the innermost bracket closes here. A tuple closes as a list."""
+    after = yield from scanner.peek()
+    if after != stack[-1] and not (after == ")" and stack[-1] == "]"):
+        return False
+    yield from scanner.take()
+    emit(stack.pop())
+    return True
+
+
+def _next(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[None]:
+    """Reads on to the next entry. A comma before the closing bracket is left out."""
+    yield from scanner.expect(",")
+    space = yield from scanner.space()
+    after = yield from scanner.peek()
+    if after == stack[-1] or (after == ")" and stack[-1] == "]"):
+        emit(space)
+        return
+    emit("," + space)
+    if stack[-1] == "}":
+        yield from _key(scanner, emit)
+
+
+def _key(scanner: Scanner, emit: Emit) -> Step[None]:
+    emit('"')
+    yield from read_string(scanner, emit)
+    emit('"')
+    yield from _space(scanner, emit)
+    yield from scanner.expect(":")
+    emit(":")
+    yield from _space(scanner, emit)
+
+
+def _scalar(scanner: Scanner, emit: Emit) -> Step[None]:
+    if (yield from scanner.peek()) in ('"', "'"):
+        emit('"')
+        yield from read_string(scanner, emit)
+        emit('"')
+        return
+    word = yield from scanner.run(_WORD, MAX_WORD)
+    if word not in _CONSTANTS and not _NUMBER.fullmatch(word):
+        raise Malformed(word)
+    emit(_CONSTANTS.get(word, word))
+
+
+def _space(scanner: Scanner, emit: Emit) -> Step[None]:
+    space = yield from scanner.space()
+    if space:
+        emit(space if space.isascii() and not space.strip(" \t\r\n") else " ")
+
+
+def _escape(scanner: Scanner) -> Step[str]:
+    """What follows a backslash, as JSON text. An unknown escape keeps its backslash, as in Python."""
+    letter = yield from scanner.take()
+    if letter in _HEX:
+        digits = yield from scanner.take(_HEX[letter])
+        code = int(digits, 16) if _HEX_DIGITS.fullmatch(digits) else -1
+        if not 0 <= code <= 0x10FFFF:
+            raise Malformed("\\" + letter + digits)
+        return f"\\u{code:04x}" if code <= 0xFFFF else escaped(chr(code))
+    if letter in _JSON_ESCAPES:
+        return "\\" + letter
+    return escaped(_PYTHON_ESCAPES.get(letter, "\\" + letter))

@@ -1,0 +1,114 @@
+"""`hybridrt chat`: a conversation on the terminal, with a model in this process or behind a server."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hybridrt.cli.options import EMBEDDED, EngineOptions, SamplingOptions, SpeculativeOptions, option, read_text
+from hybridrt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hybridrt.cli.conversation import ChatModel
+
+
+@dataclass(frozen=True)
+class ChatSampling(SamplingOptions):
+    """Sampling of answers: they may be as long as the model has room for."""
+
+    max_tokens: Annotated[int | None, option("Tokens of an answer at most.", "what there is room for", "N")] = None
+
+
+@dataclass(frozen=True)
+class ChatEngine(EngineOptions):
+    """One person talks: room for a few requests keeps earlier conversations cached, and starts soon."""
+
+    max_running_requests: Annotated[int | None, option("Requests that could decode together.", "4", "N")] = None
+
+
+@dataclass(frozen=True)
+class RemoteOptions:
+    """Where another server is."""
+
+    url: Annotated[str | None, option("Server with OpenAI's API to talk to instead.", "none", "URL")] = None
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", envvar="HYBRIDRT_API_KEY", metavar="KEY", help="Sent to the server of --url. [none]"),
+    ] = None
+    timeout: Annotated[float | None, option("Seconds without a byte from it before an error.", "600", "S")] = None
+
+
+def chat(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Checkpoint directory, hub name, or the built-in model; with --url, the model's name there.",
+        ),
+    ] = None,
+    system: Annotated[str | None, option("System prompt.", "none", "TEXT")] = None,
+    chat_template: Annotated[
+        str | None, option("File that replaces the model's chat template.", "none", "FILE")
+    ] = None,
+    remote: RemoteOptions = RemoteOptions(),
+    sampling: ChatSampling = ChatSampling(),
+    engine: ChatEngine = ChatEngine(),
+    speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
+) -> None:
+    """Talk with a model.
+
+    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.
+    """
+    from hybridrt.cli.conversation import Turn
+    from hybridrt.cli.line_reader import make_reader
+    from hybridrt.cli.repl import COMMANDS, Repl, Screen
+
+    with ExitStack() as stack:
+        if remote.url is not None:
+            _refuse_local(chat_template=chat_template, **engine.given() | {"seed": None}, **speculation.given(""))
+            seeds = {"seed": engine.seed} if engine.seed is not None else {}
+            answering = _remote(remote, model, sampling.given() | seeds)
+        else:
+            template = None if chat_template is None else read_text("--chat-template", chat_template)
+            options = {"max_running_requests": 4, **engine.given(), **speculation.given(model or EMBEDDED)}
+            answering = _local(stack, model or EMBEDDED, template, sampling.given(), options)
+        repl = Repl(answering, make_reader(list(COMMANDS)), Screen())
+        if system:
+            repl.turns = [Turn("system", system)]
+        repl.run()
+
+
+def _refuse_local(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with a model in this process: leave it or --url out")
+
+
+def _remote(remote: RemoteOptions, model: str | None, fields: dict[str, Any]) -> "ChatModel":
+    from hybridrt.cli.openai_server import OpenAIServer, RemoteModel
+
+    timeout = 600.0 if remote.timeout is None else remote.timeout
+    if not 0 < timeout < float("inf"):
+        raise ConfigError(f"--timeout is {timeout}; it must be a number of seconds above 0")
+    server = OpenAIServer(remote.url or "", remote.api_key, timeout)
+    return RemoteModel(server, model or server.first_model(), fields)
+
+
+def _local(
+    stack: ExitStack, model: str, template: str | None, sampling: dict[str, Any], options: dict[str, Any]
+) -> "ChatModel":
+    from hybridrt.cli.local_model import LocalModel
+    from hybridrt.engine.llm import LLM
+    from hybridrt.engine.sampling_defaults import default_sampling_params
+    from hybridrt.engine.tokenizer import load_tokenizer
+    from hybridrt.hf_config import read_model_config
+    from hybridrt.runtime.build import resolve_model_path
+
+    path = resolve_model_path(model)
+    params = replace(default_sampling_params(path), **{"max_tokens": None, **sampling})
+    read_model_config(path)  # checks config.json, which the tokenizer reads without checks
+    tokenizer = load_tokenizer(path)
+    if tokenizer is None or not (template or tokenizer.hf.chat_template):
+        raise ConfigError("the model brings no chat template; pass one with --chat-template, or use hybridrt generate")
+    return LocalModel(path.name, stack.enter_context(LLM(str(path), **options)), params, template)

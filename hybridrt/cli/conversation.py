@@ -1,0 +1,107 @@
+"""What `hybridrt chat` talks about: messages, the pieces of an answer, and a file that keeps a conversation."""
+
+import os
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from hybridrt.errors import RequestError, is_text
+
+MAX_FILE_BYTES = 64 * 2**20
+
+
+class Turn(msgspec.Struct, omit_defaults=True):
+    """One message. `reasoning_content` is what an assistant wrote before its answer."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+    reasoning_content: str | None = None
+
+
+class _File(msgspec.Struct):
+    messages: list[Turn]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What an answer has gained."""
+
+    text: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Tokens of a whole answer. `rate` is tokens a second after the first one; None for an answer of one token."""
+
+    output_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    rate: float | None
+
+    def __str__(self) -> str:
+        rate = f", {self.rate:.1f} tokens/s" if self.rate is not None else ""
+        return f"{self.output_tokens} tokens{rate}, {self.cached_tokens} of {self.prompt_tokens} prompt tokens cached"
+
+
+class ChatModel(Protocol):
+    """Whatever answers: a model in this process, or a server."""
+
+    name: str
+
+    def answer(self, turns: list[Turn]) -> Generator[Piece | Totals, None, None]:
+        """Answers a conversation: pieces, then Totals where they are known. Closing the generator ends the request.
+
+        Raises:
+            HybridrtError: it cannot be answered, or the answer has broken off.
+        """
+        ...
+
+
+def save(file: Path, turns: list[Turn]) -> None:
+    """Writes {"messages": [...]}, which /v1/chat/completions takes as it is. Others cannot read the file. A file that
+    holds something else than a conversation is not replaced.
+
+    Raises:
+        RequestError: there is such a file.
+        OSError: the file cannot be written.
+    """
+    if file.exists():
+        try:
+            load(file)
+        except RequestError as e:
+            raise RequestError(f"{file} exists and is not a conversation; choose another name") from e
+    content = msgspec.json.format(msgspec.json.encode(_File(turns)), indent=2) + b"\n"
+    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+            out.write(content)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load(file: Path) -> list[Turn]:
+    """The messages of a file.
+
+    Raises:
+        RequestError: it holds no conversation.
+        OSError: it cannot be read.
+    """
+    if not file.is_file() and file.exists():
+        raise RequestError(f"{file} is not a regular file")
+    if file.stat().st_size > MAX_FILE_BYTES:
+        raise RequestError(f"{file} has {file.stat().st_size} bytes; a conversation has at most {MAX_FILE_BYTES}")
+    try:
+        turns = msgspec.json.decode(file.read_bytes(), type=_File).messages
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise RequestError(f"{file} is not a conversation: {e}") from e
+    for i, turn in enumerate(turns):
+        if turn.role == "system" and i:
+            raise RequestError(f"{file}: message {i} is a system message; only the first message may be one")
+        if not is_text(turn.content + (turn.reasoning_content or "")):
+            raise RequestError(f"{file}: message {i} holds half of a surrogate pair, which is no text")
+    return turns

@@ -1,0 +1,121 @@
+"""Messages that a person types: with editing and a history on a terminal, a line each elsewhere."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+PROMPT, CONTINUED = "> ", ". "
+
+
+class LineReader(Protocol):
+    """Gives a message a call. A line that ends with a backslash goes on in the next one.
+
+    Attributes:
+        interactive: a person types, and sees errors before the next message.
+    """
+
+    interactive: bool
+
+    def read(self) -> str | None:
+        """The next message; None at the end of the input.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was typed.
+        """
+        ...
+
+
+def make_reader(commands: Sequence[str]) -> LineReader:
+    """A reader with editing where standard input and output are a terminal that can move its cursor."""
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if terminal and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
+        return EditedLines(commands)
+    return PlainLines()
+
+
+class PlainLines:
+    """Lines of standard input as they are."""
+
+    def __init__(self) -> None:
+        self.interactive = sys.stdin.isatty()
+        stdin: Any = sys.stdin
+        stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused with their message
+
+    def read(self) -> str | None:
+        """As LineReader.read."""
+        lines: list[str] = []
+        while True:
+            if self.interactive:
+                print(CONTINUED if lines else PROMPT, end="", file=sys.stderr, flush=True)
+            line = sys.stdin.readline()
+            if not line:
+                return "\n".join(lines) if lines else None
+            line = line.removesuffix("\n")
+            if not line.endswith("\\"):
+                return "\n".join([*lines, line])
+            lines.append(line[:-1])
+
+
+class EditedLines:
+    """Lines with prompt_toolkit: Enter sends, Alt-Enter begins another line, Tab completes commands, the arrows bring
+    back earlier messages."""
+
+    interactive = True
+
+    def __init__(self, commands: Sequence[str]) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+
+        self._session: PromptSession[str] = PromptSession(
+            history=_history(),
+            multiline=True,
+            key_bindings=_bindings(),
+            prompt_continuation=CONTINUED,
+            completer=WordCompleter(list(commands), sentence=True),
+            complete_while_typing=False,
+            reserve_space_for_menu=min(8, len(commands)),
+        )
+
+    def read(self) -> str | None:
+        """As LineReader.read."""
+        try:
+            return self._session.prompt(PROMPT)
+        except EOFError:
+            return None
+
+
+def _bindings() -> Any:
+    from prompt_toolkit.key_binding import KeyBindings
+
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def send(event: Any) -> None:
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.newline(copy_margin=False)
+        else:
+            buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    def begin_line(event: Any) -> None:
+        event.current_buffer.newline(copy_margin=False)
+
+    return bindings
+
+
+def _history() -> Any:
+    """Earlier messages, in a file that others cannot read; in memory alone where there can be no such file."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    file = Path(base) / "hybridrt" / "chat_history"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(str(file))

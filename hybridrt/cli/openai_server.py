@@ -1,0 +1,181 @@
+"""A server with OpenAI's HTTP API, as `hybridrt chat --url` and `hybridrt bench serve` see it."""
+
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import msgspec
+
+from hybridrt.cli.conversation import Piece, Totals, Turn
+from hybridrt.errors import ConfigError, ServerError, shown
+
+_CONNECT_SECONDS = 10.0
+
+
+class _Text(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # what newer versions of vLLM call it
+
+
+class _Choice(msgspec.Struct):
+    delta: _Text = msgspec.field(default_factory=_Text)
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class OpenAIServer:
+    """Requests to one server.
+
+    Args:
+        url: such as http://127.0.0.1:8000, with /v1 behind it or not.
+        api_key: sent as a bearer token.
+        timeout: seconds without a byte after which a request is given up.
+
+    Raises:
+        ConfigError: this is no URL of a server, or the key cannot be sent.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        try:
+            parsed = httpx.URL(self.url)
+            self._client = httpx.Client(
+                headers=headers, timeout=httpx.Timeout(timeout, connect=min(timeout, _CONNECT_SECONDS))
+            )
+        except (httpx.InvalidURL, UnicodeEncodeError, ValueError) as e:
+            raise ConfigError(f"the server's URL or API key cannot be used: {e}") from e
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ConfigError(f"{url} is not a server's URL; pass one such as http://127.0.0.1:8000")
+
+    def first_model(self) -> str:
+        """The name of the first model that the server lists.
+
+        Raises:
+            ServerError: it lists none, or cannot be reached.
+        """
+        with self._speaking():
+            answer = self._client.get(f"{self.url}/models")
+            _check(answer)
+            data = msgspec.json.decode(answer.content, type=_Models).data
+        if not data:
+            raise ServerError(f"{self.url}/models lists no model; name one")
+        return data[0].id
+
+    def stream_chat(self, body: dict[str, Any]) -> Generator[Piece | Totals, None, None]:
+        """Answers of /chat/completions as they come. Closing the generator closes the connection.
+
+        Raises:
+            ServerError: the server cannot be reached, refuses, or breaks off.
+        """
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        with (
+            self._speaking(),
+            self._client.stream("POST", f"{self.url}/chat/completions", json=body | options) as answer,
+        ):
+            if not answer.is_success:
+                answer.read()
+            _check(answer)
+            yield from _pieces(_events(answer.iter_lines()))
+
+    @contextmanager
+    def _speaking(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.HTTPError as e:
+            raise ServerError(f"{self.url}: {e or type(e).__name__}; check the URL and the server") from e
+        except msgspec.DecodeError as e:
+            raise ServerError(f"{self.url} sends what is not OpenAI's API: {e}") from e
+
+
+def _check(answer: httpx.Response) -> None:
+    """Raises ServerError unless a request was answered."""
+    if answer.is_success:
+        return
+    try:
+        said = _message(msgspec.json.decode(answer.content).get("error"))
+    except (msgspec.DecodeError, AttributeError):
+        said = shown(answer.text)
+    raise ServerError(f"{answer.url} answers {answer.status_code}: {said}")
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+
+
+def _events(lines: Iterator[str]) -> Iterator[_Chunk]:
+    """Server-sent events up to [DONE]. Comments, and fields other than data, are skipped."""
+    for line in lines:
+        name, _, data = line.partition(":")
+        if name != "data":
+            continue
+        if data.strip() == "[DONE]":
+            return
+        chunk = msgspec.json.decode(data.strip(), type=_Chunk)
+        if chunk.error is not None:
+            raise ServerError(_message(chunk.error))
+        yield chunk
+
+
+def _pieces(chunks: Iterator[_Chunk]) -> Iterator[Piece | Totals]:
+    first = last = reason = usage = None
+    for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices[:1]:
+            text = choice.delta
+            piece = Piece(text.content or "", text.reasoning_content or text.reasoning or "")
+            reason = choice.finish_reason or reason
+            if piece.text or piece.reasoning:
+                last = time.monotonic()
+                first = first or last
+                yield piece
+    if reason is None:
+        raise ServerError("the server has broken off its answer")
+    if usage is not None:
+        tokens = usage.completion_tokens
+        rate = (tokens - 1) / (last - first) if first and last and last > first and tokens > 1 else None
+        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+        yield Totals(tokens, usage.prompt_tokens, cached or 0, rate)
+
+
+class RemoteModel:
+    """A model behind a server.
+
+    Args:
+        fields: of each request, such as temperature.
+    """
+
+    def __init__(self, server: OpenAIServer, name: str, fields: dict[str, Any]) -> None:
+        self.name = name
+        self._server, self._fields = server, fields
+
+    def answer(self, turns: list[Turn]) -> Generator[Piece | Totals, None, None]:
+        """As ChatModel.answer. Reasoning of earlier answers is not sent."""
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        return self._server.stream_chat({"model": self.name, "messages": messages, **self._fields})

@@ -1,0 +1,178 @@
+"""The loop of `hybridrt chat`: a message or a command in, an answer out."""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import typer
+
+from hybridrt.cli.conversation import ChatModel, Piece, Totals, Turn, load, save
+from hybridrt.cli.line_reader import LineReader
+from hybridrt.errors import HybridrtError, RequestError, is_text
+
+COMMANDS = {
+    "/help": "list the commands",
+    "/system": "TEXT: set the system prompt; without TEXT remove it",
+    "/reset": "forget the conversation, but not the system prompt",
+    "/save": "FILE: write the conversation as JSON",
+    "/load": "FILE: read one, and go on with it",
+    "/exit": "end, as Ctrl-D does",
+}
+_KEYS = (
+    "Enter sends; Alt-Enter, or a backslash at the end of a line, begins another line.\n"
+    "Ctrl-C stops an answer, Ctrl-D ends the chat. A space before a slash makes it a message."
+)
+# Characters that a terminal acts on; an answer is text.
+_CONTROLS = {code: 0xFFFD for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+class Screen:
+    """Answers on standard output, notes on standard error. Only a terminal gets colours."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._colours = self._terminal and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
+        self._column_0, self._reasoned = True, False
+
+    def write(self, piece: Piece) -> None:
+        """A piece of an answer: reasoning dimmed, with an empty line behind it."""
+        if piece.reasoning:
+            self._put(piece.reasoning, dim=True)
+            self._reasoned = True
+        if piece.text:
+            if self._reasoned:
+                self._put("\n" if self._column_0 else "\n\n", dim=False)
+                self._reasoned = False
+            self._put(piece.text, dim=False)
+
+    def end_answer(self) -> None:
+        """Whatever comes next begins on a line of its own."""
+        if not self._column_0:
+            self._put("\n", dim=False)
+        self._reasoned = False
+
+    def note(self, text: str) -> None:
+        """A line about the chat."""
+        typer.echo(typer.style(text, dim=True) if self._colours else text, err=True)
+
+    def error(self, text: str) -> None:
+        """One line about what went wrong."""
+        heading = typer.style("error: ", fg="red", bold=True) if self._colours else "error: "
+        typer.echo(heading + " ".join(text.split()), err=True)
+
+    def _put(self, text: str, dim: bool) -> None:
+        if self._terminal:
+            text = text.translate(_CONTROLS)
+        self._column_0 = text.endswith("\n")
+        typer.echo(typer.style(text, dim=True) if dim and self._colours else text, nl=False)
+        sys.stdout.flush()
+
+
+class Repl:
+    """A conversation with a model.
+
+    Attributes:
+        turns: what was said; the first may be the system prompt.
+    """
+
+    def __init__(self, model: ChatModel, reader: LineReader, screen: Screen) -> None:
+        self.turns: list[Turn] = []
+        self._model, self._reader, self._screen = model, reader, screen
+        self._actions: dict[str, Callable[[str], None]] = {
+            "/help": self._help, "/system": self._set_system, "/reset": self._reset, "/save": self._save,
+            "/load": self._load,
+        }  # fmt: skip
+
+    def run(self) -> None:
+        """Until the input ends. On a terminal an error is a line, and the next message may follow.
+
+        Raises:
+            HybridrtError, OSError: something went wrong, and nobody types: what follows would miss its answer.
+        """
+        if self._reader.interactive:
+            self._screen.note(f"{self._model.name}: /help lists the commands, Ctrl-D ends.")
+        while True:
+            try:
+                text = self._reader.read()
+                if text is None or text.strip() == "/exit":
+                    return
+                self.take(text)
+            except KeyboardInterrupt:
+                self._screen.note("Ctrl-D ends the chat.")
+            except (HybridrtError, OSError) as e:
+                if not self._reader.interactive or isinstance(e, BrokenPipeError):
+                    raise
+                self._screen.error(str(e))
+
+    def take(self, text: str) -> None:
+        """Does what a message or command asks for.
+
+        Raises:
+            HybridrtError, OSError: it cannot be done; the conversation is as it was.
+        """
+        if not is_text(text):
+            raise RequestError("the message holds bytes that are no text in this terminal's encoding; type it again")
+        if text.startswith("/"):
+            name, *rest = text.split(maxsplit=1)
+            self._action(name)(rest[0].strip() if rest else "")
+        elif text.strip():
+            self._answer(Turn("user", text.strip()))
+
+    def _action(self, name: str) -> Callable[[str], None]:
+        if name in self._actions:
+            return self._actions[name]
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        advice = f"did you mean {near[0]}?" if near else "/help lists them; a space before the slash makes it a message"
+        raise RequestError(f"there is no command {name}: {advice}")
+
+    def _answer(self, question: Turn) -> None:
+        asked, reply, stopped = [*self.turns, question], Turn("assistant", ""), False
+        totals: Totals | None = None
+        try:
+            with closing(self._model.answer(asked)) as pieces:
+                for piece in pieces:
+                    if isinstance(piece, Totals):
+                        totals = piece
+                        continue
+                    reply.content += piece.text
+                    reply.reasoning_content = (reply.reasoning_content or "") + piece.reasoning or None
+                    self._screen.write(piece)
+        except KeyboardInterrupt:
+            stopped = True
+        finally:
+            self._screen.end_answer()
+        if reply.content or not stopped:
+            self.turns = [*asked, reply]
+        if stopped:
+            self._screen.note("stopped" if reply.content else "stopped: the question is forgotten, too")
+        elif totals is not None:
+            self._screen.note(str(totals))
+
+    def _help(self, rest: str) -> None:
+        self._screen.note("\n".join([*(f"{name:<8} {text}" for name, text in COMMANDS.items()), _KEYS]))
+
+    def _set_system(self, text: str) -> None:
+        self.turns = [Turn("system", text)] * bool(text) + self.turns[len(self._system()) :]
+
+    def _reset(self, rest: str) -> None:
+        self.turns = self._system()
+
+    def _system(self) -> list[Turn]:
+        return [turn for turn in self.turns[:1] if turn.role == "system"]
+
+    def _save(self, name: str) -> None:
+        save(_file("/save", name), self.turns)
+        self._screen.note(f"{len(self.turns)} messages written")
+
+    def _load(self, name: str) -> None:
+        self.turns = load(_file("/load", name))
+        self._screen.note(f"{len(self.turns)} messages read")
+
+
+def _file(command: str, name: str) -> Path:
+    if not name or "\0" in name:
+        raise RequestError(f"{command} needs the name of a file: {command} talk.json")
+    return Path(name).expanduser()

@@ -1,0 +1,173 @@
+"""Conversations on an engine: from messages to a prompt that it takes, and from its outputs to answers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybridrt.chat.answer_reader import AnswerReader, ChatFinishReason
+from hybridrt.chat.chat import Chat
+from hybridrt.chat.conversation import Conversation, read_conversation
+from hybridrt.chat.events import Event, ToolCall
+from hybridrt.engine.engine import Engine
+from hybridrt.engine.limits import PreparedPrompt
+from hybridrt.engine.outputs import Delta, RequestMetrics, RequestOutput
+from hybridrt.engine.tokenizer import HFTokenizer, encode_prompt
+from hybridrt.errors import RequestError, shown
+from hybridrt.sampling_params import SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Chats:
+    """A model's chats, one a template and pair of parsers: `chats(...)` is the one that was made before, if any.
+
+    Raises:
+        RequestError: the model has no tokenizer.
+        ConfigError: a parser of this name is not known.
+    """
+
+    def __init__(self, tokenizer: HFTokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._made: dict[tuple[str | None, str, str], Chat] = {}
+
+    def __call__(self, template: str | None = None, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Chat:
+        key = (template, tool_parser, reasoning_parser)
+        if key not in self._made:
+            if self._tokenizer is None:
+                raise RequestError("this model has no tokenizer: pass token ids to LLM.generate")
+            self._made[key] = Chat(
+                self._tokenizer, template=template, tool_parser=tool_parser, reasoning_parser=reasoning_parser
+            )
+        return self._made[key]
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A conversation that an engine would take; `new_answer` makes the reader of one sample."""
+
+    prepared: PreparedPrompt
+    new_answer: Callable[[], AnswerReader]
+
+
+def prepare_chat(
+    engine: Engine, tokenizer: HFTokenizer, chat: Chat, conversation: Conversation, params: SamplingParams
+) -> PreparedChat:
+    """Renders, tokenises and checks a conversation. Changes nothing; call it off an event loop.
+
+    Raises:
+        RequestError, MemoryBudgetError: as `Engine.prepare`; also where the template fails on these messages.
+    """
+    most = engine.limits.max_model_len - 1
+
+    def encode(text: str) -> list[int]:
+        longest = most if params.truncate_prompt_tokens is None else len(text)
+        return encode_prompt(tokenizer, text, longest, bare=True)
+
+    prompt = chat.prompt(conversation, params, encode)
+    prepared = engine.prepare(prompt.tokens, prompt.params)
+    cut = len(prompt.tokens) - len(prepared.tokens)
+    boundaries = tuple(place - cut for place in prompt.boundaries if place > cut)
+    return PreparedChat(replace(prepared, boundaries=boundaries), prompt.new_answer)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatDelta:
+    """What a sample of an answer has gained.
+
+    Attributes:
+        index: which of the conversation's `n` samples.
+        events: pieces of content, reasoning and tool calls, in order; may be empty.
+        token_ids: new output tokens. They may come before their events.
+        finish_reason, metrics: in the last delta; None before.
+    """
+
+    index: int
+    events: list[Event]
+    token_ids: list[int]
+    finish_reason: ChatFinishReason | None = None
+    metrics: RequestMetrics | None = None
+
+
+class ChatReader:
+    """Turns a conversation's deltas to ChatDeltas. `answers` has one reader a sample."""
+
+    def __init__(self, chat: PreparedChat) -> None:
+        self.answers = [chat.new_answer() for _ in range(chat.prepared.params.n)]
+
+    def read(self, delta: Delta) -> ChatDelta:
+        """The next delta of any sample."""
+        answer = self.answers[delta.index]
+        events = answer.read(delta.text, delta.token_ids, delta.finish_reason)
+        return ChatDelta(delta.index, events, delta.token_ids, answer.finish_reason, delta.metrics)
+
+
+@dataclass(slots=True)
+class ChatOutput:
+    """A sample of an answer.
+
+    Attributes:
+        content: what the model says, without reasoning and tool calls; "" if nothing.
+        reasoning: what it thought before; "" if nothing.
+        tool_calls: each with `id`, `name` and `arguments` (JSON text).
+        finish_reason: "stop", "length", "abort", or "tool_calls" where it has stopped behind a call.
+        reasoning_tokens: how many of the output's tokens were reasoning.
+        output: tokens, raw text and metrics.
+        siblings: the samples 1 to n - 1 of the same conversation, on sample 0.
+    """
+
+    content: str
+    reasoning: str
+    tool_calls: list[ToolCall]
+    finish_reason: ChatFinishReason
+    reasoning_tokens: int
+    output: RequestOutput
+    siblings: "tuple[ChatOutput, ...]" = ()
+
+    @property
+    def outputs(self) -> "list[ChatOutput]":
+        """All `n` samples of the conversation, this one first."""
+        return [self, *self.siblings]
+
+    def message(self) -> dict[str, Any]:
+        """The answer as the next message of the conversation."""
+        calls = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in self.tool_calls
+        ]
+        plain: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            plain["reasoning_content"] = self.reasoning
+        return plain | ({"tool_calls": calls} if calls else {})
+
+
+def as_conversations(messages: object, options: Mapping[str, Any]) -> list[Conversation]:
+    """One conversation (a list of messages) or several (a list of these).
+
+    Raises:
+        RequestError: as `read_conversation`.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        raise RequestError(f"messages is {shown(messages)}; pass a list of messages, or a list of such lists")
+    if isinstance(messages[0], Mapping):
+        return [read_conversation(messages, **options)]
+    return [read_conversation(each, **options) for each in messages]
+
+
+def read_output(chat: PreparedChat, output: RequestOutput) -> ChatOutput:
+    """Parses a whole output and its siblings."""
+    first, *siblings = (_read(chat.new_answer(), sample) for sample in output.outputs)
+    first.siblings = tuple(siblings)
+    return first
+
+
+def _read(answer: AnswerReader, sample: RequestOutput) -> ChatOutput:
+    answer.read(sample.text, sample.token_ids, sample.finish_reason)
+    message = answer.message
+    return ChatOutput(
+        content=message.content,
+        reasoning=message.reasoning,
+        tool_calls=message.tool_calls,
+        finish_reason=answer.finish_reason or sample.finish_reason,
+        reasoning_tokens=answer.reasoning_tokens,
+        output=sample,
+    )

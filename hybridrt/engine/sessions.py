@@ -1,0 +1,150 @@
+"""Prefixes that leave the prefix cache for main memory and files, and that come back."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridrt.engine.cache_coordinator import CacheCoordinator
+from hybridrt.engine.session_file import CachedPrefix, Session, SessionReader, write_session
+from hybridrt.engine.turns import Change, Turns
+from hybridrt.errors import SessionError
+from hybridrt.mem_cache.allocator import Slot
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.prefix_copy import PrefixCopy, Tensors, prefix_shapes
+from hybridrt.runtime.state_identity import Identity, state_identity
+from hybridrt.runtime.step import Executor, StepPlan
+from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
+
+
+class Sessions:
+    """Saves what an engine's prefix cache has of a text, and loads it.
+
+    Any thread may call `save` and `load`: they take their turn at the engine for the copies between the device and main
+    memory. Files are written, read and checked outside of it.
+    """
+
+    def __init__(self, executor: Executor, pools: CacheCoordinator, turns: Turns, change: Change) -> None:
+        self._executor, self._pools, self._turns, self._change = executor, pools, turns, change
+        self._identity: Identity | None = None
+
+    def save(self, path: Path, tokens: np.ndarray, salt: str, note: str) -> Session:
+        """Writes the longest cached prefix of a text [n] int32.
+
+        Raises:
+            SessionError: nothing of it is cached, or the note is too long. There is no file then.
+            OSError: the file cannot be written.
+        """
+        identity = self._identify()
+        with self._turns:
+            prefix = self._read(tokens, salt)
+        write_session(path, prefix, identity, note)
+        return Session(prefix.tokens.tolist(), note)
+
+    def load(self, path: Path, salt: str) -> Session:
+        """Reads a file of `save`, here or in another process, and puts its contents into the prefix cache.
+
+        Raises:
+            SessionError: the file cannot be used, or the pools have no room for it. Nothing has changed.
+            OSError: there is no such file, or it cannot be opened.
+        """
+        runner, reader = self._runner(), SessionReader(path, self._identify())
+        with self._turns:  # before memory is taken for what would find no room
+            length = self._room(reader.num_tokens, reader.num_states)[0]
+        shapes = prefix_shapes(runner.pools, runner.target.tp.size, length, reader.num_states)
+        prefix, note = reader.read(shapes, runner.model_config.vocab_size)
+        with self._turns:
+            self._write(prefix, salt)
+        return Session(prefix.tokens.tolist(), note)
+
+    def _runner(self) -> ModelRunner:
+        executor = self._executor
+        runner = executor.runner if isinstance(executor, TensorParallelExecutor) else executor
+        if not isinstance(runner, ModelRunner):
+            raise SessionError(f"the states of a {type(runner).__name__} cannot be copied")
+        return runner
+
+    def _copy(self, task: PrefixCopy, data: Tensors | None = None) -> dict[str, torch.Tensor]:
+        copy: Callable[..., Any] = self._executor.copy_prefix  # type: ignore[attr-defined]  # `_runner` has checked
+        return copy(task, data)
+
+    def _identify(self) -> Identity:
+        """What a file must agree with. Reads a little of every weight, once."""
+        if self._identity is None:
+            runner = self._runner()
+            layers = {i: [list(t.shape[2:]) for t in runner.pools.kv.layer(i)] for i in runner.pools.kv.specs}
+            self._identity = state_identity(runner.config, runner.target, runner.model_path) | {
+                "tp_size": runner.config.tp_size,
+                "kv_layers": ", ".join(f"{i}: {shapes}" for i, shapes in layers.items()),
+            }
+        return self._identity
+
+    def _read(self, tokens: np.ndarray, salt: str) -> CachedPrefix:
+        """Waits for the device."""
+        pools, store = self._pools, self._pools.prefixes
+        match, states = store.path(tokens, salt)
+        if not match.length:
+            raise SessionError(
+                f"nothing of these {len(tokens)} tokens is in the prefix cache: save what a request has just computed, "
+                "with the cache_salt that it had"
+            )
+        if pools.donations:  # rings of rows that have given their slots away must be folded first
+            plan = StepPlan(donations=list(pools.donations))
+            self._executor.launch(plan)
+            pools.launched(plan)
+        pages = [*match.pages, *([] if match.tail is None else [match.tail])]
+        copied = [(position, slot.index) for position, slot in states]
+        tensors = self._copy(PrefixCopy(match.length, [page.index for page in pages], copied, write=False))
+        known = tokens[: store.known_at(match.length)].copy()
+        return CachedPrefix(known, [position for position, _ in states], tensors)
+
+    def _room(self, num_tokens: int, num_states: int) -> tuple[int, int, int]:
+        """What a prefix of so many token ids takes: tokens with KV, their pages, and how many of its states fit.
+
+        Raises:
+            SessionError: the pools have no room for it.
+        """
+        pools, store = self._pools, self._pools.prefixes
+        if not store.keeps:
+            raise SessionError("this LLM keeps no prefixes: build it with prefix_cache=True")
+        length = store.length_of(num_tokens)
+        if length <= 0 or (store.tree.recurrent and not num_states):
+            raise SessionError(f"{num_tokens} tokens and {num_states} states are no prefix of this model")
+        pages, (free_pages, free_states) = pools.pages_for(length), store.room()
+        if pages > free_pages:
+            raise SessionError(
+                f"the session needs {pages} KV pages, and running requests leave {free_pages} of {pools.pages.total}: "
+                "load it when fewer run, or raise memory_fraction"
+            )
+        if num_states and not free_states:
+            raise SessionError("the session needs a state slot, and running requests hold all of them: load it later")
+        return length, pages, min(num_states, free_states)
+
+    def _write(self, prefix: CachedPrefix, salt: str) -> None:
+        """Without room for all states, the last ones count."""
+        store = self._pools.prefixes
+        length, num_pages, num_states = self._room(len(prefix.tokens), len(prefix.positions))
+        skipped = len(prefix.positions) - num_states
+        with self._change:
+            pages, slots = store.take_room(num_pages, num_states)
+            states: dict[int, Slot] = dict(zip(prefix.positions[skipped:], slots, strict=True))
+            copied = [(position, slot.index) for position, slot in states.items()]
+            task = PrefixCopy(length, [page.index for page in pages], copied, write=True)
+            self._copy(task, _without_states(prefix.tensors, skipped))
+            store.adopt(prefix.tokens, pages, states, salt)
+
+
+def _without_states(tensors: Tensors, skipped: int) -> Tensors:
+    """The tensors without the first states, the others numbered from 0."""
+    found = dict[str, torch.Tensor]()
+    for name, tensor in tensors.items():
+        what, _, rest = name.partition(".")
+        if what == "states":
+            number, _, part = rest.partition(".")
+            if int(number) < skipped:
+                continue
+            name = f"states.{int(number) - skipped}.{part}"
+        found[name] = tensor
+    return found

@@ -1,0 +1,163 @@
+"""Triton kernel of Kimi Delta Attention's chunks (Moonshot AI 2025, section 3): what depends on their tokens alone.
+
+With G the running sum of a chunk's gates [Q, K], and k and q normalised, a chunk needs
+
+    A_ij = beta_i sum_c k_ic k_jc exp(G_ic - G_jc) for i > j,    P_ij = K^-0.5 sum_c q_ic k_jc exp(G_ic - G_jc) for i >= j
+
+The decay of a pair is no factor of a product: each channel has its own. exp(G_i) and exp(-G_j) apart would overflow. So
+both count from a boundary between j and i. Let l be the highest bit in which i and j differ: the boundary b is where
+their common block of 2^(l+1) tokens has its middle, and
+
+    exp(G_i - G_j) = exp(G_i - G_b) exp(G_b - G_j),    both at most 1.
+
+In the upper half of a block the first factor counts, in the lower half the second one, so a level l takes one scaled
+copy of k and one of q, and one product of each with that of k. Blocks of more than 16 tokens take products of all pairs
+and keep their own; below, products of 16 tokens each stand side by side.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.chunk_plan import ChunkPlan
+from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
+from hybridrt.kernels.launch import dot_precision
+from hybridrt.kernels.mamba2_common_triton import log_decay, strides
+from hybridrt.kernels.records import DeltaInputs, GateWeights
+from hybridrt.kernels.triangular_triton import unit_inverse
+
+COLUMNS = 32  # of a key that a program takes at a time
+_EPS = tl.constexpr(L2_NORM_EPS)
+
+
+@triton.jit
+def _gates(  # type: ignore[no-untyped-def]
+    a_ptr, A_log_ptr, dt_bias_ptr, h, i, mask, K: tl.constexpr, LOWER_BOUND: tl.constexpr
+):
+    """g of a tile [Q, columns i], 0 where masked: computed from raw a, or loaded where there is no A_log."""
+    g = tl.load(a_ptr, mask=mask, other=0.0).to(tl.float32)
+    if A_log_ptr is not None:
+        bias = tl.load(dt_bias_ptr + h * K + i, mask=i < K, other=0.0)[None, :]
+        g = tl.where(mask, log_decay(g, tl.load(A_log_ptr + h), bias, LOWER_BOUND), 0.0)
+    return g
+
+
+@triton.jit
+def _to_middle(sums, LEVEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The decay between each row of running sums [Q, columns] and the middle of its block of 2^(LEVEL + 1) rows."""
+    blocks: tl.constexpr = sums.shape[0] >> (LEVEL + 1)
+    rows: tl.constexpr = 2 << LEVEL
+    apart = tl.reshape(sums, [blocks, rows, sums.shape[1]])
+    is_middle = tl.arange(0, rows)[None, :, None] == rows // 2 - 1
+    apart -= tl.sum(tl.where(is_middle, apart, 0.0), axis=1, keep_dims=True)
+    return tl.exp(-tl.abs(tl.reshape(apart, sums.shape)))
+
+
+@triton.jit
+def _side_by_side(x, PRECISION: tl.constexpr, y):  # type: ignore[no-untyped-def]
+    """x y^T of each 16 rows: [Q / 16, 16, 16]."""
+    blocks: tl.constexpr = x.shape[0] // 16
+    x, y = tl.reshape(x, [blocks, 16, x.shape[1]]), tl.reshape(y, [blocks, 16, y.shape[1]])
+    return tl.dot(x, tl.permute(y, [0, 2, 1]), input_precision=PRECISION)
+
+
+@triton.jit
+def _place(tiles):  # type: ignore[no-untyped-def]
+    """Tiles [n, 16, 16] along the diagonal of a matrix [16 n, 16 n] of zeros."""
+    blocks: tl.constexpr = tiles.shape[0]
+    same = tl.arange(0, blocks)[:, None, None, None] == tl.arange(0, blocks)[None, None, :, None]
+    return tl.reshape(tl.where(same, tiles[:, :, None, :], 0.0), [16 * blocks, 16 * blocks])
+
+
+@triton.jit
+def _prepare_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, ends_ptr,
+    q_in_ptr, k_in_ptr, k_left_ptr, solved_ptr, scores_ptr, decay_ptr,
+    q_strides: tl.constexpr, k_strides: tl.constexpr, a_strides: tl.constexpr, b_st: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, LEVELS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BETA_SCALE: tl.constexpr, LOWER_BOUND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid [heads, chunks]; Q = 2^LEVELS."""
+    h, chunk = tl.program_id(0), tl.program_id(1)
+    t, columns = tl.arange(0, Q), tl.arange(0, BLOCK_K)
+    first, end = tl.load(ends_ptr + chunk).to(tl.int64), tl.load(ends_ptr + chunk + 1)
+    live = first + t < end
+    q_ptr += first * q_strides[0] + h * q_strides[1] + t[:, None] * q_strides[0]
+    k_ptr += first * k_strides[0] + h * k_strides[1] + t[:, None] * k_strides[0]
+    a_ptr += first * a_strides[0] + h * a_strides[1] + t[:, None] * a_strides[0]
+    place = (first * H + h) * K + t[:, None] * (H * K)
+    k_norm, q_norm = tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        i = start + columns
+        mask = live[:, None] & (i < K)[None, :]
+        k = tl.load(k_ptr + i[None, :], mask=mask, other=0.0).to(tl.float32)
+        q = tl.load(q_ptr + i[None, :], mask=mask, other=0.0).to(tl.float32)
+        k_norm += tl.sum(k * k, 1)
+        q_norm += tl.sum(q * q, 1)
+    k_factor, q_factor = tl.rsqrt(k_norm + _EPS)[:, None], tl.rsqrt(q_norm + _EPS)[:, None] * K**-0.5
+
+    # No entry is above 1, where float16 is as fine as TF32 and its products twice as fast.
+    dtype: tl.constexpr = tl.float32 if k_ptr.dtype.element_ty == tl.float32 else tl.float16
+    apart = t[:, None] ^ t[None, :]
+    near_apart = tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :]
+    products, scores = tl.zeros([Q, Q], tl.float32), tl.zeros([Q, Q], tl.float32)
+    near_products, near_scores = tl.zeros([Q // 16, 16, 16], tl.float32), tl.zeros([Q // 16, 16, 16], tl.float32)
+    own = tl.zeros([Q], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        i = start + columns
+        mask = live[:, None] & (i < K)[None, :]
+        k = tl.load(k_ptr + i[None, :], mask=mask, other=0.0).to(tl.float32) * k_factor
+        q = tl.load(q_ptr + i[None, :], mask=mask, other=0.0).to(tl.float32) * q_factor
+        g = _gates(a_ptr + i[None, :], A_log_ptr, dt_bias_ptr, h, i, mask, K, LOWER_BOUND)
+        sums, total = tl.cumsum(g, 0), tl.sum(g, 0)
+        from_start = tl.exp(sums)
+        tl.store(q_in_ptr + place + i[None, :], (q * from_start).to(q_in_ptr.dtype.element_ty), mask=mask)
+        tl.store(k_in_ptr + place + i[None, :], (k * from_start).to(k_in_ptr.dtype.element_ty), mask=mask)
+        left = k * tl.exp(tl.minimum(total[None, :] - sums, 0.0))
+        tl.store(k_left_ptr + place + i[None, :], left.to(k_left_ptr.dtype.element_ty), mask=mask)
+        tl.store(decay_ptr + (chunk.to(tl.int64) * H + h) * K + i, tl.exp(total), mask=i < K)
+        own += tl.sum(q * k, 1)
+        for level in tl.static_range(LEVELS):
+            decay = _to_middle(sums, level)
+            keys, queries = (k * decay).to(dtype), (q * decay).to(dtype)
+            if level < 4:
+                meant = (near_apart >> level == 1)[None, :, :]
+                near_products += tl.where(meant, _side_by_side(keys, PRECISION, keys), 0.0)
+                near_scores += tl.where(meant, _side_by_side(queries, PRECISION, keys), 0.0)
+            else:
+                meant = apart >> level == 1
+                products += tl.where(meant, tl.dot(keys, tl.trans(keys), input_precision=PRECISION), 0.0)
+                scores += tl.where(meant, tl.dot(queries, tl.trans(keys), input_precision=PRECISION), 0.0)
+
+    beta = tl.load(b_ptr + (first + t) * b_st + h, mask=live, other=0.0).to(tl.float32)
+    if A_log_ptr is not None:
+        beta = BETA_SCALE * tl.sigmoid(beta)
+    r, c = t[:, None], t[None, :]
+    products = (products + _place(near_products)) * beta[:, None]
+    scores = tl.where(r > c, scores + _place(near_scores), tl.where(r == c, own[:, None], 0.0))
+    pairs = (chunk.to(tl.int64) * H + h) * (Q * Q) + r * Q + c
+    tl.store(scores_ptr + pairs, scores.to(scores_ptr.dtype.element_ty))
+    inverse = unit_inverse(tl.where(r > c, products, 0.0).to(dtype), Q, LEVELS, PRECISION)
+    tl.store(solved_ptr + pairs, (inverse * beta[None, :]).to(solved_ptr.dtype.element_ty))
+
+
+def prepare_channels(
+    inputs: DeltaInputs, weights: GateWeights | None, plan: ChunkPlan, size: int
+) -> tuple[Tensor | None, ...]:
+    """What the pass over chunks of `size` tokens needs: q and k scaled by what the chunk's start leaves of the state when
+    they meet it, k scaled by what the chunk's end leaves of it; solved systems, scores, no factors, decays."""
+    q, k, v, g, beta = inputs
+    chunks, (heads, key_dim) = len(plan.seq_idx), k.shape[1:]
+    scaled = [torch.empty(k.shape, dtype=v.dtype, device=v.device) for _ in range(3)]
+    solved, scores = (torch.empty(chunks, heads, size, size, dtype=v.dtype, device=v.device) for _ in range(2))
+    decay = torch.empty(chunks, heads, key_dim, dtype=torch.float32, device=v.device)
+    A_log, dt_bias, beta_scale, lower_bound = weights or (None, None, 1.0, None)
+    if chunks:
+        _prepare_kernel[heads, chunks](
+            q, k, g, beta, A_log, dt_bias, plan.cu_chunk_seqlens, *scaled, solved, scores, decay,
+            strides(q), strides(k), strides(g), beta.stride(0), H=heads, K=key_dim, Q=size,
+            LEVELS=size.bit_length() - 1, BLOCK_K=min(COLUMNS, max(16, triton.next_power_of_2(key_dim))),
+            BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound, PRECISION=dot_precision(v.dtype), num_warps=4,
+        )  # fmt: skip
+    return *scaled, solved, scores, None, decay

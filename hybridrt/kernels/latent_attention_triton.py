@@ -1,0 +1,139 @@
+"""Triton implementations of multi-head latent attention: storing latent vectors, and prefill over them."""
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels import prefill_attention_triton as prefill
+from hybridrt.kernels.latent_attention import from_latent, into_latent
+from hybridrt.kernels.pdl_triton import begin, pdl
+from hybridrt.kernels.prefill_attention_triton import KeySources, described, width_of
+from hybridrt.kernels.records import AttentionPrompts, LatentWeights, PagedKV
+
+DECOMPRESSED_MOST = 1 << 28  # bytes of the keys and values that are made at a time, of as many heads as that allows
+
+
+@triton.jit
+def _rotated(x, cos_sin_ptr, position, mask, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The two halves of the numbers at x [R] that turn, rotated: [R, BLOCK_HALF] float32 each."""
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    angles = cos_sin_ptr + position.to(tl.int64) * (2 * HALF) + i
+    cos, sin = tl.load(angles, mask=i < HALF, other=0.0), tl.load(angles + HALF, mask=i < HALF, other=0.0)
+    mask = mask[:, None] & (i < HALF)
+    first = tl.load(x[:, None] + i, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x[:, None] + HALF + i, mask=mask, other=0.0).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _turn(  # type: ignore[no-untyped-def]
+    x, out, cos_sin_ptr, position, mask, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
+):  # fmt: skip
+    """Stores the numbers at x [R], rotated, at out [R]. A thread holds both halves of a pair, so that out may be x."""
+    first, second = _rotated(x, cos_sin_ptr, position, mask, HALF, BLOCK_HALF)
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = mask[:, None] & (i < HALF)
+    tl.store(out[:, None] + i, first.to(out.dtype.element_ty), mask=mask)
+    tl.store(out[:, None] + HALF + i, second.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _write_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, eps, q_st, q_sh, k_st,
+    H: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, HALF: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [tokens, 1 or 2]: the first program of a token stores its latent vector, the second rotates its queries."""
+    begin(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 1:
+        h, position = tl.arange(0, BLOCK_H), tl.load(positions_ptr + t)
+        x = q_ptr + t * q_st + NOPE + h * q_sh
+        _turn(x, x, cos_sin_ptr, position, h < H, HALF, BLOCK_HALF)
+        return
+    slot = tl.load(slots_ptr + t).to(tl.int64)
+    if slot < PAGE:
+        return
+    d, source, target = tl.arange(0, BLOCK_D), k_ptr + t * k_st, cache_ptr + slot * (RANK + ROPE)
+    x = tl.load(source + d, mask=d < RANK, other=0.0).to(tl.float32)
+    x *= 1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + eps)
+    x *= tl.load(weight_ptr + d, mask=d < RANK, other=0.0)
+    tl.store(target + d, x.to(cache_ptr.dtype.element_ty), mask=d < RANK)
+    r = 2 * HALF + tl.arange(0, BLOCK_R)
+    rest = tl.load(source + RANK + r, mask=r < ROPE)
+    tl.store(target + RANK + r, rest.to(cache_ptr.dtype.element_ty), mask=r < ROPE)
+    if HALF > 0:
+        one = tl.arange(0, 1)
+        _turn(source + RANK + one, target + RANK + one, cos_sin_ptr, tl.load(positions_ptr + t), one < 1, HALF,
+              BLOCK_HALF)  # fmt: skip
+
+
+def write_latent_triton(
+    q: Tensor, k: Tensor, weights: LatentWeights, positions: Tensor, cos_sin: Tensor | None, cache: Tensor,
+    out_cache_loc: Tensor,
+) -> Tensor:  # fmt: skip
+    """`write_latent` in one launch, in place."""
+    (tokens, heads, query_dim), (_, nope, rank) = q.shape, weights.up_k.shape
+    half = 0 if cos_sin is None else cos_sin.shape[1] // 2
+    if tokens:
+        _write_kernel[(tokens, 2 if half else 1)](
+            q, k, weights.norm, positions, cos_sin, cache, out_cache_loc, weights.norm_eps, q.stride(0), q.stride(1),
+            k.stride(0),
+            H=heads, NOPE=nope, RANK=rank, ROPE=query_dim - nope, HALF=half, PAGE=cache.shape[1],
+            BLOCK_H=triton.next_power_of_2(heads), BLOCK_D=triton.next_power_of_2(rank),
+            BLOCK_R=triton.next_power_of_2(query_dim - nope), BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
+            **pdl(q.device),
+        )  # fmt: skip
+    return q
+
+
+def latent_extend_triton(
+    q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts, out: Tensor | None = None
+) -> Tensor:
+    """`latent_extend`: absorbed for few tokens, decompressed for many, where there is the memory accelerator for it."""
+    if prefill.ample(q) and decompressed_pays(q, weights, batch.query_lens, batch.seq_lens_host):
+        return _decompressed(q, kv, weights, batch, out)
+    return from_latent(prefill.attention_extend_triton(into_latent(q, weights), kv, batch), weights, out)
+
+
+def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
+    """Whether keys and values made for all heads take fewer multiply-adds of a head than absorbed queries. A chunk of
+    Kimi-Linear is absorbed up to 170 tokens behind a long prefix, and up to 340 without one."""
+    (_, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
+    rope, matrices = q.shape[2] - nope, rank * (nope + value_dim)
+    pairs = sum(n * (length - n / 2) for n, length in zip(query_lens, seq_lens, strict=True))
+    absorbed = pairs * (2 * rank + rope) + sum(query_lens) * matrices
+    return pairs * (nope + rope + value_dim) + sum(seq_lens) * matrices < absorbed
+
+
+def _decompressed(
+    q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts, out: Tensor | None
+) -> Tensor:
+    """The vectors that the batch sees are copied together. Then heads take turns: keys and values, then attention."""
+    (heads, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
+    out = q.new_empty(*q.shape[:2], value_dim) if out is None else out
+    out[sum(batch.query_lens) :].zero_()
+    blocks = prefill.key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window)
+    parts = kv.k_cache[..., :rank], kv.k_cache[..., rank:]
+    latents, tails, total = prefill.gather(*parts, kv, batch, blocks, q.dtype)
+    row_bytes = (width_of(nope) + width_of(value_dim)) * q.element_size()
+    at_once = min(max(DECOMPRESSED_MOST // (total * row_bytes), 1), heads)
+    for first in range(0, heads, at_once):
+        mine = slice(first, first + at_once)
+        keys = _made(latents[:, :rank], weights.up_k[mine].transpose(1, 2))
+        values = _made(latents[:, :rank], weights.up_v[mine])
+        sources = KeySources(described(keys), described(values), described(tails), total)
+        shape = (len(weights.up_k[mine]), nope, value_dim, q.shape[2] - nope)
+        tile = prefill.tile_of(q[:, mine], max(nope, value_dim), shape[0], batch.query_lens, gathered=True)
+        prefill.run_extend(q[:, mine], sources, kv, batch, shape, tile, out[:, mine])
+    return out
+
+
+def _made(latents: Tensor, matrices: Tensor) -> Tensor:
+    """latents [total, rank] through matrices [h, rank, dim]: [h * total, width], zeros behind dim."""
+    made, dim = latents @ matrices, matrices.shape[2]
+    return (made if width_of(dim) == dim else F.pad(made, (0, width_of(dim) - dim))).flatten(0, 1)

@@ -1,0 +1,43 @@
+"""Device functions that the chunked delta rules share: masks of tiles, and the inverse of a unit triangular matrix."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_mask(live, column, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Mask of a tile: live rows, columns below SIZE. Where it says whole rows, threads load 16 bytes at a time."""
+    if SIZE % BLOCK == 0:
+        return live[:, None]
+    else:
+        return live[:, None] & (column < SIZE)[None, :]
+
+
+@triton.jit
+def _widen(inverse, A, FROM: tl.constexpr, TO: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(I + A)^-1 for A [..., n, n] cut down to blocks of 2^TO along the diagonal, given it for blocks of 2^FROM.
+
+    With B what A has between the two halves of the blocks, (T^-1 + B)^-1 = T - T B T.
+    """
+    n: tl.constexpr = A.shape[-1]
+    apart = tl.arange(0, n)[:, None] ^ tl.arange(0, n)[None, :]
+    for level in tl.static_range(FROM, TO):
+        between = tl.where(apart >> level == 1, A, 0.0)
+        narrow = inverse.to(A.dtype)
+        product = tl.dot(narrow, between, input_precision=PRECISION).to(A.dtype)
+        inverse -= tl.dot(product, narrow, input_precision=PRECISION)
+    return inverse
+
+
+@triton.jit
+def unit_inverse(A, Q: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(I + A)^-1, float32, of strictly lower triangular A [Q, Q], Q = 2^LEVELS: first in blocks of 16 that small tensor
+    core products take side by side, then whole."""
+    blocks: tl.constexpr = Q // 16
+    same = tl.arange(0, blocks)[:, None, None, None] == tl.arange(0, blocks)[None, None, :, None]
+    tiles = tl.sum(tl.where(same, tl.reshape(A, [blocks, 16, blocks, 16]), 0.0), 2).to(A.dtype)
+    apart = tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :]
+    pairs = tl.where(apart == 0, 1.0, tl.where(apart == 1, -tiles, 0.0).to(tl.float32))
+    inverse = _widen(pairs, tiles, 1, 4, PRECISION)
+    inverse = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [Q, Q])
+    return _widen(inverse, A, 4, LEVELS, PRECISION)

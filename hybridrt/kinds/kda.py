@@ -1,0 +1,51 @@
+"""Kimi Delta Attention (Moonshot AI 2025): a Gated Delta Net whose keys' channels each decay by a gate of their own."""
+
+from dataclasses import dataclass
+
+from hybridrt.config import LinearConfig
+from hybridrt.errors import ConfigError
+from hybridrt.kinds.base import LinearKind, StateShape, split_over
+
+
+@dataclass(frozen=True)
+class KDAConfig(LinearConfig):
+    """Kimi Delta Attention mixer, before sharding: H heads of q, k and v, each of `head_dim` channels.
+
+    Attributes:
+        gate_rank: rank of the projections of the decay and of the output's gate; None where they are of full rank.
+        lower_bound: of the log of the decay, as in hybridrt.kernels.records.GateWeights.
+    """
+
+    kind = "kda"
+    num_heads: int
+    head_dim: int
+    conv_kernel: int
+    chunk_size: int = 64
+    gate_rank: int | None = None
+    lower_bound: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gate_rank is not None and self.gate_rank < 1:
+            raise ConfigError(f"kda: gate_rank is {self.gate_rank}; it must be positive, or None for full rank")
+        if self.lower_bound is not None and not self.lower_bound < 0:
+            raise ConfigError(f"kda: lower_bound is {self.lower_bound}; a log of a decay is negative")
+
+
+def _shape(config: KDAConfig, tp_size: int) -> StateShape:
+    heads, dim = split_over("KDA heads", config.num_heads, tp_size), config.head_dim
+    segments = tuple((part, heads * dim) for part in ("q", "k", "v"))
+    return StateShape(config.kind, segments, config.conv_kernel, (heads, dim, dim), heads)
+
+
+# No ring: its gates would be as many as its keys, and in float32 take twice their bytes. No kernel reads such a ring.
+KIND = LinearKind(
+    title="Kimi Delta Attention",
+    letter="K",
+    config=KDAConfig,
+    shape=_shape,
+    backend="hybridrt.attention.kda:KDAAttnBackend",
+    mixer="hybridrt.layers.kda:KDAMixer",
+    conv_parts={"q": False, "k": False, "v": False},
+    temporal_dims=("heads", "head_dim", "state_dim"),
+)

@@ -1,0 +1,100 @@
+"""MiniMax: lightning attention with a layer of softmax attention every few, each followed by experts.
+
+    x ─ norm ─ h ─ attention ─ x beta ─ + alpha h ─ norm ─ h ─ experts ─ x beta ─ + alpha h
+
+What a part adds goes onto its normed input, not onto the input. Decays grow slower from layer to layer (MiniMax 2025,
+arXiv:2501.08313).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hybridrt.config import ModelConfig
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kinds.lightning import LightningConfig
+from hybridrt.layers.attention import Attention
+from hybridrt.layers.lightning import LightningMixer
+from hybridrt.layers.linear import Summands
+from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter, stacked_experts
+from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.weights import Build, CheckpointMap, TensorPart
+from hybridrt.models.base import MTP_KEYS, CausalLM
+
+# Spellings of keys that the blocks call otherwise.
+SPELLINGS = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj.", ".block_sparse_moe.": ".mlp."}
+LIGHTNING_EPS = 1e-6  # of the norm in lightning attention, whatever config.json says of the others
+STACKED = {".experts.gate_up_proj": ("gate", "up"), ".experts.down_proj": ("down",)}
+
+
+class OntoNormed(nn.Module):
+    """A part between two norms: what it adds goes onto `alpha` times its normed input."""
+
+    def __init__(self, part: Attention | LightningMixer | MoE, alpha: float) -> None:
+        super().__init__()
+        self.part, self.alpha = part, alpha
+
+    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        h = norm(x, residual)[0]
+        return self.part.summand(h, batch), h if self.alpha == 1.0 else h * self.alpha
+
+    def targets(self, key: str) -> CheckpointMap:
+        return self.part.targets(key)
+
+
+class MiniMaxForCausalLM(CausalLM):
+    """MiniMax-Text-01 and MiniMax-M1 (MiniMax 2025)."""
+
+    # Powers of the decays, which follow from the configuration.
+    skipped_keys = (MTP_KEYS, r".*\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)")
+
+    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
+        super().__init__(config, build, max_len, eps=config.hf.rms_norm_eps)
+
+    def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
+        config, hf, hidden, build = self.config, self.config.hf, self.config.hidden_size, self.build
+        mixer: Attention | LightningMixer
+        if config.layer(layer_id).attention:
+            own, alpha, beta = config.attention_of(layer_id), hf.full_attn_alpha_factor, hf.full_attn_beta_factor
+            mixer = Attention(
+                f"{name}.attn", own, layer_id, hidden, cos_sin=self.cos_sin(own), out_scale=float(beta), build=build
+            )
+        else:
+            alpha, beta = hf.linear_attn_alpha_factor, hf.linear_attn_beta_factor
+            rate_scale = 1.0 - layer_id / (len(config.layers) - 1 + 1e-5) + 1e-5
+            mixer = LightningMixer(
+                f"{name}.lightning", config.linear_of(LightningConfig), layer_id, hidden, rate_scale=rate_scale,
+                eps=LIGHTNING_EPS, out_scale=float(beta), build=build,
+            )  # fmt: skip
+        experts = OntoNormed(self._moe(f"{name}.moe"), hf.mlp_alpha_factor)
+        return [
+            ResidualPart("input_layernorm", "self_attn", OntoNormed(mixer, alpha)),
+            ResidualPart("post_attention_layernorm", "mlp", experts),
+        ]
+
+    def _moe(self, name: str) -> MoE:
+        """Routed SwiGLU experts."""
+        hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
+        count, scales = hf.num_local_experts, (float(hf.mlp_beta_factor), 1.0)
+        router = SoftmaxRouter(
+            f"{name}.router", hidden, count, top_k=hf.num_experts_per_tok, renormalize=True, build=build
+        )
+        experts = Experts(
+            f"{name}.experts", count, hidden, hf.intermediate_size, activation="silu", scales=scales, build=build
+        )
+        return MoE(router, experts, keys={"router": "gate", "experts": "experts"})
+
+    def rename_key(self, key: str) -> str:
+        for theirs, ours in SPELLINGS.items():
+            key = key.replace(theirs, ours)
+        return key
+
+    def parts_of(self, key: str) -> list[TensorPart]:
+        """A tensor may hold all experts; that of gate and up holds both."""
+        for end, matrices in STACKED.items():
+            if key.endswith(end):
+                stack = key.removesuffix(end) + ".experts"
+                return stacked_experts(stack, matrices, self.config.hf.num_local_experts)
+        return super().parts_of(key)

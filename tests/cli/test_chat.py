@@ -1,0 +1,346 @@
+"""`hybridrt chat`: the loop with a scripted model, and on a terminal; a server that answers, refuses or breaks off."""
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hybridrt.cli.app import app
+from hybridrt.cli.conversation import Piece, Totals, Turn, load
+from hybridrt.cli.repl import Repl, Screen
+from hybridrt.errors import RequestError
+from tests.support.tiny import CHAT_TEMPLATE, write_tiny
+
+WAIT = 60
+
+
+class Scripted:
+    """A model that says its script, and keeps what it was asked."""
+
+    name = "scripted"
+
+    def __init__(self, *script: Any) -> None:
+        self.script, self.asked = script, list[list[Turn]]()
+
+    def answer(self, turns: list[Turn]) -> Any:
+        self.asked.append(list(turns))
+        for step in self.script:
+            if isinstance(step, BaseException):
+                raise step
+            yield step
+
+
+def repl(*script: Any) -> tuple[Repl, Scripted]:
+    model = Scripted(*script)
+    return Repl(model, None, Screen()), model  # type: ignore[arg-type]
+
+
+def shown(turns: list[Turn]) -> list[tuple[str, str]]:
+    return [(turn.role, turn.content) for turn in turns]
+
+
+HI = Piece("Hi "), Piece("there"), Totals(2, 8, 4, 10.0)
+
+
+def test_a_conversation_with_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    talk, model = repl(*HI)
+    file = tmp_path / "talk.json"
+    for text in ("/system Be brief.", "hello\nyou", f"/save {file}", "/reset", " /etc is a directory?"):
+        talk.take(text)
+    assert shown(model.asked[0]) == [("system", "Be brief."), ("user", "hello\nyou")]
+    assert shown(model.asked[1]) == [("system", "Be brief."), ("user", "/etc is a directory?")]
+    captured = capsys.readouterr()
+    assert captured.out == "Hi there\nHi there\n"
+    assert "2 tokens, 10.0 tokens/s, 4 of 8 prompt tokens cached" in captured.err
+    talk.take(f"/load {file}")
+    talk.take("/system")
+    assert shown(talk.turns) == [("user", "hello\nyou"), ("assistant", "Hi there")]
+    assert json.loads(file.read_text())["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert file.stat().st_mode & 0o077 == 0 and [f.name for f in tmp_path.iterdir()] == ["talk.json"]
+
+
+def test_reasoning_is_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    talk, _ = repl(Piece(reasoning="Hm"), Piece(reasoning="."), Piece("Yes"))
+    talk.take("so?")
+    assert talk.turns[-1] == Turn("assistant", "Yes", "Hm.")
+    assert capsys.readouterr().out == "Hm.\n\nYes\n"
+
+
+def test_an_interrupt_keeps_what_was_said_and_a_failure_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    talk, _ = repl(Piece("He"), KeyboardInterrupt())
+    talk.take("a")
+    assert shown(talk.turns) == [("user", "a"), ("assistant", "He")]
+    silent, _ = repl(KeyboardInterrupt())
+    silent.take("a")
+    assert silent.turns == [] and "stopped" in capsys.readouterr().err
+    failing, _ = repl(Piece("He"), RequestError("too long"))
+    with pytest.raises(RequestError):
+        failing.take("a")
+    assert failing.turns == [] and capsys.readouterr().out.endswith("He\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("/sytem x", "did you mean /system"),
+        ("/usr/bin/ls", "a space before the slash makes it a message"),
+        ("/save", "needs the name of a file"),
+        ("/load \0", "needs the name of a file"),
+        ("/load .", "not a regular file"),
+        ("a\udcff", "bytes that are no text"),
+    ],
+)
+def test_what_is_mistyped_is_an_error(text: str, error: str) -> None:
+    talk, model = repl()
+    with pytest.raises(RequestError, match=error):
+        talk.take(text)
+    assert talk.turns == [] and model.asked == []
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"", "not a conversation"),
+        (b"\xff", "not a conversation"),
+        (b'{"messages": 5}', "not a conversation"),
+        (b'{"messages": [{"role": "tool", "content": ""}]}', "not a conversation"),
+        (b'{"messages": [{"role": "user", "content": null}]}', "not a conversation"),
+        (b'{"messages": [{"role": "user", "content": ""}, {"role": "system", "content": ""}]}', "only the first"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not a conversation|surrogate"),
+    ],
+)
+def test_a_file_that_is_no_conversation_is_neither_read_nor_replaced(
+    content: bytes, error: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    talk, _ = repl()
+    with pytest.raises(RequestError, match=error):
+        load(file)
+    with pytest.raises(RequestError, match="choose another name"):
+        talk.take(f"/save {file}")
+    assert file.read_bytes() == content
+
+
+class Terminal:
+    """A program on a terminal of its own."""
+
+    def __init__(self, *command: str, **environment: str) -> None:
+        self._master, child = pty.openpty()
+        variables = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"} | environment
+        self._process = subprocess.Popen(
+            [sys.executable, *command], stdin=child, stdout=child, stderr=child, env=variables, start_new_session=True,
+            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(child)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode(errors="surrogateescape"))
+
+    def wait_for(self, text: str) -> str:
+        """What was written up to and with `text`."""
+        deadline = time.monotonic() + WAIT
+        while text not in self.seen:
+            assert time.monotonic() < deadline, self.seen
+            assert self._read(), self.seen
+        before, self.seen = self.seen.split(text, 1)
+        return before + text
+
+    def end(self) -> int:
+        while self._read():
+            pass
+        os.close(self._master)
+        return self._process.wait(WAIT)
+
+    def _read(self) -> bool:
+        if not select.select([self._master], [], [], WAIT)[0]:
+            raise AssertionError(f"nothing is written: {self.seen}")
+        try:
+            got = os.read(self._master, 65536)
+        except OSError:  # the program has ended
+            return False
+        self.seen += got.decode(errors="replace")
+        return bool(got)
+
+
+LOOP = """
+import time
+from hybridrt.cli.conversation import Piece, Turn
+from hybridrt.cli.line_reader import make_reader
+from hybridrt.cli.repl import COMMANDS, Repl, Screen
+
+class Model:
+    name = "slow"
+    def answer(self, turns):
+        yield Piece(reasoning="Hm", text=f"heard {turns[-1].content!r} \\x1b[2J")
+        while "wait" in turns[-1].content:
+            time.sleep(0.01)
+
+Repl(Model(), make_reader(list(COMMANDS)), Screen()).run()
+"""
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(term: str, tmp_path: Path) -> None:
+    terminal = Terminal("-c", LOOP, TERM=term, XDG_STATE_HOME=str(tmp_path))
+    terminal.wait_for("Ctrl-D ends.")
+    terminal.type("wait\\\rmore\r")
+    heard = terminal.wait_for("heard 'wait\\nmore'")
+    assert ("\x1b[2mHm\x1b[0m" in heard) == (term == "xterm")
+    assert "\x1b[2J" not in terminal.wait_for("\ufffd[2J"), "what a model writes is text"
+    terminal.type("\x03")
+    terminal.wait_for("stopped")
+    terminal.type("\udcff\r")  # a byte that is no UTF-8
+    terminal.wait_for("the message holds bytes that are no text")
+    terminal.type("next\r")
+    terminal.wait_for("heard 'next'")
+    terminal.type("/sytem\r")
+    terminal.wait_for("did you mean /system?")
+    terminal.wait_for(">")  # prompt_toolkit drops an interrupt that comes while it starts
+    terminal.type("\x03")
+    terminal.wait_for("Ctrl-D ends the chat.")
+    if term == "xterm":
+        terminal.type("\x1b[A\x1b[A\r")  # the last but one message again
+        terminal.wait_for("heard 'next'")
+    terminal.wait_for(">")
+    terminal.type("\x04")
+    assert terminal.end() == 0 and "Traceback" not in terminal.seen
+    if term == "xterm":
+        file = tmp_path / "hybridrt" / "chat_history"
+        assert "+next" in file.read_text() and file.stat().st_mode & 0o077 == 0
+
+
+def chat(*arguments: str, stdin: bytes = b"hi\n") -> Result:
+    return CliRunner().invoke(app, ["chat", *arguments], input=stdin)
+
+
+@contextmanager
+def server(status: int, body: bytes) -> Iterator[str]:
+    """A server that answers every chat alike, and lists one model."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(200, b'{"data": [{"id": "there"}]}')
+
+        def do_POST(self) -> None:
+            asked.append((dict(self.headers), json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self._send(status, body)
+
+        def _send(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    asked.clear()
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{running.server_port}/v1"
+    finally:
+        running.shutdown()
+        running.server_close()
+
+
+asked: list[tuple[dict[str, str], dict[str, Any]]] = []
+
+
+def events(*chunks: Any, done: bool = True) -> bytes:
+    return b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in chunks) + b"data: [DONE]\n\n" * done
+
+
+def gain(reason: str | None = None, **delta: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+
+
+USAGE = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": None}}
+
+
+def test_a_server_is_asked_with_the_options_and_the_key() -> None:
+    body = b": comment\n\n" + events(
+        gain(role="assistant", content=""), gain(reasoning="Hm"), gain(reasoning_content="."), gain(content="né"),
+        gain("stop"), USAGE,
+    )  # fmt: skip
+    with server(200, body) as url:
+        result = chat(
+            "--url", url, "--api-key", "secret", "--temperature", "0", "--seed", "3", "--system", "S",
+            stdin=b"hi\nmore\n",
+        )  # fmt: skip
+    assert (result.exit_code, result.stdout) == (0, "Hm.\n\nné\n" * 2), result.output
+    assert result.stderr.count("\n") == 2 and "0 of 9 prompt tokens cached" in result.stderr
+    headers, sent = asked[1]
+    assert headers["Authorization"] == "Bearer secret"
+    assert [m["content"] for m in sent.pop("messages")] == ["S", "hi", "né", "more"]
+    assert sent == {
+        "model": "there", "temperature": 0.0, "seed": 3, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "text"),
+    [
+        (401, b'{"error": {"message": "no key"}}', "answers 401: no key"),
+        (404, b"<html>", "answers 404: '<html>'"),
+        (200, b"data: {\n\n", "what is not OpenAI's API"),
+        (200, b'data: {"choices": 5}\n\n', "what is not OpenAI's API"),
+        (200, b'data: {"error": "full"}\n\n', "error: full"),
+        (200, events(gain(content="half"), done=False), "has broken off its answer"),
+    ],
+)
+def test_a_server_that_fails_is_one_line(status: int, body: bytes, text: str) -> None:
+    with server(status, body) as url:
+        result = chat("--url", url, "name")
+    assert result.exit_code == 1 and text in result.stderr and result.stderr.count("\n") == 1, result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--url", "ftp://x"), "not a server's URL"),
+        (("--url", "http://x:port"), "cannot be used"),
+        (("--url", "http://x", "--timeout", "0"), "--timeout is 0.0"),
+        (("--url", "http://x", "--device", "cpu"), "--device goes with a model in this process"),
+        (("--chat-template", "/nowhere"), "--chat-template: /nowhere cannot be read"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_line(arguments: tuple[str, ...], text: str) -> None:
+    result = chat(*arguments)
+    assert result.exit_code == 2 and text in result.stderr and result.stderr.count("\n") == 1, result.output
+
+
+def test_no_server_and_no_template_are_one_line(tmp_path: Path) -> None:
+    with server(200, b"") as url:
+        pass
+    result = chat("--url", url)
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1 and "check the URL" in result.stderr
+    result = chat(str(write_tiny(tmp_path)))
+    assert result.exit_code == 2 and "brings no chat template" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_model_in_this_process(tmp_path: Path) -> None:
+    """The second question begins with the first one and its answer, which are cached."""
+    write_tiny(tmp_path, chat_template=CHAT_TEMPLATE)
+    result = chat(
+        str(tmp_path), "--load-format", "dummy", "--device", "cpu", "--max-tokens", "20", "--ignore-eos",
+        "--temperature", "0", "--max-running-requests", "2", stdin=b"What is this?\nAnd that?\n",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    first, second = (line for line in result.stderr.splitlines() if "cached" in line)
+    assert first.startswith("20 tokens, ") and " 0 of 20 prompt tokens cached" in first
+    assert int(second.split(", ")[2].split()[0]) >= 16, second

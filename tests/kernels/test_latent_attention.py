@@ -1,0 +1,178 @@
+"""Latent attention against a loop over tokens and heads that follows its definition: keys and values of each head are
+made from the latent vectors, and a query meets them one by one."""
+
+import pytest
+import torch
+
+from hybridrt.kernels.latent_attention import from_latent, into_latent, latent_extend, write_latent
+from hybridrt.kernels.paged_attention import attention_decode
+from hybridrt.kernels.records import AttentionPrompts, AttentionRows, LatentWeights, PagedKV
+from tests.support.levels import sweep
+
+pytestmark = pytest.mark.usefixtures("provider")
+PAGE, HEADS, NOPE, ROPE, RANK, VALUE, WIDTH = 4, 3, 6, 4, 10, 5, 96
+SCALE = (NOPE + ROPE) ** -0.5
+
+
+class Latents:
+    """Requests of the given lengths in scattered pages; every slot without a token of theirs is NaN, scratch too."""
+
+    def __init__(self, lengths, dtype=torch.float32):
+        torch.manual_seed(0)
+        up_k, up_v = torch.randn(HEADS, NOPE, RANK) / RANK**0.5, torch.randn(HEADS, RANK, VALUE) / RANK**0.5
+        self.weights = LatentWeights(up_k.to(dtype), up_v.to(dtype), torch.rand(RANK) + 0.5, 1e-6)
+        pages = 1 + WIDTH // PAGE * len(lengths) + 3
+        self.cache = torch.full((pages, PAGE, 1, RANK + ROPE), torch.nan, dtype=dtype)
+        self.table = torch.zeros(len(lengths) + 3, WIDTH, dtype=torch.int32)
+        self.rows, self.vectors = torch.randperm(len(lengths) + 2)[: len(lengths)].int() + 1, []
+        free = iter((torch.randperm(pages - 1) + 1).tolist())
+        for row, length in zip(self.rows.tolist(), lengths, strict=True):
+            for start in range(0, WIDTH, PAGE):
+                page = next(free) if start < length else pages - 1
+                self.table[row, start : start + PAGE] = torch.arange(page * PAGE, page * PAGE + PAGE)
+            self.vectors.append(torch.randn(length, RANK + ROPE).to(dtype))
+            self.cache.view(-1, RANK + ROPE)[self.table[row, :length].long()] = self.vectors[-1]
+
+    @property
+    def kv(self):
+        return PagedKV(self.cache, self.cache[..., :RANK], self.table, SCALE)
+
+    def attend(self, query, request, visible):
+        """query [H, NOPE + ROPE], visible: positions. Returns [H, VALUE]."""
+        up_k, up_v, vectors = self.weights.up_k.double(), self.weights.up_v.double(), self.vectors[request].double()
+        out = torch.zeros(HEADS, VALUE, dtype=torch.float64)
+        for head in range(HEADS):
+            keys = [torch.cat((up_k[head] @ vectors[i, :RANK], vectors[i, RANK:])) for i in visible]
+            weights = (torch.stack([key @ query[head].double() for key in keys]) * SCALE).softmax(0)
+            out[head] = sum(w * (vectors[i, :RANK] @ up_v[head]) for w, i in zip(weights, visible, strict=True))
+        return out
+
+    def decode(self, q, rows, seq_lens, **of_rows):
+        sums = attention_decode(into_latent(q, self.weights), self.kv, AttentionRows(rows, seq_lens, **of_rows))
+        return from_latent(sums, self.weights)
+
+    def extend(self, q, query_lens, seq_lens, out=None):
+        starts, lens = torch.tensor([0, *query_lens]).cumsum(0).int(), torch.tensor(seq_lens, dtype=torch.int32)
+        return latent_extend(
+            q, self.kv, self.weights, AttentionPrompts(self.rows, starts, lens, query_lens, seq_lens), out
+        )
+
+
+def close(got, want, dtype=torch.float32):
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), want, rtol=16 * eps, atol=16 * eps)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    from hybridrt.kernels import paged_attention_triton, prefill_attention_triton
+
+    for module in (paged_attention_triton, prefill_attention_triton):
+        for name in ("BLOCK_N", "BLOCK_M"):
+            monkeypatch.setattr(module, name, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_decode_of_ragged_rows(dtype, tokens):
+    lengths = [9, 3, 20]
+    latents = Latents(lengths, dtype)
+    q = torch.randn(4, tokens, HEADS + 1, NOPE + ROPE).to(dtype)[:, :, 1:]
+    rows, seq_lens = torch.cat((latents.rows, torch.zeros(1).int())), torch.tensor([*lengths, 0], dtype=torch.int32)
+    out = latents.decode(q, rows, seq_lens)
+    assert out.dtype == dtype and torch.equal(out[-1], torch.zeros_like(out[-1]))
+    for b, length in enumerate(lengths):
+        for t in range(tokens):
+            close(out[b, t], latents.attend(q[b, t], b, range(length - tokens + t + 1)), dtype)
+
+
+@pytest.mark.parametrize("multiprocessors", sweep([1, 30], 1))
+def test_trees_over_contexts_split_among_programs(monkeypatch, small_tiles, multiprocessors):
+    """Padding drafts are not read, and a repeated call gives the same bits."""
+    from hybridrt.kernels import paged_attention_triton
+
+    monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: multiprocessors)
+    lengths, tokens, drafts = [70, 8], 7, [6, 4]
+    latents, q = Latents(lengths), torch.randn(2, tokens, HEADS, NOPE + ROPE)
+    mask = torch.ones(2, tokens, tokens, dtype=torch.bool).tril()
+    mask[:, 3, 1:3] = False  # node 3 is another child of the root
+    seq_lens = torch.tensor([length + tokens - 1 - n for length, n in zip(lengths, drafts, strict=True)])
+    args = {"tree_mask": mask, "num_drafts": torch.tensor(drafts, dtype=torch.int32)}
+    out = latents.decode(q, latents.rows, seq_lens.int(), **args)
+    assert out.isfinite().all() and torch.equal(latents.decode(q, latents.rows, seq_lens.int(), **args), out)
+    for b, (length, n) in enumerate(zip(lengths, drafts, strict=True)):
+        for t in range(n + 1):
+            first = length - n - 1
+            path = [*range(first), *(first + node for node in range(t + 1) if mask[b, t, node])]
+            close(out[b, t], latents.attend(q[b, t], b, path))
+
+
+@pytest.mark.parametrize(("way", "dtype"), [
+    ("absorbed", torch.float32), ("absorbed", torch.float16), ("decompressed", torch.float16),
+    ("by turns", torch.float16),
+])  # fmt: skip
+def test_extend_of_ragged_chunks_with_and_without_prefix(monkeypatch, small_tiles, way, dtype):
+    """Both ways to attend, all heads at once or one after the other."""
+    from hybridrt.kernels import latent_attention_triton
+
+    monkeypatch.setattr(latent_attention_triton, "decompressed_pays", lambda *_: way != "absorbed")
+    if way == "by turns":
+        monkeypatch.setattr(latent_attention_triton, "DECOMPRESSED_MOST", 1)
+    seq_lens, query_lens = [71, 37, 5, 8], [9, 37, 2, 0]
+    latents, total = Latents(seq_lens, dtype), sum(query_lens)
+    q = torch.randn(total + 2, HEADS, NOPE + ROPE + 3).to(dtype)[..., : NOPE + ROPE]
+    wide = torch.full((total + 2, 3 + HEADS * VALUE + 1), torch.nan, dtype=dtype)
+    place = wide[:, 3:-1].unflatten(1, (HEADS, VALUE))
+    out = latents.extend(q, query_lens, seq_lens)
+    assert out.dtype == dtype and torch.equal(out[total:], torch.zeros_like(out[total:]))
+    assert latents.extend(q, query_lens, seq_lens, place).data_ptr() == place.data_ptr()
+    close(place, out.double(), dtype)
+    assert int(wide.isnan().sum()) == 4 * (total + 2)
+    token = 0
+    for b, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
+        for i in range(query_len):
+            close(out[token], latents.attend(q[token], b, range(seq_len - query_len + i + 1)), dtype)
+            token += 1
+
+
+@pytest.mark.parametrize("rotated", [0, 2, ROPE])
+def test_vectors_are_normed_rotated_and_stored(rotated):
+    """Padding is dropped; what is not rotated passes through."""
+    latents = Latents([5])
+    slots, positions = latents.table[latents.rows[0], :3].clone(), torch.tensor([7, 0, 3])
+    slots[1] = 0  # padding
+    angles = torch.arange(10.0)[:, None] * torch.tensor([1.0, 0.3])[: rotated // 2]
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1) if rotated else None
+    q, k, before = torch.randn(3, HEADS, NOPE + ROPE), torch.randn(3, RANK + ROPE + 2)[:, 1:-1], latents.cache.clone()
+
+    def turn(x, position):
+        half, y = rotated // 2, x.clone()
+        for i in range(half):
+            cos, sin = angles[position, i].cos(), angles[position, i].sin()
+            y[..., i], y[..., half + i] = (
+                x[..., i] * cos - x[..., half + i] * sin,
+                x[..., half + i] * cos + x[..., i] * sin,
+            )
+        return y
+
+    wanted_q, wanted = q.clone(), latents.cache.view(-1, RANK + ROPE).clone()
+    for t, position in enumerate(positions.tolist()):
+        wanted_q[t, :, NOPE:] = turn(q[t, :, NOPE:], position)
+        latent = k[t, :RANK] / (k[t, :RANK].square().mean() + 1e-6).sqrt() * latents.weights.norm
+        if slots[t]:
+            wanted[slots[t]] = torch.cat((latent, turn(k[t, RANK:], position)))
+    got = write_latent(q, k, latents.weights, positions, cos_sin, latents.cache, slots)
+    torch.testing.assert_close(got, wanted_q)
+    torch.testing.assert_close(latents.cache.view(-1, RANK + ROPE), wanted, equal_nan=True)
+    assert torch.equal(latents.cache[0].nan_to_num(), before[0].nan_to_num())
+
+
+def test_when_making_keys_and_values_pays():
+    """At the shape of Kimi-Linear: 512 numbers and 64, heads of 128 and 128."""
+    from hybridrt.kernels.latent_attention_triton import decompressed_pays
+
+    weights = LatentWeights(torch.empty(1, 128, 512), torch.empty(1, 512, 128), torch.empty(512), 1e-6)
+    q = torch.empty(1, 1, 192)
+    for before, least in ((0, 1), (100000, 171)):
+        pays = [n for n in range(1, 400) if decompressed_pays(q, weights, [n], [before + n])]
+        assert pays[0] == least and len(pays) == 400 - least

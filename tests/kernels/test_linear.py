@@ -1,0 +1,48 @@
+"""The dense product on a CPU, whose large float32 cases go to oneDNN."""
+
+import pytest
+import torch
+
+from hybridrt.kernels import linear as module
+from hybridrt.kernels.linear import ONEDNN_FROM, add_linear, linear
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 64])
+@pytest.mark.parametrize("biased", [False, True])
+def test_large_products_equal_those_in_float64(tokens: int, biased: bool) -> None:
+    torch.manual_seed(tokens)
+    weight = torch.randn(ONEDNN_FROM // 1024, 1024)  # with one token just as large as it must be
+    x = torch.randn(tokens, 2048)[:, 1024:]  # columns of a wider projection
+    bias = torch.randn(len(weight)) if biased else None
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    residual = torch.randn(tokens, len(weight))
+    with torch.inference_mode():
+        out = linear(x, weight, bias)
+        total = add_linear(residual.clone(), x, weight)
+    torch.testing.assert_close(total, residual + linear(x, weight), rtol=1e-5, atol=1e-4)
+    assert out.layout is torch.strided and out.is_contiguous()
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_the_size_of_a_product_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = []
+
+    def record(x: torch.Tensor, *_: torch.Tensor | None) -> torch.Tensor:
+        layouts.append(x.is_mkldnn)
+        return x
+
+    monkeypatch.setattr(module.F, "linear", record)
+    monkeypatch.setattr(module, "ONEDNN_FROM", 6)
+    for tokens, dtype in ((1, torch.float32), (2, torch.float32), (2, torch.float64)):
+        linear(torch.ones(tokens, 3, dtype=dtype), torch.ones(1, 3, dtype=dtype))
+    assert layouts == [False, True, False]
+
+
+def test_weights_that_stand_column_by_column_go_there_with_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(module, "TURNS_FROM", 4)
+    weight = torch.randn(1024, 1024).t()
+    for tokens in (3, 4):
+        x = torch.randn(tokens, 1024)
+        torch.testing.assert_close(linear(x, weight).double(), x.double() @ weight.double().t(), rtol=1e-4, atol=1e-4)
