@@ -21,6 +21,7 @@ from hybridrt.server.protocol import Sampling
 from hybridrt.server.token_text import TokenText
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields)
+ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
 RECORD = "hybridrt.record"  # where a request's scope keeps what its line of the access log says
 
 
@@ -118,7 +119,7 @@ class Service:
 
 def response_id(prefix: str, body: Sampling, scope: Scope) -> str:
     """The `id` of an answer, by which /abort knows it."""
-    name = f"{prefix}-{body.request_id or uuid.uuid4().hex}"
+    name = f"{prefix}{body.request_id or uuid.uuid4().hex}"
     record(scope, id=name)
     return name
 
