@@ -68,11 +68,11 @@ class Ledger:
             text = text_of(node)
             assert len(text) == node.end and len(node.tokens) and node.parent.children[node.first] is node
             assert node.children or node.pages or node.state or node.readers
-            for index, page in enumerate(node.pages, self.tree._complete(node.start)):
+            for index, page in enumerate(node.pages, self.tree.complete(node.start)):
                 self.holds(page, text, index, (index + 1) * self.page_size + self.lookahead)
             if node.state is not None:
                 assert self.states[node.state] == text
-                index = self.tree._complete(node.end)
+                index = self.tree.complete(node.end)
                 owner = self.tree._tail_node(node)
                 assert (index * self.page_size < node.end and self.page_size > 0) == (owner is not None)
                 if owner is not None:

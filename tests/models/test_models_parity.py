@@ -24,7 +24,7 @@ LENGTHS = (1, 2, 17, 40)
 BASES = (
     "falcon-norm_after_gate", "nemotron-experts", "qwen-plain", "falcon_mamba-plain", "jamba-plain", "lfm2-plain",
     "lfm2_moe-plain", "mamba-plain", "mamba2-plain", "swa_ssm-plain", "qwen35-experts", "granite-plain", "olmo-plain",
-    "zamba2-two_blocks_adapters_rope", "minimax-plain",
+    "zamba2-two_blocks_adapters_rope", "ling-plain", "minimax-plain",
 )  # fmt: skip
 # Rounding does not change which experts run where there are none.
 DENSE = (
