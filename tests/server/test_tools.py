@@ -26,19 +26,15 @@ def speaker() -> Iterator[Scripted]:
 
 
 @pytest.fixture(scope="module")
-def _servers(speaker: Scripted) -> Iterator[dict[str, Served]]:
-    names = ("hermes", "nemotron", "jamba", "granite", "lfm2", "qwen3_coder")
-    found: dict[str, Served] = {}
-    with serving(speaker.llm, chat_template=None, tool_parser="hermes", reasoning_parser="think") as served:
-        for name in names:
-            found[name] = served
+def _server(speaker: Scripted) -> Iterator[Served]:
+    with serving(speaker.llm, chat_template=None, reasoning_parser="think") as found:
         yield found
 
 
 @pytest.fixture
-def served(_servers: dict[str, Served]) -> Iterator[Served]:
-    yield _servers["hermes"]
-    _servers["hermes"].wait_until_idle()
+def served(_server: Served) -> Iterator[Served]:
+    yield _server
+    _server.wait_until_idle()
 
 
 def use(served: Served, parser: str) -> None:
@@ -149,7 +145,9 @@ def test_a_byte_a_delta_adds_up_to_the_whole(sample: Sample, speaker: Scripted) 
     assert len(deltas) == len(tokens) + 1, "a delta a token"
     message = ChatMessage().extend(event for delta in deltas for event in delta.events)
     calls = [(call.name, call.arguments) for call in whole.tool_calls]
-    assert (message.content, message.reasoning) == (whole.content, whole.reasoning) == (sample.content, sample.reasoning)
+    assert (
+        (message.content, message.reasoning) == (whole.content, whole.reasoning) == (sample.content, sample.reasoning)
+    )
     assert [(call.name, call.arguments) for call in message.tool_calls] == calls
     assert "\N{REPLACEMENT CHARACTER}" not in repr(deltas)
 
@@ -189,6 +187,18 @@ def test_the_built_in_model_calls_under_constraint(embedded: Any) -> None:
         (call,) = create(**ask).choices[0].message.tool_calls
         assert (call.function.name, call.function.arguments) == ("weather", arguments)
         served.wait_until_idle()
+
+
+def test_a_system_prompt_is_computed_once(speaker: Scripted) -> None:
+    """The second conversation behind it finds a state at its end, where a boundary was marked."""
+    speaker.say("Yes.")
+    speaker.llm.reset_prefix_cache()
+    system = {"role": "system", "content": "Be kind, and brief. " * 10}
+    asks = [[system, {"role": "user", "content": f"{i} is a question of its own. " * 5}] for i in range(2)]
+    (first,), (second,) = (speaker.llm.chat(ask) for ask in asks)
+    assert first.output.metrics.cached_tokens == 0
+    start = len(f"system: {system['content']}\nuser: ")
+    assert second.output.metrics.cached_tokens == start // 16 * 16
 
 
 def test_samples_cover_every_registered_format() -> None:
