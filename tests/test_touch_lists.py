@@ -52,10 +52,11 @@ def files_that_name(pattern: str) -> set[str]:
 BUILT_ON = {
     "nemotron_h": {"hybridrt/families/nemotron_puzzle.py", "models/nemotron_puzzle.py"},
     "qwen3_next": {"hybridrt/families/qwen3_5.py", "models/qwen3_5.py"},
+    "kimi_linear": {"hybridrt/families/bailing_hybrid.py", "models/bailing_hybrid.py"},
 }
 FAMILIES = [
     "jamba", "falcon_mamba", "nemotron_h", "qwen3_next", "falcon_h1", "qwen3_5", "granite_moe_hybrid", "bamba",
-    "olmo_hybrid", "lfm2", "minimax",
+    "olmo_hybrid", "lfm2", "minimax", "kimi_linear", "bailing_hybrid",
 ]  # fmt: skip
 
 
