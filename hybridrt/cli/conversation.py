@@ -20,6 +20,11 @@ class Turn(msgspec.Struct, omit_defaults=True):
     content: str
     reasoning_content: str | None = None
 
+    def message(self) -> dict[str, str]:
+        """As chat templates and servers read it. Reasoning is left out: models are trained without that of earlier
+        answers."""
+        return {"role": self.role, "content": self.content}
+
 
 class _File(msgspec.Struct):
     messages: list[Turn]

@@ -176,6 +176,6 @@ class RemoteModel:
         self._server, self._fields = server, fields
 
     def answer(self, turns: list[Turn]) -> Generator[Piece | Totals, None, None]:
-        """As ChatModel.answer. Reasoning of earlier answers is not sent."""
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        """As ChatModel.answer."""
+        messages = [turn.message() for turn in turns]
         return self._server.stream_chat({"model": self.name, "messages": messages, **self._fields})

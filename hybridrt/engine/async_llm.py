@@ -10,14 +10,14 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from hybridrt.chat.chat import Chat
+from hybridrt.chat.constraints import asks_for_grammar
 from hybridrt.chat.conversation import Conversation, read_conversation
-from hybridrt.chat.forced_calls import forces_calls
 from hybridrt.engine.chats import ChatDelta, ChatOutput, ChatReader, Messages, PreparedChat, read_output
 from hybridrt.engine.engine_loop import EngineLoop, StepMessage
 from hybridrt.engine.grammar_compiler import COMPILING
 from hybridrt.engine.limits import PreparedPrompt
-from hybridrt.engine.llm import LLM, whole_output
-from hybridrt.engine.outputs import Delta, RequestOutput
+from hybridrt.engine.llm import LLM
+from hybridrt.engine.outputs import Delta, RequestOutput, whole_output
 from hybridrt.engine.prompts import Prompt
 from hybridrt.errors import EngineError, RequestError, UnavailableError
 from hybridrt.sampling_params import SamplingParams
@@ -216,11 +216,11 @@ class AsyncLLM:
         finally:
             deltas.close()
         ((request_id, _),) = deltas.requests.items()
-        return whole_output(request_id, prepared, ended)
+        return whole_output(request_id, prepared.tokens, prepared.params.n, ended)
 
     async def prepare_chat(self, conversation: Conversation, params: SamplingParams, chat: Chat) -> PreparedChat:
         """Checks a conversation and converts it to tokens, in another thread. Raises what `LLM.chat` raises first."""
-        compiles = params.structured_outputs is not None or forces_calls(conversation)
+        compiles = params.structured_outputs is not None or asks_for_grammar(conversation)
         prepare = self.llm.prepare_chat
         prepared: PreparedChat = await self.in_thread(prepare, conversation, params, chat, compiles=compiles)
         return prepared

@@ -22,6 +22,7 @@ from hybridrt.server.structured import structured_outputs
 from hybridrt.server.token_text import TokenText
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields) - {"structured_outputs"}
+ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
 RECORD = "hybridrt.record"  # where a request's scope keeps what its line of the access log says
 
 
@@ -120,7 +121,7 @@ class Service:
 
 def response_id(prefix: str, body: Sampling, scope: Scope) -> str:
     """The `id` of an answer, by which /abort knows it."""
-    name = f"{prefix}-{body.request_id or uuid.uuid4().hex}"
+    name = f"{prefix}{body.request_id or uuid.uuid4().hex}"
     record(scope, id=name)
     return name
 
