@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from itertools import count, product
 from typing import Any
 
 from hybridrt.engine.async_llm import AsyncLLM
 from hybridrt.engine.outputs import RequestOutput
+from hybridrt.errors import RequestError
 from hybridrt.sampling_params import SamplingParams
+from hybridrt.structured_outputs import StructuredOutputs
 
 # Sampling of every kind: each has kernels of its own.
 _DRAWS: tuple[dict[str, Any], ...] = (
@@ -19,6 +22,8 @@ _DRAWS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
     {"temperature": 0.0, "logit_bias": {0: 1.0}},
 )
+# The same under bitmasks, which an output of any letters has.
+_FORM = StructuredOutputs(regex="[a-z]*")
 _OUTPUT = 4
 _PROMPTS = (32, 100, 256, 512, 1024, 2048, 4096)
 _DECODED = 64  # output tokens of the requests beside which prompts are timed
@@ -45,8 +50,20 @@ async def _compile(llm: AsyncLLM, most: int) -> None:
     for length, params in works[:: len(_DRAWS)]:  # alone
         await llm.complete([0] * length, params)
     rows = llm.llm.plan.num_rows
+    works += _constrained(llm, [params for _, params in works[: len(_DRAWS)]])
     for start in range(0, len(works), rows):
         await asyncio.gather(*(llm.complete([0] * n, params) for n, params in works[start : start + rows]))
+
+
+def _constrained(llm: AsyncLLM, draws: list[SamplingParams]) -> list[tuple[int, SamplingParams]]:
+    """Requests with structured outputs; none if the model or the installation cannot give them. The first one loads the
+    tokenizer into llguidance."""
+    works = [(1, replace(params, ignore_eos=False, structured_outputs=_FORM)) for params in draws]
+    try:
+        llm.llm.engine.prepare([0], works[0][1])
+    except RequestError:
+        return []
+    return works
 
 
 async def _time_steps(llm: AsyncLLM, sizes: Sequence[int]) -> None:
