@@ -21,6 +21,8 @@ from hybridrt.cli.app import app
 from hybridrt.cli.conversation import Piece, Totals, Turn, load
 from hybridrt.cli.repl import Repl, Screen
 from hybridrt.errors import RequestError
+from tests.support.http_server import serving
+from tests.support.scripted_llm import scripted
 from tests.support.tiny import CHAT_TEMPLATE, write_tiny
 
 WAIT = 60
@@ -344,3 +346,11 @@ def test_a_model_in_this_process(tmp_path: Path) -> None:
     first, second = (line for line in result.stderr.splitlines() if "cached" in line)
     assert first.startswith("20 tokens, ") and " 0 of 20 prompt tokens cached" in first
     assert int(second.split(", ")[2].split()[0]) >= 16, second
+
+
+def test_our_own_server() -> None:
+    with scripted() as model, serving(model.llm, chat_template=None, reasoning_parser="think") as served:
+        model.say("<think>\nHm.\n</think>\n\nGrüezi")
+        result = chat("--url", served.url, "--system", "Be brief.", stdin=b"hi\nagain\n")
+    assert (result.exit_code, result.stdout) == (0, "Hm.\n\nGrüezi\n" * 2), result.output
+    assert result.stderr.count("tokens/s, ") == 2
