@@ -16,6 +16,7 @@ from hybridrt.errors import RequestError
 from hybridrt.structured_outputs import StructuredOutputs
 
 _SPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}  # as hybridrt.engine.grammar_compiler's
+_LITTLE_SPACE = {"whitespace_pattern": r"[\x20\x0A]{1,2}"}  # models write calls in one line, or nearly so
 _RULES = ["TEXT: /(?s:.*)/", r"GAP: /[ \n]{1,4}/"]
 
 
@@ -97,7 +98,7 @@ class Constraints:
                 "'required'",
                 "tools",
             )
-        schema |= {"$defs": _definitions(conversation.tools), "x-guidance": _SPACE}
+        schema |= {"$defs": _definitions(conversation.tools), "x-guidance": _LITTLE_SPACE}
         close = f"GAP? {self._literals(tools.closes)}" if tools.closes else ""
         return (
             f"(TEXT | {self._any(tools.opens)} | {self._literals(tools.opens[:1])} GAP? %json {_json(schema)} {close})*"
@@ -129,7 +130,7 @@ def calls_schema(conversation: Conversation) -> dict[str, Any]:
         "minItems": 1,
         **({"maxItems": 1} if one else {}),
         "$defs": _definitions(tools),
-        "x-guidance": _SPACE,
+        "x-guidance": _LITTLE_SPACE,
     }
 
 

@@ -90,7 +90,9 @@ class EngineLimits:
         rules = make_rules(params, forbidden, self._bad_words(params, tokenizer), self.vocab_size)
         structured = params.structured_outputs
         matcher = None if structured is None else compiler.matcher(structured)
-        return PreparedPrompt(tokens, params, max_len, frozenset((*eos, *params.stop_token_ids)), rules, matcher=matcher)
+        return PreparedPrompt(
+            tokens, params, max_len, frozenset((*eos, *params.stop_token_ids)), rules, matcher=matcher
+        )
 
     def _check_params(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         """What parameters can be wrong about only beside a model."""

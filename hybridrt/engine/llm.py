@@ -29,7 +29,7 @@ from hybridrt.engine.chats import (
 from hybridrt.engine.delta_queue import DeltaQueue
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import PreparedPrompt
-from hybridrt.engine.outputs import Delta, RequestOutput
+from hybridrt.engine.outputs import Delta, RequestOutput, whole_output
 from hybridrt.engine.prompts import Prompt, as_prompts, text_or_ids
 from hybridrt.engine.sampling_defaults import default_sampling_params
 from hybridrt.engine.session_file import Session
@@ -73,6 +73,7 @@ class LLM:
         memory_fraction: float = 0.85,
         page_size: int = 16,
         chunked_prefill_size: int = 8192,
+        target_itl_ms: float | None = None,
         mamba_ssm_dtype: str = "float32",
         state_mode: str = "auto",
         attention_backend: str = "auto",
@@ -86,6 +87,7 @@ class LLM:
         transfer_bytes: int = 0,
         prefix_cache: bool = True,
         cache_slots: int | None = None,
+        host_cache_bytes: int = 0,
         seed: int = 0,
     ) -> None:
         options = dict(locals())  # the parameters, which are the fields of EngineConfig
@@ -161,7 +163,8 @@ class LLM:
                     interrupts.check()
                     bar.update(len(deltas))
                 return [
-                    whole_output(request_id, prepared, ended) for request_id, prepared in zip(ids, batch, strict=True)
+                    whole_output(request_id, prepared.tokens, prepared.params.n, ended)
+                    for request_id, prepared in zip(ids, batch, strict=True)
                 ]
             finally:
                 with engine.turns:
@@ -287,10 +290,10 @@ class LLM:
             SessionError: nothing of it is cached, or the note is too long.
             OSError: the file cannot be written.
         """
-        content, limits = text_or_ids(prompt), self.engine.limits
+        content = text_or_ids(prompt)
         if not isinstance(content, str):
-            content = content[: limits.max_model_len - 1]  # the last token of the longest text is never computed
-        prepared = limits.prepare(content, SamplingParams(cache_salt=cache_salt), self.tokenizer)
+            content = content[: self.plan.max_model_len - 1]  # the last token of the longest text is never computed
+        prepared = self.engine.prepare(content, SamplingParams(max_tokens=1, cache_salt=cache_salt))
         tokens = np.array(prepared.tokens, np.int32)
         return self.engine.sessions.save(Path(path), tokens, cache_salt or "", note)
 
@@ -379,27 +382,3 @@ def _raise_error(deltas: Sequence[Delta]) -> None:
     for delta in deltas:
         if delta.error is not None:
             raise delta.error
-
-
-def whole_output(request_id: str, prepared: PreparedPrompt, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
-    """The samples of a prompt, each of whose tokens came in one delta."""
-    scores = ended[request_id, 0].prompt_logprobs
-    samples = (_sample(prepared.tokens, scores, ended[request_id, index]) for index in range(prepared.params.n))
-    first, *siblings = samples
-    first.siblings = tuple(siblings)
-    return first
-
-
-def _sample(prompt: list[int], scores: list[dict[int, float] | None] | None, delta: Delta) -> RequestOutput:
-    assert delta.finish_reason is not None and delta.metrics is not None, "it has ended"
-    return RequestOutput(
-        request_id=delta.request_id,
-        index=delta.index,
-        prompt_token_ids=prompt,
-        token_ids=delta.token_ids,
-        text=delta.text,
-        finish_reason=delta.finish_reason,
-        logprobs=delta.logprobs,
-        metrics=delta.metrics,
-        prompt_logprobs=scores,
-    )

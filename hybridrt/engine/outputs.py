@@ -1,5 +1,6 @@
 """What an engine gives its callers: deltas, whole outputs, and counters."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,10 +59,13 @@ class EngineCounters(TokenCounters):
     free entries of the pools.
 
     Attributes:
-        cache_asked, cache_hit, cache_without_state, cache_without_kv, cache_retokenised: the CacheCounts of
-            hybridrt.mem_cache.prefix_cache, in tokens.
+        cache_asked, cache_hit, cache_without_state, cache_without_kv, cache_retokenised, cache_fetched: the CacheCounts
+            of hybridrt.mem_cache.prefix_cache, in tokens.
         cached_slots, cached_pages: what the prefix cache holds and no running request reads: it gives up what requests
             need.
+        step_cost_error: median relative error of the last steps' predicted times; None without `target_itl_ms`, or
+            before enough steps have run.
+        host_pages, host_states: what the prefix cache holds in main memory.
     """
 
     steps: int = 0
@@ -82,6 +86,10 @@ class EngineCounters(TokenCounters):
     cache_without_state: int = 0
     cache_without_kv: int = 0
     cache_retokenised: int = 0
+    step_cost_error: float | None = None
+    cache_fetched: int = 0
+    host_pages: int = 0
+    host_states: int = 0
 
     def count_launch(self, plan: StepPlan) -> None:
         """A step was launched."""
@@ -164,3 +172,26 @@ class RequestOutput:
     def outputs(self) -> "list[RequestOutput]":
         """All `n` samples of the prompt, this one first."""
         return [self, *self.siblings]
+
+
+def whole_output(request_id: str, prompt: list[int], n: int, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
+    """The `n` samples of a prompt, each of whose tokens came in one delta, by request and index."""
+    scores = ended[request_id, 0].prompt_logprobs
+    first, *siblings = (_sample(prompt, scores, ended[request_id, index]) for index in range(n))
+    first.siblings = tuple(siblings)
+    return first
+
+
+def _sample(prompt: list[int], scores: list[dict[int, float] | None] | None, delta: Delta) -> RequestOutput:
+    assert delta.finish_reason is not None and delta.metrics is not None, "it has ended"
+    return RequestOutput(
+        request_id=delta.request_id,
+        index=delta.index,
+        prompt_token_ids=prompt,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        finish_reason=delta.finish_reason,
+        logprobs=delta.logprobs,
+        metrics=delta.metrics,
+        prompt_logprobs=scores,
+    )

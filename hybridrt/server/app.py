@@ -28,6 +28,7 @@ from hybridrt.server.protocol import (
 from hybridrt.server.response_protocol import ResponseRequest
 from hybridrt.server.responses import RESPONSE_NAMES, start_response
 from hybridrt.server.service import ID_PREFIXES, Service
+from hybridrt.server.structured import own_names
 from hybridrt.server.tracing import Tracing
 from hybridrt.version import __version__
 
@@ -64,12 +65,16 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", response_class=Response)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts."""
-        return await (await start_completions(service, body, request.scope)).respond(request)
+        with own_names(body):
+            started = await start_completions(service, body, request.scope)
+        return await started.respond(request)
 
     @app.post("/v1/chat/completions", response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
-        return await (await start_chat(service, body, request.scope)).respond(request)
+        with own_names(body):
+            started = await start_chat(service, body, request.scope)
+        return await started.respond(request)
 
     @app.post("/v1/responses", response_class=Response)
     async def responses(body: ResponseRequest, request: Request) -> Response:

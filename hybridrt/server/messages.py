@@ -24,7 +24,7 @@ from hybridrt.server.respond import Started
 from hybridrt.server.service import Service, response_id
 
 # What this endpoint calls fields of a chat request.
-MESSAGE_NAMES = {"stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config"}
+MESSAGE_NAMES = {"stop": "stop_sequences"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 

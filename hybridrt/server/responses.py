@@ -22,7 +22,8 @@ from hybridrt.server.service import Service, response_id
 
 # What this endpoint calls fields of a chat request.
 RESPONSE_NAMES = {
-    "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text", "reasoning_effort": "reasoning",
+    "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text", "structured_outputs": "text",
+    "reasoning_effort": "reasoning",
 }  # fmt: skip
 _NO_STORE = "this server stores no responses: send the whole conversation as input"
 _REFUSED = {

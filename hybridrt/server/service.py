@@ -18,9 +18,10 @@ from hybridrt.sampling_params import SamplingParams
 from hybridrt.server.config import ServerConfig
 from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import Sampling
+from hybridrt.server.structured import structured_outputs
 from hybridrt.server.token_text import TokenText
 
-SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields)
+SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields) - {"structured_outputs"}
 ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
 RECORD = "hybridrt.record"  # where a request's scope keeps what its line of the access log says
 
@@ -102,6 +103,7 @@ class Service:
             RequestError: a value is out of range.
         """
         given = {name: getattr(body, name) for name in SAMPLING_FIELDS}
+        given["structured_outputs"] = structured_outputs(body)
         given = {name: value for name, value in given.items() if value is not None}
         return replace(self.llm.llm.default_sampling_params, **{**given, **changes})
 
@@ -133,11 +135,8 @@ def record(scope: Scope, **facts: Any) -> None:
 UNSUPPORTED = {
     "use_beam_search": "use n for several samples",
     "length_penalty": "leave it out",
-    "structured_outputs": "check the text yourself",
-    "guided_json": "check the text yourself",
-    "guided_regex": "check the text yourself",
-    "guided_choice": "check the text yourself",
-    "guided_grammar": "check the text yourself",
+    "guided_decoding_backend": "there is one",
+    "guided_whitespace_pattern": 'set "x-guidance" in the schema',
     "functions": "leave it out",
     "modalities": "only text is produced",
     "audio": "only text is produced",
