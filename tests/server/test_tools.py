@@ -149,7 +149,9 @@ def test_a_byte_a_delta_adds_up_to_the_whole(sample: Sample, speaker: Scripted) 
     assert len(deltas) == len(tokens) + 1, "a delta a token"
     message = ChatMessage().extend(event for delta in deltas for event in delta.events)
     calls = [(call.name, call.arguments) for call in whole.tool_calls]
-    assert (message.content, message.reasoning) == (whole.content, whole.reasoning) == (sample.content, sample.reasoning)
+    assert (
+        (message.content, message.reasoning) == (whole.content, whole.reasoning) == (sample.content, sample.reasoning)
+    )
     assert [(call.name, call.arguments) for call in message.tool_calls] == calls
     assert "\N{REPLACEMENT CHARACTER}" not in repr(deltas)
 
