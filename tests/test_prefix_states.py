@@ -16,13 +16,14 @@ from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.cache_ledger import check_cache
 from tests.support.checkpoints import CheckpointStore
-from tests.support.levels import sweep
+from tests.support.levels import drawn, sweep
 from tests.support.samples import Samples
 from tests.support.session import Session, budget
 from tests.support.ties import check_greedy
 
 MODELS = (
     "falcon-plain", "qwen-plain", "jamba-plain", "falcon_mamba-plain", "lfm2-plain", "zamba2-plain", "minimax-plain",
+    "ling-plain",
 )  # fmt: skip
 RINGS = ("falcon-plain", "qwen-plain")
 TEXT = prompts(40, seed=5)[0]
@@ -149,19 +150,21 @@ def play(
     return session.coordinator.prefixes.counts
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(
-    turns=st.lists(TURNS, min_size=2, max_size=8),
-    mode=st.sampled_from(["classic", "replay", "replay"]),
-    chunk=st.sampled_from([1, 5, 64]),
-    overlap=st.booleans(),
-    grid=st.sampled_from([4, 8, 16]),
-    host=st.sampled_from([0, 200_000, 200_000]),
-)
-def test_cached_tokens_equal_uncached_ones(
-    bench: Bench, turns: list[Turn], mode: str, chunk: int, overlap: bool, grid: int, host: int
-) -> None:
-    play(bench, turns, mode, chunk, overlap, grid, host)
+@pytest.mark.parametrize(("bench", "examples"), drawn(MODELS, 2, 6, 20), indirect=["bench"])
+def test_cached_tokens_equal_uncached_ones(bench: Bench, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    @given(
+        turns=st.lists(TURNS, min_size=2, max_size=8),
+        mode=st.sampled_from(["classic", "replay", "replay"]),
+        chunk=st.sampled_from([1, 5, 64]),
+        overlap=st.booleans(),
+        grid=st.sampled_from([4, 8, 16]),
+        host=st.sampled_from([0, 200_000, 200_000]),
+    )
+    def schedule(**case: Any) -> None:
+        play(bench, **case)
+
+    schedule()
 
 
 @pytest.mark.parametrize("mode", ["classic", "replay"])

@@ -48,6 +48,9 @@ class EngineOptions(Overrides):
     memory_fraction: Annotated[float | None, option("Share of the GPU's memory to take.", "0.85", "X")] = None
     page_size: Annotated[int | None, option("Tokens in a KV page, a power of two.", "16", "N")] = None
     chunked_prefill_size: Annotated[int | None, option("Prompt tokens computed in one step.", "8192", "N")] = None
+    target_itl_ms: Annotated[
+        float | None, option("Time between tokens to keep, by shorter chunks of prompts.", "none", "MS")
+    ] = None
     mamba_ssm_dtype: Annotated[str | None, option("Of the recurrent state.", "float32", _DTYPES)] = None
     state_mode: Annotated[
         str | None, option("How recurrent state is kept while decoding.", "auto", "classic|replay")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.config_json import FieldType, integer, list_of
+from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.errors import CacheDumpError, shown
 from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.mem_cache.radix_node import Node
@@ -77,7 +78,17 @@ class CacheDump:
     nodes: tuple[DumpedNode, ...]
 
 
-def dumped_nodes(tree: RadixCache, decode: Callable[[Sequence[int]], str] | None = None) -> tuple[DumpedNode, ...]:
+def cache_dump(pools: CacheCoordinator, decode: Callable[[Sequence[int]], str] | None = None) -> CacheDump:
+    """What a prefix cache holds now; also of which texts, if `decode` makes text of tokens."""
+    return CacheDump(
+        page_size=pools.prefixes.tree.page_size,
+        pages=pools.pages.num_cached, pages_total=pools.pages.total,
+        states=pools.slots.num_cached, states_total=pools.slots.total,
+        **pools.prefixes.totals(), nodes=_dumped_nodes(pools.prefixes.tree, decode),
+    )  # fmt: skip
+
+
+def _dumped_nodes(tree: RadixCache, decode: Callable[[Sequence[int]], str] | None = None) -> tuple[DumpedNode, ...]:
     """The nodes of a tree; their texts if `decode` makes text of tokens."""
     salts, places, found = dict[str, int](), dict[int, int](), list[DumpedNode]()
     for node in tree.nodes():

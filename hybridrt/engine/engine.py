@@ -9,7 +9,8 @@ from itertools import count
 
 from hybridrt.config import EngineConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.cache_dump import CacheDump, dumped_nodes
+from hybridrt.engine.cache_dump import CacheDump, cache_dump
+from hybridrt.engine.chunk_budget import ItlTarget
 from hybridrt.engine.delta_queue import Abandonment, DeltaQueue
 from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar_masks import step_masks
@@ -56,6 +57,7 @@ class Engine:
         seed: of requests whose `SamplingParams.seed` is None. Request number i gets derive_seed(seed, i); sample k > 0
             of a request with seed s gets derive_seed(s, k), and sample 0 gets s itself.
         drafter: proposes drafts for speculative decoding.
+        target: sizes chunks of prompts beside decode rows.
 
     Attributes:
         turns: held by the thread that is inside; `with engine.turns:` waits for it, first come, first served.
@@ -73,13 +75,15 @@ class Engine:
         overlap: bool = True,
         seed: int = 0,
         drafter: Drafter | None = None,
+        target: ItlTarget | None = None,
     ) -> None:
         self.limits = limits
         self.executor = executor
         self._coordinator = coordinator
         self._tokenizer = tokenizer
         self._compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
-        self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter)
+        self.target = target
+        self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter, target)
         self._most_in_flight = 1 if overlap else 0
         self._seed = seed
         self._num_requests = 0
@@ -117,7 +121,10 @@ class Engine:
         # The KV of a prediction head's token depends on the next token.
         lookahead = int(bool(draft_method(config).kv_layers(model)))
         coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
-        return cls(split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter)
+        return cls(
+            split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
+            target=ItlTarget(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
+        )  # fmt: skip
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
         """What `submit` takes. Changes nothing.
@@ -311,14 +318,8 @@ class Engine:
     def cache_dump(self, *, text: bool = False) -> CacheDump:
         """What the prefix cache holds now; with `text`, also of which texts, if there is a tokenizer."""
         with self.turns.now:
-            pools = self._coordinator
             decode = self._tokenizer.decode if text and self._tokenizer is not None else None
-            return CacheDump(
-                page_size=pools.prefixes.tree.page_size,
-                pages=pools.pages.num_cached, pages_total=pools.pages.total,
-                states=pools.slots.num_cached, states_total=pools.slots.total,
-                **pools.prefixes.totals(), nodes=dumped_nodes(pools.prefixes.tree, decode),
-            )  # fmt: skip
+            return cache_dump(self._coordinator, decode)
 
     def has_unfinished(self) -> bool:
         """True while `step` has something to do: requests, launched steps, or deltas not taken."""
@@ -337,6 +338,7 @@ class Engine:
             free_pages=pools.pages.num_free,
             cached_slots=pools.slots.num_cached - pools.slots.num_locked,
             cached_pages=pools.pages.num_cached - pools.pages.num_locked,
+            step_cost_error=self.target.cost.error if self.target else None,
             **pools.prefixes.counters(),
         )
 

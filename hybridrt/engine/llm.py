@@ -73,6 +73,7 @@ class LLM:
         memory_fraction: float = 0.85,
         page_size: int = 16,
         chunked_prefill_size: int = 8192,
+        target_itl_ms: float | None = None,
         mamba_ssm_dtype: str = "float32",
         state_mode: str = "auto",
         attention_backend: str = "auto",

@@ -63,6 +63,8 @@ class EngineCounters(TokenCounters):
             of hybridrt.mem_cache.prefix_cache, in tokens.
         cached_slots, cached_pages: what the prefix cache holds and no running request reads: it gives up what requests
             need.
+        step_cost_error: median relative error of the last steps' predicted times; None without `target_itl_ms`, or
+            before enough steps have run.
         host_pages, host_states: what the prefix cache holds in main memory.
     """
 
@@ -84,6 +86,7 @@ class EngineCounters(TokenCounters):
     cache_without_state: int = 0
     cache_without_kv: int = 0
     cache_retokenised: int = 0
+    step_cost_error: float | None = None
     cache_fetched: int = 0
     host_pages: int = 0
     host_states: int = 0

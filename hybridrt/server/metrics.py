@@ -165,6 +165,9 @@ class Metrics(Collector):
             ("hybridrt:mean_accepted_length", "Inputs that a verify step keeps.", now.mean_accepted_length or 0.0),
         ):
             yield self._family(GaugeMetricFamily, name, text, float(max(value, 0)))
+        if now.step_cost_error is not None:
+            text = "Median relative error of the predicted times of the last steps."
+            yield self._family(GaugeMetricFamily, "hybridrt:step_cost_error_ratio", text, now.step_cost_error)
 
     def _counters(self, now: EngineCounters) -> Iterator[Family]:
         for name, text, value in (

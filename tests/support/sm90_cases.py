@@ -204,6 +204,7 @@ def kimi_delta() -> Cases:
     weights = {"A_log": f32(heads), "dt_bias": f32(heads, DIM)}
     for batch, tokens, state, more in (
         (128, 1, torch.float32, {}),
+        (128, 1, torch.bfloat16, {}),
         (1, 1, torch.bfloat16, {"lower_bound": -5.0}),
         (32, 5, torch.float32, stored(32, 5, heads, DIM, DIM)),
     ):
@@ -260,8 +261,9 @@ def latent_attention() -> Cases:
             rows = {"rows": int32(batch), "seq_lens": int32(batch), "num_drafts": int32(batch) if tokens > 1 else None}
             tree = {"tree_mask": flags(batch, nodes, nodes) if nodes else None}
             yield "attention_decode", cache | rows | tree | {"q": meta(batch, tokens, heads, 576)}
-        for count, tokens in ((1, 8192), (4, 128), (1, 16)):
-            lens = {"query_lens": [tokens] * count, "seq_lens_host": [tokens] * count}
+        # Decompressed, then absorbed: many queries see few keys, or few see many.
+        for count, tokens, before in ((1, 8192, 0), (4, 128, 0), (4, 128, 2000), (1, 8, 2000)):
+            lens = {"query_lens": [tokens] * count, "seq_lens_host": [before + tokens] * count}
             rows = {"rows": int32(count), "query_start_loc": int32(count + 1), "seq_lens": int32(count)}
             yield "latent_extend", cache | weights | rows | lens | {"q": meta(count * tokens, heads, 192)}
         places = {"cache": vectors, "out_cache_loc": int32(128), "positions": int32(128), "cos_sin": f32(4096, 64)}
