@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from hybridrt.config_json import FLAG, NULL, OBJECT, TEXT, FieldType, either, integer, list_of, number
+from hybridrt.config_json import FALSE, FLAG, NULL, OBJECT, TEXT, FieldType, either, integer, list_of, number
 
 FieldTypes = Mapping[str, FieldType]
 # Even the stacked matrices of the most experts, each of the largest sizes, have fewer than 2**63 bytes.
@@ -19,6 +19,7 @@ PERIOD = integer(1, MAX_LAYERS)
 POSITIONS = integer(1, MAX_POSITIONS)
 MULTIPLIER = number(-1e6, 1e6)
 EPSILON = number(0.0, 1.0)
+OFF = either(NULL, FALSE)
 DT_LIMIT = list_of(number(0.0, float("inf")), 2)
 
 EOS: FieldTypes = {"eos_token_id": either(either(NULL, integer(0, 2**31 - 1)), list_of(integer(0, 2**31 - 1)))}
@@ -52,4 +53,12 @@ ATTENTION: FieldTypes = {
     "head_dim": either(NULL, SIZE),
     "max_position_embeddings": POSITIONS,
     "intermediate_size": SIZE,
+}
+# Of latent attention, by the names that DeepSeek's models gave them.
+LATENT: FieldTypes = {
+    **COMMON,
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size"), SIZE),
+    "max_position_embeddings": POSITIONS,
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), SIZE),
+    "q_lora_rank": either(NULL, SIZE),
 }

@@ -49,6 +49,7 @@ def either(first: FieldType, second: FieldType) -> FieldType:
 
 NULL = FieldType("null", lambda v: v is None)
 TRUE = FieldType("true", lambda v: v is True)
+FALSE = FieldType("false", lambda v: v is False)
 FLAG = FieldType("true or false", lambda v: isinstance(v, bool))
 TEXT = FieldType("a string", lambda v: isinstance(v, str))
 OBJECT = FieldType("an object", lambda v: isinstance(v, Mapping))

@@ -61,7 +61,9 @@ def has_own_head(path: Path) -> bool:
     """True if a checkpoint stores an output head that differs from its embedding: whatever config.json says about
     tying, the two are not one then. (Equal ones are a tied matrix that was written twice.)"""
     files = {key: file for file, keys in _shards(path).items() for key in keys}
-    ends = r"(lm_head|model(\.language_model)?\.embed_tokens|(model|backbone)\.embeddings)\.weight"
+    ends = (
+        r"(lm_head|model(\.language_model)?\.embed_tokens|model\.word_embeddings|(model|backbone)\.embeddings)\.weight"
+    )
     pair = [key for key in files if re.fullmatch(ends, key)]
     return len(pair) == 2 and not torch.equal(*(_tensor(files[key], key) for key in pair))
 

@@ -16,7 +16,7 @@ from hybridrt import LLM, SamplingParams
 from hybridrt.kernels.operation import Operation
 from scripts import file_table
 from tests.support.checkpoints import Make, falcon, jamba, nemotron, qwen
-from tests.support.newer_checkpoints import granite, minimax, olmo
+from tests.support.newer_checkpoints import granite, kimi, minimax, olmo
 from tests.support.tiny import write_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -182,8 +182,8 @@ def _ours(frame: FrameType) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "make",
-    [falcon(), nemotron("M*-ME"), qwen(), jamba(), granite(), olmo(), minimax()],
-    ids=["falcon", "nemotron", "qwen", "jamba", "granite", "olmo", "minimax"],
+    [falcon(), nemotron("M*-ME"), qwen(), jamba(), granite(), olmo(), minimax(), kimi()],
+    ids=["falcon", "nemotron", "qwen", "jamba", "granite", "olmo", "minimax", "kimi"],
 )
 def test_from_generate_to_a_kernel_is_a_short_way(make: Make, tmp_path: Path) -> None:
     model = write_tiny(tmp_path, make, tokenizer=False)

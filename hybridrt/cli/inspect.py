@@ -197,7 +197,9 @@ def _mixer(layer: "LayerSpec", layer_id: int, target: "RunTarget", shapes: "dict
         attention = target.model_config.attention_of(layer_id)
         window = f", window {attention.sliding_window}" if attention.sliding_window else ""
         heads = f"{attention.num_heads} heads, {attention.num_kv_heads} KV heads, head_dim {attention.head_dim}"
-        parts.append(f"attention ({heads}{window})")
+        if latent := attention.latent:
+            heads = f"{attention.num_heads} heads, {latent.rank} + {latent.rope_dim} numbers a token"
+        parts.append(f"{'latent ' * bool(latent)}attention ({heads}{window})")
     if layer.linear:
         shape = shapes[layer.linear]
         conv = [("channels", shape.conv_dim), ("taps", shape.conv_kernel)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrt.config import AttentionConfig
+from hybridrt.config import AttentionConfig, LatentConfig
 from hybridrt.config_fields import CHUNK, DT_LIMIT, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG
 from hybridrt.errors import ConfigError
@@ -69,6 +69,20 @@ def attention_config(hf: Any, rotary: bool = True, scale: float | None = None) -
     check_heads(hf)
     rope = dict(hf.rope_parameters) if rotary else None
     return AttentionConfig(hf.num_attention_heads, hf.num_key_value_heads, head_dim, rope, scale=scale)
+
+
+def latent_attention(hf: Any, rotary: bool) -> AttentionConfig:
+    """Latent attention by the fields of `LATENT`. Its cache has one head, whose values are a part of its keys."""
+    heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
+    if kv_heads != heads:
+        raise ConfigError(f"num_key_value_heads is {kv_heads}; latent attention makes keys for all {heads} heads")
+    rope, rank = dict(hf.rope_parameters) if rotary else None, hf.kv_lora_rank
+    if rope and rope.get("rope_type", "default") != "default":
+        raise ConfigError(f"rope_type is {rope['rope_type']!r}; hybridrt runs latent attention with 'default' only")
+    query_rank = getattr(hf, "q_lora_rank", None)
+    latent = LatentConfig(rank, hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim, query_rank)
+    scale = (latent.nope_dim + latent.rope_dim) ** -0.5
+    return AttentionConfig(heads, 1, rank + latent.rope_dim, rope, v_head_dim=rank, scale=scale, latent=latent)
 
 
 def mamba2_config(hf: Any, head_dim: int) -> Mamba2Config:

@@ -306,8 +306,11 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> _
     """As measured on an H200: with programs for every multiprocessor a context is best left whole, if it is not so long
     that one row would keep the others waiting; two warps each are enough then. With fewer, a key's wait for the slot
     that its address needs decides, and short tiles, four of them under way, beat long ones. Tiles of many query rows
-    and of wide heads are bound by registers instead."""
-    device = multiprocessors(q.device)
+    and of wide heads are bound by registers instead.
+
+    Not measured yet: latent vectors, whose parts of 32 heads weigh as much as 64 keys. They are split less.
+    """
+    device, latent = multiprocessors(q.device), tile["BLOCK_D"] > 256
     bound, filled = tile["BLOCK_M"] > 32 or tile["BLOCK_D"] > 128, programs >= device
     pipeline = {"num_stages": 2}
     if not bound and filled:
@@ -315,12 +318,14 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> _
     elif not bound:
         pipeline = {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 4}
     blocks = triton.cdiv(max_context, pipeline.get("BLOCK_N", tile["BLOCK_N"]))
-    if filled and not bound:
+    few = filled and (latent or not bound)
+    if few:
         wanted = max((2 * device + programs // 2) // programs, triton.cdiv(max_context, LONG_CONTEXT))
         least = triton.cdiv(LONG_CONTEXT // 4, tile["BLOCK_N"])
     else:
-        wanted, least = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * device, programs), 1
-    return _Walk(max(1, min(wanted, blocks, MAX_SPLITS)), least, filled and not bound, pipeline)
+        wanted = triton.cdiv((2 if latent else PROGRAMS_PER_MULTIPROCESSOR) * device, programs)
+        least = 4 if latent else 1
+    return _Walk(max(1, min(wanted, blocks, MAX_SPLITS)), least, few, pipeline)
 
 
 def rope_block(rope: int) -> int:
@@ -331,7 +336,8 @@ def rope_block(rope: int) -> int:
 def _tile(rows: int, head_dim: int, q: Tensor) -> dict[str, int]:
     """Tile sizes and warps for `rows` query rows per key/value head."""
     block_d, halved = max(16, triton.next_power_of_2(head_dim)), q.dtype == torch.float32
-    block_m = min(max(16, triton.next_power_of_2(rows)), max(16, BLOCK_M >> halved))
+    most = BLOCK_M >> (halved + (block_d > 256))  # the accumulator of 64 rows of 512 numbers does not fit registers
+    block_m = min(max(16, triton.next_power_of_2(rows)), max(16, most))
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": max(16, BLOCK_N >> halved),

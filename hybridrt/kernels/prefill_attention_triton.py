@@ -265,7 +265,7 @@ def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathe
     few = kv_heads * sum(triton.cdiv(n * groups, BLOCK_M) for n in query_lens) <= multiprocessors(q.device)
     halvings = single + (not ample(q) if wide else few and not single)
     block_m = min(max(16, triton.next_power_of_2(max(query_lens) * groups)), max(16, BLOCK_M >> halvings))
-    tile = {"BLOCK_M": block_m, "BLOCK_N": max(16, BLOCK_N >> single), "num_stages": 2}
+    tile = {"BLOCK_M": block_m, "BLOCK_N": max(16, BLOCK_N >> (single + (block_d > 256))), "num_stages": 2}
     if gathered:
         return tile | {"num_warps": 8 if wide else 4, "num_stages": 3 if block_d <= 64 else 2}
     tile["num_warps"] = 8 if block_m * block_d > 8192 else 4

@@ -50,7 +50,7 @@ def _kv_layout(model: ModelConfig) -> str:
     for i in model.full_attention_layer_ids:
         a = model.attention_of(i)
         values = f" and {a.v_head_dim}" if a.v_head_dim not in (None, a.head_dim) else ""
-        variant = f"{a.variant} " if a.variant != "gqa" else ""
+        variant = "mla " if a.latent else ""
         text = f"{variant}{a.num_kv_heads} x {a.head_dim}{values}, window {a.sliding_window}"
         groups.setdefault(text, []).append(i)
     return "; ".join(f"{text} in layers {_ids(ids)}" for text, ids in groups.items())

@@ -68,6 +68,13 @@ def test_what_flash_attention_3_cannot_serve(changes: dict[str, Any], message: s
     assert message in (supports(facts | changes) or "")
 
 
+@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+def test_libraries_without_latent_attention_say_so(name: str) -> None:
+    latent = AttentionSpec(2, 1, 24, 16, None, 0.5, torch.bfloat16, "mla")
+    reason = registry.backend_class(name).objection(torch.device("cuda"), [latent])
+    assert reason is not None and 'no kernels for latent attention (variant "mla"); use "triton" or "torch"' in reason
+
+
 @pytest.mark.parametrize(("name", "extra"), [("fa3", "sgl"), ("flashinfer", "flashinfer")])
 def test_a_backend_whose_library_is_missing_says_what_to_install(name: str, extra: str) -> None:
     with pytest.raises(ProviderNotInstalledError, match=rf"{name}.*pip install 'hybridrt\[{extra}\]'"):

@@ -33,7 +33,7 @@ from tests.support.checkpoints import (
     nemotron,
     qwen,
 )
-from tests.support.newer_checkpoints import bamba, granite, minimax, olmo, qwen35_moe, zamba2
+from tests.support.newer_checkpoints import bamba, granite, kimi, minimax, olmo, qwen35_moe, zamba2
 from tests.support.tiny import write_tiny
 
 FAMILIES: dict[str, tuple[Make, str]] = {
@@ -51,6 +51,7 @@ FAMILIES: dict[str, tuple[Make, str]] = {
     "mamba2": (mamba2(), "MM"),
     "zamba2": (zamba2(), "MHMHM"),
     "minimax": (minimax(), "L*L"),
+    "kimi": (kimi(mlp_layer_types=["sparse"] * 4), "KKK*"),
     "lfm2_moe": (lfm2_moe(num_dense_layers=0), "C*CC"),
 }
 SMALL = {"max_running_requests": 3, "max_model_len": 64, "device": "cpu"}
@@ -102,6 +103,13 @@ def test_sizes_of_a_layer_have_names() -> None:
     layer, *_ = json.loads(run("inspect", "--json").stdout)["layers"]
     heads = "attention (4 heads, 2 KV heads, head_dim 64)"
     assert layer["mixer"] == f"{heads} + mamba2 (heads 8, head_dim 64, state_dim 64)"
+
+
+def test_latent_attention_shows_its_cache(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path, kimi(), tokenizer=False)
+    *_, layer = json.loads(run("inspect", str(path), "--device", "cpu", "--json").stdout)["layers"]
+    assert layer["mixer"] == "latent attention (4 heads, 20 + 4 numbers a token)"
+    assert layer["kv_bytes_per_token"] == 4 * 24
 
 
 def test_a_layer_without_a_recurrent_state_shows_its_conv(tmp_path: Path) -> None:

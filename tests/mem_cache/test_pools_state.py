@@ -131,12 +131,14 @@ def test_kv_pools_start_finite_and_know_their_bytes() -> None:
     gqa, wide = AttentionSpec(6, 3, 5, 5, **half), AttentionSpec(6, 3, 5, 8, **half)
     groups = {gqa: [3, 7], wide: [4], AttentionSpec(6, 1, 9, 6, variant="mla", **half): [5]}
     pool = KVPool(groups, num_pages=4, page_size=2, device="cpu")
-    shapes = [(2, 5, 2, 3, 5)] * 2 + [(1, 5, 2, 3, 5), (1, 5, 2, 3, 8), (1, 5, 2, 1, 9), (1, 5, 2, 1, 0)]
+    shapes = [(2, 5, 2, 3, 5)] * 2 + [(1, 5, 2, 3, 5), (1, 5, 2, 3, 8), (1, 5, 2, 1, 9)]
     assert [tuple(tensor.shape) for tensor in pool.tensors] == shapes
     assert not any(tensor.any() for tensor in pool.tensors), "what a mask hides must be finite"
     for layer_id, (group, index) in {3: (0, 0), 7: (0, 1), 4: (1, 0)}.items():
         places = [tensor.data_ptr() for tensor in pool.layer(layer_id)]
         assert places == [tensor[index].data_ptr() for tensor in pool.tensors[2 * group : 2 * group + 2]]
+    (vectors,), (keys, values) = pool.held(5), pool.layer(5)
+    assert keys is vectors and values.shape == (5, 2, 1, 6) and values.data_ptr() == vectors.data_ptr()
     assert pool.specs == {3: gqa, 7: gqa, 4: wide, 5: list(groups)[2]}
     assert 5 * KVPool.page_bytes(groups, 2) == sum(tensor.nbytes for tensor in pool.tensors)
     with pytest.raises(ConfigError, match=r"'mqa'.*'gqa', 'mla'"):

@@ -21,7 +21,7 @@ from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from hybridrt.speculative.mtp import MTPDrafter
 from tests.support.checkpoints import falcon, nemotron, write
 from tests.support.levels import sweep
-from tests.support.mtp_oracle import HEADS, NaiveHead, without_head, write_with_head
+from tests.support.mtp_oracle import HEAD_KEYS, HEADS, NaiveHead, without_head, write_with_head
 from tests.support.samples import Sample
 from tests.support.speculation import Ask, Rig, assert_same, bushy
 
@@ -67,7 +67,7 @@ def test_every_key_of_the_head_is_used_once(name: str, heads: Store) -> None:
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     pieces = [p for target in (model.checkpoint_map() | model.mtp.checkpoint_map()).values() for p in target]
     assert len({piece.name for piece in pieces}) == len(pieces)
-    assert set(load(path, "ngram")[1].skipped) == {key for key in keys if key.startswith("mtp.")}
+    assert set(load(path, "ngram")[1].skipped) == {key for key in keys if key.startswith(HEAD_KEYS)}
 
 
 def test_a_checkpoint_without_its_head(heads: Store, tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.checkpoints import Make, nemotron, qwen, write
-from tests.support.newer_checkpoints import qwen35, qwen35_moe
+from tests.support.newer_checkpoints import ling, qwen35, qwen35_moe
 
 Weights = dict[str, Tensor]
+HEAD_KEYS = ("mtp.", LING := "model.layers.2.")  # Ling's head stands behind its layers, of which these models have two
 
 # By name: a model, and what of its head differs from the plainest.
 HEADS: dict[str, Make] = {
@@ -31,6 +32,7 @@ HEADS: dict[str, Make] = {
         "ME", num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*E", moe_latent_size=20, n_group=4,
         topk_group=2, norm_topk_prob=False, mlp_bias=True,
     ),
+    "ling": ling(num_hidden_layers=2, num_mtp_layers=1),
     "nemotron-longer": nemotron("M-", num_nextn_predict_layers=1, mtp_hybrid_override_pattern="-*E*"),
 }  # fmt: skip
 
@@ -38,7 +40,8 @@ HEADS: dict[str, Make] = {
 def write_with_head(make: Make, path: Path, *, seed: int = 0) -> Any:
     """A checkpoint as transformers writes it, and random `mtp.*` weights beside; returns transformers' model."""
     model = write(make, path, seed=seed)
-    shapes = (_qwen_shapes if is_qwen(model.config) else _nemotron_shapes)(model.config)
+    of_family = {"nemotron_h": _nemotron_shapes, "bailing_hybrid": _ling_shapes}
+    shapes = of_family.get(model.config.model_type, _qwen_shapes)(model.config)
     generator = torch.Generator().manual_seed(seed + 1)
     weights = {name: _random(name, shape, generator) for name, shape in shapes.items()}
     file = path / "model.safetensors"
@@ -52,9 +55,9 @@ def is_qwen(config: Any) -> bool:
 
 
 def without_head(path: Path, copy: Path) -> Path:
-    """A copy of a checkpoint that has lost its `mtp.*` weights."""
+    """A copy of a checkpoint that has lost the weights of its head."""
     shutil.copytree(path, copy)
-    kept = {k: t for k, t in load_file(path / "model.safetensors").items() if not k.startswith("mtp.")}
+    kept = {k: t for k, t in load_file(path / "model.safetensors").items() if not k.startswith(HEAD_KEYS)}
     save_file(kept, copy / "model.safetensors")
     return copy
 
@@ -104,6 +107,24 @@ def _qwen_shapes(c: Any) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def _ling_shapes(c: Any) -> dict[str, tuple[int, ...]]:
+    size, heads, rank, tail = c.hidden_size, c.num_attention_heads, c.kv_lora_rank, c.qk_rope_head_dim
+    norms = ("enorm", "hnorm", "final_layernorm", "input_layernorm", "post_attention_layernorm")
+    found: dict[str, tuple[int, ...]] = {f"{LING}{n}.weight": (size,) for n in norms}
+    found |= {f"{LING}eh_proj.weight": (size, 2 * size)}
+    shapes = {
+        "q_proj": (heads * (c.qk_nope_head_dim + tail), size), "kv_a_proj_with_mqa": (rank + tail, size),
+        "kv_a_layernorm": (rank,), "kv_b_proj": (heads * (c.qk_nope_head_dim + c.v_head_dim), rank),
+        "g_proj": (heads, size), "dense": (size, heads * c.v_head_dim),
+    }  # fmt: skip
+    found |= {f"{LING}attention.{name}.weight": shape for name, shape in shapes.items()}
+    count, gated = c.num_local_experts, ("gate", "up")
+    found |= {f"{LING}mlp.gate.weight": (count, size), f"{LING}mlp.gate.expert_bias": (count,)}
+    for part in ("shared_experts", *(f"experts.{e}" for e in range(count))):
+        found |= _mlp_shapes(f"{LING}mlp.{part}", size, c.moe_intermediate_size, gated)
+    return found
+
+
 def _nemotron_shapes(c: Any) -> dict[str, tuple[int, ...]]:
     size, last = c.hidden_size, len(c.mtp_layers_block_type) - 1
     norms = ("0.enorm", "0.hnorm", f"{last}.final_layernorm", *(f"{i}.norm" for i in range(last + 1)))
@@ -146,7 +167,7 @@ class NaiveHead:
     def __post_init__(self) -> None:
         self.config = self.model.config
         self.weights: Weights = load_file(self.path / "model.safetensors")
-        self.is_qwen = is_qwen(self.config)
+        self.is_qwen, self.is_ling = is_qwen(self.config), self.config.model_type == "bailing_hybrid"
 
     @torch.no_grad()
     def logits(self, tokens: list[int], drafts: list[int]) -> Tensor:
@@ -163,17 +184,20 @@ class NaiveHead:
     def hidden(self, hidden: Tensor, tokens: list[int]) -> Tensor:
         """The head over [n, hidden] states and the tokens behind them."""
         names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
-        if not self.is_qwen:
+        if self.is_ling:
+            names = tuple(f"{LING}{part}" for part in ("enorm", "hnorm", "eh_proj", "final_layernorm"))  # type: ignore[assignment]
+        elif not self.is_qwen:
             last = len(self.config.mtp_layers_block_type) - 1
             parts = ("0.enorm", "0.hnorm", "0.eh_proj", f"{last}.final_layernorm")
             names = tuple(f"mtp.layers.{part}" for part in parts)  # type: ignore[assignment]
         embedded = self.model.get_input_embeddings()(torch.tensor(tokens))
         both = torch.cat((self.norm(embedded, names[0]), self.norm(hidden, names[1])), -1)
         x = self.linear(both, names[2])
-        return self.norm(self.qwen_block(x) if self.is_qwen else self.nemotron_blocks(x), names[3])
+        block = self.ling_block if self.is_ling else self.qwen_block if self.is_qwen else self.nemotron_blocks
+        return self.norm(block(x), names[3])
 
     def norm(self, x: Tensor, key: str) -> Tensor:
-        eps = self.config.rms_norm_eps if self.is_qwen else self.config.layer_norm_epsilon
+        eps = self.config.rms_norm_eps if self.is_qwen or self.is_ling else self.config.layer_norm_epsilon
         scale = self.weights[f"{key}.weight"] + (1.0 if self.is_qwen else 0.0)
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * scale
 
@@ -204,6 +228,35 @@ class NaiveHead:
         first, second, rest = x.split((rot // 2, rot // 2, x.shape[-1] - rot), -1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
+    def ling_block(self, x: Tensor) -> Tensor:
+        x = x + self.latent_attention(self.norm(x, f"{LING}input_layernorm"), f"{LING}attention")
+        y, key = self.norm(x, f"{LING}post_attention_layernorm"), f"{LING}mlp"
+        weights, ids = self.chosen(y, f"{key}.gate", "expert_bias")
+        routed = mixed(y, weights, ids, lambda t, e: self.swiglu(t, f"{key}.experts.{e}"))
+        return x + routed + self.swiglu(y, f"{key}.shared_experts")
+
+    def latent_attention(self, x: Tensor, key: str) -> Tensor:
+        """Keys and values of all heads are made from the latent vectors; neighbours are rotated."""
+        c, heads = self.config, self.config.num_attention_heads
+        latent, tail = self.linear(x, f"{key}.kv_a_proj_with_mqa").split((c.kv_lora_rank, c.qk_rope_head_dim), -1)
+        made = self.linear(self.norm(latent, f"{key}.kv_a_layernorm"), f"{key}.kv_b_proj").unflatten(-1, (heads, -1))
+        k, v = made.split((c.qk_nope_head_dim, c.v_head_dim), -1)
+        q, q_tail = self.linear(x, f"{key}.q_proj").unflatten(-1, (heads, -1)).split(
+            (c.qk_nope_head_dim, c.qk_rope_head_dim), -1
+        )  # fmt: skip
+        q, k = (torch.cat((part, self.turned(end).expand(-1, heads, -1)), -1) for part, end in (
+            (q, q_tail), (k, tail[:, None])))  # fmt: skip
+        gate = torch.sigmoid(self.linear(x, f"{key}.g_proj"))[..., None]
+        return self.linear((causal_attention(q, k, v) * gate).flatten(1), f"{key}.dense")
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Pairs (2 i, 2 i + 1) of [n, heads, rot] turn by position times theta^(-2 i / rot)."""
+        rot, theta = x.shape[-1], self.config.rope_parameters["rope_theta"]
+        angles = torch.arange(len(x))[:, None] * theta ** (-torch.arange(0, rot, 2) / rot)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        first, second = x[..., 0::2], x[..., 1::2]
+        return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+
     def swiglu(self, x: Tensor, key: str) -> Tensor:
         hidden = F.silu(self.linear(x, f"{key}.gate_proj")) * self.linear(x, f"{key}.up_proj")
         return self.linear(hidden, f"{key}.down_proj")
@@ -231,8 +284,18 @@ class NaiveHead:
 
     def nemotron_experts(self, x: Tensor, key: str) -> Tensor:
         c = self.config
-        scores = torch.sigmoid(self.linear(x, f"{key}.gate"))
-        choice = scores + self.weights[f"{key}.gate.e_score_correction_bias"]
+        weights, ids = self.chosen(x, f"{key}.gate", "e_score_correction_bias")
+        latent = self.linear(x, f"{key}.fc1_latent_proj") if getattr(c, "moe_latent_size", None) else x
+        routed = mixed(latent, weights, ids, lambda t, e: self.squared_relu(t, f"{key}.experts.{e}"))
+        if latent is not x:
+            routed = self.linear(routed, f"{key}.fc2_latent_proj")
+        return routed + self.squared_relu(x, f"{key}.shared_experts")
+
+    def chosen(self, x: Tensor, key: str, correction: str) -> tuple[Tensor, Tensor]:
+        """Weights and ids [n, k] of the experts with the best corrected scores in the best groups."""
+        c = self.config
+        scores = torch.sigmoid(self.linear(x, key))
+        choice = scores + self.weights[f"{key}.{correction}"]
         groups = choice.view(len(x), c.n_group, -1)
         best = groups.topk(2, -1).values.sum(-1).topk(c.topk_group, -1).indices
         allowed = torch.zeros(len(x), c.n_group).scatter_(1, best, 1.0)[:, :, None].expand_as(groups).flatten(1) > 0
@@ -240,12 +303,7 @@ class NaiveHead:
         weights = scores.gather(1, ids)
         if c.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        latent = self.linear(x, f"{key}.fc1_latent_proj") if getattr(c, "moe_latent_size", None) else x
-        routed = mixed(latent, weights * c.routed_scaling_factor, ids, lambda t, e: self.squared_relu(
-            t, f"{key}.experts.{e}"))  # fmt: skip
-        if latent is not x:
-            routed = self.linear(routed, f"{key}.fc2_latent_proj")
-        return routed + self.squared_relu(x, f"{key}.shared_experts")
+        return weights * c.routed_scaling_factor, ids
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

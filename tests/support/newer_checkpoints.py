@@ -105,6 +105,27 @@ def zamba2(**changes: Any) -> Make:
     return lambda: (tf.Zamba2Config(**(fields | changes)), tf.Zamba2ForCausalLM)
 
 
+LATENT: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "kv_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 16, "routed_scaling_factor": 1.7, "max_position_embeddings": LENGTH, **TOKENS,
+}  # fmt: skip
+
+
+def kimi(**changes: Any) -> Make:
+    """Kimi-Linear: one layer of latent attention in four, a dense layer first."""
+    fields = LATENT | {"linear_head_dim": 8, "linear_num_heads": 4, "linear_conv_kernel_dim": 4}
+    fields |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+    return lambda: (known("KimiLinearConfig")(**(fields | changes)), known("KimiLinearForCausalLM"))
+
+
+def ling(**changes: Any) -> Make:
+    """Ling 3: one layer of latent attention in two, a dense layer first."""
+    fields = LATENT | {"head_dim": 8, "layer_group_size": 2, "first_k_dense_replace": 1, "num_mtp_layers": 0}
+    return lambda: (known("BailingHybridConfig")(**(fields | changes)), known("BailingHybridForCausalLM"))
+
+
 def minimax(**changes: Any) -> Make:
     """MiniMax: softmax attention in layer 1 of 3; factors that differ from 1."""
     fields: dict[str, Any] = {
@@ -182,6 +203,26 @@ ZAMBA2: dict[str, Make] = {
     "mamba_alone": zamba2(layers_block_type=["mamba"] * 2, num_hidden_layers=2),
 }  # fmt: skip
 
+KIMI: dict[str, Make] = {
+    "plain": kimi(),
+    "compressed_queries_biases": kimi(q_lora_rank=12, attention_bias=True, n_group=1, topk_group=1,
+                                      norm_topk_prob=False),
+    "dense_alone": kimi(mlp_layer_types=["dense"] * 2, layer_types=["full_attention", "linear_attention"],
+                        num_hidden_layers=2),
+    "odd_sizes": kimi(hidden_size=28, num_attention_heads=3, num_key_value_heads=3, kv_lora_rank=7, v_head_dim=5,
+                      qk_nope_head_dim=3, qk_rope_head_dim=6, linear_head_dim=6, linear_num_heads=5,
+                      linear_conv_kernel_dim=3, n_shared_experts=2, num_local_experts=5, n_group=1, topk_group=1),
+    "linear_alone": kimi(layer_types=["linear_attention"] * 2, num_hidden_layers=2, mlp_layer_types=["sparse"] * 2),
+}  # fmt: skip
+LING: dict[str, Make] = {
+    "plain": ling(),
+    "softplus_biases": ling(kda_safe_gate=False, attention_bias=True, num_hidden_layers=2),
+    "other_bound": ling(kda_lower_bound=-2.5, n_group=1, topk_group=1, norm_topk_prob=False, n_shared_experts=3,
+                        rope_parameters={"rope_type": "default", "rope_theta": 100.0}, num_hidden_layers=3),
+    "odd_sizes": ling(hidden_size=28, num_attention_heads=3, num_key_value_heads=3, kv_lora_rank=7, v_head_dim=5,
+                      qk_nope_head_dim=3, qk_rope_head_dim=6, head_dim=6, num_local_experts=5, n_group=1, topk_group=1,
+                      short_conv_kernel_size=3, first_k_dense_replace=0, num_hidden_layers=2),
+}  # fmt: skip
 MINIMAX: dict[str, Make] = {
     "plain": minimax(),
     "factors_of_one_tied": minimax(
@@ -202,6 +243,8 @@ NEWER: dict[str, dict[str, Make]] = {
     "bamba": BAMBA,
     "olmo": OLMO,
     "zamba2": ZAMBA2,
+    "kimi": KIMI,
+    "ling": LING,
     "minimax": MINIMAX,
 }
 NEWER_SPLIT: dict[str, Make] = {
@@ -214,6 +257,9 @@ NEWER_SPLIT: dict[str, Make] = {
     "olmo-split": olmo(linear_num_key_heads=4, linear_num_value_heads=8, num_attention_heads=8, num_key_value_heads=2,
                        num_hidden_layers=2, layer_types=["full_attention", "linear_attention"], attention_bias=True),
     "zamba2-split": zamba2(use_shared_attention_adapter=True, use_mem_rope=True, mamba_ngroups=4),
+    "kimi-split": kimi(q_lora_rank=12, attention_bias=True, num_hidden_layers=2,
+                       layer_types=["full_attention", "linear_attention"]),
+    "ling-split": ling(num_hidden_layers=2),
     "minimax-split": minimax(num_attention_heads=8, num_key_value_heads=2, head_dim=6),
     "bamba-split": bamba(mamba_n_groups=4, num_hidden_layers=2, mlp_bias=True),
 }  # fmt: skip

@@ -1,0 +1,53 @@
+"""Kimi-Linear: Kimi Delta Attention with latent attention every few layers, each followed by an MLP or experts."""
+
+from typing import Any
+
+from hybridrt.config import LayerSpec
+from hybridrt.config_fields import EPSILON, LATENT, MAX_EXPERTS, MULTIPLIER, SIZE, STATE, TAPS, FieldTypes
+from hybridrt.config_json import FLAG, NULL, TRUE, either, integer, list_of, one_of
+from hybridrt.families.base import Family, FamilyFields, latent_attention
+from hybridrt.kinds.kda import KDAConfig
+
+FIELDS: FieldTypes = {
+    **LATENT,
+    "num_local_experts": integer(1, MAX_EXPERTS),
+    **dict.fromkeys(("n_group", "topk_group", "num_experts_per_tok"), integer(1, MAX_EXPERTS)),
+    "n_shared_experts": integer(1, 64),
+    "moe_intermediate_size": SIZE,
+    "routed_scaling_factor": MULTIPLIER,
+    "layer_types": list_of(one_of("linear_attention", "full_attention")),
+    "mlp_layer_types": list_of(one_of("dense", "sparse")),
+    "linear_head_dim": STATE,
+    "linear_num_heads": SIZE,
+    "linear_conv_kernel_dim": TAPS,
+    "rms_norm_eps": EPSILON,
+    **dict.fromkeys(("attention_bias", "norm_topk_prob"), FLAG),
+    # Of published checkpoints, which transformers does not read: only these values have a meaning here.
+    **dict.fromkeys(("mla_use_nope", "use_grouped_topk"), either(NULL, TRUE)),
+    "moe_router_activation_func": either(NULL, one_of("sigmoid")),
+    "moe_layer_freq": either(NULL, integer(1, 1)),
+    "num_nextn_predict_layers": either(NULL, integer(0, 0)),
+}
+
+
+def layers_of(hf: Any) -> tuple[LayerSpec, ...]:
+    """Layers by their two lists of types."""
+
+    def layer(kind: str, ffn: str) -> LayerSpec:
+        full = kind == "full_attention"
+        return LayerSpec(full, None if full else "kda", "moe" if ffn == "sparse" else "mlp")
+
+    return tuple(layer(*types) for types in zip(hf.layer_types, hf.mlp_layer_types, strict=True))
+
+
+def _describe(hf: Any) -> FamilyFields:
+    kda = KDAConfig(hf.linear_num_heads, hf.linear_head_dim, hf.linear_conv_kernel_dim, gate_rank=hf.linear_head_dim)
+    return {"layers": layers_of(hf), "linear": {"kda": kda}, "attention": latent_attention(hf, rotary=False)}
+
+
+FAMILY = Family(
+    model="hybridrt.models.kimi_linear:KimiLinearForCausalLM",
+    config_class="KimiLinearConfig",
+    fields=FIELDS,
+    describe=_describe,
+)

@@ -1,0 +1,46 @@
+"""Ling 3: blocks as in Kimi-Linear, with gates of full rank, rotary embeddings and gated outputs.
+
+    x ─ norm ─ KDA or MLA ─ + ─ norm ─ MoE or MLP ─ +
+
+The decay of Kimi Delta Attention has a lower bound, the outputs of latent attention are multiplied head by head by a
+sigmoid (Ant Group 2026).
+"""
+
+from typing import ClassVar
+
+from hybridrt.layers.weights import CheckpointMap
+from hybridrt.models.base import MTPHead
+from hybridrt.models.kimi_linear import KimiLinearForCausalLM
+
+
+class BailingHybridForCausalLM(KimiLinearForCausalLM):
+    """Ling 3, as transformers names it. Its prediction head stands in the checkpoint as one layer more."""
+
+    gated: ClassVar[bool] = True
+    spellings: ClassVar[dict[str, str]] = {
+        "model.word_embeddings.": "model.embed_tokens.",
+        ".attention.": ".self_attn.",
+        ".dense.": ".o_proj.",
+        ".expert_bias": ".e_score_correction_bias",
+    }
+
+    def rename_key(self, key: str) -> str:
+        first = f"{self.layers_key}.{len(self.config.layers)}."
+        return super().rename_key(f"mtp.{key.removeprefix(first)}" if key.startswith(first) else key)
+
+
+class BailingMoeV3ForCausalLM(BailingHybridForCausalLM):
+    """Ling 3, as it is published."""
+
+
+class BailingHybridMTP(MTPHead):
+    """The prediction head: one more block of gated latent attention and experts."""
+
+    def checkpoint_map(self) -> CheckpointMap:
+        return {
+            **self.embedding_norm.targets("mtp.enorm"),
+            **self.hidden_norm.targets("mtp.hnorm"),
+            **self.fuse.targets("mtp.eh_proj", "both"),
+            **{key.replace("mtp.0.", "mtp."): target for key, target in self.stack.targets("mtp").items()},
+            **self.norm.targets("mtp.final_layernorm"),
+        }

@@ -1,0 +1,80 @@
+"""Kimi-Linear: three blocks of Kimi Delta Attention to one of latent attention, each followed by experts or an MLP.
+
+    x ─ norm ─ KDA or MLA ─ + ─ norm ─ MoE or MLP ─ +
+
+Nothing is rotated: latent attention takes positions from the recurrent layers around it (Moonshot AI 2025,
+arXiv:2510.26692).
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from hybridrt.config import ModelConfig
+from hybridrt.kinds.kda import KDAConfig
+from hybridrt.layers.kda import KDAMixer
+from hybridrt.layers.mla import LatentAttention
+from hybridrt.layers.mlp import MLP
+from hybridrt.layers.moe import Experts, MoE, SigmoidGroupRouter
+from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.weights import Build
+from hybridrt.models.base import CausalLM
+
+MOE_KEYS = {"router": "gate", "experts": "experts", "shared": "shared_experts"}
+
+
+class KimiLinearForCausalLM(CausalLM):
+    """Kimi-Linear (48B-A3B)."""
+
+    gated: ClassVar[bool] = False  # the outputs of latent attention
+    # How checkpoints spell keys that the blocks call otherwise.
+    spellings: ClassVar[dict[str, str]] = {
+        ".block_sparse_moe.": ".mlp.",
+        ".w1.": ".gate_proj.",
+        ".w2.": ".down_proj.",
+        ".w3.": ".up_proj.",
+    }
+
+    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
+        super().__init__(config, build, max_len, eps=config.hf.rms_norm_eps)
+
+    def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
+        config, hf, spec = self.config, self.config.hf, self.config.layer(layer_id)
+        hidden, build = config.hidden_size, self.build
+        mixer: Any
+        if spec.attention:
+            own = config.attention_of(layer_id)
+            mixer = LatentAttention(
+                f"{name}.attn", own, layer_id, hidden, cos_sin=self.cos_sin(own), bias=hf.attention_bias,
+                gated=self.gated, build=build,
+            )  # fmt: skip
+        else:
+            kda = config.linear_of(KDAConfig)
+            mixer = KDAMixer(f"{name}.kda", kda, layer_id, hidden, hf.rms_norm_eps, build=build)
+        ffn: Any = MLP(f"{name}.mlp", hidden, hf.intermediate_size, build=build) if spec.ffn == "mlp" else None
+        ffn = ffn or self._moe(f"{name}.moe")
+        return [
+            ResidualPart("input_layernorm", "self_attn", mixer),
+            ResidualPart("post_attention_layernorm", "mlp", ffn),
+        ]
+
+    def _moe(self, name: str) -> MoE:
+        """Routed SwiGLU experts, chosen within the best groups by corrected sigmoid scores, beside a shared one."""
+        hf, hidden, size, build = (
+            self.config.hf,
+            self.config.hidden_size,
+            self.config.hf.moe_intermediate_size,
+            self.build,
+        )
+        router = SigmoidGroupRouter(
+            f"{name}.router", hidden, hf.num_local_experts, top_k=hf.num_experts_per_tok, n_group=hf.n_group,
+            topk_group=hf.topk_group, renormalize=hf.norm_topk_prob, scaling=float(hf.routed_scaling_factor),
+            build=build,
+        )  # fmt: skip
+        experts = Experts(f"{name}.experts", hf.num_local_experts, hidden, size, activation="silu", build=build)
+        shared = MLP(f"{name}.shared", hidden, size * hf.n_shared_experts, build=build)
+        return MoE(router, experts, shared=shared, keys=MOE_KEYS)
+
+    def rename_key(self, key: str) -> str:
+        for theirs, ours in self.spellings.items():
+            key = key.replace(theirs, ours)
+        return key
