@@ -60,11 +60,11 @@ def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     params = SamplingParams(max_tokens=LAST + 64, temperature=args.temperature, ignore_eos=True, seed=1)
     executor: Any = llm.engine.executor
-    model = (executor if args.tp == 1 else executor.runner).model
+    runner = executor if args.tp == 1 else executor.runner
     for batch in args.batches:
         times = [decode_ms(llm, batch, args.ctx, params) for _ in range(args.repeats)]
         ms = statistics.median(times)
-        floor = step_bytes(llm.model_config, model, batch, args.ctx, model.dtype, DTYPES[args.state_dtype]).floor_ms()
+        floor = step_bytes(runner.model, runner.pools, batch, args.ctx).floor_ms()
         rows.append({"what": f"decode batch {batch}", "ms": ms, "tok/s": batch / ms * 1e3, "floor_ms": floor})
         print(f"{rows[-1]['what']:24} {ms:9.3f} ms {batch / ms * 1e3:10.0f} tok/s  floor {floor:7.3f} ms "
               f"({floor / ms:5.1%})  spread {max(times) - min(times):.3f}", flush=True)  # fmt: skip

@@ -5,6 +5,7 @@ import json
 import platform
 import subprocess
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from hybridrt.families.base import routed_experts
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
-from hybridrt.kinds.registry import state_shape
+from hybridrt.kinds.registry import state_dtype
+from hybridrt.mem_cache.mamba_pool import MambaPoolSpec, ring_width
 from hybridrt.models.base import CausalLM
+from hybridrt.runtime.build import Pools
 
 RESULTS = Path(__file__).parent / "results"
 HBM_BYTES_PER_S = 4.0e12  # the bandwidth that the floors of docs/performance.md are computed with
@@ -83,30 +86,39 @@ def gdn_of(config: ModelConfig) -> GDNConfig:
     return config.linear_of(GDNConfig)
 
 
-def step_bytes(
-    config: ModelConfig, model: CausalLM, batch: int, context: int, dtype: torch.dtype, state_dtype: torch.dtype
-) -> StepBytes:
-    """The floor of a decode step that reads and writes the recurrent state every step (the classic mode), on one
-    tensor-parallel rank.
+def step_bytes(model: CausalLM, pools: Pools, batch: int, context: int) -> StepBytes:
+    """The bytes that a plain decode step moves at least in the state mode of its pools, on one tensor-parallel rank.
 
     Weights: each matrix once, the embedding table only as the head; of routed experts those that `batch` tokens
-    are expected to touch. KV: the whole context once.
+    are expected to touch. KV: the whole context once. State: see `state_bytes`.
     """
-    weights, ranks = 0.0, model.tp.size
+    config, weights = model.config, 0.0
     for name, p in model.named_parameters():
         share = _touched_share(config, len(p), batch) if ".experts." in name else 0.0 if name == "embed.weight" else 1.0
         weights += p.numel() * p.element_size() * share
     if config.tie_word_embeddings:
-        weights += config.vocab_size * config.hidden_size * dtype.itemsize / ranks
-    state = 0.0
-    for kind, linear in config.linear.items():
-        shape = state_shape(linear, ranks)
-        per_layer = 2 * shape.temporal_numel * state_dtype.itemsize + 2 * shape.conv_dim * 4 * dtype.itemsize
-        state += batch * len(config.linear_layer_ids(kind)) * per_layer
-    attention = config.attention
-    kv_token = 2 * max(attention.num_kv_heads // ranks, 1) * attention.head_dim * dtype.itemsize
-    kv = batch * context * len(config.full_attention_layer_ids) * kv_token
-    return StepBytes(weights, state, float(kv))
+        weights += config.vocab_size * config.hidden_size * model.dtype.itemsize / model.tp.size
+    pool = pools.req_to_token.mamba_pool
+    state = state_bytes(pool.spec) if pool is not None else 0.0
+    kv = sum(spec.token_bytes for spec in pools.kv.specs.values())
+    return StepBytes(weights, batch * state, float(batch * context * kv))
+
+
+def state_bytes(spec: MambaPoolSpec) -> float:
+    """Of one row and one token, over all layers: K - 1 columns of the conv ring are read and one is written. The state
+    is read and written; with replay it is read alone, with the entries of the state ring that are there (W - 1 to 0,
+    equally often), and an entry is written. Every W tokens a fold reads the whole ring and the state, and writes it."""
+    total = 0.0
+    for shape, layers in spec.groups.items():
+        conv = shape.conv_dim * shape.conv_kernel * spec.conv_dtype.itemsize if shape.segments else 0
+        state = shape.temporal_numel * state_dtype(shape, spec.state_dtype).itemsize
+        moved = 2.0 * state
+        if spec.mode == "replay":
+            width = ring_width(spec.tokens_per_step)
+            entry = sum(prod(dims) * dtype.itemsize for dims, dtype in spec.row_shapes(shape).values()) / width
+            moved = state + 2 * state / width + entry * ((width - 1) / 2 + 1 + 1)
+        total += len(layers) * (conv + moved)
+    return total
 
 
 def _touched_share(config: ModelConfig, stacked: int, batch: int) -> float:

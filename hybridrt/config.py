@@ -248,6 +248,8 @@ class EngineConfig:
         memory_fraction: share of the device's memory that weights, pools and activations may take.
         page_size: tokens in a KV page, a power of two.
         chunked_prefill_size: most prompt tokens that one step computes.
+        target_itl_ms: milliseconds between tokens of a request that are aimed at: prompts are computed in such chunks
+            that a step that decodes, too, ends in that time (docs/serving.md). None: chunks are as long as they may be.
         mamba_ssm_dtype: dtype of the recurrent state.
         state_mode: "classic" writes the recurrent state every step; "replay" keeps a ring of inputs and writes it
             once in about 16 steps: only kinds with `ring_shapes` support it. "auto" picks replay where a fused kernel
@@ -264,6 +266,8 @@ class EngineConfig:
             (docs/prefix-cache.md).
         cache_slots: recurrent states for cached prefixes, beside one for each running request; None takes as many as
             there are running requests, where memory allows.
+        host_cache_bytes: main memory for prefixes that the device has no room for, over all ranks; page-locked beside a
+            GPU. 0: none.
         seed: seeds dummy weights, and requests without a seed.
     """
 
@@ -276,6 +280,7 @@ class EngineConfig:
     memory_fraction: float = 0.85
     page_size: int = 16
     chunked_prefill_size: int = 8192
+    target_itl_ms: float | None = None
     mamba_ssm_dtype: str = "float32"
     state_mode: str = "auto"
     attention_backend: str = "auto"
@@ -289,6 +294,7 @@ class EngineConfig:
     transfer_bytes: int = 0
     prefix_cache: bool = True
     cache_slots: int | None = None
+    host_cache_bytes: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -304,10 +310,16 @@ class EngineConfig:
                 _in_range(name, getattr(self, name), 1, 2**24)
         if self.max_model_len is not None:
             _in_range("max_model_len", self.max_model_len, 2, 2**24, ": a prompt token and an output token at least")
+        itl = self.target_itl_ms
+        if itl is not None and (isinstance(itl, bool) or not isinstance(itl, int | float) or not 0.1 <= itl <= 1e6):
+            raise ConfigError(f"target_itl_ms is {itl!r}; it must be a number of milliseconds from 0.1 to 1e6, or None")
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache is {self.prefix_cache!r}; it must be True or False")
         if self.cache_slots is not None:
             _in_range("cache_slots", self.cache_slots, 0, 2**24)
+        _in_range("host_cache_bytes", self.host_cache_bytes, 0, 2**48)
+        if self.host_cache_bytes and not self.prefix_cache:
+            raise ConfigError("host_cache_bytes extends the prefix cache, which is off: set prefix_cache=True")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size is {self.page_size}; it must be a power of two (16 is the default)")
         if not 0 < self.memory_fraction < 1:

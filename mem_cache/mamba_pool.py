@@ -14,6 +14,7 @@ from hybridrt.kernels.state_ring import RingFolds, advance_ring, fold_ring
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import check_replay, linear_kind, state_dtype
 from hybridrt.mem_cache.bounds import check_range
+from hybridrt.mem_cache.host_plan import aligned
 
 STATE_MODES = ("classic", "replay", "intermediate")
 
@@ -106,6 +107,14 @@ class MambaPoolSpec:
     def slot_bytes(self) -> int:
         """Bytes of one state slot over all layers."""
         return sum(_nbytes(self.slot_shapes(s)) * len(ids) for s, ids in self.groups.items())
+
+    def image_bytes(self) -> int:
+        """Bytes of what `MambaPool.read_slot` gives, each tensor aligned."""
+        return sum(
+            len(ids) * (aligned(shape.conv_dim * (shape.conv_kernel - 1) * self.conv_dtype.itemsize)
+                        + aligned(shape.temporal_numel * state_dtype(shape, self.state_dtype).itemsize))
+            for shape, ids in self.groups.items()
+        )  # fmt: skip
 
     def row_bytes(self) -> int:
         """Bytes that one running request needs beside its slot, over all layers, ring cursors included."""

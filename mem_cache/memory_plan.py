@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from hybridrt.errors import MemoryBudgetError
+from hybridrt.mem_cache.host_plan import NO_HOST_PLAN, HostPlan
 from hybridrt.mem_cache.page_demand import PageDemand
 
 GIB = 1024**3
@@ -35,6 +36,7 @@ class MemoryPlan:
         max_model_len: longest prompt + output of one request.
         budget_bytes: what pools may take; weight_bytes and activation_bytes were taken off before.
         demand: how many of the pages a request holds at a time; None: those of all its tokens.
+        host: what the prefix cache holds in main memory beside the pools.
 
     Raises:
         MemoryBudgetError: there are fewer state slots than rows.
@@ -50,6 +52,7 @@ class MemoryPlan:
     weight_bytes: int = 0
     activation_bytes: int = 0
     demand: PageDemand | None = None
+    host: HostPlan = NO_HOST_PLAN
 
     def __post_init__(self) -> None:
         if 0 < self.num_slots < self.num_rows:
@@ -75,6 +78,8 @@ class MemoryPlan:
         slots = self.num_slots + 1 if self.num_slots else 0
         cached = f", {self.cache_slots} of them for cached prefixes" if self.cache_slots else ""
         arena = [("state transfer", "", self.costs.transfer)] if self.costs.transfer else []
+        kept = f"{self.host.num_pages} pages, {self.host.num_states} states"
+        host = [("cached prefixes in main memory", kept, self.host.nbytes)] if self.host else []
         return [
             ("weights", "", self.weight_bytes),
             ("activations (peak)", "", self.activation_bytes),
@@ -83,6 +88,7 @@ class MemoryPlan:
             ("KV cache", f"{self.num_pages} pages of {self.page_size} tokens", (self.num_pages + 1) * self.costs.page),
             ("graph buffers, draft model", "", self.costs.fixed),
             *arena,
+            *host,
         ]
 
     def summary(self) -> str:

@@ -54,6 +54,7 @@ class CacheCounts:
         without_kv: tokens that a text had whose KV the cache has given up.
         retokenised: tokens of a cached answer behind a place within it where the prompt leaves it: most often because
             the history was tokenised anew.
+        fetched: tokens that were brought back from main memory, or whose state was.
     """
 
     asked: int = 0
@@ -61,3 +62,4 @@ class CacheCounts:
     without_state: int = 0
     without_kv: int = 0
     retokenised: int = 0
+    fetched: int = 0

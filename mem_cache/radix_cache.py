@@ -71,7 +71,7 @@ class RadixCache:
         node, known = self._descend(salt, tokens)
         limit, left = len(tokens) - 1, left_answer(node, known, len(tokens))
         if not self.recurrent:
-            pages = min(self._complete(known), limit // self.page_size)
+            pages = min(self.complete(known), limit // self.page_size)
             if not pages:
                 return PrefixMatch(known=known, retokenised=left)
             found = self._covering(node, pages)
@@ -85,6 +85,20 @@ class RadixCache:
         owner = self._tail_node(node)
         tail = None if owner is None else owner.tail if owner is node or not owner.pages else owner.pages[0]
         return PrefixMatch(node.end, self._pages(node), node.state, tail, known, node, owner, retokenised=left)
+
+    def held(self, tokens: np.ndarray, salt: str = "") -> tuple[PrefixMatch, set[int]]:
+        """What the tree has of a text, usable or not: its complete pages, to be locked or used, and where its states
+        stand."""
+        node, known = self._descend(salt, tokens)
+        states = {step.end for step in node.path if step.state is not None and step.end <= known}
+        pages = self.complete(known)
+        node = self._covering(node, pages) if pages else node
+        length = pages * self.page_size
+        return PrefixMatch(length, self._pages(node)[:pages], node=None if node.parent is None else node), states
+
+    def complete(self, position: int) -> int:
+        """Pages that are complete once `position` tokens are on the path."""
+        return max(position - self.lookahead, 0) // self.page_size if self.page_size else 0
 
     def expect(self, match: PrefixMatch, arrival: int) -> None:
         """A request that arrived as number `arrival` waits, and will have this match."""
@@ -152,7 +166,7 @@ class RadixCache:
         root, taken_pages, taken_states = self._root(salt), list[Slot](), list[Slot]()
         answer = len(tokens) if prompt is None else prompt
         ends = sorted(end for end in states if 0 < end <= len(tokens))
-        complete = self._complete(len(tokens))
+        complete = self.complete(len(tokens))
         last = max(complete * self.page_size + self.lookahead if complete else 0, ends[-1] if ends else 0)
         # The deepest node first: one of its pages may hold the tail of a state above.
         deepest = self._extend(root, tokens[:last], pages, taken_pages, answer)
@@ -203,10 +217,6 @@ class RadixCache:
                 break
         return node, known
 
-    def _complete(self, position: int) -> int:
-        """Pages that are complete once `position` tokens are on the path."""
-        return max(position - self.lookahead, 0) // self.page_size if self.page_size else 0
-
     def _pages(self, node: Node) -> list[Slot]:
         """The complete pages of a path."""
         path = list(node.path)
@@ -214,14 +224,14 @@ class RadixCache:
 
     def _covering(self, node: Node, pages: int) -> Node:
         """The highest node of a path whose end has so many complete pages."""
-        while node.parent is not None and self._complete(node.parent.end) >= pages:
+        while node.parent is not None and self.complete(node.parent.end) >= pages:
             node = node.parent
         return node
 
     def _tail_node(self, node: Node) -> Node | None:
         """The node that owns the page with the tokens after a node's last complete page, or None if there are no such
         tokens. It is the node itself, or a node below, whose page holds the same tokens and more."""
-        index = self._complete(node.end)
+        index = self.complete(node.end)
         if not self.page_size or index * self.page_size == node.end:
             return None
         below = [node] if node.tail is not None else list(node.children.values())
@@ -239,7 +249,7 @@ class RadixCache:
         while node.end < len(tokens):
             child = node.children.get(int(tokens[node.end]))
             if child is None:
-                fresh = list(pages[self._complete(node.end) : self._complete(len(tokens))])
+                fresh = list(pages[self.complete(node.end) : self.complete(len(tokens))])
                 edge = tokens[node.end :].copy()
                 child = Node(edge, node.end, node, pages=fresh, answer=answer, first=int(edge[0]))
                 node.children[child.first] = child
@@ -254,13 +264,13 @@ class RadixCache:
         """Cuts an edge after `at` tokens; returns the upper node."""
         assert node.parent is not None
         kept = node.state or node.tail or node.readers or node.children
-        if not kept and self._complete(node.start) + len(node.pages) <= self._complete(node.start + at):
+        if not kept and self.complete(node.start) + len(node.pages) <= self.complete(node.start + at):
             node.tokens = node.tokens[:at].copy()  # nothing would be left below
             return node
         node.parent.children[node.first] = upper = Node(
             node.tokens[:at], node.start, node.parent, used=node.used, answer=node.answer, first=node.first
         )
-        held = self._complete(upper.end) - self._complete(node.start)
+        held = self.complete(upper.end) - self.complete(node.start)
         upper.pages, node.pages = node.pages[:held], node.pages[held:]
         node.tokens, node.start, node.parent = node.tokens[at:], upper.end, upper
         node.first = int(node.tokens[0])
@@ -275,7 +285,7 @@ class RadixCache:
         if before is not None and before.hits == 1:
             before.passed = True
             self._enlist_state(before)
-        index = self._complete(node.end)
+        index = self.complete(node.end)
         if self.page_size and index * self.page_size < node.end and self._tail_node(node) is None:
             node.tail = pages[index]
             taken.append(node.tail)
@@ -349,9 +359,9 @@ class RadixCache:
         before = len(pages)
         self._drop_state(leaf, pages, states)
         while leaf.pages and len(pages) - before < most:
-            self._let_go(leaf, self._complete(leaf.start) + len(leaf.pages) - 1, leaf.pages.pop(), pages)
+            self._let_go(leaf, self.complete(leaf.start) + len(leaf.pages) - 1, leaf.pages.pop(), pages)
         if leaf.pages:
-            end = (self._complete(leaf.start) + len(leaf.pages)) * self.page_size + self.lookahead
+            end = (self.complete(leaf.start) + len(leaf.pages)) * self.page_size + self.lookahead
             leaf.tokens = leaf.tokens[: end - leaf.start].copy()
         else:
             leaf.tokens = leaf.tokens[:0]
@@ -364,7 +374,7 @@ class RadixCache:
             states.append(node.state)
         tail, node.state, node.tail = node.tail, None, None
         if tail is not None:
-            self._let_go(node, self._complete(node.end), tail, pages)
+            self._let_go(node, self.complete(node.end), tail, pages)
 
     def _let_go(self, node: Node, index: int, page: Slot, pages: list[Slot]) -> None:
         """Adds page `index`, which `node` has owned, to `pages`. But if a state above it ends in the middle of the page

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest
 from hybridrt.speculative.ngram import NgramDrafter
 from tests.support.checkpoints import VOCAB, falcon, falcon_mamba, jamba, lfm2_moe, nemotron, qwen, swa_ssm, write
-from tests.support.levels import sweep
+from tests.support.levels import drawn, sweep
 from tests.support.samples import Sample, Samples
 from tests.support.speculation import Ask, Rig
 
@@ -167,9 +167,10 @@ def assert_same(got: Sequence[Sample], want: Sequence[Sample]) -> None:
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("chunk", [3, 8192])
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize(("name", "mode", "drafts", "topk"), sweep(WAYS, 2))
+@pytest.mark.parametrize(
+    ("name", "mode", "drafts", "topk", "graphs", "chunk"),
+    sweep([(*way, graphs, chunk) for way in WAYS for graphs in (False, True) for chunk in (3, 8192)], 5),
+)
 def test_nothing_reads_what_no_request_of_its_own_wrote(
     name: str, mode: str, drafts: int, topk: int, graphs: bool, chunk: int, rigs: Rigs
 ) -> None:
@@ -187,8 +188,10 @@ def test_nothing_reads_what_no_request_of_its_own_wrote(
     assert [out.logprobs for out in got] == [out.logprobs for out in want], "not the same bits"
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize(("name", "mode", "drafts", "topk"), sweep(WAYS, 2))
+@pytest.mark.parametrize(
+    ("name", "mode", "drafts", "topk", "graphs"),
+    sweep([(*way, graphs) for way in WAYS for graphs in (False, True)], 5),
+)
 def test_nan_stays_with_its_request(name: str, mode: str, drafts: int, topk: int, graphs: bool, rigs: Rigs) -> None:
     """Before, beside and after requests that compute NaN, in rows, slots and pages that they have left."""
     rig, plain = rigs.rig(name, mode, drafts, topk, graphs), rigs.rig(name, "classic", 0, 1, False)
@@ -220,18 +223,22 @@ def histories(draw: st.DrawFn) -> list[Ask]:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "drafts", "topk"), sweep([w for w in WAYS if w[0] in ("mamba2", "gdn", "history")], 3)
+    ("name", "mode", "drafts", "topk", "examples"),
+    drawn([w for w in WAYS if w[0] in ("mamba2", "gdn", "history")], 4, 4, 8),
 )
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(asks=histories(), chunk=st.sampled_from([2, 5, 8192]), choices=st.tuples(*[st.booleans()] * 3))
 def test_neighbours_of_a_nan_token_are_as_if_alone(
-    name: str, mode: str, drafts: int, topk: int, asks: list[Ask], chunk: int, choices: tuple[bool, ...], rigs: Rigs
+    name: str, mode: str, drafts: int, topk: int, examples: int, rigs: Rigs
 ) -> None:
-    graphs, overlap, ngrams = choices
-    rig, plain = rigs.rig(name, mode, drafts, topk, graphs), rigs.rig(name, "classic", 0, 1, False)
-    got = play(rig, asks, chunk, overlap, ngrams)
-    assert_same(got, [output for one in asks for output in play(plain, [Ask(one.prompt, one.params)])])
-    assert all(failed(output) for output, one in zip(got, asks, strict=True) if BAD in one.prompt)
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    @given(asks=histories(), chunk=st.sampled_from([2, 5, 8192]), choices=st.tuples(*[st.booleans()] * 3))
+    def history(asks: list[Ask], chunk: int, choices: tuple[bool, ...]) -> None:
+        graphs, overlap, ngrams = choices
+        rig, plain = rigs.rig(name, mode, drafts, topk, graphs), rigs.rig(name, "classic", 0, 1, False)
+        got = play(rig, asks, chunk, overlap, ngrams)
+        assert_same(got, [output for one in asks for output in play(plain, [Ask(one.prompt, one.params)])])
+        assert all(failed(output) for output, one in zip(got, asks, strict=True) if BAD in one.prompt)
+
+    history()
 
 
 @pytest.mark.parametrize("provider", ["triton"], indirect=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hybridrt.sampling_params import SamplingParams
 from tests.models.test_models_parity import prompts
 from tests.support.checkpoints import CheckpointStore
-from tests.support.levels import sweep
+from tests.support.levels import drawn, sweep
 from tests.support.samples import Samples
 from tests.support.session import Session, budget
 from tests.support.ties import check_greedy
@@ -100,19 +100,26 @@ REQUESTS = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(
-    plans=st.lists(REQUESTS, min_size=1, max_size=9),
-    rows=st.sampled_from([1, 2, 4]),
-    pages=st.sampled_from([16, 20, 40]),
-    chunk=st.sampled_from([1, 5, 16, 64]),
-    overlap=st.booleans(),
-    state_mode=st.sampled_from(["classic", "replay"]),
-)
-def test_every_request_gets_the_tokens_that_it_gets_alone(
-    bench: Bench, plans: list[Plan], rows: int, pages: int, chunk: int, overlap: bool, state_mode: str
-) -> None:
+@pytest.mark.parametrize(("bench", "examples"), drawn(MODELS, 2, 8, 25), indirect=["bench"])
+def test_every_request_gets_the_tokens_that_it_gets_alone(bench: Bench, examples: int) -> None:
     """Random arrivals, lengths, stops and aborts; pools too small for all; chunked prefill; retraction; overlap."""
+
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    @given(
+        plans=st.lists(REQUESTS, min_size=1, max_size=9),
+        rows=st.sampled_from([1, 2, 4]),
+        pages=st.sampled_from([16, 20, 40]),
+        chunk=st.sampled_from([1, 5, 16, 64]),
+        overlap=st.booleans(),
+        state_mode=st.sampled_from(["classic", "replay"]),
+    )
+    def schedule(**case: Any) -> None:
+        play(bench, **case)
+
+    schedule()
+
+
+def play(bench: Bench, plans: list[Plan], rows: int, pages: int, chunk: int, overlap: bool, state_mode: str) -> None:
     session = bench.session(rows, pages, state_mode)
     engine = session.engine(chunk=chunk, overlap=overlap)
     outputs = Samples()

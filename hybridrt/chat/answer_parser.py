@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 
-from hybridrt.chat.events import Content, Event, Reasoning
+from hybridrt.chat.events import CallArguments, Content, Event, Reasoning
 from hybridrt.chat.reasoning import ReasoningTags
 from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.tool_parser import CallSink, ToolParser
@@ -66,6 +66,8 @@ class AnswerParser:
             last = joined[-1] if joined else None
             if isinstance(event, Content | Reasoning) and type(last) is type(event):
                 joined[-1] = type(event)(last.text + event.text)
+            elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
+                joined[-1] = CallArguments(event.index, last.text + event.text)
             else:
                 joined.append(event)
         return joined

@@ -12,8 +12,8 @@ import numpy as np
 
 from hybridrt.chat.answer_parser import AnswerParser
 from hybridrt.chat.answer_reader import AnswerReader, TokenTags
+from hybridrt.chat.constraints import Constraints, forces_calls
 from hybridrt.chat.conversation import Conversation
-from hybridrt.chat.forced_calls import constrained, forces_calls
 from hybridrt.chat.reasoning import ReasoningTags
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
 from hybridrt.chat.renderer import RENDERER
@@ -115,6 +115,9 @@ class Chat:
         dropped: Sequence[str] = ()
         if params.skip_special_tokens and special & tags:
             params, dropped = replace(params, skip_special_tokens=False), sorted(special - tags)
+        grammar = self._constraints.grammar(conversation, params.structured_outputs, tools, reasoning, text)
+        if grammar is not params.structured_outputs:
+            params = replace(params, structured_outputs=grammar)
         most = None if conversation.parallel_tool_calls else 1
         token_tags = self._token_tags(reasoning)
 
@@ -122,13 +125,11 @@ class Chat:
             parser = AnswerParser(tools, reasoning, in_reasoning=inside, most_calls=most, dropped=dropped)
             return AnswerReader(parser, token_tags, self._tokenizer.encode_bare)
 
-        return ChatPrompt(tokens, constrained(params, conversation), self._boundaries(conversation, tokens), new_answer)
+        return ChatPrompt(tokens, params, self._boundaries(conversation, tokens), new_answer)
 
     def _parsers(self, conversation: Conversation) -> tuple[ToolParser | None, ReasoningTags | None]:
-        if conversation.thinking_budget is not None:
-            raise RequestError("a thinking budget is not supported: leave it out, or lower reasoning_effort")
         if forces_calls(conversation):
-            return ForcedCalls(conversation.schemas), None
+            return ForcedCalls(conversation.schemas), self.reasoning
         if not conversation.offered:
             return None, self.reasoning
         if self.tool_parser is None:
@@ -144,6 +145,11 @@ class Chat:
         hf = self._tokenizer.hf
         added = [str(token) for token in hf.added_tokens_decoder.values() if token.special]
         return sorted({*hf.all_special_tokens, *added})
+
+    @cached_property
+    def _constraints(self) -> Constraints:
+        added = self._tokenizer.hf.get_added_vocab()
+        return Constraints({tag: token for tag, token in added.items() if token != self._tokenizer.hf.eos_token_id})
 
     def _token_tags(self, reasoning: ReasoningTags | None) -> TokenTags | None:
         """The ids of the reasoning's tags, where each is one token."""

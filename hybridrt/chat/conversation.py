@@ -87,6 +87,12 @@ class Conversation:
                 f"reasoning_effort is {shown(self.reasoning_effort)}; it must be one of {', '.join(EFFORTS)}",
                 "reasoning_effort",
             )
+        budget = self.thinking_budget
+        if budget is not None and not (type(budget) is int and 0 <= budget < 2**31):
+            raise RequestError(
+                f"the thinking budget is {shown(budget)}; it must be an integer from 0 to 2**31 - 1",
+                "thinking_token_budget",
+            )
         if self.tool_choice in ("auto", "none"):
             return
         if not self.tools:

@@ -22,6 +22,10 @@ class ReasoningTags:
         """Whether a prompt's text ends within reasoning: the answer begins there, too."""
         return prompt.rstrip().endswith(self.opens)
 
+    def closed_by(self, prompt: str) -> bool:
+        """Whether a prompt's text ends behind reasoning: the answer is to have none."""
+        return prompt.rstrip().endswith(self.closes)
+
 
 # DeepSeek-R1, Qwen 3 and 3.5, Nemotron, Falcon-H1R, LFM2-Thinking, Ling, MiniMax.
 THINK = ReasoningTags(("<think>",), ("</think>",), ("</think>",))

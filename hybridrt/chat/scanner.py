@@ -99,16 +99,25 @@ class Scanner:
     def run(self, pattern: re.Pattern[str], most: int | None = None) -> Step[str]:
         """The longest run of a pattern that matches character by character, such as r"\\w*". Malformed if it has more
         than `most` characters."""
-        found = ""
+        pieces = list[str]()
+
+        def add(piece: str) -> None:
+            pieces.append(piece)
+            if most is not None and sum(map(len, pieces)) > most:
+                raise Malformed("".join(pieces))
+
+        yield from self.pass_on(pattern, add)
+        return "".join(pieces)
+
+    def pass_on(self, pattern: re.Pattern[str], emit: Callable[[str], None]) -> Step[None]:
+        """Passes a run of such a pattern on while it comes."""
         while True:
             match = pattern.match(self._text, self._place)
-            piece = match[0] if match is not None else ""
-            self._place += len(piece)
-            found += piece
-            if most is not None and len(found) > most:
-                raise Malformed(found)
+            if match is not None and match[0]:
+                self._place = match.end()
+                emit(match[0])
             if self.num_ready or self.closed:
-                return found
+                return
             yield
 
     def until(self, literals: Sequence[str], emit: Callable[[str], None]) -> Step[str]:

@@ -74,6 +74,10 @@ class ToolParser(ABC):
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self.tools = tools
 
+    def section_schema(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """JSON schema of a section, given those of its calls; None if a section is no JSON."""
+        return None
+
     @abstractmethod
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
         """Reads a section, behind the literal that opened it, up to the one that closes it.

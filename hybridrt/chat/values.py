@@ -49,8 +49,7 @@ def read_value(scanner: Scanner, emit: Emit) -> Step[None]:
             yield from _scalar(scanner, emit)
         while stack:
             yield from _space(scanner, emit)
-            if not (yield from _close(scanner, emit, stack)):
-                yield from _next(scanner, emit, stack)
+            if not (yield from _close(scanner, emit, stack)) and (yield from _next(scanner, emit, stack)):
                 break
         else:
             return
@@ -62,9 +61,7 @@ def read_string(scanner: Scanner, emit: Emit) -> Step[None]:
     if quote not in _PLAIN:
         raise Malformed
     while True:
-        plain = yield from scanner.run(_PLAIN[quote])
-        if plain:
-            emit(escaped(plain))
+        yield from scanner.pass_on(_PLAIN[quote], lambda text: emit(escaped(text)))
         if (yield from scanner.take()) == quote:
             return
         emit((yield from _escape(scanner)))
@@ -103,34 +100,38 @@ def _close(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[bool]:
     return True
 
 
-def _next(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[None]:
-    """Reads on to the next entry. A comma before the closing bracket is left out."""
+def _next(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[bool]:
+    """Reads on to the next entry. False if there is none: a comma before the closing bracket is left out."""
     yield from scanner.expect(",")
     space = yield from scanner.space()
     after = yield from scanner.peek()
     if after == stack[-1] or (after == ")" and stack[-1] == "]"):
-        emit(space)
-        return
+        return False
     emit("," + space)
     if stack[-1] == "}":
         yield from _key(scanner, emit)
+    return True
 
 
 def _key(scanner: Scanner, emit: Emit) -> Step[None]:
-    emit('"')
-    yield from read_string(scanner, emit)
-    emit('"')
+    yield from _quoted(scanner, emit)
     yield from _space(scanner, emit)
     yield from scanner.expect(":")
     emit(":")
     yield from _space(scanner, emit)
 
 
+def _quoted(scanner: Scanner, emit: Emit) -> Step[None]:
+    if (yield from scanner.peek()) not in _PLAIN:
+        raise Malformed
+    emit('"')
+    yield from read_string(scanner, emit)
+    emit('"')
+
+
 def _scalar(scanner: Scanner, emit: Emit) -> Step[None]:
-    if (yield from scanner.peek()) in ('"', "'"):
-        emit('"')
-        yield from read_string(scanner, emit)
-        emit('"')
+    if (yield from scanner.peek()) in _PLAIN:
+        yield from _quoted(scanner, emit)
         return
     word = yield from scanner.run(_WORD, MAX_WORD)
     if word not in _CONSTANTS and not _NUMBER.fullmatch(word):

@@ -10,12 +10,17 @@ _TEXT = 48  # characters of an edge's text that are shown
 
 
 def summary(dump: CacheDump) -> str:
-    """What the cache holds and has served, in two lines."""
+    """What the cache holds and has served, in two lines; three with a tier in main memory."""
     share = f"{dump.hit / dump.asked:.1%}" if dump.asked else "none"
     lost = f"{dump.without_state} for want of a state, {dump.without_kv} for want of KV, {dump.retokenised} by "
+    tier = (
+        f"\nin main memory {dump.host_pages} of {dump.host_pages_total} KV pages, {dump.host_states} of "
+        f"{dump.host_states_total} states; {dump.fetched} tokens fetched"
+    )
     return (
         f"{len(dump.nodes)} nodes, {dump.pages} of {dump.pages_total} KV pages, {dump.states} of {dump.states_total} "
         f"states\n{dump.asked} tokens asked, {dump.hit} hit ({share}); lost: {lost}retokenised history"
+        f"{tier if dump.host_pages_total or dump.host_states_total else ''}"
     )
 
 

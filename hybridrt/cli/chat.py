@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybridrt.cli.options import EMBEDDED, EngineOptions, SamplingOptions, SpeculativeOptions, option, read_text
+from hybridrt.cli.options import (
+    EMBEDDED,
+    EngineOptions,
+    Overrides,
+    SamplingOptions,
+    SpeculativeOptions,
+    option,
+    read_text,
+)
 from hybridrt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +33,14 @@ class ChatEngine(EngineOptions):
     """One person talks: room for a few requests keeps earlier conversations cached, and starts soon."""
 
     max_running_requests: Annotated[int | None, option("Requests that could decode together.", "4", "N")] = None
+
+
+@dataclass(frozen=True)
+class FormatOptions(Overrides):
+    """How conversations are written for a model in this process."""
+
+    chat_template: Annotated[str | None, option("File that replaces the chat template.", "none", "FILE")] = None
+    reasoning_parser: Annotated[str | None, option("How the model marks reasoning.", "auto", "NAME")] = None
 
 
 @dataclass(frozen=True)
@@ -48,10 +64,8 @@ def chat(
         ),
     ] = None,
     system: Annotated[str | None, option("System prompt.", "none", "TEXT")] = None,
-    chat_template: Annotated[
-        str | None, option("File that replaces the model's chat template.", "none", "FILE")
-    ] = None,
     remote: RemoteOptions = RemoteOptions(),
+    format: FormatOptions = FormatOptions(),
     sampling: ChatSampling = ChatSampling(),
     engine: ChatEngine = ChatEngine(),
     speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
@@ -66,13 +80,12 @@ def chat(
 
     with ExitStack() as stack:
         if remote.url is not None:
-            _refuse_local(chat_template=chat_template, **engine.given() | {"seed": None}, **speculation.given(""))
+            _refuse_local(**format.given(), **engine.given() | {"seed": None}, **speculation.given(""))
             seeds = {"seed": engine.seed} if engine.seed is not None else {}
             answering = _remote(remote, model, sampling.given() | seeds)
         else:
-            template = None if chat_template is None else read_text("--chat-template", chat_template)
             options = {"max_running_requests": 4, **engine.given(), **speculation.given(model or EMBEDDED)}
-            answering = _local(stack, model or EMBEDDED, template, sampling.given(), options)
+            answering = _local(stack, model or EMBEDDED, format, sampling.given(), options)
         repl = Repl(answering, make_reader(list(COMMANDS)), Screen())
         if system:
             repl.turns = [Turn("system", system)]
@@ -96,8 +109,9 @@ def _remote(remote: RemoteOptions, model: str | None, fields: dict[str, Any]) ->
 
 
 def _local(
-    stack: ExitStack, model: str, template: str | None, sampling: dict[str, Any], options: dict[str, Any]
+    stack: ExitStack, model: str, format: FormatOptions, sampling: dict[str, Any], options: dict[str, Any]
 ) -> "ChatModel":
+    from hybridrt.chat.chat import Chat
     from hybridrt.cli.local_model import LocalModel
     from hybridrt.engine.llm import LLM
     from hybridrt.engine.sampling_defaults import default_sampling_params
@@ -107,8 +121,10 @@ def _local(
 
     path = resolve_model_path(model)
     params = replace(default_sampling_params(path), **{"max_tokens": None, **sampling})
+    template = None if format.chat_template is None else read_text("--chat-template", format.chat_template)
     read_model_config(path)  # checks config.json, which the tokenizer reads without checks
     tokenizer = load_tokenizer(path)
     if tokenizer is None or not (template or tokenizer.hf.chat_template):
         raise ConfigError("the model brings no chat template; pass one with --chat-template, or use hybridrt generate")
-    return LocalModel(path.name, stack.enter_context(LLM(str(path), **options)), params, template)
+    chat = Chat(tokenizer, template=template, reasoning_parser=format.reasoning_parser or "auto")
+    return LocalModel(path.name, stack.enter_context(LLM(str(path), **options)), params, chat)

@@ -2,43 +2,49 @@
 
 from collections.abc import Generator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
-from hybridrt.cli.conversation import Piece, Totals, Turn
+from hybridrt.chat.chat import Chat
+from hybridrt.chat.conversation import read_conversation
+from hybridrt.chat.events import Content, Reasoning
+from hybridrt.cli.conversation import Piece, Totals, Turn, decoded, encoded
 from hybridrt.cli.generate import timings
 from hybridrt.engine.llm import LLM
-from hybridrt.engine.tokenizer import encode_prompt
 from hybridrt.errors import RequestError
 from hybridrt.runtime.interrupts import Interrupts
 from hybridrt.sampling_params import SamplingParams
 
 
 class LocalModel:
-    """Answers conversations with an LLM.
+    """Answers conversations with an LLM, in the form that `chat` knows."""
 
-    Args:
-        template: Jinja text that replaces the model's chat template; None keeps that.
-
-    Raises:
-        RequestError: the model has no tokenizer.
-    """
-
-    def __init__(self, name: str, llm: LLM, params: SamplingParams, template: str | None) -> None:
-        if llm.tokenizer is None:
-            raise RequestError("this model has no tokenizer, so it cannot chat; use hybridrt generate --token-ids")
+    def __init__(self, name: str, llm: LLM, params: SamplingParams, chat: Chat) -> None:
         self.name = name
-        self._llm, self._tokenizer, self._params, self._template = llm, llm.tokenizer, params, template
+        self._llm, self._params, self._chat = llm, params, chat
 
     def answer(self, turns: list[Turn]) -> Generator[Piece | Totals, None, None]:
         """As ChatModel.answer. Ctrl-C is taken between two steps."""
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        text = self._tokenizer.render_chat(messages, self._template, add_generation_prompt=True)
-        tokens = encode_prompt(self._tokenizer, text, self._llm.plan.max_model_len - 1, bare=True)
-        stream: Any = self._llm.stream(tokens, self._params)
+        stream: Any = self._llm.stream_chat([turn.message() for turn in turns], self._params, chat=self._chat)
         with Interrupts() as interrupts, closing(stream) as deltas:
             for delta in deltas:
-                yield Piece(delta.text)
+                content = "".join(event.text for event in delta.events if isinstance(event, Content))
+                reasoning = "".join(event.text for event in delta.events if isinstance(event, Reasoning))
+                yield Piece(content, reasoning)
                 interrupts.check()
         found = timings(delta.metrics)
         counts = (found["output_tokens"], found["prompt_tokens"], found["cached_tokens"])
         yield Totals(*counts, found["tokens_per_second"])
+
+    def save_session(self, file: Path, turns: list[Turn]) -> None:
+        """As ChatModel.save_session."""
+        if file.exists():
+            raise RequestError(f"{file} exists; choose another name, or remove it")
+        messages = [turn.message() for turn in turns]
+        talk = read_conversation(messages, add_generation_prompt=False)
+        tokens = self._chat.prompt(talk, self._params).tokens
+        self._llm.save_session(file, tokens, note=encoded(turns).decode())
+
+    def load_session(self, file: Path) -> list[Turn]:
+        """As ChatModel.load_session."""
+        return decoded(self._llm.load_session(file).note, file)

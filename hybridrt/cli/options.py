@@ -48,6 +48,9 @@ class EngineOptions(Overrides):
     memory_fraction: Annotated[float | None, option("Share of the GPU's memory to take.", "0.85", "X")] = None
     page_size: Annotated[int | None, option("Tokens in a KV page, a power of two.", "16", "N")] = None
     chunked_prefill_size: Annotated[int | None, option("Prompt tokens computed in one step.", "8192", "N")] = None
+    target_itl_ms: Annotated[
+        float | None, option("Time between tokens to keep, by shorter chunks of prompts.", "none", "MS")
+    ] = None
     mamba_ssm_dtype: Annotated[str | None, option("Of the recurrent state.", "float32", _DTYPES)] = None
     state_mode: Annotated[
         str | None, option("How recurrent state is kept while decoding.", "auto", "classic|replay")
@@ -64,6 +67,7 @@ class EngineOptions(Overrides):
     overlap: Annotated[bool | None, option("Launch a step before the last one's tokens are read.", "on")] = None
     prefix_cache: Annotated[bool | None, option("Keep prompts and answers for those that begin alike.", "on")] = None
     cache_slots: Annotated[int | None, option("Recurrent states kept for prefixes.", "one a request", "N")] = None
+    host_cache_bytes: Annotated[int | None, option("Main memory for prefixes, in bytes.", "0", "N")] = None
     tp_size: Annotated[
         int | None, option("Tensor-parallel ranks, each on a GPU of its own.", "1, or torchrun's", "N")
     ] = None

@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from hybridrt.chat.chat import Chat
+from hybridrt.chat.constraints import asks_for_grammar
 from hybridrt.chat.conversation import Conversation, read_conversation
 from hybridrt.engine.chats import ChatDelta, ChatOutput, ChatReader, Messages, PreparedChat, read_output
 from hybridrt.engine.engine_loop import EngineLoop, StepMessage
@@ -128,24 +129,25 @@ class AsyncLLM:
         return self._loop.stalled
 
     async def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedPrompt:
-        """Checks a prompt and converts it to tokens; a long text in another thread. A grammar is compiled in threads of
-        its own, in which no request without one waits. None: the model's default parameters.
+        """Checks a prompt and converts it to tokens; a long text, or one with a grammar to compile, in another thread.
+        None: the model's default parameters.
 
         Raises:
             RequestError, MemoryBudgetError, QueueFullError: as `Engine.prepare`.
         """
         params = self.llm.default_sampling_params if params is None else params
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            prepare = partial(self.llm.engine.prepare, prompt, params)
-            return await asyncio.get_running_loop().run_in_executor(self._compiling, prepare)
+            return await self.in_thread(self.llm.engine.prepare, prompt, params, compiles=True)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if isinstance(text, str) and len(text) > _INLINE_CHARACTERS:
             return await self.in_thread(self.llm.engine.prepare, prompt, params)
         return self.llm.engine.prepare(prompt, params)
 
-    async def in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs work on text (tokenising, a chat template) in another thread, so that the event loop goes on."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, partial(work, *arguments))
+    async def in_thread(self, work: Callable[..., Any], *arguments: Any, compiles: bool = False) -> Any:
+        """Runs work on text (tokenising, a chat template) in another thread, so that the event loop goes on. Work that
+        `compiles` a grammar has threads of its own."""
+        pool = self._compiling if compiles else self._tokenizing
+        return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *arguments))
 
     def submit(
         self, prepared: PreparedPrompt | Sequence[PreparedPrompt], name: str | None = None, *, stream: bool = True
@@ -218,7 +220,9 @@ class AsyncLLM:
 
     async def prepare_chat(self, conversation: Conversation, params: SamplingParams, chat: Chat) -> PreparedChat:
         """Checks a conversation and converts it to tokens, in another thread. Raises what `LLM.chat` raises first."""
-        prepared: PreparedChat = await self.in_thread(self.llm.prepare_chat, conversation, params, chat)
+        compiles = params.structured_outputs is not None or asks_for_grammar(conversation)
+        prepare = self.llm.prepare_chat
+        prepared: PreparedChat = await self.in_thread(prepare, conversation, params, chat, compiles=compiles)
         return prepared
 
     async def stream_chat(

@@ -12,6 +12,7 @@ The ledger, for a request with a match of m pages and n pages in all:
     given (part of m : n) the prefix cache locked from share to release     the cache's eviction, once unlocked
     out of every window   the request      admit or grow .. settle          settle
     spare                 the request      settle .. use_spare_pages        use_spare_pages, for later tokens
+    fetched               the fetch        start .. finish                  finish, or the cache that takes them over
 
 Slots are those of models with recurrent layers. The first step of a request reads the match's state and writes the
 request's own slot, and copies the tail into pages[m]; once that step has been consumed, both are unlocked. A request
@@ -28,9 +29,11 @@ the row's ring into it (`donations`): no step reads the slot before.
 the prompt still needs pages, the request keeps them for later tokens: an admitted prompt never lacks pages.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from hybridrt.engine.columns import UNLIMITED, RowColumns
+from hybridrt.engine.host_fetches import LOOK_AHEAD, HostFetches
+from hybridrt.engine.host_tier import HostTier
 from hybridrt.engine.prefix_store import PrefixStore
 from hybridrt.engine.request import Request
 from hybridrt.errors import MemoryBudgetError, PoolError
@@ -56,6 +59,7 @@ class CacheCoordinator:
 
     Attributes:
         prefixes: what requests share.
+        fetches: prefixes on their way from main memory; None without such a tier.
         columns: what a step must know of the running requests.
         donations: rows whose slots the prefix cache has taken over, for the next step to fold their rings. `launched`
             takes them off.
@@ -81,12 +85,25 @@ class CacheCoordinator:
         self._demand = demand or PageDemand(page_size)
         keeps = prefix_cache and self._demand.window is None
         self.prefixes = PrefixStore(self.pages, self.slots, self.rows, page_size, lookahead, keeps)
+        self.fetches: HostFetches | None = None
 
     @classmethod
-    def of(cls, plan: MemoryPlan, *, prefix_cache: bool = False, lookahead: int = 0) -> "CacheCoordinator":
-        """Lends what a memory plan has."""
+    def of(
+        cls, plan: MemoryPlan, copied: Callable[[int], bool], *, prefix_cache: bool = False, lookahead: int = 0
+    ) -> "CacheCoordinator":
+        """Lends what a memory plan has. `copied` as `Executor.copied`."""
         pools = plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, plan.demand
-        return cls(*pools, prefix_cache=prefix_cache, lookahead=lookahead)
+        made = cls(*pools, prefix_cache=prefix_cache, lookahead=lookahead)
+        if plan.host:
+            made.add_tier(plan.host.num_pages, plan.host.num_states, copied)
+        return made
+
+    def add_tier(self, num_pages: int, num_states: int, copied: Callable[[int], bool]) -> None:
+        """Keeps prefixes in main memory, too: so many pages and states. `copied` as `Executor.copied`."""
+        store, tree = self.prefixes, self.prefixes.tree
+        num_pages, num_states = num_pages if self.pages.total else 0, num_states if self.slots.total else 0
+        store.tier = HostTier(num_pages, num_states, tree.page_size, tree.recurrent, tree.lookahead, copied)
+        self.fetches = HostFetches(store, store.tier)
 
     def check_fits(self, num_tokens: int) -> None:
         """Raises MemoryBudgetError if a request of num_tokens tokens in all could not run even alone."""
@@ -105,6 +122,8 @@ class CacheCoordinator:
         pages would stay free."""
         if not self.rows.num_free:
             return False
+        if self.fetches is not None:
+            self.fetches.cancel(request.arrival)  # it has waited long enough
         tokens = request.tokens
         match = request.arrived or self.prefixes.match(request)
         # Locking the match keeps its state from eviction. If no other slot can be had, go on without the match.
@@ -145,7 +164,9 @@ class CacheCoordinator:
         if need <= 0:
             return True
         if not self._make_room(need, 0):
-            return False
+            fetching = self.fetches is not None and self.fetches.cancel_all()
+            if not fetching or not self._make_room(need, 0):
+                return False
         self._append(request, self.pages.alloc(need), plan)
         return True
 
@@ -204,9 +225,43 @@ class CacheCoordinator:
         request.settled = request.first_page = 0
         self._num_releases += 1
 
+    def begin_step(self, waiting: Sequence[Request], headroom: int) -> None:
+        """Before a step is made: takes in what has come from main memory, and begins to fetch what the first of the
+        waiting requests will need. `headroom` as for `admit`."""
+        if self.fetches is not None:
+            if self.fetches.finish():
+                self._num_releases += 1
+            self.fetches.start(waiting[:LOOK_AHEAD], self.room_stamp(), headroom)
+
+    def waits(self, request: Request) -> bool:
+        """A waiting request had better wait for its prefix, which comes from main memory."""
+        return self.fetches is not None and self.fetches.awaited(request)
+
+    def seal(self, plan: StepPlan) -> bool:
+        """Writes into a finished plan what goes on beside its rows: donations and copies to and from main memory. True
+        if it should be launched even without rows: something is fetched."""
+        plan.donations = list(self.donations)
+        if self.prefixes.tier is not None:
+            self.prefixes.tier.seal(plan)
+        return any(copy.fetch for copy in plan.host_copies)
+
     def launched(self, plan: StepPlan) -> None:
-        """The step has been launched, and with it the donations that it names."""
+        """The step has been launched, and with it the donations and copies that it names."""
         del self.donations[: len(plan.donations)]
+        if self.prefixes.tier is not None:
+            self.prefixes.tier.launched(plan)
+
+    def failed(self) -> None:
+        """A launch has failed. Which of its copies run is not known, so main memory holds nothing any more."""
+        if self.fetches is not None and self.prefixes.tier is not None:
+            self.fetches.cancel_all()
+            self.prefixes.tier.clear()
+
+    def forget_prefixes(self) -> bool:
+        """Frees what the prefix cache holds and no request reads. True if nothing is left."""
+        if self.fetches is not None:
+            self.fetches.cancel_all()
+        return self.prefixes.reset()
 
     def reclaim(self, requests: Iterable[Request]) -> None:
         """Takes everything back from all requests and the prefix cache. Used after an exception in the middle of a
@@ -217,6 +272,9 @@ class CacheCoordinator:
             request.given, request.saves = set(), {}
         self.donations.clear()
         self.prefixes.tree.clear()
+        if self.fetches is not None and self.prefixes.tier is not None:
+            self.fetches.clear()
+            self.prefixes.tier.clear()
         for allocator in (self.rows, self.slots, self.pages):
             allocator.reclaim()
         self._num_releases += 1
@@ -225,6 +283,8 @@ class CacheCoordinator:
         """Raises PoolError unless free + used + cached == total in every allocator."""
         for allocator in (self.rows, self.slots, self.pages):
             allocator.check()
+        if self.prefixes.tier is not None:
+            self.prefixes.tier.check()
 
     def _fill_columns(self, request: Request) -> None:
         assert request.row is not None

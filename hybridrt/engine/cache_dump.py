@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.config_json import FieldType, integer, list_of
+from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.errors import CacheDumpError, shown
 from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.mem_cache.radix_node import Node
@@ -17,7 +18,7 @@ MOST_BYTES = 1 << 30
 _COUNT = integer(0, 2**53)
 _COUNTS = (
     "page_size", "pages", "pages_total", "states", "states_total", "asked", "hit", "without_state", "without_kv",
-    "retokenised",
+    "retokenised", "fetched", "host_pages", "host_pages_total", "host_states", "host_states_total",
 )  # fmt: skip
 
 
@@ -53,7 +54,9 @@ class CacheDump:
 
     Attributes:
         pages, states: what it holds, of `pages_total` KV pages and `states_total` state slots of the engine.
-        asked, hit, without_state, without_kv, retokenised: hybridrt.mem_cache.prefix_cache.CacheCounts, in tokens.
+        host_pages, host_states: what its tier in main memory holds, and how many it could hold.
+        asked, hit, without_state, without_kv, retokenised, fetched: hybridrt.mem_cache.prefix_cache.CacheCounts, in
+            tokens.
         nodes: parents first.
     """
 
@@ -67,10 +70,25 @@ class CacheDump:
     without_state: int
     without_kv: int
     retokenised: int
+    fetched: int
+    host_pages: int
+    host_pages_total: int
+    host_states: int
+    host_states_total: int
     nodes: tuple[DumpedNode, ...]
 
 
-def dumped_nodes(tree: RadixCache, decode: Callable[[Sequence[int]], str] | None = None) -> tuple[DumpedNode, ...]:
+def cache_dump(pools: CacheCoordinator, decode: Callable[[Sequence[int]], str] | None = None) -> CacheDump:
+    """What a prefix cache holds now; also of which texts, if `decode` makes text of tokens."""
+    return CacheDump(
+        page_size=pools.prefixes.tree.page_size,
+        pages=pools.pages.num_cached, pages_total=pools.pages.total,
+        states=pools.slots.num_cached, states_total=pools.slots.total,
+        **pools.prefixes.totals(), nodes=_dumped_nodes(pools.prefixes.tree, decode),
+    )  # fmt: skip
+
+
+def _dumped_nodes(tree: RadixCache, decode: Callable[[Sequence[int]], str] | None = None) -> tuple[DumpedNode, ...]:
     """The nodes of a tree; their texts if `decode` makes text of tokens."""
     salts, places, found = dict[str, int](), dict[int, int](), list[DumpedNode]()
     for node in tree.nodes():

@@ -64,7 +64,12 @@ def prepare_chat(
         return encode_prompt(tokenizer, text, longest, bare=True)
 
     prompt = chat.prompt(conversation, params, encode)
-    prepared = engine.prepare(prompt.tokens, prompt.params)
+    try:
+        prepared = engine.prepare(prompt.tokens, prompt.params)
+    except RequestError as e:
+        if e.field == "structured_outputs" and params.structured_outputs is None:
+            raise RequestError(f"what the tools ask for cannot be enforced: {e}", "tools") from e
+        raise
     cut = len(prompt.tokens) - len(prepared.tokens)
     boundaries = tuple(place - cut for place in prompt.boundaries if place > cut)
     return PreparedChat(replace(prepared, boundaries=boundaries), prompt.new_answer)

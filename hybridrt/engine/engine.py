@@ -1,14 +1,16 @@
 """The engine loop: requests in, outputs out, one step at a time."""
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 
 from hybridrt.config import EngineConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.cache_dump import CacheDump, dumped_nodes
+from hybridrt.engine.cache_dump import CacheDump, cache_dump
+from hybridrt.engine.chunk_budget import ItlTarget
 from hybridrt.engine.delta_queue import Abandonment, DeltaQueue
 from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar_masks import step_masks
@@ -32,6 +34,8 @@ from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Drafter
 from hybridrt.speculative.make import make_drafter
 
+_IDLE_SECONDS = 0.0002
+
 
 class Engine:
     """Drives an executor. `add_request`, `step` until `has_unfinished()` is false, `abort` between two steps.
@@ -53,6 +57,7 @@ class Engine:
         seed: of requests whose `SamplingParams.seed` is None. Request number i gets derive_seed(seed, i); sample k > 0
             of a request with seed s gets derive_seed(s, k), and sample 0 gets s itself.
         drafter: proposes drafts for speculative decoding.
+        target: sizes chunks of prompts beside decode rows.
 
     Attributes:
         turns: held by the thread that is inside; `with engine.turns:` waits for it, first come, first served.
@@ -70,13 +75,15 @@ class Engine:
         overlap: bool = True,
         seed: int = 0,
         drafter: Drafter | None = None,
+        target: ItlTarget | None = None,
     ) -> None:
         self.limits = limits
         self.executor = executor
         self._coordinator = coordinator
         self._tokenizer = tokenizer
         self._compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
-        self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter)
+        self.target = target
+        self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter, target)
         self._most_in_flight = 1 if overlap else 0
         self._seed = seed
         self._num_requests = 0
@@ -88,7 +95,7 @@ class Engine:
         self._abandoned = Abandonment()
         self._change = Change(self._recover)
         self.turns = Turns(self._change.begin)
-        self.sessions = Sessions(executor, coordinator, self.turns, self._change)
+        self.sessions = Sessions(executor, coordinator, self.turns, self._change, self._sample_last)
 
     @classmethod
     def from_config(
@@ -113,8 +120,11 @@ class Engine:
         drafter = make_drafter(runner, split.everywhere if split else None) if config.speculative else None
         # The KV of a prediction head's token depends on the next token.
         lookahead = int(bool(draft_method(config).kv_layers(model)))
-        coordinator = CacheCoordinator.of(plan, prefix_cache=config.prefix_cache, lookahead=lookahead)
-        return cls(split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter)
+        coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
+        return cls(
+            split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
+            target=ItlTarget(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
+        )  # fmt: skip
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
         """What `submit` takes. Changes nothing.
@@ -244,8 +254,12 @@ class Engine:
                         self._coordinator.launched(scheduled.plan)
                         self._samples.totals.count_launch(scheduled.plan)
                     except Exception as e:
+                        self._coordinator.failed()
                         self._samples.fail_step(scheduled, e)
             if scheduled is None and not self._launched and self._samples.any_queued():
+                if self._coordinator.fetches:
+                    time.sleep(_IDLE_SECONDS)  # there is nothing to do but wait for main memory
+                    return
                 raise EngineError(
                     f"nothing can be scheduled and nothing is running: {self.counters()}; abort the requests"
                 )
@@ -299,19 +313,13 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forgets the cached prefixes that no running request reads. True if none is left."""
         with self.turns.now, self._change:
-            return self._coordinator.prefixes.reset()
+            return self._coordinator.forget_prefixes()
 
     def cache_dump(self, *, text: bool = False) -> CacheDump:
         """What the prefix cache holds now; with `text`, also of which texts, if there is a tokenizer."""
         with self.turns.now:
-            pools, counts = self._coordinator, self._coordinator.prefixes.counts
             decode = self._tokenizer.decode if text and self._tokenizer is not None else None
-            return CacheDump(
-                page_size=pools.prefixes.tree.page_size,
-                pages=pools.pages.num_cached, pages_total=pools.pages.total,
-                states=pools.slots.num_cached, states_total=pools.slots.total,
-                **asdict(counts), nodes=dumped_nodes(pools.prefixes.tree, decode),
-            )  # fmt: skip
+            return cache_dump(self._coordinator, decode)
 
     def has_unfinished(self) -> bool:
         """True while `step` has something to do: requests, launched steps, or deltas not taken."""
@@ -330,7 +338,8 @@ class Engine:
             free_pages=pools.pages.num_free,
             cached_slots=pools.slots.num_cached - pools.slots.num_locked,
             cached_pages=pools.pages.num_cached - pools.pages.num_locked,
-            **{f"cache_{name}": value for name, value in asdict(pools.prefixes.counts).items()},
+            step_cost_error=self.target.cost.error if self.target else None,
+            **pools.prefixes.counters(),
         )
 
     def _abort(self, requests: Sequence[Request]) -> bool:

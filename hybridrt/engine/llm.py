@@ -73,6 +73,7 @@ class LLM:
         memory_fraction: float = 0.85,
         page_size: int = 16,
         chunked_prefill_size: int = 8192,
+        target_itl_ms: float | None = None,
         mamba_ssm_dtype: str = "float32",
         state_mode: str = "auto",
         attention_backend: str = "auto",
@@ -86,6 +87,7 @@ class LLM:
         transfer_bytes: int = 0,
         prefix_cache: bool = True,
         cache_slots: int | None = None,
+        host_cache_bytes: int = 0,
         seed: int = 0,
     ) -> None:
         options = dict(locals())  # the parameters, which are the fields of EngineConfig
@@ -288,10 +290,10 @@ class LLM:
             SessionError: nothing of it is cached, or the note is too long.
             OSError: the file cannot be written.
         """
-        content, limits = text_or_ids(prompt), self.engine.limits
+        content = text_or_ids(prompt)
         if not isinstance(content, str):
-            content = content[: limits.max_model_len - 1]  # the last token of the longest text is never computed
-        prepared = limits.prepare(content, SamplingParams(cache_salt=cache_salt), self.tokenizer)
+            content = content[: self.plan.max_model_len - 1]  # the last token of the longest text is never computed
+        prepared = self.engine.prepare(content, SamplingParams(max_tokens=1, cache_salt=cache_salt))
         tokens = np.array(prepared.tokens, np.int32)
         return self.engine.sessions.save(Path(path), tokens, cache_salt or "", note)
 

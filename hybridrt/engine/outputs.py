@@ -59,10 +59,13 @@ class EngineCounters(TokenCounters):
     free entries of the pools.
 
     Attributes:
-        cache_asked, cache_hit, cache_without_state, cache_without_kv, cache_retokenised: the CacheCounts of
-            hybridrt.mem_cache.prefix_cache, in tokens.
+        cache_asked, cache_hit, cache_without_state, cache_without_kv, cache_retokenised, cache_fetched: the CacheCounts
+            of hybridrt.mem_cache.prefix_cache, in tokens.
         cached_slots, cached_pages: what the prefix cache holds and no running request reads: it gives up what requests
             need.
+        step_cost_error: median relative error of the last steps' predicted times; None without `target_itl_ms`, or
+            before enough steps have run.
+        host_pages, host_states: what the prefix cache holds in main memory.
     """
 
     steps: int = 0
@@ -83,6 +86,10 @@ class EngineCounters(TokenCounters):
     cache_without_state: int = 0
     cache_without_kv: int = 0
     cache_retokenised: int = 0
+    step_cost_error: float | None = None
+    cache_fetched: int = 0
+    host_pages: int = 0
+    host_states: int = 0
 
     def count_launch(self, plan: StepPlan) -> None:
         """A step was launched."""

@@ -1,10 +1,12 @@
 """What running requests take from the prefix cache, and what they give to it."""
 
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 import numpy as np
 
+from hybridrt.engine.host_tier import HostTier
 from hybridrt.engine.request import Request
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
 from hybridrt.mem_cache.prefix_cache import CacheCounts, CacheEntries, PrefixMatch
@@ -28,6 +30,7 @@ class PrefixStore:
         grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a request that goes on
             writing its last page can give the pages before it away.
         keeps: as given.
+        tier: what is kept in main memory beside; None: nothing.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class PrefixStore:
         page_size = page_size if pages.total else 0
         self.tree = RadixCache(page_size, slots.total > 0, lookahead)
         self.counts = CacheCounts()
+        self.tier: HostTier | None = None
         self._seen = SeenTexts()
         self.grid = max(GRID, page_size)
         self._pages, self._slots, self._rows, self.keeps = pages, slots, rows, keeps
@@ -96,6 +100,8 @@ class PrefixStore:
             self.counts.without_kv += max(seen - match.known, 0)
             self.counts.retokenised += match.retokenised
             self.counts.without_state += match.known - match.length if self._slots.total else 0
+            if self.tier is not None:
+                self.tier.touch(request.ids[: match.length], request.params.cache_salt or "")
         request.shared, request.save_at = False, ()
         if self.keeps and self._slots.total:
             ends = (prompt - 1, match.known, *sorted(request.boundaries, reverse=True))
@@ -167,15 +173,35 @@ class PrefixStore:
         self.evict(max(num_pages - self._pages.num_free, 0), max(num_states - self._slots.num_free, 0))
         return self._pages.alloc(num_pages), self._slots.alloc(num_states)
 
-    def adopt(self, tokens: np.ndarray, pages: list[Slot], states: dict[int, Slot], salt: str) -> None:
-        """The cache takes what `take_room` gave and what now holds this text; what it has already is freed."""
+    def room_for_fetch(self, num_pages: int, spare_pages: int, state: bool) -> tuple[list[Slot], Slot | None] | None:
+        """Pages and, if a state comes too, its slot, for `adopt`. None if requests may lack them: `spare_pages` more
+        pages must be free or evictable."""
+        if self._pages.total and num_pages + spare_pages > self.room()[0]:
+            return None
+        slot = self._spare_slot() if state else None
+        if state and slot is None:
+            return None
+        return self.take_room(num_pages, 0)[0], slot
+
+    def give_up_room(self, pages: Sequence[Slot], slots: Sequence[Slot]) -> None:
+        """Frees what was taken for `adopt`."""
+        self._pages.free(pages)
+        self._slots.free(slots)
+
+    def adopt(
+        self, tokens: np.ndarray, held: Sequence[Slot], pages: list[Slot], states: dict[int, Slot], salt: str
+    ) -> None:
+        """The cache takes what was taken from `room` and now holds this text behind the pages `held`, which it has. If
+        it has others in the meantime, these are freed."""
         self._seen.note(tokens, salt)
-        taken, _ = self.tree.insert(tokens, pages, states, salt)
-        kept = set(taken.pages), set(taken.states)
+        taken, _ = self.tree.insert(tokens, [*held, *pages], states, salt)
+        kept_pages, kept_states = set(taken.pages), set(taken.states)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
-        self._pages.free([page for page in pages if page not in kept[0]])
-        self._slots.free([slot for slot in states.values() if slot not in kept[1]])
+        self.give_up_room(
+            [page for page in pages if page not in kept_pages],
+            [slot for slot in states.values() if slot not in kept_states],
+        )
 
     def evict(self, pages: int, states: int, *, awaited: bool = True) -> None:
         """Frees so many entries that no request reads, or all there are; `awaited` as in RadixCache.evict."""
@@ -186,8 +212,25 @@ class PrefixStore:
     def reset(self) -> bool:
         """Frees all entries that no request reads. True if none is left."""
         self._seen.clear()
+        if self.tier is not None:
+            self.tier.clear()
         self.evict(self._pages.total, self._slots.total)
         return not self._pages.num_cached and not self._slots.num_cached
+
+    def counters(self) -> dict[str, int]:
+        """Fields of EngineCounters."""
+        held = {} if self.tier is None else {
+            "host_pages": self.tier.pages.num_cached, "host_states": self.tier.slots.num_cached
+        }  # fmt: skip
+        return held | {f"cache_{name}": value for name, value in asdict(self.counts).items()}
+
+    def totals(self) -> dict[str, int]:
+        """Counts of a CacheDump, and what main memory holds."""
+        found = {"host_pages": 0, "host_pages_total": 0, "host_states": 0, "host_states_total": 0}
+        if self.tier is not None:
+            for name, pool in (("host_pages", self.tier.pages), ("host_states", self.tier.slots)):
+                found |= {name: pool.num_cached, f"{name}_total": pool.total}
+        return found | asdict(self.counts)
 
     def _offer(self, request: Request) -> CacheEntries:
         """Nothing is offered of a request that failed, whose state may be wrong, nor of one that has added nothing."""
@@ -207,6 +250,10 @@ class PrefixStore:
         taken, node = self.tree.insert(ids, request.pages, states, salt, len(request.prompt))
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
+        if self.tier is not None:
+            # The state in a slot of the request is whole once the cache has taken it, and its ring is folded.
+            kept = {*taken.states, *request.saves.values()}
+            self.tier.offer(ids, request.pages, {end: slot for end, slot in states.items() if slot in kept}, salt)
         return taken, node
 
     def _free_saves(self, request: Request, taken: CacheEntries) -> None:

@@ -8,6 +8,7 @@ from itertools import compress
 import numpy as np
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
+from hybridrt.engine.chunk_budget import ChunkBudget, ItlTarget
 from hybridrt.engine.columns import RowColumns
 from hybridrt.engine.request import Request
 from hybridrt.errors import EngineError
@@ -21,12 +22,13 @@ Refuse = Callable[[Request, Exception], None]
 @dataclass(slots=True)
 class ScheduledStep:
     """A plan and the requests of its rows. `rows` has the plan's order, decode rows then extend rows: each request and
-    how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on other chunks). `sampled`: it has the
-    masks that it needs, if any."""
+    how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on other chunks). `sampled`: it has the masks that it
+    needs, if any. `launched`: when, by the clock of the scheduler's ItlTarget."""
 
     plan: StepPlan = field(default_factory=StepPlan)
     rows: list[tuple[Request, int]] = field(default_factory=list)
     sampled: bool = True
+    launched: float = 0.0
 
     def check(self, result: StepResult) -> None:
         """Raises EngineError if the result has a wrong number of rows, a row gained more than its limit, or an
@@ -62,10 +64,15 @@ class Scheduler:
         coordinator: lends rows, slots and pages.
         chunked_prefill_size: tokens of a step, decode rows counted with their drafts.
         drafter: proposes drafts; a step then waits for the tokens that they follow, and all rows decode together.
+        target: makes chunks beside decode rows shorter than that, so that such steps end in time.
     """
 
     def __init__(
-        self, coordinator: CacheCoordinator, chunked_prefill_size: int, drafter: Drafter | None = None
+        self,
+        coordinator: CacheCoordinator,
+        chunked_prefill_size: int,
+        drafter: Drafter | None = None,
+        target: ItlTarget | None = None,
     ) -> None:
         self.waiting: list[Request] = []  # in order of `_turn`
         self.running: dict[int, Request] = {}  # by arrival, in order of admission
@@ -73,6 +80,7 @@ class Scheduler:
         self._coordinator = coordinator
         self._chunk = chunked_prefill_size
         self._drafter = drafter
+        self._target = target
         self._in_flight = 0
         self._order: tuple[list[Request], np.ndarray] | None = None
         self._constrained = False  # a running request has a grammar
@@ -88,6 +96,7 @@ class Scheduler:
         Args:
             refuse: ends a waiting request that no step can pack, and takes it out of the queue (`remove`); None raises.
         """
+        self._coordinator.begin_step(self.waiting, len(self.running))
         requests, rows = self._running_rows()
         columns = self._coordinator.columns.of(rows)
         prefilled = columns.computed >= columns.prefill_end
@@ -105,16 +114,18 @@ class Scheduler:
         if len(indices):
             self._schedule_decode(step, requests, rows, columns)
         decode = step.plan.decode
-        budget = max(self._chunk - len(decode) - len(decode.drafts), (self._chunk + 1) // 2)
+        tokens = max(self._chunk - len(decode) - len(decode.drafts), (self._chunk + 1) // 2)
+        budget = self._target.budget(tokens, decode) if self._target else ChunkBudget(tokens)
         self._schedule_prefill(step, prefilling, budget, refuse)
-        if not step.rows:
+        if not self._coordinator.seal(step.plan) and not step.rows:
             return None
         if self._constrained:
             sampling = (request for request, most in step.rows if most)
             step.plan.constrained = [i for i, request in enumerate(sampling) if request.matcher is not None]
             step.sampled = not step.plan.constrained
-        step.plan.donations = list(self._coordinator.donations)
         self._in_flight += 1
+        if self._target is not None:
+            step.launched = self._target.launched()
         for request, _ in step.rows:
             request.in_flight += 1
         return step
@@ -123,6 +134,8 @@ class Scheduler:
         """Call this after a launched step's result was read. `gained`: tokens of each row. Releases the requests that
         have finished and that no other launched step names."""
         self._in_flight -= 1
+        if self._target is not None:
+            self._target.ended(step.plan, step.launched, sum(gained))
         decode, extend = step.plan.decode, step.plan.extend
         lost = [most - tokens for (_, most), tokens in zip(step.rows, gained, strict=True)]
         if any(lost):
@@ -261,14 +274,14 @@ class Scheduler:
         return victim
 
     def _schedule_prefill(
-        self, step: ScheduledStep, admitted: Iterable[Request], budget: int, refuse: Refuse | None
+        self, step: ScheduledStep, admitted: Iterable[Request], budget: ChunkBudget, refuse: Refuse | None
     ) -> None:
         """Adds chunks of the admitted prompts, then admits waiting requests. If a decode row found no page, no page is
         free, so nothing is admitted."""
         for earlier in admitted:
-            if budget and earlier.row is not None:  # it may just have been retracted
-                budget -= self._add_extend(step, earlier, budget)
-        while budget and (request := self._next_waiting()) is not None:
+            if earlier.row is not None:  # it may just have been retracted
+                self._add_extend(step, earlier, budget)
+        while budget.room() and (request := self._next_waiting()) is not None:
             stamp = request.arrival, len(self.running), *self._coordinator.room_stamp()
             if self._blocked == stamp:
                 break  # nothing has changed since the request was not admitted
@@ -283,12 +296,15 @@ class Scheduler:
             self._constrained |= request.matcher is not None
             if self._drafter is not None:
                 self._drafter.begin(request)
-            budget -= self._add_extend(step, request, budget)
+            self._add_extend(step, request, budget)
 
     def _next_waiting(self) -> Request | None:
-        """The first request of the queue that does not wait for another sample of its prompt to be computed."""
+        """The first request of the queue that waits for nothing else: another sample of its prompt that is computed, or
+        its prefix that is fetched."""
         shares = self._coordinator.prefixes.shares
         for request in self.waiting:
+            if self._coordinator.waits(request):
+                continue
             first = request.leader
             if first is None or first.output or first.finish_reason is not None or request.arrived is not None:
                 return request
@@ -309,15 +325,17 @@ class Scheduler:
             return False
         return True
 
-    def _add_extend(self, step: ScheduledStep, request: Request, budget: int) -> int:
-        """Adds the next chunk and returns its length: 0 if a launched step still reads the pages that it needs."""
+    def _add_extend(self, step: ScheduledStep, request: Request, budget: ChunkBudget) -> None:
+        """Adds the next chunk; none if the budget has no room, or a launched step still reads the pages that it
+        needs."""
         assert request.row is not None
         start = request.computed
-        end = min(start + budget, len(request.prefill_tokens))
+        end = min(start + budget.room(start), len(request.prefill_tokens))
         end = self._coordinator.prefixes.chunk_end(request, start, end)
         chunk = request.prefill_tokens[start : self._coordinator.use_spare_pages(request, end, step.plan)]
         if not chunk:
-            return 0
+            return
+        budget.take(start, len(chunk))
         row, columns, end = request.row.index, self._coordinator.columns, start + len(chunk)
         last = end == len(request.prefill_tokens)
         columns.computed[row] = end
@@ -331,4 +349,3 @@ class Scheduler:
         if last and request.export_to is not None:
             exported = request.export_to
             step.plan.exports.append(StateCopy(row, end, exported.start, len(exported)))
-        return len(chunk)

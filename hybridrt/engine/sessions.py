@@ -24,10 +24,16 @@ class Sessions:
 
     Any thread may call `save` and `load`: they take their turn at the engine for the copies between the device and main
     memory. Files are written, read and checked outside of it.
+
+    Args:
+        settle: makes the engine ready for a launch.
     """
 
-    def __init__(self, executor: Executor, pools: CacheCoordinator, turns: Turns, change: Change) -> None:
+    def __init__(
+        self, executor: Executor, pools: CacheCoordinator, turns: Turns, change: Change, settle: Callable[[], None]
+    ) -> None:
         self._executor, self._pools, self._turns, self._change = executor, pools, turns, change
+        self._settle = settle
         self._identity: Identity | None = None
 
     def save(self, path: Path, tokens: np.ndarray, salt: str, note: str) -> Session:
@@ -74,7 +80,7 @@ class Sessions:
         """What a file must agree with. Reads a little of every weight, once."""
         if self._identity is None:
             runner = self._runner()
-            layers = {i: [list(t.shape[2:]) for t in runner.pools.kv.layer(i)] for i in runner.pools.kv.specs}
+            layers = {i: [list(t.shape[2:]) for t in runner.pools.kv.held(i)] for i in runner.pools.kv.specs}
             self._identity = state_identity(runner.config, runner.target, runner.model_path) | {
                 "tp_size": runner.config.tp_size,
                 "kv_layers": ", ".join(f"{i}: {shapes}" for i, shapes in layers.items()),
@@ -83,22 +89,31 @@ class Sessions:
 
     def _read(self, tokens: np.ndarray, salt: str) -> CachedPrefix:
         """Waits for the device."""
-        pools, store = self._pools, self._pools.prefixes
+        store = self._pools.prefixes
         match, states = store.path(tokens, salt)
         if not match.length:
             raise SessionError(
                 f"nothing of these {len(tokens)} tokens is in the prefix cache: save what a request has just computed, "
                 "with the cache_salt that it had"
             )
-        if pools.donations:  # rings of rows that have given their slots away must be folded first
-            plan = StepPlan(donations=list(pools.donations))
-            self._executor.launch(plan)
-            pools.launched(plan)
+        self._flush()
         pages = [*match.pages, *([] if match.tail is None else [match.tail])]
         copied = [(position, slot.index) for position, slot in states]
         tensors = self._copy(PrefixCopy(match.length, [page.index for page in pages], copied, write=False))
         known = tokens[: store.known_at(match.length)].copy()
         return CachedPrefix(known, [position for position, _ in states], tensors)
+
+    def _flush(self) -> None:
+        """Launches what the next step would do first. Rings of rows that have given their slots away are folded then,
+        and copies to main memory have read what they must."""
+        plan, tier = StepPlan(), self._pools.prefixes.tier
+        if tier is not None:
+            tier.wait_for(tier.last_ticket)
+        self._pools.seal(plan)
+        if plan.donations or plan.after_copies:
+            self._settle()
+            self._executor.launch(plan)
+            self._pools.launched(plan)
 
     def _room(self, num_tokens: int, num_states: int) -> tuple[int, int, int]:
         """What a prefix of so many token ids takes: tokens with KV, their pages, and how many of its states fit.
@@ -127,13 +142,16 @@ class Sessions:
         store = self._pools.prefixes
         length, num_pages, num_states = self._room(len(prefix.tokens), len(prefix.positions))
         skipped = len(prefix.positions) - num_states
+        self._flush()
         with self._change:
             pages, slots = store.take_room(num_pages, num_states)
             states: dict[int, Slot] = dict(zip(prefix.positions[skipped:], slots, strict=True))
             copied = [(position, slot.index) for position, slot in states.items()]
             task = PrefixCopy(length, [page.index for page in pages], copied, write=True)
             self._copy(task, _without_states(prefix.tensors, skipped))
-            store.adopt(prefix.tokens, pages, states, salt)
+            store.adopt(prefix.tokens, (), pages, states, salt)
+            if store.tier is not None:
+                store.tier.offer(prefix.tokens, pages, states, salt)
 
 
 def _without_states(tensors: Tensors, skipped: int) -> Tensors:

@@ -55,19 +55,30 @@ def _to_middle(sums, LEVEL: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _side_by_side(x, PRECISION: tl.constexpr, y):  # type: ignore[no-untyped-def]
-    """x y^T of each 16 rows: [Q / 16, 16, 16]."""
-    blocks: tl.constexpr = x.shape[0] // 16
-    x, y = tl.reshape(x, [blocks, 16, x.shape[1]]), tl.reshape(y, [blocks, 16, y.shape[1]])
-    return tl.dot(x, tl.permute(y, [0, 2, 1]), input_precision=PRECISION)
+def _add_products(total, x, y, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """total [n, m, m] + x y^T of each m rows of x and y [n m, columns]."""
+    blocks: tl.constexpr = total.shape[0]
+    rows: tl.constexpr = total.shape[1]
+    x, y = tl.reshape(x, [blocks, rows, x.shape[1]]), tl.reshape(y, [blocks, rows, y.shape[1]])
+    return tl.dot(x, tl.permute(y, [0, 2, 1]), total, input_precision=PRECISION)
 
 
 @triton.jit
 def _place(tiles):  # type: ignore[no-untyped-def]
-    """Tiles [n, 16, 16] along the diagonal of a matrix [16 n, 16 n] of zeros."""
+    """Tiles [n, m, m] along the diagonal of a matrix [n m, n m] of zeros."""
     blocks: tl.constexpr = tiles.shape[0]
+    size: tl.constexpr = blocks * tiles.shape[1]
     same = tl.arange(0, blocks)[:, None, None, None] == tl.arange(0, blocks)[None, None, :, None]
-    return tl.reshape(tl.where(same, tiles[:, :, None, :], 0.0), [16 * blocks, 16 * blocks])
+    return tl.reshape(tl.where(same, tiles[:, :, None, :], 0.0), [size, size])
+
+
+@triton.jit
+def _join(near, half, whole):  # type: ignore[no-untyped-def]
+    """Each pair of the tokens of `whole` [Q, Q] from the level of its own: pairs within 16 tokens from `near`, other ones
+    within 32 from `half`."""
+    t = tl.arange(0, whole.shape[0])
+    apart = t[:, None] ^ t[None, :]
+    return tl.where(apart < 16, _place(near), tl.where(apart < 32, _place(half), whole))
 
 
 @triton.jit
@@ -83,62 +94,71 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     t, columns = tl.arange(0, Q), tl.arange(0, BLOCK_K)
     first, end = tl.load(ends_ptr + chunk).to(tl.int64), tl.load(ends_ptr + chunk + 1)
     live = first + t < end
-    q_ptr += first * q_strides[0] + h * q_strides[1] + t[:, None] * q_strides[0]
-    k_ptr += first * k_strides[0] + h * k_strides[1] + t[:, None] * k_strides[0]
-    a_ptr += first * a_strides[0] + h * a_strides[1] + t[:, None] * a_strides[0]
-    place = (first * H + h) * K + t[:, None] * (H * K)
+    # 64 bits for where a chunk begins, 32 for the way from there: fewer registers for addresses.
+    q_ptr += first * q_strides[0] + h * q_strides[1]
+    k_ptr += first * k_strides[0] + h * k_strides[1]
+    a_ptr += first * a_strides[0] + h * a_strides[1]
+    place = (first * H + h) * K
+    decay_ptr += (chunk.to(tl.int64) * H + h) * K
     k_norm, q_norm = tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32)
     for start in range(0, K, BLOCK_K):
         i = start + columns
         mask = live[:, None] & (i < K)[None, :]
-        k = tl.load(k_ptr + i[None, :], mask=mask, other=0.0).to(tl.float32)
-        q = tl.load(q_ptr + i[None, :], mask=mask, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + t[:, None] * k_strides[0] + i[None, :], mask=mask, other=0.0).to(tl.float32)
+        q = tl.load(q_ptr + t[:, None] * q_strides[0] + i[None, :], mask=mask, other=0.0).to(tl.float32)
         k_norm += tl.sum(k * k, 1)
         q_norm += tl.sum(q * q, 1)
     k_factor, q_factor = tl.rsqrt(k_norm + _EPS)[:, None], tl.rsqrt(q_norm + _EPS)[:, None] * K**-0.5
 
     # No entry is above 1, where float16 is as fine as TF32 and its products twice as fast.
     dtype: tl.constexpr = tl.float32 if k_ptr.dtype.element_ty == tl.float32 else tl.float16
-    apart = t[:, None] ^ t[None, :]
     near_apart = tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :]
-    products, scores = tl.zeros([Q, Q], tl.float32), tl.zeros([Q, Q], tl.float32)
-    near_products, near_scores = tl.zeros([Q // 16, 16, 16], tl.float32), tl.zeros([Q // 16, 16, 16], tl.float32)
+    near_keys, near_scores = tl.zeros([Q // 16, 16, 16], tl.float32), tl.zeros([Q // 16, 16, 16], tl.float32)
+    HALF: tl.constexpr = min(Q, 32)
+    half_keys, half_scores = (
+        tl.zeros([Q // HALF, HALF, HALF], tl.float32),
+        tl.zeros([Q // HALF, HALF, HALF], tl.float32),
+    )
+    keys, scores = tl.zeros([Q, Q], tl.float32), tl.zeros([Q, Q], tl.float32)
     own = tl.zeros([Q], tl.float32)
-    for start in range(0, K, BLOCK_K):
+    # What does not change from one turn to the next is computed again: kept, it would push others out of registers.
+    for start in tl.range(0, K, BLOCK_K, num_stages=1, disable_licm=True):
         i = start + columns
         mask = live[:, None] & (i < K)[None, :]
-        k = tl.load(k_ptr + i[None, :], mask=mask, other=0.0).to(tl.float32) * k_factor
-        q = tl.load(q_ptr + i[None, :], mask=mask, other=0.0).to(tl.float32) * q_factor
-        g = _gates(a_ptr + i[None, :], A_log_ptr, dt_bias_ptr, h, i, mask, K, LOWER_BOUND)
+        k = tl.load(k_ptr + t[:, None] * k_strides[0] + i[None, :], mask=mask, other=0.0).to(tl.float32) * k_factor
+        q = tl.load(q_ptr + t[:, None] * q_strides[0] + i[None, :], mask=mask, other=0.0).to(tl.float32) * q_factor
+        g = _gates(a_ptr + t[:, None] * a_strides[0] + i[None, :], A_log_ptr, dt_bias_ptr, h, i, mask, K, LOWER_BOUND)
         sums, total = tl.cumsum(g, 0), tl.sum(g, 0)
-        from_start = tl.exp(sums)
-        tl.store(q_in_ptr + place + i[None, :], (q * from_start).to(q_in_ptr.dtype.element_ty), mask=mask)
-        tl.store(k_in_ptr + place + i[None, :], (k * from_start).to(k_in_ptr.dtype.element_ty), mask=mask)
+        from_start, cells = tl.exp(sums), t[:, None] * (H * K) + i[None, :]
+        tl.store(q_in_ptr + place + cells, (q * from_start).to(q_in_ptr.dtype.element_ty), mask=mask)
+        tl.store(k_in_ptr + place + cells, (k * from_start).to(k_in_ptr.dtype.element_ty), mask=mask)
         left = k * tl.exp(tl.minimum(total[None, :] - sums, 0.0))
-        tl.store(k_left_ptr + place + i[None, :], left.to(k_left_ptr.dtype.element_ty), mask=mask)
-        tl.store(decay_ptr + (chunk.to(tl.int64) * H + h) * K + i, tl.exp(total), mask=i < K)
+        tl.store(k_left_ptr + place + cells, left.to(k_left_ptr.dtype.element_ty), mask=mask)
+        tl.store(decay_ptr + i, tl.exp(total), mask=i < K)
         own += tl.sum(q * k, 1)
         for level in tl.static_range(LEVELS):
             decay = _to_middle(sums, level)
-            keys, queries = (k * decay).to(dtype), (q * decay).to(dtype)
+            scaled_k, scaled_q = (k * decay).to(dtype), (q * decay).to(dtype)
             if level < 4:
-                meant = (near_apart >> level == 1)[None, :, :]
-                near_products += tl.where(meant, _side_by_side(keys, PRECISION, keys), 0.0)
-                near_scores += tl.where(meant, _side_by_side(queries, PRECISION, keys), 0.0)
+                meant, zero = (near_apart >> level == 1)[None, :, :], tl.zeros_like(near_keys)
+                near_keys += tl.where(meant, _add_products(zero, scaled_k, scaled_k, PRECISION), 0.0)
+                near_scores += tl.where(meant, _add_products(zero, scaled_q, scaled_k, PRECISION), 0.0)
+            elif level == 4:
+                half_keys = _add_products(half_keys, scaled_k, scaled_k, PRECISION)
+                half_scores = _add_products(half_scores, scaled_q, scaled_k, PRECISION)
             else:
-                meant = apart >> level == 1
-                products += tl.where(meant, tl.dot(keys, tl.trans(keys), input_precision=PRECISION), 0.0)
-                scores += tl.where(meant, tl.dot(queries, tl.trans(keys), input_precision=PRECISION), 0.0)
+                keys = tl.dot(scaled_k, tl.trans(scaled_k), keys, input_precision=PRECISION)
+                scores = tl.dot(scaled_q, tl.trans(scaled_k), scores, input_precision=PRECISION)
 
     beta = tl.load(b_ptr + (first + t) * b_st + h, mask=live, other=0.0).to(tl.float32)
     if A_log_ptr is not None:
         beta = BETA_SCALE * tl.sigmoid(beta)
     r, c = t[:, None], t[None, :]
-    products = (products + _place(near_products)) * beta[:, None]
-    scores = tl.where(r > c, scores + _place(near_scores), tl.where(r == c, own[:, None], 0.0))
+    keys = _join(near_keys, half_keys, keys) * beta[:, None]
+    scores = tl.where(r > c, _join(near_scores, half_scores, scores), tl.where(r == c, own[:, None], 0.0))
     pairs = (chunk.to(tl.int64) * H + h) * (Q * Q) + r * Q + c
     tl.store(scores_ptr + pairs, scores.to(scores_ptr.dtype.element_ty))
-    inverse = unit_inverse(tl.where(r > c, products, 0.0).to(dtype), Q, LEVELS, PRECISION)
+    inverse = unit_inverse(tl.where(r > c, keys, 0.0).to(dtype), Q, LEVELS, PRECISION)
     tl.store(solved_ptr + pairs, (inverse * beta[None, :]).to(solved_ptr.dtype.element_ty))
 
 
@@ -158,6 +178,6 @@ def prepare_channels(
             q, k, g, beta, A_log, dt_bias, plan.cu_chunk_seqlens, *scaled, solved, scores, decay,
             strides(q), strides(k), strides(g), beta.stride(0), H=heads, K=key_dim, Q=size,
             LEVELS=size.bit_length() - 1, BLOCK_K=min(COLUMNS, max(16, triton.next_power_of_2(key_dim))),
-            BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound, PRECISION=dot_precision(v.dtype), num_warps=4,
+            BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound, PRECISION=dot_precision(v.dtype), num_warps=8,
         )  # fmt: skip
     return *scaled, solved, scores, None, decay

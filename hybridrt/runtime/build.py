@@ -11,11 +11,12 @@ from hybridrt.attention.base import AttentionBackend
 from hybridrt.attention.registry import create_backend
 from hybridrt.config import AttentionSpec, EngineConfig, ModelConfig, resolve_device, resolve_dtype, resolve_state_dtype
 from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import ConfigError
+from hybridrt.errors import ConfigError, MemoryBudgetError
 from hybridrt.hf_config import read_model_config
 from hybridrt.kinds.registry import can_replay, check_replay, state_shape
 from hybridrt.layers.attention import attention_spec
 from hybridrt.layers.weights import Build
+from hybridrt.mem_cache.host_plan import STAGED_BYTES, plan_host
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.mamba_pool import MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts, plan_memory
@@ -208,7 +209,10 @@ def make_plan(
         slot=spec.slot_bytes(),
         row=row_bytes(config, target, config.max_model_len or limit),
         page=page_bytes(config, target),
-        fixed=graph_bytes(config, target) + draft_method(config).fixed_bytes(config, target) + scores,
+        fixed=graph_bytes(config, target)
+        + draft_method(config).fixed_bytes(config, target)
+        + scores
+        + staged_bytes(config, target),
         transfer=config.transfer_bytes,
     )
     plan = plan_memory(
@@ -225,8 +229,16 @@ def make_plan(
         weight_bytes=weights,
         activation_bytes=activations,
     )
+    host = plan_host(config.host_cache_bytes // target.tp.size, costs.page, spec.image_bytes())
+    if config.host_cache_bytes and not keeps_prefixes(config, mc):
+        raise ConfigError("host_cache_bytes has no use here: this model keeps no prefixes (docs/prefix-cache.md)")
+    if config.host_cache_bytes and not host:
+        raise MemoryBudgetError(
+            f"host_cache_bytes is {config.host_cache_bytes}; a KV page and a state take "
+            f"{2 * max(costs.page, spec.image_bytes()) * target.tp.size} bytes: raise it"
+        )
     # The length may have been cut to what fits: page tables are as long as it is.
-    return replace(plan, costs=replace(costs, row=row_bytes(config, target, plan.max_model_len)))
+    return replace(plan, host=host, costs=replace(costs, row=row_bytes(config, target, plan.max_model_len)))
 
 
 def row_bytes(config: EngineConfig, target: RunTarget, max_len: int) -> int:
@@ -254,6 +266,14 @@ def graph_bytes(config: EngineConfig, target: RunTarget) -> int:
     """The graphs' logits, their largest static buffers."""
     tokens = graph_rows(config, target) * sum(step_widths(config))
     return tokens * target.model_config.vocab_size * target.dtype.itemsize
+
+
+def staged_bytes(config: EngineConfig, target: RunTarget) -> int:
+    """What copies between the pools and the prefix cache's tier in main memory take on the device: staged pages and
+    what is gathered for them, and a state."""
+    if not config.host_cache_bytes:
+        return 0
+    return 2 * max(STAGED_BYTES, page_bytes(config, target)) + 2 * pool_spec(config, target).image_bytes()
 
 
 def graph_rows(config: EngineConfig, target: RunTarget) -> int:

@@ -24,6 +24,7 @@ from hybridrt.runtime.build import (
     weight_bytes,
 )
 from hybridrt.runtime.fit import plan_ahead
+from hybridrt.runtime.host_copies import HostCopies
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import Admission, ExtendRow, PageWrite, StepPlan
 from hybridrt.runtime.step_runner import StepRunner
@@ -69,6 +70,8 @@ class ModelRunner(StepRunner):
             super().__init__(Runtime.allocate(config, target, model, plan))
             if config.transfer_bytes:
                 self.arena = StateArena(target, self.pools, config.transfer_bytes)
+            if plan.host:
+                self.host = HostCopies(self.pools, plan.host, target.device)
         if self.device.type == "cuda" and config.cuda_graph:
             with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
                 self.capture(progress)

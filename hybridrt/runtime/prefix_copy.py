@@ -76,9 +76,9 @@ class PrefixCopy(msgspec.Struct, frozen=True):
 
 
 def _kv_tensors(pools: "Pools") -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor [pages, page_size, ...] of all keys and values, those of prediction heads too."""
+    """Name and tensor [pages, page_size, ...] of all that attention keeps, in the layers of prediction heads too."""
     for layer_id in pools.kv.specs:
-        for what, tensor in zip(("keys", "values"), pools.kv.layer(layer_id), strict=True):
+        for what, tensor in zip(("keys", "values"), pools.kv.held(layer_id)):
             yield f"layers.{layer_id}.{what}", tensor
 
 

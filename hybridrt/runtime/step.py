@@ -65,6 +65,22 @@ class StateCopy(msgspec.Struct, frozen=True, array_like=True):
     room: int | None = None
 
 
+class HostCopy(msgspec.Struct, frozen=True, array_like=True):
+    """KV pages and states of the prefix cache, to its tier in main memory, or from there (`fetch`).
+
+    Attributes:
+        ticket: greater than that of every earlier copy.
+        pages, host_pages: page pages[i] of the pool and page host_pages[i] of the tier.
+        states: (number of tokens, state slot, place in the tier) of each state.
+    """
+
+    ticket: int
+    fetch: bool
+    pages: Sequence[int] = ()
+    host_pages: Sequence[int] = ()
+    states: Sequence[tuple[int, int, int]] = ()
+
+
 class DecodeRow(NamedTuple):
     """One of `DecodeRows`: the same fields, of one row."""
 
@@ -180,6 +196,8 @@ class StepPlan:
     the row's whole state.
 
     Attributes:
+        host_copies: launched behind the donations, beside the steps: neither this step nor later ones wait for them.
+        after_copies: but this step, and those behind it, wait for the copies up to this ticket.
         constrained: the rows that sample under a bitmask, by their numbers in the step's result. If there
             are any, `launch` launches all but the sampling, and `Executor.sample` launches that.
     """
@@ -192,6 +210,8 @@ class StepPlan:
     exports: list[StateCopy] = field(default_factory=list)
     donations: list[int] = field(default_factory=list)
     page_copies: list[PageCopy] = field(default_factory=list)
+    host_copies: list[HostCopy] = field(default_factory=list)
+    after_copies: int = 0
     constrained: list[int] = field(default_factory=list)
 
 
@@ -235,6 +255,10 @@ class Executor(Protocol):
     """Runs steps in launch order. `launch` returns at once; a later step may be launched before the result is read."""
 
     def launch(self, plan: StepPlan) -> StepHandle: ...
+
+    def copied(self, ticket: int) -> bool:
+        """Whether a host copy of a launched plan has ended."""
+        ...
 
     def sample(self, masks: np.ndarray) -> None:
         """Launches the sampling of the step that was launched last, whose plan has `constrained` rows.

@@ -14,6 +14,7 @@ from hybridrt.runtime.build import Runtime, step_widths
 from hybridrt.runtime.constrained_step import ConstrainedStep, Sampling
 from hybridrt.runtime.drafting import DeviceDrafter, draft_method
 from hybridrt.runtime.graph_runner import GraphRunner
+from hybridrt.runtime.host_copies import HostCopies
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
 from hybridrt.runtime.prefix_copy import PrefixCopy, Tensors
 from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
@@ -35,6 +36,7 @@ class StepRunner:
             by the host.
         graphs: by tokens of a row.
         arena: images of states that come from or go to other workers; None without EngineConfig.transfer_bytes.
+        host: the prefix cache's tier in main memory; None without one.
         drafter: the part of a drafter that runs beside the model; None without one.
     """
 
@@ -51,6 +53,7 @@ class StepRunner:
         self._required = RowRequirements(self.memory_plan.num_rows)
         self._prompts = PromptRequirements()
         self.arena: StateArena | None = None
+        self.host: HostCopies | None = None
         self.drafter: DeviceDrafter | None = draft_method(self.config).device_drafter(self)
         self._unsampled: ConstrainedStep | None = None
         self._packing = Packing(self._trees, self.drafter is not None, self.backend.chunk_sizes)
@@ -97,6 +100,9 @@ class StepRunner:
         try:
             if plan.donations:
                 self._donate(plan.donations)
+            if self.host is not None:
+                self.host.launch(plan.host_copies)
+                self.host.wait(plan.after_copies)
             found = self._graph_of(plan, tokens)
             sampling = self._launch_eager(plan, tokens) if found is None else self._launch_graph(plan, *found)
             if not plan.constrained:
@@ -110,6 +116,10 @@ class StepRunner:
     def copy_prefix(self, task: PrefixCopy, data: Tensors | None = None) -> dict[str, torch.Tensor]:
         """`PrefixCopy.run` on all ranks; `data` is what is written."""
         return task.run(self, data)
+
+    def copied(self, ticket: int) -> bool:
+        """Whether a host copy of a launched plan has ended, on this rank."""
+        return self.host is None or self.host.copied(ticket)
 
     @torch.inference_mode()
     def sample(self, masks: np.ndarray) -> None:

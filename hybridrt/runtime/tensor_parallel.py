@@ -85,6 +85,10 @@ class TensorParallelExecutor:
         Returns rank 0's result."""
         return self._on_all(task, lambda: _WatchedStep(task(self.runner), self._ranks))
 
+    def copied(self, ticket: int) -> bool:
+        """Whether a host copy of a launched plan has ended on rank 0. On other ranks it may still run."""
+        return self.runner.copied(ticket)
+
     def copy_prefix(self, task: PrefixCopy, data: Tensors | None = None) -> dict[str, torch.Tensor]:
         """As ModelRunner.copy_prefix, on all ranks."""
         return self._on_all(task, lambda: task.run(self.runner, data))

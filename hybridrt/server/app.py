@@ -15,6 +15,8 @@ from hybridrt.server.chat import CHAT_NAMES, conversation_of, start_chat
 from hybridrt.server.completions import start_completions
 from hybridrt.server.errors import APIError, as_api_error, error_response
 from hybridrt.server.guard import Guard
+from hybridrt.server.message_protocol import CountRequest, MessageRequest
+from hybridrt.server.messages import MESSAGE_NAMES, count_tokens, start_message
 from hybridrt.server.metrics import CONTENT_TYPE, Metrics
 from hybridrt.server.protocol import (
     AbortRequest,
@@ -23,15 +25,22 @@ from hybridrt.server.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from hybridrt.server.service import Service
+from hybridrt.server.response_protocol import ResponseRequest
+from hybridrt.server.responses import RESPONSE_NAMES, start_response
+from hybridrt.server.service import ID_PREFIXES, Service
+from hybridrt.server.structured import own_names
 from hybridrt.server.tracing import Tracing
 from hybridrt.version import __version__
+
+# What endpoints call fields that have another name in SamplingParams or in a chat request.
+_NAMES = {"/v1/chat/completions": CHAT_NAMES, "/v1/responses": RESPONSE_NAMES, "/v1/messages": MESSAGE_NAMES}
 
 
 def make_app(service: Service, metrics: Metrics) -> ASGIApp:
     """All endpoints over a service, guarded."""
     app = FastAPI(title="hybridrt", version=__version__, docs_url=None, redoc_url=None)
     _add_openai(app, service)
+    _add_anthropic(app, service)
     _add_text(app, service)
     _add_operations(app, service, metrics)
     for kind in (HybridrtError, APIError, RequestValidationError, HTTPException):
@@ -48,20 +57,29 @@ def make_app(service: Service, metrics: Metrics) -> ASGIApp:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    names = CHAT_NAMES if request.url.path == "/v1/chat/completions" else None
-    return error_response(as_api_error(error, names))
+    path = request.url.path
+    return error_response(as_api_error(error, _NAMES.get(path)), path)
 
 
 def _add_openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", response_class=Response)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts."""
-        return await (await start_completions(service, body, request.scope)).respond(request)
+        with own_names(body):
+            started = await start_completions(service, body, request.scope)
+        return await started.respond(request)
 
     @app.post("/v1/chat/completions", response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
-        return await (await start_chat(service, body, request.scope)).respond(request)
+        with own_names(body):
+            started = await start_chat(service, body, request.scope)
+        return await started.respond(request)
+
+    @app.post("/v1/responses", response_class=Response)
+    async def responses(body: ResponseRequest, request: Request) -> Response:
+        """Answers a conversation, in OpenAI's newer form."""
+        return await (await start_response(service, body, request.scope)).respond(request)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -73,6 +91,18 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         """One of these."""
         service.check_model(name)
         return _model(service, name)
+
+
+def _add_anthropic(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/messages", response_class=Response)
+    async def messages(body: MessageRequest, request: Request) -> Response:
+        """Answers a conversation, in Anthropic's form."""
+        return await (await start_message(service, body, request.scope)).respond(request)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count(body: CountRequest) -> dict[str, int]:
+        """Tokens of such a conversation."""
+        return {"input_tokens": await count_tokens(service, body)}
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
@@ -122,14 +152,14 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
     async def health() -> Response:
         """200 while the engine works."""
         problem = service.problem()
-        return Response() if problem is None else error_response(APIError(503, problem, code="unhealthy"))
+        return Response() if problem is None else error_response(APIError(503, problem, code="unhealthy"), "/health")
 
     @app.get("/ready", response_class=Response)
     @app.head("/ready", include_in_schema=False)
     async def ready() -> Response:
         """200 while requests are wanted: the model is warm, and the server is not shutting down."""
         problem = service.problem() if service.ready else "not ready: starting, or shutting down"
-        return Response() if problem is None else error_response(APIError(503, problem, code="not_ready"))
+        return Response() if problem is None else error_response(APIError(503, problem, code="not_ready"), "/ready")
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -146,7 +176,7 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.post("/abort")
     async def abort(body: AbortRequest) -> dict[str, bool]:
         """Ends a request: its samples have the finish reason "abort". False: nothing of this name runs."""
-        names = [body.request_id, f"cmpl-{body.request_id}", f"chatcmpl-{body.request_id}"]
+        names = [f"{prefix}{body.request_id}" for prefix in ("", *ID_PREFIXES)]
         return {"aborted": any([service.llm.abort(name) for name in names])}
 
     @app.post("/reset_prefix_cache")

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.types import Scope
 
 from hybridrt.chat.conversation import Conversation, read_conversation
@@ -13,7 +15,7 @@ from hybridrt.engine.outputs import Delta
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.server.answers import Answer
 from hybridrt.server.errors import APIError
-from hybridrt.server.protocol import ChatFields, ChatRequest
+from hybridrt.server.protocol import ChatFields, ChatRequest, Sampling
 from hybridrt.server.respond import Started
 from hybridrt.server.service import Service, refuse_unsupported, response_id
 
@@ -111,14 +113,46 @@ async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> Start
     Raises:
         APIError, HybridrtError: it cannot be done. Nothing has started.
     """
+    prepared = await prepare_chat(service, body)
+    name = response_id("chatcmpl-", body, scope)
+    deltas = service.llm.submit([prepared.prepared], name, stream=bool(body.stream))
+    return Started(ChatAnswer(service, name, deltas, body, prepared), deltas, bool(body.stream))
+
+
+def as_chat_request(body: Sampling, **fields: Any) -> ChatRequest:
+    """The chat request that asks for what the body of another endpoint asks for.
+
+    Args:
+        fields: of ChatRequest, beside those of Sampling that the body sets. None: not set.
+
+    Raises:
+        APIError: the body asks for what its answer has no place for.
+        RequestValidationError: a field cannot be what the body says.
+    """
+    for name in ("prompt_logprobs", "return_token_ids"):
+        if getattr(body, name):
+            raise APIError(400, f"{name} is an option of /v1/chat/completions", name, "unsupported")
+    if body.n not in (None, 1):
+        raise APIError(400, f"n is {body.n}; an answer here is one sample: leave n out", "n")
+    shared = {name: getattr(body, name) for name in body.model_fields_set & Sampling.model_fields.keys()}
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return ChatRequest.model_validate({**(body.model_extra or {}), **shared, **given})
+    except ValidationError as e:
+        raise RequestValidationError([{**error, "loc": ("body", *error["loc"])} for error in e.errors()]) from e
+
+
+async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
+    """What every endpoint of conversations starts.
+
+    Raises:
+        APIError, HybridrtError: it cannot be done.
+    """
     service.check_model(body.model)
     refuse_unsupported(body)
     params = _params(service, body)
     service.check_count(1, params)
-    prepared = await service.prepare_chat(conversation_of(body), params)
-    name = response_id("chatcmpl", body, scope)
-    deltas = service.llm.submit([prepared.prepared], name, stream=bool(body.stream))
-    return Started(ChatAnswer(service, name, deltas, body, prepared), deltas, bool(body.stream))
+    return await service.prepare_chat(conversation_of(body), params)
 
 
 def _params(service: Service, body: ChatRequest) -> SamplingParams:

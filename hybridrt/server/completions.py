@@ -104,7 +104,7 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
     if body.echo:
         texts = [p if isinstance(p, str) else service.tokenizer.decode(list(p)) for p in prompts]  # type: ignore[arg-type]
         echoes = [text for text in texts for _ in range(params.n)]
-    name = response_id("cmpl", body, scope)
+    name = response_id("cmpl-", body, scope)
     deltas = service.llm.submit(batch, name, stream=bool(body.stream))
     return Started(
         CompletionAnswer(service, name, deltas, body, echoes=echoes, scored=scored), deltas, bool(body.stream)

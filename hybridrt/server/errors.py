@@ -1,18 +1,23 @@
-"""Errors as OpenAI's clients read them."""
+"""Errors as clients read them: OpenAI's and, below ANTHROPIC_PATH, Anthropic's."""
 
 from typing import Any
 
-import msgspec
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from hybridrt.errors import HybridrtError, MemoryBudgetError, QueueFullError, RequestError, UnavailableError
+from hybridrt.server.sse import DONE, encode, event, named_events
 
+ANTHROPIC_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
 RETRY_SECONDS = 1
 # Long enough for a message that quotes a value; a body is not sent back.
 _MESSAGE_CHARACTERS = 2000
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
 
 
 class APIError(Exception):
@@ -28,11 +33,13 @@ class APIError(Exception):
         super().__init__(message)
         self.status, self.message, self.field, self.code = status, message, field, code
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """{"error": {"message", "type", "param", "code"}}"""
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+    def body(self, path: str) -> dict[str, Any]:
+        """{"error": {"message", "type", "param", "code"}}, or what clients of this path read."""
         message = self.message[:_MESSAGE_CHARACTERS]
+        if path.startswith(ANTHROPIC_PATH):
+            kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            return {"type": "error", "error": {"type": kind, "message": message}}
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": message, "type": kind, "param": self.field, "code": self.code}}
 
 
@@ -46,8 +53,8 @@ def as_api_error(error: BaseException, names: dict[str, str] | None = None) -> A
         case APIError():
             return error
         case RequestError():
-            field = (names or {}).get(error.field or "", error.field)
-            return APIError(400, str(error), field)
+            first, *rest = (error.field or "").split(".")
+            return APIError(400, str(error), ".".join([(names or {}).get(first, first), *rest]) or None)
         case MemoryBudgetError():
             return APIError(400, str(error), "max_tokens")
         case QueueFullError():
@@ -63,14 +70,24 @@ def as_api_error(error: BaseException, names: dict[str, str] | None = None) -> A
     return APIError(500, "the server has failed on this request; its log says why")
 
 
-def error_response(error: APIError) -> Response:
+def stream_end(error: APIError, path: str) -> bytes:
+    """The end of a stream that has begun."""
+    body = error.body(path)
+    if path.startswith(ANTHROPIC_PATH):
+        return named_events([body])
+    if path.startswith(RESPONSES_PATH):
+        return named_events([{"type": "error", **{name: body["error"][name] for name in ("code", "message", "param")}}])
+    return event(body) + DONE
+
+
+def error_response(error: APIError, path: str) -> Response:
     """The whole answer."""
     headers = {}
     if error.status in (429, 503):
         headers["Retry-After"] = str(RETRY_SECONDS)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return Response(msgspec.json.encode(error.body), error.status, headers, "application/json")
+    return Response(encode(error.body(path)), error.status, headers, "application/json")
 
 
 def _as_field_error(error: RequestValidationError) -> APIError:

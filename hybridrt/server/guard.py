@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridrt.server.config import ServerConfig
-from hybridrt.server.errors import APIError, error_response
-from hybridrt.server.respond import CLIENT_GONE, ClientGone, encode
+from hybridrt.server.errors import ANTHROPIC_PATH, APIError, error_response, stream_end
+from hybridrt.server.respond import CLIENT_GONE, ClientGone
 from hybridrt.server.service import RECORD
 
 OPEN_PATHS = ("/health", "/ready")
@@ -65,7 +65,7 @@ class Guard:
         except ClientGone:
             answer.status = CLIENT_GONE
         except APIError as e:
-            await error_response(e)(scope, receive, answer)
+            await error_response(e, scope["path"])(scope, receive, answer)
         except TimeoutError:
             await answer.end(APIError(504, "the request has taken longer than it may", code="timeout"), scope, receive)
         except Exception:
@@ -79,6 +79,8 @@ class Guard:
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scope["path"].startswith(ANTHROPIC_PATH) and b"x-api-key" in headers:
+            scheme, key = b"bearer", headers[b"x-api-key"]
         # All keys are compared, so that the time does not tell which one is near.
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
         if scheme.lower() != b"bearer" or not any(matches):
@@ -116,10 +118,10 @@ class _Sent:
     async def end(self, error: APIError, scope: Scope, receive: Receive) -> None:
         """Ends the answer with an error, in the form that is still possible."""
         if not self.status:
-            await error_response(error)(scope, receive, self)
+            await error_response(error, scope["path"])(scope, receive, self)
         elif self.is_stream and not self.ended:
             self.status = error.status
-            event = b"data: %b\n\ndata: [DONE]\n\n" % encode(error.body)
+            event = stream_end(error, scope["path"])
             try:
                 async with asyncio.timeout(_SEND_SECONDS):
                     await self._send({"type": "http.response.body", "body": event, "more_body": False})

@@ -159,10 +159,15 @@ class Metrics(Collector):
             ("hybridrt:state_slots_free", "Those that no request has.", now.free_slots),
             ("hybridrt:state_slots_cached", "Those of the prefix cache.", now.cached_slots),
             ("hybridrt:kv_pages_cached", "KV pages of the prefix cache.", now.cached_pages),
+            ("hybridrt:host_pages_cached", "KV pages of the prefix cache in main memory.", now.host_pages),
+            ("hybridrt:host_states_cached", "States of the prefix cache in main memory.", now.host_states),
             ("hybridrt:rows_free", "Requests that could run besides.", now.free_rows),
             ("hybridrt:mean_accepted_length", "Inputs that a verify step keeps.", now.mean_accepted_length or 0.0),
         ):
             yield self._family(GaugeMetricFamily, name, text, float(max(value, 0)))
+        if now.step_cost_error is not None:
+            text = "Median relative error of the predicted times of the last steps."
+            yield self._family(GaugeMetricFamily, "hybridrt:step_cost_error_ratio", text, now.step_cost_error)
 
     def _counters(self, now: EngineCounters) -> Iterator[Family]:
         for name, text, value in (
@@ -172,6 +177,7 @@ class Metrics(Collector):
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.cache_asked),
             ("vllm:prefix_cache_hits", "Those that were found.", now.cache_hit),
             ("hybridrt:prefix_cache_without_state", "Those whose KV was found, and no state.", now.cache_without_state),
+            ("hybridrt:prefix_cache_fetched", "Those that came from main memory.", now.cache_fetched),
             ("vllm:spec_decode_num_draft_tokens", "Drafts.", now.proposed),
             ("vllm:spec_decode_num_accepted_tokens", "Drafts that were right.", now.accepted),
             ("vllm:spec_decode_num_drafts", "Steps of a sample with drafts.", now.verify_steps),

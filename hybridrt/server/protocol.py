@@ -24,6 +24,32 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
+class JSONSchema(Body):
+    """A schema, and what it is called. It always holds, whatever `strict` says."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """Text of any form, a JSON object, or JSON that a schema accepts."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
+class StructuredFields(Body):
+    """vLLM's `structured_outputs`: exactly one of these is set."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    json_: str | dict[str, Any] | bool | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class Sampling(Body):
     """Fields that all endpoints which generate share. None: the model's default (`LLM.default_sampling_params`)."""
 
@@ -50,6 +76,12 @@ class Sampling(Body):
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     seed: int | None = None
     n: int | None = None
     stream: bool | None = False
@@ -84,12 +116,6 @@ class Message(BaseModel):
     content: str | list[TextPart] | None = None
 
 
-class ResponseFormat(Body):
-    """Text is the only format."""
-
-    type: Literal["text"]
-
-
 class ChatFields(BaseModel):
     """What makes a prompt of a conversation; hybridrt.chat.conversation checks tools and tool_choice."""
 
@@ -111,7 +137,6 @@ class ChatRequest(ChatFields, Sampling):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
 
 
 class TokenizeRequest(ChatFields, Body):

@@ -5,20 +5,19 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hybridrt.engine.async_llm import DeltaStream
 from hybridrt.errors import HybridrtError
-from hybridrt.server.answers import Answer
 from hybridrt.server.errors import as_api_error
+from hybridrt.server.reply import Reply
 from hybridrt.server.service import record
+from hybridrt.server.sse import encode
 
 CLIENT_GONE = 499  # as in nginx's logs; it is never sent
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-encode = msgspec.json.Encoder().encode
 
 
 class ClientGone(Exception):
@@ -29,7 +28,7 @@ class ClientGone(Exception):
 class Started:
     """A request that runs, and how its answer looks."""
 
-    answer: Answer
+    answer: Reply
     deltas: DeltaStream
     streams: bool
 
@@ -57,10 +56,10 @@ class Started:
 
 
 class EventStream(Response):
-    """Server-sent events: a chunk a delta, then the word [DONE]. While the client does not take what was sent, nothing
-    is made of the deltas; they wait, joined, in their stream."""
+    """Server-sent events. While the client does not take what was sent, nothing is made of the deltas; they wait,
+    joined, in their stream."""
 
-    def __init__(self, answer: Answer, deltas: DeltaStream) -> None:
+    def __init__(self, answer: Reply, deltas: DeltaStream) -> None:
         super().__init__(media_type="text/event-stream", headers=_EVENT_HEADERS)
         del self.headers["content-length"]
         self._answer, self._deltas = answer, deltas
@@ -68,29 +67,27 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _while_connected(receive, self._write(send))
+            await _while_connected(receive, self._write(send, scope["path"]))
         finally:
             self._deltas.close()
             record(scope, **self._answer.facts())
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, path: str) -> None:
         answer = self._answer
-        for chunk in answer.opening():
-            await send(_event(chunk))
+        if opening := answer.opening():
+            await send(_part(opening))
         try:
             async for delta in self._deltas:
-                if (gain := answer.chunk(delta)) is not None:
-                    await send(_event(gain))
-            last: dict[str, Any] | None = answer.closing()
+                if gain := answer.gain(delta):
+                    await send(_part(gain))
+            last = answer.closing()
         except HybridrtError as e:
-            last = as_api_error(e).body
-        if last is not None:
-            await send(_event(last))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            last = answer.failure(as_api_error(e), path)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-def _event(chunk: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": b"data: %b\n\n" % encode(chunk), "more_body": True}
+def _part(body: bytes) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": True}
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:

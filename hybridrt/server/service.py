@@ -10,6 +10,7 @@ from starlette.types import Scope
 
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import Conversation
+from hybridrt.chat.renderer import RENDERER
 from hybridrt.engine.async_llm import AsyncLLM
 from hybridrt.engine.chats import PreparedChat
 from hybridrt.engine.tokenizer import HFTokenizer
@@ -18,9 +19,11 @@ from hybridrt.sampling_params import SamplingParams
 from hybridrt.server.config import ServerConfig
 from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import Sampling
+from hybridrt.server.structured import structured_outputs
 from hybridrt.server.token_text import TokenText
 
-SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields)
+SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields) - {"structured_outputs"}
+ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
 RECORD = "hybridrt.record"  # where a request's scope keeps what its line of the access log says
 
 
@@ -60,6 +63,12 @@ class Service:
         """The model's way to chat. Raises APIError where it has no tokenizer."""
         assert self.tokenizer is not None
         return self.llm.llm.chats(self.config.chat_template, self.config.tool_parser, self.config.reasoning_parser)
+
+    async def start_renderer(self) -> None:
+        """Starts the process for chat templates, if there is one to render: the first chat would wait for it."""
+        tokenizer = self.llm.llm.tokenizer
+        if isinstance(tokenizer, HFTokenizer) and (self.config.chat_template or tokenizer.hf.chat_template):
+            await self.llm.in_thread(RENDERER.start)
 
     async def prepare_chat(self, conversation: Conversation, params: SamplingParams) -> PreparedChat:
         """A conversation as the engine takes it.
@@ -101,6 +110,7 @@ class Service:
             RequestError: a value is out of range.
         """
         given = {name: getattr(body, name) for name in SAMPLING_FIELDS}
+        given["structured_outputs"] = structured_outputs(body)
         given = {name: value for name, value in given.items() if value is not None}
         return replace(self.llm.llm.default_sampling_params, **{**given, **changes})
 
@@ -118,7 +128,7 @@ class Service:
 
 def response_id(prefix: str, body: Sampling, scope: Scope) -> str:
     """The `id` of an answer, by which /abort knows it."""
-    name = f"{prefix}-{body.request_id or uuid.uuid4().hex}"
+    name = f"{prefix}{body.request_id or uuid.uuid4().hex}"
     record(scope, id=name)
     return name
 
@@ -132,11 +142,8 @@ def record(scope: Scope, **facts: Any) -> None:
 UNSUPPORTED = {
     "use_beam_search": "use n for several samples",
     "length_penalty": "leave it out",
-    "structured_outputs": "check the text yourself",
-    "guided_json": "check the text yourself",
-    "guided_regex": "check the text yourself",
-    "guided_choice": "check the text yourself",
-    "guided_grammar": "check the text yourself",
+    "guided_decoding_backend": "there is one",
+    "guided_whitespace_pattern": 'set "x-guidance" in the schema',
     "functions": "leave it out",
     "modalities": "only text is produced",
     "audio": "only text is produced",

@@ -207,7 +207,7 @@ def draft_config(config: EngineConfig) -> EngineConfig:
     return replace(
         config, model=config.speculative.draft_model, speculative=None, max_model_len=None, state_mode="classic",
         attention_backend="auto", prefill_attention_backend=None, linear_attn_backend="auto", transfer_bytes=0,
-        tp_size=1, prefix_cache=False,
+        tp_size=1, prefix_cache=False, host_cache_bytes=0,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from hybridrt.errors import BackendError
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.checkpoints import VOCAB, Checkpoint, CheckpointStore, has_replay
-from tests.support.levels import sweep
+from tests.support.levels import drawn, sweep
 
 MODELS = (
     "falcon-norm_after_gate", "nemotron-one_group_biases", "qwen-unequal_head_dims", "jamba-dense",
@@ -38,8 +38,9 @@ def reference_state(checkpoint: Checkpoint, tokens: list[int]) -> dict[str, Tens
     return plain.state(1, len(tokens))
 
 
-@pytest.mark.parametrize("tokens", sweep([2, 5, 9, 8, 16], 2))
-@pytest.mark.parametrize(("name", "mode"), VERIFYING)
+@pytest.mark.parametrize(
+    ("name", "mode", "tokens"), sweep([(*way, tokens) for way in VERIFYING for tokens in (2, 5, 9, 8, 16)], 3)
+)
 def test_verify_equals_decodes_for_each_accepted_length(
     name: str, mode: str, tokens: int, checkpoints: CheckpointStore
 ) -> None:
@@ -69,12 +70,19 @@ def test_verify_equals_decodes_for_each_accepted_length(
         assert_close(hand.state(row, len(history)), plain.state(1, len(history)), 2e-4)
 
 
-@pytest.mark.parametrize(("name", "mode"), sweep(VERIFYING, 4))
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_sequence_of_steps(name: str, mode: str, checkpoints: CheckpointStore, data: st.DataObject) -> None:
+@pytest.mark.parametrize(("name", "mode", "examples"), drawn(VERIFYING, 4, 4, 12))
+def test_any_sequence_of_steps(name: str, mode: str, examples: int, checkpoints: CheckpointStore) -> None:
     """Verify steps of any width, plain decode steps, and both beside prompt chunks, in any order."""
-    checkpoint = checkpoints[name]
+
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    @given(data=st.data())
+    def steps(data: st.DataObject) -> None:
+        play(checkpoints[name], mode, data)
+
+    steps()
+
+
+def play(checkpoint: Checkpoint, mode: str, data: st.DataObject) -> None:
     most = data.draw(st.sampled_from([2, 4, 7, 8]), "T")
     hand = ByHand(checkpoint.path, tokens=most, mode=mode)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999), "seed"))

@@ -4,6 +4,7 @@ from functools import cache
 from itertools import chain, combinations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,19 +86,30 @@ def served(texts: list[tuple[Text, int]]) -> list[Served]:
     return [Served(np.array(t, np.int32), n, i, i + 0.3, i + 0.6) for i, (t, n) in enumerate(texts)]
 
 
-@settings(deadline=None, max_examples=60)
-@given(runs(12, 8), st.integers(1, 3))
-def test_bounds_the_best_choice_of_states(texts: list[tuple[Text, int]], slots: int) -> None:
-    problem = program(served(texts), 0, slots, 0)
-    found, exact = bound(problem, 400), best(texts, slots, None)
-    relaxed = best(texts, slots, None, free_states=True)
-    assert exact <= relaxed <= found <= problem.unlimited
-    assert found <= relaxed * 1.02 + 1, "the program's optimum is whole"
+EXAMPLES = pytest.mark.parametrize("examples", [10, pytest.param(60, marks=pytest.mark.slow)])
 
 
-@settings(deadline=None, max_examples=60)
-@given(runs(7, 6), st.integers(1, 3), st.integers(3, 6))
-def test_bounds_the_best_choice_of_states_and_pages(texts: list[tuple[Text, int]], slots: int, pages: int) -> None:
-    problem = program(served(texts), PAGE, slots, pages)
-    exact, found = best(texts, slots, pages), bound(problem, 400)
-    assert exact <= found <= problem.unlimited
+@EXAMPLES
+def test_bounds_the_best_choice_of_states(examples: int) -> None:
+    @settings(deadline=None, max_examples=examples)
+    @given(runs(12, 8), st.integers(1, 3))
+    def bounds(texts: list[tuple[Text, int]], slots: int) -> None:
+        problem = program(served(texts), 0, slots, 0)
+        found, exact = bound(problem, 400), best(texts, slots, None)
+        relaxed = best(texts, slots, None, free_states=True)
+        assert exact <= relaxed <= found <= problem.unlimited
+        assert found <= relaxed * 1.02 + 1, "the program's optimum is whole"
+
+    bounds()
+
+
+@EXAMPLES
+def test_bounds_the_best_choice_of_states_and_pages(examples: int) -> None:
+    @settings(deadline=None, max_examples=examples)
+    @given(runs(7, 6), st.integers(1, 3), st.integers(3, 6))
+    def bounds(texts: list[tuple[Text, int]], slots: int, pages: int) -> None:
+        problem = program(served(texts), PAGE, slots, pages)
+        exact, found = best(texts, slots, pages), bound(problem, 400)
+        assert exact <= found <= problem.unlimited
+
+    bounds()

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridrt.engine import host_fetches
 from hybridrt.sampling_params import SamplingParams
 from tests.engine.test_schedules import Abort, Add, Step, assert_tokens, schedules
 from tests.mem_cache.test_radix_cache import text_of
@@ -173,8 +174,15 @@ cache_rigs = st.fixed_dictionaries(
         "overlap": st.booleans(),
         "drafts": st.sampled_from([0, 0, 1, 4]),
         "replay": st.booleans(),
+        "host": st.sampled_from([None, (60, 9), (12, 3)]),
+        "copy_delay": st.sampled_from([0, 1, 6]),
     }
 )
+
+
+@pytest.fixture(autouse=True)
+def fetches_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
 
 
 @schedules
@@ -303,3 +311,102 @@ def test_without_the_prefix_cache_nothing_is_kept() -> None:
     rig = Rig(page_size=1)
     rig.finish(TEXT[:20], max_tokens=2, seed=1)
     assert not [*rig.pools.prefixes.tree.nodes()] and rig.engine.counters().free_pages == 64
+
+
+def test_what_the_device_has_given_up_comes_back_from_main_memory() -> None:
+    rig = rig_with_cache(grid=4, slots=8, chunk=40, host=(60, 9))
+    first = rig.finish(TEXT[:12], max_tokens=4, ignore_eos=True, seed=77).token_ids
+    text = [*TEXT[:12], *first, 5]
+    rig.pools.prefixes.evict(99, 99)
+    assert rig.finish(text, max_tokens=6, ignore_eos=True, seed=3).token_ids == tokens_alone(text, 3, 6, VOCAB)
+    assert computed(rig) == [0, 15]
+    counters = rig.engine.counters()
+    assert (counters.cache_hit, counters.cache_fetched) == (15, 15)
+    assert counters.host_pages >= 15 and counters.host_states >= 2
+    dump = rig.engine.cache_dump()
+    assert (dump.host_pages, dump.host_states_total, dump.fetched) == (counters.host_pages, 9, 15)
+
+
+def test_only_what_the_device_lacks_is_fetched() -> None:
+    """Its KV is there, its state is not."""
+    rig = rig_with_cache(grid=4, slots=8, chunk=40, host=(60, 9))
+    rig.finish(TEXT[:13], max_tokens=1, ignore_eos=True, seed=77)
+    rig.pools.prefixes.evict(0, 99)
+    rig.finish([*TEXT[:13], 5], max_tokens=1, ignore_eos=True, seed=3)
+    (fetched,) = [copy for plan in rig.executor.plans for copy in plan.host_copies if copy.fetch]
+    assert (len(fetched.pages), len(fetched.states), computed(rig)) == (0, 1, [0, 13])
+
+
+def test_others_run_while_a_prefix_is_fetched() -> None:
+    rig = rig_with_cache(rows=3, grid=4, slots=9, chunk=40, host=(60, 9), copy_delay=6)
+    rig.finish(TEXT[:13], max_tokens=1, ignore_eos=True, seed=77)
+    rig.pools.prefixes.evict(99, 99)
+    rig.add([1, 2, 3], "runs", max_tokens=30, ignore_eos=True, seed=1)
+    rig.add([*TEXT[:13], 5], "fetches", max_tokens=1, ignore_eos=True, seed=3)
+    rig.add([4, 4], "behind", max_tokens=1, ignore_eos=True, seed=4)
+    for _ in range(5):
+        rig.step()
+    assert "behind" in {name for name, _ in rig.outputs} and rig.engine.counters().waiting == 1
+    (fetched,) = [copy.ticket for plan in rig.executor.plans for copy in plan.host_copies if copy.fetch]
+    assert all(plan.after_copies < fetched for plan in rig.executor.plans)
+    rig.run()
+    assert computed(rig)[-1] == 13 and rig.engine.counters().cache_fetched == 13
+
+
+def test_a_request_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_fetches, "PATIENCE_S", 0.0)
+    rig = rig_with_cache(grid=4, slots=8, chunk=40, host=(60, 9), copy_delay=10**9)
+    rig.finish(TEXT[:13], max_tokens=1, ignore_eos=True, seed=77)
+    rig.pools.prefixes.evict(99, 99)
+    rig.finish([*TEXT[:13], 5], max_tokens=2, ignore_eos=True, seed=3)
+    assert computed(rig) == [0, 0]
+
+
+def test_a_running_request_takes_back_what_a_fetch_owns() -> None:
+    """Its pages count first; the step that writes them waits for the copies."""
+    rig = rig_with_cache(rows=2, grid=4, slots=8, pages=20, chunk=40, host=(60, 9), copy_delay=10**9)
+    rig.finish(TEXT[:13], max_tokens=1, ignore_eos=True, seed=77)
+    rig.pools.prefixes.evict(99, 99)
+    rig.add([1, 2, 3], "runs", max_tokens=17, ignore_eos=True, seed=1)
+    rig.step()
+    rig.add([*TEXT[:13], 5], "fetches", max_tokens=1, ignore_eos=True, seed=3)
+    while rig.engine.counters().running:
+        rig.step()
+    rig.executor.copy_delay = 0
+    rig.run()
+    assert rig.engine.counters().retractions == 0 and any(plan.after_copies for plan in rig.executor.plans)
+    assert rig.outputs["runs", 0].token_ids == tokens_alone([1, 2, 3], 1, 17, VOCAB)
+    assert rig.outputs["fetches", 0].token_ids == tokens_alone([*TEXT[:13], 5], 3, 1, VOCAB)
+
+
+def test_a_step_waits_for_copies_of_what_it_overwrites() -> None:
+    """Everything that the first request leaves is evicted in the step that copies it to main memory."""
+    rig = rig_with_cache(rows=1, grid=4, slots=2, pages=16, chunk=40, host=(60, 9), copy_delay=10**9)
+    rig.finish(TEXT[:13], max_tokens=2, ignore_eos=True, seed=77)
+    rig.finish([9] * 15, max_tokens=1, ignore_eos=True, seed=1)
+    assert rig.executor.plans[-1].after_copies
+    rig.executor.copy_delay = 0
+    rig.finish([*TEXT[:13], 5], max_tokens=2, ignore_eos=True, seed=3)
+    assert rig.engine.counters().cache_fetched == 12
+
+
+def test_after_a_launch_that_failed_main_memory_holds_nothing() -> None:
+    rig = rig_with_cache(grid=4, slots=8, chunk=40, host=(60, 9))
+    rig.finish(TEXT[:13], max_tokens=1, ignore_eos=True, seed=77)
+    rig.executor.fail_launch[len(rig.executor.plans)] = RuntimeError("no")
+    rig.add([1, 1], max_tokens=1, seed=1)
+    rig.run()
+    assert rig.engine.counters().host_pages == rig.engine.counters().host_states == 0
+    rig.finish([*TEXT[:13], 5], max_tokens=2, ignore_eos=True, seed=3)
+    assert rig.engine.counters().host_pages
+
+
+def test_forgetting_prefixes_empties_main_memory_too() -> None:
+    rig = rig_with_cache(grid=4, slots=8, chunk=40, host=(60, 9), copy_delay=10**9)
+    rig.finish(TEXT[:13], max_tokens=1, ignore_eos=True, seed=77)
+    rig.pools.prefixes.evict(99, 99)
+    rig.add([*TEXT[:13], 5], max_tokens=2, ignore_eos=True, seed=3)
+    rig.step()
+    assert rig.pools.fetches and rig.engine.reset_prefix_cache() and not rig.pools.fetches
+    rig.run()
+    assert computed(rig) == [0, 0]

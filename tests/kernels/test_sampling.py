@@ -1,6 +1,7 @@
 """Random numbers, filters and draws against loops written from their definitions."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -395,9 +396,10 @@ def test_greedy_ties_across_blocks(small_blocks, monkeypatch, multiprocessors):
 FILTERS = {"top_k": torch.tensor([3], dtype=torch.int32), "top_p": torch.tensor([0.8]), "min_p": torch.tensor([0.1])}
 
 
-@pytest.mark.parametrize("filters", [(), ("top_k",), ("top_k", "top_p"), ("min_p",)])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("multiprocessors", [1, 8])
+@pytest.mark.parametrize(
+    ("multiprocessors", "value", "filters"),
+    sweep(product([1, 8], [torch.nan, torch.inf, -torch.inf], [(), ("top_k",), ("top_k", "top_p"), ("min_p",)]), 5),
+)
 def test_logits_that_are_not_finite_give_no_token(small_blocks, monkeypatch, multiprocessors, value, filters):
     """A NaN or infinity anywhere; -infinity only everywhere. The row beside it draws what it draws alone."""
     from hybridrt.kernels import sampling_triton

@@ -12,6 +12,7 @@ from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.mem_cache.radix_node import Node
+from tests.support.levels import drawn
 
 Text = tuple[int, ...]
 
@@ -67,11 +68,11 @@ class Ledger:
             text = text_of(node)
             assert len(text) == node.end and len(node.tokens) and node.parent.children[node.first] is node
             assert node.children or node.pages or node.state or node.readers
-            for index, page in enumerate(node.pages, self.tree._complete(node.start)):
+            for index, page in enumerate(node.pages, self.tree.complete(node.start)):
                 self.holds(page, text, index, (index + 1) * self.page_size + self.lookahead)
             if node.state is not None:
                 assert self.states[node.state] == text
-                index = self.tree._complete(node.end)
+                index = self.tree.complete(node.end)
                 owner = self.tree._tail_node(node)
                 assert (index * self.page_size < node.end and self.page_size > 0) == (owner is not None)
                 if owner is not None:
@@ -126,22 +127,35 @@ def in_common(a: Text, b: Text) -> int:
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize(
-    ("page_size", "recurrent"), [(1, True), (2, True), (4, True), (0, True), (1, False), (4, False)]
+    ("page_size", "recurrent", "lookahead", "examples"),
+    drawn(
+        [
+            (*kind, lookahead)
+            for kind in ((1, True), (2, True), (4, True), (0, True), (1, False), (4, False))
+            for lookahead in (0, 1)
+        ],
+        1,
+        30,
+        150,
+    ),
 )
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_the_tree_is_a_dictionary_of_prefixes(
-    page_size: int, recurrent: bool, lookahead: int, data: st.DataObject
-) -> None:
-    ledger = Ledger(page_size, recurrent, lookahead if page_size else 0)
+def test_the_tree_is_a_dictionary_of_prefixes(page_size: int, recurrent: bool, lookahead: int, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(data=st.data())
+    def actions(data: st.DataObject) -> None:
+        play(Ledger(page_size, recurrent, lookahead if page_size else 0), data)
+
+    actions()
+
+
+def play(ledger: Ledger, data: st.DataObject) -> None:
     locked: list[tuple[PrefixMatch, Text, bool]] = []
     for _ in range(data.draw(st.integers(1, 25))):
         action = data.draw(st.sampled_from(["offer", "offer", "match", "read", "state", "leave", "evict"]))
         if action == "offer":
             text = data.draw(TEXTS)
-            positions = data.draw(st.sets(st.integers(1, 14), max_size=3)) if recurrent else set()
+            positions = data.draw(st.sets(st.integers(1, 14), max_size=3)) if ledger.recurrent else set()
             ledger.offer(text, tuple(positions))
         elif action == "match":
             ledger.check_match(data.draw(TEXTS))

@@ -30,7 +30,7 @@ from tests.support.session import Session, check_sample, greedy
 from tests.support.speculation import Scripted, shifted
 from tests.support.ties import check_greedy
 
-SIZES = (2, 4)
+ON_FOUR = ("falcon-split", "nemotron-split_groups", "qwen-split")  # the other models run on 4 ranks in the slow level
 VERIFIED = (
     ("falcon-split", "replay"), ("nemotron-split_groups", "intermediate"), ("qwen-split", "intermediate"),
     ("qwen-split", "replay"), ("jamba-split", "intermediate"),
@@ -68,8 +68,14 @@ def session(groups: Groups, checkpoint: Checkpoint, size: int, **config: Any) ->
     split.split.close()
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=[] if size == 2 or name in ON_FOUR else [pytest.mark.slow])
+        for name in SPLIT
+        for size in (2, 4)
+    ],
+)
 def test_logits_and_tokens_of_one_process(name: str, size: int, groups: Groups, checkpoints: CheckpointStore) -> None:
     """Arrivals one after the other, prompts in chunks of 7 tokens: steps of every kind."""
     checkpoint = checkpoints[name]
@@ -91,14 +97,17 @@ def test_rings_of_recent_inputs(name: str, groups: Groups, checkpoints: Checkpoi
 
 
 @pytest.mark.parametrize(("name", "mode"), [("falcon-split", "replay"), ("qwen-split", "classic")])
-def test_cached_prefixes(name: str, mode: str, groups: Groups, checkpoints: CheckpointStore, tmp_path: Path) -> None:
+def test_cached_prefixes(
+    name: str, mode: str, groups: Groups, checkpoints: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second turn, a turn whose path leaves the first one's, and samples of one prompt: every rank keeps its shard of
-    the same states. A session brings each rank its shard again."""
+    the same states. A session brings each rank its shard again, and so does main memory."""
+    monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
     checkpoint = checkpoints[name]
     text = prompts(21)[0]
     answer = checkpoint.greedy(text, 7)
     asked = [text, [*text, *answer[:6], 5, 6, 7], [*text[:18], 9, 9, 9], [*text[:18], 8, 8]]
-    with session(groups, checkpoint, 2, state_mode=mode, prefix_cache=True) as split:
+    with session(groups, checkpoint, 2, state_mode=mode, prefix_cache=True, host_cache_bytes=1 << 20) as split:
         engine, found = split.engine(prefix_cache=True, grid=4), Samples()
         for i, prompt in enumerate(asked):
             engine.add_request(prompt, greedy(7), str(i))
@@ -107,7 +116,7 @@ def test_cached_prefixes(name: str, mode: str, groups: Groups, checkpoints: Chec
         assert [found[str(i), 0].metrics.cached_tokens for i in range(4)] == [0, 27, 0, 16]
         assert any(plan.page_copies for plan in split.plans) and any(row.saves for p in split.plans for row in p.extend)
         assert split.split is not None
-        sessions = Sessions(split.split, split.coordinator, engine.turns, engine._change)
+        sessions = Sessions(split.split, split.coordinator, engine.turns, engine._change, lambda: None)
         saved = sessions.save(tmp_path / "talk", np.array(asked[1], np.int32), "", "")
         assert engine.reset_prefix_cache() and sessions.load(tmp_path / "talk", "again") == saved
         engine.add_request(asked[1], greedy(7, cache_salt="again"), "again")
@@ -115,6 +124,13 @@ def test_cached_prefixes(name: str, mode: str, groups: Groups, checkpoints: Chec
             found.add(engine.step())
         again = found["again", 0]
         assert (again.metrics.cached_tokens, again.token_ids) == (28, found["1", 0].token_ids)
+        split.coordinator.prefixes.evict(10_000, 10_000)
+        engine.add_request(asked[1], greedy(7, cache_salt="again"), "fetched")
+        while engine.has_unfinished():
+            found.add(engine.step())
+        fetched = found["fetched", 0]
+        assert (fetched.metrics.cached_tokens, fetched.token_ids) == (28, found["1", 0].token_ids)
+        assert engine.counters().cache_fetched == 28
     for i, prompt in enumerate(asked):
         tokens = found[str(i), 0].token_ids
         check_greedy(tokens, checkpoint.logits(prompt, tokens), f"{name}, request {i}")

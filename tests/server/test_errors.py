@@ -58,7 +58,23 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"bad_words": [" "]}, "bad_words", "not only spaces"),
     ({"bad_words": "x"}, "bad_words", "valid list"),
     ({"prompt_logprobs": 65}, "prompt_logprobs", "0 to 64"),
-    ({"structured_outputs": {"json": {}}}, "structured_outputs", "not supported"),
+    ({"structured_outputs": {}}, "structured_outputs", "set one of json, regex"),
+    ({"structured_outputs": {"json": {}, "xml": 1}}, "structured_outputs.xml", "not permitted"),
+    ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "look-ahead"),
+    ({"guided_json": {"uniqueItems": True}}, "guided_json", "uniqueItems"),
+    ({"guided_json": {"$ref": "file:///etc/passwd"}}, "guided_json", "not present in a registry"),
+    ({"guided_json": "{"}, "guided_json", "no JSON"),
+    ({"guided_choice": []}, "guided_choice", "1 to 4096"),
+    ({"guided_grammar": "start: x"}, "guided_grammar", "unknown name"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex and guided_choice"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}}},
+        "response_format",
+        "thing",
+    ),
+    ({"response_format": {"type": "yaml"}}, "response_format.type", "json_object"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "structured_outputs"),
 ]
 
 
@@ -116,7 +132,6 @@ def test_completions_name_what_is_wrong(change: dict[str, Any], field: str | Non
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tool_choice": "maybe"}, "tool_choice", "must be 'auto'"),
         ({"reasoning_effort": "most"}, "reasoning_effort", "minimal"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
         ({"logprobs": 5}, "logprobs", "valid boolean"),
         ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
         ({"logprobs": True, "top_logprobs": 65}, "top_logprobs", "0 to 64"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.engine.request import derive_seed
@@ -17,7 +17,7 @@ from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftR
 from hybridrt.speculative.mtp import MTPDrafter
 from hybridrt.speculative.ngram import NgramDrafter
 from tests.support.checkpoints import CASES, VOCAB, falcon, falcon_mamba, jamba, lfm2, nemotron, swa_ssm, write
-from tests.support.levels import sweep
+from tests.support.levels import drawn
 from tests.support.mtp_oracle import write_with_head
 from tests.support.newer_checkpoints import minimax, zamba2
 from tests.support.speculation import Ask, Rig, Script, Scripted, assert_same, sample_seed, shifted
@@ -161,9 +161,6 @@ def asks(draw: st.DrawFn, most: int = 5, longest: int = 30) -> list[Ask]:
     return found
 
 
-schedules = settings(
-    max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 chunks = st.sampled_from([2, 5, 11, 8192])
 
 
@@ -176,28 +173,28 @@ def check(
     assert_same(requests, found, futures)
 
 
-@pytest.mark.parametrize(("name", "mode", "topk", "method"), sweep(HISTORIES, 7))
-@schedules
-@given(requests=asks(), drafts=st.sampled_from([1, 4, 7]), chunk=chunks, data=st.data())
-def test_any_history(
-    name: str,
-    mode: str,
-    topk: int,
-    method: str,
-    rigs: Rigs,
-    requests: list[Ask],
-    drafts: int,
-    chunk: int,
-    data: st.DataObject,
-) -> None:
+@pytest.mark.parametrize(("name", "mode", "topk", "method", "examples"), drawn(HISTORIES, 7, 5, 12))
+def test_any_history(name: str, mode: str, topk: int, method: str, examples: int, rigs: Rigs) -> None:
     """Closures for graphs, pages for all or for little more than one, steps launched ahead: everything at once."""
-    graphs, overlap = data.draw(st.booleans(), "graphs"), data.draw(st.booleans(), "overlap")
-    pages = data.draw(st.sampled_from([None, None, 0]), "pages")
-    name = WITH_HEADS[name] if method == "mtp" else name
-    rig = rigs.rig(name, mode, drafts, graphs, pages, method, topk)
-    if method == "scripted":
-        method = data.draw(st.sampled_from(sorted(SCRIPTS)), "script")
-    check(rigs, name, rig, method, requests, chunk, overlap)
+    kind = WITH_HEADS[name] if method == "mtp" else name
+
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    @given(
+        requests=asks(),
+        drafts=st.sampled_from([1, 4, 7]),
+        chunk=chunks,
+        graphs=st.booleans(),
+        overlap=st.booleans(),
+        pages=st.sampled_from([None, None, 0]),
+        script=st.sampled_from(sorted(SCRIPTS)) if method == "scripted" else st.just(method),
+    )
+    def play(
+        requests: list[Ask], drafts: int, chunk: int, graphs: bool, overlap: bool, pages: int | None, script: str
+    ) -> None:
+        rig = rigs.rig(kind, mode, drafts, graphs, pages, method, topk)
+        check(rigs, kind, rig, script, requests, chunk, overlap)
+
+    play()
 
 
 @dataclass
@@ -233,17 +230,17 @@ def test_asked_again_a_drafter_says_the_same(method: str, graphs: bool, rigs: Ri
     assert drafter.asked > 10
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "topk"),
-    sweep([way for way in WAYS if way[0] in ("mamba2", "gdn", "history") or way == ("mamba1", "intermediate", 1)], 4),
-)
-def test_retraction(name: str, mode: str, topk: int, rigs: Rigs) -> None:
+TIGHT = [way for way in WAYS if way[0] in ("mamba2", "gdn", "history") or way == ("mamba1", "intermediate", 1)]
+
+
+@pytest.mark.parametrize(("name", "mode", "topk", "examples"), drawn(TIGHT, 4, 4, 12))
+def test_retraction(name: str, mode: str, topk: int, examples: int, rigs: Rigs) -> None:
     """KV for one long request and a little: requests are thrown out and come back with their output."""
     retractions = 0
 
     methods = st.sampled_from(["ngram", "same", "random", "in bursts", *["mtp"] * (name in WITH_HEADS)])
 
-    @schedules
+    @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(requests=asks(longest=60), chunk=chunks, method=methods, overlap=st.booleans())
     def play(requests: list[Ask], chunk: int, method: str, overlap: bool) -> None:
         nonlocal retractions
@@ -254,4 +251,4 @@ def test_retraction(name: str, mode: str, topk: int, rigs: Rigs) -> None:
         retractions += rig.counters.retractions
 
     play()
-    assert retractions > 3
+    assert retractions > examples // 4

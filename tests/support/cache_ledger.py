@@ -4,23 +4,33 @@ from collections import Counter
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
+from hybridrt.mem_cache.radix_cache import RadixCache
+from hybridrt.mem_cache.radix_node import Node
 
 
 def check_cache(pools: CacheCoordinator) -> None:
     """free + used + cached == total, and what the allocators say the cache has is what the tree has, once each. What is
     locked in an allocator is read in the tree."""
     pools.check()
-    nodes = list(pools.prefixes.tree.nodes())
-    pages = [page for node in nodes for page in (*node.pages, *([node.tail] if node.tail else ()))]
-    states = [node.state for node in nodes if node.state is not None]
-    for pool, mine in ((pools.pages, pages), (pools.slots, states)):
-        assert not [entry for entry, times in Counter(mine).items() if times > 1], "an entry stands in the tree twice"
-        assert sorted(mine) == sorted(cached(pool)), f"the tree has {sorted(mine)}; {pool!r}"
+    nodes = check_tree(pools.prefixes.tree, pools.pages, pools.slots)
+    if (tier := pools.prefixes.tier) is not None:
+        hosted = check_tree(tier.tree, tier.pages, tier.slots)
+        assert not tier.pages.num_used and not tier.slots.num_used and not any(node.readers for node in hosted)
     for node in nodes:
         if node.state is not None:
             assert bool(node.state_readers) == bool(pools.slots._locks[node.state.index])
-    if pools.rows.num_free == pools.rows.total:
+    if pools.rows.num_free == pools.rows.total and not pools.fetches:
         assert not any(node.readers or node.state_readers for node in nodes) and not pools.pages.num_locked
+
+
+def check_tree(tree: RadixCache, pages: SlotAllocator, states: SlotAllocator) -> list[Node]:
+    """What two allocators say the cache has is what the tree has, once each. Returns the tree's nodes."""
+    nodes = list(tree.nodes())
+    held = [page for node in nodes for page in (*node.pages, *([node.tail] if node.tail else ()))]
+    for pool, mine in ((pages, held), (states, [node.state for node in nodes if node.state is not None])):
+        assert not [entry for entry, times in Counter(mine).items() if times > 1], "an entry stands in the tree twice"
+        assert sorted(mine) == sorted(cached(pool)), f"the tree has {sorted(mine)}; {pool!r}"
+    return nodes
 
 
 def cached(pool: SlotAllocator) -> list[Slot]:

@@ -55,6 +55,8 @@ class Rig:
         cache: bool = False,
         grid: int | None = None,
         replay: bool = False,
+        host: tuple[int, int] | None = None,
+        copy_delay: int = 0,
     ) -> None:
         slots = rows if slots is None else slots
         self.executor = MockExecutor(
@@ -64,6 +66,9 @@ class Rig:
         demand = PageDemand(page_size, sliding_window, chunk, drafts + 1)
         self.pools = CacheCoordinator(rows, slots, pages, page_size, demand, prefix_cache=cache)
         self.pools.prefixes.grid = grid or self.pools.prefixes.grid
+        self.executor.copy_delay = copy_delay
+        if host is not None:  # KV pages and states in main memory
+            self.pools.add_tier(*host, self.executor.copied)
         limits = EngineLimits(vocab, max_model_len, chunk, (EOS,))
         self.drafter = drafter = MockDrafter(drafts, vocab, sliding_window) if drafts else None
         self.engine = Engine(self.executor, self.pools, limits, tokenizer, overlap=overlap, seed=seed, drafter=drafter)
@@ -97,6 +102,8 @@ class Rig:
 
     def assert_empty(self) -> None:
         self.check()
+        if self.pools.fetches is not None:
+            self.pools.fetches.cancel_all()  # those of requests that did not wait for them
         for pool in (self.pools.rows, self.pools.slots, self.pools.pages):
             assert not pool.num_used, f"leaked: {pool}"
         assert self.drafter is None or not self.drafter.begun

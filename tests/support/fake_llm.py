@@ -9,6 +9,7 @@ import torch
 from hybridrt.config import EngineConfig
 from hybridrt.engine import llm as llm_module
 from hybridrt.engine.llm import LLM
+from hybridrt.mem_cache.host_plan import NO_HOST_PLAN
 from hybridrt.sampling_params import SamplingParams
 from tests.support.cache_ledger import check_cache
 from tests.support.engine_harness import EOS
@@ -29,6 +30,7 @@ class FakeRunner(MockExecutor):
         self.model_path = config.model
         self.model_config = SimpleNamespace(vocab_size=VOCAB, eos_token_ids=(EOS,), image_tokens={})
         self.memory_plan = SimpleNamespace(
+            host=NO_HOST_PLAN,
             num_rows=rows, num_slots=rows, num_pages=32, page_size=4, demand=None,
             max_model_len=config.max_model_len or 64,
         )  # fmt: skip

@@ -8,7 +8,17 @@ that follows.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, StateCopy, StepPlan, StepResult, TokenLogprobs
+from hybridrt.runtime.step import (
+    Admission,
+    DecodeRow,
+    ExtendRow,
+    HostCopy,
+    StateCopy,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 
 MASK = 2**61 - 1
@@ -117,6 +127,11 @@ class MockExecutor:
         self.interrupt: BaseException | None = None
         self.fail_launch: dict[int, BaseException] = {}
         self.fail_result: dict[int, Exception] = {}
+        self.copies: list[HostCopy] = []  # of plans that have run; these copies have not
+        self.copy_delay = 0  # how often it is asked whether copies are done before they are
+        self.asked: dict[int, int] = {}
+        self.host_pages: dict[int, list[int]] = {}
+        self.host_states: dict[int, tuple[int, list[int]]] = {}
         self.arena: dict[int, tuple[list[int], int]] = {}  # by offset: tokens that are still seen, and recurrent state
 
     def launch(self, plan: StepPlan) -> "MockHandle":
@@ -150,13 +165,53 @@ class MockExecutor:
         assert not {copy.source for copy in copies} & {copy.target for copy in copies}
         for row in [*plan.decode, *plan.extend]:
             self.name(row, handle)
-        assert plan.decode or plan.extend, "an empty step"
+        assert plan.decode or plan.extend or any(copy.fetch for copy in plan.host_copies), "an empty step"
+        for copy in plan.host_copies:
+            self.note_copy(copy)
         self.queue.append(handle)
         self.unread.append(handle)
         self.most_in_flight = max(self.most_in_flight, len(self.unread))
         while len(self.queue) > self.late:
             self.run_oldest()
         return handle
+
+    def note_copy(self, copy: HostCopy) -> None:
+        """Fetched pages belong to nobody who could name them in a launched step."""
+        for page in copy.pages if copy.fetch else ():
+            before = self.page_owner.get(page)
+            assert before is None or all(step.consumed for step, _ in before[0].steps), f"page {page} fetched too early"
+            assert all(step.consumed for b in self.borrowers.pop(page, []) for step, _ in b.steps)
+            self.page_owner[page] = Tenant(Admission(0, 0, [], 0, SamplingParams(), 0)), 0
+        for _, slot, _ in copy.states if copy.fetch else ():
+            assert all(step.consumed for step in self.slot_readers.pop(slot, [])), f"slot {slot} fetched too early"
+            self.owner.pop(("slot", slot), None)
+            self.saved.pop(slot, None)
+
+    def copied(self, ticket: int) -> bool:
+        """Copies run as late as they may: when a plan waits for them, or when somebody has often asked."""
+        if any(copy.ticket == ticket for handle in self.queue for copy in handle.plan.host_copies):
+            return False
+        self.asked[ticket] = self.asked.get(ticket, 0) + 1
+        if self.asked[ticket] > self.copy_delay:
+            self.run_copies(ticket)
+        return all(copy.ticket > ticket for copy in self.copies)
+
+    def run_copies(self, ticket: int) -> None:
+        while self.copies and self.copies[0].ticket <= ticket:
+            copy = self.copies.pop(0)
+            for page, place in zip(copy.pages, copy.host_pages, strict=True):
+                for i in range(self.page_size):
+                    if copy.fetch:
+                        self.kv[page, i] = self.host_pages[place][i]
+                if not copy.fetch:
+                    self.host_pages[place] = [self.kv.get((page, i), -1) for i in range(self.page_size)]
+            for length, slot, place in copy.states:
+                if copy.fetch:
+                    self.state[slot], text = self.host_states[place]
+                    self.text[slot] = list(text)
+                else:
+                    self.host_states[place] = self.state[slot], list(self.text[slot])
+                assert len(self.text[slot]) == length, "the state of another position"
 
     def take(self, kind: str, index: int, tenant: Tenant) -> None:
         """Whoever had it before must be out of every launched step, and never be named again (`name` checks)."""
@@ -234,6 +289,8 @@ class MockExecutor:
         plan, answers = handle.plan, []
         for donor in handle.donors:
             self.fold(donor)
+        self.copies += plan.host_copies
+        self.run_copies(plan.after_copies)
         for copy in plan.page_copies:
             for offset in range(self.page_size):
                 self.kv[copy.target, offset] = self.kv.get((copy.source, offset), -1)

@@ -89,6 +89,8 @@ class Session:
         pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, demand)
         self.coordinator = CacheCoordinator(*pools, prefix_cache=prefix_cache)
         self.coordinator.prefixes.grid = grid
+        if prefix_cache and self.plan.host:
+            self.coordinator.add_tier(self.plan.host.num_pages, self.plan.host.num_states, self.runner.copied)
         limits = EngineLimits(model.vocab_size, plan.max_model_len, chunk, model.eos_token_ids)
         return Engine(self, self.coordinator, limits, overlap=overlap)
 
@@ -119,6 +121,8 @@ class Session:
         return samples
 
     def assert_empty(self) -> None:
+        if self.coordinator.fetches is not None:
+            self.coordinator.fetches.cancel_all()  # those of requests that did not wait for them
         for pool in (self.coordinator.rows, self.coordinator.slots, self.coordinator.pages):
             pool.check()
             assert not pool.num_used, f"leaked: {pool}"

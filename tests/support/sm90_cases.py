@@ -204,6 +204,7 @@ def kimi_delta() -> Cases:
     weights = {"A_log": f32(heads), "dt_bias": f32(heads, DIM)}
     for batch, tokens, state, more in (
         (128, 1, torch.float32, {}),
+        (128, 1, torch.bfloat16, {}),
         (1, 1, torch.bfloat16, {"lower_bound": -5.0}),
         (32, 5, torch.float32, stored(32, 5, heads, DIM, DIM)),
     ):

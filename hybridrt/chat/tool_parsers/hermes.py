@@ -13,3 +13,4 @@ class Hermes(JsonCalls):
     opens = ("<tool_call>",)
     closes = ("</tool_call>",)
     markers = ("<tool_call>",)
+    listed = False

@@ -1,6 +1,8 @@
 """Calls as JSON objects with a name and arguments: what several formats have in common."""
 
 import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.tool_parser import CallSink, ToolParser
@@ -10,7 +12,17 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class JsonCalls(ToolParser):
-    """{"name": "f", "arguments": {...}}, or a list of these. The keys may come in any order."""
+    """{"name": "f", "arguments": {...}}, or a list of these. The keys may come in any order.
+
+    Attributes:
+        listed: the model writes a list.
+    """
+
+    listed: ClassVar[bool] = True
+
+    def section_schema(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        call = {"anyOf": list(calls)}
+        return {"type": "array", "items": call, "minItems": 1} if self.listed else call
 
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
         yield from scanner.space()

@@ -4,24 +4,33 @@ Source: the chat template and the model card of LiquidAI/LFM2-1.2B.
 """
 
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hybridrt.chat.scanner import Malformed, Scanner, Step
-from hybridrt.chat.tool_parser import CallSink, ToolParser
+from hybridrt.chat.tool_parser import CallSink
+from hybridrt.chat.tool_parsers.json_calls import JsonCalls
 from hybridrt.chat.values import MAX_NAME, escaped, read_value
 
 _NAME = re.compile(r"[\w.:/-]*")
 _KEYWORD = re.compile(r"\w*")
 
 
-class Lfm2(ToolParser):
-    """Of LFM2 and LFM2.5."""
+class Lfm2(JsonCalls):
+    """Of LFM2 and LFM2.5. They write JSON between the tags if the system prompt asks for it."""
 
     opens = ("<|tool_call_start|>",)
     closes = ("<|tool_call_end|>",)
     markers = ("<|tool_call_start|>",)
 
+    def section_schema(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        return None
+
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
         yield from scanner.space()
+        if (yield from scanner.peek(2)) == "[{" or (yield from scanner.peek()) == "{":
+            yield from super().read_calls(scanner, sink, opened)
+            return
         listed = yield from scanner.accept("[")
         while True:
             yield from scanner.space()

@@ -1,0 +1,148 @@
+"""What a step will cost: seconds as a sum of non-negative costs of its parts, fitted to the steps that have run."""
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridrt.runtime.step import StepPlan
+
+# Tokens from which on one more may cost more. A step reads all weights however few its tokens are; each token of many
+# costs its own products. Non-negative costs above these numbers make any convex curve.
+_KNOTS = (0, 64, 256, 1024)
+_KINDS = ("decode", "prefill", "mixed")
+_DECAY = 0.98  # weight of a step after the next one of its kind
+_RIDGE = 1e-6  # of normalised features: decides where they do not differ
+_ENOUGH, _FIT_EVERY, _REMEMBERED = 8, 32, 128  # steps
+
+
+class StepWork(NamedTuple):
+    """What of a step decides how long it takes.
+
+    Attributes:
+        decode_tokens: decode rows and their drafts. decode_context: tokens in front of the decode rows, in all.
+        prompt_rows, prompt_tokens: chunks of prompts, and their tokens.
+        prompt_pairs: queries times keys of these chunks.
+    """
+
+    decode_tokens: int = 0
+    decode_context: int = 0
+    prompt_rows: int = 0
+    prompt_tokens: int = 0
+    prompt_pairs: int = 0
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> "StepWork":
+        decode = plan.decode
+        work = cls(len(decode) + len(decode.drafts), int(decode.computed.sum()))
+        for row in plan.extend:
+            work = work.with_chunk(row.computed, len(row.tokens))
+        return work
+
+    def with_chunk(self, start: int, tokens: int) -> "StepWork":
+        """The same step with one more chunk, `tokens` behind the first `start` of a prompt."""
+        pairs = tokens * start + tokens * (tokens + 1) // 2
+        return StepWork(
+            self.decode_tokens, self.decode_context, self.prompt_rows + 1, self.prompt_tokens + tokens,
+            self.prompt_pairs + pairs,
+        )  # fmt: skip
+
+    @property
+    def kind(self) -> str:
+        return "mixed" if self.decode_tokens and self.prompt_tokens else "decode" if self.decode_tokens else "prefill"
+
+    def features(self) -> list[float]:
+        """Numbers of which each has a cost."""
+        tokens = self.decode_tokens + self.prompt_tokens
+        return [
+            *(float(self.kind == kind) for kind in _KINDS), *(float(max(tokens - knot, 0)) for knot in _KNOTS),
+            float(self.decode_tokens), float(self.decode_context), float(self.prompt_rows), float(self.prompt_pairs),
+        ]  # fmt: skip
+
+
+_SIZE = len(StepWork().features())
+
+
+class StepCost:
+    """A model of the seconds that steps take. It is linear in `StepWork.features`, its costs are not negative, and so
+    more work is never predicted to take less time.
+
+    The costs minimise the squared relative error of the steps that have run, those of long ago counting less, each kind
+    of step by itself: many decode steps do not make it forget what prompts cost. A step that took much longer than it
+    should (a kernel was compiled) counts little, because an error relative to its own time is at most one.
+
+    Attributes:
+        most_prompt_tokens: prompt tokens of the largest step that has run.
+    """
+
+    def __init__(self) -> None:
+        self.most_prompt_tokens = 0
+        self._costs: list[float] | None = None
+        self._squares = np.zeros((len(_KINDS), _SIZE, _SIZE))  # sums over steps, by kind
+        self._moments = np.zeros((len(_KINDS), _SIZE))
+        self._count = 0
+        self._errors: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def predict(self, work: StepWork) -> float | None:
+        """Seconds that a step takes; None before enough steps have run."""
+        if self._costs is None:
+            return None
+        return sum(cost * feature for cost, feature in zip(self._costs, work.features(), strict=True))
+
+    def observe(self, works: Sequence[StepWork], seconds: float) -> None:
+        """Steps that together took `seconds` (more than 0)."""
+        parts = np.array([work.features() for work in works])
+        self._note_error(works, seconds)
+        kind, features = _KINDS.index(works[-1].kind), parts.sum(0) / seconds
+        self._squares[kind] = _DECAY * self._squares[kind] + np.outer(features, features)
+        self._moments[kind] = _DECAY * self._moments[kind] + features
+        self.most_prompt_tokens = max(self.most_prompt_tokens, *(work.prompt_tokens for work in works))
+        self._count += 1
+        if self._count >= _ENOUGH and (self._count < _FIT_EVERY or self._count % _FIT_EVERY == 0):
+            self._costs = _nonnegative_costs(self._squares.sum(0), self._moments.sum(0)).tolist()
+
+    @property
+    def error(self) -> float | None:
+        """Median relative error of the last predictions, each made before its step was known; None without one."""
+        return median(self._errors) if self._errors else None
+
+    def _note_error(self, works: Sequence[StepWork], seconds: float) -> None:
+        predicted = [self.predict(work) for work in works]
+        if None not in predicted:
+            self._errors.append(abs(sum(predicted) - seconds) / seconds)  # type: ignore[arg-type]
+
+
+def _nonnegative_costs(squares: np.ndarray, moments: np.ndarray) -> np.ndarray:
+    """The x >= 0 that minimises x^T squares x / 2 - moments^T x (Lawson & Hanson 1974, chapter 23). squares [n, n],
+    moments [n]. What no step has shown costs nothing."""
+    scale = np.sqrt(squares.diagonal())
+    seen = scale > 0
+    scale = np.where(seen, scale, 1.0)
+    squares, moments = squares / np.outer(scale, scale), moments / scale
+    squares[np.diag_indices_from(squares)] += _RIDGE
+    found, free = np.zeros(len(moments)), np.zeros(len(moments), bool)
+    for _ in range(3 * len(moments)):
+        slope = np.where(free | ~seen, -np.inf, moments - squares @ found)
+        if slope.max() <= 1e-9 * max(moments.max(), 1e-300):
+            break
+        free[slope.argmax()] = True
+        found, free = _solve_free(squares, moments, found, free)
+    return found / scale
+
+
+def _solve_free(
+    squares: np.ndarray, moments: np.ndarray, found: np.ndarray, free: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The minimum over the free unknowns; those that would become negative on the way there are freed no longer."""
+    while True:
+        target = np.zeros_like(found)
+        target[free] = np.linalg.solve(squares[np.ix_(free, free)], moments[free])
+        negative = free & (target <= 0)
+        if not negative.any():
+            return target, free
+        step = (found[negative] / (found[negative] - target[negative])).min()
+        found = found + step * (target - found)
+        free = free & (found > 1e-12 * max(found.max(), 1e-300))
+        found = np.where(free, found, 0.0)

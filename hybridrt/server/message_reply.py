@@ -1,0 +1,136 @@
+"""Answers of /v1/messages: a list of content blocks, and the events that they are made by."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic_core import from_json
+
+from hybridrt.chat.events import CallBegin
+from hybridrt.engine.async_llm import DeltaStream
+from hybridrt.engine.chats import PreparedChat
+from hybridrt.engine.outputs import Delta
+from hybridrt.server.message_protocol import MessageRequest
+from hybridrt.server.reply import BlockKind, BlockReply
+from hybridrt.server.service import Service
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": None}
+# Of each kind of block: the type of its deltas, and the field that they add to.
+_DELTAS: dict[BlockKind, tuple[str, str]] = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+class MessageReply(BlockReply):
+    """A message of the assistant."""
+
+    def __init__(
+        self, service: Service, name: str, deltas: DeltaStream, body: MessageRequest, prepared: PreparedChat
+    ) -> None:
+        super().__init__(service, name, deltas, body, prepared)
+        self._blocks: list[dict[str, Any]] = []
+        self._written = ""  # by the open block
+        self._stops = _StopSequence(service, prepared)
+
+    def body(self) -> dict[str, Any]:
+        """As BlockReply.body."""
+        return {
+            "id": self.name,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": self._blocks,
+            **self._end_reason(),
+            "usage": self._usage(),
+        }
+
+    def count(self, delta: Delta) -> None:
+        """As Reply.count."""
+        super().count(delta)
+        self._stops.read(delta)
+
+    def _end_reason(self) -> dict[str, Any]:
+        reason = self.reader.finish_reason
+        stopped_by = self._stops.found if reason == "stop" else None
+        return {
+            "stop_reason": "stop_sequence" if stopped_by else reason and _REASONS[reason],
+            "stop_sequence": stopped_by,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens from the prefix cache are known at the end, and are not counted as input tokens then."""
+        return {
+            "input_tokens": self.prompt_tokens - self.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+        }
+
+    def _begin(self) -> Iterator[dict[str, Any]]:
+        yield {"type": "message_start", "message": self.body()}
+
+    def _start_block(self, kind: BlockKind, call: CallBegin | None) -> Iterator[dict[str, Any]]:
+        if call is not None:
+            block: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        elif kind == "text":
+            block = {"type": "text", "text": ""}
+        else:
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        self._blocks.append(block)
+        self._written = ""
+        yield self._event("content_block_start", content_block=block)
+
+    def _add(self, kind: BlockKind, text: str) -> Iterator[dict[str, Any]]:
+        self._written += text
+        name, field = _DELTAS[kind]
+        yield self._event("content_block_delta", delta={"type": name, field: text})
+
+    def _end_block(self, kind: BlockKind) -> Iterator[dict[str, Any]]:
+        if kind == "call":
+            self._blocks[-1]["input"] = _object(self._written)
+        else:
+            self._blocks[-1][_DELTAS[kind][1]] = self._written
+        yield self._event("content_block_stop")
+
+    def _end(self) -> Iterator[dict[str, Any]]:
+        yield {"type": "message_delta", "delta": self._end_reason(), "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": kind, "index": len(self._blocks) - 1, **fields}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object. Of arguments that break off it has what came before, as Anthropic's clients read
+    a stream; of those that are no JSON nothing."""
+    try:
+        value = from_json(arguments, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+class _StopSequence:
+    """Finds which stop string has ended an answer: the one that its tokens spell behind its text.
+
+    Attributes:
+        found: the string; None: there was none, or the answer goes on.
+    """
+
+    def __init__(self, service: Service, prepared: PreparedChat) -> None:
+        self.found: str | None = None
+        self._tokenizer, self._params = service.tokenizer, prepared.prepared.params
+        self._tokens: list[int] = []
+        self._length = 0
+
+    def read(self, delta: Delta) -> None:
+        """The next delta."""
+        if not self._params.stop:
+            return
+        self._tokens += delta.token_ids
+        self._length += len(delta.text)
+        if delta.finish_reason == "stop":
+            skip = self._params.skip_special_tokens
+            rest = self._tokenizer.decode(self._tokens, skip_special_tokens=skip)[self._length :]
+            self.found = next((stop for stop in self._params.stop if rest.startswith(stop)), None)

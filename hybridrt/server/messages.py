@@ -1,0 +1,143 @@
+"""/v1/messages: Anthropic's Messages API, mapped to the request of /v1/chat/completions that asks for the same."""
+
+import json
+from typing import Any
+
+from starlette.types import Scope
+
+from hybridrt.engine.tokenizer import encode_prompt
+from hybridrt.server.chat import as_chat_request, conversation_of, prepare_chat
+from hybridrt.server.errors import APIError
+from hybridrt.server.message_protocol import (
+    Block,
+    CountRequest,
+    MessageRequest,
+    MessageToolChoice,
+    MessageTurn,
+    Thinking,
+    ToolResult,
+    ToolUse,
+)
+from hybridrt.server.message_reply import MessageReply
+from hybridrt.server.protocol import ChatRequest, TextPart
+from hybridrt.server.respond import Started
+from hybridrt.server.service import Service, response_id
+
+# What this endpoint calls fields of a chat request.
+MESSAGE_NAMES = {"stop": "stop_sequences", "structured_outputs": "output_config", "thinking_token_budget": "thinking"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+async def start_message(service: Service, body: MessageRequest, scope: Scope) -> Started:
+    """Starts what a body asks for.
+
+    Raises:
+        APIError, HybridrtError: it cannot be done. Nothing has started.
+    """
+    prepared = await prepare_chat(service, _as_chat(body))
+    name = response_id("msg_", body, scope)
+    deltas = service.llm.submit([prepared.prepared], name, stream=bool(body.stream))
+    return Started(MessageReply(service, name, deltas, body, prepared), deltas, bool(body.stream))
+
+
+async def count_tokens(service: Service, body: CountRequest) -> int:
+    """Tokens of a conversation in the chat template.
+
+    Raises:
+        APIError, HybridrtError: it cannot be rendered, or is too long.
+    """
+    service.check_model(body.model)
+    text = await service.render_chat(conversation_of(_as_chat(body)))
+    limit = service.llm.llm.plan.max_model_len
+    tokens = await service.llm.in_thread(lambda: encode_prompt(service.tokenizer, text, limit, bare=True))
+    return len(tokens)
+
+
+def _as_chat(body: CountRequest) -> ChatRequest:
+    thinking, output = body.thinking, body.output_config
+    effort = "none" if thinking and thinking.type == "disabled" else output and output.effort
+    stops = body.stop_sequences if isinstance(body, MessageRequest) else None
+    prefilled = _is_prefilled(body.messages[-1])
+    return as_chat_request(
+        body,
+        messages=_messages(body),
+        stop=stops or body.stop,
+        tools=[_tool(t.name, t.description, t.input_schema, t.strict) for t in body.tools or ()] or None,
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+        reasoning_effort="xhigh" if effort == "max" else effort,
+        thinking_token_budget=thinking and thinking.budget_tokens,
+        response_format=output and output.format and _format(output.format.schema_),
+        chat_template_kwargs=body.chat_template_kwargs,
+        add_generation_prompt=not prefilled,
+        continue_final_message=prefilled,
+    )
+
+
+def _tool(name: str, description: str | None, schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    function = {"name": name, "description": description, "parameters": schema, "strict": strict}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def _tool_choice(choice: MessageToolChoice | None) -> Any:
+    if choice is None:
+        return None
+    if choice.type != "tool":
+        return _CHOICES[choice.type]
+    if choice.name is None:
+        raise APIError(400, "tool_choice of type tool needs the name of a tool", "tool_choice.name")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema, "strict": True}}
+
+
+def _is_prefilled(last: MessageTurn) -> bool:
+    """Whether the answer goes on with the text of the last message."""
+    if last.role != "assistant":
+        return False
+    return isinstance(last.content, str) or all(isinstance(block, TextPart) for block in last.content)
+
+
+def _messages(body: CountRequest) -> list[dict[str, Any]]:
+    messages = []
+    if body.system:
+        messages.append({"role": "system", "content": _text(body.system)})
+    for turn in body.messages:
+        if isinstance(turn.content, str):
+            messages.append({"role": turn.role, "content": turn.content})
+        elif turn.role == "assistant":
+            messages.append(_assistant(turn.content))
+        else:
+            messages += _user(turn.role, turn.content)
+    return messages
+
+
+def _assistant(blocks: list[Block]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant"}
+    message["content"] = "".join(block.text for block in blocks if isinstance(block, TextPart))
+    if thoughts := [block.thinking for block in blocks if isinstance(block, Thinking)]:
+        message["reasoning_content"] = "".join(thoughts)
+    calls = [
+        {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": json.dumps(b.input)}}
+        for b in blocks
+        if isinstance(b, ToolUse)
+    ]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _user(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own, before the text that stands beside them."""
+    results = [block for block in blocks if isinstance(block, ToolResult)]
+    messages: list[dict[str, Any]] = [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")} for block in results
+    ]
+    texts = [block for block in blocks if isinstance(block, TextPart)]
+    if texts or not results:
+        messages.append({"role": role, "content": _text(texts)})
+    return messages
+
+
+def _text(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

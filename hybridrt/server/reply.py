@@ -1,0 +1,162 @@
+"""What a request is answered with, whatever its protocol: bytes of a stream or one object, and what it counts."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+from hybridrt.chat.events import CallArguments, CallBegin, Content, Event, Reasoning
+from hybridrt.engine.async_llm import DeltaStream
+from hybridrt.engine.chats import PreparedChat
+from hybridrt.engine.outputs import Delta
+from hybridrt.server.errors import APIError, stream_end
+from hybridrt.server.protocol import Sampling
+from hybridrt.server.service import Service
+from hybridrt.server.sse import named_events
+
+BlockKind = Literal["text", "reasoning", "call"]
+
+
+class Reply(ABC):
+    """An answer while it is made.
+
+    Args:
+        name: the answer's id.
+        deltas: what runs for it.
+    """
+
+    def __init__(self, service: Service, name: str, deltas: DeltaStream, body: Sampling) -> None:
+        self.name = name
+        self.model = body.model or service.names[0]
+        self.created = int(time.time())
+        self.prompt_tokens = sum(len(prepared.tokens) for prepared in deltas.requests.values())
+        self.output_tokens = self.cached_tokens = 0
+        self._reasons: list[str] = []
+        self._first: float | None = None  # seconds to the first token of any sample
+
+    @abstractmethod
+    def whole(self, ended: list[Delta]) -> dict[str, Any]:
+        """The answer that is no stream, of one delta a sample."""
+
+    @abstractmethod
+    def opening(self) -> bytes:
+        """What a stream begins with, before all tokens."""
+
+    @abstractmethod
+    def gain(self, delta: Delta) -> bytes:
+        """What a delta adds to a stream; empty while its text is held back."""
+
+    @abstractmethod
+    def closing(self) -> bytes:
+        """What a stream ends with, after all tokens."""
+
+    def failure(self, error: APIError, path: str) -> bytes:
+        """What a stream ends with after an error."""
+        return stream_end(error, path)
+
+    def facts(self) -> dict[str, Any]:
+        """What the access log says of the answer."""
+        return {
+            "output_tokens": self.output_tokens,
+            "cached_tokens": self.cached_tokens,
+            "finish_reasons": self._reasons,
+            "time_to_first_token": self._first,
+        }
+
+    def count(self, delta: Delta) -> None:
+        """Call this with every delta."""
+        self.output_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None and delta.metrics is not None:
+            self._reasons.append(delta.finish_reason)
+            self.cached_tokens += delta.metrics.cached_tokens if delta.index == 0 else 0  # a prompt counts once
+            if delta.metrics.first_token_time is not None:
+                first = delta.metrics.first_token_time - delta.metrics.arrival_time
+                self._first = round(first if self._first is None else min(self._first, first), 6)
+
+
+class BlockReply(Reply):
+    """A conversation's answer of one sample as a list of blocks, in named events. The object of an answer that is no
+    stream is made by the same steps, so it is what the events add up to.
+
+    Attributes:
+        reader: has read the answer so far.
+    """
+
+    def __init__(
+        self, service: Service, name: str, deltas: DeltaStream, body: Sampling, prepared: PreparedChat
+    ) -> None:
+        super().__init__(service, name, deltas, body)
+        self.reader = prepared.new_answer()
+        self._kind: BlockKind | None = None  # of the block that is open
+
+    @abstractmethod
+    def body(self) -> dict[str, Any]:
+        """The answer's object as it stands."""
+
+    @abstractmethod
+    def _begin(self) -> Iterable[dict[str, Any]]:
+        """Events before all blocks."""
+
+    @abstractmethod
+    def _start_block(self, kind: BlockKind, call: CallBegin | None) -> Iterable[dict[str, Any]]:
+        """A block begins; `call` says which call it is."""
+
+    @abstractmethod
+    def _add(self, kind: BlockKind, text: str) -> Iterable[dict[str, Any]]:
+        """The open block gains text; of a call, JSON text of the arguments."""
+
+    @abstractmethod
+    def _end_block(self, kind: BlockKind) -> Iterable[dict[str, Any]]:
+        """The open block ends. `reader.finish_reason` is set where the answer ends with it."""
+
+    @abstractmethod
+    def _end(self) -> Iterable[dict[str, Any]]:
+        """Events after all blocks."""
+
+    def opening(self) -> bytes:
+        """As Reply.opening."""
+        return named_events(self._begin())
+
+    def gain(self, delta: Delta) -> bytes:
+        """As Reply.gain."""
+        return named_events(self._read(delta))
+
+    def closing(self) -> bytes:
+        """As Reply.closing."""
+        return named_events(self._end())
+
+    def whole(self, ended: list[Delta]) -> dict[str, Any]:
+        """As Reply.whole."""
+        for events in (self._begin(), self._read(ended[0]), self._end()):
+            for _ in events:
+                pass
+        return self.body()
+
+    def _read(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        self.count(delta)
+        for event in self.reader.read(delta.text, delta.token_ids, delta.finish_reason):
+            yield from self._take(event)
+        if delta.finish_reason is not None:
+            yield from self._close()
+
+    def _take(self, event: Event) -> Iterator[dict[str, Any]]:
+        match event:
+            case CallBegin():
+                yield from self._open("call", event)
+            case CallArguments():
+                yield from self._add("call", event.text)
+            case Content() | Reasoning():
+                kind: BlockKind = "text" if isinstance(event, Content) else "reasoning"
+                if self._kind != kind:
+                    yield from self._open(kind)
+                yield from self._add(kind, event.text)
+
+    def _open(self, kind: BlockKind, call: CallBegin | None = None) -> Iterator[dict[str, Any]]:
+        yield from self._close()
+        self._kind = kind
+        yield from self._start_block(kind, call)
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        if self._kind is not None:
+            yield from self._end_block(self._kind)
+        self._kind = None

@@ -1,0 +1,153 @@
+"""Answers of /v1/responses: a list of items, and the events that they are made by."""
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from hybridrt.chat.events import CallBegin
+from hybridrt.engine.async_llm import DeltaStream
+from hybridrt.engine.chats import PreparedChat
+from hybridrt.server.errors import APIError
+from hybridrt.server.reply import BlockKind, BlockReply
+from hybridrt.server.response_protocol import ResponseRequest
+from hybridrt.server.service import Service
+from hybridrt.server.sse import named_events
+
+# Of each kind of block: the type of its item, the prefix of its id, and what its events are called.
+_ITEMS: dict[BlockKind, tuple[str, str, str]] = {
+    "text": ("message", "msg", "output_text"),
+    "reasoning": ("reasoning", "rs", "reasoning_text"),
+    "call": ("function_call", "fc", "function_call_arguments"),
+}
+_STATUS = {"length": "incomplete", "abort": "cancelled"}
+
+
+class ResponseReply(BlockReply):
+    """A response. Its events are numbered from 0."""
+
+    def __init__(
+        self, service: Service, name: str, deltas: DeltaStream, body: ResponseRequest, prepared: PreparedChat
+    ) -> None:
+        super().__init__(service, name, deltas, body, prepared)
+        params = prepared.prepared.params
+        self._items: list[dict[str, Any]] = []
+        self._written = ""  # by the open item
+        self._sent = 0
+        self._error: dict[str, Any] | None = None
+        self._asked = {
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+            "temperature": params.temperature,
+            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)}
+            if body.text and body.text.format
+            else {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice.model_dump()
+            if body.tool_choice and not isinstance(body.tool_choice, str)
+            else body.tool_choice or "auto",
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_p": params.top_p,
+            "user": body.user,
+        }
+
+    def body(self) -> dict[str, Any]:
+        """As BlockReply.body."""
+        reason = self.reader.finish_reason
+        status = "failed" if self._error else _STATUS.get(reason, "completed") if reason else "in_progress"
+        return {
+            "id": self.name,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": self._error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.model,
+            "output": self._items,
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+            "usage": self._usage() if reason else None,
+            **self._asked,
+        }
+
+    def failure(self, error: APIError, path: str) -> bytes:
+        """As Reply.failure."""
+        self._error = {"code": "server_error", "message": error.message}
+        return named_events([self._event("response.failed", response=self.body())])
+
+    def _usage(self) -> dict[str, Any]:
+        return {
+            "input_tokens": self.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": self.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": self.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.reader.reasoning_tokens},
+            "total_tokens": self.prompt_tokens + self.output_tokens,
+        }
+
+    def _begin(self) -> Iterator[dict[str, Any]]:
+        yield self._event("response.created", response=self.body())
+        yield self._event("response.in_progress", response=self.body())
+
+    def _start_block(self, kind: BlockKind, call: CallBegin | None) -> Iterator[dict[str, Any]]:
+        name, prefix, _ = _ITEMS[kind]
+        item: dict[str, Any] = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": name, "status": "in_progress"}
+        if call is not None:
+            item |= {"call_id": call.id, "name": call.name, "arguments": ""}
+        elif kind == "text":
+            item |= {"role": "assistant", "content": []}
+        else:
+            item |= {"summary": [], "content": []}
+        self._items.append(item)
+        self._written = ""
+        yield self._of_output("response.output_item.added", item=item)
+        if call is None:
+            yield self._of_item("response.content_part.added", content_index=0, part=_part(kind, ""))
+
+    def _add(self, kind: BlockKind, text: str) -> Iterator[dict[str, Any]]:
+        self._written += text
+        yield self._of_text(kind, "delta", delta=text)
+
+    def _end_block(self, kind: BlockKind) -> Iterator[dict[str, Any]]:
+        item = self._items[-1]
+        if kind == "call":
+            item["arguments"] = self._written
+            yield self._of_text(kind, "done", arguments=self._written, name=item["name"])
+        else:
+            part = _part(kind, self._written)
+            item["content"] = [part]
+            yield self._of_text(kind, "done", text=self._written)
+            yield self._of_item("response.content_part.done", content_index=0, part=part)
+        item["status"] = "incomplete" if self.reader.finish_reason in _STATUS else "completed"
+        yield self._of_output("response.output_item.done", item=item)
+
+    def _end(self) -> Iterator[dict[str, Any]]:
+        if not self._items:  # clients expect a message
+            yield from self._open("text")
+            yield from self._close()
+        end = "incomplete" if self.reader.finish_reason in _STATUS else "completed"
+        yield self._event(f"response.{end}", response=self.body())
+
+    def _of_text(self, kind: BlockKind, what: str, **fields: Any) -> dict[str, Any]:
+        place: dict[str, Any] = {} if kind == "call" else {"content_index": 0}
+        place |= {"logprobs": []} if kind == "text" else {}
+        return self._of_item(f"response.{_ITEMS[kind][2]}.{what}", **place, **fields)
+
+    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return self._of_output(kind, item_id=self._items[-1]["id"], **fields)
+
+    def _of_output(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return self._event(kind, output_index=len(self._items) - 1, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        number = self._sent
+        self._sent += 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+
+def _part(kind: BlockKind, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,133 @@
+"""/v1/responses: OpenAI's Responses API, mapped to the request of /v1/chat/completions that asks for the same."""
+
+from typing import Any
+
+from starlette.types import Scope
+
+from hybridrt.server.chat import as_chat_request, prepare_chat
+from hybridrt.server.errors import APIError
+from hybridrt.server.protocol import ChatRequest
+from hybridrt.server.respond import Started
+from hybridrt.server.response_protocol import (
+    FunctionCall,
+    FunctionCallOutput,
+    InputMessage,
+    Item,
+    ReasoningItem,
+    ResponseRequest,
+    Texts,
+)
+from hybridrt.server.response_reply import ResponseReply
+from hybridrt.server.service import Service, response_id
+
+# What this endpoint calls fields of a chat request.
+RESPONSE_NAMES = {
+    "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text", "structured_outputs": "text",
+    "reasoning_effort": "reasoning",
+}  # fmt: skip
+_NO_STORE = "this server stores no responses: send the whole conversation as input"
+_REFUSED = {
+    "store": _NO_STORE,
+    "previous_response_id": _NO_STORE,
+    "conversation": _NO_STORE,
+    "background": "answers are not made in the background: leave it out",
+    "prompt": "this server stores no prompts: send instructions and input",
+    "top_logprobs": "log-probabilities are an option of /v1/chat/completions",
+}
+
+
+async def start_response(service: Service, body: ResponseRequest, scope: Scope) -> Started:
+    """Starts what a body asks for.
+
+    Raises:
+        APIError, HybridrtError: it cannot be done. Nothing has started.
+    """
+    _refuse(body)
+    prepared = await prepare_chat(service, _as_chat(body))
+    name = response_id("resp_", body, scope)
+    deltas = service.llm.submit([prepared.prepared], name, stream=bool(body.stream))
+    return Started(ResponseReply(service, name, deltas, body, prepared), deltas, bool(body.stream))
+
+
+def _refuse(body: ResponseRequest) -> None:
+    for name, reason in _REFUSED.items():
+        if getattr(body, name):
+            raise APIError(400, f"{name} is not supported: {reason}", name, "unsupported")
+    if body.truncation not in (None, "disabled"):
+        raise APIError(400, "truncation is not supported: shorten the input, or send disabled", "truncation")
+    if "message.output_text.logprobs" in (body.include or ()):
+        raise APIError(400, f"include is not supported: {_REFUSED['top_logprobs']}", "include", "unsupported")
+
+
+def _as_chat(body: ResponseRequest) -> ChatRequest:
+    choice = body.tool_choice
+    return as_chat_request(
+        body,
+        messages=_messages(body),
+        max_completion_tokens=body.max_output_tokens,
+        tools=[_tool(tool.model_dump(exclude={"type"})) for tool in body.tools or ()] or None,
+        tool_choice=choice if choice is None or isinstance(choice, str) else _tool({"name": choice.name}),
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.reasoning and body.reasoning.effort,
+        response_format=_response_format(body),
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def _tool(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
+    if body.text is None or body.text.format is None:
+        return None
+    found = body.text.format
+    if found.type != "json_schema":
+        return {"type": found.type}
+    return {"type": found.type, "json_schema": found.model_dump(by_alias=True, exclude_none=True, exclude={"type"})}
+
+
+def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
+    """The messages of a conversation. What the model has given in one answer becomes one message again, and system
+    messages at the beginning become one, because most templates take no second one."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    items: list[Item] = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    for item in items:
+        match item:
+            case InputMessage(role="assistant"):
+                _assistant(messages, ("content", "tool_calls"))["content"] = _text(item.content)
+            case InputMessage(role="user"):
+                messages.append({"role": "user", "content": _text(item.content)})
+            case InputMessage():
+                _add_system(messages, _text(item.content))
+            case ReasoningItem():
+                earlier = _assistant(messages, ("content", "tool_calls", "reasoning_content"))
+                earlier["reasoning_content"] = _text(item.content or [])
+            case FunctionCall():
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                _assistant(messages, ()).setdefault("tool_calls", []).append(call)
+            case FunctionCallOutput():
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+    return messages
+
+
+def _assistant(messages: list[dict[str, Any]], without: tuple[str, ...]) -> dict[str, Any]:
+    """The assistant's message that an item belongs to: the last one if it has none of these fields, or a new one."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or any(field in last for field in without):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _add_system(messages: list[dict[str, Any]], text: str) -> None:
+    if len(messages) == 1 and messages[0]["role"] == "system":
+        messages[0]["content"] += f"\n\n{text}"
+    else:
+        messages.append({"role": "system", "content": text})
+
+
+def _text(texts: Texts) -> str:
+    return texts if isinstance(texts, str) else "\n".join(part.text for part in texts)

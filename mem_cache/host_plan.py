@@ -1,0 +1,49 @@
+"""How many KV pages and states the second tier of the prefix cache holds in main memory."""
+
+from dataclasses import dataclass
+
+ALIGNED = 16  # bytes: every tensor of an image starts on a multiple
+STAGED_BYTES = 32 << 20  # of pages that are gathered on the device at a time
+STATE_SHARE = 0.5  # of the bytes, where a model has KV and states
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """One rank's part of the tier.
+
+    Attributes:
+        num_pages, num_states: KV pages and recurrent states that it holds.
+        page_bytes, state_bytes: of one of them.
+    """
+
+    num_pages: int = 0
+    num_states: int = 0
+    page_bytes: int = 0
+    state_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of main memory."""
+        return self.num_pages * self.page_bytes + self.num_states * self.state_bytes
+
+    def __bool__(self) -> bool:
+        return bool(self.num_pages or self.num_states)
+
+
+NO_HOST_PLAN = HostPlan()
+
+
+def plan_host(budget_bytes: int, page_bytes: int, state_bytes: int) -> HostPlan:
+    """What fits into `budget_bytes`. A model without attention layers has page_bytes 0, one without recurrent layers
+    state_bytes 0. Nothing, where a model with both has no room for one of each."""
+    share = STATE_SHARE if page_bytes and state_bytes else float(bool(state_bytes))
+    states = int(budget_bytes * share) // state_bytes if state_bytes else 0
+    pages = (budget_bytes - states * state_bytes) // page_bytes if page_bytes else 0
+    if (page_bytes and not pages) or (state_bytes and not states):
+        return NO_HOST_PLAN
+    return HostPlan(pages, states, page_bytes, state_bytes)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of ALIGNED."""
+    return -(-nbytes // ALIGNED) * ALIGNED

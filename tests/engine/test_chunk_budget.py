@@ -1,0 +1,187 @@
+"""Chunks beside decode rows are as long as the time between tokens allows; by a clock that the tests move."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrt import LLM, AsyncLLM, EngineConfig, SamplingParams
+from hybridrt.engine.chunk_budget import LEAST_TOKENS, ChunkBudget, ItlTarget
+from hybridrt.engine.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.step_cost import StepCost, StepWork
+from hybridrt.errors import ConfigError
+from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
+from hybridrt.server.metrics import Metrics
+from hybridrt.server.warm_up import warm_up
+from tests.engine.test_scheduler import Bench, request
+from tests.support.checkpoints import falcon
+from tests.support.tiny import write_tiny
+
+CHUNK = 2048
+
+
+def seconds(work: StepWork) -> float:
+    """A device that takes 4 ms for 200 tokens and less, 20 us for each further one, and time for KV and scores."""
+    tokens = work.decode_tokens + work.prompt_tokens
+    return 4e-3 + 2e-5 * max(tokens - 200, 0) + 1e-9 * work.decode_context + 5e-10 * work.prompt_pairs
+
+
+class Known(StepCost):
+    """Knows the device from the start."""
+
+    def __init__(self, most_prompt_tokens: int = CHUNK) -> None:
+        super().__init__()
+        self.most_prompt_tokens, self.seen = most_prompt_tokens, list[tuple[list[StepWork], float]]()
+
+    def predict(self, work: StepWork) -> float | None:
+        return seconds(work)
+
+    def observe(self, works: Sequence[StepWork], took: float) -> None:
+        self.seen.append((list(works), took))
+
+
+class Device(Bench):
+    """A scheduler whose steps take as long as the device says."""
+
+    def __init__(self, lengths: Sequence[int], target: float | None, **sizes: Any) -> None:
+        super().__init__(lengths, **{"rows": 16, "pages": 9999, "page": 16, "chunk": CHUNK} | sizes)
+        self.now = 0.0
+        self.target = None if target is None else ItlTarget(target, clock=lambda: self.now)
+        self.scheduler = Scheduler(self.pools, sizes.get("chunk", CHUNK), target=self.target)
+        for r in self.requests:
+            self.scheduler.add(r)
+
+    def complete(self, step: ScheduledStep) -> None:
+        self.now += seconds(StepWork.of(step.plan))
+        super().complete(step)
+
+    def join(self, arrival: int, prompt: int) -> None:
+        self.scheduler.add(request(arrival, prompt, 500))
+
+
+def decoding(rows: int) -> DecodeRows:
+    return DecodeRows.of([DecodeRow(i + 1, 500, 3) for i in range(rows)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 64), st.integers(0, 3000), st.integers(0, CHUNK), st.floats(1e-3, 5e-2), st.integers(1, 4096),
+    st.integers(0, 900),
+)  # fmt: skip
+def test_a_chunk_is_the_longest_that_ends_in_time(
+    rows: int, start: int, tokens: int, target: float, most: int, before: int
+) -> None:
+    """But for the tokens that a step takes whatever they cost, and no more than twice what has been seen."""
+    work = StepWork(rows, 500 * rows)
+    budget = ChunkBudget(tokens + before, Known(most), target, work)
+    budget.take(0, before)
+    work, room = work.with_chunk(0, before) if before else work, budget.room(start)
+    least = min(max(LEAST_TOKENS - before, 0), tokens)
+    assert least <= room <= max(tokens, 0)
+    if room > least:
+        assert seconds(work.with_chunk(start, room)) <= target and before + room <= 2 * most
+    if room + 16 <= min(tokens, 2 * most - before):
+        assert seconds(work.with_chunk(start, room + 16)) > target
+
+
+def test_steps_without_decode_rows_take_the_whole_budget() -> None:
+    target = ItlTarget(1e-6, cost=Known())
+    assert target.budget(5000, decoding(0)).room() == 5000
+    assert target.budget(5000, decoding(1)).room() == LEAST_TOKENS
+
+
+def test_nothing_is_known_at_first_and_chunks_grow_with_what_is_seen() -> None:
+    cost = StepCost()
+    target = ItlTarget(1.0, cost=cost)
+    sizes = []
+    for _ in range(12):
+        sizes.append(target.budget(CHUNK, decoding(4)).room())
+        cost.observe([StepWork(4, 2000).with_chunk(0, sizes[-1])], 0.01)
+    assert sizes[:8] == [LEAST_TOKENS] * 8
+    assert sizes[8:] == [256, 512, 1024, 2048]
+
+
+def test_prompts_that_join_do_not_stop_the_others() -> None:
+    """Learnt while it runs: after that no step with decode rows takes longer than the target, and prompts end."""
+
+    def run(target: float | None) -> list[float]:
+        device, took = Device([], target, rows=32), list[float]()
+        for prompt in range(12):
+            device.join(prompt, 3000)
+            while (step := device.run()[0]).plan.extend:
+                if len(step.plan.decode) and prompt > 3:
+                    took.append(seconds(StepWork.of(step.plan)))
+        assert device.target is None or (device.target.cost.error or 1.0) < 0.08
+        return took
+
+    kept, fixed = run(0.015), run(None)
+    assert max(kept) <= 0.015 * 1.02 and max(fixed) > 0.03
+    assert sum(t > 0.012 for t in kept) > 20, "and the time is used"
+
+
+def test_a_long_prompt_advances_whatever_the_target() -> None:
+    device = Device([10], 1e-9)
+    device.run(3)
+    device.join(5, 1000)
+    steps = device.run(-(-1000 // LEAST_TOKENS))
+    assert [len(row.tokens) for step in steps for row in step.plan.extend] == [LEAST_TOKENS] * 7 + [1000 % LEAST_TOKENS]
+    assert steps[-1].plan.extend[0].sample and all(len(step.plan.decode) == 1 for step in steps)
+
+
+def test_a_step_counts_from_the_end_of_the_one_before() -> None:
+    """Launched while that one still ran; a step that samples nothing ends unseen and counts with the next."""
+    cost, now = Known(), 0.0
+    target = ItlTarget(1.0, cost=cost, clock=lambda: now)
+    plan, chunk = StepPlan(decode=decoding(2)), StepPlan(extend=[ExtendRow(9, 0, [1] * 50, 0, False)])
+    one, part = StepWork.of(plan), StepWork.of(chunk)
+    first = target.launched()
+    now = 1.0
+    second = target.launched()
+    now = 3.0
+    target.ended(plan, first, 2)
+    now = 4.5
+    target.ended(plan, second, 2)
+    assert cost.seen == [([one], 3.0), ([one], 1.5)]
+    now = 10.0
+    third = target.launched()
+    now = 10.5
+    target.ended(chunk, third, 0)
+    fourth = target.launched()
+    now = 12.0
+    target.ended(plan, fourth, 2)
+    assert cost.seen[2:] == [([part, one], 2.0)]
+
+
+def test_tokens_are_the_same_and_the_error_is_counted(tmp_path: Any) -> None:
+    """Chunks change when prompts are computed, and no token."""
+    path = str(write_tiny(tmp_path, falcon(), tokenizer=False))
+    prompts = [[7 + i] * n for i, n in enumerate((120, 3, 200, 90, 40))]
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=5, ignore_eos=True)
+    found = []
+    for target in (None, 0.1, 1e6):
+        options: dict[str, Any] = {"max_model_len": 256, "max_running_requests": 4, "chunked_prefill_size": 150}
+        with LLM(path, device="cpu", load_format="dummy", target_itl_ms=target, **options) as llm:
+            found.append([output.token_ids for output in llm.generate(prompts, params)])
+            error = llm.engine.counters().step_cost_error
+            assert error is None if target is None else error is not None
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, True, "15", float("nan"), 1e9])
+def test_a_target_is_a_number_of_milliseconds(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="target_itl_ms"):
+        EngineConfig("x", target_itl_ms=wrong)
+
+
+def test_a_server_knows_what_steps_cost_before_it_is_ready(tmp_path: Any) -> None:
+    path = str(write_tiny(tmp_path, falcon(), tokenizer=False))
+    with AsyncLLM(path, device="cpu", load_format="dummy", target_itl_ms=50, max_running_requests=4) as llm:
+        asyncio.run(warm_up(llm))
+        target = llm.llm.engine.target
+        assert target is not None and target.cost.most_prompt_tokens >= 100
+        seconds = [target.cost.predict(StepWork(2, 60).with_chunk(0, n)) for n in (16, 100)]
+        assert None not in seconds and 0 < seconds[0] <= seconds[1]  # type: ignore[operator]
+        assert b"hybridrt:step_cost_error_ratio{" in Metrics(llm, "m").text()

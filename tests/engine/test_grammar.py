@@ -1,0 +1,218 @@
+"""Masks and drafts against llguidance's own matcher, fed token by token; and what compiling refuses."""
+
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from hybridrt.engine import grammar_compiler
+from hybridrt.engine.grammar import MaskedRow, Matcher, fill_masks
+from hybridrt.engine.grammar_compiler import KEPT, GrammarCompiler
+from hybridrt.engine.tokenizer import load_tokenizer
+from hybridrt.errors import EngineError, QueueFullError, RequestError
+from hybridrt.runtime.build import resolve_model_path
+from hybridrt.speculative.drafter import Draft
+from hybridrt.structured_outputs import StructuredOutputs
+from tests.support.schemas import SCHEMAS
+
+VOCAB, EOS = 4103, (0, 2)  # seven rows more than the tokenizer has tokens
+OTHERS = [
+    {"regex": r"(\d{3}-){2}\d{4}|[a-f]+é?"},
+    {"regex": "(a|b|ab|ba)*c"},
+    {"choice": ["red", "green", "greener", 'a "quoted"\n\\ word', "é😀"]},
+    {"grammar": 'start: e\ne: t | t "+" e\nt: /[0-9]+/ | "(" e ")"'},
+]
+
+
+def make_compiler(**options: Any) -> GrammarCompiler:
+    return GrammarCompiler(load_tokenizer(resolve_model_path("embedded")), VOCAB, EOS, **options)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return make_compiler()
+
+
+def tokens_of(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def oracle(tokenizer: LLTokenizer, grammar: str, tokens: list[int]) -> bytes:
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    for token in tokens:
+        assert matcher.consume_token(token)
+    return matcher.compute_bitmask()
+
+
+def random_draft(rng: random.Random, matcher: Matcher, compiler: GrammarCompiler) -> Draft:
+    """A chain or a tree, of tokens that mostly may follow."""
+    nodes, tokens, parents = [matcher.copy()], list[int](), list[int]()
+    for _ in range(rng.randrange(5)):
+        parent = rng.randrange(len(nodes)) if rng.random() < 0.4 else len(nodes) - 1
+        found = tokens_of(fill_masks([MaskedRow(nodes[parent], Draft())], compiler.words, compiler.executor)[0])
+        token = rng.choice(found) if rng.random() < 0.8 else rng.randrange(VOCAB)
+        node = nodes[parent].copy()
+        node.inner.try_consume_tokens([token])
+        tokens.append(token)
+        parents.append(parent)
+        nodes.append(node)
+    return Draft(tokens, None if parents == list(range(len(parents))) else parents)
+
+
+def path_of(draft: Draft, node: int) -> list[int]:
+    """The tokens from the root to a node."""
+    path = []
+    while node:
+        path.append(draft.tokens[node - 1])
+        node = node - 1 if draft.parents is None else draft.parents[node - 1]
+    return path[::-1]
+
+
+def check_states(compiler: GrammarCompiler, specs: list[StructuredOutputs], want: int, seed: int) -> None:
+    """Walks all grammars at random, several samples of each in one batch, until `want` masks were compared."""
+    rng, checked = random.Random(seed), 0
+    tokenizer, grammars = compiler._loaded(), {spec: grammar_compiler._grammar(spec) for spec in specs}
+    walks = [(spec, compiler.matcher(spec), list[int]()) for spec in specs]
+    while checked < want:
+        drafts = [Draft() if rng.random() < 0.7 else m.allowed(random_draft(rng, m, compiler)) for _, m, _ in walks]
+        rows = [MaskedRow(matcher, draft) for (_, matcher, _), draft in zip(walks, drafts)]
+        ended = rng.randrange(len(rows) + 1)
+        rows.insert(ended, MaskedRow(None, Draft([1, 2], [0, 0])))
+        lines = iter(fill_masks(rows, compiler.words, compiler.executor))
+        for place, row in enumerate(rows):
+            got = [next(lines) for _ in range(1 + len(row.draft))]
+            if place == ended:
+                assert all((line == -1).all() for line in got)
+                continue
+            spec, matcher, output = walks[place - (place > ended)]
+            for node, line in enumerate(got):
+                want_mask = oracle(tokenizer, grammars[spec], output + path_of(row.draft, node))
+                assert line.tobytes() == want_mask and max(tokens_of(line)) < 4096
+                checked += 1
+            token = rng.choice(tokens_of(got[0]))
+            output.append(token)
+            if token in EOS or matcher.advance(token) or len(output) > 40:
+                walks[place - (place > ended)] = (spec, compiler.matcher(spec), [])
+
+
+ALL = [StructuredOutputs(json=schema) for schema in SCHEMAS] + [StructuredOutputs(**fields) for fields in OTHERS]
+
+
+def test_masks_are_those_of_a_matcher_fed_token_by_token(compiler: GrammarCompiler) -> None:
+    check_states(compiler, ALL, 1200, seed=0)
+
+
+@pytest.mark.slow
+def test_ten_thousand_masks(compiler: GrammarCompiler) -> None:
+    check_states(compiler, ALL, 10_000, seed=1)
+
+
+def test_drafts_are_cut_where_the_grammar_or_the_output_ends(compiler: GrammarCompiler) -> None:
+    tokenizer = load_tokenizer(resolve_model_path("embedded"))
+    assert tokenizer is not None
+    a, b, c, d = (tokenizer.encode_bare(letter)[0] for letter in "abcd")
+    matcher = compiler.matcher(StructuredOutputs(regex="[ab]{2}c?"))
+    assert matcher.allowed(Draft([a, d, b])) == Draft([a])
+    assert matcher.allowed(Draft([a, b, EOS[0], c])) == Draft([a, b])
+    assert matcher.allowed(Draft([a, b, c, a])) == Draft([a, b, c])
+    tree = Draft([d, a, b, a, c, c, EOS[1]], [0, 0, 0, 2, 4, 3, 4])
+    assert matcher.allowed(tree) == Draft([a, b, a, c], [0, 0, 1, 3])
+    assert matcher.allowed(Draft([d, a, b], [0, 0, 2])) == Draft([a, b], None)
+    assert not matcher.advance(a) and not matcher.advance(b) and matcher.advance(c)
+
+
+def test_what_the_grammar_forbids_is_an_error(compiler: GrammarCompiler) -> None:
+    matcher = compiler.matcher(StructuredOutputs(choice=["red"]))
+    with pytest.raises(EngineError, match="structured_outputs"):
+        matcher.advance(5)
+    fine = compiler.matcher(StructuredOutputs(choice=["red"]))
+    fine.check()
+
+
+BAD = [
+    ({"json": False}, "[Uu]nsatisfiable"),
+    ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+    ({"json": {"$ref": "https://example.com/schema"}}, "not present in a registry"),
+    ({"json": {"$ref": "file:///etc/passwd"}}, "not present in a registry"),
+    ({"json": {"enum": []}}, "[Uu]nsatisfiable"),
+    ({"json": {"type": "integer", "minimum": 5, "maximum": 1}}, "."),
+    ({"regex": "[a"}, "unclosed"),
+    ({"regex": "[^\\x00-\\U0010ffff]"}, "."),
+    ({"grammar": "start: missing"}, "missing"),
+    ({"grammar": "start: start"}, "."),
+    ({"grammar": '%import /etc/passwd\nstart: "a"'}, "."),
+]
+
+
+@pytest.mark.parametrize(("fields", "text"), BAD, ids=[str(fields)[:40] for fields, _ in BAD])
+def test_grammars_that_cannot_be_used(fields: dict[str, Any], text: str, compiler: GrammarCompiler) -> None:
+    for _ in range(2):  # compiled once, refused twice
+        with pytest.raises(RequestError, match=text) as info:
+            compiler.matcher(StructuredOutputs(**fields))
+        assert info.value.field == "structured_outputs" and len(str(info.value)) < 700
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Grammars of the expression "stuck" do not compile before the event."""
+    release, real = threading.Event(), grammar_compiler._grammar
+
+    def wait(outputs: StructuredOutputs) -> str:
+        if outputs.regex is not None and outputs.regex.startswith("stuck"):
+            release.wait()
+        return real(outputs)
+
+    monkeypatch.setattr(grammar_compiler, "_grammar", wait)
+    yield release
+    release.set()
+
+
+def test_a_grammar_that_takes_too_long_hurts_no_other(stuck: threading.Event) -> None:
+    compiler = make_compiler(seconds=0.05)
+    for _ in range(2 * grammar_compiler.COMPILING):
+        with pytest.raises(RequestError, match=r"more than 0\.05 seconds"):
+            compiler.matcher(StructuredOutputs(regex="stuck"))
+    compiler.matcher(StructuredOutputs(regex="a"))
+    for _ in range(grammar_compiler.COMPILING):  # as many others wait
+        compiler._places.acquire()
+    compiler.matcher(StructuredOutputs(regex="a"))  # it is kept
+    with pytest.raises(QueueFullError):
+        compiler.matcher(StructuredOutputs(regex="b"))
+    for _ in range(grammar_compiler.COMPILING):
+        compiler._places.release()
+    stuck.set()
+    compiler._compiled[StructuredOutputs(regex="stuck")].result(30)
+    compiler.matcher(StructuredOutputs(regex="stuck"))  # the first one has gone on
+
+
+def test_equal_grammars_compile_once_and_old_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, compiled, real = make_compiler(), list[StructuredOutputs](), grammar_compiler._grammar
+    monkeypatch.setattr(grammar_compiler, "_grammar", lambda o: compiled.append(o) or real(o))  # type: ignore[func-returns-value]
+    specs = [StructuredOutputs(regex=f"a{i}") for i in range(KEPT + 1)]
+    first, second = compiler.matcher(specs[0]), compiler.matcher(specs[0])
+    assert len(compiled) == 1 and first.inner is not second.inner
+    for spec in specs:
+        compiler.matcher(spec)
+    compiler.matcher(specs[-1])
+    assert len(compiled) == KEPT + 1
+    compiler.matcher(specs[0])
+    assert len(compiled) == KEPT + 2
+
+
+def test_models_and_installations_that_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, tokenizer = StructuredOutputs(regex="a"), load_tokenizer(resolve_model_path("embedded"))
+    for broken, text in (
+        (GrammarCompiler(None, VOCAB, EOS), "need a tokenizer"),
+        (GrammarCompiler(tokenizer, VOCAB, ()), "end-of-sequence"),
+        (GrammarCompiler(tokenizer, 4095, EOS), "vocabulary of 4095"),
+    ):
+        with pytest.raises(RequestError, match=text):
+            broken.matcher(spec)
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    with pytest.raises(RequestError, match=r"hybridrt\[structured\]"):
+        GrammarCompiler(tokenizer, VOCAB, EOS).matcher(spec)

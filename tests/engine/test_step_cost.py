@@ -1,0 +1,116 @@
+"""What steps cost, learnt from steps: traces of devices that do not exist, with noise and with steps that compile."""
+
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrt.engine.step_cost import StepCost, StepWork, _nonnegative_costs
+from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
+
+Truth = Callable[[StepWork], float]
+
+
+def device(draw: random.Random) -> Truth:
+    """Seconds of a step: weights are read once or products of many tokens take longer; KV is read, scores computed."""
+    base, weights = 10 ** draw.uniform(-4, -2.3), 10 ** draw.uniform(-3.3, -1.8)
+    token = weights / draw.uniform(50, 400)
+    context, pair, chunk = 10 ** draw.uniform(-10, -7.5), 10 ** draw.uniform(-11, -8.5), base * draw.uniform(0, 0.05)
+    eager = base * draw.uniform(0, 2)  # steps with prompts are no graphs
+
+    def seconds(work: StepWork) -> float:
+        tokens = max(weights, token * (work.decode_tokens + work.prompt_tokens))
+        attention = context * work.decode_context + pair * work.prompt_pairs
+        return base + tokens + attention + chunk * work.prompt_rows + eager * (work.prompt_tokens > 0)
+
+    return seconds
+
+
+def load(draw: random.Random, steps: int) -> Iterator[StepWork]:
+    """Rows that come and go; prompts of 2 to 4000 tokens in a third of the steps."""
+    rows = draw.randint(1, 64)
+    for _ in range(steps):
+        rows = min(max(rows + draw.randint(-8, 8), 0), 128)
+        work = StepWork(rows, rows * draw.randint(50, 4000))
+        if draw.random() < 0.3 or not rows:
+            for _ in range(draw.randint(1, 3)):
+                work = work.with_chunk(draw.choice([0, 0, 512, 4000]), int(10 ** draw.uniform(0.3, 3.6)))
+        yield work
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32))
+def test_predictions_are_near_and_more_work_never_costs_less(seed: int) -> None:
+    """3% of the steps take 10 to 1000 times as long, the first five among them."""
+    draw = random.Random(seed)
+    truth, cost = device(draw), StepCost()
+    for i, work in enumerate(load(draw, 300)):
+        slow = 10 ** draw.uniform(1, 3) if i < 5 or draw.random() < 0.03 else 1.0
+        cost.observe([work], truth(work) * draw.lognormvariate(0, 0.04) * slow)
+    assert cost.error is not None and cost.error < 0.08
+    for work in load(draw, 20):
+        more = (
+            work._replace(decode_tokens=work.decode_tokens + 1) if work.decode_tokens else work,
+            work._replace(decode_context=work.decode_context + 500),
+            work.with_chunk(0, 40) if work.prompt_tokens else work,
+            work._replace(prompt_pairs=work.prompt_pairs + 5000),
+        )
+        seconds = cost.predict(work)
+        assert seconds is not None and seconds >= 0 and all((cost.predict(m) or 0) >= seconds for m in more)
+
+
+def test_what_prompts_cost_is_not_forgotten_over_decode_steps_and_a_change_is_learnt() -> None:
+    draw, cost = random.Random(1), StepCost()
+    truth = device(draw)
+    prompt = StepWork(20, 20_000).with_chunk(0, 1000)
+    for work in load(draw, 200):
+        cost.observe([work], truth(work))
+    for _ in range(3000):
+        work = StepWork(draw.randint(1, 60), draw.randint(1000, 60_000))
+        cost.observe([work], truth(work))
+    assert cost.predict(prompt) == pytest.approx(truth(prompt), rel=0.08)
+    for work in load(draw, 1500):
+        cost.observe([work], 3 * truth(work))
+    assert cost.predict(prompt) == pytest.approx(3 * truth(prompt), rel=0.1)
+
+
+def test_steps_that_ended_together() -> None:
+    """Only the sum of their times is known."""
+    draw, cost = random.Random(2), StepCost()
+    truth = device(draw)
+    works = list(load(draw, 600))
+    for first, second in zip(works[::2], works[1::2], strict=True):
+        cost.observe([first, second], truth(first) + truth(second))
+    assert cost.error is not None and cost.error < 0.08 and cost.most_prompt_tokens > 3000
+
+
+def test_nothing_is_predicted_before_a_few_steps_have_run() -> None:
+    cost, work = StepCost(), StepWork(4, 400)
+    for _ in range(7):
+        cost.observe([work], 0.01)
+        assert cost.predict(work) is None and cost.error is None
+    cost.observe([work], 0.01)
+    assert cost.predict(work) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_work_of_a_plan() -> None:
+    decode = DecodeRows.of([DecodeRow(1, 10, 0, [5, 6]), DecodeRow(2, 30, 4)])
+    plan = StepPlan(decode=decode, extend=[ExtendRow(3, 8, [1, 2, 3], 0, False), ExtendRow(4, 0, [1, 2], 0, True)])
+    assert StepWork.of(plan) == StepWork(4, 40, 2, 5, 9 + 10 + 11 + 1 + 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 9), st.integers(1, 30))
+def test_nonnegative_costs_fulfil_the_conditions_of_the_minimum(seed: int, unknowns: int, rows: int) -> None:
+    """Karush, Kuhn and Tucker: the slope is zero where a cost is positive, and upwards where it is zero."""
+    numbers = np.random.default_rng(seed)
+    features, seconds = numbers.normal(size=(rows, unknowns)), numbers.normal(size=rows)
+    squares, moments = features.T @ features, features.T @ seconds
+    found = _nonnegative_costs(squares, moments)
+    squares = squares + 1e-6 * np.diag(squares.diagonal())
+    slope, size = squares @ found - moments, np.abs(moments).max() + 1.0
+    assert (found >= 0).all() and (slope >= -1e-5 * size).all()
+    assert np.abs(slope[found > 0]).max(initial=0.0) <= 1e-5 * size
