@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
+from hybridrt.engine import host_fetches
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
