@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import Conversation, read_conversation
-from hybridrt.chat.forced_calls import forces_calls
+from hybridrt.chat.constraints import forces_calls
 from hybridrt.engine.chats import ChatDelta, ChatOutput, ChatReader, Messages, PreparedChat, read_output
 from hybridrt.engine.engine_loop import EngineLoop, StepMessage
 from hybridrt.engine.grammar_compiler import COMPILING

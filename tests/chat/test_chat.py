@@ -49,16 +49,24 @@ def rendering() -> Iterator[Renderer]:
         ({"tools": {}}, "tools", "list"),
         ({"tools": [{"type": "web_search"}]}, "tools.0", "function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "without spaces"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools.0.function.parameters", "JSON schema"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]},
+            "tools.0.function.parameters",
+            "JSON schema",
+        ),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools", "twice"),
         ({"tool_choice": "required"}, "tool_choice", "pass tools"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "none of tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "none of tools",
+        ),
         ({"tools": TOOLS, "tool_choice": 5}, "tool_choice", "'auto'"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "minimal"),
         ({"thinking_budget": -1}, "thinking_token_budget", "from 0"),
         ({"chat_template_kwargs": {"tools": 5}}, None, "no template variable"),
     ],
-)  # fmt: skip
+)
 def test_a_conversation_says_what_is_wrong(given: dict[str, Any], field: str | None, text: str) -> None:
     with pytest.raises(RequestError, match=text) as error:
         read_conversation(**({"messages": [USER]} | given))
@@ -105,9 +113,9 @@ def test_parsers_are_found_by_the_template(template: str, tools: str | None, rea
 
 
 def test_an_unknown_parser_is_said_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match="granite, hermes, jamba, lfm2, nemotron, qwen3_coder"):
+    with pytest.raises(ConfigError, match=r"granite, hermes, jamba, lfm2, nemotron, qwen3_coder"):
         Chat(byte_tokenizer(), tool_parser="llama")
-    with pytest.raises(RequestError, match="--tool-parser.*hermes"):
+    with pytest.raises(RequestError, match=r"--tool-parser.*hermes"):
         Chat(byte_tokenizer()).prompt(read_conversation([USER], TOOLS), PARAMS)
 
 
@@ -227,7 +235,12 @@ CASES: list[tuple[dict[str, Any], StructuredOutputs | None, str, bool]] = [
     ({"tool_choice": "required", "parallel_tool_calls": False}, None, '[{"name": "now", "arguments": {}}, ', False),
     ({"tool_choice": NAMED}, None, '[{"name": "now", "arguments": {}}]', True),
     ({"tool_choice": NAMED}, None, '[{"name": "pick"', False),
-    ({"tool_choice": NAMED, "chat_template_kwargs": THINKING}, None, 'so</think>[{"name": "now", "arguments": {}}]', True),
+    (
+        {"tool_choice": NAMED, "chat_template_kwargs": THINKING},
+        None,
+        'so</think>[{"name": "now", "arguments": {}}]',
+        True,
+    ),
     ({}, None, 'Hi <tool_call>{"name": "pick", "arguments": {"a": "y"}}</tool_call> and', True),
     ({}, None, '<tool_call>{"name": "pick", "arguments": {"a": "z"}}', False),
     ({"tools": None, "thinking_budget": 4, "chat_template_kwargs": THINKING}, None, "abcd</think>Hi<tool_call>", True),
@@ -239,7 +252,7 @@ CASES: list[tuple[dict[str, Any], StructuredOutputs | None, str, bool]] = [
     ({"tools": None, "chat_template_kwargs": THINKING}, StructuredOutputs(regex="[a/]+"), "so</think>a/a", True),
     ({"tools": None, "chat_template_kwargs": THINKING}, StructuredOutputs(choice=["é"]), "so</think>é", True),
     ({"tools": None, "chat_template_kwargs": THINKING}, StructuredOutputs(grammar='start: "x"'), "so</think>x", True),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
