@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,16 +37,19 @@ def words(file: Path) -> str:
     return "\n".join(found)
 
 
-WORDS = {
-    str(file.relative_to(ROOT)): words(file)
-    for folder in FOLDERS
-    for file in sorted((ROOT / folder).rglob("*.py"))
-    if not str(file.relative_to(ROOT)).startswith(GIVEN)
-}
+@cache
+def words_of_all() -> dict[str, str]:
+    """By file."""
+    return {
+        str(file.relative_to(ROOT)): words(file)
+        for folder in FOLDERS
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if not str(file.relative_to(ROOT)).startswith(GIVEN)
+    }
 
 
 def files_that_name(pattern: str) -> set[str]:
-    return {file for file, text in WORDS.items() if re.search(pattern, text, re.IGNORECASE)}
+    return {file for file, text in words_of_all().items() if re.search(pattern, text, re.IGNORECASE)}
 
 
 # Families that are another one with a difference.

@@ -119,6 +119,18 @@ def forces_calls(conversation: Conversation) -> bool:
     return conversation.tool_choice not in ("auto", "none")
 
 
+def asks_for_grammar(conversation: Conversation) -> bool:
+    """Whether a conversation alone may limit what the answer looks like (`Constraints.grammar`)."""
+    strict = any(tool.strict for tool in conversation.offered)
+    return forces_calls(conversation) or strict or conversation.thinking_budget is not None
+
+
+def has_wishes(conversation: Conversation) -> bool:
+    """Whether the answer may need a grammar even if the caller asks for none."""
+    strict = any(tool.strict for tool in conversation.offered)
+    return forces_calls(conversation) or strict or conversation.thinking_budget is not None
+
+
 def calls_schema(conversation: Conversation) -> dict[str, Any]:
     """JSON schema of a list of calls: of the named tool one, else of any tools at least one."""
     choice = conversation.tool_choice

@@ -10,8 +10,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from hybridrt.chat.chat import Chat
+from hybridrt.chat.constraints import asks_for_grammar
 from hybridrt.chat.conversation import Conversation, read_conversation
-from hybridrt.chat.constraints import forces_calls
 from hybridrt.engine.chats import ChatDelta, ChatOutput, ChatReader, Messages, PreparedChat, read_output
 from hybridrt.engine.engine_loop import EngineLoop, StepMessage
 from hybridrt.engine.grammar_compiler import COMPILING
@@ -220,7 +220,7 @@ class AsyncLLM:
 
     async def prepare_chat(self, conversation: Conversation, params: SamplingParams, chat: Chat) -> PreparedChat:
         """Checks a conversation and converts it to tokens, in another thread. Raises what `LLM.chat` raises first."""
-        compiles = params.structured_outputs is not None or forces_calls(conversation)
+        compiles = params.structured_outputs is not None or asks_for_grammar(conversation)
         prepare = self.llm.prepare_chat
         prepared: PreparedChat = await self.in_thread(prepare, conversation, params, chat, compiles=compiles)
         return prepared

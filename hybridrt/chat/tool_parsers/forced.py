@@ -1,4 +1,4 @@
-"""Calls that a JSON schema forces: the whole answer is a list of them (`hybridrt.chat.forced_calls`)."""
+"""Calls that a JSON schema forces: the whole answer is a list of them (`hybridrt.chat.constraints`)."""
 
 from hybridrt.chat.tool_parsers.json_calls import JsonCalls
 
