@@ -125,12 +125,6 @@ def asks_for_grammar(conversation: Conversation) -> bool:
     return forces_calls(conversation) or strict or conversation.thinking_budget is not None
 
 
-def has_wishes(conversation: Conversation) -> bool:
-    """Whether the answer may need a grammar even if the caller asks for none."""
-    strict = any(tool.strict for tool in conversation.offered)
-    return forces_calls(conversation) or strict or conversation.thinking_budget is not None
-
-
 def calls_schema(conversation: Conversation) -> dict[str, Any]:
     """JSON schema of a list of calls: of the named tool one, else of any tools at least one."""
     choice = conversation.tool_choice
