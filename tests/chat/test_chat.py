@@ -209,7 +209,7 @@ def test_special_tokens_of_a_format_stay_in_the_text_for_its_parser() -> None:
     assert plain.params is PARAMS
 
 
-STRICT = {
+STRICT: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "pick",
@@ -271,6 +271,42 @@ def test_grammars_of_answers(
     wanted = chat.prompt(talk, SamplingParams(structured_outputs=given)).params.structured_outputs
     assert wanted is not None
     matcher = compiler.matcher(wanted).inner
+    fits = all(matcher.consume_token(token) for token in tokenizer.encode_bare(text))
+    assert fits == taken and (not taken or matcher.is_accepting())
+
+
+PICK = "<tool_call>\n<function=pick>\n"
+OTHERS: list[tuple[str, str, bool]] = [
+    ("qwen3_coder", f"So.{PICK}<parameter=a>\nx\n</parameter>\n</function>\n</tool_call> And", True),
+    ("qwen3_coder", f"{PICK}<parameter=a>\nz", False),
+    ("qwen3_coder", f"{PICK}</function>", False),
+    (
+        "qwen3_coder",
+        f'{PICK}<parameter=a>\ny\n</parameter>\n<parameter=n>\n[1, 2]\n</parameter>\n<parameter=t>\nany "text"'
+        "\n\n</parameter>\n</function></tool_call>",
+        True,
+    ),
+    ("qwen3_coder", f"{PICK}<parameter=a>\ny\n</parameter>\n<parameter=n>\n[1, t", False),
+    ("qwen3_coder", "<tool_call><function=now>\n<parameter=b>\n1\n</parameter>\n</function></tool_call>", True),
+    ("nemotron", 'So. <TOOLCALL>[{"name": "pick", "arguments": {"a": "x"}}]</TOOLCALL> And', True),
+    ("nemotron", '<TOOLCALL>[{"name": "pick", "arguments": {"a": "z"', False),
+    ("jamba", "So.", True),
+]
+
+
+@pytest.mark.parametrize(("parser", "text", "taken"), OTHERS, ids=range(len(OTHERS)))
+def test_strict_arguments_in_other_formats(parser: str, text: str, taken: bool, compiler: GrammarCompiler) -> None:
+    tokenizer = byte_tokenizer()
+    function = STRICT["function"]
+    properties = function["parameters"]["properties"] | {
+        "n": {"items": {"type": "integer"}, "type": "array"},
+        "t": {"type": "string"},
+    }
+    parameters = function["parameters"] | {"properties": properties}
+    tools = [STRICT | {"function": function | {"parameters": parameters}}, TOOLS[1]]
+    wanted = Chat(tokenizer, tool_parser=parser).prompt(read_conversation([USER], tools), PARAMS).params
+    assert wanted.structured_outputs is not None
+    matcher = compiler.matcher(wanted.structured_outputs).inner
     fits = all(matcher.consume_token(token) for token in tokenizer.encode_bare(text))
     assert fits == taken and (not taken or matcher.is_accepting())
 
