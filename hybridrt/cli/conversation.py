@@ -65,10 +65,52 @@ class ChatModel(Protocol):
         """
         ...
 
+    def save_session(self, file: Path, turns: list[Turn]) -> None:
+        """Writes a conversation with what the prefix cache has of it.
+
+        Raises:
+            RequestError: the model is not in this process.
+            SessionError: nothing of it is cached.
+            OSError: the file cannot be written.
+        """
+        ...
+
+    def load_session(self, file: Path) -> list[Turn]:
+        """Puts the contents of such a file into the prefix cache. Returns the conversation.
+
+        Raises:
+            RequestError: the model is not in this process, or the file holds no conversation.
+            SessionError: the file belongs to another model, or is damaged.
+            OSError: the file cannot be read.
+        """
+        ...
+
+
+def encoded(turns: list[Turn]) -> bytes:
+    """{"messages": [...]}, which /v1/chat/completions takes as it is."""
+    return msgspec.json.format(msgspec.json.encode(_File(turns)), indent=2) + b"\n"
+
+
+def decoded(content: bytes | str, file: Path) -> list[Turn]:
+    """The messages of what `encoded` gave.
+
+    Raises:
+        RequestError: it is no conversation; the text names `file`.
+    """
+    try:
+        turns = msgspec.json.decode(content, type=_File).messages
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise RequestError(f"{file} is not a conversation: {e}") from e
+    for i, turn in enumerate(turns):
+        if turn.role == "system" and i:
+            raise RequestError(f"{file}: message {i} is a system message; only the first message may be one")
+        if not is_text(turn.content + (turn.reasoning_content or "")):
+            raise RequestError(f"{file}: message {i} holds half of a surrogate pair, which is no text")
+    return turns
+
 
 def save(file: Path, turns: list[Turn]) -> None:
-    """Writes {"messages": [...]}, which /v1/chat/completions takes as it is. Others cannot read the file. A file that
-    holds something else than a conversation is not replaced.
+    """Writes a conversation. Others cannot read the file. A file that holds something else is not replaced.
 
     Raises:
         RequestError: there is such a file.
@@ -79,11 +121,10 @@ def save(file: Path, turns: list[Turn]) -> None:
             load(file)
         except RequestError as e:
             raise RequestError(f"{file} exists and is not a conversation; choose another name") from e
-    content = msgspec.json.format(msgspec.json.encode(_File(turns)), indent=2) + b"\n"
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
-            out.write(content)
+            out.write(encoded(turns))
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
@@ -100,13 +141,4 @@ def load(file: Path) -> list[Turn]:
         raise RequestError(f"{file} is not a regular file")
     if file.stat().st_size > MAX_FILE_BYTES:
         raise RequestError(f"{file} has {file.stat().st_size} bytes; a conversation has at most {MAX_FILE_BYTES}")
-    try:
-        turns = msgspec.json.decode(file.read_bytes(), type=_File).messages
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise RequestError(f"{file} is not a conversation: {e}") from e
-    for i, turn in enumerate(turns):
-        if turn.role == "system" and i:
-            raise RequestError(f"{file}: message {i} is a system message; only the first message may be one")
-        if not is_text(turn.content + (turn.reasoning_content or "")):
-            raise RequestError(f"{file}: message {i} holds half of a surrogate pair, which is no text")
-    return turns
+    return decoded(file.read_bytes(), file)

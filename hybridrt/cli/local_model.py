@@ -2,13 +2,16 @@
 
 from collections.abc import Generator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from hybridrt.chat.chat import Chat
+from hybridrt.chat.conversation import read_conversation
 from hybridrt.chat.events import Content, Reasoning
-from hybridrt.cli.conversation import Piece, Totals, Turn
+from hybridrt.cli.conversation import Piece, Totals, Turn, decoded, encoded
 from hybridrt.cli.generate import timings
 from hybridrt.engine.llm import LLM
+from hybridrt.errors import RequestError
 from hybridrt.runtime.interrupts import Interrupts
 from hybridrt.sampling_params import SamplingParams
 
@@ -32,3 +35,16 @@ class LocalModel:
         found = timings(delta.metrics)
         counts = (found["output_tokens"], found["prompt_tokens"], found["cached_tokens"])
         yield Totals(*counts, found["tokens_per_second"])
+
+    def save_session(self, file: Path, turns: list[Turn]) -> None:
+        """As ChatModel.save_session."""
+        if file.exists():
+            raise RequestError(f"{file} exists; choose another name, or remove it")
+        messages = [turn.message() for turn in turns]
+        talk = read_conversation(messages, add_generation_prompt=False)
+        tokens = self._chat.prompt(talk, self._params).tokens
+        self._llm.save_session(file, tokens, note=encoded(turns).decode())
+
+    def load_session(self, file: Path) -> list[Turn]:
+        """As ChatModel.load_session."""
+        return decoded(self._llm.load_session(file).note, file)

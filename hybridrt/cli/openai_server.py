@@ -3,13 +3,14 @@
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 
 from hybridrt.cli.conversation import Piece, Totals, Turn
-from hybridrt.errors import ConfigError, ServerError, shown
+from hybridrt.errors import ConfigError, RequestError, ServerError, shown
 
 _CONNECT_SECONDS = 10.0
 
@@ -179,3 +180,17 @@ class RemoteModel:
         """As ChatModel.answer."""
         messages = [turn.message() for turn in turns]
         return self._server.stream_chat({"model": self.name, "messages": messages, **self._fields})
+
+    def save_session(self, file: Path, turns: list[Turn]) -> None:
+        """As ChatModel.save_session."""
+        raise _no_states(file)
+
+    def load_session(self, file: Path) -> list[Turn]:
+        """As ChatModel.load_session."""
+        raise _no_states(file)
+
+
+def _no_states(file: Path) -> RequestError:
+    return RequestError(
+        f"{file}: a server keeps its states to itself; choose a name such as {file.with_suffix('.json')}"
+    )

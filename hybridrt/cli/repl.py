@@ -17,10 +17,11 @@ COMMANDS = {
     "/help": "list the commands",
     "/system": "TEXT: set the system prompt; without TEXT remove it",
     "/reset": "forget the conversation, but not the system prompt",
-    "/save": "FILE: write the conversation as JSON",
-    "/load": "FILE: read one, and go on with it",
+    "/save": "FILE: write the conversation as JSON; if FILE ends in .safetensors, with the model's cached states",
+    "/load": "FILE: read such a file, and go on with it",
     "/exit": "end, as Ctrl-D does",
 }
+SESSION = ".safetensors"
 _KEYS = (
     "Enter sends; Alt-Enter, or a backslash at the end of a line, begins another line.\n"
     "Ctrl-C stops an answer, Ctrl-D ends the chat. A space before a slash makes it a message."
@@ -164,11 +165,13 @@ class Repl:
         return [turn for turn in self.turns[:1] if turn.role == "system"]
 
     def _save(self, name: str) -> None:
-        save(_file("/save", name), self.turns)
+        file = _file("/save", name)
+        (self._model.save_session if file.suffix == SESSION else save)(file, self.turns)
         self._screen.note(f"{len(self.turns)} messages written")
 
     def _load(self, name: str) -> None:
-        self.turns = load(_file("/load", name))
+        file = _file("/load", name)
+        self.turns = (self._model.load_session if file.suffix == SESSION else load)(file)
         self._screen.note(f"{len(self.turns)} messages read")
 
 

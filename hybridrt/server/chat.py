@@ -126,8 +126,14 @@ def as_chat_request(body: Sampling, **fields: Any) -> ChatRequest:
         fields: of ChatRequest, beside those of Sampling that the body sets. None: not set.
 
     Raises:
+        APIError: the body asks for what its answer has no place for.
         RequestValidationError: a field cannot be what the body says.
     """
+    for name in ("prompt_logprobs", "return_token_ids"):
+        if getattr(body, name):
+            raise APIError(400, f"{name} is an option of /v1/chat/completions", name, "unsupported")
+    if body.n not in (None, 1):
+        raise APIError(400, f"n is {body.n}; an answer here is one sample: leave n out", "n")
     shared = {name: getattr(body, name) for name in body.model_fields_set & Sampling.model_fields.keys()}
     given = {name: value for name, value in fields.items() if value is not None}
     try:

@@ -24,7 +24,7 @@ from hybridrt.server.respond import Started
 from hybridrt.server.service import Service, response_id
 
 # What this endpoint calls fields of a chat request.
-MESSAGE_NAMES = {"stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config"}
+MESSAGE_NAMES = {"stop": "stop_sequences", "structured_outputs": "output_config", "thinking_token_budget": "thinking"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -34,8 +34,6 @@ async def start_message(service: Service, body: MessageRequest, scope: Scope) ->
     Raises:
         APIError, HybridrtError: it cannot be done. Nothing has started.
     """
-    if body.n not in (None, 1):
-        raise APIError(400, "a message is one sample: leave n out", "n")
     prepared = await prepare_chat(service, _as_chat(body))
     name = response_id("msg_", body, scope)
     deltas = service.llm.submit([prepared.prepared], name, stream=bool(body.stream))

@@ -22,7 +22,8 @@ from hybridrt.server.service import Service, response_id
 
 # What this endpoint calls fields of a chat request.
 RESPONSE_NAMES = {
-    "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text", "reasoning_effort": "reasoning",
+    "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text", "structured_outputs": "text",
+    "reasoning_effort": "reasoning",
 }  # fmt: skip
 _NO_STORE = "this server stores no responses: send the whole conversation as input"
 _REFUSED = {
@@ -56,8 +57,6 @@ def _refuse(body: ResponseRequest) -> None:
         raise APIError(400, "truncation is not supported: shorten the input, or send disabled", "truncation")
     if "message.output_text.logprobs" in (body.include or ()):
         raise APIError(400, f"include is not supported: {_REFUSED['top_logprobs']}", "include", "unsupported")
-    if body.n not in (None, 1):
-        raise APIError(400, "a response is one sample: leave n out", "n")
 
 
 def _as_chat(body: ResponseRequest) -> ChatRequest:

@@ -19,8 +19,11 @@ from typer.testing import CliRunner, Result
 
 from hybridrt.cli.app import app
 from hybridrt.cli.conversation import Piece, Totals, Turn, load
+from hybridrt.cli.openai_server import RemoteModel
 from hybridrt.cli.repl import Repl, Screen
 from hybridrt.errors import RequestError
+from tests.support.http_server import serving
+from tests.support.scripted_llm import scripted
 from tests.support.tiny import CHAT_TEMPLATE, write_tiny
 
 WAIT = 60
@@ -30,6 +33,7 @@ class Scripted:
     """A model that says its script, and keeps what it was asked."""
 
     name = "scripted"
+    save_session = RemoteModel.save_session
 
     def __init__(self, *script: Any) -> None:
         self.script, self.asked = script, list[list[Turn]]()
@@ -99,6 +103,7 @@ def test_an_interrupt_keeps_what_was_said_and_a_failure_nothing(capsys: pytest.C
         ("/save", "needs the name of a file"),
         ("/load \0", "needs the name of a file"),
         ("/load .", "not a regular file"),
+        ("/save x.safetensors", "cannot be saved or loaded"),
         ("a\udcff", "bytes that are no text"),
     ],
 )
@@ -180,6 +185,7 @@ LOOP = """
 import time
 from hybridrt.cli.conversation import Piece, Turn
 from hybridrt.cli.line_reader import make_reader
+from hybridrt.cli.openai_server import RemoteModel
 from hybridrt.cli.repl import COMMANDS, Repl, Screen
 
 class Model:
@@ -334,13 +340,28 @@ def test_no_server_and_no_template_are_one_line(tmp_path: Path) -> None:
 
 
 def test_a_model_in_this_process(tmp_path: Path) -> None:
-    """The second question begins with the first one and its answer, which are cached."""
-    write_tiny(tmp_path, chat_template=CHAT_TEMPLATE)
-    result = chat(
-        str(tmp_path), "--load-format", "dummy", "--device", "cpu", "--max-tokens", "20", "--ignore-eos",
-        "--temperature", "0", "--max-running-requests", "2", stdin=b"What is this?\nAnd that?\n",
+    """The second question begins with the first one and its answer, which are cached. A session has them, too."""
+    write_tiny(tmp_path / "model", chat_template=CHAT_TEMPLATE)
+    session = tmp_path / "talk.safetensors"
+    options = (
+        str(tmp_path / "model"), "--load-format", "dummy", "--device", "cpu", "--max-tokens", "20", "--ignore-eos",
+        "--temperature", "0", "--max-running-requests", "2",
     )  # fmt: skip
+    result = chat(*options, stdin=f"What is this?\n/save {session}\nAnd that?\n".encode())
     assert result.exit_code == 0, result.output
     first, second = (line for line in result.stderr.splitlines() if "cached" in line)
     assert first.startswith("20 tokens, ") and " 0 of 20 prompt tokens cached" in first
     assert int(second.split(", ")[2].split()[0]) >= 16, second
+    later = chat(*options, stdin=f"/load {session}\nAnd that?\n/save {session}\n".encode())
+    assert len(later.stdout) > 1 and result.stdout.endswith(later.stdout)
+    (loaded,) = (line for line in later.stderr.splitlines() if "cached" in line)
+    assert loaded.split(", ")[2] == second.split(", ")[2]
+    assert later.exit_code == 2 and "exists; choose another name" in later.stderr
+
+
+def test_our_own_server() -> None:
+    with scripted() as model, serving(model.llm, chat_template=None, reasoning_parser="think") as served:
+        model.say("<think>\nHm.\n</think>\n\nGrüezi")
+        result = chat("--url", served.url, "--system", "Be brief.", stdin=b"hi\nagain\n")
+    assert (result.exit_code, result.stdout) == (0, "Hm.\n\nGrüezi\n" * 2), result.output
+    assert result.stderr.count("17 tokens, ") == 2

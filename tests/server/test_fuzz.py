@@ -9,13 +9,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hybridrt.server.message_protocol import CountRequest, MessageRequest
 from hybridrt.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from hybridrt.server.response_protocol import ResponseRequest
 from tests.server.test_concurrency import address
 from tests.support.http_server import Served
 
 FIELDS = {
     "/v1/completions": sorted(CompletionRequest.model_fields),
     "/v1/chat/completions": sorted(ChatRequest.model_fields),
+    "/v1/responses": sorted(ResponseRequest.model_fields),
+    "/v1/messages": sorted(MessageRequest.model_fields),
+    "/v1/messages/count_tokens": sorted(CountRequest.model_fields),
     "/tokenize": sorted(TokenizeRequest.model_fields),
     "/detokenize": sorted(DetokenizeRequest.model_fields),
     "/abort": ["request_id"],
@@ -23,20 +28,28 @@ FIELDS = {
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [5, 6], "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    "/v1/responses": {"input": [{"role": "user", "content": "x"}], "max_output_tokens": 1},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
     "/abort": {"request_id": "x"},
 }
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 3), st.integers(), st.floats(), st.text(max_size=8),
-    st.sampled_from([2**31, -(2**63), 2**64, 10**40, 1e308, -0.0, "\x00", "\U0001d518", "a" * 300, "../../etc/passwd"]),
+    st.sampled_from([2**31, -(2**63), 2**64, 10**40, 1e308, -0.0, "\x00", "\U0001d518", "a" * 300, "../../etc/passwd",
+                     "user", "message", "function_call", "reasoning", "tool_use", "tool_result", "thinking"]),
 )  # fmt: skip
 values = st.recursive(
     scalars,
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.dictionaries(
-            st.sampled_from(["role", "content", "type", "text", "include_usage", "a", ""]), inner, max_size=4
+            st.sampled_from(
+                ["role", "content", "type", "text", "include_usage", "a", "", "name", "call_id", "arguments", "input"]
+            ),
+            inner,
+            max_size=4,
         ),
     ),
     max_leaves=8,
@@ -51,8 +64,9 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
         return path, draw(st.binary(max_size=60))
     changes = draw(st.dictionaries(st.sampled_from(FIELDS[path]), values, min_size=1, max_size=3))
     body = VALID[path] | changes
-    if isinstance(body.get("max_tokens"), int) and body["max_tokens"] > 8:
-        body["max_tokens"] = 8
+    for name in ("max_tokens", "max_output_tokens"):
+        if isinstance(body.get(name), int) and body[name] > 8:
+            body[name] = 8
     content = json.dumps(body).encode()
     return path, content[: draw(st.integers(0, len(content)))] if draw(st.integers(0, 9)) == 0 else content
 
@@ -82,7 +96,9 @@ def fuzz(served: Served, examples: int) -> None:
             assert answer.status_code < 500 or timed_out, (path, content, sent, answer.text)
             assert answer.headers["x-request-id"]
             if answer.status_code >= 400:
-                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+                anthropics = path.startswith("/v1/messages")
+                expected = {"message", "type"} if anthropics else {"message", "type", "param", "code"}
+                assert set(answer.json()["error"]) == expected
 
         attack()
         assert client.get("/health").status_code == 200

@@ -14,6 +14,7 @@ from hybridrt.config import EngineConfig
 from hybridrt.engine import llm as llm_module
 from hybridrt.engine.llm import LLM
 from hybridrt.engine.tokenizer import HFTokenizer
+from hybridrt.mem_cache.host_plan import NO_HOST_PLAN
 from tests.support.mock_executor import MockExecutor, Tenant
 
 END = "<|im_end|>"
@@ -56,7 +57,7 @@ class ScriptedRunner(MockExecutor):
         self.model_path = config.model
         self.model_config = SimpleNamespace(vocab_size=vocab, eos_token_ids=(self.end,), image_tokens={})
         self.memory_plan = SimpleNamespace(
-            num_rows=8, num_slots=16, num_pages=4096, page_size=16, demand=None, max_model_len=8192
+            num_rows=8, num_slots=16, num_pages=4096, page_size=16, demand=None, max_model_len=8192, host=NO_HOST_PLAN
         )
 
     def sample(self, tenant: Tenant) -> int:

@@ -1,0 +1,170 @@
+"""/v1/responses with OpenAI's client, over a model that says what a script says: streamed equals whole."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from hybridrt.engine.async_llm import DeltaStream
+from hybridrt.errors import EngineError
+from tests.support.chat_samples import TOOLS
+from tests.support.http_server import Served, serving
+from tests.support.scripted_llm import Scripted, scripted
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+SAID = f"<think>\nHm é.\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
+FUNCTIONS: Any = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]
+SCRIPTS = {"text": "Grüezi!", "thought": "<think>\nHm é.\n</think>\n\nSo.", "calls": SAID, "nothing": ""}
+
+
+@pytest.fixture(scope="module")
+def talker() -> Iterator[tuple[Served, Scripted]]:
+    with (
+        scripted() as model,
+        serving(model.llm, chat_template=None, tool_parser="hermes", reasoning_parser="think") as served,
+    ):
+        yield served, model
+
+
+def plain(response: Any) -> dict[str, Any]:
+    """A response without what differs from one request to the next."""
+    found: dict[str, Any] = json.loads(response.to_json())
+    for thing in (found, *found["output"]):
+        for name in ("id", "created_at", "call_id"):
+            thing.pop(name, None)
+    for thing in (*found["output"], *(part for item in found["output"] for part in item.get("content", ()))):
+        for name in ("parsed", "parsed_arguments"):  # the client's own
+            thing.pop(name, None)
+    found["usage"]["input_tokens_details"].pop("cached_tokens")
+    return found
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_stream_adds_up_to_the_whole(script: str, talker: tuple[Served, Scripted]) -> None:
+    served, model = talker
+    model.say(SCRIPTS[script])
+    asked: Any = {"model": "tested", "input": "Hello", "tools": FUNCTIONS, "max_output_tokens": 400}
+    client = served.client()
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert plain(final) == plain(whole)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    check_items(events[2:-1], whole.output)
+    assert whole.usage is not None and whole.usage.output_tokens == len(model.say(SCRIPTS[script])) + 1
+    assert whole.status == "completed" and whole.store is False  # type: ignore[attr-defined]
+
+
+NAMES = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
+
+
+def check_items(events: list[Any], items: list[Any]) -> None:
+    """Each item begins, grows and ends before the next one begins."""
+    for index, item in enumerate(items):
+        mine = [event for event in events if event.output_index == index]
+        assert mine == events[: len(mine)]
+        events = events[len(mine) :]
+        kinds = [event.type.removeprefix("response.") for event in mine]
+        name = NAMES[item.type]
+        part = [] if item.type == "function_call" else ["content_part"]
+        before, after = [f"{p}.added" for p in part], [f"{name}.done", *(f"{p}.done" for p in part)]
+        deltas = [event.delta for event in mine if event.type == f"response.{name}.delta"]
+        assert kinds == [
+            "output_item.added", *before, *[f"{name}.delta"] * len(deltas), *after, "output_item.done"
+        ]  # fmt: skip
+        text = item.arguments if item.type == "function_call" else item.content[0].text
+        assert "".join(deltas) == text
+    assert events == []
+
+
+def test_items_of_an_answer(talker: tuple[Served, Scripted]) -> None:
+    served, model = talker
+    model.say(SAID)
+    got = served.client().responses.create(model="tested", input="Hello", tools=FUNCTIONS)
+    thought, text, *calls = got.output
+    assert (thought.type, thought.content[0].text) == ("reasoning", "Hm é.")  # type: ignore[union-attr,index]
+    assert (text.type, got.output_text) == ("message", "Let me see.")
+    assert [(c.name, json.loads(c.arguments)) for c in calls] == [("get_weather", {"city": "Zürich"})] * 2  # type: ignore[union-attr]
+    assert len({c.call_id for c in calls}) == 2  # type: ignore[union-attr]
+    assert got.usage is not None and got.usage.output_tokens_details.reasoning_tokens > 0
+
+
+def test_a_conversation_goes_on_with_its_own_items(talker: tuple[Served, Scripted]) -> None:
+    """What was answered is input of the next request, and the template sees one message of the assistant."""
+    served, model = talker
+    model.say(SAID)
+    client = served.client()
+    first = client.responses.create(model="tested", input="Hello", tools=FUNCTIONS)
+    model.say("Fine.")
+    call: Any = first.output[2]
+    more: Any = [
+        {"role": "developer", "content": "And mild."},
+        {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+        *[item.to_dict() for item in first.output],
+        {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"},
+    ]
+    got = client.responses.create(model="tested", instructions="Be brief.", input=more)
+    assert got.output_text == "Fine." and got.usage is not None
+    calls = [
+        {"id": c.call_id, "type": "function", "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
+        for c in first.output[2:]  # type: ignore[union-attr]
+    ]
+    text = f"system: Be brief.\n\nAnd mild.\nuser: Hello\nassistant: Let me see.{calls}\ntool: Rain\nassistant: "
+    assert model.llm.tokenizer is not None
+    assert got.usage.input_tokens == len(model.llm.tokenizer.encode_bare(text))
+
+
+def test_an_answer_that_is_cut_is_incomplete(talker: tuple[Served, Scripted]) -> None:
+    served, model = talker
+    model.say("Grüezi mitenand")
+    asked: Any = {"model": "tested", "input": "Hello", "max_output_tokens": 4}
+    whole = served.client().responses.create(**asked)
+    last = list(served.client().responses.create(**asked, stream=True))[-1]
+    assert (whole.status, last.type) == ("incomplete", "response.incomplete")
+    assert whole.incomplete_details is not None and whole.incomplete_details.reason == "max_output_tokens"
+    assert whole.output_text == "Grü" and whole.output[0].status == "incomplete"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"n": 2}, "n"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"reasoning": {"effort": "much"}}, "reasoning"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        ({"input": []}, "input"),
+        ({"tool_choice": {"type": "function", "name": "none"}, "tools": FUNCTIONS}, "tool_choice"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+    ],
+)
+def test_what_cannot_be_done_names_its_field(body: dict[str, Any], param: str, talker: tuple[Served, Scripted]) -> None:
+    with pytest.raises(openai.BadRequestError) as info:
+        talker[0].client().responses.create(model="tested", input="Hello", extra_body=body)
+    assert info.value.param == param, info.value
+
+
+def test_a_failure_within_a_stream_is_an_event(
+    talker: tuple[Served, Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, model = talker
+    model.say("Hello")
+
+    async def fail(deltas: DeltaStream) -> None:
+        raise EngineError("the device is gone")
+
+    monkeypatch.setattr(DeltaStream, "__anext__", fail)
+    events = list(served.client().responses.create(model="tested", input="Hello", stream=True))
+    assert events[-1].type == "response.failed" and events[-1].response.status == "failed"
+    assert events[-1].response.error is not None and events[-1].response.error.message == "the device is gone"
+    assert [event.sequence_number for event in events] == [0, 1, 2]
