@@ -171,6 +171,19 @@ def test_a_failure_within_a_stream_is_an_event(
     assert [event.sequence_number for event in events] == [0, 1, 2]
 
 
+def test_an_aborted_answer_is_cancelled(talker: tuple[Served, Scripted]) -> None:
+    served, model = talker
+    model.say("a" * 7000)
+    events = served.client().responses.create(
+        model="tested", input="Hello", stream=True, extra_body={"request_id": "mine"}
+    )
+    first = next(iter(events))
+    assert first.response.id == "resp_mine"  # type: ignore[union-attr]
+    assert served.post("/abort", {"request_id": "mine"}).json() == {"aborted": True}
+    *_, last = events
+    assert last.type == "response.incomplete" and last.response.status == "cancelled"
+
+
 class Place(BaseModel):
     model_config = ConfigDict(extra="forbid")
     city: Literal["Bern", "Genf"]
