@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import latent_cases  # noqa: F401  # its cases join those of kernel_cases
 from benchmarks.common import environment, save
 from benchmarks.kernel_cases import DECODE, PREFILL, Args, Case, Cases, Load
 from hybridrt.config import ModelConfig

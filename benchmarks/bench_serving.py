@@ -4,6 +4,11 @@
 
 First all requests at once: their number over the time that they take is the saturated rate. Then they arrive as a
 Poisson process at shares of that rate. Weights are seeded random numbers from config.json alone.
+
+    ... --chunk 4096,2048,1024,512,256 --target-itl-ms 15 --name serving-chunks && python -m benchmarks.plot_results
+
+Several chunk sizes, and targets of the time between tokens (with chunks of the first size at most), run one after the
+other at the rates that the first one has.
 """
 
 import argparse
@@ -114,16 +119,28 @@ def show(row: dict[str, Any]) -> None:
           f"{row['between tokens p50 ms']:7.2f} p99 {row['between tokens p99 ms']:7.2f} ms", flush=True)  # fmt: skip
 
 
-def measure(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(llm: LLM, args: argparse.Namespace, saturated: float | None = None) -> list[dict[str, Any]]:
+    """
+    Args:
+        saturated: requests a second, of which loads are shares; None: what this run finds.
+    """
     work = make_work(args, llm.model_config.vocab_size)
     serve(llm, work[: max(len(work) // 10, 1)])
     rows = [summary("saturated", *serve(llm, work))]
     show(rows[0])
     for share in args.shares:
-        rate = rows[0]["requests/s"] * share
+        rate = (saturated or rows[0]["requests/s"]) * share
         rows.append(summary(f"{share:.0%}", *serve(llm, arriving(work, rate, args.seed))))
         show(rows[-1])
     return rows
+
+
+def sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",")]
+
+
+def targets(text: str) -> list[float]:
+    return [float(target) for target in text.split(",")]
 
 
 def parse() -> argparse.Namespace:
@@ -134,7 +151,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=128, help="mean output length in tokens")
     parser.add_argument("--shares", type=lambda t: [float(x) for x in t.split(",") if x], default=[0.5, 0.8])
     parser.add_argument("--max-running", type=int, default=128, help="requests that decode together")
-    parser.add_argument("--chunk", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--chunk", type=sizes, default=[2048], help="tokens of a step; several sizes: a run of each")
+    parser.add_argument(
+        "--target-itl-ms", type=targets, default=[], help="time between tokens; of several, a run of each"
+    )
     parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
     parser.add_argument("--device", default="auto")
@@ -145,15 +165,23 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = parse()
-    llm = LLM(
-        args.model, load_format="dummy", device=args.device, max_running_requests=args.max_running,
-        max_model_len=(args.prompt + args.output) * 3 // 2 + 2, chunked_prefill_size=args.chunk,
-        mamba_ssm_dtype=args.state_dtype, state_mode=args.state_mode, prefix_cache=False,
-    )  # fmt: skip
-    print(llm.plan.summary())
-    settle()
-    rows = measure(llm, args)
+    args, rows = parse(), list[dict[str, Any]]()
+    for chunk, target in [
+        *((size, None) for size in args.chunk),
+        *((args.chunk[0], each) for each in args.target_itl_ms),
+    ]:
+        llm = LLM(
+            args.model, load_format="dummy", device=args.device, max_running_requests=args.max_running,
+            max_model_len=(args.prompt + args.output) * 3 // 2 + 2, chunked_prefill_size=chunk, target_itl_ms=target,
+            mamba_ssm_dtype=args.state_dtype, state_mode=args.state_mode, prefix_cache=False,
+        )  # fmt: skip
+        print(f"chunk {chunk}, target {target} ms; {llm.plan.summary()}" if not rows else f"chunk {chunk}, {target} ms")
+        settle()
+        found = measure(llm, args, rows[0]["requests/s"] if rows else None)
+        if (error := llm.engine.counters().step_cost_error) is not None:
+            print(f"median error of the predicted times of steps: {error:.1%}")
+        rows += [{"chunk": chunk, "target_itl_ms": target} | row for row in found]
+        llm.close()
     print(environment())
     if args.name:
         print(save(args.name, rows))

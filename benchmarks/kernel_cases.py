@@ -147,7 +147,7 @@ def paged(config: ModelConfig, load: Load, device: str) -> Args:
 @decode_op("attention_decode")
 def attention_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
     a = config.attention
-    if not config.full_attention_layer_ids:
+    if not config.full_attention_layer_ids or a.latent:  # see latent_cases.py
         return
 
     def make() -> Args:
@@ -160,7 +160,7 @@ def attention_decode(config: ModelConfig, load: Load, device: str) -> Iterator[C
 @prefill_op("attention_extend")
 def attention_extend(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
     a, whole = config.attention, Load(load.rows, load.tokens, 0)
-    if not config.full_attention_layer_ids:
+    if not config.full_attention_layer_ids or a.latent:  # see latent_cases.py
         return
 
     def make() -> Args:

@@ -1,4 +1,5 @@
 """Draws docs/decode.svg and docs/prefill.svg from benchmarks/results: hybridrt beside the peers and the bytes floor.
+Where `serving-chunks.json` is there, also docs/chunks.svg: what the size of chunks means for latency.
 
 python -m benchmarks.plot_results
 """
@@ -91,6 +92,20 @@ def prefill_panels(results: Path) -> Iterator[Panel]:
             yield Panel(title.split(",")[0], groups)
 
 
+def chunk_panels(results: Path, load: str = "80%") -> list[Panel]:
+    """Latency at a load, and saturated throughput, by size of chunks or target of the time between tokens."""
+    path, panels = results / "serving-chunks.json", []
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    for title, at, what in (
+        ("Between tokens, p99, ms", load, "between tokens p99 ms"),
+        ("First token, p99, ms", load, "first token p99 ms"), ("Tokens a second, saturated", "saturated", "tok/s"),
+    ):  # fmt: skip
+        found = [(row["chunk"], row["target_itl_ms"], row[what]) for row in rows if row["load"] == at]
+        groups = [Group(f"{chunk}" if ms is None else f"target {ms:g} ms", {OURS: v}) for chunk, ms, v in found]
+        panels += [Panel(title, groups)] if groups else []
+    return panels
+
+
 def text(x: float, y: float, content: str, anchor: str = "start", weight: str = "normal") -> str:
     return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" font-weight="{weight}">{escape(content)}</text>'
 
@@ -141,6 +156,10 @@ def main() -> None:
     context = "A decode step around 1024 tokens of context, one H200"
     (args.out / "decode.svg").write_text(draw(context, " ms", decode, 2))
     (args.out / "prefill.svg").write_text(draw("Prompt tokens a second, one H200", "", prefill, 0))
+    if chunks := chunk_panels(args.results):
+        (args.out / "chunks.svg").write_text(
+            draw("Prompt tokens of a step, arrivals at 80% of saturation", "", chunks, 1)
+        )
 
 
 if __name__ == "__main__":

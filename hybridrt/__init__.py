@@ -35,8 +35,10 @@ from hybridrt.errors import (
 from hybridrt.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from hybridrt.chat.events import ToolCall
     from hybridrt.config import EngineConfig, SpeculativeConfig
     from hybridrt.engine.async_llm import AsyncLLM
+    from hybridrt.engine.chats import ChatDelta, ChatOutput
     from hybridrt.engine.engine import Engine
     from hybridrt.engine.llm import LLM
     from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
@@ -51,6 +53,8 @@ __all__ = [
     "AuthenticationError",
     "BackendError",
     "CacheDumpError",
+    "ChatDelta",
+    "ChatOutput",
     "CheckpointError",
     "ConfigError",
     "Delta",
@@ -79,6 +83,7 @@ __all__ = [
     "SessionError",
     "SpeculativeConfig",
     "StructuredOutputs",
+    "ToolCall",
     "TransferError",
     "UnavailableError",
     "UnsupportedLayerError",
@@ -89,6 +94,9 @@ _HOME = {
     "EngineConfig": "hybridrt.config",
     "SpeculativeConfig": "hybridrt.config",
     "AsyncLLM": "hybridrt.engine.async_llm",
+    "ChatDelta": "hybridrt.engine.chats",
+    "ChatOutput": "hybridrt.engine.chats",
+    "ToolCall": "hybridrt.chat.events",
     "Engine": "hybridrt.engine.engine",
     "LLM": "hybridrt.engine.llm",
     "Delta": "hybridrt.engine.outputs",

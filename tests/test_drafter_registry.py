@@ -57,6 +57,13 @@ def test_a_record_that_is_no_whole_method_is_refused(monkeypatch: pytest.MonkeyP
         draft_method(EngineConfig("m", speculative=SpeculativeConfig("first")))
 
 
+def test_a_method_without_a_drafter_says_what_to_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridrt.runtime.drafting.load_method", lambda name: DraftMethod())
+    method = draft_method(EngineConfig("m", speculative=SpeculativeConfig("first")))
+    with pytest.raises(BackendError, match=r"DraftMethod brings no drafter; override DraftMethod\.drafter"):
+        method.drafter(None, lambda task: None)  # type: ignore[arg-type, return-value]
+
+
 def test_a_drafter_of_another_package_drafts(checkpoints: CheckpointStore) -> None:
     """Its drafts are verified, the text is that of plain decoding, its bytes are charged, and nothing of a request is
     left with it."""

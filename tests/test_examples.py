@@ -26,7 +26,7 @@ MODELS: dict[str, tuple[Make, str]] = {
     "falcon mamba": (falcon_mamba(), "auto"),
     "attention alone": (nemotron("*-*-"), "auto"),
 }
-TOKENS = 40
+TOKENS = 28
 BUDGET = 2**26
 Expected = Callable[[str], tuple[EngineConfig, list[list[int]]]]
 

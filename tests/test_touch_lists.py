@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,16 +37,19 @@ def words(file: Path) -> str:
     return "\n".join(found)
 
 
-WORDS = {
-    str(file.relative_to(ROOT)): words(file)
-    for folder in FOLDERS
-    for file in sorted((ROOT / folder).rglob("*.py"))
-    if not str(file.relative_to(ROOT)).startswith(GIVEN)
-}
+@cache
+def words_of_all() -> dict[str, str]:
+    """By file."""
+    return {
+        str(file.relative_to(ROOT)): words(file)
+        for folder in FOLDERS
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if not str(file.relative_to(ROOT)).startswith(GIVEN)
+    }
 
 
 def files_that_name(pattern: str) -> set[str]:
-    return {file for file, text in WORDS.items() if re.search(pattern, text, re.IGNORECASE)}
+    return {file for file, text in words_of_all().items() if re.search(pattern, text, re.IGNORECASE)}
 
 
 # Families that are another one with a difference.
@@ -87,6 +91,19 @@ def test_a_drafter_on_the_host_takes_two_files() -> None:
         "hybridrt/speculative/ngram.py",
         "hybridrt/speculative/registry.py",
     }
+
+
+@pytest.mark.parametrize(("cls", "file"), [
+    ("Hermes", "hermes"), ("Granite", "granite"), ("Jamba", "jamba"), ("Lfm2", "lfm2"), ("Nemotron", "nemotron"),
+    ("Qwen3Coder", "qwen3_coder"),
+])  # fmt: skip
+def test_a_parser_of_tool_calls_takes_two_files_and_60_lines(cls: str, file: str) -> None:
+    own = f"hybridrt/chat/tool_parsers/{file}.py"
+    pattern = re.compile(rf"^{cls}$|{file}:{cls}", re.MULTILINE)
+    files = {f for f in (ROOT / "hybridrt").rglob("*.py") if "chat" in f.parts and pattern.search(words(f))}
+    assert files == {ROOT / own, ROOT / "hybridrt/chat/registry.py"}
+    if cls != "Qwen3Coder":  # its values are of types that only the tools' schemas say
+        assert code_lines((ROOT / own).read_text()) < 60
 
 
 @pytest.mark.parametrize(("cls", "file"), [

@@ -12,11 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, SamplingOptions, SpeculativeOptions, option
+from hybridrt.cli.options import (
+    EMBEDDED,
+    EngineOptions,
+    ModelOption,
+    SamplingOptions,
+    SpeculativeOptions,
+    option,
+    read_text,
+)
 from hybridrt.engine.sampling_defaults import default_sampling_params
 from hybridrt.errors import RankError, RequestError
 from hybridrt.runtime.torchrun import world
 from hybridrt.sampling_params import SamplingParams
+from hybridrt.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from hybridrt.engine.llm import LLM
@@ -39,6 +48,16 @@ class PromptSampling(SamplingOptions):
 
     logprobs: Annotated[int | None, option("With --json: so many log-probabilities a token.", "none", "N")] = None
     n: Annotated[int | None, typer.Option("-n", metavar="N", help="Samples of each prompt. [1]")] = None
+    json_schema: Annotated[str | None, option("Print JSON that this file's schema accepts.", "none", "FILE")] = None
+    regex: Annotated[str | None, option("Print text that this expression matches.", "none", "TEXT")] = None
+
+    def given(self) -> dict[str, Any]:
+        values = super().given()
+        schema, regex = values.pop("json_schema", None), values.pop("regex", None)
+        if schema is not None or regex is not None:
+            schema = None if schema is None else read_text("--json-schema", schema)
+            values["structured_outputs"] = StructuredOutputs(json=schema, regex=regex)
+        return values
 
 
 def generate(

@@ -82,6 +82,7 @@ class Engine:
         self._coordinator = coordinator
         self._tokenizer = tokenizer
         self._compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
+        self.target = target
         self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter, target)
         self._most_in_flight = 1 if overlap else 0
         self._seed = seed
@@ -120,10 +121,9 @@ class Engine:
         # The KV of a prediction head's token depends on the next token.
         lookahead = int(bool(draft_method(config).kv_layers(model)))
         coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
-        target = None if config.target_itl_ms is None else ItlTarget(config.target_itl_ms / 1e3)
         return cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
-            target=target,
+            target=ItlTarget(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
         )  # fmt: skip
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
@@ -338,7 +338,7 @@ class Engine:
             free_pages=pools.pages.num_free,
             cached_slots=pools.slots.num_cached - pools.slots.num_locked,
             cached_pages=pools.pages.num_cached - pools.pages.num_locked,
-            step_cost_error=scheduler.target.cost.error if scheduler.target else None,
+            step_cost_error=self.target.cost.error if self.target else None,
             **pools.prefixes.counters(),
         )
 

@@ -251,7 +251,8 @@ class PrefixStore:
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
         if self.tier is not None:
-            kept = set(taken.states)
+            # The state in a slot of the request is whole once the cache has taken it, and its ring is folded.
+            kept = {*taken.states, *request.saves.values()}
             self.tier.offer(ids, request.pages, {end: slot for end, slot in states.items() if slot in kept}, salt)
         return taken, node
 

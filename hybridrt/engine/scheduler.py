@@ -80,7 +80,7 @@ class Scheduler:
         self._coordinator = coordinator
         self._chunk = chunked_prefill_size
         self._drafter = drafter
-        self.target = target
+        self._target = target
         self._in_flight = 0
         self._order: tuple[list[Request], np.ndarray] | None = None
         self._constrained = False  # a running request has a grammar
@@ -115,7 +115,7 @@ class Scheduler:
             self._schedule_decode(step, requests, rows, columns)
         decode = step.plan.decode
         tokens = max(self._chunk - len(decode) - len(decode.drafts), (self._chunk + 1) // 2)
-        budget = self.target.budget(tokens, decode) if self.target else ChunkBudget(tokens)
+        budget = self._target.budget(tokens, decode) if self._target else ChunkBudget(tokens)
         self._schedule_prefill(step, prefilling, budget, refuse)
         if not self._coordinator.seal(step.plan) and not step.rows:
             return None
@@ -124,8 +124,8 @@ class Scheduler:
             step.plan.constrained = [i for i, request in enumerate(sampling) if request.matcher is not None]
             step.sampled = not step.plan.constrained
         self._in_flight += 1
-        if self.target is not None:
-            step.launched = self.target.launched()
+        if self._target is not None:
+            step.launched = self._target.launched()
         for request, _ in step.rows:
             request.in_flight += 1
         return step
@@ -134,8 +134,8 @@ class Scheduler:
         """Call this after a launched step's result was read. `gained`: tokens of each row. Releases the requests that
         have finished and that no other launched step names."""
         self._in_flight -= 1
-        if self.target is not None:
-            self.target.ended(step.plan, step.launched, sum(gained))
+        if self._target is not None:
+            self._target.ended(step.plan, step.launched, sum(gained))
         decode, extend = step.plan.decode, step.plan.extend
         lost = [most - tokens for (_, most), tokens in zip(step.rows, gained, strict=True)]
         if any(lost):

@@ -150,6 +150,8 @@ class Sessions:
             task = PrefixCopy(length, [page.index for page in pages], copied, write=True)
             self._copy(task, _without_states(prefix.tensors, skipped))
             store.adopt(prefix.tokens, (), pages, states, salt)
+            if store.tier is not None:
+                store.tier.offer(prefix.tokens, pages, states, salt)
 
 
 def _without_states(tensors: Tensors, skipped: int) -> Tensors:

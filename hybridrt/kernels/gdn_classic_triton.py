@@ -138,16 +138,16 @@ def gdn_classic_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, 
     out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
     if batch == 0:
         return out
-    tile, channels = classic_tile(batch, states), a.ndim == 4
+    tile, by_channel = classic_tile(batch, states), a.ndim == 4
     # Decays for each channel are a vector more; beside tiles of twice as many rows it would not fit into 64 registers.
-    registers = 80 if channels and states.element_size() < 4 else 64
+    registers = 80 if by_channel and states.element_size() < 4 else 64
     _classic_kernel[triton.cdiv(value_dim, tile["BLOCK_V"] * tile["TILES"]), value_heads, batch](
         qkv, a, b, weight, bias, weights.A_log, weights.dt_bias, out, conv, states,
         read_slots, write_slots, start_positions,
         strides(qkv), strides(a), strides(b), conv.stride(0), states.stride(0),
         HK=(channels - value_heads * value_dim) // (2 * key_dim), HV=value_heads, K=key_dim, V=value_dim,
         TAPS=weight.shape[1], WC=conv.shape[2], BETA_SCALE=weights.beta_scale, LOWER_BOUND=weights.lower_bound,
-        CHANNELS=channels, num_warps=4, maxnreg=registers, **tile, **pdl(qkv.device),
+        CHANNELS=by_channel, num_warps=4, maxnreg=registers, **tile, **pdl(qkv.device),
     )  # fmt: skip
     return out
 

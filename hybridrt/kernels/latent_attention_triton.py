@@ -50,11 +50,12 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     """Grid [tokens, 1 or 2]: the first program of a token stores its latent vector, the second rotates its queries."""
     begin(PDL)
     t = tl.program_id(0).to(tl.int64)
-    if tl.program_id(1) == 1:
-        h, position = tl.arange(0, BLOCK_H), tl.load(positions_ptr + t)
-        x = q_ptr + t * q_st + NOPE + h * q_sh
-        _turn(x, x, cos_sin_ptr, position, h < H, HALF, BLOCK_HALF)
-        return
+    if HALF > 0:
+        if tl.program_id(1) == 1:
+            h, position = tl.arange(0, BLOCK_H), tl.load(positions_ptr + t)
+            x = q_ptr + t * q_st + NOPE + h * q_sh
+            _turn(x, x, cos_sin_ptr, position, h < H, HALF, BLOCK_HALF)
+            return
     slot = tl.load(slots_ptr + t).to(tl.int64)
     if slot < PAGE:
         return

@@ -123,8 +123,9 @@ class DraftMethod(DraftMethodBase):
 
         Raises:
             ConfigError: it cannot draft for this target.
+            BackendError: the method brings none.
         """
-        raise NotImplementedError
+        raise BackendError(f"{type(self).__name__} brings no drafter; override {DraftMethod.__name__}.drafter")
 
 
 _NOTHING = DraftMethod()  # of a run without speculation

@@ -62,6 +62,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Warms the model up, then listens."""
+        await self._service.start_renderer()
         await warm_up(self._service.llm)
         gc.collect()
         gc.freeze()  # a collection otherwise looks through all that torch has imported, between two steps

@@ -1,11 +1,16 @@
 """Runs requests of many shapes before others may come, so that no kernel is compiled while somebody waits."""
 
 import asyncio
-from itertools import product
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from itertools import count, product
 from typing import Any
 
 from hybridrt.engine.async_llm import AsyncLLM
+from hybridrt.engine.outputs import RequestOutput
+from hybridrt.errors import RequestError
 from hybridrt.sampling_params import SamplingParams
+from hybridrt.structured_outputs import StructuredOutputs
 
 # Sampling of every kind: each has kernels of its own.
 _DRAWS: tuple[dict[str, Any], ...] = (
@@ -17,20 +22,62 @@ _DRAWS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
     {"temperature": 0.0, "logit_bias": {0: 1.0}},
 )
+# The same under bitmasks, which an output of any letters has.
+_FORM = StructuredOutputs(regex="[a-z]*")
 _OUTPUT = 4
+_PROMPTS = (32, 100, 256, 512, 1024, 2048, 4096)
+_DECODED = 64  # output tokens of the requests beside which prompts are timed
 
 
 async def warm_up(llm: AsyncLLM) -> None:
-    """Prefills of one token to a whole step's, alone and in company, each with every kind of sampling."""
-    if llm.llm.device.type != "cuda":
-        await llm.complete([0], SamplingParams(max_tokens=_OUTPUT))  # nothing is compiled; the engine works
-        return
+    """Prefills of one token to a whole step's, alone and in company, each with every kind of sampling. With
+    `target_itl_ms` the engine then learns what steps cost once they are compiled."""
     most = llm.llm.plan.max_model_len - _OUTPUT - 1
+    if llm.llm.device.type == "cuda":
+        await _compile(llm, most)
+    else:
+        await llm.complete([0], SamplingParams(max_tokens=_OUTPUT))  # nothing is compiled; the engine works
+    if llm.llm.config.target_itl_ms is not None:
+        sizes = _PROMPTS if llm.llm.device.type == "cuda" else _PROMPTS[:3]
+        await _time_steps(llm, [size for size in sizes if size <= most])
+
+
+async def _compile(llm: AsyncLLM, most: int) -> None:
+    """Requests of up to `most` prompt tokens."""
     chunk = min(llm.llm.config.chunked_prefill_size, most)
     lengths = sorted({min(n, most) for n in (1, 15, 16, 100, 512, chunk, chunk + 1)} - {0})
     works = [(n, SamplingParams(max_tokens=_OUTPUT, ignore_eos=True, **d)) for n, d in product(lengths, _DRAWS)]
     for length, params in works[:: len(_DRAWS)]:  # alone
         await llm.complete([0] * length, params)
     rows = llm.llm.plan.num_rows
+    works += _constrained(llm, [params for _, params in works[: len(_DRAWS)]])
     for start in range(0, len(works), rows):
         await asyncio.gather(*(llm.complete([0] * n, params) for n, params in works[start : start + rows]))
+
+
+def _constrained(llm: AsyncLLM, draws: list[SamplingParams]) -> list[tuple[int, SamplingParams]]:
+    """Requests with structured outputs; none if the model or the installation cannot give them. The first one loads the
+    tokenizer into llguidance."""
+    works = [(1, replace(params, ignore_eos=False, structured_outputs=_FORM)) for params in draws]
+    try:
+        llm.llm.engine.prepare([0], works[0][1])
+    except RequestError:
+        return []
+    return works
+
+
+async def _time_steps(llm: AsyncLLM, sizes: Sequence[int]) -> None:
+    """Prompts of several sizes, twice each, alone and beside 1 and 8 requests that decode. No two prompts begin alike:
+    none is found in the prefix cache."""
+    firsts = count()
+
+    def run(prompt: int, output: int) -> Coroutine[Any, Any, RequestOutput]:
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        return llm.complete([next(firsts) % llm.llm.model_config.vocab_size] * prompt, params)
+
+    decoded = min(_DECODED, llm.llm.plan.max_model_len - 2)
+    for rows in (0, 1, 8):
+        decoding = [asyncio.ensure_future(run(1, decoded)) for _ in range(min(rows, llm.llm.plan.num_rows - 1))]
+        for size in [*sizes, *sizes]:
+            await run(size, 1)
+        await asyncio.gather(*decoding)

@@ -13,6 +13,7 @@ from hybridrt.runtime.step_passes import extend_passes, pack_passes
 from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.checkpoints import CheckpointStore
+from tests.support.levels import sweep
 
 MODELS = ("falcon-plain", "qwen-plain", "jamba-plain", "falcon_mamba-plain")
 TEXT = prompts(60, seed=7)[0]
@@ -45,7 +46,7 @@ def start(hand: ByHand, chunks: Sequence[tuple[int, int, tuple[int, ...]]]) -> l
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sweep(MODELS, 3))
 def test_saved_states_are_those_of_shorter_chunks(name: str, provider: str, checkpoints: CheckpointStore) -> None:
     path = checkpoints[name].path
     hand, whole = ByHand(path), ByHand(path)

@@ -10,10 +10,17 @@ from benchmarks.kernel_cases import DECODE, PREFILL, Args, Case, Load, linears
 from benchmarks.timeline import Span, draw
 from hybridrt.hf_config import read_model_config
 from tests.support.checkpoints import falcon, jamba, nemotron, qwen
-from tests.support.newer_checkpoints import minimax
+from tests.support.newer_checkpoints import ling, minimax
 from tests.support.tiny import write_tiny
 
-MODELS = {"falcon": falcon(), "nemotron": nemotron("M*-ME"), "qwen": qwen(), "jamba": jamba(), "minimax": minimax()}
+MODELS = {
+    "falcon": falcon(),
+    "nemotron": nemotron("M*-ME"),
+    "qwen": qwen(),
+    "jamba": jamba(),
+    "minimax": minimax(),
+    "ling": ling(),
+}
 
 
 def results(case: Case, args: Args, name: str) -> list[Tensor]:
@@ -32,7 +39,8 @@ def test_cases_are_what_the_operations_take(name, tmp_path):
     torch.manual_seed(0)
     loads = [(DECODE, Load(2, context=20)), (PREFILL, Load(2, 19))]
     found = [case for ops, load in loads for cases in ops.values() for case in cases(config, load, "cpu")]
-    assert {case.op for case in found} >= {"attention_decode", "attention_extend", "skinny_linear", "add_rms_norm"}
+    extend = "latent_extend" if config.attention.latent else "attention_extend"
+    assert {case.op for case in found} >= {"attention_decode", extend, "skinny_linear", "add_rms_norm"}
     for case in found:
         args = case.make()
         wanted = results(case, args, "torch")

@@ -24,3 +24,13 @@ def test_pictures_hold_our_numbers_the_peers_and_the_floor(tmp_path: Path, monke
 
 def test_models_without_results_have_no_panel(tmp_path: Path) -> None:
     assert list(plot_results.decode_panels(tmp_path)) == list(plot_results.prefill_panels(tmp_path)) == []
+
+
+def test_latency_by_size_of_chunks(tmp_path: Path) -> None:
+    shared = {"tok/s": 900.0, "first token p99 ms": 60.0, "between tokens p99 ms": 33.0}
+    runs = [{"chunk": 512, "target_itl_ms": None}, {"chunk": 512, "target_itl_ms": 15.0}]
+    rows = [run | shared | {"load": load} for run in runs for load in ("saturated", "80%")]
+    (tmp_path / "serving-chunks.json").write_text(json.dumps({"rows": rows}))
+    panels = plot_results.chunk_panels(tmp_path)
+    assert [[group.label for group in panel.groups] for panel in panels] == [["512", "target 15 ms"]] * 3
+    assert [panel.groups[0].values[plot_results.OURS] for panel in panels] == [33.0, 60.0, 900.0]

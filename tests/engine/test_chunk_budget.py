@@ -1,5 +1,6 @@
 """Chunks beside decode rows are as long as the time between tokens allows; by a clock that the tests move."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,11 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt import LLM, SamplingParams
+from hybridrt import LLM, AsyncLLM, EngineConfig, SamplingParams
 from hybridrt.engine.chunk_budget import LEAST_TOKENS, ChunkBudget, ItlTarget
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.step_cost import StepCost, StepWork
+from hybridrt.errors import ConfigError
 from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
+from hybridrt.server.metrics import Metrics
+from hybridrt.server.warm_up import warm_up
 from tests.engine.test_scheduler import Bench, request
 from tests.support.checkpoints import falcon
 from tests.support.tiny import write_tiny
@@ -168,8 +172,16 @@ def test_tokens_are_the_same_and_the_error_is_counted(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("wrong", [0, -1.0, True, "15", float("nan"), 1e9])
 def test_a_target_is_a_number_of_milliseconds(wrong: Any) -> None:
-    from hybridrt import EngineConfig
-    from hybridrt.errors import ConfigError
-
     with pytest.raises(ConfigError, match="target_itl_ms"):
         EngineConfig("x", target_itl_ms=wrong)
+
+
+def test_a_server_knows_what_steps_cost_before_it_is_ready(tmp_path: Any) -> None:
+    path = str(write_tiny(tmp_path, falcon(), tokenizer=False))
+    with AsyncLLM(path, device="cpu", load_format="dummy", target_itl_ms=50, max_running_requests=4) as llm:
+        asyncio.run(warm_up(llm))
+        target = llm.llm.engine.target
+        assert target is not None and target.cost.most_prompt_tokens >= 100
+        seconds = [target.cost.predict(StepWork(2, 60).with_chunk(0, n)) for n in (16, 100)]
+        assert None not in seconds and 0 < seconds[0] <= seconds[1]  # type: ignore[operator]
+        assert b"hybridrt:step_cost_error_ratio{" in Metrics(llm, "m").text()

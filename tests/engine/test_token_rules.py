@@ -101,12 +101,19 @@ def test_only_allowed_tokens_are_drawn(plain: LLM) -> None:
     assert output.token_ids == [7, 7, 7]
 
 
+@pytest.fixture(scope="module")
+def alone(plain: LLM) -> list[tuple[SamplingParams, RequestOutput]]:
+    """What each case becomes without company."""
+    return [(params, plain.generate(PROMPT, params)[0]) for params in cases(plain)]
+
+
 @pytest.mark.parametrize("mode", list(MODES)[1:])
-def test_every_way_of_running_gives_the_same_tokens(plain: LLM, mode: str) -> None:
+def test_every_way_of_running_gives_the_same_tokens(
+    alone: list[tuple[SamplingParams, RequestOutput]], mode: str
+) -> None:
     options = dict(MODES[mode])
     pages = options.pop("memory_pages", None)
-    params = cases(plain)
-    want = [plain.generate(PROMPT, p)[0] for p in params]
+    params, want = zip(*alone, strict=True)
     with load(**options) as llm:
         if pages is not None:  # too few for all of them together
             held = llm.engine._coordinator.pages.alloc(llm.engine._coordinator.pages.num_free - pages)

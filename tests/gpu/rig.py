@@ -28,13 +28,14 @@ STATE_MODES = ("classic", "replay")
 MAMBA1 = ("falcon_mamba-plain", "jamba-plain", "swa_ssm-plain")
 NEWER = ("qwen35-seeing_experts", "granite-plain", "bamba-plain", "olmo-plain", "minimax-plain")
 SHORT_CONV = ("lfm2-biases_tied", "lfm2_moe-plain")
+LATENT = ("kimi-plain", "ling-plain")  # Kimi Delta Attention keeps no state ring
 DECODING = [
     *((name, mode) for name in (*FAMILIES, *NEWER) for mode in STATE_MODES),
-    *((name, "classic") for name in (*MAMBA1, *SHORT_CONV)),
+    *((name, "classic") for name in (*MAMBA1, *SHORT_CONV, *LATENT)),
 ]
 VERIFYING = [
     *((name, mode) for name in FAMILIES for mode in ("intermediate", "replay")),
-    *((name, "intermediate") for name in (*MAMBA1, *SHORT_CONV)),
+    *((name, "intermediate") for name in (*MAMBA1, *SHORT_CONV, *LATENT)),
 ]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 

@@ -9,11 +9,13 @@ import torch
 from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from hybridrt.kernels.gdn_replay import gdn_replay
+from hybridrt.kernels.latent_attention import into_latent, latent_extend, write_latent
 from hybridrt.kernels.paged_attention import attention_decode, attention_extend, write_kv
 from hybridrt.kernels.records import (
     AttentionPrompts,
     AttentionRows,
     DeltaInputs,
+    LatentWeights,
     PagedKV,
     Prompts,
     StateRing,
@@ -92,5 +94,28 @@ def test_attention():
         decoded = attention_decode(q[None, -1:], kv, AttentionRows(int32(1), lengths))
         extended = attention_extend(q, kv, AttentionPrompts(int32(1), int32(0, length), lengths, [length], [length]))
         found.append((decoded, extended))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b) and a.abs().sum() > 0
+
+
+def test_latent_attention():
+    torch.manual_seed(4)
+    page, rank, rope, heads, length = 16, 512, 64, 2, 5
+    pages = 2**31 // (page * (rank + rope)) + 2
+    weights = LatentWeights(
+        torch.randn(heads, 16, rank).half(), torch.randn(heads, rank, 8).half(), torch.ones(rank), 1e-6
+    )
+    q, k = torch.randn(length, heads, 16 + rope).half() / 8, torch.randn(length, rank + rope).half()
+    lengths, found = int32(length), []
+    far = untouched_memory(pages * page * (rank + rope)).view(pages, page, 1, -1)
+    for cache, last in ((far, pages - 1), (torch.zeros(2, page, 1, rank + rope, dtype=torch.float16), 1)):
+        table = torch.arange(last * page, (last + 1) * page, dtype=torch.int32).repeat(2, 1)
+        write_latent(q, k, weights, torch.arange(length), None, cache, table[1, :length])
+        assert torch.equal(cache[last, :length, 0, rank:], k[:, rank:])
+        kv, prompts = PagedKV(cache, cache[..., :rank], table, 0.1), AttentionPrompts(
+            int32(1), int32(0, length), lengths, [length], [length])  # fmt: skip
+        absorbed = into_latent(q, weights)
+        decoded = attention_decode(absorbed[None, -1:], kv, AttentionRows(int32(1), lengths))
+        found.append((decoded, attention_extend(absorbed, kv, prompts), latent_extend(q, kv, weights, prompts)))
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b) and a.abs().sum() > 0

@@ -79,6 +79,14 @@ def test_attention_gated_delta_net_experts_and_sampling() -> None:
     check(usages, SHARED, {"_threshold_kernel": 16} if triton.__version__.startswith("3.6.") else None)
 
 
+def test_latent_attention() -> None:
+    """The accumulator of 512 numbers a head fills the registers, and does not leave them."""
+    usages = compiled("latent")
+    count = Counter(u["kernel"] for u in usages)
+    assert count["_decode_kernel"] == count["_extend_kernel"] == 8 and count["_write_kernel"] == 2
+    check(usages, SHARED)
+
+
 def test_every_kernel_compiles_with_and_without_its_optional_arguments() -> None:
     names = {f"{usage['module']} {usage['kernel']}" for usage in compiled("optional")}
     launched = {

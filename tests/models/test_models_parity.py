@@ -60,8 +60,8 @@ def test_ragged_batch(name: str, checkpoints: CheckpointStore, monkeypatch: pyte
     monkeypatch.setattr(methods, "ADDS_FROM", sum(LENGTHS))
     checkpoint = checkpoints[name]
     session = Session(checkpoint.path, max_model_len=128)
-    for sample in session.run(requests(*LENGTHS)):
-        assert len(sample.tokens) == STEPS
+    for sample in session.run(requests(*LENGTHS, steps=24)):
+        assert len(sample.tokens) == 24
         check_sample(checkpoint, sample, name)
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers.models.minimax import modeling_minimax
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig, hf_config
-from hybridrt.errors import CheckpointError, UnsupportedModelError
+from hybridrt.errors import CheckpointError, ConfigError, UnsupportedModelError
 from hybridrt.families.registry import family_of
 from hybridrt.hf_config import read_model_config
 from tests.models.test_loader import load
@@ -115,3 +116,48 @@ def test_experts_of_minimax_one_by_one_or_in_stacks(checkpoints: CheckpointStore
     assert any(key.endswith("mlp.experts.gate_up_proj") for key in tensors)
     save_file(tensors, path / "model.safetensors")
     check_sample(checkpoint, Session(path).run(requests(9, steps=6))[0], "stacks")
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "kimi-plain": {
+        "linear_attn_config": {
+            "full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 8, "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1, "use_grouped_topk": True,
+        "num_nextn_predict_layers": 0,
+    },
+    "ling-plain": {
+        "architectures": ["BailingMoeV3ForCausalLM"], "head_dim": 8, "expert_swiglu_limit_list": [0] * 4,
+        "mtp_use_kda": False, "score_function": "sigmoid", "q_lora_rank": None,
+    },
+}  # fmt: skip
+DERIVED = ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_checkpoints_as_they_are_published(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    """Where layers stand and how wide they are by other fields; Kimi's dense layer under a name of its own."""
+    checkpoint = checkpoints[name]
+    changes = dict.fromkeys(DERIVED) | {"first_k_dense_replace": 1} | PUBLISHED[name]
+    path = rewrite(checkpoint.path, tmp_path / "model", **changes)
+    tensors = load_file(path / "model.safetensors")
+    dense = "model.layers.0."
+    tensors = {k.replace(f"{dense}block_sparse_moe.", f"{dense}mlp."): t for k, t in tensors.items()}
+    save_file(tensors, path / "model.safetensors")
+    check_sample(checkpoint, Session(path).run(requests(9, steps=6))[0], name)
+
+
+@pytest.mark.parametrize(("name", "field", "value"), [
+    ("kimi-plain", "mla_use_nope", False), ("kimi-plain", "moe_router_activation_func", "softmax"),
+    ("kimi-plain", "num_nextn_predict_layers", 1), ("kimi-plain", "num_key_value_heads", 2),
+    ("ling-plain", "expert_swiglu_limit_list", [0, 0, 0, 4]), ("ling-plain", "mtp_use_kda", True),
+    ("ling-plain", "moe_shared_expert_intermediate_size", 24),
+    ("ling-plain", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
+])  # fmt: skip
+def test_options_that_are_not_supported_are_refused_by_name(
+    name: str, field: str, value: Any, checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
+    path = rewrite(checkpoints[name].path, tmp_path / "model", **{field: value})
+    with pytest.raises(ConfigError, match="rope_type is 'yarn'" if field == "rope_parameters" else f"{field} is"):
+        read_model_config(path)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
+from hybridrt.engine import host_fetches
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
@@ -97,9 +98,12 @@ def test_rings_of_recent_inputs(name: str, groups: Groups, checkpoints: Checkpoi
 
 
 @pytest.mark.parametrize(("name", "mode"), [("falcon-split", "replay"), ("qwen-split", "classic")])
-def test_cached_prefixes(name: str, mode: str, groups: Groups, checkpoints: CheckpointStore, tmp_path: Path) -> None:
+def test_cached_prefixes(
+    name: str, mode: str, groups: Groups, checkpoints: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second turn, a turn whose path leaves the first one's, and samples of one prompt: every rank keeps its shard of
-    the same states. A session brings each rank its shard again."""
+    the same states. A session brings each rank its shard again, and so does main memory."""
+    monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
     checkpoint = checkpoints[name]
     text = prompts(21)[0]
     answer = checkpoint.greedy(text, 7)
@@ -122,7 +126,7 @@ def test_cached_prefixes(name: str, mode: str, groups: Groups, checkpoints: Chec
         again = found["again", 0]
         assert (again.metrics.cached_tokens, again.token_ids) == (28, found["1", 0].token_ids)
         split.coordinator.prefixes.evict(10_000, 10_000)
-        engine.add_request(asked[1], greedy(7), "fetched")
+        engine.add_request(asked[1], greedy(7, cache_salt="again"), "fetched")
         while engine.has_unfinished():
             found.add(engine.step())
         fetched = found["fetched", 0]

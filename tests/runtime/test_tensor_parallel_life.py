@@ -194,6 +194,7 @@ print("the end")
 """
 
 
+@pytest.mark.slow
 def test_scripts_run_unchanged_under_torchrun(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     """One model after the other, of which the last is not closed."""
     script = tmp_path / "script.py"

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -13,8 +15,11 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from hybridrt.cli import app as app_module
+from hybridrt.cli import main
 from hybridrt.cli.app import app
-from tests.support.http_server import CHAT_TEMPLATE, WAIT
+from hybridrt.engine.llm import LLM
+from tests.support.http_server import CHAT_TEMPLATE, WAIT, serving
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "hybridrt", "serve", "--device", "cpu", "--max-running-requests", "2", "--port", "0"]
@@ -95,17 +100,23 @@ def test_it_says_what_is_wrong_before_it_loads(options: list[str], text: str) ->
     assert result.exit_code == 2 and text in result.output, result.output
 
 
-def test_a_port_in_use(tmp_path: Path) -> None:
-    import socket
+def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
+        raise AssertionError("weights would be read")
 
+    monkeypatch.setattr(LLM, "__init__", refuse)
+    monkeypatch.setattr(app_module, "discard_output", lambda: None)  # it closes what this process writes to
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        result = subprocess.run([*COMMAND[:-1], port], cwd=ROOT, capture_output=True, text=True, timeout=WAIT)
-    assert result.returncode == 1 and result.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port} (")
-    assert len(result.stderr.splitlines()) == 1, "one line, before anything is loaded"
+        monkeypatch.setattr(sys, "argv", ["hybridrt", "serve", "--device", "cpu", "--port", port])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    stderr = capsys.readouterr().err
+    assert ended.value.code == 1 and stderr.startswith(f"error: cannot listen on 127.0.0.1:{port} (")
+    assert len(stderr.splitlines()) == 1, "one line, before anything is loaded"
 
 
-def test_tls(tmp_path: Path) -> None:
+def test_tls(tmp_path: Path, embedded: LLM) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     made = subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "2",
@@ -114,15 +125,12 @@ def test_tls(tmp_path: Path) -> None:
     )  # fmt: skip
     if made.returncode:
         pytest.skip("openssl is not installed")
-    process, url = start("--tls-key", str(key), "--tls-certificate", str(certificate), log=tmp_path / "log")
-    try:
-        import ssl
-
-        with httpx.Client(verify=ssl.create_default_context(cafile=str(certificate))) as client:
-            assert url.startswith("https://") and client.get(f"{url}/health").status_code == 200
-    finally:
-        process.kill()
-        process.wait()
+    context = ssl.create_default_context(cafile=str(certificate))
+    with (
+        serving(embedded, tls_key=str(key), tls_certificate=str(certificate)) as served,
+        httpx.Client(verify=context) as client,
+    ):
+        assert served.url.startswith("https://") and client.get(f"{served.url}/health").status_code == 200
 
 
 def test_importing_hybridrt_imports_no_server() -> None:

@@ -26,19 +26,15 @@ def speaker() -> Iterator[Scripted]:
 
 
 @pytest.fixture(scope="module")
-def _servers(speaker: Scripted) -> Iterator[dict[str, Served]]:
-    names = ("hermes", "nemotron", "jamba", "granite", "lfm2", "qwen3_coder")
-    found: dict[str, Served] = {}
-    with serving(speaker.llm, chat_template=None, tool_parser="hermes", reasoning_parser="think") as served:
-        for name in names:
-            found[name] = served
+def _server(speaker: Scripted) -> Iterator[Served]:
+    with serving(speaker.llm, chat_template=None, reasoning_parser="think") as found:
         yield found
 
 
 @pytest.fixture
-def served(_servers: dict[str, Served]) -> Iterator[Served]:
-    yield _servers["hermes"]
-    _servers["hermes"].wait_until_idle()
+def served(_server: Served) -> Iterator[Served]:
+    yield _server
+    _server.wait_until_idle()
 
 
 def use(served: Served, parser: str) -> None:
@@ -191,6 +187,18 @@ def test_the_built_in_model_calls_under_constraint(embedded: Any) -> None:
         (call,) = create(**ask).choices[0].message.tool_calls
         assert (call.function.name, call.function.arguments) == ("weather", arguments)
         served.wait_until_idle()
+
+
+def test_a_system_prompt_is_computed_once(speaker: Scripted) -> None:
+    """The second conversation behind it finds a state at its end, where a boundary was marked."""
+    speaker.say("Yes.")
+    speaker.llm.reset_prefix_cache()
+    system = {"role": "system", "content": "Be kind, and brief. " * 10}
+    asks = [[system, {"role": "user", "content": f"{i} is a question of its own. " * 5}] for i in range(2)]
+    (first,), (second,) = (speaker.llm.chat(ask) for ask in asks)
+    assert first.output.metrics.cached_tokens == 0
+    start = len(f"system: {system['content']}\nuser: ")
+    assert second.output.metrics.cached_tokens == start // 16 * 16
 
 
 def test_samples_cover_every_registered_format() -> None:

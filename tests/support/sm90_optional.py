@@ -105,6 +105,13 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     yield "attention_extend", paged(TOKENS) | lens, window
     long = {"query_lens": [8192] * B, "seq_lens_host": [9000] * B}  # keys and values are copied together first
     yield "attention_extend", paged(8192 * B) | lens | long, window
+    vectors = meta(20, 16, 1, P + 16)
+    latent = {"up_k": meta(H, P, P), "up_v": meta(H, P, P), "norm": f32(P), "norm_eps": 1e-6}
+    shared = {"q": meta(TOKENS, H, P + 16), "k_cache": vectors, "v_cache": vectors[..., :P]} | latent
+    yield "latent_extend", paged(TOKENS) | shared | lens, window
+    yield "latent_extend", paged(TOKENS) | shared | lens | {"seq_lens_host": [9000] * B}, window
+    stored = {"cache": vectors, "out_cache_loc": int32(TOKENS), "positions": int32(TOKENS), "k": meta(TOKENS, P + 16)}
+    yield "write_latent", {"q": shared["q"], "cos_sin": None} | stored | latent, {"cos_sin": f32(64, 16)}
     caches = {"k_cache": meta(20, 16, G, P), "v_cache": meta(20, 16, G, P), "out_cache_loc": int32(TOKENS)}
     heads = {"q": meta(TOKENS, H, P), "k": meta(TOKENS, G, P)}
     yield "write_kv", {"k": heads["k"], "v": heads["k"]} | caches, {}

@@ -1,0 +1,114 @@
+"""Calls of latent attention for bench_kernels, beside flashinfer's and FlashMLA's decode where they are installed."""
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernel_cases import Args, Case, Load, decode_op, int32, normal, prefill_op
+from hybridrt.config import AttentionConfig, ModelConfig
+
+PAGE = 64  # the only one that FlashMLA takes
+WORKSPACE_BYTES = 128 << 20
+
+
+def latent_of(config: ModelConfig) -> AttentionConfig | None:
+    """The model's latent attention; None if it has none."""
+    return config.attention if config.full_attention_layer_ids and config.attention.latent else None
+
+
+def paged(attention: AttentionConfig, load: Load, device: str) -> Args:
+    """A cache with shuffled pages for `load`, the table and the rows."""
+    total = load.context + load.tokens
+    pages_each = -(-total // PAGE)
+    pages = (torch.randperm(load.rows * pages_each, device=device) + 1).view(load.rows, pages_each, 1)
+    table = torch.zeros(load.rows + 1, pages_each * PAGE, dtype=torch.int32, device=device)
+    table[1:] = (pages * PAGE + torch.arange(PAGE, device=device)).view(load.rows, -1)
+    vectors = normal(device, load.rows * pages_each + 1, PAGE, 1, attention.head_dim)
+    return {
+        "k_cache": vectors, "v_cache": vectors[..., : attention.v_head_dim], "req_to_token": table,
+        "rows": int32(device, range(1, load.rows + 1)), "seq_lens": int32(device, [total] * load.rows),
+        "scale": attention.scale,
+    }  # fmt: skip
+
+
+def _flashinfer(args: Args) -> Callable[[], Tensor]:
+    """flashinfer's decode of these arguments, planned."""
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    q, cache, device = args["q"], args["k_cache"], args["q"].device
+    rows, rank, pages = len(q), args["v_cache"].shape[3], args["req_to_token"][1:, ::PAGE] // PAGE
+    wrapper: Any = BatchMLAPagedAttentionWrapper(torch.empty(WORKSPACE_BYTES, dtype=torch.int8, device=device))
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    wrapper.plan(
+        starts, starts * pages.shape[1], pages.flatten().contiguous(), args["seq_lens"], q.shape[2], rank,
+        q.shape[3] - rank, PAGE, False, args["scale"], q.dtype, cache.dtype,
+    )  # fmt: skip
+    parts = (*q[:, 0].split((rank, q.shape[3] - rank), -1), *cache[:, :, 0].split((rank, q.shape[3] - rank), -1))
+    return lambda: wrapper.run(*parts)
+
+
+def _flash_mla(args: Args) -> Callable[[], Tensor]:
+    """FlashMLA's decode of these arguments, planned."""
+    import flash_mla
+
+    q, lens, rank = args["q"], args["seq_lens"], args["v_cache"].shape[3]
+    pages = (args["req_to_token"][1:, ::PAGE] // PAGE).contiguous()
+    plan = flash_mla.get_mla_metadata(lens, q.shape[2], 1)
+    return lambda: flash_mla.flash_mla_with_kvcache(
+        q, args["k_cache"], pages, lens, rank, *plan, softmax_scale=args["scale"], causal=True
+    )[0]
+
+
+PEERS = {"flashinfer": _flashinfer, "flash_mla": _flash_mla}
+
+
+@decode_op("latent_decode")
+def latent_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    """Absorbed queries over the cache. Peers plan when the arguments are made: a graph cannot hold that."""
+    attention, planned = latent_of(config), dict[int, dict[str, Callable[[], Tensor]]]()
+    if attention is None:
+        return
+    peers = {name: plan for name, plan in PEERS.items() if device == "cuda" and find_spec(name)}
+
+    def make() -> Args:
+        q = normal(device, load.rows, 1, attention.num_heads, attention.head_dim)
+        args = paged(attention, load, device) | {"q": q}
+        planned[q.data_ptr()] = {name: plan(args) for name, plan in peers.items()}
+        return args
+
+    def by(name: str) -> Callable[[Args], Tensor]:
+        return lambda args: planned[args["q"].data_ptr()][name]()
+
+    moved = 2 * load.rows * (load.context + 1) * attention.head_dim
+    shape = (
+        f"{attention.num_heads} heads of {attention.v_head_dim} + {attention.head_dim - (attention.v_head_dim or 0)}"
+    )
+    yield Case("attention_decode", shape, make, moved, baselines={name: by(name) for name in peers})
+
+
+@prefill_op("latent_extend")
+def latent_extend(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    """Whole prompts. The products are those of decompressed heads, whichever way is taken."""
+    attention, whole = latent_of(config), Load(load.rows, load.tokens, 0)
+    if attention is None or attention.latent is None:
+        return
+    heads, dims = attention.num_heads, attention.latent
+
+    def make() -> Args:
+        starts = [i * load.tokens for i in range(load.rows + 1)]
+        lens = [load.tokens] * load.rows
+        lengths = {"query_lens": lens, "seq_lens_host": lens, "query_start_loc": int32(device, starts)}
+        q = normal(device, starts[-1], heads, dims.nope_dim + dims.rope_dim)
+        weights = {
+            "up_k": normal(device, heads, dims.nope_dim, dims.rank, scale=dims.rank**-0.5),
+            "up_v": normal(device, heads, dims.rank, dims.value_dim, scale=dims.rank**-0.5),
+            "norm": torch.ones(dims.rank, device=device), "norm_eps": 1e-6,
+        }  # fmt: skip
+        return paged(attention, whole, device) | {"q": q} | lengths | weights
+
+    seen, made = load.rows * load.tokens * (load.tokens + 1) / 2, load.rows * load.tokens * dims.rank
+    flops = seen * (dims.nope_dim + dims.rope_dim + dims.value_dim) + made * (dims.nope_dim + dims.value_dim)
+    yield Case("latent_extend", f"{heads} heads of {dims.nope_dim} + {dims.rope_dim}", make, flops=2 * heads * flops)

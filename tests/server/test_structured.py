@@ -1,0 +1,112 @@
+"""Structured output over HTTP: every field that asks for it, the official client's parser, and schemas of any kind."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field
+
+from tests.support.http_server import Served
+from tests.support.schemas import SCHEMAS
+
+MESSAGES: list[Any] = [{"role": "user", "content": "Name a city."}]
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+
+
+class City(BaseModel):
+    """What a client wants to read."""
+
+    model_config = {"extra": "forbid"}
+    name: str = Field(max_length=6)
+    size: Literal["small", "large"]
+
+
+def test_the_clients_parser_reads_what_the_server_writes(served: Served) -> None:
+    completions = served.client().chat.completions
+    options: dict[str, Any] = {"model": "tested", "messages": MESSAGES, "max_tokens": 200, "seed": 5}
+    parsed = completions.parse(response_format=City, **options).choices[0].message.parsed
+    assert isinstance(parsed, City)
+    with completions.stream(response_format=City, **options) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == parsed
+
+
+def test_every_field_that_asks_for_a_form(served: Served) -> None:
+    schema = SCHEMAS[24] | COMPACT
+    forms: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}},
+        {"guided_json": schema},
+        {"guided_json": json.dumps(schema)},
+        {"structured_outputs": {"json": schema}},
+        {"guided_regex": "[0-9]{3}"},
+        {"guided_choice": ["yes", "no"]},
+        {"guided_grammar": 'start: "a" /b+/ "c"'},
+    ]
+    bodies = [{"messages": MESSAGES}, {"prompt": "x = "}]
+    with served.http() as client:
+        for path, body in zip(("/v1/chat/completions", "/v1/completions"), bodies):
+            texts = []
+            for form in forms:
+                answer = client.post(path, json=body | form | {"max_tokens": 40, "temperature": 0}).json()
+                choice = answer["choices"][0]
+                texts.append(choice["message"]["content"] if "message" in choice else choice["text"])
+                assert choice["finish_reason"] == "stop" or form == forms[-1], answer
+            assert len(set(texts[:4])) == 1 and set(json.loads(texts[0])) == {"a"}
+            assert len(texts[4]) == 3 and texts[4].isdigit() and texts[5] in ("yes", "no") and texts[6][:2] == "ab"
+        any_object = {"response_format": {"type": "json_object"}, "max_tokens": 3, "prompt": ["x", "y"]}
+        assert all(c["text"][0] == "{" for c in client.post("/v1/completions", json=any_object).json()["choices"])
+
+
+@pytest.mark.parametrize("temperature", [0, pytest.param(1.5, marks=pytest.mark.slow)])
+def test_texts_of_schemas_are_valid(temperature: float, served: Served) -> None:
+    """A request for each schema, all at a time."""
+    some = SCHEMAS if temperature else SCHEMAS[3:33:6]
+    body = {"prompt": "x = ", "max_tokens": 60, "temperature": temperature, "seed": 1}
+    with ThreadPoolExecutor(len(some)) as pool:
+        answers = pool.map(lambda s: served.post("/v1/completions", body | {"guided_json": s | COMPACT}).json(), some)
+    for schema, answer in zip(some, answers, strict=True):
+        choice = answer["choices"][0]
+        assert choice["finish_reason"] == "stop", (schema, choice)
+        jsonschema.validate(json.loads(choice["text"]), schema, jsonschema.Draft202012Validator)
+
+
+KEYWORDS = (
+    "type", "enum", "const", "properties", "required", "additionalProperties", "patternProperties", "items",
+    "prefixItems", "minItems", "maxItems", "anyOf", "oneOf", "allOf", "not", "$ref", "$defs", "pattern", "format",
+    "minLength", "maxLength", "minimum", "maximum", "multipleOf", "x-guidance", "uniqueItems", "if", "$id", "$schema",
+)  # fmt: skip
+WORDS = ["string", "integer", "object", "array", "#", "#/$defs/a", "file:///etc/passwd", "(a|b)*", "[", "date"]
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from([10**30, -1e300, 0.1, 2**63]), st.text(max_size=4),
+    st.sampled_from(WORDS),
+)  # fmt: skip
+schemas = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from((*KEYWORDS, "a", "b")), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def fuzz(served: Served, schema: Any) -> None:
+    answer = served.post("/v1/completions", {"prompt": [5], "max_tokens": 2, "guided_json": schema}, timeout=60)
+    assert answer.status_code in (200, 400), (schema, answer.text)
+    if answer.status_code == 400:
+        assert answer.json()["error"]["param"].startswith("guided_json"), answer.text
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schema=st.dictionaries(st.sampled_from(KEYWORDS), schemas, min_size=1, max_size=4))
+def test_odd_schemas_are_taken_or_refused(schema: Any, served: Served) -> None:
+    fuzz(served, schema)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schema=st.dictionaries(st.sampled_from(KEYWORDS), schemas, min_size=1, max_size=6))
+def test_many_odd_schemas(schema: Any, served: Served) -> None:
+    fuzz(served, schema)
