@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 MODELS = ("falcon-h1-7b", "nemotron-h-8b", "qwen3-next-12l")
 # Recurrent layers are all that these have of their own.
 MAMBA1, SHORT_CONV, LIGHTNING = "falcon-mamba-7b", "lfm2-8b-a1b-like", "minimax-text-01-like"
-KDA = "kimi-linear-48b-12l"
+KIMI = "kimi-linear-48b-12l"
 Cases = Callable[[str], Iterator[tuple[str, Callable[[], Case]]]]
 
 
@@ -176,3 +176,16 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "router_softmax", partial(others.router_softmax, config)
         for tokens in (8, 400):
             yield f"fused_experts {tokens}", partial(others.fused_experts, config, tokens)
+
+
+@on_device
+def latent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
+    """(operation and details, how to make it) of a model's latent attention."""
+    attention = model_config(name).attention
+    for tokens in (1, 4):
+        yield f"attention_decode latent {tokens}", partial(others.attention_decode, attention, tokens)
+        yield f"attention_decode latent {tokens} full", partial(others.attention_decode, attention, tokens, 18)
+    for what, new in (("few", [3, 1, 13, 8]), ("", [300, 1, 130, 133]), ("long", [3000, 1, 700, 1500])):
+        yield f"latent_extend {what}", partial(others.latent_extend, attention, new)
+    for rotated in (False, True):
+        yield f"write_latent {'rotated' * rotated}", partial(others.write_latent, attention, rotated)
