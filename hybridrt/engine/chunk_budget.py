@@ -6,7 +6,8 @@ from collections.abc import Callable
 from hybridrt.engine.step_cost import StepCost, StepWork
 from hybridrt.runtime.step import DecodeRows, StepPlan
 
-LEAST_TOKENS = 128  # prompt tokens of a step, whatever they cost: about as many as a GPU computes beside a decode step
+LEAST_TOKENS = 16  # prompt tokens of a step, whatever they cost
+LEAST_SHARE = 0.1  # of the time of a step's decode rows that its prompts may take, whatever the target
 _ROUND = 16  # longer chunks end at multiples of it
 
 
@@ -15,7 +16,8 @@ class ChunkBudget:
 
     Args:
         tokens: at most so many.
-        cost, target: chunks are as long as their step is predicted to end within `target` seconds; None: any length.
+        cost, target: chunks are as long as their step is predicted to end within `target` seconds, or to take little
+            longer than without them (LEAST_SHARE); None: any length.
         work: what the step holds already.
     """
 
@@ -23,6 +25,9 @@ class ChunkBudget:
         self, tokens: int, cost: StepCost | None = None, target: float = 0.0, work: StepWork | None = None
     ) -> None:
         self._tokens, self._cost, self._target, self._work = tokens, cost, target, work or StepWork()
+        alone = cost.predict(self._work) if cost is not None else None
+        if alone is not None:
+            self._target = max(target, (1 + LEAST_SHARE) * alone)
 
     def room(self, start: int = 0) -> int:
         """Tokens of the next chunk, behind the first `start` of its prompt."""
