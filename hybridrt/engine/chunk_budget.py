@@ -57,7 +57,7 @@ class ChunkBudget:
 
     def _ends_in_time(self, start: int, tokens: int) -> bool:
         assert self._cost is not None
-        seconds = self._cost.predict(self._work.with_chunk(start, tokens))
+        seconds = self._cost.predict(self._work.with_chunk(start, tokens, saves=1))  # it may save a state
         return seconds is not None and seconds <= self._target
 
 
