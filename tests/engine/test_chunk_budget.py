@@ -61,7 +61,9 @@ class Device(Bench):
         super().complete(step)
 
     def join(self, arrival: int, prompt: int) -> None:
-        self.scheduler.add(request(arrival, prompt, 500))
+        joined = request(arrival, prompt, 500)
+        joined.metrics.arrival_time = self.now
+        self.scheduler.add(joined)
 
 
 def decoding(rows: int) -> DecodeRows:
@@ -93,6 +95,22 @@ def test_steps_without_decode_rows_take_the_whole_budget() -> None:
     target = ItlTarget(1e-6, cost=Known())
     assert target.budget(5000, decoding(0)).room() == 5000
     assert LEAST_TOKENS < target.budget(5000, decoding(1)).room() < 300
+
+
+def test_a_late_request_makes_the_target_give_way_and_errors_of_predictions_make_a_margin() -> None:
+    cost = Known()
+    target = ItlTarget(0.01, cost=cost, clock=lambda: 100.0)
+
+    def longest(since: float | None) -> float:
+        room = target.budget(CHUNK, decoding(4), since).room()
+        return seconds(StepWork(4, 2000).with_chunk(0, room))
+
+    assert longest(None) == longest(99.9) == pytest.approx(0.01, rel=0.04)
+    assert longest(99.5) == pytest.approx(0.02, rel=0.04)
+    for error, share in ((0.02, 0.96), (0.5, 0.9)):
+        cost._errors.append(error)
+        assert longest(None) == pytest.approx(0.01 * share, rel=0.04)
+        cost._errors.clear()
 
 
 def test_nothing_is_known_at_first_and_chunks_grow_with_what_is_seen() -> None:
