@@ -135,6 +135,18 @@ def test_extend_of_ragged_chunks_with_and_without_prefix(monkeypatch, small_tile
             token += 1
 
 
+def test_too_many_vectors_are_not_copied(provider, monkeypatch):
+    from hybridrt.kernels import latent_attention_triton, prefill_attention_triton
+
+    decompress, latents, seen = latent_attention_triton._decompressed, Latents([9], torch.float16), []
+    monkeypatch.setattr(latent_attention_triton, "_decompressed", lambda *args: seen.append(args) or decompress(*args))
+    q = torch.randn(9, HEADS, NOPE + ROPE).half()
+    for most in (9 * (RANK + ROPE) * 2, 9 * (RANK + ROPE) * 2 - 1):
+        monkeypatch.setattr(prefill_attention_triton, "GATHER_MOST", most)
+        close(latents.extend(q, [9], [9])[-1], latents.attend(q[-1], 0, range(9)), torch.float16)
+    assert len(seen) == (provider != "torch")
+
+
 @pytest.mark.parametrize("rotated", [0, 2, ROPE])
 def test_vectors_are_normed_rotated_and_stored(rotated):
     """Padding is dropped; what is not rotated passes through."""
