@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import gdn_of, mamba1_of, mamba2_of
+from benchmarks.common import gdn_of, kda_of, mamba1_of, mamba2_of
 from hybridrt.config import ModelConfig
 from hybridrt.hf_config import read_model_config
 from hybridrt.kernels.providers import select
@@ -112,6 +112,15 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         rates = kernels.lightning_heads(shapes[0].temporal[0])["A"]
         yield "fold_ring", lambda: kernels.fold(rows(1), torch.ones_like, rates)
         yield "mamba2_chunk_scan", lambda: kernels.lightning_chunk_scan(Prompts(shapes[0], 128))
+    if "kda" in config.linear:
+        for mode, n in (("classic", 1), ("intermediate", 4)):
+            yield f"gdn_decode {mode} {n}", lambda mode=mode, n=n: kernels.kda_decode(rows(n), mode)
+            what = f"recurrent_gated_delta_rule {mode} {n}"
+            yield what, lambda mode=mode, n=n: kernels.kda_recurrent(rows(n), mode)
+        for bound in (None, -5.0):
+            what = f"chunk_gated_delta_rule {'' if bound is None else 'bounded'}"
+            chunk = kda_of(config).chunk_size
+            yield what, lambda bound=bound, chunk=chunk: kernels.chunk_kda(Prompts(shapes[0], chunk), bound)
     if "gdn" in config.linear:
         for mode, n in modes:
             yield f"gdn_decode {mode} {n}", lambda mode=mode, n=n: kernels.gdn_decode(rows(n), mode)
