@@ -206,7 +206,7 @@ ZAMBA2: dict[str, Make] = {
 KIMI: dict[str, Make] = {
     "plain": kimi(),
     "compressed_queries_biases": kimi(q_lora_rank=12, attention_bias=True, n_group=1, topk_group=1,
-                                      norm_topk_prob=False),
+                                      norm_topk_prob=False, rms_norm_eps=0.05),  # not of latent vectors
     "dense_alone": kimi(mlp_layer_types=["dense"] * 2, layer_types=["full_attention", "linear_attention"],
                         num_hidden_layers=2),
     "odd_sizes": kimi(hidden_size=28, num_attention_heads=3, num_key_value_heads=3, kv_lora_rank=7, v_head_dim=5,
