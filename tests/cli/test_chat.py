@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -19,9 +20,11 @@ from typer.testing import CliRunner, Result
 
 from hybridrt.cli.app import app
 from hybridrt.cli.conversation import Piece, Totals, Turn, load
+from hybridrt.cli.local_model import LocalModel
 from hybridrt.cli.openai_server import RemoteModel
 from hybridrt.cli.repl import Repl, Screen
 from hybridrt.errors import RequestError
+from hybridrt.sampling_params import SamplingParams
 from tests.support.http_server import serving
 from tests.support.scripted_llm import scripted
 from tests.support.tiny import CHAT_TEMPLATE, write_tiny
@@ -185,6 +188,7 @@ LOOP = """
 import time
 from hybridrt.cli.conversation import Piece, Turn
 from hybridrt.cli.line_reader import make_reader
+from hybridrt.cli.local_model import LocalModel
 from hybridrt.cli.openai_server import RemoteModel
 from hybridrt.cli.repl import COMMANDS, Repl, Screen
 
@@ -365,3 +369,16 @@ def test_our_own_server() -> None:
         result = chat("--url", served.url, "--system", "Be brief.", stdin=b"hi\nagain\n")
     assert (result.exit_code, result.stdout) == (0, "Hm.\n\nGrüezi\n" * 2), result.output
     assert result.stderr.count("17 tokens, ") == 2
+
+
+def test_an_interrupt_stops_a_model_in_this_process_between_two_steps() -> None:
+    with scripted() as model:
+        model.say("a" * 1000)
+        talker = LocalModel("scripted", model.llm, SamplingParams(max_tokens=None), model.llm.chats())
+        answer = talker.answer([Turn("user", "hi")])
+        assert next(answer) == Piece("a")
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            next(answer)
+        model.llm.generate("b", SamplingParams(max_tokens=1))
+        assert not model.llm.engine.has_unfinished()

@@ -202,3 +202,35 @@ def test_a_failure_within_a_stream_is_an_error(
     monkeypatch.setattr(DeltaStream, "__anext__", fail)
     with pytest.raises(anthropic.APIStatusError, match="the device is gone"):
         list(client(served).messages.create(model="tested", messages=HELLO, max_tokens=5, stream=True))
+
+
+CITY: Any = {
+    "type": "object", "properties": {"city": {"enum": ["Bern", "Genf"]}}, "required": ["city"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+def test_forced_calls_and_formats_of_a_real_model(served: Served) -> None:
+    asked: Any = {"model": "tested", "messages": HELLO, "max_tokens": 100, "extra_body": {"seed": 3}}
+    tools: Any = [{"name": "visit", "input_schema": CITY}]
+    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "visit"}):
+        got = client(served).messages.create(**asked, tools=tools, tool_choice=choice)
+        (call,) = got.content
+        assert call.type == "tool_use" and call.input["city"] in ("Bern", "Genf") and got.stop_reason == "tool_use"
+        with client(served).messages.stream(**asked, tools=tools, tool_choice=choice) as stream:
+            assert stream.get_final_message().content[0].input == call.input  # type: ignore[union-attr]
+    asked["extra_body"] = asked["extra_body"] | {"output_config": {"format": {"type": "json_schema", "schema": CITY}}}
+    got = client(served).messages.create(**asked)
+    assert json.loads(got.content[0].text)["city"] in ("Bern", "Genf")  # type: ignore[union-attr]
+
+
+def test_a_thinking_budget_needs_a_model_that_thinks(talker: tuple[Served, Scripted], served: Served) -> None:
+    thinking: Any = {"type": "enabled", "budget_tokens": 4}
+    with pytest.raises(anthropic.BadRequestError, match="a thinking budget needs"):
+        client(served).messages.create(model="tested", messages=HELLO, max_tokens=20, thinking=thinking)
+    thinker, model = talker
+    model.say("<think>\nHm.\n</think>\n\nSo.")
+    got = client(thinker).messages.create(
+        model="tested", messages=HELLO, max_tokens=50, thinking={"type": "disabled"}, extra_body={"seed": 1}
+    )
+    assert got.content[-1].text == "So."  # type: ignore[union-attr]
