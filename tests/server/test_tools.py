@@ -307,9 +307,9 @@ def attack(served: Served, speaker: Scripted, examples: int) -> None:
 
 
 def test_odd_tools_and_answers(served: Served, speaker: Scripted) -> None:
-    attack(served, speaker, 40)
+    attack(served, speaker, 25)
 
 
 @pytest.mark.slow
 def test_more_odd_tools_and_answers(served: Served, speaker: Scripted) -> None:
-    attack(served, speaker, 400)
+    attack(served, speaker, 120)
