@@ -101,6 +101,7 @@ def test_messages_become_what_templates_read() -> None:
         ("<tool_calls>[\n", "Jamba", None),
         ("<|tool_call|> <tool_call> Here is my thought process:", "Granite", "Here is my response:"),
         ("<|tool_call_start|>[", "Lfm2", None),
+        ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "KimiK2", None),
         ("{{ messages }}", None, None),
     ],
 )
@@ -113,7 +114,7 @@ def test_parsers_are_found_by_the_template(template: str, tools: str | None, rea
 
 
 def test_an_unknown_parser_is_said_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match=r"granite, hermes, jamba, lfm2, nemotron, qwen3_coder"):
+    with pytest.raises(ConfigError, match=r"granite, hermes, jamba, kimi_k2, lfm2, nemotron, qwen3_coder"):
         Chat(byte_tokenizer(), tool_parser="llama")
     with pytest.raises(RequestError, match=r"--tool-parser.*hermes"):
         Chat(byte_tokenizer()).prompt(read_conversation([USER], TOOLS), PARAMS)
@@ -323,6 +324,8 @@ def test_without_a_wish_there_is_no_grammar() -> None:
 
 
 def test_what_a_format_cannot_do_is_refused() -> None:
+    with pytest.raises(RequestError, match="strict"):
+        Chat(byte_tokenizer(), tool_parser="kimi_k2").prompt(read_conversation([USER], [STRICT]), PARAMS)
     with pytest.raises(RequestError, match="a thinking budget needs"):
         Chat(byte_tokenizer()).prompt(read_conversation([USER], thinking_budget=5), PARAMS)
     sentences = Chat(byte_tokenizer(), template="Here is my thought process:", reasoning_parser="granite")
