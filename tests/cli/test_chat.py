@@ -16,8 +16,10 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from prompt_toolkit.history import InMemoryHistory
 from typer.testing import CliRunner, Result
 
+from hybridrt.cli import conversation, line_reader
 from hybridrt.cli.app import app
 from hybridrt.cli.conversation import Piece, Totals, Turn, load
 from hybridrt.cli.local_model import LocalModel
@@ -140,6 +142,19 @@ def test_a_file_that_is_no_conversation_is_neither_read_nor_replaced(
     with pytest.raises(RequestError, match="choose another name"):
         talk.take(f"/save {file}")
     assert file.read_bytes() == content
+
+
+def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation, "MAX_FILE_BYTES", 8)
+    (tmp_path / "file").write_text('{"messages": []}')
+    with pytest.raises(RequestError, match="has 16 bytes; a conversation has at most 8"):
+        load(tmp_path / "file")
+
+
+def test_without_a_place_for_it_the_history_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert isinstance(line_reader._history(), InMemoryHistory)
 
 
 class Terminal:
