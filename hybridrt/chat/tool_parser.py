@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from hybridrt.chat.conversation import Tool
 from hybridrt.chat.events import CallArguments, CallBegin, CallEnd, Event
 from hybridrt.chat.scanner import Scanner, Step
 
@@ -74,8 +75,9 @@ class ToolParser(ABC):
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self.tools = tools
 
-    def section_schema(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """JSON schema of a section, given those of its calls; None if a section is no JSON."""
+    def section_rules(self, tools: Sequence[Tool]) -> Sequence[str] | None:
+        """Lark rules for what stands between an opening and a closing literal, the rule `section` among them: calls of
+        these tools, the arguments of strict ones as their schemas say. None: this format has no such rules."""
         return None
 
     @abstractmethod

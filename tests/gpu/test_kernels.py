@@ -11,6 +11,7 @@ from hybridrt.errors import BackendError
 from hybridrt.kernels import providers
 from tests.gpu import rig
 from tests.gpu.kernel_cases import (
+    LATENT,
     LIGHTNING,
     MAMBA1,
     MODELS,
@@ -18,6 +19,7 @@ from tests.gpu.kernel_cases import (
     call,
     copied,
     in_float32,
+    latent_cases,
     other_cases,
     recurrent_cases,
 )
@@ -29,7 +31,15 @@ KERNELS = "triton"
 TOLERANCE = 4e-3  # one rounding to bfloat16 is 1.7e-3 in the mean
 # Operands of tensor cores are rounded to bfloat16 on the way: probabilities, decayed values, hidden activations.
 LOOSE = dict.fromkeys(
-    ("attention_decode", "attention_extend", "mamba2_chunk_scan", "chunk_gated_delta_rule", "fused_experts"), 1e-2
+    (
+        "attention_decode",
+        "attention_extend",
+        "latent_extend",
+        "mamba2_chunk_scan",
+        "chunk_gated_delta_rule",
+        "fused_experts",
+    ),
+    1e-2,
 )
 # Integers and bookkeeping: test_graphs.py holds them to the reference in whole steps, bit for bit.
 ELSEWHERE = {
@@ -43,13 +53,15 @@ PARTS = [
     (MAMBA1, "recurrent"),
     (SHORT_CONV, "recurrent"),
     (LIGHTNING, "recurrent"),
+    (LATENT, "latent"),
 ]
+CASES = {"recurrent": recurrent_cases, "other": other_cases, "latent": latent_cases}
 
 
 def cases(model: str, part: str, provider: str = KERNELS) -> Iterator[tuple[str, Case]]:
     """Cases of a model whose operation a provider implements, one in memory at a time."""
     providers._import_operations()
-    for what, make in recurrent_cases(model) if part == "recurrent" else other_cases(model):
+    for what, make in CASES[part](model):
         if provider in providers._IMPLEMENTATIONS[what.split()[0]]:
             yield what, make()
 
@@ -238,6 +250,5 @@ def test_pages_past_two_to_the_31(op: str) -> None:
 def test_every_kernel_has_a_case() -> None:
     providers._import_operations()
     ours = {op for op, by in providers._IMPLEMENTATIONS.items() if "triton" in by}
-    cases_of = {"recurrent": recurrent_cases, "other": other_cases}
-    names = [what for model, part in PARTS for what, _ in cases_of[part](model)]
+    names = [what for model, part in PARTS for what, _ in CASES[part](model)]
     assert ours - ELSEWHERE <= {what.split()[0] for what in names}

@@ -4,9 +4,9 @@ Source: the chat template and the model card of LiquidAI/LFM2-1.2B.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.tool_parser import CallSink
 from hybridrt.chat.tool_parsers.json_calls import JsonCalls
@@ -23,7 +23,7 @@ class Lfm2(JsonCalls):
     closes = ("<|tool_call_end|>",)
     markers = ("<|tool_call_start|>",)
 
-    def section_schema(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    def section_rules(self, tools: Sequence[Tool]) -> Sequence[str] | None:
         return None
 
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
