@@ -27,6 +27,7 @@ from hybridrt.cli.openai_server import RemoteModel
 from hybridrt.cli.repl import Repl, Screen
 from hybridrt.errors import RequestError
 from hybridrt.sampling_params import SamplingParams
+from tests.cli.test_terminal import shell
 from tests.support.http_server import serving
 from tests.support.scripted_llm import scripted
 from tests.support.tiny import CHAT_TEMPLATE, write_tiny
@@ -376,6 +377,15 @@ def test_a_model_in_this_process(tmp_path: Path) -> None:
     (loaded,) = (line for line in later.stderr.splitlines() if "cached" in line)
     assert loaded.split(", ")[2] == second.split(", ")[2]
     assert later.exit_code == 2 and "exists; choose another name" in later.stderr
+
+
+def test_closed_input_and_a_terminal_that_lacks_characters() -> None:
+    done = shell("$H chat --url http://127.0.0.1:9 x <&-")
+    assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
+    assert b"standard input holds nothing" in done.stderr
+    with server(200, events(gain("stop", content="né π"))) as url:
+        done = shell(f"echo hi | $H chat --url {url}", PYTHONIOENCODING="latin-1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "né ?\n".encode("latin-1"), b"")
 
 
 def test_our_own_server() -> None:
