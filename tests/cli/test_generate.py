@@ -284,6 +284,20 @@ def test_control_c_leaves_no_traceback(tiny: Path) -> None:
     assert process.returncode == 130
 
 
+def test_text_has_the_form_that_options_ask_for(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": [["a"]], "x-guidance": {"whitespace_flexible": false}}')
+    assert run("embedded", "x", "--json-schema", str(schema), "--temperature", "0").stdout == '["a"]\n'
+    assert run("embedded", "x", "--regex", "z{3}").stdout == "zzz\n"
+    for options, text in (
+        (("--json-schema", str(tmp_path)), "--json-schema"),
+        (("--regex", "["), "unclosed"),
+        (("--regex", "a", "--json-schema", str(schema)), "json and regex"),
+    ):
+        result = run("embedded", "x", *options)
+        assert result.exit_code == 2 and text in result.stderr
+
+
 def test_a_closed_pipe_leaves_no_traceback(tiny: Path) -> None:
     process = start(tiny, "--token-ids", "5 6", "--max-tokens", "4000")
     assert process.stdout is not None and process.stderr is not None
@@ -304,7 +318,8 @@ def test_options_name_every_field_once_and_show_its_default() -> None:
     served = {"cache_salt", "priority", "truncate_prompt_tokens", "include_stop_str_in_output", "skip_special_tokens"}
     # Rules about token ids, and scores of a prompt, are for programs.
     programs = {"min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs"}
-    assert set(sampling) - {f.name for f in fields(PromptSampling)} == {"seed", *served, *programs}
+    forms = {"structured_outputs"}  # which --json-schema and --regex set
+    assert set(sampling) - {f.name for f in fields(PromptSampling)} == {"seed", *served, *programs, *forms}
     text = " ".join(CliRunner().invoke(app, ["generate", "--help"]).stdout.split())
     for name in shown:
         if engine[name] not in (None, True, MISSING):

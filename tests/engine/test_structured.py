@@ -13,6 +13,7 @@ from hybridrt.config import SpeculativeConfig
 from hybridrt.engine.llm import LLM
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.kernels.operation import Operation
+from hybridrt.runtime import constrained_step
 from hybridrt.runtime.launched_step import LaunchedStep
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.structured_outputs import StructuredOutputs
@@ -239,3 +240,34 @@ def test_where_an_output_ends(plain: LLM) -> None:
     assert of("[ab]{9}", stop=["a", "b"]).text == "" and of("[ab]{9}", max_tokens=4).finish_reason == "length"
     with pytest.raises(RequestError, match="ignore_eos"):
         replace(base, ignore_eos=True, structured_outputs=StructuredOutputs(regex="a"))
+
+
+FORMS = [
+    {"regex": "[a-z ]{10,30}"},
+    {"json": {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}, "required": ["a"]}},
+    {"choice": ["alpha", "beta"]},
+]
+SPLIT: dict[str, dict[str, Any]] = {
+    "chain": {"speculative": SpeculativeConfig("draft", draft_model="embedded_draft", num_draft_tokens=3)},
+    "tree": {"speculative": SpeculativeConfig("draft", draft_model="embedded_draft", num_draft_tokens=5, topk=2)},
+    "ranks": {"tp_size": 2},
+}
+
+
+@pytest.mark.slow
+def test_ranks_and_draft_models_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a trained model, so that drafts are accepted and draws do not depend on the last bit. The other rank gets masks
+    in several messages."""
+    monkeypatch.setattr(constrained_step, "_MESSAGE_BYTES", 1000)
+    params = [SamplingParams(temperature=0.0, max_tokens=24)] + [
+        SamplingParams(temperature=t, seed=3, max_tokens=24, structured_outputs=StructuredOutputs(**form))
+        for form in FORMS
+        for t in (0.0, 1.0)
+    ]
+    found = {}
+    for name, options in ({"plain": {}} | SPLIT).items():
+        with LLM("embedded", device="cpu", dtype="float32", max_model_len=64, max_running_requests=8, **options) as llm:
+            llm.engine._most_in_flight = 1
+            found[name] = tokens(llm.generate(["def main():\n    import "] * len(params), params))
+            assert (llm.engine.counters().accepted > 0) == (name in ("chain", "tree"))
+    assert all(outputs == found["plain"] for outputs in found.values())
