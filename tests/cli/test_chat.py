@@ -16,8 +16,10 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from prompt_toolkit.history import InMemoryHistory
 from typer.testing import CliRunner, Result
 
+from hybridrt.cli import conversation, line_reader
 from hybridrt.cli.app import app
 from hybridrt.cli.conversation import Piece, Totals, Turn, load
 from hybridrt.cli.local_model import LocalModel
@@ -25,6 +27,7 @@ from hybridrt.cli.openai_server import RemoteModel
 from hybridrt.cli.repl import Repl, Screen
 from hybridrt.errors import RequestError
 from hybridrt.sampling_params import SamplingParams
+from tests.cli.test_terminal import shell
 from tests.support.http_server import serving
 from tests.support.scripted_llm import scripted
 from tests.support.tiny import CHAT_TEMPLATE, write_tiny
@@ -140,6 +143,19 @@ def test_a_file_that_is_no_conversation_is_neither_read_nor_replaced(
     with pytest.raises(RequestError, match="choose another name"):
         talk.take(f"/save {file}")
     assert file.read_bytes() == content
+
+
+def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation, "MAX_FILE_BYTES", 8)
+    (tmp_path / "file").write_text('{"messages": []}')
+    with pytest.raises(RequestError, match="has 16 bytes; a conversation has at most 8"):
+        load(tmp_path / "file")
+
+
+def test_without_a_place_for_it_the_history_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert isinstance(line_reader._history(), InMemoryHistory)
 
 
 class Terminal:
@@ -361,6 +377,15 @@ def test_a_model_in_this_process(tmp_path: Path) -> None:
     (loaded,) = (line for line in later.stderr.splitlines() if "cached" in line)
     assert loaded.split(", ")[2] == second.split(", ")[2]
     assert later.exit_code == 2 and "exists; choose another name" in later.stderr
+
+
+def test_closed_input_and_a_terminal_that_lacks_characters() -> None:
+    done = shell("$H chat --url http://127.0.0.1:9 x <&-")
+    assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
+    assert b"standard input holds nothing" in done.stderr
+    with server(200, events(gain("stop", content="né π"))) as url:
+        done = shell(f"echo hi | $H chat --url {url}", PYTHONIOENCODING="latin-1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "né ?\n".encode("latin-1"), b"")
 
 
 def test_our_own_server() -> None:
