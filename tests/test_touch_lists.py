@@ -94,8 +94,8 @@ def test_a_drafter_on_the_host_takes_two_files() -> None:
 
 
 @pytest.mark.parametrize(("cls", "file"), [
-    ("Hermes", "hermes"), ("Granite", "granite"), ("Jamba", "jamba"), ("KimiK2", "kimi_k2"), ("Lfm2", "lfm2"), ("Nemotron", "nemotron"),
-    ("Qwen3Coder", "qwen3_coder"),
+    ("Hermes", "hermes"), ("Granite", "granite"), ("Jamba", "jamba"), ("KimiK2", "kimi_k2"), ("Lfm2", "lfm2"),
+    ("Nemotron", "nemotron"), ("Qwen3Coder", "qwen3_coder"),
 ])  # fmt: skip
 def test_a_parser_of_tool_calls_takes_two_short_files(cls: str, file: str) -> None:
     own = f"hybridrt/chat/tool_parsers/{file}.py"
