@@ -14,6 +14,7 @@ import torch
 from hybridrt.config import ModelConfig
 from hybridrt.families.base import routed_experts
 from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_dtype
@@ -84,6 +85,10 @@ def mamba2_of(config: ModelConfig) -> Mamba2Config:
 
 def gdn_of(config: ModelConfig) -> GDNConfig:
     return config.linear_of(GDNConfig)
+
+
+def kda_of(config: ModelConfig) -> KDAConfig:
+    return config.linear_of(KDAConfig)
 
 
 def step_bytes(model: CausalLM, pools: Pools, batch: int, context: int) -> StepBytes:

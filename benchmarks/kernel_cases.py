@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import gdn_of, mamba1_of, mamba2_of
+from benchmarks.common import gdn_of, kda_of, mamba1_of, mamba2_of
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.kernels.activation import relu2, silu_and_mul
@@ -17,7 +17,7 @@ from hybridrt.kernels.rms_norm import add_rms_norm
 from hybridrt.kernels.skinny_linear import MAX_TOKENS, Activation
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.lightning import LightningConfig
-from hybridrt.kinds.registry import state_shape
+from hybridrt.kinds.registry import can_replay, state_shape
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import ColumnLinear, RowLinear
 from hybridrt.layers.weights import Build
@@ -231,27 +231,29 @@ def short_conv_update(config: ModelConfig, load: Load, device: str) -> Iterator[
     yield Case("short_conv_update", str(shape.conv_dim), make, moved)
 
 
-@decode_op("gdn_recurrent")
-def gdn_recurrent(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
-    if "gdn" not in config.linear:
-        return
-    shape = state_shape(gdn_of(config))
-    for dtype in STATE_DTYPES:
+@decode_op("delta_rule_recurrent")
+def delta_rule_recurrent(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    made = {"gdn": kernels.gdn_recurrent, "kda": kernels.kda_recurrent}
+    for kind in (kind for kind in config.linear if kind in made):
+        shape = state_shape(config.linear[kind])
+        for dtype in STATE_DTYPES:
 
-        def make(dtype: torch.dtype = dtype) -> Args:
-            with torch.device(device):
-                return kernels.gdn_recurrent(rows_of(shape, load, dtype), "classic").args
+            def make(kind: str = kind, shape: StateShape = shape, dtype: torch.dtype = dtype) -> Args:
+                with torch.device(device):
+                    return made[kind](rows_of(shape, load, dtype), "classic").args
 
-        moved = 2 * load.rows * shape.temporal_numel * dtype.itemsize
-        yield Case("recurrent_gated_delta_rule", f"{_sizes(shape)} {str(dtype)[6:]}", make, moved)
+            moved = 2 * load.rows * shape.temporal_numel * dtype.itemsize
+            name = "KDA " * (kind == "kda") + f"{_sizes(shape)} {str(dtype)[6:]}"
+            yield Case("recurrent_gated_delta_rule", name, make, moved)
 
 
 @decode_op("mixer_decode")
 def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
-    """Conv (if it has one), gates and state of a recurrent layer in one operation, in both state modes."""
+    """Conv (if it has one), gates and state of a recurrent layer in one operation, in the state modes that it has."""
     made: dict[str, Callable[[DecodeRows, str], kernels.Case]] = {
         "mamba2": partial(kernels.mamba2_decode, config),
         "gdn": kernels.gdn_decode,
+        "kda": kernels.kda_decode,
         "lightning": kernels.lightning_decode,
     }
     for kind in (kind for kind in config.linear if kind in made):
@@ -260,8 +262,9 @@ def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]
         ring = heads * values * 2 + shape.groups * keys * 2 + heads * 4
         # The conv ring is read whole, one column of it written; inputs come, outputs go.
         inputs = shape.conv_dim * (shape.conv_width(1) + 2) or 3 * heads * values
-        around = 2 * (inputs + heads * values)
-        for mode, dtype in ((mode, dtype) for mode in ("classic", "replay") for dtype in STATE_DTYPES):
+        around = 2 * (inputs + heads * (values + (keys if kind == "kda" else 0)))  # a gate for each channel of a key
+        modes = ("classic", "replay") if can_replay([kind]) else ("classic",)
+        for mode, dtype in ((mode, dtype) for mode in modes for dtype in STATE_DTYPES):
 
             def make(kind: str = kind, shape: StateShape = shape, mode: str = mode, dtype: Any = dtype) -> Args:
                 with torch.device(device):
@@ -269,8 +272,9 @@ def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]
 
             state = shape.temporal_numel * dtype.itemsize
             moved = load.rows * (around + (2 * state if mode == "classic" else state + ring * RING / 2))
-            name, plain = f"{mode} {_sizes(shape)} {str(dtype)[6:]}", lambda args: args["states"].neg_()
-            op = "mamba2_decode" if kind == "lightning" else f"{kind}_decode"
+            name = "KDA " * (kind == "kda") + f"{mode} {_sizes(shape)} {str(dtype)[6:]}"
+            plain = lambda args: args["states"].neg_()  # noqa: E731
+            op = {"lightning": "mamba2_decode", "kda": "gdn_decode"}.get(kind, f"{kind}_decode")
             yield Case(op, name, make, moved, plain=plain if mode == "classic" else None)
 
 
@@ -341,6 +345,23 @@ def chunk_gated_delta_rule(config: ModelConfig, load: Load, device: str) -> Iter
 
     per_token = heads * (chunk * (3 * keys + 2 * values) + 6 * keys * values)
     yield Case("chunk_gated_delta_rule", f"{_sizes(shape)}, {shape.groups} key heads", make, flops=total * per_token)
+
+
+@prefill_op("chunk_kda")
+def chunk_kda(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
+    """Products of a chunk as in `chunk_gated_delta_rule`: that decays for each channel take several products of scaled
+    keys for one counts as nothing."""
+    if "kda" not in config.linear:
+        return
+    shape, total = state_shape(kda_of(config)), load.rows * load.tokens
+    (heads, values, keys), chunk, bound = shape.temporal, kda_of(config).chunk_size, kda_of(config).lower_bound
+
+    def make() -> Args:
+        with torch.device(device):
+            return kernels.chunk_kda(prompts_of(shape, chunk, load), bound).args
+
+    per_token = heads * (chunk * (3 * keys + 2 * values) + 6 * keys * values)
+    yield Case("chunk_gated_delta_rule", f"KDA {_sizes(shape)}", make, flops=total * per_token)
 
 
 @prefill_op("causal_conv1d_varlen")

@@ -1,5 +1,5 @@
 """Draws docs/decode.svg and docs/prefill.svg from benchmarks/results: hybridrt beside the peers and the bytes floor.
-Where `serving-chunks.json` is there, also docs/chunks.svg: what the size of chunks means for latency.
+With `serving-chunks.json` there, docs/chunks.svg too: what the size of chunks means for latency.
 
 python -m benchmarks.plot_results
 """

@@ -7,16 +7,15 @@ text holds no such token.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from hybridrt.chat.conversation import Conversation, NamedTool, Tool
+from hybridrt.chat.conversation import Conversation, NamedTool
 from hybridrt.chat.reasoning import ReasoningTags
+from hybridrt.chat.schemas import calls, json_text, one_call
 from hybridrt.chat.tool_parser import ToolParser
 from hybridrt.errors import RequestError
 from hybridrt.structured_outputs import StructuredOutputs
 
 _SPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}  # as hybridrt.engine.grammar_compiler's
-_LITTLE_SPACE = {"whitespace_pattern": r"[\x20\x0A]{1,2}"}  # models write calls in one line, or nearly so
 _RULES = ["TEXT: /(?s:.*)/", r"GAP: /[ \n]{1,4}/"]
 
 
@@ -47,13 +46,13 @@ class Constraints:
         Raises:
             RequestError: the model's formats do not allow it.
         """
-        budget, body = conversation.thinking_budget, None
+        budget, body, more = conversation.thinking_budget, None, list[str]()
         if forces_calls(conversation):
-            given, body = None, f"%json {_json(calls_schema(conversation))}"
+            given, body = None, _forced(conversation)
         elif given is not None:
             body = _body(given)
         elif tools is not None and any(tool.strict for tool in conversation.offered):
-            body = self._strict(conversation, tools)
+            body, more = self._strict(conversation, tools)
         if reasoning is None and budget is not None:
             raise RequestError(
                 "a thinking budget needs a model whose tags of reasoning are known: leave it out, or name a reasoning "
@@ -64,8 +63,8 @@ class Constraints:
             return None
         thought, rules = ("", []) if reasoning is None else self._thought(reasoning, budget, prompt)
         if not thought:
-            return given if given is not None or body is None else _lark([f"start: {body}"])
-        return _lark([f"start: {thought} body", f"body: {body or f'(TEXT | {self._any()})*'}", *rules])
+            return given if given is not None or body is None else _lark([f"start: {body}", *more])
+        return _lark([f"start: {thought} body", f"body: {body or f'(TEXT | {self._any()})*'}", *more, *rules])
 
     def _thought(self, tags: ReasoningTags, budget: int | None, prompt: str) -> tuple[str, list[str]]:
         """What comes before the content, and its rules. "": nothing. A model opens reasoning itself where the tag is a
@@ -89,23 +88,24 @@ class Constraints:
             thought = "thinking GAP?"
         return f"({opened} {thought})?" if opened else thought, [rule]
 
-    def _strict(self, conversation: Conversation, tools: ToolParser) -> str:
-        """Text, and sections of calls whose arguments follow their schemas."""
-        schema = tools.section_schema([_call_schema(tool, i) for i, tool in enumerate(conversation.tools)])
-        if schema is None or not all(tag in self.tokens for tag in tools.opens[:1]):
+    def _strict(self, conversation: Conversation, tools: ToolParser) -> tuple[str, list[str]]:
+        """Text, and sections of calls whose arguments follow their schemas; and the rules of this."""
+        rules = tools.section_rules(conversation.tools)
+        if rules is None:
             raise RequestError(
                 "this model's format of tool calls cannot be held to a schema: leave strict out, or set tool_choice to "
                 "'required'",
                 "tools",
             )
-        schema |= {"$defs": _definitions(conversation.tools), "x-guidance": _LITTLE_SPACE}
-        close = f"GAP? {self._literals(tools.closes)}" if tools.closes else ""
-        return (
-            f"(TEXT | {self._any(tools.opens)} | {self._literals(tools.opens[:1])} GAP? %json {_json(schema)} {close})*"
-        )
+        call = "section" + (f" GAP? {self._literals(tools.closes)}" if tools.closes else "")
+        if tools.opens[0] in self.tokens:
+            opened = self._literals(tools.opens[:1])
+            return f"(TEXT | {self._any(tools.opens)} | {opened} GAP? {call})*", [*rules]
+        begin = f"begin[lazy]: /(?s:.*){_regex(tools.opens[0])}/"
+        return f"(begin GAP? {call})* TEXT", [begin, *rules]
 
     def _literals(self, tags: Sequence[str]) -> str:
-        each = [f"<[{self.tokens[tag]}]>" if tag in self.tokens else _json(tag) for tag in tags]
+        each = [f"<[{self.tokens[tag]}]>" if tag in self.tokens else json_text(tag) for tag in tags]
         return each[0] if len(each) == 1 else f"({' | '.join(each)})"
 
     def _any(self, without: Sequence[str] = ()) -> str:
@@ -125,56 +125,13 @@ def asks_for_grammar(conversation: Conversation) -> bool:
     return forces_calls(conversation) or strict or conversation.thinking_budget is not None
 
 
-def calls_schema(conversation: Conversation) -> dict[str, Any]:
-    """JSON schema of a list of calls: of the named tool one, else of any tools at least one."""
+def _forced(conversation: Conversation) -> str:
+    """A list of calls: of the named tool one, else of any tools at least one."""
     choice = conversation.tool_choice
     tools = [t for t in conversation.tools if not isinstance(choice, NamedTool) or t.name == choice.name]
     one = isinstance(choice, NamedTool) or not conversation.parallel_tool_calls
-    return {
-        "type": "array",
-        "items": {"anyOf": [_call_schema(tool, i) for i, tool in enumerate(tools)]},
-        "minItems": 1,
-        **({"maxItems": 1} if one else {}),
-        "$defs": _definitions(tools),
-        "x-guidance": _LITTLE_SPACE,
-    }
-
-
-def _call_schema(tool: Tool, number: int) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": tool.name}, "arguments": {"$ref": f"#/$defs/{number}"}},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
-
-
-def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
-    """Each tool's schema by its number. One without properties takes no arguments."""
-    found = {}
-    for i, tool in enumerate(tools):
-        schema = {"type": "object", **tool.parameters}
-        if not schema.get("properties"):
-            schema.setdefault("additionalProperties", False)
-        try:
-            found[str(i)] = _moved(schema, f"#/$defs/{i}")
-        except RecursionError:
-            raise RequestError(f"the parameters of {tool.name} are nested too deeply", "tools") from None
-    return found
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """A schema that stands at `place` of a larger one: its references begin there."""
-    if isinstance(schema, list):
-        return [_moved(entry, place) for entry in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    return {
-        key: place + value[1:]
-        if key == "$ref" and isinstance(value, str) and value[:1] == "#"
-        else _moved(value, place)
-        for key, value in schema.items()
-    }
+    schema = {"type": "array", "items": one_call(tools), "minItems": 1} | ({"maxItems": 1} if one else {})
+    return f"%json {calls(tools, schema)}"
 
 
 def _body(given: StructuredOutputs) -> str:
@@ -182,23 +139,19 @@ def _body(given: StructuredOutputs) -> str:
     if given.regex is not None:
         return f"/{given.regex.replace('/', chr(92) + '/')}/"
     if given.choice is not None:
-        return f"({' | '.join(map(_json, given.choice))})"
+        return f"({' | '.join(map(json_text, given.choice))})"
     if given.grammar is not None:
         return f"%lark {{\n{given.grammar}\n}}"
     schema = json.loads(str(given.json))
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
-    return f"%json {_json({'x-guidance': _SPACE} | schema)}"
+    return f"%json {json_text({'x-guidance': _SPACE} | schema)}"
 
 
 def _lark(rules: Sequence[str]) -> StructuredOutputs:
     return StructuredOutputs(grammar="\n".join([*rules, *_RULES]))
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _regex(text: str) -> str:
     """Text as a regular expression between slashes."""
-    return "".join(c if c.isalnum() or c in " :_" else f"\\{c}" if c.isascii() else c for c in text)
+    return "".join(f"\\{c}" if c in r"\/.*+?()[]{}|^$" else c for c in text)

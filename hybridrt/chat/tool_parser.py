@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from hybridrt.chat.conversation import Tool
 from hybridrt.chat.events import CallArguments, CallBegin, CallEnd, Event
 from hybridrt.chat.scanner import Scanner, Step
 
@@ -28,12 +29,12 @@ class CallSink:
         self.inside = False
         self._scanner, self._most = scanner, most
 
-    def begin(self, name: str) -> None:
-        """A call of the function `name`."""
+    def begin(self, name: str, call_id: str | None = None) -> None:
+        """A call of the function `name`; None: the call gets a new id."""
         self._scanner.release()
         self.inside = True
         self.count += 1
-        self._report(CallBegin(self.count - 1, f"call_{uuid.uuid4().hex[:24]}", name))
+        self._report(CallBegin(self.count - 1, call_id or f"call_{uuid.uuid4().hex[:24]}", name))
 
     def arguments(self, text: str) -> None:
         """A piece of the arguments' JSON text."""
@@ -74,8 +75,9 @@ class ToolParser(ABC):
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self.tools = tools
 
-    def section_schema(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """JSON schema of a section, given those of its calls; None if a section is no JSON."""
+    def section_rules(self, tools: Sequence[Tool]) -> Sequence[str] | None:
+        """Lark rules for what stands between an opening and a closing literal, the rule `section` among them: calls of
+        these tools, the arguments of strict ones as their schemas say. None: this format has no such rules."""
         return None
 
     @abstractmethod

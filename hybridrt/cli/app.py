@@ -5,7 +5,7 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import hybridrt
 from hybridrt.cli import bench
@@ -34,6 +34,20 @@ class ErrorLineGroup(TyperGroup):
             raise typer.Exit(1 if isinstance(e, RUNTIME_FAILURES) else 2) from e
 
 
+class PanelCommand(TyperCommand):
+    """Groups the options in its help by their panels, in plain lines that a pipe and a narrow terminal take."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                title = "Arguments" if param.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(param, "rich_help_panel", None) or title, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
 def _print_error(text: str) -> None:
     typer.echo(typer.style("error: ", fg="red", bold=True) + " ".join(text.split()), err=True)
 
@@ -41,7 +55,6 @@ def _print_error(text: str) -> None:
 app = typer.Typer(
     cls=ErrorLineGroup,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -65,10 +78,10 @@ def options(
 
 
 for command in (generate, chat, serve, inspect, doctor):
-    app.command()(with_options(command))
+    app.command(cls=PanelCommand)(with_options(command))
 benchmarks = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine without one.")
-benchmarks.command()(with_options(bench.serve))
-benchmarks.command()(with_options(bench.offline))
+for measurement in (bench.serve, bench.offline):
+    benchmarks.command(cls=PanelCommand)(with_options(measurement))
 app.add_typer(benchmarks, name="bench")
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -22,6 +22,7 @@ _KINDS = ("time_to_first_token_ms", "inter_token_latency_ms", "time_per_output_t
 class LoadOptions(Overrides):
     """Fields of WorkloadConfig, and how results are shown."""
 
+    panel: ClassVar = "Load"
     data: Annotated[str | None, option("Prompts.", "random", "random|shared-prefix|FILE")] = None
     requests: Annotated[int | None, option("How many; of a trace at most so many.", "100", "N")] = None
     prompt_tokens: Annotated[int | None, option("Mean length of prompts.", "128", "N")] = None
@@ -48,6 +49,7 @@ class LoadOptions(Overrides):
 class ResultOptions:
     """What is done with the times."""
 
+    panel: ClassVar = "Results"
     concurrency: Annotated[int | None, option("At most so many at a time.", "no limit", "N")] = None
     slo_ttft: Annotated[float | None, option("Goodput: milliseconds to the first token at most.", "any", "MS")] = None
     slo_tpot: Annotated[float | None, option("Goodput: mean milliseconds between tokens at most.", "any", "MS")] = None

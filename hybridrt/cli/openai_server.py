@@ -191,6 +191,5 @@ class RemoteModel:
 
 
 def _no_states(file: Path) -> RequestError:
-    return RequestError(
-        f"{file}: a server keeps its states to itself; choose a name such as {file.with_suffix('.json')}"
-    )
+    other = file.with_suffix(".json")
+    return RequestError(f"{file}: states of a server's model cannot be saved or loaded; choose a name such as {other}")

@@ -2,9 +2,10 @@
 
 import inspect
 from collections.abc import Callable
+from copy import copy
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
 
@@ -38,6 +39,7 @@ _DTYPES = "float32|bfloat16|float16"
 class EngineOptions(Overrides):
     """Fields of EngineConfig. EngineConfig checks their values."""
 
+    panel: ClassVar = "Engine"
     device: Annotated[str | None, option("Where to run.", "auto", "cpu|cuda|cuda:N")] = None
     dtype: Annotated[str | None, option("Of weights and activations.", "auto", _DTYPES)] = None
     load_format: Annotated[
@@ -78,6 +80,7 @@ class EngineOptions(Overrides):
 class SpeculativeOptions:
     """Fields of SpeculativeConfig that have options."""
 
+    panel: ClassVar = "Speculation"
     speculative: Annotated[str | None, option("Draft tokens and verify them at once.", "off", "|".join(BUILT_IN))] = (
         None
     )
@@ -113,6 +116,7 @@ class SamplingOptions(Overrides):
     """Fields of SamplingParams. SamplingParams checks their values. `seed` has no option here: the one of EngineOptions
     seeds every request."""
 
+    panel: ClassVar = "Sampling"
     max_tokens: Annotated[int | None, option("Tokens to generate at most.", "128", "N")] = None
     temperature: Annotated[float | None, option("0 always takes the likeliest token.", _FILE, "X")] = None
     top_p: Annotated[float | None, option("Keep the likeliest tokens of this total probability.", _FILE, "X")] = None
@@ -143,14 +147,16 @@ def read_text(option_name: str, file: str) -> str:
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """A command with one option for each field of its parameters that are options dataclasses. It makes the dataclasses
-    from the options and calls `command`."""
+    from the options and calls `command`. The help shows the options of a dataclass under its `panel`, if it has one."""
     parameters = inspect.signature(command).parameters
     groups: dict[str, Any] = {name: p.annotation for name, p in parameters.items() if is_dataclass(p.annotation)}
     spread = [p.replace(kind=p.KEYWORD_ONLY) for name, p in parameters.items() if name not in groups]
     for group in groups.values():
-        hints = get_type_hints(group, include_extras=True)
+        hints, panel = get_type_hints(group, include_extras=True), getattr(group, "panel", None)
         spread += [
-            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+            inspect.Parameter(
+                f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_under(panel, hints[f.name])
+            )
             for f in fields(group)
         ]
 
@@ -162,3 +168,11 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(spread)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in spread}
     return run
+
+
+def _under(panel: str | None, annotation: Any) -> Any:
+    """Annotated[type, option] with the option in a panel of the help."""
+    kind, info = get_args(annotation)
+    info = copy(info)
+    info.rich_help_panel = panel
+    return Annotated[kind, info]

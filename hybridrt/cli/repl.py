@@ -95,11 +95,15 @@ class Repl:
         """
         if self._reader.interactive:
             self._screen.note(f"{self._model.name}: /help lists the commands, Ctrl-D ends.")
+        asked = False
         while True:
             try:
                 text = self._reader.read()
+                if text is None and not asked and not self._reader.interactive:
+                    raise RequestError("standard input holds nothing: chat on a terminal, or pipe in a message a line")
                 if text is None or text.strip() == "/exit":
                     return
+                asked = True
                 self.take(text)
             except KeyboardInterrupt:
                 self._screen.note("Ctrl-D ends the chat.")

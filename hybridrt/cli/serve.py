@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -16,6 +16,7 @@ _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 class ServerOptions:
     """Fields of ServerConfig, which checks them."""
 
+    panel: ClassVar = "Server"
     host: Annotated[str | None, option("Address to listen on; 0.0.0.0 is reached from everywhere.", "127.0.0.1")] = None
     port: Annotated[int | None, option("Port to listen on.", "8000", "N")] = None
     served_model_names: Annotated[

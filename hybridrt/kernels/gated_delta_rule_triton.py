@@ -21,12 +21,12 @@ from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.chunk_plan import ChunkPlan
+from hybridrt.kernels.delta_chunks_triton import PreparedChunks, tile_mask, unit_inverse
 from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
 from hybridrt.kernels.kda_chunks_triton import prepare_channels
 from hybridrt.kernels.launch import dot_precision, multiprocessors
 from hybridrt.kernels.mamba2_common_triton import log_decay, strides
 from hybridrt.kernels.records import DeltaInputs, GateWeights, Prompts, StateSlots
-from hybridrt.kernels.triangular_triton import tile_mask, unit_inverse
 
 MAX_CHUNK = 64
 PREFETCH_BYTES = 213_000  # of chunks on the way to a program; the rest of its 227 KB holds operands
@@ -93,8 +93,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Where there is a `k_left_ptr`, every channel decays by itself: k and q are scaled by what is left of the state before
-    the chunk when they meet it, k_left by what the chunk's end leaves of what a token adds."""
+    """Grid [parts of V, value heads, rows]. The tensors up to the decays are those of PreparedChunks."""
     CHANNELS: tl.constexpr = k_left_ptr is not None
     h, row = tl.program_id(1), tl.program_id(2)
     t, i, j = tl.arange(0, Q), tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -183,28 +182,27 @@ def chunk_gated_delta_rule_triton(
     inputs: DeltaInputs, state: StateSlots, prompts: Prompts, weights: GateWeights | None = None
 ) -> Tensor:
     """`chunk_gated_delta_rule` in two launches. Raises ConfigError for chunks of more than 64 tokens."""
-    (q, k, v, g, beta), (states, read_slots, write_slots, _) = inputs, state
-    _, has_initial_state, plan = prompts
+    v, (states, read_slots, write_slots, _), (_, has_initial_state, plan) = inputs.v, state, prompts
     if plan.chunk_size > MAX_CHUNK:
         raise ConfigError(
             f"chunks of {plan.chunk_size} tokens; the gated delta rule's kernels take {MAX_CHUNK} at most"
         )
-    rows, (value_heads, value_dim), (key_heads, key_dim) = len(read_slots), v.shape[1:], k.shape[1:]
+    rows, (value_heads, value_dim), (key_heads, key_dim) = len(read_slots), v.shape[1:], inputs.k.shape[1:]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     out[plan.num_tokens :].zero_()
     if rows == 0:
         return out
     size, block_k = max(16, triton.next_power_of_2(plan.chunk_size)), max(16, triton.next_power_of_2(key_dim))
-    if g.ndim > beta.ndim:
-        q, k, k_left, *chunks = prepare_channels(inputs, weights, plan, size)
+    if inputs.g.ndim > inputs.beta.ndim:
+        chunks = prepare_channels(inputs, weights, plan, size)
     else:
-        k_left, chunks = None, _prepare(inputs, weights, plan, size, block_k)
-    widths = block_k * (2 if k_left is None else 3) + 2 * size
+        chunks = _prepare(inputs, weights, plan, size, block_k)
+    widths = block_k * (2 if chunks.k_left is None else 3) + 2 * size
     tile = pass_tile(rows * value_heads, value_dim, size, widths, v)
     _pass_kernel[triton.cdiv(value_dim, tile["BLOCK_V"]), value_heads, rows](
-        q, k, k_left, v, *chunks, out, plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk,
+        *chunks, out, plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk,
         states, read_slots, write_slots, has_initial_state,
-        strides(q), strides(k), strides(v), states.stride(0),
+        strides(chunks.q), strides(chunks.k), strides(v), states.stride(0),
         HK=key_heads, HV=value_heads, K=key_dim, V=value_dim, CHUNK=plan.chunk_size, Q=size, BLOCK_K=block_k,
         PRECISION=dot_precision(v.dtype), **tile,
     )  # fmt: skip
@@ -213,8 +211,8 @@ def chunk_gated_delta_rule_triton(
 
 def _prepare(
     inputs: DeltaInputs, weights: GateWeights | None, plan: ChunkPlan, size: int, block_k: int
-) -> tuple[Tensor, ...]:
-    """The solved systems, scores, factors and decays of chunks of `size` tokens."""
+) -> PreparedChunks:
+    """The first launch, for one gate a head."""
     q, k, v, g, beta = inputs
     if weights is not None:
         g, beta = gdn_gates_triton(g, beta, weights)
@@ -229,7 +227,7 @@ def _prepare(
             strides(q), strides(k), g.stride(0), beta.stride(0), HK=key_heads, HV=value_heads, K=key_dim, Q=size,
             LEVELS=size.bit_length() - 1, BLOCK_K=block_k, PRECISION=dot_precision(v.dtype), num_warps=4,
         )  # fmt: skip
-    return solved, scores, factors, decay
+    return PreparedChunks(q, k, None, v, solved, scores, factors, decay)
 
 
 def pass_tile(states: int, value_dim: int, size: int, widths: int, v: Tensor) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 With G the running sum of a chunk's gates [Q, K], and k and q normalised, a chunk needs
 
-    A_ij = beta_i sum_c k_ic k_jc exp(G_ic - G_jc) for i > j,    P_ij = K^-0.5 sum_c q_ic k_jc exp(G_ic - G_jc) for i >= j
+    A_ij = beta_i sum_c k_ic k_jc exp(G_ic - G_jc) for i > j,
+    P_ij = K^-0.5 sum_c q_ic k_jc exp(G_ic - G_jc) for i >= j.
 
 The decay of a pair is no factor of a product: each channel has its own. exp(G_i) and exp(-G_j) apart would overflow. So
 both count from a boundary between j and i. Let l be the highest bit in which i and j differ: the boundary b is where
@@ -18,14 +19,13 @@ and keep their own; below, products of 16 tokens each stand side by side.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
+from hybridrt.kernels.delta_chunks_triton import PreparedChunks, unit_inverse
 from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
 from hybridrt.kernels.launch import dot_precision
 from hybridrt.kernels.mamba2_common_triton import log_decay, strides
 from hybridrt.kernels.records import DeltaInputs, GateWeights
-from hybridrt.kernels.triangular_triton import unit_inverse
 
 COLUMNS = 32  # of a key that a program takes at a time
 _EPS = tl.constexpr(L2_NORM_EPS)
@@ -74,8 +74,8 @@ def _place(tiles):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _join(near, half, whole):  # type: ignore[no-untyped-def]
-    """Each pair of the tokens of `whole` [Q, Q] from the level of its own: pairs within 16 tokens from `near`, other ones
-    within 32 from `half`."""
+    """Each pair of the tokens of `whole` [Q, Q] from its level: pairs within a block of 16 tokens from `near`, others
+    within one of 32 from `half`."""
     t = tl.arange(0, whole.shape[0])
     apart = t[:, None] ^ t[None, :]
     return tl.where(apart < 16, _place(near), tl.where(apart < 32, _place(half), whole))
@@ -162,22 +162,19 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     tl.store(solved_ptr + pairs, (inverse * beta[None, :]).to(solved_ptr.dtype.element_ty))
 
 
-def prepare_channels(
-    inputs: DeltaInputs, weights: GateWeights | None, plan: ChunkPlan, size: int
-) -> tuple[Tensor | None, ...]:
-    """What the pass over chunks of `size` tokens needs: q and k scaled by what the chunk's start leaves of the state when
-    they meet it, k scaled by what the chunk's end leaves of it; solved systems, scores, no factors, decays."""
+def prepare_channels(inputs: DeltaInputs, weights: GateWeights | None, plan: ChunkPlan, size: int) -> PreparedChunks:
+    """The first launch, of chunks of up to `size` tokens, for gates of channels; with `weights` from raw ones."""
     q, k, v, g, beta = inputs
     chunks, (heads, key_dim) = len(plan.seq_idx), k.shape[1:]
-    scaled = [torch.empty(k.shape, dtype=v.dtype, device=v.device) for _ in range(3)]
+    q_in, k_in, k_left = (torch.empty(k.shape, dtype=v.dtype, device=v.device) for _ in range(3))
     solved, scores = (torch.empty(chunks, heads, size, size, dtype=v.dtype, device=v.device) for _ in range(2))
     decay = torch.empty(chunks, heads, key_dim, dtype=torch.float32, device=v.device)
     A_log, dt_bias, beta_scale, lower_bound = weights or (None, None, 1.0, None)
     if chunks:
         _prepare_kernel[heads, chunks](
-            q, k, g, beta, A_log, dt_bias, plan.cu_chunk_seqlens, *scaled, solved, scores, decay,
+            q, k, g, beta, A_log, dt_bias, plan.cu_chunk_seqlens, q_in, k_in, k_left, solved, scores, decay,
             strides(q), strides(k), strides(g), beta.stride(0), H=heads, K=key_dim, Q=size,
             LEVELS=size.bit_length() - 1, BLOCK_K=min(COLUMNS, max(16, triton.next_power_of_2(key_dim))),
             BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound, PRECISION=dot_precision(v.dtype), num_warps=8,
         )  # fmt: skip
-    return *scaled, solved, scores, None, decay
+    return PreparedChunks(q_in, k_in, k_left, v, solved, scores, None, decay)

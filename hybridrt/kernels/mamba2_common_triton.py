@@ -33,8 +33,8 @@ def softplus(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def log_decay(a, A_log, dt_bias, LOWER_BOUND: tl.constexpr = None):  # type: ignore[no-untyped-def]
-    """How the gated delta rule forgets, float32, from loaded numbers of any dtype: -exp(A_log) softplus(a + dt_bias), or
-    LOWER_BOUND sigmoid(exp(A_log) (a + dt_bias)) where it is bounded."""
+    """How the gated delta rule forgets, float32, from loaded numbers of any dtype: -exp(A_log) softplus(a + dt_bias).
+    With a bound it is LOWER_BOUND sigmoid(exp(A_log) (a + dt_bias))."""
     if LOWER_BOUND is None:
         out = -tl.exp(A_log.to(tl.float32)) * softplus(a.to(tl.float32) + dt_bias.to(tl.float32))
     else:

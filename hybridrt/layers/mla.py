@@ -70,7 +70,8 @@ class LatentAttention(nn.Module):
             q = norm_linear(self.q_norm, self.q_up, q, None)[0]
         out = batch.attn_backend.forward(q, k, None, self.attn, batch, rope=self.rope)
         if gate:
-            out = out.view(*gate[0].shape, -1).mul_(gate[0].float().sigmoid().to(out.dtype).unsqueeze(-1)).flatten(1)
+            heads = out.unflatten(1, (gate[0].shape[1], -1))
+            out = heads.mul_(gate[0].float().sigmoid().to(out.dtype).unsqueeze(-1)).flatten(1)
         return self.o_proj.onto(residual, out)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:

@@ -18,6 +18,7 @@ from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import ChatFields, ChatRequest, Sampling
 from hybridrt.server.respond import Started
 from hybridrt.server.service import Service, refuse_unsupported, response_id
+from hybridrt.server.sse import event as sse_event
 
 # What this endpoint calls fields of SamplingParams.
 CHAT_NAMES = {"logprobs": "top_logprobs"}
@@ -37,6 +38,19 @@ class ChatAnswer(Answer):
     def usage(self) -> dict[str, Any]:
         reasoning = sum(answer.reasoning_tokens for answer in self._reader.answers)
         return super().usage() | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
+
+    def gain(self, delta: Delta) -> bytes:
+        """As Reply.gain. The finish reason comes in a chunk behind that of the last call: OpenAI's client looks at a
+        chunk's finish reason first, and would never end a call that comes with it."""
+        chunk = self.chunk(delta)
+        if chunk is None:
+            return b""
+        (choice,) = chunk["choices"]
+        if choice["finish_reason"] is None or "tool_calls" not in choice["delta"]:
+            return sse_event(chunk)
+        last = {"index": choice["index"], "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
+        first = choice | {"finish_reason": None}
+        return b"".join(sse_event(chunk | {"choices": [part]}) for part in (first, last))
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         """As `Answer.chunk`; log-probabilities of the prompt stand beside the choices, as in `whole`."""

@@ -3,17 +3,24 @@
 Each request has a row, a working state slot and a backup slot while it runs. A proposal first catches up on the tokens
 that were accepted since the last one, then saves the state to the backup and decodes on; the next proposal starts from
 the backup, so rejected drafts leave nothing behind. KV rolls back by position.
+
+A row keeps what it holds when its request ends. The next request that begins with the same tokens gets that row, so
+the next turn of a conversation computes its new tokens alone. Where no row fits a request whose prompt the target has
+cached, the draft model reads only the last tokens of what is cached, from an empty state: its drafts may be worse, and
+the target decides anyway.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.mem_cache.memory_plan import MemoryPlan
+from hybridrt.mem_cache.radix_node import in_common
 from hybridrt.runtime.build import (
     RunTarget,
     empty_model,
@@ -32,20 +39,39 @@ from hybridrt.runtime.step_runner import StepRunner
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.tree import with_siblings
 
+LATE_TOKENS = 512  # of a cached prompt that the draft model reads where it has no row with more
+
 
 @dataclass
 class _Tenant:
     """A request in the draft model's pools: its row, from which its slots and pages follow, and how many tokens its
-    state holds."""
+    state holds. The row begins at token `start` of the text. `admitted`: the row knows the request's parameters."""
 
     request: DraftRequest
     row: int
+    start: int = 0
     computed: int = 0
+    admitted: bool = False
     chain: list[int] = field(default_factory=list)  # of the proposal under way, and what else was likely at each place
     siblings: list[list[int]] = field(default_factory=list)
 
+    @property
+    def held(self) -> int:
+        """Tokens in the row: the position of the next one there."""
+        return self.computed - self.start
+
     def draft(self, max_drafts: int) -> Draft:
         return with_siblings(self.chain, self.siblings, max_drafts)
+
+
+@dataclass
+class _FreeRow:
+    """A row without a request, and what it holds: of a text's tokens [n] int32, those from `start` on."""
+
+    row: int
+    salt: str = ""
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,18 +116,37 @@ class DraftModelDrafter(Drafter):
                 f"{vocab_size}; a draft model must share the target's tokenizer"
             )
         self._chunk = config.chunked_prefill_size
-        self._free = list(range(1, plan.num_rows + 1))
+        self._recurrent = self.runner.pools.req_to_token.mamba_pool is not None
+        self._free = [_FreeRow(row) for row in range(1, plan.num_rows + 1)]  # the one that was used last is the last
         self._backup_offset = plan.num_rows
         self._tenants: dict[int, _Tenant] = {}
         self._pending = StepPlan()  # admissions that the next launch carries
 
     def begin(self, request: DraftRequest) -> None:
-        self._tenants[request.arrival] = _Tenant(request, self._free.pop())
+        salt, ids = request.params.cache_salt or "", np.array([*request.prompt, *request.output], np.int32)
+        usable = [self._usable(free, ids, salt) for free in self._free]
+        best = max(range(len(usable)), key=lambda i: (usable[i], -i))
+        free = self._free.pop(best)
+        # The target's cache has no more of the prompt than `computed`: what comes behind it is computed anyway.
+        late = max(request.computed - LATE_TOKENS, 0)
+        start, computed = (free.start, usable[best]) if usable[best] > late else (late, late)
+        self._tenants[request.arrival] = _Tenant(request, free.row, start, computed)
+
+    def _usable(self, free: _FreeRow, ids: np.ndarray, salt: str) -> int:
+        """How many first tokens of a text need no computing in a free row; the last token always does. A recurrent
+        state is good for its own position alone."""
+        held, n = len(free.tokens), min(len(free.tokens), len(ids) - 1)
+        if free.salt != salt or not n or (self._recurrent and (n < held or free.tokens[-1] != ids[n - 1])):
+            return 0
+        same = in_common(free.tokens, ids[:n])
+        return 0 if same <= free.start or (self._recurrent and same < held) else same
 
     def end(self, request: DraftRequest) -> None:
         tenant = self._tenants.pop(request.arrival, None)
         if tenant is not None:
-            self._free.append(tenant.row)
+            text = np.array(tokens_between(request, 0, tenant.computed), np.int32)
+            whole, salt = tenant.held and len(text) == tenant.computed, request.params.cache_salt or ""
+            self._free.append(_FreeRow(tenant.row, salt, text, tenant.start) if whole else _FreeRow(tenant.row))
 
     def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
         if not requests:
@@ -121,18 +166,21 @@ class DraftModelDrafter(Drafter):
 
     def _start(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
         """Takes the states from the tokens of the last proposal to the tokens known now, and draws the first drafts."""
-        for tenant in tenants:
-            if not tenant.computed:
-                self._admit(tenant)
+        fresh = [tenant for tenant in tenants if not tenant.admitted]
+        for tenant in fresh:
+            self._admit(tenant)
+        if any(tenant.held for tenant in fresh):  # their states are restored once their slots have been zeroed
+            plan, self._pending = self._pending, StepPlan()
+            self.runner.launch(plan)
         params = [t.request.params for t in tenants]
-        self._recount([t for t, p in zip(tenants, params) if t.computed and (p.uses_penalties or p.bad_words)])
+        self._recount([t for t, p in zip(tenants, params) if t.held and (p.uses_penalties or p.bad_words)])
         self._copy_state(tenants, to_backup=False)
         launched = self._catch_up(tenants)
         self._copy_state(tenants, to_backup=True)
         return launched
 
     def _admit(self, tenant: _Tenant) -> None:
-        row, pages = tenant.row, self._pages
+        row, pages, tenant.admitted = tenant.row, self._pages, True
         self._pending.admissions.append(self._admission(tenant))
         self._pending.page_writes.append(PageWrite(row, 0, range(1 + (row - 1) * pages, 1 + row * pages)))
 
@@ -165,7 +213,7 @@ class DraftModelDrafter(Drafter):
                 if not chunk:
                     break
                 last = tenant.computed + len(chunk) == num_tokens(request)
-                plan.extend.append(ExtendRow(tenant.row, tenant.computed, chunk, len(request.output), last))
+                plan.extend.append(ExtendRow(tenant.row, tenant.held, chunk, len(request.output), last))
                 sampling += [tenant] * last
                 tenant.computed += len(chunk)
                 budget -= len(chunk)
@@ -178,7 +226,7 @@ class DraftModelDrafter(Drafter):
 
     def _copy_state(self, tenants: Sequence[_Tenant], to_backup: bool) -> None:
         pool = self.runner.pools.req_to_token.mamba_pool
-        tenants = [t for t in tenants if t.computed]
+        tenants = [t for t in tenants if t.held]
         if pool is None or not tenants:
             return
         rows = torch.tensor([t.row for t in tenants], device=self.runner.device)
@@ -190,7 +238,7 @@ class DraftModelDrafter(Drafter):
 
 def _decode_row(tenant: _Tenant, step: int) -> DecodeRow:
     """Draws draft number `step`, 0 being the first, from the one before."""
-    return DecodeRow(tenant.row, tenant.computed + step - 1, len(tenant.request.output) + step)
+    return DecodeRow(tenant.row, tenant.held + step - 1, len(tenant.request.output) + step)
 
 
 def draft_plan(plan: MemoryPlan, slack: int) -> MemoryPlan:

@@ -49,16 +49,24 @@ def rendering() -> Iterator[Renderer]:
         ({"tools": {}}, "tools", "list"),
         ({"tools": [{"type": "web_search"}]}, "tools.0", "function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "without spaces"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools.0.function.parameters", "JSON schema"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]},
+            "tools.0.function.parameters",
+            "JSON schema",
+        ),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools", "twice"),
         ({"tool_choice": "required"}, "tool_choice", "pass tools"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "none of tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "none of tools",
+        ),
         ({"tools": TOOLS, "tool_choice": 5}, "tool_choice", "'auto'"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "minimal"),
         ({"thinking_budget": -1}, "thinking_token_budget", "from 0"),
         ({"chat_template_kwargs": {"tools": 5}}, None, "no template variable"),
     ],
-)  # fmt: skip
+)
 def test_a_conversation_says_what_is_wrong(given: dict[str, Any], field: str | None, text: str) -> None:
     with pytest.raises(RequestError, match=text) as error:
         read_conversation(**({"messages": [USER]} | given))
@@ -93,6 +101,7 @@ def test_messages_become_what_templates_read() -> None:
         ("<tool_calls>[\n", "Jamba", None),
         ("<|tool_call|> <tool_call> Here is my thought process:", "Granite", "Here is my response:"),
         ("<|tool_call_start|>[", "Lfm2", None),
+        ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "KimiK2", None),
         ("{{ messages }}", None, None),
     ],
 )
@@ -105,9 +114,9 @@ def test_parsers_are_found_by_the_template(template: str, tools: str | None, rea
 
 
 def test_an_unknown_parser_is_said_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match="granite, hermes, jamba, lfm2, nemotron, qwen3_coder"):
+    with pytest.raises(ConfigError, match=r"granite, hermes, jamba, kimi_k2, lfm2, nemotron, qwen3_coder"):
         Chat(byte_tokenizer(), tool_parser="llama")
-    with pytest.raises(RequestError, match="--tool-parser.*hermes"):
+    with pytest.raises(RequestError, match=r"--tool-parser.*hermes"):
         Chat(byte_tokenizer()).prompt(read_conversation([USER], TOOLS), PARAMS)
 
 
@@ -201,7 +210,7 @@ def test_special_tokens_of_a_format_stay_in_the_text_for_its_parser() -> None:
     assert plain.params is PARAMS
 
 
-STRICT = {
+STRICT: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "pick",
@@ -227,7 +236,12 @@ CASES: list[tuple[dict[str, Any], StructuredOutputs | None, str, bool]] = [
     ({"tool_choice": "required", "parallel_tool_calls": False}, None, '[{"name": "now", "arguments": {}}, ', False),
     ({"tool_choice": NAMED}, None, '[{"name": "now", "arguments": {}}]', True),
     ({"tool_choice": NAMED}, None, '[{"name": "pick"', False),
-    ({"tool_choice": NAMED, "chat_template_kwargs": THINKING}, None, 'so</think>[{"name": "now", "arguments": {}}]', True),
+    (
+        {"tool_choice": NAMED, "chat_template_kwargs": THINKING},
+        None,
+        'so</think>[{"name": "now", "arguments": {}}]',
+        True,
+    ),
     ({}, None, 'Hi <tool_call>{"name": "pick", "arguments": {"a": "y"}}</tool_call> and', True),
     ({}, None, '<tool_call>{"name": "pick", "arguments": {"a": "z"}}', False),
     ({"tools": None, "thinking_budget": 4, "chat_template_kwargs": THINKING}, None, "abcd</think>Hi<tool_call>", True),
@@ -239,7 +253,7 @@ CASES: list[tuple[dict[str, Any], StructuredOutputs | None, str, bool]] = [
     ({"tools": None, "chat_template_kwargs": THINKING}, StructuredOutputs(regex="[a/]+"), "so</think>a/a", True),
     ({"tools": None, "chat_template_kwargs": THINKING}, StructuredOutputs(choice=["é"]), "so</think>é", True),
     ({"tools": None, "chat_template_kwargs": THINKING}, StructuredOutputs(grammar='start: "x"'), "so</think>x", True),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +276,46 @@ def test_grammars_of_answers(
     assert fits == taken and (not taken or matcher.is_accepting())
 
 
+PICK = "<tool_call>\n<function=pick>\n"
+OTHERS: list[tuple[str, str, bool]] = [
+    ("qwen3_coder", f"So.{PICK}<parameter=a>\nx\n</parameter>\n</function>\n</tool_call> And", True),
+    ("qwen3_coder", f"{PICK}<parameter=a>\nz", False),
+    ("qwen3_coder", f"{PICK}</function>", False),
+    (
+        "qwen3_coder",
+        f'{PICK}<parameter=a>\ny\n</parameter>\n<parameter=n>\n[1, 2]\n</parameter>\n<parameter=t>\nany "text"'
+        "\n\n</parameter>\n</function></tool_call>",
+        True,
+    ),
+    ("qwen3_coder", f"{PICK}<parameter=a>\ny\n</parameter>\n<parameter=n>\n[1, t", False),
+    ("qwen3_coder", "<tool_call><function=now>\n<parameter=b>\n1\n</parameter>\n</function></tool_call>", True),
+    ("nemotron", 'So. <TOOLCALL>[{"name": "pick", "arguments": {"a": "x"}}]</TOOLCALL> And', True),
+    ("nemotron", '<TOOLCALL>[{"name": "pick", "arguments": {"a": "z"', False),
+    ("jamba", "So.", True),
+    ("lfm2", 'So.<|tool_call_start|>[pick(a="x", n=[1, 2], t="any"), now(b=1)]<|tool_call_end|>And', True),
+    ("lfm2", '<|tool_call_start|>[pick(a="z"', False),
+    ("lfm2", "<|tool_call_start|>[pick()", False),
+    ("lfm2", "<|tool_call_start|>[now()]<|tool_call_end|>", True),
+]
+
+
+@pytest.mark.parametrize(("parser", "text", "taken"), OTHERS, ids=range(len(OTHERS)))
+def test_strict_arguments_in_other_formats(parser: str, text: str, taken: bool, compiler: GrammarCompiler) -> None:
+    tokenizer = byte_tokenizer()
+    function = STRICT["function"]
+    properties = function["parameters"]["properties"] | {
+        "n": {"items": {"type": "integer"}, "type": "array"},
+        "t": {"type": "string"},
+    }
+    parameters = function["parameters"] | {"properties": properties}
+    tools = [STRICT | {"function": function | {"parameters": parameters}}, TOOLS[1]]
+    wanted = Chat(tokenizer, tool_parser=parser).prompt(read_conversation([USER], tools), PARAMS).params
+    assert wanted.structured_outputs is not None
+    matcher = compiler.matcher(wanted.structured_outputs).inner
+    fits = all(matcher.consume_token(token) for token in tokenizer.encode_bare(text))
+    assert fits == taken and (not taken or matcher.is_accepting())
+
+
 def test_without_a_wish_there_is_no_grammar() -> None:
     chat = Chat(byte_tokenizer(), tool_parser="hermes", reasoning_parser="think")
     assert chat.prompt(read_conversation([USER], TOOLS), PARAMS).params.structured_outputs is None
@@ -270,12 +324,10 @@ def test_without_a_wish_there_is_no_grammar() -> None:
 
 
 def test_what_a_format_cannot_do_is_refused() -> None:
-    for name, options, text in (
-        ("lfm2", {"tools": [STRICT]}, "strict"),
-        ("hermes", {"thinking_budget": 5}, "a thinking budget needs"),
-    ):
-        with pytest.raises(RequestError, match=text):
-            Chat(byte_tokenizer(), tool_parser=name).prompt(read_conversation([USER], **options), PARAMS)
+    with pytest.raises(RequestError, match="strict"):
+        Chat(byte_tokenizer(), tool_parser="kimi_k2").prompt(read_conversation([USER], [STRICT]), PARAMS)
+    with pytest.raises(RequestError, match="a thinking budget needs"):
+        Chat(byte_tokenizer()).prompt(read_conversation([USER], thinking_budget=5), PARAMS)
     sentences = Chat(byte_tokenizer(), template="Here is my thought process:", reasoning_parser="granite")
     with pytest.raises(RequestError, match="single tokens"):
         sentences.prompt(read_conversation([USER], thinking_budget=5), PARAMS)

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -15,13 +16,18 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from prompt_toolkit.history import InMemoryHistory
 from typer.testing import CliRunner, Result
 
+from hybridrt.cli import conversation, line_reader
 from hybridrt.cli.app import app
 from hybridrt.cli.conversation import Piece, Totals, Turn, load
+from hybridrt.cli.local_model import LocalModel
 from hybridrt.cli.openai_server import RemoteModel
 from hybridrt.cli.repl import Repl, Screen
 from hybridrt.errors import RequestError
+from hybridrt.sampling_params import SamplingParams
+from tests.cli.test_terminal import shell
 from tests.support.http_server import serving
 from tests.support.scripted_llm import scripted
 from tests.support.tiny import CHAT_TEMPLATE, write_tiny
@@ -139,6 +145,19 @@ def test_a_file_that_is_no_conversation_is_neither_read_nor_replaced(
     assert file.read_bytes() == content
 
 
+def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation, "MAX_FILE_BYTES", 8)
+    (tmp_path / "file").write_text('{"messages": []}')
+    with pytest.raises(RequestError, match="has 16 bytes; a conversation has at most 8"):
+        load(tmp_path / "file")
+
+
+def test_without_a_place_for_it_the_history_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert isinstance(line_reader._history(), InMemoryHistory)
+
+
 class Terminal:
     """A program on a terminal of its own."""
 
@@ -185,6 +204,7 @@ LOOP = """
 import time
 from hybridrt.cli.conversation import Piece, Turn
 from hybridrt.cli.line_reader import make_reader
+from hybridrt.cli.local_model import LocalModel
 from hybridrt.cli.openai_server import RemoteModel
 from hybridrt.cli.repl import COMMANDS, Repl, Screen
 
@@ -359,9 +379,31 @@ def test_a_model_in_this_process(tmp_path: Path) -> None:
     assert later.exit_code == 2 and "exists; choose another name" in later.stderr
 
 
+def test_closed_input_and_a_terminal_that_lacks_characters() -> None:
+    done = shell("$H chat --url http://127.0.0.1:9 x <&-")
+    assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
+    assert b"standard input holds nothing" in done.stderr
+    with server(200, events(gain("stop", content="né π"))) as url:
+        done = shell(f"echo hi | $H chat --url {url}", PYTHONIOENCODING="latin-1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "né ?\n".encode("latin-1"), b"")
+
+
 def test_our_own_server() -> None:
     with scripted() as model, serving(model.llm, chat_template=None, reasoning_parser="think") as served:
         model.say("<think>\nHm.\n</think>\n\nGrüezi")
         result = chat("--url", served.url, "--system", "Be brief.", stdin=b"hi\nagain\n")
     assert (result.exit_code, result.stdout) == (0, "Hm.\n\nGrüezi\n" * 2), result.output
     assert result.stderr.count("17 tokens, ") == 2
+
+
+def test_an_interrupt_stops_a_model_in_this_process_between_two_steps() -> None:
+    with scripted() as model:
+        model.say("a" * 1000)
+        talker = LocalModel("scripted", model.llm, SamplingParams(max_tokens=None), model.llm.chats())
+        answer = talker.answer([Turn("user", "hi")])
+        assert next(answer) == Piece("a")
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            next(answer)
+        model.llm.generate("b", SamplingParams(max_tokens=1))
+        assert not model.llm.engine.has_unfinished()

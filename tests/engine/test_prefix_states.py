@@ -350,6 +350,8 @@ def test_others_run_while_a_prefix_is_fetched() -> None:
     (fetched,) = [copy.ticket for plan in rig.executor.plans for copy in plan.host_copies if copy.fetch]
     assert all(plan.after_copies < fetched for plan in rig.executor.plans)
     rig.run()
+    waited = [plan for plan in rig.executor.plans if plan.after_copies == fetched]
+    assert waited and waited[0].admissions, "on other ranks the copy may still run"
     assert computed(rig)[-1] == 13 and rig.engine.counters().cache_fetched == 13
 
 

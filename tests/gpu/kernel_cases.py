@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import gdn_of, mamba1_of, mamba2_of
+from benchmarks.common import gdn_of, kda_of, mamba1_of, mamba2_of
 from hybridrt.config import ModelConfig
 from hybridrt.hf_config import read_model_config
 from hybridrt.kernels.providers import select
@@ -23,6 +23,7 @@ CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 MODELS = ("falcon-h1-7b", "nemotron-h-8b", "qwen3-next-12l")
 # Recurrent layers are all that these have of their own.
 MAMBA1, SHORT_CONV, LIGHTNING = "falcon-mamba-7b", "lfm2-8b-a1b-like", "minimax-text-01-like"
+KIMI = "kimi-linear-48b-12l"
 Cases = Callable[[str], Iterator[tuple[str, Callable[[], Case]]]]
 
 
@@ -111,6 +112,15 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         rates = kernels.lightning_heads(shapes[0].temporal[0])["A"]
         yield "fold_ring", lambda: kernels.fold(rows(1), torch.ones_like, rates)
         yield "mamba2_chunk_scan", lambda: kernels.lightning_chunk_scan(Prompts(shapes[0], 128))
+    if "kda" in config.linear:
+        for mode, n in (("classic", 1), ("intermediate", 4)):
+            yield f"gdn_decode {mode} {n}", lambda mode=mode, n=n: kernels.kda_decode(rows(n), mode)
+            what = f"recurrent_gated_delta_rule {mode} {n}"
+            yield what, lambda mode=mode, n=n: kernels.kda_recurrent(rows(n), mode)
+        for bound in (None, -5.0):
+            what = f"chunk_gated_delta_rule {'' if bound is None else 'bounded'}"
+            chunk = kda_of(config).chunk_size
+            yield what, lambda bound=bound, chunk=chunk: kernels.chunk_kda(Prompts(shapes[0], chunk), bound)
     if "gdn" in config.linear:
         for mode, n in modes:
             yield f"gdn_decode {mode} {n}", lambda mode=mode, n=n: kernels.gdn_decode(rows(n), mode)
@@ -166,3 +176,16 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "router_softmax", partial(others.router_softmax, config)
         for tokens in (8, 400):
             yield f"fused_experts {tokens}", partial(others.fused_experts, config, tokens)
+
+
+@on_device
+def latent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
+    """(operation and details, how to make it) of a model's latent attention."""
+    attention = model_config(name).attention
+    for tokens in (1, 4):
+        yield f"attention_decode latent {tokens}", partial(others.attention_decode, attention, tokens)
+        yield f"attention_decode latent {tokens} full", partial(others.attention_decode, attention, tokens, 18)
+    for what, new in (("few", [3, 1, 13, 8]), ("", [300, 1, 130, 133]), ("long", [3000, 1, 700, 1500])):
+        yield f"latent_extend {what}", partial(others.latent_extend, attention, new)
+    for rotated in (False, True):
+        yield f"write_latent {'rotated' * rotated}", partial(others.write_latent, attention, rotated)

@@ -11,6 +11,7 @@ from hybridrt.errors import BackendError
 from hybridrt.kernels import providers
 from tests.gpu import rig
 from tests.gpu.kernel_cases import (
+    KIMI,
     LIGHTNING,
     MAMBA1,
     MODELS,
@@ -18,6 +19,7 @@ from tests.gpu.kernel_cases import (
     call,
     copied,
     in_float32,
+    latent_cases,
     other_cases,
     recurrent_cases,
 )
@@ -29,7 +31,15 @@ KERNELS = "triton"
 TOLERANCE = 4e-3  # one rounding to bfloat16 is 1.7e-3 in the mean
 # Operands of tensor cores are rounded to bfloat16 on the way: probabilities, decayed values, hidden activations.
 LOOSE = dict.fromkeys(
-    ("attention_decode", "attention_extend", "mamba2_chunk_scan", "chunk_gated_delta_rule", "fused_experts"), 1e-2
+    (
+        "attention_decode",
+        "attention_extend",
+        "latent_extend",
+        "mamba2_chunk_scan",
+        "chunk_gated_delta_rule",
+        "fused_experts",
+    ),
+    1e-2,
 )
 # Integers and bookkeeping: test_graphs.py holds them to the reference in whole steps, bit for bit.
 ELSEWHERE = {
@@ -43,13 +53,16 @@ PARTS = [
     (MAMBA1, "recurrent"),
     (SHORT_CONV, "recurrent"),
     (LIGHTNING, "recurrent"),
+    (KIMI, "recurrent"),
+    (KIMI, "latent"),
 ]
+CASES = {"recurrent": recurrent_cases, "other": other_cases, "latent": latent_cases}
 
 
 def cases(model: str, part: str, provider: str = KERNELS) -> Iterator[tuple[str, Case]]:
     """Cases of a model whose operation a provider implements, one in memory at a time."""
     providers._import_operations()
-    for what, make in recurrent_cases(model) if part == "recurrent" else other_cases(model):
+    for what, make in CASES[part](model):
         if provider in providers._IMPLEMENTATIONS[what.split()[0]]:
             yield what, make()
 
@@ -95,7 +108,7 @@ def test_near_the_reference(model: str, part: str, record_property: Callable[[st
 
 
 @pytest.mark.parametrize("provider", [p for p in providers.PROVIDERS if p not in ("torch", KERNELS)])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, KIMI])
 def test_libraries_near_the_reference(
     model: str, provider: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -105,7 +118,9 @@ def test_libraries_near_the_reference(
         pytest.skip(missing)
     torch.manual_seed(0)
     errors, refused, failures = {}, [], []
-    for what, case in (pair for part in ("recurrent", "other") for pair in cases(model, part, provider)):
+    # What libraries have of latent attention is a provider of paged attention, not of these operations.
+    parts = [part for name, part in PARTS if name == model and part != "latent"]
+    for what, case in (pair for part in parts for pair in cases(model, part, provider)):
         try:
             errors[what] = worst_error(case, provider)
         except BackendError as e:
@@ -153,7 +168,7 @@ def as_integers(tensor: Tensor) -> Tensor:
 FAR_SLOTS = 4200  # from 4096 on, the offset of a state of 2 MiB passes 2^31
 
 
-@pytest.mark.parametrize("model", [*MODELS, MAMBA1])
+@pytest.mark.parametrize("model", [*MODELS, MAMBA1, KIMI])
 def test_slots_past_4096(model: str) -> None:
     """The same call with its slots moved to the end of a pool of many gigabytes gives the same bits."""
     torch.manual_seed(2)
@@ -238,6 +253,5 @@ def test_pages_past_two_to_the_31(op: str) -> None:
 def test_every_kernel_has_a_case() -> None:
     providers._import_operations()
     ours = {op for op, by in providers._IMPLEMENTATIONS.items() if "triton" in by}
-    cases_of = {"recurrent": recurrent_cases, "other": other_cases}
-    names = [what for model, part in PARTS for what, _ in cases_of[part](model)]
+    names = [what for model, part in PARTS for what, _ in CASES[part](model)]
     assert ours - ELSEWHERE <= {what.split()[0] for what in names}

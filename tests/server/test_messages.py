@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import anthropic
@@ -43,8 +44,13 @@ def talker() -> Iterator[tuple[Served, Scripted]]:
 
 
 def client(served: Served, **options: Any) -> anthropic.Anthropic:
+    return made(served.url, **options)
+
+
+@cache  # a client reads the certificates of the system, which takes longer than a request
+def made(url: str, **options: Any) -> anthropic.Anthropic:
     options = {"api_key": "none", "max_retries": 0, "timeout": WAIT} | options
-    return anthropic.Anthropic(base_url=served.url, **options)
+    return anthropic.Anthropic(base_url=url, **options)
 
 
 def plain(message: Any) -> dict[str, Any]:
@@ -202,3 +208,37 @@ def test_a_failure_within_a_stream_is_an_error(
     monkeypatch.setattr(DeltaStream, "__anext__", fail)
     with pytest.raises(anthropic.APIStatusError, match="the device is gone"):
         list(client(served).messages.create(model="tested", messages=HELLO, max_tokens=5, stream=True))
+
+
+CITY: Any = {
+    "type": "object", "properties": {"city": {"enum": ["Bern", "Genf"]}}, "required": ["city"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+def test_forced_calls_and_formats_of_a_real_model(served: Served) -> None:
+    asked: Any = {"model": "tested", "messages": HELLO, "max_tokens": 100}
+    tools: Any = [{"name": "visit", "input_schema": CITY}]
+    several: Any = {"type": "any", "disable_parallel_tool_use": True}
+    whole = client(served).messages.create(**asked, tools=tools, tool_choice=several)
+    one: Any = {"type": "tool", "name": "visit"}
+    with client(served).messages.stream(**asked, tools=tools, tool_choice=one) as stream:
+        final = stream.get_final_message()
+    for got in (whole, final):
+        (call,) = got.content
+        assert call.type == "tool_use" and call.input["city"] in ("Bern", "Genf") and got.stop_reason == "tool_use"
+    form = {"output_config": {"format": {"type": "json_schema", "schema": CITY}}}
+    text: Any = client(served).messages.create(**asked, extra_body=form).content[0]
+    assert json.loads(text.text)["city"] in ("Bern", "Genf")
+
+
+def test_a_thinking_budget_needs_a_model_that_thinks(talker: tuple[Served, Scripted], served: Served) -> None:
+    thinking: Any = {"type": "enabled", "budget_tokens": 4}
+    with pytest.raises(anthropic.BadRequestError, match="a thinking budget needs"):
+        client(served).messages.create(model="tested", messages=HELLO, max_tokens=20, thinking=thinking)
+    thinker, model = talker
+    model.say("<think>\nHm.\n</think>\n\nSo.")
+    got = client(thinker).messages.create(
+        model="tested", messages=HELLO, max_tokens=50, thinking={"type": "disabled"}, extra_body={"seed": 1}
+    )
+    assert got.content[-1].text == "So."  # type: ignore[union-attr]

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, ConfigDict
 
 from hybridrt.engine.async_llm import DeltaStream
 from hybridrt.errors import EngineError
@@ -168,3 +169,43 @@ def test_a_failure_within_a_stream_is_an_event(
     assert events[-1].type == "response.failed" and events[-1].response.status == "failed"
     assert events[-1].response.error is not None and events[-1].response.error.message == "the device is gone"
     assert [event.sequence_number for event in events] == [0, 1, 2]
+
+
+def test_an_aborted_answer_is_cancelled(talker: tuple[Served, Scripted]) -> None:
+    served, model = talker
+    model.say("a" * 7000)
+    events = served.client().responses.create(
+        model="tested", input="Hello", stream=True, extra_body={"request_id": "mine"}
+    )
+    first = next(iter(events))
+    assert first.response.id == "resp_mine"  # type: ignore[union-attr]
+    assert served.post("/abort", {"request_id": "mine"}).json() == {"aborted": True}
+    *_, last = events
+    assert last.type == "response.incomplete" and last.response.status == "cancelled"
+
+
+class Place(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    city: Literal["Bern", "Genf"]
+    open: bool
+
+
+def test_a_forced_call_of_a_real_model(served: Served) -> None:
+    tool: Any = {"type": "function", "name": "visit", "strict": True, "parameters": Place.model_json_schema()}
+    asked: Any = {"model": "tested", "input": "Hello", "tools": [tool], "parallel_tool_calls": False}
+    whole = served.client().responses.create(**asked, tool_choice="required")
+    with served.client().responses.stream(**asked, tool_choice={"type": "function", "name": "visit"}) as stream:
+        final = stream.get_final_response()
+    for answer in (whole, final):
+        (call,) = answer.output
+        assert call.type == "function_call" and call.name == "visit" and answer.status == "completed"
+        Place.model_validate_json(call.arguments)
+
+
+def test_text_in_a_format_of_a_real_model(served: Served) -> None:
+    got = served.client().responses.parse(model="tested", input="Hello", text_format=Place)
+    assert isinstance(got.output_parsed, Place)
+    with pytest.raises(openai.BadRequestError) as info:
+        form: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}
+        served.client().responses.create(model="tested", input="Hello", text=form)
+    assert info.value.param == "text"

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridrt.chat.events import ChatMessage
+from hybridrt.chat.registry import TOOL_PARSERS
 from tests.support.chat_samples import DALLAS, SAMPLES, TOOLS, Sample
 from tests.support.http_server import Served, serving
 from tests.support.scripted_llm import Scripted, scripted
@@ -83,8 +84,11 @@ def test_streams_add_up_to_the_answer_that_is_no_stream(sample: Sample, served: 
     assert details is not None and bool(details.reasoning_tokens) == ("<think>" in sample.text)
     content, reasoning, streamed, reason, _ = assembled(served.client().chat.completions.create(stream=True, **ask))
     assert (content, reasoning, streamed, reason) == (
-        message.content or "", getattr(message, "reasoning_content", ""), calls, whole.choices[0].finish_reason
-    )  # fmt: skip
+        message.content or "",
+        getattr(message, "reasoning_content", ""),
+        calls,
+        whole.choices[0].finish_reason,
+    )
 
 
 def test_no_delta_holds_half_a_character_or_a_tag(served: Served, speaker: Scripted) -> None:
@@ -106,9 +110,10 @@ def test_history_with_calls_choices_and_effort(served: Served, speaker: Scripted
     client = served.client()
     call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     talk: list[Any] = [
-        *ASK, {"role": "assistant", "content": None, "tool_calls": [call]},
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
-    ]  # fmt: skip
+    ]
     create: Any = client.chat.completions.create
     once = create(model="tested", messages=talk, tools=TOOLS, parallel_tool_calls=False, reasoning_effort="low")
     assert len(once.choices[0].message.tool_calls) == 1
@@ -202,8 +207,6 @@ def test_a_system_prompt_is_computed_once(speaker: Scripted) -> None:
 
 
 def test_samples_cover_every_registered_format() -> None:
-    from hybridrt.chat.registry import TOOL_PARSERS
-
     assert {sample.parser for sample in SAMPLES} == set(TOOL_PARSERS.built_in)
     assert DALLAS["days"] == 3
 
@@ -213,32 +216,78 @@ plain = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.dictionaries(
-            st.sampled_from(["type", "function", "name", "parameters", "properties", "$ref", "$defs", "anyOf", "enum",
-                             "description", "strict", "arguments", "id", "a", "__class__"]), inner, max_size=4,
+            st.sampled_from(
+                [
+                    "type",
+                    "function",
+                    "name",
+                    "parameters",
+                    "properties",
+                    "$ref",
+                    "$defs",
+                    "anyOf",
+                    "enum",
+                    "description",
+                    "strict",
+                    "arguments",
+                    "id",
+                    "a",
+                    "__class__",
+                ]
+            ),
+            inner,
+            max_size=4,
         ),
     ),
     max_leaves=8,
-)  # fmt: skip
+)
 functions = st.fixed_dictionaries(
-    {"type": st.just("function"), "function": st.fixed_dictionaries({"name": st.sampled_from(["f", "g", "{{x}}", "</tool>"])},
-     optional={"parameters": plain, "strict": st.booleans(), "description": plain})}
-)  # fmt: skip
+    {
+        "type": st.just("function"),
+        "function": st.fixed_dictionaries(
+            {"name": st.sampled_from(["f", "g", "{{x}}", "</tool>"])},
+            optional={"parameters": plain, "strict": st.booleans(), "description": plain},
+        ),
+    }
+)
 choices = st.one_of(st.sampled_from([None, "auto", "none", "required"]), plain)
 histories = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool", "system"]), "content": st.text(max_size=5)},
-                          optional={"tool_calls": plain, "name": plain, "reasoning_content": plain}),
-    min_size=1, max_size=3,
-)  # fmt: skip
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "tool", "system"]), "content": st.text(max_size=5)},
+        optional={"tool_calls": plain, "name": plain, "reasoning_content": plain},
+    ),
+    min_size=1,
+    max_size=3,
+)
 
 
 def attack(served: Served, speaker: Scripted, examples: int) -> None:
     """Odd tools, choices, histories and answers: an answer or a 4xx, and nothing left behind."""
     syntax = st.sampled_from(
-        ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {', '"a": ', "}", "[", "<function=f>", "<parameter=a>",
-         "\n", "</think>", "<think>", "'", '"', "\\u12", "é", "<|tool_call_start|>[f(a=", ")]", "1e5", "<TOOLCALL>["]
-    )  # fmt: skip
+        [
+            "<tool_call>",
+            "</tool_call>",
+            '{"name": "f", "arguments": {',
+            '"a": ',
+            "}",
+            "[",
+            "<function=f>",
+            "<parameter=a>",
+            "\n",
+            "</think>",
+            "<think>",
+            "'",
+            '"',
+            "\\u12",
+            "é",
+            "<|tool_call_start|>[f(a=",
+            ")]",
+            "1e5",
+            "<TOOLCALL>[",
+        ]
+    )
     answers = st.lists(st.one_of(syntax, st.text(max_size=4)), max_size=12).map("".join)
-    parsers = st.sampled_from(["hermes", "nemotron", "jamba", "granite", "lfm2", "qwen3_coder"])
+    parsers = st.sampled_from(sorted(TOOL_PARSERS.built_in))
 
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(parsers, histories, st.lists(st.one_of(functions, plain), max_size=2), choices, answers, st.booleans())
@@ -257,9 +306,9 @@ def attack(served: Served, speaker: Scripted, examples: int) -> None:
 
 
 def test_odd_tools_and_answers(served: Served, speaker: Scripted) -> None:
-    attack(served, speaker, 40)
+    attack(served, speaker, 25)
 
 
 @pytest.mark.slow
 def test_more_odd_tools_and_answers(served: Served, speaker: Scripted) -> None:
-    attack(served, speaker, 400)
+    attack(served, speaker, 120)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridrt.sampling_params import SamplingParams
+from hybridrt.speculative import draft_model
+from hybridrt.speculative.drafter import AdaptiveDrafter
 from tests.speculative.test_schedules import SCRIPTS, WITH_HEADS, Rigs, filters, make_drafter
+from tests.support.checkpoints import VOCAB
 from tests.support.levels import drawn
+from tests.support.samples import Samples
 from tests.support.speculation import LENGTH, PAGE, Ask, Rig, assert_same, sample_seed
 
 # (model, how states are kept, drafts at one place, who drafts); nobody drafts for None.
@@ -129,3 +134,50 @@ def test_cached_equals_uncached(
 
     play()
     assert hits > 2 * examples, "tokens that needed no computing"
+
+
+@pytest.mark.parametrize(("name", "other"), [("gdn", "mamba2"), ("mamba2", "attention")])
+def test_a_hit_costs_the_draft_model_its_new_tokens(
+    name: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next turn goes on in the row of the last one. A prompt whose row is gone, or another's, is read late."""
+    monkeypatch.setattr(draft_model, "LATE_TOKENS", 6)
+    rigs = Rigs(tmp_path)
+    rig = Rig(rigs.path(name), drafts=3, rows=2, cache_slots=9, method="draft", draft_model=str(rigs.path(other)))
+    drafter = draft_model.DraftModelDrafter(rig.config, rig.runner.memory_plan, VOCAB)
+    computed, launch = list[tuple[int, int]](), drafter.runner.launch
+    monkeypatch.setattr(
+        drafter.runner,
+        "launch",
+        lambda plan: computed.extend((row.computed, len(row.tokens)) for row in plan.extend) or launch(plan),
+    )
+    engine, found = rig.engine(AdaptiveDrafter(drafter, 3, patience=5)), Samples()
+
+    def ask(prompt: list[int], **params: Any) -> list[int]:
+        computed.clear()
+        engine.add_request(prompt, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, **params), "r")
+        while engine.has_unfinished():
+            found.add(engine.step())
+        (wanted,) = (
+            rigs.plain(name)
+            .futures([Ask(prompt, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, seed=0))])
+            .values()
+        )
+        sample = found.pop(("r", 0))
+        assert sample.error is None, sample.error.__cause__
+        assert sample.token_ids == wanted.token_ids[:8]
+        return sample.token_ids
+
+    text = [7 * i % 131 for i in range(30)]
+    answer = ask(text)
+    assert computed[0] == (0, 30 + 1)
+    ask([*text, *answer, 5, 6])
+    known = 30 + 7
+    assert computed[0][0] <= known and sum(computed[0]) == 30 + 8 + 2 + 1 and computed[0][1] <= 8
+    ask([*text, *answer, 5, 9], cache_salt="other")
+    assert computed[0] == (0, 30 + 8 + 2 + 1), "another's row"
+    for start in (60, 90):
+        ask([start] * 5)  # both rows hold something else now
+    ask([*text, *answer, 5, 6])
+    late = known - 6
+    assert computed[0][0] == 0 and computed[0][1] <= 30 + 8 + 2 + 1 - late

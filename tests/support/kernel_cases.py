@@ -367,6 +367,45 @@ def chunk_gated_delta_rule(prompts: Prompts) -> Case:
     return Case("chunk_gated_delta_rule", args, {"states": prompts.used_slots}, decode=False)
 
 
+def kda_weights(shape: StateShape) -> dict[str, Tensor]:
+    """Decays from 0.999 to 0.2 a token, and a few that are stronger."""
+    heads, _, keys = shape.temporal
+    rates = torch.linspace(1.0, 16.0, heads).log()
+    return {"A_log": rates, "dt_bias": normal(heads, keys, dtype=torch.float32) - 4.5}
+
+
+def kda_tokens(shape: StateShape, tokenwise: Callable[..., list[Tensor]]) -> dict[str, Tensor]:
+    """Behind the conv, with raw gates."""
+    heads, _, keys = shape.temporal
+    qkv, a, b = tokenwise(shape.conv_dim, heads * keys, heads)
+    q, k, v = split_qkv(qkv, torch.empty(1, *shape.temporal, device="meta"))
+    return {"q": q, "k": k, "v": v, "g": a.unflatten(-1, (heads, keys)), "beta": b} | kda_weights(shape)
+
+
+def kda_decode(rows: DecodeRows, mode: str) -> Case:
+    shape, (heads, _, keys) = rows.shape, rows.shape.temporal
+    qkv, a, b = rows.tokenwise(shape.conv_dim, heads * keys, heads)
+    args, pools = rows.state_args(mode, log_decay_gate)
+    args |= {
+        "qkv": qkv, "a": a.unflatten(-1, (heads, keys)), "b": b, "conv": rows.conv(), **rows.slot_args(),
+        "start_positions": rows.positions, "weight": conv_weights(shape)["weight"], "bias": None,
+    }  # fmt: skip
+    return Case("gdn_decode", args | kda_weights(shape), pools | {"conv": rows.used_slots})
+
+
+def kda_recurrent(rows: DecodeRows, mode: str) -> Case:
+    args, pools = rows.state_args(mode, log_decay_gate)
+    args |= kda_tokens(rows.shape, rows.tokenwise) | rows.slot_args()
+    if mode == "intermediate":  # a tree: each node under the one before the last
+        args["parents"] = int32([[max(t - 2, -1) for t in range(rows.tokens)]] * rows.batch)
+    return Case("recurrent_gated_delta_rule", args, pools)
+
+
+def chunk_kda(prompts: Prompts, lower_bound: float | None = None) -> Case:
+    args = kda_tokens(prompts.shape, prompts.tokenwise) | prompts.scan_args() | {"lower_bound": lower_bound}
+    return Case("chunk_gated_delta_rule", args, {"states": prompts.used_slots}, decode=False)
+
+
 def gdn_gates(config: ModelConfig) -> Case:
     heads = gdn_of(config).num_v_heads
     a, b, _ = normal(300, 2 * heads + 5).split([heads, heads, 5], -1)

@@ -20,7 +20,8 @@ def paged(
 ) -> tuple[dict[str, Any], list[int]]:
     """KV caches with shuffled pages for rows of these lengths; what lies past them is large. And the pages used."""
     shape = (PAGES + 1, PAGE_SIZE, config.num_kv_heads, config.head_dim)
-    caches = {name: torch.full(shape, 1e4, dtype=torch.bfloat16) for name in ("k_cache", "v_cache")}
+    held = ("k_cache",) if config.latent else ("k_cache", "v_cache")
+    caches = {name: torch.full(shape, 1e4, dtype=torch.bfloat16) for name in held}
     table = torch.full((len(seq_lens) + 1, max_context), -(2**30), dtype=torch.int32)
     free, used = torch.randperm(PAGES).add(1).tolist(), []
     for row, length in enumerate(seq_lens, 1):
@@ -31,6 +32,8 @@ def paged(
             for cache in caches.values():
                 cache[page, :count] = normal(count, *shape[2:])
     table[0] = 0
+    if config.latent:
+        caches["v_cache"] = caches["k_cache"][..., : config.v_head_dim]
     return caches | {"req_to_token": table.to(torch.get_default_device())}, used
 
 
@@ -60,6 +63,38 @@ def attention_extend(config: AttentionConfig, new: list[int], sliding_window: in
         "scale": config.head_dim**-0.5, "query_lens": new, "seq_lens_host": lengths, "sliding_window": sliding_window,
     }  # fmt: skip
     return Case("attention_extend", args, decode=False)
+
+
+def latent_weights(config: AttentionConfig) -> dict[str, Any]:
+    assert config.latent is not None
+    heads, dims = config.num_heads, config.latent
+    up_k, up_v = (
+        normal(heads, dims.nope_dim, dims.rank),
+        normal(heads, dims.rank, dims.value_dim, scale=dims.rank**-0.5),
+    )
+    norm = 1 + normal(dims.rank, scale=0.2, dtype=torch.float32)
+    return {"up_k": up_k * dims.rank**-0.5, "up_v": up_v, "norm": norm, "norm_eps": 1e-6}
+
+
+def latent_extend(config: AttentionConfig, new: list[int]) -> Case:
+    assert config.latent is not None
+    args = attention_extend(config, new).args
+    q = normal(sum(new), config.num_heads, config.latent.nope_dim + config.latent.rope_dim)
+    return Case("latent_extend", args | {"q": q, "scale": config.scale} | latent_weights(config), decode=False)
+
+
+def write_latent(config: AttentionConfig, rotated: bool) -> Case:
+    dims, tokens, angles = config.latent, 50, torch.rand(4000, 32) * 6.28
+    assert dims is not None
+    widths = [config.num_heads * (dims.nope_dim + dims.rope_dim), dims.rank + dims.rope_dim]
+    q, k = normal(tokens, sum(widths)).split(widths, -1)
+    caches, written = kv_write(config, tokens)
+    args = {
+        "q": q.unflatten(-1, (config.num_heads, -1)), "k": k, "positions": torch.randint(0, 4000, (tokens,)),
+        "cos_sin": torch.cat((angles.cos(), angles.sin()), -1) if rotated else None, "cache": caches["k_cache"],
+        "out_cache_loc": caches["out_cache_loc"],
+    }  # fmt: skip
+    return Case("write_latent", args | latent_weights(config), {"cache": written["k_cache"]}, consumed=("q",))
 
 
 def rotary(op: str, config: ModelConfig) -> Case:

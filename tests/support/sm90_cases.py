@@ -199,20 +199,19 @@ def delta_net_step(batch: int, tokens: int, mode: str, state: torch.dtype) -> Ca
 
 
 def kimi_delta() -> Cases:
-    """Kimi-Linear's and Ling-3's heads: 32 of 128 channels, the latter with a safe gate."""
+    """Heads of Kimi-Linear and Ling-3: 32 of 128 channels."""
     heads, width = 32, 32 * DIM
     weights = {"A_log": f32(heads), "dt_bias": f32(heads, DIM)}
     for batch, tokens, state, more in (
         (128, 1, torch.float32, {}),
         (128, 1, torch.bfloat16, {}),
-        (1, 1, torch.bfloat16, {"lower_bound": -5.0}),
         (32, 5, torch.float32, stored(32, 5, heads, DIM, DIM)),
     ):
         qkv, a, b = meta(batch, tokens, 4 * width + heads).split([3 * width, width, heads], -1)
         args = {"qkv": qkv, "a": a.unflatten(-1, (heads, DIM)), "b": b} | weights | conv(3 * width, batch)
         states = {"bias": None, "states": meta(300, heads, DIM, DIM, dtype=state)}
         yield "gdn_decode", args | states | more
-    for rows, length, more in ((1, 8192, {}), (16, 2048, {"lower_bound": -5.0})):
+    for rows, length in ((1, 8192), (16, 2048)):
         q, k, v, a = meta(rows * length, 4, heads, DIM).unbind(1)
         inputs = {
             "q": q,
@@ -222,7 +221,7 @@ def kimi_delta() -> Cases:
             "beta": meta(rows * length, heads),
             "states": f32(300, heads, DIM, DIM),
         }
-        yield "chunk_gated_delta_rule", inputs | weights | more | prompts(rows, length, 64)
+        yield "chunk_gated_delta_rule", inputs | weights | prompts(rows, length, 64)
 
 
 def attention() -> Cases:
@@ -324,7 +323,7 @@ def skinny_linear() -> Cases:
 
 
 def everything_else() -> Cases:
-    for cases in (attention, elementwise, sampling, delta_net, experts):
+    for cases in (attention, elementwise, sampling, delta_net, kimi_delta, experts):
         yield from cases()
 
 

@@ -36,6 +36,12 @@ def delta(*lead: int) -> Args:
     return tokens | {"g": f32(*lead, H), "beta": f32(*lead, H), "states": f32(SLOTS, H, P, N)}
 
 
+def by_channel(*lead: int) -> Args:
+    """Kimi Delta Attention."""
+    keys = meta(*lead, H, N)
+    return delta(*lead) | {"q": keys, "k": keys, "g": meta(*lead, H, N)}
+
+
 def conv(channels: int) -> Args:
     return {"weight": meta(channels, K), "conv": meta(SLOTS, channels, 8), "bias": None}
 
@@ -83,6 +89,13 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     yield "gdn_decode", qkv | RING | CURSORS, {"bias": meta(2 * G * N + H * P)}
     yield "recurrent_gated_delta_rule", delta(B, T) | SLOT_ARGS, stored | parents
     yield "chunk_gated_delta_rule", delta(TOKENS) | PROMPTS, {}
+    raw = {"A_log": f32(H), "dt_bias": f32(H, N), "lower_bound": -5.0}
+    yield "recurrent_gated_delta_rule", by_channel(B, T) | SLOT_ARGS, stored | parents | raw
+    yield "chunk_gated_delta_rule", by_channel(TOKENS) | PROMPTS, raw
+    tokens, wide = {"a": meta(B, T, H, N), "b": meta(B, T, H)}, 2 * H * N + H * P
+    kda = {"qkv": meta(B, T, wide), "states": f32(SLOTS, H, P, N)} | conv(wide) | step | tokens | raw
+    yield "gdn_decode", kda, {"bias": meta(wide)} | stored
+    yield "gdn_decode", kda | {name: kda[name][:, :1] for name in ("qkv", "a", "b")}, {"bias": meta(wide)}
     sums = {"states": f32(SLOTS, H)} | SLOT_ARGS
     yield "prefix_sum_varlen", sums | {"x": meta(TOKENS, H), "query_start_loc": STARTS}, {}
     stored_sums = {"stored": f32(SLOTS, T, H), "rows": ROWS}
@@ -124,6 +137,7 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     yield "add_rms_norm", {"x": x, "residual": meta(TOKENS, 64), "weight": weight, "eps": 1e-5}, {}
     grouped = {"gate": x, "group_size": 32, "norm_before_gate": True}
     yield "gated_rms_norm", {"x": x, "weight": weight, "eps": 1e-5} | grouped, {"norm_before_gate": False}
+    yield "gated_rms_norm", {"x": x, "weight": weight, "eps": 1e-5} | grouped | {"activation": "sigmoid"}, {}
     yield from ((op, {"x": x}, {}) for op in ("silu_and_mul", "relu2"))
     yield "sigmoid_mul", {"x": x, "gate": x}, {}
     for tokens in (1, 3):

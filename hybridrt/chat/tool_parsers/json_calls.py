@@ -1,10 +1,12 @@
 """Calls as JSON objects with a name and arguments: what several formats have in common."""
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
+from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
+from hybridrt.chat.schemas import calls, one_call
 from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.values import read_string, read_text, read_value
 
@@ -20,9 +22,10 @@ class JsonCalls(ToolParser):
 
     listed: ClassVar[bool] = True
 
-    def section_schema(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        call = {"anyOf": list(calls)}
-        return {"type": "array", "items": call, "minItems": 1} if self.listed else call
+    def section_rules(self, tools: Sequence[Tool]) -> Sequence[str] | None:
+        call = one_call(tools)
+        schema = {"type": "array", "items": call, "minItems": 1} if self.listed else call
+        return [f"section: %json {calls(tools, schema)}"]
 
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
         yield from scanner.space()

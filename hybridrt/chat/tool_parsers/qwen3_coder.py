@@ -14,10 +14,12 @@ tag, the end of a parameter.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
+from hybridrt.chat.schemas import LITTLE_SPACE, json_text, resolved
 from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.values import MAX_NAME, escaped, read_value
 
@@ -27,6 +29,9 @@ _TYPES: dict[str, Any] = {
     "string": str, "object": dict, "array": list, "integer": int, "number": (int, float), "boolean": bool,
     "null": type(None),
 }  # fmt: skip
+# Rules of grammars: what a function without a strict schema holds, and text as a parameter.
+_FREE = r"free[lazy]: /(?s:.*)<\/function>/"
+_TEXT = r"value[lazy]: /(?s:.*)\n<\/parameter>\n/"
 
 
 class Qwen3Coder(ToolParser):
@@ -36,20 +41,27 @@ class Qwen3Coder(ToolParser):
     closes = ("</tool_call>",)
     markers = ("<function=", "<parameter=")
 
+    def section_rules(self, tools: Sequence[Tool]) -> Sequence[str] | None:
+        """Parameters come in the schema's order. Enumerations of text are enforced, its length and patterns are not."""
+        calls = [_call_rule(tool, f"call{i}") for i, tool in enumerate(tools)]
+        names = " | ".join(f"call{i}" for i in range(len(tools)))
+        return [f"section: {names}", *calls, _FREE, _TEXT]
+
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
         if opened != "<function=":
             yield from scanner.space()
             yield from scanner.expect("<function=")
-        name = yield from _name(scanner)
-        properties = _properties(self.tools.get(name))
+        name = yield from scanner.name(">", MAX_NAME)
+        schema = self.tools.get(name, {})
+        properties = _properties(schema)
         yield from scanner.space()
         found = yield from scanner.expect("<parameter=", "</function>")
         sink.begin(name)
         before = "{"
         while found == "<parameter=":
-            key = yield from _name(scanner)
+            key = yield from scanner.name(">", MAX_NAME)
             sink.arguments(f'{before}"{escaped(key)}": ')
-            found = yield from _parameter(scanner, sink, _types(properties.get(key)))
+            found = yield from _parameter(scanner, sink, _types(properties.get(key), schema))
             before = ", "
             if found == "</parameter>":
                 yield from scanner.space()
@@ -58,21 +70,6 @@ class Qwen3Coder(ToolParser):
                     raise Malformed  # cut off: further parameters may be missing
         sink.arguments("{}" if before == "{" else "}")
         sink.end()
-
-
-def _name(scanner: Scanner) -> Step[str]:
-    pieces = list[str]()
-
-    def add(text: str) -> None:
-        pieces.append(text)
-        if sum(map(len, pieces)) > MAX_NAME:
-            raise Malformed("".join(pieces))
-
-    found = yield from scanner.until((">", "\n"), add)
-    name = "".join(pieces).strip()
-    if found != ">" or not name:
-        raise Malformed("".join(pieces) + found)
-    return name
 
 
 def _parameter(scanner: Scanner, sink: CallSink, types: set[str]) -> Step[str]:
@@ -94,7 +91,7 @@ def _parameter(scanner: Scanner, sink: CallSink, types: set[str]) -> Step[str]:
 
 def _converted(text: str, types: set[str]) -> str:
     """JSON text of a value: of one of the types if it can be read as one, else of a string."""
-    found = _as_json(text.strip())
+    found = _asjson_text(text.strip())
     if found is not None:
         value = json.loads(found)
         if any(_is(value, name) for name in types - {"string"}):
@@ -104,7 +101,7 @@ def _converted(text: str, types: set[str]) -> str:
     return f'"{escaped(text)}"'
 
 
-def _as_json(text: str) -> str | None:
+def _asjson_text(text: str) -> str | None:
     """A value in JSON or Python's syntax as JSON text; None if it is neither."""
     if text.lower() in ("true", "false", "null"):
         return text.lower()
@@ -123,13 +120,39 @@ def _is(value: object, name: str) -> bool:
     return isinstance(value, _TYPES.get(name, ())) and not (isinstance(value, bool) and name in ("integer", "number"))
 
 
-def _properties(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    found = schema.get("properties") if schema is not None else None
+def _call_rule(tool: Tool, rule: str) -> str:
+    if not tool.strict:
+        return f"{rule}: {json_text(f'<function={tool.name}>')} free"
+    required = tool.parameters.get("required")
+    parts = [
+        _parameter_rule(key, schema, tool.parameters) + ("" if isinstance(required, list) and key in required else "?")
+        for key, schema in _properties(tool.parameters).items()
+    ]
+    return " ".join([f"{rule}:", json_text(f"<function={tool.name}>\n"), *parts, '"</function>"'])
+
+
+def _parameter_rule(key: str, schema: Any, root: Mapping[str, Any]) -> str:
+    schema = resolved(schema, root)
+    options, types = schema.get("enum") if isinstance(schema, Mapping) else None, _types(schema, root)
+    end = json_text("\n</parameter>\n")
+    if types == {"string"} and isinstance(options, list) and options:
+        value = f"({' | '.join(map(json_text, options))}) {end}"
+    elif not types or "string" in types:
+        value = "value"
+    else:
+        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        value = f"%json {json_text({**definitions, **schema, 'x-guidance': LITTLE_SPACE})} {end}"
+    return f"({json_text(f'<parameter={key}>' + chr(10))} {value})"
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = schema.get("properties")
     return found if isinstance(found, Mapping) else {}
 
 
-def _types(schema: object, depth: int = 0) -> set[str]:
-    """Types that a schema names, in its alternatives, too. Empty: nothing is known."""
+def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """Types that a part of the schema `root` names, in its alternatives, too. Empty: nothing is known."""
+    schema = resolved(schema, root)
     if not isinstance(schema, Mapping) or depth > 4:
         return set()
     named = schema.get("type")
@@ -138,7 +161,7 @@ def _types(schema: object, depth: int = 0) -> set[str]:
     for key in ("anyOf", "oneOf", "allOf"):
         options = schema.get(key)
         for option in options if isinstance(options, list) else ():
-            found |= _types(option, depth + 1)
+            found |= _types(option, root, depth + 1)
     if not found and isinstance(schema.get("enum"), list):
         found = {name for name in _TYPES for value in schema["enum"] if _is(value, name)}
     return found

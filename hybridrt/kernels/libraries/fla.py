@@ -1,26 +1,70 @@
-"""The chunked gated delta rule of flash-linear-attention."""
+"""The gated delta rule of flash-linear-attention: chunks, and steps of Kimi Delta Attention."""
 
 from itertools import accumulate
+from typing import Any
 
 import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_chunk_gated_delta_rule
+from fla.ops.kda import chunk_kda, fused_recurrent_kda
 from torch import Tensor
 
-from hybridrt.kernels.records import DeltaInputs, Prompts, StateSlots
-from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
+from hybridrt.kernels.gated_delta_rule import with_gates
+from hybridrt.kernels.libraries.common import refuse
+from hybridrt.kernels.records import DeltaInputs, GateWeights, Prompts, StateSlots
+from hybridrt.kernels.slots import initial_states, live_tokens, pad_mask, read_rows, write_rows
+
+LIBRARY = "flash-linear-attention"
 
 
-def chunk_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, prompts: Prompts) -> Tensor:
+def chunk_gated_delta_rule(
+    inputs: DeltaInputs, state: StateSlots, prompts: Prompts, weights: GateWeights | None = None
+) -> Tensor:
     """`chunk_gated_delta_rule`; its chunks start with the row, wherever the prefix ended."""
     (states, read_slots, write_slots, _), (query_start_loc, has_initial_state, plan) = state, prompts
     v, real = inputs.v, plan.num_tokens
-    y, after = fla_chunk_gated_delta_rule(
+    options = _gates(weights) if _by_channel(inputs) else {}
+    if not options:
+        inputs = with_gates(inputs, weights)
+    chunks = chunk_kda if _by_channel(inputs) else fla_chunk_gated_delta_rule
+    y, after = chunks(
         *(t[None, :real].contiguous() for t in inputs),
         initial_state=initial_states(states, read_slots, has_initial_state), output_final_state=True,
         use_qk_l2norm_in_kernel=True, state_v_first=True, cu_seqlens=query_start_loc.long(),
-        cu_seqlens_cpu=torch.tensor([*accumulate(plan.lengths, initial=0)]),
+        cu_seqlens_cpu=torch.tensor([*accumulate(plan.lengths, initial=0)]), **options,
     )  # fmt: skip
     write_rows(states, write_slots, after)
     out = v.new_zeros(v.shape)
     out[:real] = y[0]
-    return out.masked_fill_(~live_tokens(read_slots, query_start_loc, v.shape[0])[:, None, None], 0.0)
+    return out.masked_fill(~live_tokens(read_slots, query_start_loc, v.shape[0])[:, None, None], 0.0)
+
+
+def recurrent_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, weights: GateWeights | None = None) -> Tensor:
+    """`recurrent_gated_delta_rule` of Kimi Delta Attention."""
+    states, read_slots, write_slots, intermediate = state
+    refuse(
+        LIBRARY, "recurrent step",
+        None if _by_channel(inputs) else "it takes a decay for each channel",
+        None if intermediate is None else "it stores no state after each token",
+    )  # fmt: skip
+    out, after = fused_recurrent_kda(
+        *(t.contiguous() for t in inputs), initial_state=read_rows(states, read_slots).float(),
+        output_final_state=True, use_qk_l2norm_in_kernel=True, state_v_first=True, **_gates(weights),
+    )  # fmt: skip
+    write_rows(states, write_slots, after)
+    result: Tensor = out.masked_fill(pad_mask(read_slots, 4), 0.0)
+    return result
+
+
+def _by_channel(inputs: DeltaInputs) -> bool:
+    return inputs.g.ndim > inputs.beta.ndim
+
+
+def _gates(weights: GateWeights | None) -> dict[str, Any]:
+    """How KDA's functions are told to compute gates themselves; nothing where there are no weights."""
+    if weights is None:
+        return {}
+    return {
+        "A_log": weights.A_log, "dt_bias": weights.dt_bias.flatten(), "lower_bound": weights.lower_bound,
+        "safe_gate": weights.lower_bound is not None, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+        "allow_neg_eigval": weights.beta_scale == 2.0,
+    }  # fmt: skip

@@ -1,7 +1,32 @@
-"""Device functions that the chunked delta rules share: masks of tiles, and the inverse of a unit triangular matrix."""
+"""What the kernels of the chunked delta rules share: a record for the second launch, masks, a triangular inverse."""
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+class PreparedChunks(NamedTuple):
+    """What does not depend on the state, of n chunks of up to Q tokens: the first arguments of the pass over them.
+
+    Attributes:
+        q, k: `[T, Hk, K]` as they came, or scaled by what is left of the state before the chunk when they meet it.
+        k_left: `[T, Hk, K]` scaled by what the chunk's end leaves of what a token adds; None for q and k as they came.
+        v: `[T, Hv, V]`.
+        solved, scores: `[n, Hv, Q, Q]` in v's dtype.
+        factors: `[n, Hv, 3, Q]` float32 of k and q as they came; None for scaled ones.
+        decay: `[n, Hv]` or `[n, Hv, K]` float32, of the whole chunk.
+    """
+
+    q: Tensor
+    k: Tensor
+    k_left: Tensor | None
+    v: Tensor
+    solved: Tensor
+    scores: Tensor
+    factors: Tensor | None
+    decay: Tensor
 
 
 @triton.jit

@@ -1,0 +1,74 @@
+"""JSON schemas of tools, as parts of larger schemas."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridrt.chat.conversation import Tool
+from hybridrt.errors import RequestError
+
+# What llguidance takes for white space between a schema's tokens: models write calls in one line, or nearly so.
+LITTLE_SPACE = {"whitespace_pattern": r"[\x20\x0A]{1,2}"}
+_MOST_REFERENCES = 8
+
+
+def one_call(tools: Sequence[Tool]) -> dict[str, Any]:
+    """Schema of {"name", "arguments"} for any of the tools. Its references need `definitions` at the root."""
+    return {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.name}, "arguments": {"$ref": f"#/$defs/{i}"}},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for i, tool in enumerate(tools)
+        ]
+    }
+
+
+def definitions(tools: Sequence[Tool]) -> dict[str, Any]:
+    """Each tool's schema by its number, for `$defs`. One without properties takes no arguments."""
+    found = {}
+    for i, tool in enumerate(tools):
+        schema = {"type": "object", **tool.parameters}
+        if not schema.get("properties"):
+            schema.setdefault("additionalProperties", False)
+        try:
+            found[str(i)] = _moved(schema, f"#/$defs/{i}")
+        except RecursionError:
+            raise RequestError(f"the parameters of {tool.name} are nested too deeply", "tools") from None
+    return found
+
+
+def calls(tools: Sequence[Tool], schema: Mapping[str, Any]) -> str:
+    """Text of a schema that is made of `one_call`, in one piece."""
+    return json_text({**schema, "$defs": definitions(tools), "x-guidance": LITTLE_SPACE})
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """A part of the schema `root`, with what it refers to in place of a reference."""
+    for _ in range(_MOST_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str) or reference[:2] != "#/":
+            break
+        schema = root
+        for key in reference[2:].split("/"):
+            schema = schema.get(key.replace("~1", "/").replace("~0", "~"), {}) if isinstance(schema, Mapping) else {}
+    return schema
+
+
+def json_text(value: Any) -> str:
+    """JSON text."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that stands at `place` of a larger one: its references begin there."""
+    if isinstance(schema, list):
+        return [_moved(entry, place) for entry in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {key: _moved(value, place) for key, value in schema.items()}
+    reference = moved.get("$ref")
+    return moved | ({"$ref": place + reference[1:]} if isinstance(reference, str) and reference[:1] == "#" else {})

@@ -1,0 +1,61 @@
+"""The help groups options by what they set, and shells complete them."""
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hybridrt.cli.app import app
+from hybridrt.cli.bench import LoadOptions
+from hybridrt.cli.options import EngineOptions, SamplingOptions, SpeculativeOptions
+from hybridrt.cli.serve import ServerOptions
+
+COMMAND = [sys.executable, "-c", "from hybridrt.cli import main; main()"]
+
+
+def panels(*command: str) -> dict[str, set[str]]:
+    """The long options of a command's help by the heading above them."""
+    found: dict[str, set[str]] = {}
+    for line in CliRunner().invoke(app, [*command, "--help"]).stdout.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            found[line[:-1]] = set()
+        elif line.startswith("  -"):
+            found[list(found)[-1]] |= {word.strip(",/") for word in line.split() if word.startswith("--")}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "groups"),
+    [
+        (["serve"], {"Server": ServerOptions, "Engine": EngineOptions, "Speculation": SpeculativeOptions}),
+        (["generate"], {"Sampling": SamplingOptions, "Engine": EngineOptions, "Speculation": SpeculativeOptions}),
+        (["bench", "offline"], {"Load": LoadOptions, "Engine": EngineOptions}),
+        (["bench", "serve"], {"Load": LoadOptions}),
+    ],
+)
+def test_options_stand_under_what_they_set(command: list[str], groups: dict[str, Any]) -> None:
+    shown = panels(*command)
+    assert "--help" in shown["Options"] and [title for title in shown if title in groups] == list(groups)
+    for title, group in groups.items():
+        plural = {field.name.replace("_", "-").rstrip("s") for field in fields(group)}
+        assert {option[2:].removeprefix("no-").rstrip("s") for option in shown[title]} >= plural, title
+
+
+def hybridrt(home: Path, *arguments: str, **environment: str) -> str:
+    variables = os.environ | {"HOME": str(home)} | environment
+    return subprocess.run([*COMMAND, *arguments], env=variables, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_shell_is_told_to_complete(tmp_path: Path) -> None:
+    """Names of options come from the command line itself, which imports no torch for them."""
+    hybridrt(tmp_path, "--install-completion", "bash")
+    script = tmp_path / ".bash_completions" / "hybridrt.sh"
+    assert str(script) in (tmp_path / ".bashrc").read_text()
+    assert "_HYBRIDRT_COMPLETE=complete_bash" in script.read_text()
+    asked = {"_HYBRIDRT_COMPLETE": "complete_bash", "COMP_WORDS": "hybridrt serve --specul", "COMP_CWORD": "2"}
+    assert hybridrt(tmp_path, **asked).split() == ["--speculative"]
