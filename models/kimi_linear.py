@@ -50,21 +50,19 @@ class KimiLinearForCausalLM(CausalLM):
         else:
             kda = config.linear_of(KDAConfig)
             mixer = KDAMixer(f"{name}.kda", kda, layer_id, hidden, hf.rms_norm_eps, build=build)
-        ffn: Any = MLP(f"{name}.mlp", hidden, hf.intermediate_size, build=build) if spec.ffn == "mlp" else None
-        ffn = ffn or self._moe(f"{name}.moe")
+        ffn: Any = self._moe(f"{name}.moe") if spec.ffn == "moe" else self._mlp(f"{name}.mlp")
         return [
             ResidualPart("input_layernorm", "self_attn", mixer),
             ResidualPart("post_attention_layernorm", "mlp", ffn),
         ]
 
+    def _mlp(self, name: str) -> MLP:
+        return MLP(name, self.config.hidden_size, self.config.hf.intermediate_size, build=self.build)
+
     def _moe(self, name: str) -> MoE:
         """Routed SwiGLU experts, chosen within the best groups by corrected sigmoid scores, beside a shared one."""
-        hf, hidden, size, build = (
-            self.config.hf,
-            self.config.hidden_size,
-            self.config.hf.moe_intermediate_size,
-            self.build,
-        )
+        hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
+        size = hf.moe_intermediate_size
         router = SigmoidGroupRouter(
             f"{name}.router", hidden, hf.num_local_experts, top_k=hf.num_experts_per_tok, n_group=hf.n_group,
             topk_group=hf.topk_group, renormalize=hf.norm_topk_prob, scaling=float(hf.routed_scaling_factor),

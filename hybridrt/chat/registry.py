@@ -17,6 +17,7 @@ TOOL_PARSERS = Plugins(
         "granite": f"{_TOOLS}.granite:Granite",
         "hermes": f"{_TOOLS}.hermes:Hermes",
         "jamba": f"{_TOOLS}.jamba:Jamba",
+        "kimi_k2": f"{_TOOLS}.kimi_k2:KimiK2",
         "lfm2": f"{_TOOLS}.lfm2:Lfm2",
         "nemotron": f"{_TOOLS}.nemotron:Nemotron",
         "qwen3_coder": f"{_TOOLS}.qwen3_coder:Qwen3Coder",

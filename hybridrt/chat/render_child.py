@@ -14,6 +14,7 @@ import psutil
 from transformers.utils.chat_template_utils import render_jinja_template
 
 MAX_TEXT_BYTES = 1 << 27
+_LAST_SECONDS = 60.0  # the other process ends this one long before, unless it has gone itself
 # What renderings and their errors import is imported by these, while files can be opened.
 _FIRST = (
     "{{ strftime_now('%Y %B') }}{{ messages | tojson }}{{ messages | pprint }}{{ lipsum(1) }}{{ 'ä' | upper }}",
@@ -30,25 +31,25 @@ def main() -> None:
     """Reads `max_bytes` and answers requests until the other process closes its end."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     for template in _FIRST:
-        _answer({"template": template, "messages": [], "options": {}})
+        _answer(msgspec.msgpack.encode({"template": template, "messages": [], "options": {}}))
     max_bytes = int(sys.argv[1])
     limit = psutil.Process().memory_info().vms + max_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
     _write(answers, b"")
     while head := requests.read(4):
-        request = msgspec.msgpack.decode(requests.read(int.from_bytes(head, "little")))
-        signal.setitimer(signal.ITIMER_REAL, request["timeout"])  # also ends this process if the other one is gone
+        request = requests.read(int.from_bytes(head, "little"))
+        signal.setitimer(signal.ITIMER_REAL, _LAST_SECONDS)
         answer = _answer(request)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _write(answers, answer)
 
 
-def _answer(request: dict[str, Any]) -> bytes:
-    """ "+" and the text, "-" and an error, or "!" and one after which this process should not go on: where memory ran
-    out, anything may be half done."""
+def _answer(request: bytes) -> bytes:
+    """The text behind a plus sign; else an error behind a minus sign, or behind an exclamation mark if this process
+    should not go on: where memory ran out, anything may be half done."""
     try:
-        text = _render(request).encode()
+        text = _render(msgspec.msgpack.decode(request)).encode()
         if len(text) > MAX_TEXT_BYTES:
             raise ValueError(f"it makes {len(text)} bytes of text, more than {MAX_TEXT_BYTES}")
         return b"+" + text

@@ -46,7 +46,7 @@ class Renderer:
             CheckpointError: the template raises, or takes longer than TIMEOUT_S seconds or more memory than MAX_BYTES.
             RequestError: a message or an option is no plain data.
         """
-        request = {"template": template, "messages": messages, "options": options, "timeout": TIMEOUT_S + 5}
+        request = {"template": template, "messages": messages, "options": options}
         try:
             data = msgspec.msgpack.encode(request)
         except (TypeError, ValueError, OverflowError, RecursionError) as e:

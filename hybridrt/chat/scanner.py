@@ -144,6 +144,22 @@ class Scanner:
                 return ""
             yield
 
+    def name(self, end: str, most: int) -> Step[str]:
+        """The text before a literal, without spaces around it; the literal is read. Malformed if there is none, or more
+        than `most` characters."""
+        pieces = list[str]()
+
+        def add(piece: str) -> None:
+            pieces.append(piece)
+            if sum(map(len, pieces)) > most:
+                raise Malformed("".join(pieces))
+
+        found = yield from self.until((end,), add)
+        text = "".join(pieces)
+        if not found or not text.strip():
+            raise Malformed(text + found)
+        return text.strip()
+
 
 _SPACE = re.compile(r"\s*")
 

@@ -29,12 +29,12 @@ class CallSink:
         self.inside = False
         self._scanner, self._most = scanner, most
 
-    def begin(self, name: str) -> None:
-        """A call of the function `name`."""
+    def begin(self, name: str, call_id: str | None = None) -> None:
+        """A call of the function `name`; None: the call gets a new id."""
         self._scanner.release()
         self.inside = True
         self.count += 1
-        self._report(CallBegin(self.count - 1, f"call_{uuid.uuid4().hex[:24]}", name))
+        self._report(CallBegin(self.count - 1, call_id or f"call_{uuid.uuid4().hex[:24]}", name))
 
     def arguments(self, text: str) -> None:
         """A piece of the arguments' JSON text."""

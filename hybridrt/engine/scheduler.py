@@ -115,7 +115,10 @@ class Scheduler:
             self._schedule_decode(step, requests, rows, columns)
         decode = step.plan.decode
         tokens = max(self._chunk - len(decode) - len(decode.drafts), (self._chunk + 1) // 2)
-        budget = self._target.budget(tokens, decode) if self._target else ChunkBudget(tokens)
+        budget = ChunkBudget(tokens)
+        if self._target is not None and (prefilling or self.waiting):
+            since = self.waiting[0].metrics.arrival_time if self.waiting else None
+            budget = self._target.budget(tokens, decode, since)
         self._schedule_prefill(step, prefilling, budget, refuse)
         if not self._coordinator.seal(step.plan) and not step.rows:
             return None
@@ -281,7 +284,7 @@ class Scheduler:
         for earlier in admitted:
             if earlier.row is not None:  # it may just have been retracted
                 self._add_extend(step, earlier, budget)
-        while budget.room() and (request := self._next_waiting()) is not None:
+        while (request := self._next_waiting()) is not None and budget.room():
             stamp = request.arrival, len(self.running), *self._coordinator.room_stamp()
             if self._blocked == stamp:
                 break  # nothing has changed since the request was not admitted

@@ -25,6 +25,7 @@ class StepWork(NamedTuple):
         decode_tokens: decode rows and their drafts. decode_context: tokens in front of the decode rows, in all.
         prompt_rows, prompt_tokens: chunks of prompts, and their tokens.
         prompt_pairs: queries times keys of these chunks.
+        passes: in which the recurrent layers compute chunks again behind a state that is saved, in the row with most.
     """
 
     decode_tokens: int = 0
@@ -32,21 +33,22 @@ class StepWork(NamedTuple):
     prompt_rows: int = 0
     prompt_tokens: int = 0
     prompt_pairs: int = 0
+    passes: int = 0
 
     @classmethod
     def of(cls, plan: StepPlan) -> "StepWork":
         decode = plan.decode
         work = cls(len(decode) + len(decode.drafts), int(decode.computed.sum()))
         for row in plan.extend:
-            work = work.with_chunk(row.computed, len(row.tokens))
+            work = work.with_chunk(row.computed, len(row.tokens), len(row.saves))
         return work
 
-    def with_chunk(self, start: int, tokens: int) -> "StepWork":
-        """The same step with one more chunk, `tokens` behind the first `start` of a prompt."""
+    def with_chunk(self, start: int, tokens: int, saves: int = 0) -> "StepWork":
+        """The same step with one more chunk: `tokens` behind the first `start` of a prompt; it saves so many states."""
         pairs = tokens * start + tokens * (tokens + 1) // 2
         return StepWork(
             self.decode_tokens, self.decode_context, self.prompt_rows + 1, self.prompt_tokens + tokens,
-            self.prompt_pairs + pairs,
+            self.prompt_pairs + pairs, max(self.passes, saves),
         )  # fmt: skip
 
     @property
@@ -59,6 +61,7 @@ class StepWork(NamedTuple):
         return [
             *(float(self.kind == kind) for kind in _KINDS), *(float(max(tokens - knot, 0)) for knot in _KNOTS),
             float(self.decode_tokens), float(self.decode_context), float(self.prompt_rows), float(self.prompt_pairs),
+            float(self.passes),
         ]  # fmt: skip
 
 

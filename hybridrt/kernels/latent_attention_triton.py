@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -50,7 +51,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     """Grid [tokens, 1 or 2]: the first program of a token stores its latent vector, the second rotates its queries."""
     begin(PDL)
     t = tl.program_id(0).to(tl.int64)
-    if HALF > 0:
+    if HALF > 0:  # noqa: SIM102  # in one condition the branch would be compiled without cos_sin too
         if tl.program_id(1) == 1:
             h, position = tl.arange(0, BLOCK_H), tl.load(positions_ptr + t)
             x = q_ptr + t * q_st + NOPE + h * q_sh
@@ -95,15 +96,18 @@ def write_latent_triton(
 def latent_extend_triton(
     q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts, out: Tensor | None = None
 ) -> Tensor:
-    """`latent_extend`: absorbed for few tokens, decompressed for many, where there is the memory accelerator for it."""
-    if prefill.ample(q) and decompressed_pays(q, weights, batch.query_lens, batch.seq_lens_host):
+    """`latent_extend`: absorbed for few tokens, decompressed for many, where there is the memory accelerator for it and
+    the vectors that are copied first are not too many."""
+    copied = sum(batch.seq_lens_host) * kv.k_cache.shape[3] * q.element_size()
+    allowed = prefill.ample(q) and copied <= prefill.GATHER_MOST
+    if allowed and decompressed_pays(q, weights, batch.query_lens, batch.seq_lens_host):
         return _decompressed(q, kv, weights, batch, out)
     return from_latent(prefill.attention_extend_triton(into_latent(q, weights), kv, batch), weights, out)
 
 
 def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
     """Whether keys and values made for all heads take fewer multiply-adds of a head than absorbed queries. A chunk of
-    Kimi-Linear is absorbed up to 170 tokens behind a long prefix, and up to 340 without one."""
+    Kimi-Linear is absorbed up to 170 tokens behind a long prefix, and never without one."""
     (_, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
     rope, matrices = q.shape[2] - nope, rank * (nope + value_dim)
     pairs = sum(n * (length - n / 2) for n, length in zip(query_lens, seq_lens, strict=True))
@@ -136,5 +140,6 @@ def _decompressed(
 
 def _made(latents: Tensor, matrices: Tensor) -> Tensor:
     """latents [total, rank] through matrices [h, rank, dim]: [h * total, width], zeros behind dim."""
-    made, dim = latents @ matrices, matrices.shape[2]
+    heads, _, dim = matrices.shape
+    made = torch.bmm(latents.expand(heads, -1, -1), matrices)  # matmul would leave it transposed
     return (made if width_of(dim) == dim else F.pad(made, (0, width_of(dim) - dim))).flatten(0, 1)

@@ -55,18 +55,19 @@ def mamba2_decode(
         places = _rows_in_place(conv_weights, conv_state, states, xBC)
     if places is not None:
         run, order = places
-        taken = [None if t is None else t.index_select(0, order) for t in (xBC, dt, z)]
+        inputs, steps = xBC.index_select(0, order), dt.index_select(0, order)
+        gates = None if z is None else z.index_select(0, order)
         positions = conv_state.start_positions.index_select(0, order)
         rings = conv_state._replace(conv=conv_state.conv[run], start_positions=positions)
-        y = _one_token(*taken, conv_weights, weights, rings, states[run])
+        y = _one_token(inputs, steps, gates, conv_weights, weights, rings, states[run])
         return (torch.empty_like(y) if out is None else out).index_copy_(0, order, y)
     taps = conv_weights.weight.shape[1]
     conved = causal_conv1d_update.reference(xBC, conv_weights, conv_state) if taps else F.silu(xBC)
     x, B, C = split_conv_channels(conved, states.shape)
-    inputs = SSMInputs(x, dt, B, C, z)
+    tokens = SSMInputs(x, dt, B, C, z)
     if ring is None:
-        return selective_state_update.reference(inputs, weights, state, out)
-    y = mamba2_replay(inputs, weights, state, ring)
+        return selective_state_update.reference(tokens, weights, state, out)
+    y = mamba2_replay(tokens, weights, state, ring)
     return y if out is None else out.copy_(y)
 
 

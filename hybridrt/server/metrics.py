@@ -162,12 +162,10 @@ class Metrics(Collector):
             ("hybridrt:host_pages_cached", "KV pages of the prefix cache in main memory.", now.host_pages),
             ("hybridrt:host_states_cached", "States of the prefix cache in main memory.", now.host_states),
             ("hybridrt:rows_free", "Requests that could run besides.", now.free_rows),
+            ("hybridrt:step_cost_error_ratio", "Median error of predicted times.", now.step_cost_error or 0.0),
             ("hybridrt:mean_accepted_length", "Inputs that a verify step keeps.", now.mean_accepted_length or 0.0),
         ):
             yield self._family(GaugeMetricFamily, name, text, float(max(value, 0)))
-        if now.step_cost_error is not None:
-            text = "Median relative error of the predicted times of the last steps."
-            yield self._family(GaugeMetricFamily, "hybridrt:step_cost_error_ratio", text, now.step_cost_error)
 
     def _counters(self, now: EngineCounters) -> Iterator[Family]:
         for name, text, value in (

@@ -4,7 +4,7 @@ Each request has a row, a working state slot and a backup slot while it runs. A 
 that were accepted since the last one, then saves the state to the backup and decodes on; the next proposal starts from
 the backup, so rejected drafts leave nothing behind. KV rolls back by position.
 
-A row keeps what it holds when its request has ended. The next request that begins with the same tokens gets that row, so
+A row keeps what it holds when its request ends. The next request that begins with the same tokens gets that row, so
 the next turn of a conversation computes its new tokens alone. Where no row fits a request whose prompt the target has
 cached, the draft model reads only the last tokens of what is cached, from an empty state: its drafts may be worse, and
 the target decides anyway.

@@ -101,6 +101,7 @@ def test_messages_become_what_templates_read() -> None:
         ("<tool_calls>[\n", "Jamba", None),
         ("<|tool_call|> <tool_call> Here is my thought process:", "Granite", "Here is my response:"),
         ("<|tool_call_start|>[", "Lfm2", None),
+        ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "KimiK2", None),
         ("{{ messages }}", None, None),
     ],
 )
@@ -113,7 +114,7 @@ def test_parsers_are_found_by_the_template(template: str, tools: str | None, rea
 
 
 def test_an_unknown_parser_is_said_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match=r"granite, hermes, jamba, lfm2, nemotron, qwen3_coder"):
+    with pytest.raises(ConfigError, match=r"granite, hermes, jamba, kimi_k2, lfm2, nemotron, qwen3_coder"):
         Chat(byte_tokenizer(), tool_parser="llama")
     with pytest.raises(RequestError, match=r"--tool-parser.*hermes"):
         Chat(byte_tokenizer()).prompt(read_conversation([USER], TOOLS), PARAMS)
@@ -291,6 +292,10 @@ OTHERS: list[tuple[str, str, bool]] = [
     ("nemotron", 'So. <TOOLCALL>[{"name": "pick", "arguments": {"a": "x"}}]</TOOLCALL> And', True),
     ("nemotron", '<TOOLCALL>[{"name": "pick", "arguments": {"a": "z"', False),
     ("jamba", "So.", True),
+    ("lfm2", 'So.<|tool_call_start|>[pick(a="x", n=[1, 2], t="any"), now(b=1)]<|tool_call_end|>And', True),
+    ("lfm2", '<|tool_call_start|>[pick(a="z"', False),
+    ("lfm2", "<|tool_call_start|>[pick()", False),
+    ("lfm2", "<|tool_call_start|>[now()]<|tool_call_end|>", True),
 ]
 
 
@@ -319,12 +324,10 @@ def test_without_a_wish_there_is_no_grammar() -> None:
 
 
 def test_what_a_format_cannot_do_is_refused() -> None:
-    for name, options, text in (
-        ("lfm2", {"tools": [STRICT]}, "strict"),
-        ("hermes", {"thinking_budget": 5}, "a thinking budget needs"),
-    ):
-        with pytest.raises(RequestError, match=text):
-            Chat(byte_tokenizer(), tool_parser=name).prompt(read_conversation([USER], **options), PARAMS)
+    with pytest.raises(RequestError, match="strict"):
+        Chat(byte_tokenizer(), tool_parser="kimi_k2").prompt(read_conversation([USER], [STRICT]), PARAMS)
+    with pytest.raises(RequestError, match="a thinking budget needs"):
+        Chat(byte_tokenizer()).prompt(read_conversation([USER], thinking_budget=5), PARAMS)
     sentences = Chat(byte_tokenizer(), template="Here is my thought process:", reasoning_parser="granite")
     with pytest.raises(RequestError, match="single tokens"):
         sentences.prompt(read_conversation([USER], thinking_budget=5), PARAMS)

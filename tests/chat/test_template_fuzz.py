@@ -95,9 +95,9 @@ def attack(folder: Path, examples: int) -> None:
 
 
 def test_odd_templates(tmp_path: Path) -> None:
-    attack(tmp_path, 300)
+    attack(tmp_path, 100)
 
 
 @pytest.mark.slow
 def test_more_odd_templates(tmp_path: Path) -> None:
-    attack(tmp_path, 3000)
+    attack(tmp_path, 1000)

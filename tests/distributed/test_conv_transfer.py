@@ -23,6 +23,7 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError, UnsupportedLayerError
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
 
@@ -159,11 +160,17 @@ CONFIGS: list[LinearConfig] = [
     *(Mamba2Config(8, 2, 3, groups, 4, 256, (0.0, 1.0)) for groups in (1, 2, 4, 8)),
     GDNConfig(8, 8, 3, 2, 4),
     GDNConfig(8, 16, 2, 3, 3),
+    KDAConfig(8, 3, 4),
 ]
 
 
 def groups_of(config: LinearConfig) -> int:
-    return config.n_groups if isinstance(config, Mamba2Config) else config.num_k_heads
+    match config:
+        case Mamba2Config():
+            return config.n_groups
+        case KDAConfig():
+            return config.num_heads
+    return config.num_k_heads
 
 
 # Layers cut at least one group a rank, or share the only one.

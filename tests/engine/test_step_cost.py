@@ -18,13 +18,15 @@ def device(draw: random.Random) -> Truth:
     """Seconds of a step: weights are read once or products of many tokens take longer; KV is read, scores computed."""
     base, weights = 10 ** draw.uniform(-4, -2.3), 10 ** draw.uniform(-3.3, -1.8)
     token = weights / draw.uniform(50, 400)
+    again = base * draw.uniform(0, 0.5)
     context, pair, chunk = 10 ** draw.uniform(-10, -7.5), 10 ** draw.uniform(-11, -8.5), base * draw.uniform(0, 0.05)
     eager = base * draw.uniform(0, 2)  # steps with prompts are no graphs
 
     def seconds(work: StepWork) -> float:
         tokens = max(weights, token * (work.decode_tokens + work.prompt_tokens))
         attention = context * work.decode_context + pair * work.prompt_pairs
-        return base + tokens + attention + chunk * work.prompt_rows + eager * (work.prompt_tokens > 0)
+        prompts = chunk * work.prompt_rows + eager * (work.prompt_tokens > 0) + again * work.passes
+        return base + tokens + attention + prompts
 
     return seconds
 
@@ -37,7 +39,9 @@ def load(draw: random.Random, steps: int) -> Iterator[StepWork]:
         work = StepWork(rows, rows * draw.randint(50, 4000))
         if draw.random() < 0.3 or not rows:
             for _ in range(draw.randint(1, 3)):
-                work = work.with_chunk(draw.choice([0, 0, 512, 4000]), int(10 ** draw.uniform(0.3, 3.6)))
+                work = work.with_chunk(
+                    draw.choice([0, 0, 512, 4000]), int(10 ** draw.uniform(0.3, 3.6)), draw.choice([0, 0, 1, 2])
+                )
         yield work
 
 
@@ -98,8 +102,10 @@ def test_nothing_is_predicted_before_a_few_steps_have_run() -> None:
 
 def test_work_of_a_plan() -> None:
     decode = DecodeRows.of([DecodeRow(1, 10, 0, [5, 6]), DecodeRow(2, 30, 4)])
-    plan = StepPlan(decode=decode, extend=[ExtendRow(3, 8, [1, 2, 3], 0, False), ExtendRow(4, 0, [1, 2], 0, True)])
-    assert StepWork.of(plan) == StepWork(4, 40, 2, 5, 9 + 10 + 11 + 1 + 2)
+    plan = StepPlan(
+        decode=decode, extend=[ExtendRow(3, 8, [1, 2, 3], 0, False, saves=[(1, 5)]), ExtendRow(4, 0, [1, 2], 0, True)]
+    )
+    assert StepWork.of(plan) == StepWork(4, 40, 2, 5, 9 + 10 + 11 + 1 + 2, 1)
 
 
 @settings(max_examples=40, deadline=None)

@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 MODELS = ("falcon-h1-7b", "nemotron-h-8b", "qwen3-next-12l")
 # Recurrent layers are all that these have of their own.
 MAMBA1, SHORT_CONV, LIGHTNING = "falcon-mamba-7b", "lfm2-8b-a1b-like", "minimax-text-01-like"
-LATENT = "kimi-linear-48b-12l"
+KIMI = "kimi-linear-48b-12l"
 Cases = Callable[[str], Iterator[tuple[str, Callable[[], Case]]]]
 
 

@@ -11,7 +11,7 @@ from hybridrt.errors import BackendError
 from hybridrt.kernels import providers
 from tests.gpu import rig
 from tests.gpu.kernel_cases import (
-    LATENT,
+    KIMI,
     LIGHTNING,
     MAMBA1,
     MODELS,
@@ -53,7 +53,8 @@ PARTS = [
     (MAMBA1, "recurrent"),
     (SHORT_CONV, "recurrent"),
     (LIGHTNING, "recurrent"),
-    (LATENT, "latent"),
+    (KIMI, "recurrent"),
+    (KIMI, "latent"),
 ]
 CASES = {"recurrent": recurrent_cases, "other": other_cases, "latent": latent_cases}
 
@@ -107,7 +108,7 @@ def test_near_the_reference(model: str, part: str, record_property: Callable[[st
 
 
 @pytest.mark.parametrize("provider", [p for p in providers.PROVIDERS if p not in ("torch", KERNELS)])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, KIMI])
 def test_libraries_near_the_reference(
     model: str, provider: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -117,7 +118,9 @@ def test_libraries_near_the_reference(
         pytest.skip(missing)
     torch.manual_seed(0)
     errors, refused, failures = {}, [], []
-    for what, case in (pair for part in ("recurrent", "other") for pair in cases(model, part, provider)):
+    # What libraries have of latent attention is a provider of paged attention, not of these operations.
+    parts = [part for name, part in PARTS if name == model and part != "latent"]
+    for what, case in (pair for part in parts for pair in cases(model, part, provider)):
         try:
             errors[what] = worst_error(case, provider)
         except BackendError as e:
@@ -165,7 +168,7 @@ def as_integers(tensor: Tensor) -> Tensor:
 FAR_SLOTS = 4200  # from 4096 on, the offset of a state of 2 MiB passes 2^31
 
 
-@pytest.mark.parametrize("model", [*MODELS, MAMBA1])
+@pytest.mark.parametrize("model", [*MODELS, MAMBA1, KIMI])
 def test_slots_past_4096(model: str) -> None:
     """The same call with its slots moved to the end of a pool of many gigabytes gives the same bits."""
     torch.manual_seed(2)

@@ -28,6 +28,17 @@ def test_equals_formula(dtype: torch.dtype, channels: int, group_size: int, norm
             close(out[row, part], h * silu if norm_before_gate else h, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("norm_before_gate", [False, True])
+def test_a_sigmoid_gate(norm_before_gate: bool) -> None:
+    torch.manual_seed(0)
+    x, gate, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    kwargs = {"group_size": 4, "norm_before_gate": norm_before_gate, "activation": "sigmoid"}
+    out = gated_rms_norm(x, gate, weight, 0.01, **kwargs)  # type: ignore[arg-type]
+    h = (x if norm_before_gate else x * gate.sigmoid()).unflatten(-1, (2, 4))
+    h = (h / (h.square().mean(-1, keepdim=True) + 0.01).sqrt()).flatten(-2) * weight
+    close(out, h * gate.sigmoid() if norm_before_gate else h, 1e-6)
+
+
 def test_no_rows() -> None:
     x = torch.empty(0, 8)
     assert gated_rms_norm(x, x, torch.ones(8), 1e-5, group_size=4, norm_before_gate=False).shape == (0, 8)

@@ -72,8 +72,7 @@ def small_tiles(monkeypatch):
             monkeypatch.setattr(module, name, 16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.float32, 3), (torch.float16, 1)])
 def test_decode_of_ragged_rows(dtype, tokens):
     lengths = [9, 3, 20]
     latents = Latents(lengths, dtype)
@@ -86,7 +85,7 @@ def test_decode_of_ragged_rows(dtype, tokens):
             close(out[b, t], latents.attend(q[b, t], b, range(length - tokens + t + 1)), dtype)
 
 
-@pytest.mark.parametrize("multiprocessors", sweep([1, 30], 1))
+@pytest.mark.parametrize("multiprocessors", sweep([1, 30], 2))
 def test_trees_over_contexts_split_among_programs(monkeypatch, small_tiles, multiprocessors):
     """Padding drafts are not read, and a repeated call gives the same bits."""
     from hybridrt.kernels import paged_attention_triton
@@ -108,8 +107,9 @@ def test_trees_over_contexts_split_among_programs(monkeypatch, small_tiles, mult
 
 
 @pytest.mark.parametrize(("way", "dtype"), [
-    ("absorbed", torch.float32), ("absorbed", torch.float16), ("decompressed", torch.float16),
-    ("by turns", torch.float16),
+    ("absorbed", torch.float32), ("decompressed", torch.float16),
+    pytest.param("absorbed", torch.float16, marks=pytest.mark.slow),
+    pytest.param("by turns", torch.float16, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_extend_of_ragged_chunks_with_and_without_prefix(monkeypatch, small_tiles, way, dtype):
     """Both ways to attend, all heads at once or one after the other."""
@@ -133,6 +133,18 @@ def test_extend_of_ragged_chunks_with_and_without_prefix(monkeypatch, small_tile
         for i in range(query_len):
             close(out[token], latents.attend(q[token], b, range(seq_len - query_len + i + 1)), dtype)
             token += 1
+
+
+def test_too_many_vectors_are_not_copied(provider, monkeypatch):
+    from hybridrt.kernels import latent_attention_triton, prefill_attention_triton
+
+    decompress, latents, seen = latent_attention_triton._decompressed, Latents([9], torch.float16), []
+    monkeypatch.setattr(latent_attention_triton, "_decompressed", lambda *args: seen.append(args) or decompress(*args))
+    q = torch.randn(9, HEADS, NOPE + ROPE).half()
+    for most in (9 * (RANK + ROPE) * 2, 9 * (RANK + ROPE) * 2 - 1):
+        monkeypatch.setattr(prefill_attention_triton, "GATHER_MOST", most)
+        close(latents.extend(q, [9], [9])[-1], latents.attend(q[-1], 0, range(9)), torch.float16)
+    assert len(seen) == (provider != "torch")
 
 
 @pytest.mark.parametrize("rotated", [0, 2, ROPE])

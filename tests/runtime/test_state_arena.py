@@ -9,10 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrt.config import AttentionConfig, EngineConfig, LayerSpec, LinearConfig, ModelConfig, SpeculativeConfig
+from hybridrt.config import (
+    AttentionConfig,
+    EngineConfig,
+    LatentConfig,
+    LayerSpec,
+    LinearConfig,
+    ModelConfig,
+    SpeculativeConfig,
+)
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import PoolError, TransferError
 from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
@@ -34,13 +43,15 @@ LINEAR: dict[str, LinearConfig] = {
     "gdn, equal heads": GDNConfig(8, 8, 3, 2, 4),
     "gdn, unequal heads": GDNConfig(8, 16, 2, 3, 3),
     "prefix sum, whole on every rank": PrefixSumConfig(6),
+    "kda, latent attention": KDAConfig(8, 3, 4),
 }
+LATENT = AttentionConfig(8, 1, 5, None, v_head_dim=3, latent=LatentConfig(3, 4, 2, 6))
 
 
 def model_config(linear: LinearConfig, kv_heads: int, window: int | None = None) -> ModelConfig:
     kind = state_shape(linear).kind
     layers = LayerSpec(True, kind, None), LayerSpec(False, kind, None), LayerSpec(True, None, None)
-    attention = AttentionConfig(8, kv_heads, 3, None, window)
+    attention = LATENT if kind == "kda" else AttentionConfig(8, kv_heads, 3, None, window)
     return ModelConfig("X", 9, 8, layers, attention, {kind: linear}, 64, torch.bfloat16, False, (), None)
 
 
@@ -52,13 +63,14 @@ class Whole:
     length: int
     conv: dict[int, Tensor]
     temporal: dict[int, Tensor]
-    kv: dict[int, tuple[Tensor, Tensor]]
+    kv: dict[int, tuple[Tensor, ...]]
 
     @classmethod
     def random(cls, config: ModelConfig, length: int, seed: int) -> "Whole":
         generator = torch.Generator().manual_seed(seed)
         (linear,) = config.linear.values()
         shape, heads = state_shape(linear), config.attention.num_kv_heads
+        dims = (config.attention.head_dim,) * (1 if config.attention.latent else 2)
 
         def draw(*dims: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.randn(dims, generator=generator).to(dtype)
@@ -66,7 +78,7 @@ class Whole:
         return cls(
             config, length, {i: draw(shape.conv_dim, length) for i in (0, 1)},
             {i: draw(*shape.temporal, dtype=torch.float32) for i in (0, 1)},
-            {i: (draw(length, heads, 3), draw(length, heads, 3)) for i in (0, 2)},
+            {i: tuple(draw(length, heads, dim) for dim in dims) for i in (0, 2)},
         )  # fmt: skip
 
 
@@ -98,7 +110,7 @@ class Side:
             for position in range(max(0, whole.length - cache.conv.shape[2]), whole.length):
                 cache.conv[self.slot, :, position % cache.conv.shape[2]] = inputs[:, position]
         for layer_id, tensors in whole.kv.items():
-            for pool, tensor in zip(self.pools.kv.layer(layer_id), tensors):
+            for pool, tensor in zip(self.pools.kv.held(layer_id), tensors, strict=True):
                 pool.flatten(0, 1)[table[: whole.length].long()] = self._heads(whole, tensor)
 
     def check(self, whole: Whole) -> None:
@@ -115,7 +127,7 @@ class Side:
             assert mamba.layer_cache(layer_id).temporal[others].isnan().all()
         for layer_id, tensors in whole.kv.items():
             first = max(whole.length - (whole.config.attention.sliding_window or 99) + 1, 0)
-            for pool, tensor in zip(self.pools.kv.layer(layer_id), tensors):
+            for pool, tensor in zip(self.pools.kv.held(layer_id), tensors, strict=True):
                 tokens = pool.flatten(0, 1)[table[:64].long()]
                 assert torch.equal(tokens[first : whole.length], self._heads(whole, tensor)[first:])
                 others = torch.cat((tokens[:first], tokens[whole.length :]))

@@ -44,6 +44,7 @@ def test_options_and_metrics_that_it_names_exist(served: Served) -> None:
     options = {f"--{name.replace('_', '-')}" for name in ServerOptions.__dataclass_fields__}
     named = set(re.findall(r"`(--[a-z-]+)", TEXT))
     others = {"--max-running-requests", "--max-model-len", "--rate", "--concurrency", "--data", "--slo-", "--step-ms"}
+    others |= {"--chunked-prefill-size", "--target-itl-ms"}
     assert named - others <= options | {"--api-key", "--allowed-origin"}, named - others - options
     known = {re.sub(r"_(total|count|sum|bucket)?(\[.*)?$", "", name) for name in metrics(served)}
     known |= set(metrics(served))

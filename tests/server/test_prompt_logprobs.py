@@ -52,6 +52,30 @@ def test_echo_brings_the_log_probabilities_of_the_prompt(served: Served, stream:
     assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
 
 
+def test_the_log_likelihood_of_a_continuation_as_lm_eval_asks_for_it(served: Served) -> None:
+    """Prompts of token ids, one token more than is read, and a continuation that is greedy if each of its tokens has
+    exactly the best log-probability."""
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=1)
+    written = served.llm.generate(PROMPT, params)[0]
+    start, likely = len(written.prompt_token_ids), written.prompt_token_ids + written.token_ids
+    unlikely = [*likely[:-1], next(t for t in range(9, 99) if t not in written.logprobs[-1])]  # type: ignore[index]
+    asked = {
+        "model": "tested",
+        "prompt": [likely, unlikely],
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1,
+    }
+    answer = served.post("/v1/completions", asked | {"echo": True}).json()
+    found = [choice["logprobs"] for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
+    sums = [sum(each["token_logprobs"][start:-1]) for each in found]
+    own = [scores[token] for scores, token in zip(written.logprobs or [], written.token_ids, strict=True)]
+    assert sums[0] == pytest.approx(sum(own), abs=1e-3) and sums[1] < sums[0]
+    best = [[max(top.values()) for top in each["top_logprobs"][start:-1]] for each in found]
+    assert [each["token_logprobs"][start:-1] == top for each, top in zip(found, best, strict=True)] == [True, False]
+
+
 def test_prompt_logprobs_have_vllms_form(served: Served) -> None:
     found = choice(served, prompt_logprobs=1)
     want = served.llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))[0]

@@ -142,6 +142,21 @@ SAMPLES = [
     ),
     Sample("granite", 'Sure.\n<|tool_call|> {"name": "now", "arguments": {}}', "Sure.", (("now", {}),), name="no list"),
     Sample(
+        "kimi_k2",
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Dallas", "days": 3}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}'
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        "I look.",
+        (("get_weather", DALLAS), ("now", {})),
+        name="two",
+    ),
+    Sample(
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>city",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>city",
+        name="no object",
+    ),
+    Sample(
         "lfm2",
         'Yes.<|tool_call_start|>[get_weather(city="Dallas", days=3), now()]<|tool_call_end|>Checking.',
         "Yes.Checking.",

@@ -206,19 +206,21 @@ ZAMBA2: dict[str, Make] = {
 KIMI: dict[str, Make] = {
     "plain": kimi(),
     "compressed_queries_biases": kimi(q_lora_rank=12, attention_bias=True, n_group=1, topk_group=1,
-                                      norm_topk_prob=False),
+                                      norm_topk_prob=False, rms_norm_eps=0.05),  # not of latent vectors
     "dense_alone": kimi(mlp_layer_types=["dense"] * 2, layer_types=["full_attention", "linear_attention"],
                         num_hidden_layers=2),
     "odd_sizes": kimi(hidden_size=28, num_attention_heads=3, num_key_value_heads=3, kv_lora_rank=7, v_head_dim=5,
                       qk_nope_head_dim=3, qk_rope_head_dim=6, linear_head_dim=6, linear_num_heads=5,
                       linear_conv_kernel_dim=3, n_shared_experts=2, num_local_experts=5, n_group=1, topk_group=1),
-    "linear_alone": kimi(layer_types=["linear_attention"] * 2, num_hidden_layers=2, mlp_layer_types=["sparse"] * 2),
+    "linear_alone_tied": kimi(layer_types=["linear_attention"] * 2, num_hidden_layers=2,
+                              mlp_layer_types=["sparse"] * 2, tie_word_embeddings=True),
 }  # fmt: skip
 LING: dict[str, Make] = {
     "plain": ling(),
     "softplus_biases": ling(kda_safe_gate=False, attention_bias=True, num_hidden_layers=2),
-    "other_bound": ling(kda_lower_bound=-2.5, n_group=1, topk_group=1, norm_topk_prob=False, n_shared_experts=3,
-                        rope_parameters={"rope_type": "default", "rope_theta": 100.0}, num_hidden_layers=3),
+    "other_bound_tied": ling(kda_lower_bound=-2.5, n_group=1, topk_group=1, norm_topk_prob=False, n_shared_experts=3,
+                             rope_parameters={"rope_type": "default", "rope_theta": 100.0}, num_hidden_layers=3,
+                             tie_word_embeddings=True),
     "odd_sizes": ling(hidden_size=28, num_attention_heads=3, num_key_value_heads=3, kv_lora_rank=7, v_head_dim=5,
                       qk_nope_head_dim=3, qk_rope_head_dim=6, head_dim=6, num_local_experts=5, n_group=1, topk_group=1,
                       short_conv_kernel_size=3, first_k_dense_replace=0, num_hidden_layers=2),

@@ -11,5 +11,4 @@ class Granite(JsonCalls):
     """Of Granite 3."""
 
     opens = ("<|tool_call|>", "<tool_call>")
-    closes = ("</tool_call>",)
     markers = ("<|tool_call|>",)

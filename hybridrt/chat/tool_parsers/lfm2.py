@@ -4,10 +4,11 @@ Source: the chat template and the model card of LiquidAI/LFM2-1.2B.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
+from hybridrt.chat.schemas import LITTLE_SPACE, json_text, resolved
 from hybridrt.chat.tool_parser import CallSink
 from hybridrt.chat.tool_parsers.json_calls import JsonCalls
 from hybridrt.chat.values import MAX_NAME, escaped, read_value
@@ -24,7 +25,9 @@ class Lfm2(JsonCalls):
     markers = ("<|tool_call_start|>",)
 
     def section_rules(self, tools: Sequence[Tool]) -> Sequence[str] | None:
-        return None
+        """Values are JSON, and required arguments come first."""
+        calls = [f"{json_text(f'{tool.name}(')} {_arguments_rule(tool)} {json_text(')')}" for tool in tools]
+        return ['section: "[" call (", " call)* "]"', f"call: {' | '.join(calls)}", r"KEYWORD: /\w{1,256}/"]
 
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
         yield from scanner.space()
@@ -40,6 +43,27 @@ class Lfm2(JsonCalls):
             yield from scanner.space()
             if not (yield from scanner.accept(",")) and not listed:
                 return
+
+
+def _arguments_rule(tool: Tool) -> str:
+    properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
+    if not tool.strict:
+        return '(KEYWORD "=" %json {} (", " KEYWORD "=" %json {})*)?'
+    if not isinstance(properties, Mapping):
+        return ""
+    names = sorted(properties, key=lambda name: name not in required) if isinstance(required, list) else [*properties]
+    definitions = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    rules = {}
+    for name in names:
+        schema = resolved(properties[name], tool.parameters)
+        schema = {**definitions, **(schema if isinstance(schema, Mapping) else {}), "x-guidance": LITTLE_SPACE}
+        rules[name] = f"{json_text(f'{name}=')} %json {json_text(schema)}"
+    must = [name for name in names if isinstance(required, list) and name in required]
+    may = [f'(", " {rules[name]})?' for name in names if name not in must]
+    if must:
+        return " ".join([' ", " '.join(rules[name] for name in must), *may])
+    starts = [" ".join([rules[name], *may[i + 1 :]]) for i, name in enumerate(names)]
+    return f"({' | '.join(starts)})?" if starts else ""
 
 
 def _call(scanner: Scanner, sink: CallSink) -> Step[None]:

@@ -51,7 +51,7 @@ class Qwen3Coder(ToolParser):
         if opened != "<function=":
             yield from scanner.space()
             yield from scanner.expect("<function=")
-        name = yield from _name(scanner)
+        name = yield from scanner.name(">", MAX_NAME)
         schema = self.tools.get(name, {})
         properties = _properties(schema)
         yield from scanner.space()
@@ -59,7 +59,7 @@ class Qwen3Coder(ToolParser):
         sink.begin(name)
         before = "{"
         while found == "<parameter=":
-            key = yield from _name(scanner)
+            key = yield from scanner.name(">", MAX_NAME)
             sink.arguments(f'{before}"{escaped(key)}": ')
             found = yield from _parameter(scanner, sink, _types(properties.get(key), schema))
             before = ", "
@@ -70,21 +70,6 @@ class Qwen3Coder(ToolParser):
                     raise Malformed  # cut off: further parameters may be missing
         sink.arguments("{}" if before == "{" else "}")
         sink.end()
-
-
-def _name(scanner: Scanner) -> Step[str]:
-    pieces = list[str]()
-
-    def add(text: str) -> None:
-        pieces.append(text)
-        if sum(map(len, pieces)) > MAX_NAME:
-            raise Malformed("".join(pieces))
-
-    found = yield from scanner.until((">", "\n"), add)
-    name = "".join(pieces).strip()
-    if found != ">" or not name:
-        raise Malformed("".join(pieces) + found)
-    return name
 
 
 def _parameter(scanner: Scanner, sink: CallSink, types: set[str]) -> Step[str]:

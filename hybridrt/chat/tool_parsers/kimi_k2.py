@@ -1,0 +1,37 @@
+"""Kimi: calls between tokens of their own, each with an id that names the function, `functions.f:0`, and an object.
+
+Source: the chat template of moonshotai/Kimi-K2-Instruct, which Kimi-Linear shares. It writes the ids of earlier calls
+as they are, so the model's own ids are kept.
+"""
+
+from hybridrt.chat.scanner import Malformed, Scanner, Step
+from hybridrt.chat.tool_parser import CallSink, ToolParser
+from hybridrt.chat.values import MAX_NAME, read_value
+
+_BEGIN, _ARGUMENTS, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+
+
+class KimiK2(ToolParser):
+    """Of Kimi K2 and Kimi-Linear."""
+
+    opens = ("<|tool_calls_section_begin|>",)
+    closes = ("<|tool_calls_section_end|>",)
+    markers = (_BEGIN, _ARGUMENTS)
+
+    def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
+        yield from scanner.space()
+        yield from scanner.expect(_BEGIN)
+        found = _BEGIN
+        while found:
+            called = yield from scanner.name(_ARGUMENTS, MAX_NAME)
+            name = called.removeprefix("functions.").partition(":")[0]
+            yield from scanner.space()
+            if not name or (yield from scanner.peek()) != "{":
+                raise Malformed
+            sink.begin(name, called)
+            yield from read_value(scanner, sink.arguments)
+            yield from scanner.space()
+            yield from scanner.expect(_END)
+            sink.end()
+            yield from scanner.space()
+            found = yield from scanner.accept(_BEGIN)
