@@ -44,7 +44,7 @@ class SlotAllocator:
         self._handles: list[Slot | None] = [None] * end  # of entries that are not free
         self._locks = [0] * end
         self._free = list(range(end - 1, reserved - 1, -1))
-        self._num_cached = 0
+        self._num_cached = self._num_locked = 0
 
     @property
     def num_free(self) -> int:
@@ -56,7 +56,7 @@ class SlotAllocator:
 
     @property
     def num_locked(self) -> int:
-        return len(self._locks) - self._locks.count(0)
+        return self._num_locked
 
     @property
     def num_used(self) -> int:
@@ -116,6 +116,7 @@ class SlotAllocator:
         """Keeps entries of the cache from being evicted until `unlock`. PoolError if they are not the cache's."""
         indices, locks = self._checked(slots, _CACHED), self._locks
         for index in indices:
+            self._num_locked += not locks[index]
             locks[index] += 1
 
     def unlock(self, slots: Sequence[Slot]) -> None:
@@ -125,6 +126,7 @@ class SlotAllocator:
             raise PoolError(f"{self._what} {next(index for index in indices if not locks[index])} is not locked")
         for index in indices:
             locks[index] -= 1
+            self._num_locked -= not locks[index]
 
     def reclaim(self) -> None:
         """Frees every entry of every owner: after a call that was broken off, no ledger is right."""
@@ -134,7 +136,7 @@ class SlotAllocator:
         self._handles = [None] * len(self._handles)
         self._locks = [0] * len(self._locks)
         self._free = list(reversed(places))
-        self._num_cached = 0
+        self._num_cached = self._num_locked = 0
 
     def check(self) -> None:
         """Raises PoolError unless free + used + cached == total, each entry in exactly one of the three."""
@@ -143,6 +145,8 @@ class SlotAllocator:
             raise PoolError(f"{self._what}: {counts} are free, used, cached, but the counters say {self!r}")
         if len(set(self._free)) != len(self._free) or any(self._state[i] != _FREE for i in self._free):
             raise PoolError(f"the free list of {self._what} holds an entry twice or one that is in use: {self!r}")
+        if self._num_locked != len(self._locks) - self._locks.count(0):
+            raise PoolError(f"{self._num_locked} of {self._what} are said to be locked: {self!r}")
         if any(locks and state != _CACHED for locks, state in zip(self._locks, self._state, strict=True)):
             raise PoolError(f"an entry of {self._what} is locked, but not the cache's: {self!r}")
 

@@ -18,7 +18,8 @@ that it saves, times how often states of its class were used, relative to the ot
 at the end of a text serve requests whose prompt contains the whole answer. States within prompts serve requests whose
 prompt leaves out the beginning of an answer. A state is evicted first of all if it had one reader and this reader has
 left a state further down: the conversation continues from there. States that waiting requests will use are evicted
-last; among them, first those that save few tokens and whose requests wait longest from now.
+last; among them, first those that save few tokens and whose requests wait longest from now. If one of them is evicted
+all the same, its requests wait for the next state above: the system prompt's then stays.
 """
 
 import heapq
@@ -29,9 +30,8 @@ import numpy as np
 
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
-from hybridrt.mem_cache.radix_node import Node, StateClass, has_idle_state, in_common, is_idle_leaf, left_answer
-
-AWAITED = 2.0**40  # above the worth of other states, and small enough for fractions of a token
+from hybridrt.mem_cache.radix_node import Node, has_idle_state, in_common, is_idle_leaf, left_answer
+from hybridrt.mem_cache.state_worth import StateWorths, saved_tokens, state_before
 
 
 class RadixCache:
@@ -51,9 +51,8 @@ class RadixCache:
         """Forgets everything, readers included. The coordinator has freed all entries."""
         self._roots: dict[str, Node] = {}
         self._clock = 0
-        self._inflation = 0.0  # GreedyDual's L: the greatest worth of a state that was evicted
-        self._admitted = 0  # the latest arrival that waits no longer
-        self._classes = {False: StateClass(), True: StateClass()}  # by `final`
+        self._worths = StateWorths()
+        self._awaited = dict[int, Node]()  # by arrival: where a waiting request's state stands
         self._order = count()
         self._size = 0  # nodes, without roots
         self._leaves: list[tuple[int, int, Node]] = []  # heap by `used`; entries may be out of date
@@ -101,18 +100,19 @@ class RadixCache:
         return max(position - self.lookahead, 0) // self.page_size if self.page_size else 0
 
     def expect(self, match: PrefixMatch, arrival: int) -> None:
-        """A request that arrived as number `arrival` waits, and will have this match."""
+        """A request that arrived as number `arrival` waits, and will have this match. If its state is evicted, the
+        request awaits the next one above."""
         if match.node is not None:
             self._use(match.node)
-            match.node.awaited.add(arrival)
-            self._enlist_state(match.node)
+            self._await(match.node, {arrival})
 
-    def forget(self, match: PrefixMatch, arrival: int) -> None:
+    def forget(self, arrival: int) -> None:
         """The request waits no longer."""
-        self._admitted = max(self._admitted, arrival)
-        if match.node is not None:
-            match.node.awaited.discard(arrival)
-            self._enlist_state(match.node)
+        self._worths.admitted = max(self._worths.admitted, arrival)
+        node = self._awaited.pop(arrival, None)
+        if node is not None:
+            node.awaited.discard(arrival)
+            self._enlist_state(node)
 
     def lock(self, match: PrefixMatch) -> None:
         """A request reads a match: nothing of it is evicted until `unlock`. Locks count."""
@@ -123,8 +123,8 @@ class RadixCache:
         self._use(node)
         if match.state is not None:
             node.state_readers += 1
-            self._classes[node.final].used += not node.hits
-            node.base, node.passed, node.hits = self._inflation, False, node.hits + 1
+            self._worths.classes[node.final].used += not node.hits
+            node.base, node.passed, node.hits = self._worths.inflation, False, node.hits + 1
         if match.tail_node is not None:
             match.tail_node.readers += 1
 
@@ -180,15 +180,17 @@ class RadixCache:
         self._prune(deepest)
         return CacheEntries(taken_pages, taken_states), deepest
 
-    def evict(self, num_pages: int, num_states: int, *, awaited: bool = True) -> CacheEntries:
-        """Removes entries that no request reads, up to these numbers, and returns them. `awaited` False: keeps states
-        that waiting requests will use."""
+    def evict(self, num_pages: int, num_states: int, *, saving: int | None = None) -> CacheEntries:
+        """Removes entries that no request reads, up to these numbers, and returns them. `saving`: for the state of a
+        prefix, which would save so many tokens. Then states that waiting requests will use stay, and those that running
+        requests have left for their next turns, if they save as much: without that, each would lose its state to
+        another before anyone comes back."""
         pages, states = list[Slot](), list[Slot]()
         while len(pages) < num_pages and (leaf := self._oldest_leaf()) is not None:
             self._shorten(leaf, num_pages - len(pages), pages, states)
-        while len(states) < num_states and (node := self._least_state(awaited)) is not None:
+        while len(states) < num_states and (node := self._least_state(saving)) is not None:
             if not node.awaited:
-                self._inflation = max(self._inflation, self._worth(node))
+                self._worths.inflation = max(self._worths.inflation, self._worths.of(node))
             self._drop_state(node, pages, states)
             self._prune(node)
         return CacheEntries(pages, states)
@@ -279,9 +281,9 @@ class RadixCache:
         return upper
 
     def _keep_state(self, node: Node, state: Slot, pages: Sequence[Slot], taken: list[Slot]) -> None:
-        node.state, node.base, node.hits, node.passed = state, self._inflation, 0, False
-        self._classes[node.final].made += 1
-        before = self._state_before(node)
+        node.state, node.base, node.hits, node.passed = state, self._worths.inflation, 0, False
+        self._worths.classes[node.final].made += 1
+        before = state_before(node)
         if before is not None and before.hits == 1:
             before.passed = True
             self._enlist_state(before)
@@ -313,25 +315,10 @@ class RadixCache:
 
     def _enlist_state(self, node: Node) -> None:
         if has_idle_state(node):
-            heapq.heappush(self._states, (self._worth(node), next(self._order), node))
+            heapq.heappush(self._states, (self._worths.of(node), next(self._order), node))
         if len(self._states) > 64 + 4 * self._size:
-            self._states = [(self._worth(n), next(self._order), n) for n in self.nodes() if has_idle_state(n)]
+            self._states = [(self._worths.of(n), next(self._order), n) for n in self.nodes() if has_idle_state(n)]
             heapq.heapify(self._states)
-
-    def _worth(self, node: Node) -> float:
-        """GreedyDual's value of a node's state: the inflation at its last use, plus the tokens between the state before
-        it and this one, weighted by how often states of its class are used."""
-        if node.passed and not node.awaited:
-            return 0.0
-        before = self._state_before(node)
-        saved = node.end - (before.end if before else 0)
-        if node.awaited:
-            return AWAITED + saved / max(min(node.awaited) - self._admitted, 1)
-        best = max(each.share for each in self._classes.values() if each.made)
-        return node.base + saved * self._classes[node.final].share / best
-
-    def _state_before(self, node: Node) -> Node | None:
-        return next((step for step in node.path if step is not node and step.state is not None), None)
 
     def _oldest_leaf(self) -> Node | None:
         while self._leaves:
@@ -342,16 +329,17 @@ class RadixCache:
                 heapq.heappush(self._leaves, (node.used, next(self._order), node))
         return None
 
-    def _least_state(self, awaited: bool) -> Node | None:
+    def _least_state(self, saving: int | None) -> Node | None:
         while self._states:
             worth, _, node = heapq.heappop(self._states)
             if has_idle_state(node):
-                if worth >= self._worth(node):
-                    if awaited or not node.awaited:
+                if worth >= self._worths.of(node):
+                    unread = node.readers and not node.hits
+                    if saving is None or not (node.awaited or (unread and saved_tokens(node) >= saving)):
                         return node
                     self._enlist_state(node)
                     return None
-                heapq.heappush(self._states, (self._worth(node), next(self._order), node))
+                heapq.heappush(self._states, (self._worths.of(node), next(self._order), node))
         return None
 
     def _shorten(self, leaf: Node, most: int, pages: list[Slot], states: list[Slot]) -> None:
@@ -369,9 +357,17 @@ class RadixCache:
         leaf.used = 0 if self.recurrent else leaf.used
         self._prune(leaf)
 
+    def _await(self, node: Node, arrivals: set[int]) -> None:
+        node.awaited |= arrivals
+        self._awaited |= dict.fromkeys(arrivals, node)
+        self._enlist_state(node)
+
     def _drop_state(self, node: Node, pages: list[Slot], states: list[Slot]) -> None:
         if node.state is not None:
             states.append(node.state)
+            before, arrivals, node.awaited = state_before(node), node.awaited, set()
+            if before is not None and arrivals:
+                self._await(before, arrivals)
         tail, node.state, node.tail = node.tail, None, None
         if tail is not None:
             self._let_go(node, self.complete(node.end), tail, pages)

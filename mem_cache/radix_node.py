@@ -1,4 +1,4 @@
-"""A node of the radix tree in mem_cache/radix_cache.py: its edge, what is kept at its end, and classes of states."""
+"""A node of the radix tree in mem_cache/radix_cache.py: its edge, and what is kept at its end."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -62,20 +62,6 @@ class Node:
         while node.parent is not None:
             yield node
             node = node.parent
-
-
-@dataclass(slots=True)
-class StateClass:
-    """How many states of a class (final or not) were kept, and how many of them have been used."""
-
-    made: int = 0
-    used: int = 0
-
-    @property
-    def share(self) -> float:
-        """The share that was used, with four used states added to both counts: the first few states then decide
-        nothing."""
-        return (self.used + 4) / (self.made + 4)
 
 
 def in_common(a: np.ndarray, b: np.ndarray) -> int:

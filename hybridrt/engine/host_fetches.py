@@ -121,7 +121,7 @@ class HostFetches:
         held = store.tree.held(request.ids[: found.length], salt)[0]
         places = [*found.pages, *([] if found.tail is None else [found.tail])][len(held.pages) :]
         store.lock(held)
-        room = store.room_for_fetch(len(places), spare_pages, found.state is not None)
+        room = store.room_for_fetch(len(places), spare_pages, gain, found.state is not None)
         if room is None:
             store.unlock(held)
             return False

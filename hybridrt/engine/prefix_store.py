@@ -54,13 +54,11 @@ class PrefixStore:
 
     def expect(self, request: Request) -> None:
         """The request waits: what it would match now is kept for it, as far as room allows."""
-        request.expected = self.match(request)
-        self.tree.expect(request.expected, request.arrival)
+        self.tree.expect(self.match(request), request.arrival)
 
     def forget(self, request: Request) -> None:
         """The request waits no longer."""
-        self.tree.forget(request.expected, request.arrival)
-        request.expected = PrefixMatch()
+        self.tree.forget(request.arrival)
 
     def shares(self, num_tokens: int) -> bool:
         """Whether a prompt of so many tokens may leave something for another one of the same tokens."""
@@ -117,7 +115,7 @@ class PrefixStore:
         state without a slot is left out: the slots of requests that may come count first."""
         saves = list[tuple[int, int]]()
         for place in request.save_at:
-            if start < place < end and (slot := self._spare_slot()) is not None:
+            if start < place < end and (slot := self._spare_slot(place - request.prefix.length)) is not None:
                 request.saves[place] = slot
                 saves.append((place - start, slot.index))
         return sorted(saves)
@@ -164,24 +162,31 @@ class PrefixStore:
         return num_tokens if self.tree.recurrent else num_tokens - self.tree.lookahead
 
     def room(self) -> tuple[int, int]:
-        """Pages and state slots that are free, or that no request reads."""
+        """At most so many pages and state slots are free, or could be."""
         pages, slots = (pool.num_free + pool.num_cached - pool.num_locked for pool in (self._pages, self._slots))
         return pages, slots
 
-    def take_room(self, num_pages: int, num_states: int) -> tuple[list[Slot], list[Slot]]:
-        """Pages and state slots for `adopt`, as far as `room` goes."""
+    def take_room(self, num_pages: int, num_states: int) -> tuple[list[Slot], list[Slot]] | None:
+        """Pages and state slots for `adopt`. None if there are too few: a page that is given up may become the tail of
+        a state that is kept."""
         self.evict(max(num_pages - self._pages.num_free, 0), max(num_states - self._slots.num_free, 0))
+        if num_pages > self._pages.num_free or num_states > self._slots.num_free:
+            return None
         return self._pages.alloc(num_pages), self._slots.alloc(num_states)
 
-    def room_for_fetch(self, num_pages: int, spare_pages: int, state: bool) -> tuple[list[Slot], Slot | None] | None:
-        """Pages and, if a state comes too, its slot, for `adopt`. None if requests may lack them: `spare_pages` more
-        pages must be free or evictable."""
+    def room_for_fetch(
+        self, num_pages: int, spare_pages: int, saving: int, state: bool
+    ) -> tuple[list[Slot], Slot | None] | None:
+        """Pages and, if a state comes too that saves `saving` tokens, its slot, for `adopt`. None if requests may lack
+        them: `spare_pages` more pages must be free or evictable."""
         if self._pages.total and num_pages + spare_pages > self.room()[0]:
             return None
-        slot = self._spare_slot() if state else None
-        if state and slot is None:
+        slot = self._spare_slot(saving) if state else None
+        taken = None if state and slot is None else self.take_room(num_pages, 0)
+        if taken is None:
+            self._slots.free([slot] if slot is not None else [])
             return None
-        return self.take_room(num_pages, 0)[0], slot
+        return taken[0], slot
 
     def give_up_room(self, pages: Sequence[Slot], slots: Sequence[Slot]) -> None:
         """Frees what was taken for `adopt`."""
@@ -203,9 +208,9 @@ class PrefixStore:
             [slot for slot in states.values() if slot not in kept_states],
         )
 
-    def evict(self, pages: int, states: int, *, awaited: bool = True) -> None:
-        """Frees so many entries that no request reads, or all there are; `awaited` as in RadixCache.evict."""
-        gone = self.tree.evict(pages, states, awaited=awaited)
+    def evict(self, pages: int, states: int, *, saving: int | None = None) -> None:
+        """Frees so many entries that no request reads, or all there are; `saving` as in RadixCache.evict."""
+        gone = self.tree.evict(pages, states, saving=saving)
         self._pages.evict(gone.pages)
         self._slots.evict(gone.states)
 
@@ -260,11 +265,12 @@ class PrefixStore:
         self._slots.free([slot for slot in request.saves.values() if slot not in taken.states])
         request.saves = {}
 
-    def _spare_slot(self) -> Slot | None:
-        """A slot that no request can lack: as many as there are free rows stay free, or could be."""
+    def _spare_slot(self, saving: int) -> Slot | None:
+        """A slot for a state that saves so many tokens. No request can lack it: as many as there are free rows stay
+        free, or could be."""
         idle = self._slots.num_free + self._slots.num_cached - self._slots.num_locked
         if idle <= self._rows.num_free:
             return None
         if not self._slots.num_free:
-            self.evict(0, 1, awaited=False)
+            self.evict(0, 1, saving=saving)
         return self._slots.alloc(1)[0] if self._slots.num_free else None

@@ -52,7 +52,6 @@ class Request:
         decoded: tokens that the detokenizer has read.
         queue: its reader's queue, while there is one.
         row, state_slot, pages, spare, prefix: what the cache coordinator lent; see there.
-        expected: what it would have matched when it began to wait, while it waits.
         given: pages of its own that the prefix cache has taken over while the request runs.
         saves: slots with states of its prompt, by the number of tokens; save_at: where it leaves such states.
         shared: its prompt has been offered to the prefix cache.
@@ -92,7 +91,6 @@ class Request:
     spare: list[Slot] = field(default_factory=list)
     first_page: int = 0
     prefix: PrefixMatch = field(default_factory=PrefixMatch)
-    expected: PrefixMatch = field(default_factory=PrefixMatch)
     given: set[Slot] = field(default_factory=set)
     saves: dict[int, Slot] = field(default_factory=dict)
     save_at: Sequence[int] = ()

@@ -143,8 +143,11 @@ class Sessions:
         length, num_pages, num_states = self._room(len(prefix.tokens), len(prefix.positions))
         skipped = len(prefix.positions) - num_states
         self._flush()
+        taken = store.take_room(num_pages, num_states)
+        if taken is None:
+            raise SessionError("the prefix cache gives up too few pages for the session now: load it later")
         with self._change:
-            pages, slots = store.take_room(num_pages, num_states)
+            pages, slots = taken
             states: dict[int, Slot] = dict(zip(prefix.positions[skipped:], slots, strict=True))
             copied = [(position, slot.index) for position, slot in states.items()]
             task = PrefixCopy(length, [page.index for page in pages], copied, write=True)

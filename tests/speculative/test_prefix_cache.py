@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hybridrt.engine import host_fetches
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative import draft_model
 from hybridrt.speculative.drafter import AdaptiveDrafter
@@ -67,6 +68,11 @@ def conversations(draw: st.DrawFn) -> list[Turn]:
     return turns
 
 
+@pytest.fixture(autouse=True)
+def fetches_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
+
+
 class Bench:
     """Rigs with a prefix cache, and what requests become without one."""
 
@@ -118,13 +124,21 @@ def test_cached_equals_uncached(
         grid=st.sampled_from([PAGE, PAGE, 2 * PAGE, 16]),
         overlap=st.booleans(),
         script=st.sampled_from(sorted(SCRIPTS)),
+        hosted=st.booleans(),
     )
     def play(
-        turns: list[Turn], chunk: int, slots: int, pages: int | None, grid: int, overlap: bool, script: str
+        turns: list[Turn],
+        chunk: int,
+        slots: int,
+        pages: int | None,
+        grid: int,
+        overlap: bool,
+        script: str,
+        hosted: bool,
     ) -> None:
         nonlocal hits
         rig = bench.rig(model, mode, topk, method, pages, slots)
-        rig.grid = grid
+        rig.grid, rig.hosted = grid, hosted
         asks = bench.asks(model, turns)
         futures = bench.rigs.plain(model).futures(asks)
         by_seed = {sample_seed(asks[int(i)], k): output.token_ids for (i, k), output in futures.items()}

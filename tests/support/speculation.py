@@ -23,6 +23,7 @@ from tests.support.session import budget
 
 LENGTH = 96
 PAGE = 4
+HOST_BYTES = 300_000  # of main memory for prefixes
 Key = tuple[str, int]
 
 
@@ -47,6 +48,7 @@ class Rig:
 
     Attributes:
         grid: where prompts leave states; a multiple of PAGE.
+        hosted: engines keep prefixes in main memory, too.
     """
 
     def __init__(
@@ -56,15 +58,16 @@ class Rig:
         speculative = SpeculativeConfig(num_draft_tokens=drafts, state_mode=mode, **spec) if drafts else None
         self.config = EngineConfig(
             str(path), device=device, dtype="float32", max_model_len=LENGTH, max_running_requests=rows, page_size=PAGE,
-            speculative=speculative, state_mode="auto" if drafts else mode, prefix_cache=False,
+            speculative=speculative, state_mode="auto" if drafts else mode, prefix_cache=cache_slots is not None,
+            host_cache_bytes=0 if cache_slots is None else HOST_BYTES,
         )  # fmt: skip
         # The longest request fits alone.
         window = json.loads((path / "config.json").read_text()).get("sliding_window")
         least = PageDemand(PAGE, window).least(LENGTH + drafts)
         pages = rows * LENGTH // PAGE if pages is None else max(pages, least)
-        same = ("device", "max_model_len", "page_size", "speculative", "state_mode")
+        same = ("device", "max_model_len", "page_size", "speculative", "state_mode", "prefix_cache", "host_cache_bytes")
         common = {name: getattr(self.config, name) for name in same}
-        self.cached, self.grid = cache_slots is not None, PAGE
+        self.cached, self.hosted, self.grid = cache_slots is not None, False, PAGE
         spare = cache_slots or 0
         bytes_ = budget(path, rows=rows, pages=pages, cache_slots=spare, **common)
         plan = make_plan(self.config, load_target(self.config, TPGroup())[1], budget_bytes=bytes_, cache_slots=spare)
@@ -80,6 +83,8 @@ class Rig:
         head = int(self.runner.drafter is not None)
         self.coordinator = CacheCoordinator(*pools, prefix_cache=self.cached, lookahead=head)
         self.coordinator.prefixes.grid = self.grid
+        if self.hosted:
+            self.coordinator.add_tier(plan.host.num_pages, plan.host.num_states, self.runner.copied)
         limits = EngineLimits(self.runner.model_config.vocab_size, LENGTH, chunk)
         return Engine(self.runner, self.coordinator, limits, overlap=overlap, drafter=drafter)
 
@@ -103,6 +108,8 @@ class Rig:
             steps += 1
             assert steps < 2000
         self.counters = engine.counters()
+        if self.coordinator.fetches is not None:
+            self.coordinator.fetches.cancel_all()  # those of requests that did not wait for them
         self._assert_done(found)
         return found
 

@@ -1,0 +1,87 @@
+"""Thousands of steps of random conversations through tiny pools with every tier: tokens stay right, nothing leaks."""
+
+import random
+
+import pytest
+
+from hybridrt.engine import host_fetches
+from hybridrt.sampling_params import SamplingParams
+from tests.support.engine_harness import VOCAB, Rig
+from tests.support.mock_executor import tokens_alone
+
+MOST_NODES = 2_000  # of both trees: pages and states bound them
+LENGTH = 64
+
+
+class Talks:
+    """Conversations that come and go: turns, branches, aborts, salts, several samples of a prompt."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.rig = Rig(
+            rows=4, slots=9, pages=90, page_size=self.random.choice((1, 2, 4)), max_model_len=LENGTH, chunk=12, late=1,
+            drafts=seed % 2 * 3, replay=True, cache=True, grid=4, host=(120, 12), copy_delay=seed % 5,
+        )  # fmt: skip
+        self.histories: list[list[int]] = [[]]
+        self.open: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.checked = 0
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            if len(self.open) < 8 and self.random.random() < 0.4:
+                self.ask()
+            if self.open and self.random.random() < 0.02:
+                self.rig.engine.abort(self.random.choice(sorted(self.open)))
+            self.rig.step()
+            self.take()
+        self.rig.run()
+        self.take()
+
+    def ask(self) -> None:
+        history = self.random.choice(self.histories[-6:])
+        cut = history[: self.random.randint(0, len(history))] if self.random.random() < 0.2 else history
+        prompt = [*cut[: LENGTH - 20], *(self.random.randrange(VOCAB) for _ in range(self.random.randint(1, 9)))]
+        salt = self.random.choice((None, None, "a"))
+        params = SamplingParams(
+            max_tokens=self.random.choice((1, 3, 8)), seed=7, ignore_eos=True, n=self.random.choice((1, 1, 2)),
+            cache_salt=salt, priority=self.random.choice((0, 0, 1)),
+        )  # fmt: skip
+        self.open[self.rig.engine.add_request(prompt, params)] = prompt, params
+
+    def take(self) -> None:
+        """Compares what has ended, and lets later requests go on from there."""
+        for name in [name for name in self.open if not self.rig.engine._samples.of(name)]:
+            prompt, params = self.open.pop(name)
+            sample = self.rig.outputs.pop((name, 0))
+            for index in range(1, params.n):
+                self.rig.outputs.pop((name, index))
+            wanted = tokens_alone(prompt, 7, len(sample.token_ids), VOCAB)
+            assert sample.token_ids == wanted, name
+            self.checked += 1
+            self.histories.append([*prompt, *sample.token_ids])
+        del self.histories[:-12]
+
+
+def soak(seed: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
+    talks = Talks(seed)
+    talks.run(steps)
+    store, counters = talks.rig.pools.prefixes, talks.rig.engine.counters()
+    assert store.tier is not None
+    assert sum(1 for tree in (store.tree, store.tier.tree) for _ in tree.nodes()) < MOST_NODES
+    assert not store.tree._awaited and talks.rig.pools.fetches is not None and not talks.rig.pools.fetches._looked
+    assert talks.rig.engine.reset_prefix_cache()
+    assert talks.rig.pools.slots.num_free == 9 and talks.rig.pools.pages.num_free == 90
+    return {"checked": talks.checked, "hit": counters.cache_hit, "fetched": counters.cache_fetched}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_random_conversations_for_a_while(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert min(soak(seed, 200, monkeypatch).values()) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(4))
+def test_random_conversations(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert min(soak(seed, 20_000, monkeypatch).values()) > 0
