@@ -3,9 +3,10 @@
     python -m benchmarks.bench_structured --model tiiuae/Falcon-H1-7B-Base --name structured
 
 The three cases take turns in one process, and each figure is the median of its turns. Every row writes exactly so many
-tokens: the schema is an endless list. `masks_in_time` is the share of steps whose masks were copied before the forward
-pass had ended, by events on the stream: one is recorded behind the forward pass, and it must not have come when the
-masks are given. `bitmask_ms` is the host's median time from there back to the moment at which the step before was read.
+tokens: the schema is a list without an end. `masks_in_time` is the share of steps whose masks were on their way before
+the forward pass had ended: an event behind the forward pass must not have come when the sampling is launched.
+`sampling_ms` is the host's median time from the end of the step before, or from the launch of the forward pass if that
+was later, until the sampling is launched: it fills the masks and copies them (on a CPU it also samples).
 """
 
 import argparse
@@ -47,7 +48,7 @@ class Row:
     tokens_per_s: float
     ratio: float
     masks_in_time: float | None
-    bitmask_ms: float | None
+    sampling_ms: float | None
 
 
 class Masks:

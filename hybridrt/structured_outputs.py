@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridrt.errors import RequestError, is_text, shown
 
-MAX_CHARACTERS = 2**20  # of a schema, an expression or a grammar, and of all choices together
+MAX_CHARACTERS = 2**19  # of a schema, an expression or a grammar, and of all choices together
 MAX_CHOICES = 4096
 _FIELD = "structured_outputs"
 _KINDS = ("json", "regex", "choice", "grammar")
@@ -29,7 +29,7 @@ class StructuredOutputs:
 
     Raises:
         RequestError: not exactly one field is set, one has the wrong type, or all of it has more than MAX_CHARACTERS
-            (2**20) characters.
+            (2**19) characters.
     """
 
     json: str | dict[str, Any] | bool | None = None

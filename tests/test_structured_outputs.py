@@ -19,7 +19,7 @@ BAD: list[dict[str, Any]] = [
     *({"json": value} for value in ("", "{", "[]", "null", 3, [], {"a": float("nan")}, {"a": object()}, {"a": DEEP})),
     {"json": '{"title": "\\ud800"}'},
     *({kind: value} for kind in ("regex", "grammar") for value in ("", 3, b"a", "\ud800", "a" * (MAX_CHARACTERS + 1))),
-    *({"choice": value} for value in ("ab", [], [""], [3], {"a": 1}, ["a"] * (MAX_CHOICES + 1), ["a" * 2**19] * 3)),
+    *({"choice": value} for value in ("ab", [], [""], [3], {"a": 1}, ["a"] * (MAX_CHOICES + 1), ["a" * 2**18] * 3)),
 ]
 
 

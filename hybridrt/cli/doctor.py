@@ -14,7 +14,9 @@ from hybridrt.cli.options import JsonOption
 if TYPE_CHECKING:
     from hybridrt.kernels.providers import ReportRow
 
-PACKAGES = ("hybridrt", "torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
+PACKAGES = (
+    "hybridrt", "torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "llguidance",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`hybridrt serve`: a model behind OpenAI's HTTP API."""
+"""`hybridrt serve`: a model behind the HTTP APIs of OpenAI and Anthropic."""
 
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -74,7 +74,7 @@ def serve(
     engine: EngineOptions = EngineOptions(),  # noqa: B008
     speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
 ) -> None:
-    """Serve a model to clients of OpenAI's HTTP API.
+    """Serve a model to clients of OpenAI's and Anthropic's HTTP APIs.
 
     SIGTERM or Ctrl-C lets running requests end; a second one does not.
     """

@@ -26,6 +26,10 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 # llguidance's limits of one mask: at the defaults a hostile expression stops all rows for 400 ms, with these for 100.
 # Errors do not quote the grammar.
 _LIMITS = {"step_lexer_fuel": 100_000, "max_lexer_states": 50_000, "verbose_errors": False}
+# llguidance compiles rules and references by recursion: a chain of 3000 overflows a usual stack, and the process dies.
+# A level takes up to 8 KB, and the text of a grammar has room for some 20,000. Only what is touched takes memory.
+_STACK_BYTES = 2**29
+_starting = threading.Lock()  # the size of stacks is the process's, so it is set for one start at a time
 _FIELD = "structured_outputs"
 _INSTALL = 'structured_outputs need llguidance: pip install "hybridrt[structured]"'
 
@@ -112,7 +116,12 @@ class GrammarCompiler:
             except BaseException as e:  # a failed assertion in llguidance is no Exception
                 job.set_result(f"{type(e).__name__}: {shortened(str(e))}")
 
-        threading.Thread(target=run, name="hybridrt-grammar", daemon=True).start()
+        with _starting:
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                threading.Thread(target=run, name="hybridrt-grammar", daemon=True).start()
+            finally:
+                threading.stack_size(before)
         return job
 
     def _compile(self, outputs: StructuredOutputs, tokenizer: "LLTokenizer") -> Matcher | str:

@@ -1,1 +1,1 @@
-"""The HTTP API: OpenAI's endpoints on top of AsyncLLM. Needs the extra `serve`."""
+"""The HTTP API: endpoints of OpenAI and Anthropic on top of AsyncLLM. Needs the extra `serve`."""

@@ -157,6 +157,12 @@ def test_grammars_that_cannot_be_used(fields: dict[str, Any], text: str, compile
         assert info.value.field == "structured_outputs" and len(str(info.value)) < 700
 
 
+def test_a_long_chain_of_rules_ends_no_process(compiler: GrammarCompiler) -> None:
+    """llguidance compiles it by recursion, deeper than the stack of a usual thread."""
+    rules = [f'r{i}: r{i + 1} "x"' for i in range(4000)]
+    compiler.matcher(StructuredOutputs(grammar="\n".join(["start: r0", *rules, 'r4000: "a"'])))
+
+
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Grammars of the expression "stuck" do not compile before the event."""

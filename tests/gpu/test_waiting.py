@@ -5,10 +5,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hybridrt import SamplingParams, SpeculativeConfig
+from hybridrt.runtime.constrained_step import mask_lines
 from hybridrt.runtime.drafting import DraftRow
 from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
 from tests.gpu.rig import FAMILIES, PRODUCTION, Rows, no_waiting, sleep
@@ -62,6 +64,26 @@ def test_no_synchronisation(name: str, plan: Plan, graphs: bool, checkpoints: Ch
         with no_waiting():
             handle = rows.runner.launch(step)
         assert len(handle.result().tokens) == len(step.decode) + sum(row.sample for row in step.extend)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("plan", [decode, mixed, verify])
+def test_no_synchronisation_under_masks(plan: Plan, graphs: bool, checkpoints: CheckpointStore) -> None:
+    """Two rows may draw token 7 alone."""
+    speculative = SpeculativeConfig(num_draft_tokens=DRAFTS) if plan is verify else None
+    rows = warm_rows(checkpoints, next(iter(FAMILIES)), plan, cuda_graph=graphs, speculative=speculative)
+    words = -(-rows.runner.model_config.vocab_size // 32)
+    for warm in (False, True, True, True):
+        step = plan(rows)
+        step.constrained = [0, 2]
+        lines, _ = mask_lines(step, 1 + DRAFTS if plan is verify else 1)
+        masks = np.zeros((len(lines), words), np.int32)
+        masks[:, 0] = 1 << 7
+        with no_waiting() if warm else nullcontext():
+            handle = rows.runner.launch(step)
+            rows.runner.sample(masks)
+        tokens = handle.result().tokens
+        assert all(set(tokens[i]) == {7} for i in step.constrained)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -35,6 +35,25 @@ VALID: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [5]},
     "/abort": {"request_id": "x"},
 }
+# Pieces of a conversation that are right by themselves, and may be put together in odd orders.
+ITEMS: list[Any] = [
+    {"role": "user", "content": "x"}, {"role": "developer", "content": [{"type": "input_text", "text": "x"}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x"}]},
+    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]}, {"type": "reasoning", "summary": []},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"},
+    {"type": "function_call_output", "call_id": "c", "output": ""},
+]  # fmt: skip
+BLOCKS: list[Any] = [
+    {"type": "text", "text": "x"}, {"type": "thinking", "thinking": "x", "signature": ""},
+    {"type": "redacted_thinking", "data": "x"}, {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+    {"type": "tool_result", "tool_use_id": "c"}, {"type": "tool_result", "tool_use_id": "c", "content": []},
+]  # fmt: skip
+turns = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "system"]),
+        "content": st.one_of(st.just("x"), st.lists(st.sampled_from(BLOCKS), max_size=4)),
+    }
+)
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 3), st.integers(), st.floats(), st.text(max_size=8),
     st.sampled_from([2**31, -(2**63), 2**64, 10**40, 1e308, -0.0, "\x00", "\U0001d518", "a" * 300, "../../etc/passwd",
@@ -64,6 +83,10 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
         return path, draw(st.binary(max_size=60))
     changes = draw(st.dictionaries(st.sampled_from(FIELDS[path]), values, min_size=1, max_size=3))
     body = VALID[path] | changes
+    if path == "/v1/responses" and draw(st.booleans()):
+        body["input"] = draw(st.lists(st.sampled_from(ITEMS), max_size=4))
+    elif path.startswith("/v1/messages") and draw(st.booleans()):
+        body["messages"] = draw(st.lists(turns, max_size=4))
     for name in ("max_tokens", "max_output_tokens"):
         if isinstance(body.get(name), int) and body[name] > 8:
             body[name] = 8

@@ -58,7 +58,7 @@ def test_a_stream_adds_up_to_the_whole(script: str, talker: tuple[Served, Script
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
     check_items(events[2:-1], whole.output)
     assert whole.usage is not None and whole.usage.output_tokens == len(model.say(SCRIPTS[script])) + 1
-    assert whole.status == "completed" and whole.store is False  # type: ignore[attr-defined]
+    assert whole.output and whole.status == "completed" and whole.store is False  # type: ignore[attr-defined]
 
 
 NAMES = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}

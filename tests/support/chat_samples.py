@@ -142,6 +142,21 @@ SAMPLES = [
     ),
     Sample("granite", 'Sure.\n<|tool_call|> {"name": "now", "arguments": {}}', "Sure.", (("now", {}),), name="no list"),
     Sample(
+        "hermes",
+        '<tool_call>{"name": "now", "arguments": {"a": ' + "[" * 99 + "]" * 99 + "}}</tool_call>",
+        calls=(("now", None),),
+        name="deep",
+    ),
+    Sample(
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nDallas\n</parameter>\n",
+        calls=(("get_weather", None),),
+        name="cut between",
+    ),
+    Sample(
+        "qwen3_coder", f"<function={'f' * 300}>\n</function>", f"<function={'f' * 300}>\n</function>", name="long name"
+    ),
+    Sample(
         "kimi_k2",
         "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
         '{"city": "Dallas", "days": 3}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}'
