@@ -129,7 +129,10 @@ class CacheCoordinator:
         # Locking the match keeps its state from eviction. If no other slot can be had, go on without the match.
         choices = [match] if match.state is None else [match, PrefixMatch()]
         if not any(self._take(request, tokens, choice, headroom) for choice in choices):
-            return False
+            # Fetches for the requests behind may hold what it lacks. Their entries would come and go, and nobody run.
+            fetching = self.fetches is not None and self.fetches.cancel_all()
+            if not fetching or not any(self._take(request, tokens, choice, headroom) for choice in choices):
+                return False
         self.settle(request, 0)
         self._plan_admission(request, plan)
         return True
