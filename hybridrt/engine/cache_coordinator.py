@@ -134,7 +134,7 @@ class CacheCoordinator:
         return True
 
     def _lend(self, request: Request, headroom: int) -> bool:
-        """`_take`, with what the prefix cache has for the request or, if there is too little room beside it, without."""
+        """`_take` with what the prefix cache has for the request, or without it if there is too little room."""
         match = request.arrived or self.prefixes.match(request)
         # Locking the match keeps its state from eviction. If no other slot can be had, go on without the match.
         choices = [match] if match.state is None else [match, PrefixMatch()]
