@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 
 from hybridrt.chat.scanner import Malformed, Scanner, Step
+from hybridrt.errors import is_text
 
 MAX_DEPTH = 64
 MAX_WORD = 512  # characters of a number or a constant
@@ -68,7 +69,7 @@ def read_string(scanner: Scanner, emit: Emit) -> Step[None]:
 
 
 def read_text(scanner: Scanner, most: int = MAX_NAME) -> Step[str]:
-    """A string's text. Malformed if it is longer than `most` characters."""
+    """A string's text. Malformed if it is longer than `most` characters, or holds a lone surrogate."""
     pieces: list[str] = []
 
     def add(piece: str) -> None:
@@ -78,6 +79,8 @@ def read_text(scanner: Scanner, most: int = MAX_NAME) -> Step[str]:
 
     yield from read_string(scanner, add)
     text: str = json.loads(f'"{"".join(pieces)}"')
+    if not is_text(text):
+        raise Malformed
     return text
 
 
