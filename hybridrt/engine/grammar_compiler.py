@@ -78,7 +78,7 @@ class GrammarCompiler:
         Raises:
             RequestError: the model has no tokenizer or no end of sequence, llguidance is not installed, or the
                 grammar is invalid, not satisfiable, too large, or takes too long.
-            QueueFullError: too many other grammars are being compiled.
+            QueueFullError: too many other grammars are being compiled, or there is no memory for another thread.
         """
         tokenizer = self._loaded()
         with self._lock:
@@ -120,6 +120,10 @@ class GrammarCompiler:
             before = threading.stack_size(_STACK_BYTES)
             try:
                 threading.Thread(target=run, name="hybridrt-grammar", daemon=True).start()
+            except RuntimeError as e:  # not enough memory for the stack: a later request tries again
+                with self._lock:
+                    self._compiled.pop(outputs, None)
+                job.set_exception(QueueFullError(f"no thread to compile a grammar ({e}): try again later"))
             finally:
                 threading.stack_size(before)
         return job
