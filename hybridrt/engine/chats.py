@@ -43,9 +43,14 @@ class Chats:
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A conversation that an engine would take; `new_answer` makes the reader of one sample."""
+    """A conversation that was checked and tokenised.
 
-    prepared: PreparedPrompt
+    Attributes:
+        prompt: what the engine runs.
+        new_answer: makes the reader of one sample's answer.
+    """
+
+    prompt: PreparedPrompt
     new_answer: Callable[[], AnswerReader]
 
 
@@ -97,7 +102,7 @@ class ChatReader:
     """Turns a conversation's deltas to ChatDeltas. `answers` has one reader a sample."""
 
     def __init__(self, chat: PreparedChat) -> None:
-        self.answers = [chat.new_answer() for _ in range(chat.prepared.params.n)]
+        self.answers = [chat.new_answer() for _ in range(chat.prompt.params.n)]
 
     def read(self, delta: Delta) -> ChatDelta:
         """The next delta of any sample."""

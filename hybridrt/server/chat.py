@@ -129,7 +129,7 @@ async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> Start
     """
     prepared = await prepare_chat(service, body)
     name = response_id("chatcmpl-", body, scope)
-    deltas = service.llm.submit([prepared.prepared], name, stream=bool(body.stream))
+    deltas = service.llm.submit([prepared.prompt], name, stream=bool(body.stream))
     return Started(ChatAnswer(service, name, deltas, body, prepared), deltas, bool(body.stream))
 
 

@@ -120,7 +120,7 @@ class _StopSequence:
 
     def __init__(self, service: Service, prepared: PreparedChat) -> None:
         self.found: str | None = None
-        self._tokenizer, self._params = service.tokenizer, prepared.prepared.params
+        self._tokenizer, self._params = service.tokenizer, prepared.prompt.params
         self._tokens: list[int] = []
         self._length = 0
 

@@ -36,7 +36,7 @@ async def start_message(service: Service, body: MessageRequest, scope: Scope) ->
     """
     prepared = await prepare_chat(service, _as_chat(body))
     name = response_id("msg_", body, scope)
-    deltas = service.llm.submit([prepared.prepared], name, stream=bool(body.stream))
+    deltas = service.llm.submit([prepared.prompt], name, stream=bool(body.stream))
     return Started(MessageReply(service, name, deltas, body, prepared), deltas, bool(body.stream))
 
 

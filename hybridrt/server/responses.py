@@ -45,7 +45,7 @@ async def start_response(service: Service, body: ResponseRequest, scope: Scope) 
     _refuse(body)
     prepared = await prepare_chat(service, _as_chat(body))
     name = response_id("resp_", body, scope)
-    deltas = service.llm.submit([prepared.prepared], name, stream=bool(body.stream))
+    deltas = service.llm.submit([prepared.prompt], name, stream=bool(body.stream))
     return Started(ResponseReply(service, name, deltas, body, prepared), deltas, bool(body.stream))
 
 
