@@ -4,7 +4,6 @@ The grammars are llguidance's variant of Lark (hybridrt.structured_outputs). In 
 text holds no such token.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,9 +12,8 @@ from hybridrt.chat.reasoning import ReasoningTags
 from hybridrt.chat.schemas import calls, json_text, one_call
 from hybridrt.chat.tool_parser import ToolParser
 from hybridrt.errors import RequestError
-from hybridrt.structured_outputs import StructuredOutputs
+from hybridrt.structured_outputs import WHITESPACE, StructuredOutputs
 
-_SPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}  # as hybridrt.engine.grammar_compiler's
 _RULES = ["TEXT: /(?s:.*)/", r"GAP: /[ \n]{1,4}/"]
 
 
@@ -142,10 +140,7 @@ def _body(given: StructuredOutputs) -> str:
         return f"({' | '.join(map(json_text, given.choice))})"
     if given.grammar is not None:
         return f"%lark {{\n{given.grammar}\n}}"
-    schema = json.loads(str(given.json))
-    if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
-    return f"%json {json_text({'x-guidance': _SPACE} | schema)}"
+    return f"%json {json_text({'x-guidance': {'whitespace_pattern': WHITESPACE}} | given.schema)}"
 
 
 def _lark(rules: Sequence[str]) -> StructuredOutputs:

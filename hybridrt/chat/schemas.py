@@ -46,6 +46,12 @@ def calls(tools: Sequence[Tool], schema: Mapping[str, Any]) -> str:
     return json_text({**schema, "$defs": definitions(tools), "x-guidance": LITTLE_SPACE})
 
 
+def with_definitions(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of the schema `root` as one of its own: with what its references need. No object: any value."""
+    shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    return {**shared, **(schema if isinstance(schema, Mapping) else {}), "x-guidance": LITTLE_SPACE}
+
+
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """A part of the schema `root`, with what it refers to in place of a reference."""
     for _ in range(_MOST_REFERENCES):
