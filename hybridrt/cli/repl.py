@@ -160,7 +160,8 @@ class Repl:
         self._screen.note("\n".join([*(f"{name:<8} {text}" for name, text in COMMANDS.items()), _KEYS]))
 
     def _set_system(self, text: str) -> None:
-        self.turns = [Turn("system", text)] * bool(text) + self.turns[len(self._system()) :]
+        system = [Turn("system", text)] if text else []
+        self.turns = [*system, *self.turns[len(self._system()) :]]
 
     def _reset(self, rest: str) -> None:
         self.turns = self._system()

@@ -46,7 +46,7 @@ class LatentAttention(nn.Module):
         query = Segment("q", config.num_heads * (dims.nope_dim + dims.rope_dim))
         first = query if dims.query_rank is None else Segment("q_latent", dims.query_rank, 1)
         parts = [first, Segment("latent", dims.rank, 1), Segment("tail", dims.rope_dim, 1)]
-        parts += [Segment("gate", config.num_heads)] * gated
+        parts += [Segment("gate", config.num_heads)] if gated else []
         biased = [part.name for part in parts[first is query :] if part.name != "gate"] if bias else []
         self.into = ColumnLinear(f"{name}.into", hidden_size, parts, bias=biased, build=build)
         self.sizes = (self.into.sizes[0], dims.rank + dims.rope_dim, *self.into.sizes[3:])
