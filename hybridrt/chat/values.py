@@ -13,7 +13,7 @@ from hybridrt.errors import is_text
 
 MAX_DEPTH = 64
 MAX_WORD = 512  # characters of a number or a constant
-MAX_NAME = 256  # characters of a function's name, or of a key that the format itself knows
+MAX_NAME = 256  # characters of a function's name, or of a key of the format itself
 _WORD = re.compile(r"[\w.+-]*")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 _CONSTANTS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
@@ -27,7 +27,7 @@ Emit = Callable[[str], None]
 
 
 def escaped(text: str) -> str:
-    """Text as the inside of a JSON string."""
+    """Text as the inside of a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -85,7 +85,7 @@ def _stream_arguments(scanner: Scanner, sink: CallSink, name: str) -> Step[None]
     begun = list[str]()
 
     def emit(text: str) -> None:
-        """The first piece waits for the second: an object that breaks at once is no call."""
+        """Holds the first piece until there is a second: an object that breaks at once is no call."""
         if sink.inside:
             sink.arguments(text)
             return
