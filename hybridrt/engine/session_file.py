@@ -1,4 +1,4 @@
-"""Sessions on disk: one safetensors file that holds what the prefix cache has of a text, and what makes it valid."""
+"""Sessions on disk: a safetensors file of what the prefix cache holds of a text, and what identifies it."""
 
 import hashlib
 import os
@@ -43,7 +43,7 @@ class Session:
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """What the prefix cache has of a text, in main memory.
+    """What the prefix cache holds of a text, copied to main memory.
 
     Attributes:
         tokens: [n] int32 token ids.
@@ -57,7 +57,7 @@ class CachedPrefix:
 
 
 def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: str) -> None:
-    """Writes the file beside its place, then moves it there: a reader sees the old file or the whole new one.
+    """Writes a temporary file beside `path` and renames it: a reader sees the old file or the whole new one.
 
     Raises:
         SessionError: the note is too long.
@@ -85,8 +85,8 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
 
 
 class SessionReader:
-    """Reads a file of `write_session`. Nothing is allocated for its contents before `read`, which is called once the
-    header has been found right.
+    """Reads a file of `write_session`. The constructor checks the header; nothing is allocated for the contents before
+    `read`.
 
     Raises:
         SessionError: it cannot be read, is no such file, is damaged, or belongs to another model.

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: a list of items, and the events that they are made by."""
+"""Answers of /v1/responses: a list of items, and their events."""
 
 import uuid
 from collections.abc import Iterator
