@@ -78,6 +78,12 @@ class Conversation:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.chat_template_kwargs, Mapping) or not all(
+            isinstance(key, str) for key in self.chat_template_kwargs
+        ):
+            raise RequestError(
+                f"chat_template_kwargs is {shown(self.chat_template_kwargs)}; it must be a mapping of names to values"
+            )
         if reserved := RESERVED & set(self.chat_template_kwargs):
             raise RequestError(f"chat_template_kwargs sets {min(reserved)}, which is no template variable; remove it")
         if self.continue_final_message and self.add_generation_prompt:
