@@ -287,7 +287,7 @@ class LLM:
 
         Raises:
             RequestError: `prompt` is no prompt, or `cache_salt` no text.
-            SessionError: nothing of it is cached, or the note is too long.
+            SessionError: nothing of it is cached, or the note is no text or too long.
             OSError: the file cannot be written.
         """
         content = text_or_ids(prompt)

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hybridrt.errors import SessionError, shown
+from hybridrt.errors import SessionError, is_text, shown
 from hybridrt.runtime.prefix_copy import Shapes, Tensors
 from hybridrt.runtime.state_identity import Identity, first_difference
 
@@ -60,11 +60,11 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
     """Writes a temporary file beside `path` and renames it: a reader sees the old file or the whole new one.
 
     Raises:
-        SessionError: the note is too long.
+        SessionError: the note is no text, or too long.
         OSError: as from any file.
     """
-    if len(note) > MOST_NOTE:
-        raise SessionError(f"the note has {len(note)} characters; at most {MOST_NOTE} are kept")
+    if not isinstance(note, str) or not is_text(note) or len(note) > MOST_NOTE:
+        raise SessionError(f"the note is {shown(note)}; it must be text of at most {MOST_NOTE} characters")
     tensors = {
         TOKENS: torch.from_numpy(prefix.tokens.astype(np.int32)),
         POSITIONS: torch.tensor(prefix.positions, dtype=torch.int32),

@@ -40,7 +40,7 @@ class Sessions:
         """Writes the longest cached prefix of a text [n] int32.
 
         Raises:
-            SessionError: nothing of it is cached, or the note is too long. There is no file then.
+            SessionError: nothing of it is cached, or the note is no text or too long. There is no file then.
             OSError: the file cannot be written.
         """
         identity = self._identify()
