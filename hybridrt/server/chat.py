@@ -78,7 +78,7 @@ class ChatAnswer(Answer):
         message |= {"tool_calls": calls} if calls else {}
         return self._choice(index, delta, reason) | {"message": message}
 
-    def _says(self, choice: dict[str, Any]) -> bool:
+    def _has_gain(self, choice: dict[str, Any]) -> bool:
         return bool(choice.get("delta"))
 
     def _choice(self, index: int, delta: Delta, reason: str | None) -> dict[str, Any]:
