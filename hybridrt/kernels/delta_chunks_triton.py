@@ -12,7 +12,8 @@ class PreparedChunks(NamedTuple):
 
     Attributes:
         q, k: `[T, Hk, K]` unscaled, or normalised and scaled by the decay from the chunk's start to their token.
-        k_left: `[T, Hk, K]` k normalised and scaled by the decay from its token to the chunk's end; None if q and k are unscaled.
+        k_left: `[T, Hk, K]` k, normalised and scaled by the decay from its token to the chunk's end; None if q and k
+            are unscaled.
         v: `[T, Hv, V]`.
         solved, scores: `[n, Hv, Q, Q]` in v's dtype.
         factors: `[n, Hv, 3, Q]` float32 scales of unscaled q and k; None for scaled ones.

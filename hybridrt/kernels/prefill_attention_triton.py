@@ -250,7 +250,7 @@ def width_of(dim: int) -> int:
 
 
 def ample(q: Tensor) -> bool:
-    """Whether the device has Hopper's shared memory, and so the tensor memory accelerator, and q's tiles fit into it."""
+    """Whether the device has Hopper's shared memory, and so the tensor memory accelerator, and tiles of q fit."""
     return shared_memory(q.device) >= H200_SHARED_MEMORY and q.element_size() == 2 and q.shape[-1] <= 256
 
 
