@@ -112,7 +112,8 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 class _StopSequence:
-    """Finds the stop string that has ended an answer: the tokens of the answer go on with it behind the text.
+    """Finds the stop string that has ended an answer: the tokens spell it behind the text, or at the end of the text if
+    the output keeps it.
 
     Attributes:
         found: the string; None: no stop string has ended the answer, or it has not ended.
@@ -131,6 +132,7 @@ class _StopSequence:
         self._tokens += delta.token_ids
         self._length += len(delta.text)
         if delta.finish_reason == "stop":
-            skip = self._params.skip_special_tokens
-            rest = self._tokenizer.decode(self._tokens, skip_special_tokens=skip)[self._length :]
-            self.found = next((stop for stop in self._params.stop if rest.startswith(stop)), None)
+            skip, kept = self._params.skip_special_tokens, self._params.include_stop_str_in_output
+            text = self._tokenizer.decode(self._tokens, skip_special_tokens=skip)
+            places = ((stop, self._length - len(stop) * kept) for stop in self._params.stop)
+            self.found = next((stop for stop, place in places if place >= 0 and text.startswith(stop, place)), None)
