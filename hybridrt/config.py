@@ -18,10 +18,10 @@ class LatentConfig:
 
     Attributes:
         rank: numbers of a token's latent vector, from which the keys and values of all heads are made.
-        nope_dim, rope_dim: of a query head: numbers that meet its own keys, and numbers that meet the part of a key
-            which all heads share and which alone is rotated.
+        nope_dim, rope_dim: of a query head: numbers for the head's own part of a key, and numbers for the part that all
+            heads share. Only the shared part is rotated.
         value_dim: of a head's output.
-        query_rank: of the compressed queries; None where queries are projected at once.
+        query_rank: of the compressed queries; None where one projection gives the queries.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class AttentionConfig:
     """Softmax attention of a layer, before sharding. A model without attention layers has no heads.
 
     Attributes:
-        head_dim: of queries and keys as they meet in the cache.
+        head_dim: of the keys in the cache, and of queries as they are multiplied by them.
         rope: the Hugging Face rope_parameters dict, None for none.
         sliding_window: keys that a token sees, its own included; None for all.
         v_head_dim: of values; None for head_dim.
@@ -55,7 +55,7 @@ class AttentionConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of a head among which rotary embeddings choose."""
+        """Numbers of a head that rotary embeddings may rotate, all or a part of them."""
         return self.latent.rope_dim if self.latent else self.head_dim
 
 
@@ -248,8 +248,8 @@ class EngineConfig:
         memory_fraction: share of the device's memory that weights, pools and activations may take.
         page_size: tokens in a KV page, a power of two.
         chunked_prefill_size: most prompt tokens that one step computes.
-        target_itl_ms: milliseconds between tokens of a request that are aimed at: prompts are computed in such chunks
-            that a step that decodes, too, ends in that time (docs/serving.md). None: chunks are as long as they may be.
+        target_itl_ms: target for the milliseconds between tokens of a request: beside decode rows, prompts are computed
+            in chunks so short that the step ends in that time (docs/serving.md). None: chunks of any allowed length.
         mamba_ssm_dtype: dtype of the recurrent state.
         state_mode: "classic" writes the recurrent state every step; "replay" keeps a ring of inputs and writes it
             once in about 16 steps: only kinds with `ring_shapes` support it. "auto" picks replay where a fused kernel

@@ -9,6 +9,8 @@ from hybridrt.errors import RequestError, is_text, shown
 
 MAX_CHARACTERS = 2**19  # of a schema, an expression or a grammar, and of all choices together
 MAX_CHOICES = 4096
+# Between the tokens of a JSON text. Without a limit a model that prefers white space may give nothing else.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 _FIELD = "structured_outputs"
 _KINDS = ("json", "regex", "choice", "grammar")
 
@@ -52,6 +54,13 @@ class StructuredOutputs:
     def kind(self) -> str:
         """Which field is set."""
         return next(name for name in _KINDS if getattr(self, name) is not None)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """`json` as an object, which is all that llguidance takes: true is {}, false is an enumeration of nothing."""
+        assert isinstance(self.json, str), "a schema is kept as text"
+        schema = json.loads(self.json)
+        return schema if isinstance(schema, dict) else {} if schema else {"enum": []}
 
 
 def _refused(problem: str) -> RequestError:

@@ -184,7 +184,7 @@ class RadixCache:
         """Removes entries that no request reads, up to these numbers, and returns them. `saving`: for the state of a
         prefix, which would save so many tokens. Then states that waiting requests will use stay, and those that running
         requests have left for their next turns, if they save as much: without that, each would lose its state to
-        another before anyone comes back."""
+        another before its next turn."""
         pages, states = list[Slot](), list[Slot]()
         while len(pages) < num_pages and (leaf := self._oldest_leaf()) is not None:
             self._shorten(leaf, num_pages - len(pages), pages, states)

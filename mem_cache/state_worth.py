@@ -1,4 +1,4 @@
-"""What the states of a radix tree are worth: GreedyDual over two classes, and above it what somebody waits for."""
+"""Worths of a radix tree's states: GreedyDual over two classes, and above it states that requests wait for."""
 
 from dataclasses import dataclass
 

@@ -26,7 +26,7 @@ class KimiLinearForCausalLM(CausalLM):
     """Kimi-Linear (48B-A3B)."""
 
     gated: ClassVar[bool] = False  # the outputs of latent attention
-    # How checkpoints spell keys that the blocks call otherwise.
+    # Parts of keys in checkpoints, and what they are in the keys of the blocks.
     spellings: ClassVar[dict[str, str]] = {
         ".block_sparse_moe.": ".mlp.",
         ".w1.": ".gate_proj.",

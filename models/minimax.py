@@ -23,14 +23,14 @@ from hybridrt.layers.stack import ResidualPart
 from hybridrt.layers.weights import Build, CheckpointMap, TensorPart
 from hybridrt.models.base import MTP_KEYS, CausalLM
 
-# Spellings of keys that the blocks call otherwise.
+# Parts of keys in checkpoints, and what they are in the keys of the blocks.
 SPELLINGS = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj.", ".block_sparse_moe.": ".mlp."}
-LIGHTNING_EPS = 1e-6  # of the norm in lightning attention, whatever config.json says of the others
+LIGHTNING_EPS = 1e-6  # of the norm in lightning attention; rms_norm_eps of config.json is for the other norms
 STACKED = {".experts.gate_up_proj": ("gate", "up"), ".experts.down_proj": ("down",)}
 
 
 class OntoNormed(nn.Module):
-    """A part between two norms: what it adds goes onto `alpha` times its normed input."""
+    """A part of a layer whose output is added to `alpha` times its normed input."""
 
     def __init__(self, part: Attention | LightningMixer | MoE, alpha: float) -> None:
         super().__init__()

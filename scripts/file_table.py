@@ -12,7 +12,7 @@ DOCUMENT = ROOT / "docs" / "structure.md"
 BEGIN, END = "<!-- files -->", "<!-- end of files -->"
 # Section title, and the folders whose files it lists. A folder without "/**" lists its own files alone.
 SECTIONS = (
-    ("What everything else knows", ("hybridrt",)),
+    ("What all other parts use", ("hybridrt",)),
     ("Kinds of recurrent layers", ("hybridrt/kinds",)),
     ("Families of models: how their config.json is read", ("hybridrt/families",)),
     ("Kernels: one operation a file, its Triton kernel beside it", ("hybridrt/kernels",)),

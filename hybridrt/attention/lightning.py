@@ -42,11 +42,11 @@ class LightningAttnBackend(MambaAttnBackendBase):
 
     @staticmethod
     def ring_decay(layer: Any) -> torch.Tensor:
-        """Gates of the ring are time steps: A makes decays of them."""
+        """[heads]: the gates in the ring are time steps, of which A makes decays."""
         decay: torch.Tensor = layer.A
         return decay
 
 
 def _weights(layer: Any) -> SSMWeights:
-    """The limits make a time step of one of whatever raw step a token brings."""
+    """The limits make every time step one, whatever the raw step."""
     return SSMWeights(layer.A, dt_limit=(1.0, 1.0))

@@ -1,4 +1,4 @@
-"""An answer's text in, events out: reasoning, content, tool calls. One machine for all formats."""
+"""Parses an answer's text into events: reasoning, content, tool calls. One parser for all formats."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -12,13 +12,14 @@ _NEWLINES = re.compile(r"\n*")
 
 
 class AnswerParser:
-    """Reads one answer: `feed` what comes, then `finish`. The events, joined (`ChatMessage.extend`), do not depend on
-    how the text was cut. No text raises an error: what is no tool call is content.
+    """Reads one answer: call `feed` with each piece of its text, then `finish`. The events, joined
+    (`ChatMessage.extend`), do not depend on how the text was cut. No text raises an error: what is no tool call is
+    content.
 
     Args:
         tools: how calls are written; None: there are none.
         reasoning: how reasoning is written; None: there is none.
-        in_reasoning: the prompt has opened the reasoning.
+        in_reasoning: the answer begins within reasoning, which the prompt has opened.
         most_calls: further calls are dropped; None: all are kept.
         dropped: special tokens that leave nothing in the content.
     """
@@ -35,7 +36,7 @@ class AnswerParser:
         self._tools, self._reasoning, self._dropped = tools, reasoning, tuple(dropped)
         self._scanner = Scanner()
         self._sink = CallSink(self._scanner, most_calls)
-        self._held = ""  # white space at the content's end, which goes where a call follows
+        self._held = ""  # white space at the content's end, which is dropped if a call follows
         self._steps = self._run(in_reasoning)
         self.in_reasoning = in_reasoning
 
@@ -45,21 +46,21 @@ class AnswerParser:
         return self._sink.count
 
     def feed(self, text: str) -> list[Event]:
-        """What a piece of text adds."""
+        """The events that a piece of text adds."""
         if text:
             self._scanner.add(text)
             next(self._steps, None)
         return self._take()
 
     def finish(self) -> list[Event]:
-        """What was held back."""
+        """The end of the answer: the events of the text that was held back."""
         self._scanner.closed = True
         for _ in self._steps:
             pass
         return self._take()
 
     def _take(self) -> list[Event]:
-        """Neighbours of one kind become one event."""
+        """The events so far, adjacent ones of one kind joined."""
         events, self._sink.events = self._sink.events, []
         joined = list[Event]()
         for event in events:

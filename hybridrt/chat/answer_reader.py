@@ -1,4 +1,4 @@
-"""One sample's answer while it is read: events, the message so far, and what it counts."""
+"""Reads one sample's answer: its events, the message so far, and how many tokens were reasoning."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

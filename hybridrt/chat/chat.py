@@ -1,4 +1,4 @@
-"""The chat core: a conversation in, token ids out; an answer's text in, events out. All chat endpoints stand on it."""
+"""Turns a conversation into token ids, and an answer's text into events, for `LLM.chat` and all chat endpoints."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation as the engine takes it.
+    """A conversation as token ids, with what its answer needs.
 
     Attributes:
         params: what was passed, with what the parsers and the tool choice need.
@@ -50,11 +50,11 @@ class ChatPrompt:
 
 
 class Chat:
-    """A model's way to chat. Several threads may use it.
+    """Renders conversations of one model and parses its answers. Several threads may use it.
 
     Args:
         template: Jinja text; None: the tokenizer's own.
-        tool_parser, reasoning_parser: names in hybridrt.chat.registry; "auto": found by the chat template; "none".
+        tool_parser, reasoning_parser: names in hybridrt.chat.registry; "auto": by the chat template; "none": off.
 
     Raises:
         ConfigError: there is no parser of such a name.
@@ -161,7 +161,8 @@ class Chat:
         return TokenTags(opens, closes) if opens and closes else None
 
     def _boundaries(self, conversation: Conversation, tokens: list[int]) -> tuple[int, ...]:
-        """Where the tokens of this conversation leave those of another one with the same system prompt and tools."""
+        """The number of first tokens that every conversation with the same system prompt and tools has: none or one
+        number. It is found by a comparison with the tokens of a short conversation."""
         head = conversation.messages[:1]
         if head[0]["role"] not in ("system", "developer"):
             head = ()
@@ -176,14 +177,14 @@ class Chat:
         try:
             start = self._start(other)
         except CheckpointError:
-            return ()  # the template takes no such conversation
+            return ()  # the template refuses the short conversation
         shared = min(len(start), len(tokens))
         differ = np.flatnonzero(start[:shared] != np.asarray(tokens[:shared]))
         length = int(differ[0]) if differ.size else shared
         return (length,) if 0 < length < len(tokens) else ()
 
     def _start(self, other: Conversation) -> np.ndarray:
-        """Token ids of a short conversation, which many requests begin like. [n] int64."""
+        """Token ids [n] int64 of a short conversation. They are kept: many requests are compared with the same one."""
         offered = [tool.definition for tool in other.offered]
         key = msgspec.msgpack.encode([other.messages, offered, other.reasoning_effort, other.chat_template_kwargs])
         with self._lock:
@@ -199,7 +200,7 @@ class Chat:
 
 
 def _effort(effort: str | None) -> dict[str, Any]:
-    """Variables by which templates learn how much to reason. Those that know no degrees have a switch."""
+    """Template variables for an effort. Templates without degrees of reasoning have a switch; "none" turns it off."""
     if effort is None:
         return {}
     return {"reasoning_effort": effort} | ({"enable_thinking": False, "thinking": False} if effort == "none" else {})

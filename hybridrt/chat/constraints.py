@@ -1,10 +1,9 @@
-"""What an answer must look like, as one grammar: reasoning of limited length, forced calls, strict arguments.
+"""One grammar for all that an answer must be: reasoning of limited length, forced calls, strict arguments, a form.
 
 The grammars are llguidance's variant of Lark (hybridrt.structured_outputs). In them a tag that is a token is `<[ID]>`;
 text holds no such token.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,9 +12,8 @@ from hybridrt.chat.reasoning import ReasoningTags
 from hybridrt.chat.schemas import calls, json_text, one_call
 from hybridrt.chat.tool_parser import ToolParser
 from hybridrt.errors import RequestError
-from hybridrt.structured_outputs import StructuredOutputs
+from hybridrt.structured_outputs import WHITESPACE, StructuredOutputs
 
-_SPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}  # as hybridrt.engine.grammar_compiler's
 _RULES = ["TEXT: /(?s:.*)/", r"GAP: /[ \n]{1,4}/"]
 
 
@@ -67,8 +65,8 @@ class Constraints:
         return _lark([f"start: {thought} body", f"body: {body or f'(TEXT | {self._any()})*'}", *more, *rules])
 
     def _thought(self, tags: ReasoningTags, budget: int | None, prompt: str) -> tuple[str, list[str]]:
-        """What comes before the content, and its rules. "": nothing. A model opens reasoning itself where the tag is a
-        token of its own, and the prompt has not closed it already."""
+        """The part of the start rule before the content, and the rules that it needs; "" if there is none. The model
+        may open reasoning itself if the tag is one token and the prompt has not closed it already."""
         opened = "" if tags.opened_by(prompt) else self._literals(tags.opens)
         tokens = all(tag in self.tokens for tag in tags.closes)
         if opened and not (tokens and tags.opens[0] in self.tokens and not tags.closed_by(prompt)):
@@ -89,7 +87,7 @@ class Constraints:
         return f"({opened} {thought})?" if opened else thought, [rule]
 
     def _strict(self, conversation: Conversation, tools: ToolParser) -> tuple[str, list[str]]:
-        """Text, and sections of calls whose arguments follow their schemas; and the rules of this."""
+        """The body: text, and sections of calls whose arguments follow their schemas. And the rules that it needs."""
         rules = tools.section_rules(conversation.tools)
         if rules is None:
             raise RequestError(
@@ -109,7 +107,7 @@ class Constraints:
         return each[0] if len(each) == 1 else f"({' | '.join(each)})"
 
     def _any(self, without: Sequence[str] = ()) -> str:
-        """Any tag that is a token, but for some."""
+        """Any tag that is a token, except those in `without`."""
         ids = sorted({token for tag, token in self.tokens.items() if tag not in without})
         return f"<[{','.join(map(str, ids))}]>" if ids else "TEXT"
 
@@ -126,7 +124,7 @@ def asks_for_grammar(conversation: Conversation) -> bool:
 
 
 def _forced(conversation: Conversation) -> str:
-    """A list of calls: of the named tool one, else of any tools at least one."""
+    """A list of calls: exactly one of the named tool, or at least one of any tool."""
     choice = conversation.tool_choice
     tools = [t for t in conversation.tools if not isinstance(choice, NamedTool) or t.name == choice.name]
     one = isinstance(choice, NamedTool) or not conversation.parallel_tool_calls
@@ -142,10 +140,7 @@ def _body(given: StructuredOutputs) -> str:
         return f"({' | '.join(map(json_text, given.choice))})"
     if given.grammar is not None:
         return f"%lark {{\n{given.grammar}\n}}"
-    schema = json.loads(str(given.json))
-    if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
-    return f"%json {json_text({'x-guidance': _SPACE} | schema)}"
+    return f"%json {json_text({'x-guidance': {'whitespace_pattern': WHITESPACE}} | given.schema)}"
 
 
 def _lark(rules: Sequence[str]) -> StructuredOutputs:

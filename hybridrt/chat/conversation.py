@@ -45,7 +45,7 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 class ChatOptions(TypedDict, total=False):
-    """What a caller may set beside messages and tools: the fields of Conversation of these names."""
+    """Fields of Conversation, by name, that a caller may set beside messages and tools."""
 
     parallel_tool_calls: bool | None
     reasoning_effort: str | None
@@ -78,6 +78,12 @@ class Conversation:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.chat_template_kwargs, Mapping) or not all(
+            isinstance(key, str) for key in self.chat_template_kwargs
+        ):
+            raise RequestError(
+                f"chat_template_kwargs is {shown(self.chat_template_kwargs)}; it must be a mapping of names to values"
+            )
         if reserved := RESERVED & set(self.chat_template_kwargs):
             raise RequestError(f"chat_template_kwargs sets {min(reserved)}, which is no template variable; remove it")
         if self.continue_final_message and self.add_generation_prompt:
@@ -154,7 +160,7 @@ def read_message(message: object, place: str) -> dict[str, Any]:
         )
     if "tool_calls" in plain:
         plain["tool_calls"] = _earlier_calls(plain["tool_calls"], f"{place}.tool_calls")
-        plain.setdefault("content", "")  # many templates add it to text without looking
+        plain.setdefault("content", "")  # many templates concatenate it with text without a check
     return plain
 
 
@@ -214,7 +220,7 @@ def _tool(tool: object, place: str) -> Tool:
             where = f"{place}.function.{key}"
             raise RequestError(f"{where} is {shown(function[key])}; it must be a {kind.__name__}", where)
     definition = {key: value for key, value in function.items() if value is not None}
-    # Templates read these without looking whether they are there.
+    # Templates read these keys without a check that they exist.
     definition |= {"description": definition.get("description", ""), "parameters": dict(parameters or _NO_PARAMETERS)}
     return Tool(
         name=str(name),
@@ -256,5 +262,5 @@ def _arguments(arguments: object, place: str) -> Any:
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
-        return arguments  # what a model wrote once, and broke
+        return arguments  # text of a call that broke off (docs/chat.md)
     return value if isinstance(value, dict) else arguments

@@ -1,4 +1,4 @@
-"""What an answer consists of: typed pieces while it streams, and the message that they add up to."""
+"""Parts of an answer: typed events while it streams, and the message that they add up to."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,8 +29,8 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of the JSON text of a call's arguments. The pieces of a call, joined, are an object; where the model
-    breaks its own format off, they are what it wrote."""
+    """A piece of the JSON text of a call's arguments. The pieces of a call, joined, are an object; if the call breaks
+    off, or is malformed, they are what the model wrote."""
 
     index: int
     text: str

@@ -1,4 +1,4 @@
-"""How a model marks what it thinks before it answers."""
+"""How models mark their reasoning."""
 
 from dataclasses import dataclass
 

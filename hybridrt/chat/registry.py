@@ -37,11 +37,11 @@ REASONING_PARSERS = Plugins(
 
 
 def choose(registry: Plugins, name: str, template: str) -> Any:
-    """The registered object of a name. "auto": the one whose markers the chat template contains; of several the one
-    with the longest markers; None if there is none. "none": None.
+    """The registered object of a name. "auto": the one whose markers the chat template contains; of several, the one
+    with the longest markers; None if no markers match. "none": None.
 
     Raises:
-        ConfigError: there is none of that name; the text lists those that there are.
+        ConfigError: the name is not registered; the text lists those that are.
     """
     if name == "none":
         return None

@@ -1,6 +1,6 @@
 """Renders chat templates for another process: requests on standard input, answers on standard output.
 
-Started as a script, without hybridrt: it knows transformers' sandboxed renderer alone. It cannot open files while
+Started as a script, which imports transformers' sandboxed renderer and nothing of hybridrt. It cannot open files while
 templates run. A frame is four bytes of length, then msgpack.
 """
 
@@ -14,8 +14,8 @@ import psutil
 from transformers.utils.chat_template_utils import render_jinja_template
 
 MAX_TEXT_BYTES = 1 << 27
-_LAST_SECONDS = 60.0  # the other process ends this one long before, unless it has gone itself
-# What renderings and their errors import is imported by these, while files can be opened.
+_LAST_SECONDS = 60.0  # for the case that the other process has ended; else it ends this one much earlier
+# Rendering these imports all modules that later renderings and their errors need, while files can still be opened.
 _FIRST = (
     "{{ strftime_now('%Y %B') }}{{ messages | tojson }}{{ messages | pprint }}{{ lipsum(1) }}{{ 'ä' | upper }}",
     "{{ 'x' | urlize }}{{ 1.5 | round }}{{ [2, 1] | sort }}{{ [1] | random }}{{ 'x' | escape }}{{ '%s' | format(1) }}",
@@ -47,7 +47,7 @@ def main() -> None:
 
 def _answer(request: bytes) -> bytes:
     """The text behind a plus sign; else an error behind a minus sign, or behind an exclamation mark if this process
-    should not go on: where memory ran out, anything may be half done."""
+    must be replaced: when memory runs out, any object may be left incomplete."""
     try:
         text = _render(msgspec.msgpack.decode(request)).encode()
         if len(text) > MAX_TEXT_BYTES:

@@ -1,4 +1,4 @@
-"""Chat templates are programs of checkpoints: one child process runs them, with limits of time and of memory.
+"""Renders chat templates, which are programs of checkpoints, in a child process with limits of time and memory.
 
 transformers renders templates in a sandbox that gives them no access to files, modules or attributes. The sandbox
 limits neither loops nor numbers nor strings: the process that computes `{{ 9 ** (9 ** 9) }}` cannot interrupt it.
@@ -22,7 +22,7 @@ from hybridrt.errors import CheckpointError, RequestError
 
 TIMEOUT_S = 10.0
 START_TIMEOUT_S = 120.0
-MAX_BYTES = 1 << 30  # that a template takes beyond what its process has
+MAX_BYTES = 1 << 30  # of memory that a template may take, beyond what its process has at its start
 _CHILD = Path(__file__).with_name("render_child.py")
 
 
@@ -84,7 +84,7 @@ class Renderer:
         except (EOFError, OSError):
             self._end()
             return b"-"
-        except BaseException:  # an interrupt: the answer that comes later belongs to nobody
+        except BaseException:  # an interrupt: the next call must not read this answer
             self._end()
             raise
         if answer[:1] == b"!":
@@ -96,7 +96,7 @@ class Renderer:
             return self._child
         self._end()
         command = [sys.executable, "-P", str(_CHILD), str(MAX_BYTES)]
-        # A session of its own: Ctrl-C on the terminal is not for it.
+        # A session of its own, so that Ctrl-C on the terminal does not end it.
         self._child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
@@ -114,12 +114,12 @@ class Renderer:
             child.wait()
             for pipe in (child.stdin, child.stdout):
                 assert pipe is not None, "it is a pipe"
-                with suppress(OSError):  # what was written is not wanted any more
+                with suppress(OSError):  # closing flushes what was written, and the reader has ended
                     pipe.close()
 
 
 def _read_frame(child: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """The next frame. TimeoutError; EOFError if the child has ended."""
+    """The next frame. Raises TimeoutError, or EOFError if the child has ended."""
     assert child.stdout is not None, "it is a pipe"
     fd, deadline = child.stdout.fileno(), time.monotonic() + seconds
     return _read(fd, int.from_bytes(_read(fd, 4, deadline), "little"), deadline)

@@ -1,7 +1,7 @@
 """Reading text that arrives in pieces: a parser is a generator that stops wherever it needs more text.
 
-Methods that may need more text are generators; a parser calls them with `yield from` and is resumed by `Scanner.feed`.
-What a parser does therefore cannot depend on how the text was cut.
+Methods that may need more text are generators; a parser calls them with `yield from`. `AnswerParser.feed`
+adds text and resumes it. So what a parser does cannot depend on how the text was cut.
 """
 
 import re
@@ -34,7 +34,7 @@ class Scanner:
         self._kept: int | None = None  # place of the oldest text to keep, while a parser may return to it
 
     def add(self, text: str) -> None:
-        """Text has arrived."""
+        """Adds text behind what is there; what was read and is not marked is dropped."""
         start = self._place if self._kept is None else self._kept
         self._text = self._text[start:] + text
         self._place -= start
@@ -45,7 +45,7 @@ class Scanner:
         self._kept = self._place
 
     def release(self) -> None:
-        """The mark is needed no more."""
+        """Removes the mark, so that the text behind it can be dropped."""
         self._kept = None
 
     def rewind(self) -> None:
@@ -110,7 +110,7 @@ class Scanner:
         return "".join(pieces)
 
     def pass_on(self, pattern: re.Pattern[str], emit: Callable[[str], None]) -> Step[None]:
-        """Passes a run of such a pattern on while it comes."""
+        """As `run`, but each piece is passed to `emit` as soon as it has arrived."""
         while True:
             match = pattern.match(self._text, self._place)
             if match is not None and match[0]:

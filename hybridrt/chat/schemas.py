@@ -7,7 +7,7 @@ from typing import Any
 from hybridrt.chat.conversation import Tool
 from hybridrt.errors import RequestError
 
-# What llguidance takes for white space between a schema's tokens: models write calls in one line, or nearly so.
+# White space that llguidance allows between the tokens of a JSON text: models write calls in one or few lines.
 LITTLE_SPACE = {"whitespace_pattern": r"[\x20\x0A]{1,2}"}
 _MOST_REFERENCES = 8
 
@@ -42,12 +42,18 @@ def definitions(tools: Sequence[Tool]) -> dict[str, Any]:
 
 
 def calls(tools: Sequence[Tool], schema: Mapping[str, Any]) -> str:
-    """Text of a schema that is made of `one_call`, in one piece."""
+    """JSON text of a schema made of `one_call`, with the definitions that it refers to."""
     return json_text({**schema, "$defs": definitions(tools), "x-guidance": LITTLE_SPACE})
 
 
+def with_definitions(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of the schema `root` as one of its own: with what its references need. No object: any value."""
+    shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    return {**shared, **(schema if isinstance(schema, Mapping) else {}), "x-guidance": LITTLE_SPACE}
+
+
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """A part of the schema `root`, with what it refers to in place of a reference."""
+    """A part of the schema `root`; if it is a reference, what it refers to."""
     for _ in range(_MOST_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or reference[:2] != "#/":
@@ -64,7 +70,7 @@ def json_text(value: Any) -> str:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema that stands at `place` of a larger one: its references begin there."""
+    """The schema with its references changed for a place `place`, such as "#/$defs/0", in a larger one."""
     if isinstance(schema, list):
         return [_moved(entry, place) for entry in schema]
     if not isinstance(schema, Mapping):

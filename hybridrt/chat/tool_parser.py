@@ -1,4 +1,4 @@
-"""How a model writes tool calls: what a format says of itself, and the sink that it reports calls to."""
+"""The interface of formats of tool calls, and the sink that they report calls to."""
 
 import uuid
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ class CallSink:
     """Where a format reports what it reads: `begin`, `arguments` any number of times, `end`.
 
     Args:
-        scanner: keeps the text behind the last whole call, in case that it is no call.
+        scanner: its mark is set behind each whole call, so that text which is no call can become content.
         most: further calls are read and dropped; None: all are kept.
 
     Attributes:
@@ -53,7 +53,7 @@ class CallSink:
 
 
 class ToolParser(ABC):
-    """One way to write tool calls. `AnswerParser` finds a section that begins with one of `opens`, and has `read_calls`
+    """A format of tool calls. `AnswerParser` finds a section that begins with one of `opens`, and calls `read_calls` to
     read what is inside.
 
     An instance belongs to one request and keeps no state of an answer.

@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable
 
 from hybridrt.chat.scanner import Malformed, Scanner, Step
+from hybridrt.errors import is_text
 
 MAX_DEPTH = 64
 MAX_WORD = 512  # characters of a number or a constant
-MAX_NAME = 256  # characters of a function's name, or of a key that the format itself knows
+MAX_NAME = 256  # characters of a function's name, or of a key of the format itself
 _WORD = re.compile(r"[\w.+-]*")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 _CONSTANTS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
@@ -26,7 +27,7 @@ Emit = Callable[[str], None]
 
 
 def escaped(text: str) -> str:
-    """Text as the inside of a JSON string."""
+    """Text as the inside of a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -68,7 +69,7 @@ def read_string(scanner: Scanner, emit: Emit) -> Step[None]:
 
 
 def read_text(scanner: Scanner, most: int = MAX_NAME) -> Step[str]:
-    """A string's text. Malformed if it is longer than `most` characters."""
+    """A string's text. Malformed if it is longer than `most` characters, or holds a lone surrogate."""
     pieces: list[str] = []
 
     def add(piece: str) -> None:
@@ -78,6 +79,8 @@ def read_text(scanner: Scanner, most: int = MAX_NAME) -> Step[str]:
 
     yield from read_string(scanner, add)
     text: str = json.loads(f'"{"".join(pieces)}"')
+    if not is_text(text):
+        raise Malformed
     return text
 
 

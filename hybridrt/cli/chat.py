@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChatSampling(SamplingOptions):
-    """Sampling of answers: they may be as long as the model has room for."""
+    """Sampling of answers, whose default length is all that the model has room for."""
 
     max_tokens: Annotated[int | None, option("Tokens of an answer at most.", "what there is room for", "N")] = None
 
 
 @dataclass(frozen=True)
 class ChatEngine(EngineOptions):
-    """One person talks: room for a few requests keeps earlier conversations cached, and starts soon."""
+    """The engine for one person: room for a few requests keeps earlier conversations cached, and the start short."""
 
     max_running_requests: Annotated[int | None, option("Requests that could decode together.", "4", "N")] = None
 

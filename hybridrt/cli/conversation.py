@@ -1,4 +1,4 @@
-"""What `hybridrt chat` talks about: messages, the pieces of an answer, and a file that keeps a conversation."""
+"""Data of `hybridrt chat`: messages, pieces of an answer, and the file of a conversation."""
 
 import os
 from collections.abc import Generator
@@ -53,7 +53,7 @@ class Totals:
 
 
 class ChatModel(Protocol):
-    """Whatever answers: a model in this process, or a server."""
+    """A model in this process, or behind a server."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""Messages that a person types: with editing and a history on a terminal, a line each elsewhere."""
+"""Reads messages from standard input: with editing and a history on a terminal, one a line elsewhere."""
 
 import os
 import sys
@@ -10,10 +10,10 @@ PROMPT, CONTINUED = "> ", ". "
 
 
 class LineReader(Protocol):
-    """Gives a message a call. A line that ends with a backslash goes on in the next one.
+    """Reads one message a call. A line that ends with a backslash continues in the next one.
 
     Attributes:
-        interactive: a person types, and sees errors before the next message.
+        interactive: standard input is a terminal, whose user sees an error before the next message.
     """
 
     interactive: bool

@@ -18,7 +18,7 @@ _CONNECT_SECONDS = 10.0
 class _Text(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # what newer versions of vLLM call it
+    reasoning: str | None = None  # the name in newer versions of vLLM
 
 
 class _Choice(msgspec.Struct):
@@ -59,7 +59,7 @@ class OpenAIServer:
         timeout: seconds without a byte after which a request is given up.
 
     Raises:
-        ConfigError: this is no URL of a server, or the key cannot be sent.
+        ConfigError: `url` is no URL of a server, or the key cannot be sent.
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
@@ -81,7 +81,7 @@ class OpenAIServer:
         Raises:
             ServerError: it lists none, or cannot be reached.
         """
-        with self._speaking():
+        with self._typed_errors():
             answer = self._client.get(f"{self.url}/models")
             _check(answer)
             data = msgspec.json.decode(answer.content, type=_Models).data
@@ -90,14 +90,14 @@ class OpenAIServer:
         return data[0].id
 
     def stream_chat(self, body: dict[str, Any]) -> Generator[Piece | Totals, None, None]:
-        """Answers of /chat/completions as they come. Closing the generator closes the connection.
+        """An answer of /chat/completions, piece by piece. Closing the generator closes the connection.
 
         Raises:
             ServerError: the server cannot be reached, refuses, or breaks off.
         """
         options = {"stream": True, "stream_options": {"include_usage": True}}
         with (
-            self._speaking(),
+            self._typed_errors(),
             self._client.stream("POST", f"{self.url}/chat/completions", json=body | options) as answer,
         ):
             if not answer.is_success:
@@ -106,7 +106,7 @@ class OpenAIServer:
             yield from _pieces(_events(answer.iter_lines()))
 
     @contextmanager
-    def _speaking(self) -> Iterator[None]:
+    def _typed_errors(self) -> Iterator[None]:
         try:
             yield
         except httpx.HTTPError as e:

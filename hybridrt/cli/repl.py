@@ -1,4 +1,4 @@
-"""The loop of `hybridrt chat`: a message or a command in, an answer out."""
+"""The loop of `hybridrt chat`: reads messages and commands, and writes answers."""
 
 import difflib
 import os
@@ -26,7 +26,7 @@ _KEYS = (
     "Enter sends; Alt-Enter, or a backslash at the end of a line, begins another line.\n"
     "Ctrl-C stops an answer, Ctrl-D ends the chat. A space before a slash makes it a message."
 )
-# Characters that a terminal acts on; an answer is text.
+# Control characters are replaced, so that an answer cannot control the terminal.
 _CONTROLS = {code: 0xFFFD for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
@@ -50,7 +50,7 @@ class Screen:
             self._put(piece.text, dim=False)
 
     def end_answer(self) -> None:
-        """Whatever comes next begins on a line of its own."""
+        """Ends the answer's line, if it is not empty."""
         if not self._column_0:
             self._put("\n", dim=False)
         self._reasoned = False
@@ -88,10 +88,10 @@ class Repl:
         }  # fmt: skip
 
     def run(self) -> None:
-        """Until the input ends. On a terminal an error is a line, and the next message may follow.
+        """Runs until the input ends. On a terminal, an error is shown as a line, and the loop goes on.
 
         Raises:
-            HybridrtError, OSError: something went wrong, and nobody types: what follows would miss its answer.
+            HybridrtError, OSError: a message failed and the input is no terminal: later messages may need its answer.
         """
         if self._reader.interactive:
             self._screen.note(f"{self._model.name}: /help lists the commands, Ctrl-D ends.")
@@ -113,7 +113,7 @@ class Repl:
                 self._screen.error(str(e))
 
     def take(self, text: str) -> None:
-        """Does what a message or command asks for.
+        """Answers a message, or runs a command.
 
         Raises:
             HybridrtError, OSError: it cannot be done; the conversation is as it was.
@@ -160,7 +160,8 @@ class Repl:
         self._screen.note("\n".join([*(f"{name:<8} {text}" for name, text in COMMANDS.items()), _KEYS]))
 
     def _set_system(self, text: str) -> None:
-        self.turns = [Turn("system", text)] * bool(text) + self.turns[len(self._system()) :]
+        system = [Turn("system", text)] if text else []
+        self.turns = [*system, *self.turns[len(self._system()) :]]
 
     def _reset(self, rest: str) -> None:
         self.turns = self._system()

@@ -240,7 +240,7 @@ class AsyncLLM:
         """
         params = self.llm.chat_sampling_params(params)
         prepared = await self.prepare_chat(read_conversation(messages, **options), params, chat or self.llm.chats())
-        deltas, reader = self.submit(prepared.prepared), ChatReader(prepared)
+        deltas, reader = self.submit(prepared.prompt), ChatReader(prepared)
         try:
             async for delta in deltas:
                 yield reader.read(delta)
@@ -258,7 +258,7 @@ class AsyncLLM:
         """The whole answer to one conversation, as `LLM.chat` gives it; with n > 1 `.outputs` has all samples."""
         params = self.llm.chat_sampling_params(params)
         prepared = await self.prepare_chat(read_conversation(messages, **options), params, chat or self.llm.chats())
-        return read_output(prepared, await self._complete(prepared.prepared))
+        return read_output(prepared, await self._complete(prepared.prompt))
 
     def abort(self, name: str) -> bool:
         """Ends the requests that were submitted under a name, with reason "abort". False if none of them runs."""

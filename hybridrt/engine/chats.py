@@ -1,4 +1,4 @@
-"""Conversations on an engine: from messages to a prompt that it takes, and from its outputs to answers."""
+"""Runs conversations on an engine: makes its prompts of messages, and answers of its outputs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Chats:
-    """A model's chats, one a template and pair of parsers: `chats(...)` is the one that was made before, if any.
+    """Makes a model's `Chat` for a template and two parsers. Equal arguments give the same one.
 
     Raises:
         RequestError: the model has no tokenizer.
@@ -43,9 +43,14 @@ class Chats:
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A conversation that an engine would take; `new_answer` makes the reader of one sample."""
+    """A conversation that was checked and tokenised.
 
-    prepared: PreparedPrompt
+    Attributes:
+        prompt: what the engine runs.
+        new_answer: makes the reader of one sample's answer.
+    """
+
+    prompt: PreparedPrompt
     new_answer: Callable[[], AnswerReader]
 
 
@@ -94,10 +99,10 @@ class ChatDelta:
 
 
 class ChatReader:
-    """Turns a conversation's deltas to ChatDeltas. `answers` has one reader a sample."""
+    """Turns a conversation's Deltas into ChatDeltas. `answers` has one reader a sample."""
 
     def __init__(self, chat: PreparedChat) -> None:
-        self.answers = [chat.new_answer() for _ in range(chat.prepared.params.n)]
+        self.answers = [chat.new_answer() for _ in range(chat.prompt.params.n)]
 
     def read(self, delta: Delta) -> ChatDelta:
         """The next delta of any sample."""
@@ -111,8 +116,8 @@ class ChatOutput:
     """A sample of an answer.
 
     Attributes:
-        content: what the model says, without reasoning and tool calls; "" if nothing.
-        reasoning: what it thought before; "" if nothing.
+        content: the text, without reasoning and tool calls; "" if none.
+        reasoning: its reasoning before that; "" if none.
         tool_calls: each with `id`, `name` and `arguments` (JSON text).
         finish_reason: "stop", "length", "abort", or "tool_calls" where it has stopped behind a call.
         reasoning_tokens: how many of the output's tokens were reasoning.

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step takes: what is left of its tokens, and of the time between tokens that is aimed at."""
+"""How many prompt tokens a step takes: bounded by its number of tokens, and by a target for the time between tokens."""
 
 import time
 from collections.abc import Callable
@@ -6,10 +6,10 @@ from collections.abc import Callable
 from hybridrt.engine.step_cost import StepCost, StepWork
 from hybridrt.runtime.step import DecodeRows, StepPlan
 
-LEAST_TOKENS = 16  # prompt tokens of a step, whatever they cost
-LATE_SECONDS, LATE_FACTOR = 0.25, 2.0  # a request that has waited so long for its turn: the target counts so often
-MOST_MARGIN = 0.1  # of the target, for errors of the prediction
-LEAST_SHARE = 0.1  # of the time of a step's decode rows that its prompts may take, whatever the target
+LEAST_TOKENS = 16  # prompt tokens that a step may take with any predicted time
+LATE_SECONDS, LATE_FACTOR = 0.25, 2.0  # after a wait of so many seconds the target is multiplied by the factor
+MOST_MARGIN = 0.1  # largest part of the target that is left free for errors of the prediction
+LEAST_SHARE = 0.1  # of the time of a step's decode rows: prompts may take it with any target
 _ROUND = 16  # longer chunks end at multiples of it
 
 
@@ -18,9 +18,10 @@ class ChunkBudget:
 
     Args:
         tokens: at most so many.
-        cost, target: chunks are as long as their step is predicted to end within `target` seconds, or to take little
-            longer than without them (LEAST_SHARE); None: any length.
-        work: what the step holds already.
+        cost: predicts the step's time; None: there is no target.
+        target: seconds within which the step is to end. If its decode rows alone take longer, it may take LEAST_SHARE
+            longer than they do.
+        work: what the step has already.
     """
 
     def __init__(
@@ -36,12 +37,12 @@ class ChunkBudget:
         if self._cost is None or self._tokens <= 0:
             return max(self._tokens, 0)
         least = min(LEAST_TOKENS - self._work.prompt_tokens, self._tokens)
-        # Not more than twice what has been seen: what costs nothing up to there may cost a lot behind it.
+        # At most twice the largest step so far: the fit says nothing about tokens far beyond it.
         known = min(2 * self._cost.most_prompt_tokens - self._work.prompt_tokens, self._tokens)
         return max(least, self._in_time(start, known), 0)
 
     def take(self, start: int, tokens: int) -> None:
-        """A chunk of `tokens` is part of the step."""
+        """Adds a chunk of `tokens` to the step, behind the first `start` of its prompt."""
         if tokens:
             self._tokens -= tokens
             self._work = self._work.with_chunk(start, tokens)
@@ -64,14 +65,14 @@ class ChunkBudget:
 
 
 class ItlTarget:
-    """Keeps steps that decode within a time between tokens (inter-token latency), by the length of the chunks that they
-    take beside. Steps without decode rows take as many tokens as they may.
+    """Keeps the time between tokens (inter-token latency) under a target, by shorter chunks of prompts in steps with
+    decode rows. Steps without decode rows take as many tokens as they may.
 
-    Where requests come faster than they can be served, it gives way: once the first of the queue has waited for
-    LATE_SECONDS, a step may take LATE_FACTOR times as long. Else throughput would fall when it is needed most.
+    Under overload throughput matters more: while the first request of the queue has waited for more than LATE_SECONDS,
+    a step may take LATE_FACTOR times as long.
 
-    It learns what steps cost from those that the engine launches and reads. Steps that sample nothing end unseen; they
-    count together with the next one that is waited for.
+    The costs are fitted to the steps that the engine launches and reads. The host does not see when a step ends that
+    samples nothing: its work is observed together with the next step that is waited for.
 
     Args:
         seconds: between tokens.
@@ -87,10 +88,10 @@ class ItlTarget:
         self._unseen_start = 0.0
 
     def budget(self, tokens: int, decode: DecodeRows, since: float | None = None) -> ChunkBudget:
-        """Of a step with these decode rows, which may take `tokens` prompt tokens.
+        """The budget of a step with these decode rows, which may take `tokens` prompt tokens.
 
         Args:
-            since: when the first request of the queue has come; None: the queue is empty.
+            since: arrival time of the first request of the queue; None: the queue is empty.
         """
         if not len(decode):
             return ChunkBudget(tokens)
@@ -100,11 +101,11 @@ class ItlTarget:
         return ChunkBudget(tokens, self.cost, target, StepWork.of(StepPlan(decode=decode)))
 
     def launched(self) -> float:
-        """Now: when a step is launched. `ended` takes it."""
+        """The time now, at which a step is launched; `ended` takes it."""
         return self._clock()
 
     def ended(self, plan: StepPlan, launched: float, gained: int) -> None:
-        """A step was read, in launch order.
+        """Observes a step that was read. Call it in launch order.
 
         Args:
             gained: tokens of all its rows; 0: it was not waited for, or failed.

@@ -1,4 +1,4 @@
-"""Grammars of structured outputs, which llguidance follows token by token: what may follow, and bitmasks of it."""
+"""Follows grammars of structured outputs token by token, with llguidance: which tokens may come next, as bitmasks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,11 +25,12 @@ class Matcher:
         self.inner, self._eos = inner, eos
 
     def copy(self) -> "Matcher":
+        """A matcher in the same state, which goes on by itself."""
         return Matcher(self.inner.deep_copy(), self._eos)
 
     def advance(self, token: int) -> bool:
-        """Takes a token of the output, other than one that ends it. Returns True if the output is complete and nothing
-        can follow.
+        """Takes a token of the output, other than one that ends it. Returns True if the output is complete and no token
+        may follow.
 
         Raises:
             EngineError: the grammar forbids the token, or a limit of llguidance is exceeded.
@@ -39,7 +40,7 @@ class Matcher:
         return self.inner.is_stopped()
 
     def check(self) -> None:
-        """Raises EngineError if llguidance has given up: what it says from then on means nothing."""
+        """Raises EngineError if llguidance has exceeded a limit: its answers are not valid after that."""
         if self.inner.is_error():
             raise EngineError(f"structured_outputs cannot be followed any further: {shortened(self.inner.get_error())}")
 
@@ -116,5 +117,5 @@ def fill_masks(rows: Sequence[MaskedRow], words: int, executor: "LLExecutor") ->
 
 
 def shortened(text: str) -> str:
-    """An error of llguidance for an error's text: one line."""
+    """The text of an llguidance error in one line of at most 500 characters."""
     return " ".join(text.split())[:500]

@@ -13,21 +13,19 @@ import numpy as np
 from hybridrt.engine.grammar import Matcher, shortened
 from hybridrt.engine.tokenizer import HFTokenizer, Tokenizer
 from hybridrt.errors import QueueFullError, RequestError
-from hybridrt.structured_outputs import StructuredOutputs
+from hybridrt.structured_outputs import WHITESPACE, StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLTokenizer
 
 COMPILE_SECONDS = 10.0
-COMPILING = 4  # grammars that somebody waits for at a time
+COMPILING = 4  # requests that wait for their grammars at a time
 KEPT = 64  # grammars, also those that failed
-# Between the tokens of a JSON text. Without a limit a model that prefers white space may give nothing else.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-# llguidance's limits of one mask: at the defaults a hostile expression stops all rows for 400 ms, with these for 100.
-# Errors do not quote the grammar.
+# llguidance's limits of one mask: an expression made to be slow delays all rows by 400 ms at the defaults, by 100 ms
+# with these. verbose_errors would quote the grammar.
 _LIMITS = {"step_lexer_fuel": 100_000, "max_lexer_states": 50_000, "verbose_errors": False}
 # llguidance compiles rules and references by recursion: a chain of 3000 overflows a usual stack, and the process dies.
-# A level takes up to 8 KB, and the text of a grammar has room for some 20,000. Only what is touched takes memory.
+# A level takes up to 8 KB, and the text of a grammar has room for some 20,000. Untouched pages take no memory.
 _STACK_BYTES = 2**29
 _starting = threading.Lock()  # the size of stacks is the process's, so it is set for one start at a time
 _FIELD = "structured_outputs"
@@ -38,7 +36,7 @@ class GrammarCompiler:
     """Makes matchers of structured outputs. Any thread may call `matcher`.
 
     llguidance compiles without Python's lock and has limits of its own, which end it within a second or so. A request
-    waits `seconds` at most: its thread may go on for a moment, and nothing waits for that.
+    waits `seconds` at most; the thread that compiles may run a little longer.
 
     Args:
         tokenizer: None: the model has none, so requests are refused.
@@ -78,7 +76,7 @@ class GrammarCompiler:
         Raises:
             RequestError: the model has no tokenizer or no end of sequence, llguidance is not installed, or the
                 grammar is invalid, not satisfiable, too large, or takes too long.
-            QueueFullError: too many other grammars are being compiled.
+            QueueFullError: too many other grammars are being compiled, or there is no memory for another thread.
         """
         tokenizer = self._loaded()
         with self._lock:
@@ -120,6 +118,10 @@ class GrammarCompiler:
             before = threading.stack_size(_STACK_BYTES)
             try:
                 threading.Thread(target=run, name="hybridrt-grammar", daemon=True).start()
+            except RuntimeError as e:  # not enough memory for the stack: a later request tries again
+                with self._lock:
+                    self._compiled.pop(outputs, None)
+                job.set_exception(QueueFullError(f"no thread to compile a grammar ({e}): try again later"))
             finally:
                 threading.stack_size(before)
         return job
@@ -137,7 +139,7 @@ class GrammarCompiler:
         return Matcher(inner, self._eos)
 
     def _loaded(self) -> "LLTokenizer":
-        with self._loading:
+        with self._loading:  # cached_property alone would load it twice
             return self._llguidance
 
     @cached_property
@@ -163,7 +165,7 @@ class GrammarCompiler:
 
 
 def _grammar(outputs: StructuredOutputs) -> str:
-    """In llguidance's own form."""
+    """Text of the grammar in llguidance's own form."""
     from llguidance import LLMatcher
 
     if outputs.regex is not None:
@@ -173,9 +175,6 @@ def _grammar(outputs: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_lark(f"start: {texts}")
     if outputs.grammar is not None:
         return LLMatcher.grammar_from_lark(outputs.grammar)
-    assert isinstance(outputs.json, str), "StructuredOutputs keeps a schema as text"
-    schema = json.loads(outputs.json)
-    if isinstance(schema, bool):  # llguidance takes objects alone
-        schema = {} if schema else {"enum": []}
+    schema = outputs.schema
     options = {} if "x-guidance" in schema else {"whitespace_pattern": WHITESPACE}
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options)

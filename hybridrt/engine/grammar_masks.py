@@ -1,4 +1,4 @@
-"""The bitmasks of a launched step, made from what the host knows once it has read the steps before it."""
+"""Makes the bitmasks of a launched step, once the host has read the tokens of the steps before it."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,8 @@ from hybridrt.speculative.drafter import NO_DRAFT, Draft
 def step_masks(
     step: ScheduledStep, compiler: GrammarCompiler, fail: Callable[[Request, Exception], None]
 ) -> np.ndarray:
-    """Masks as `Executor.sample` takes them. Ends a request by `fail` if its grammar cannot be followed any further.
-    What rows of ended requests sample does not matter."""
+    """Masks as `Executor.sample` takes them. Calls `fail` for a request whose grammar cannot be followed any further.
+    Rows of ended requests may sample any token: it is dropped."""
     decode, sampling = step.plan.decode, [request for request, most in step.rows if most]
     ends = np.cumsum(decode.num_drafts)
     rows, requests = [], []

@@ -1,4 +1,4 @@
-"""What waiting requests get from main memory: their prefixes are copied to the device while others run."""
+"""Copies prefixes of waiting requests from main memory to the device while other requests run."""
 
 import time
 from collections.abc import Iterable
@@ -13,20 +13,20 @@ from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 
 LOOK_AHEAD = 8  # requests at the head of the queue whose prefixes are fetched
-LEAST_TOKENS = 64  # that a fetch must save: fewer are computed sooner
-PATIENCE_S = 1.0  # that a request waits for its fetch
+LEAST_TOKENS = 64  # that a fetch must save: to compute fewer takes less time
+PATIENCE_S = 1.0  # after which a request is admitted without its fetch
 
 
 @dataclass(eq=False)
 class _Fetch:
-    """A prefix on its way.
+    """A prefix that is being copied to the device.
 
     Attributes:
         tokens, salt: its text, as far as it is a prefix.
         length: tokens with KV.
         gain: of these, those that the device had no state for.
         held: the pages that the device has of it, locked.
-        pages, state: of the device, which the fetch owns until it ends.
+        pages, state: of the device; the fetch owns them until it ends.
         ticket: of its copy.
         deadline: until when requests wait for it, in seconds of time.monotonic().
     """
@@ -46,8 +46,8 @@ class HostFetches:
     """Fetches by the arrival of the request that they are for. What has been fetched becomes an ordinary entry of the
     prefix cache, which the request hits when it is admitted.
 
-    A fetch owns pages and a slot of the device until its copies have ended. It takes only what no request lacks, and
-    running requests take it back: `cancel_all`.
+    A fetch owns pages and a slot of the device until its copies have ended. It takes only what no request needs. If
+    running requests need pages later, all fetches are cancelled (`cancel_all`).
     """
 
     def __init__(self, store: PrefixStore, tier: HostTier) -> None:
@@ -59,12 +59,12 @@ class HostFetches:
         return bool(self._fetches)
 
     def awaited(self, request: Request) -> bool:
-        """The request's prefix is on its way and worth waiting for."""
+        """Whether the request's prefix is being copied, and its deadline has not passed."""
         fetch = self._fetches.get(request.arrival)
         return fetch is not None and time.monotonic() < fetch.deadline
 
     def finish(self) -> bool:
-        """Gives the prefix cache what has arrived. True if that was anything."""
+        """Gives the prefix cache the prefixes whose copies have ended. True if there were any."""
         over = [arrival for arrival, fetch in self._fetches.items() if self._tier.has_copied(fetch.ticket)]
         for arrival in over:
             fetch, store = self._fetches.pop(arrival), self._store
@@ -90,7 +90,7 @@ class HostFetches:
                     self._looked[request.arrival] = room
 
     def cancel(self, arrival: int) -> bool:
-        """Gives back what the fetch for a request owns; whoever writes it waits for the copies. False if there is no
+        """Frees what the fetch for a request owns; later steps that write it wait for the copies. False if there is no
         such fetch."""
         fetch = self._fetches.pop(arrival, None)
         if fetch is None:

@@ -10,7 +10,7 @@ from hybridrt.runtime.step import HostCopy, StepPlan
 
 
 class HostTier:
-    """A radix tree over pages and states in main memory, with its own least recently used ones.
+    """A radix tree over pages and states in main memory, with an eviction order of its own.
 
     Everything that enters the prefix cache is copied here at once, beside the steps, so that the device's copy can be
     evicted at any time without waiting. A copy reads pages and slots that may be lent again before it has run: `seal`
@@ -73,7 +73,7 @@ class HostTier:
         )
 
     def touch(self, tokens: np.ndarray, salt: str) -> None:
-        """A request uses this text, wherever it lies: what is here of it was used just now."""
+        """Marks what the tier holds of a text as used just now, because a request uses it from the device."""
         held, _ = self.tree.held(tokens, salt)
         self.tree.lock(held)
         self.tree.unlock(held)
@@ -88,7 +88,7 @@ class HostTier:
         return self._ticket
 
     def withdraw(self, ticket: int) -> None:
-        """What a fetch would write is free again. Who gets it waits for the copy, if that was launched."""
+        """Cancels a fetch. If its copy was launched, later plans wait for it before they write what it fills."""
         left = [copy for copy in self._pending if copy.ticket != ticket]
         if len(left) == len(self._pending):
             self.wait_for(ticket)
@@ -140,7 +140,7 @@ class HostTier:
             self._read_slots.update({slot: self._ticket for _, slot, _ in copied})
 
     def _written(self, read: dict[int, int], entries: Iterable[int]) -> None:
-        """Entries are written: what reads them must have run."""
+        """Makes the next plan, which writes these entries, wait for the copies that read them."""
         for entry in entries:
             if entry in read:
                 self.wait_for(read.pop(entry))

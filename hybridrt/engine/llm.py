@@ -218,7 +218,7 @@ class LLM:
         given = as_conversations(messages, {"tools": tools, "tool_choice": tool_choice, **options})
         params = self.chat_sampling_params(sampling_params)
         batch = [self.prepare_chat(conversation, params, chat) for conversation in given]
-        outputs = self.generate([each.prepared for each in batch])
+        outputs = self.generate([each.prompt for each in batch])
         return [read_output(each, output) for each, output in zip(batch, outputs, strict=True)]
 
     def stream_chat(
@@ -241,7 +241,7 @@ class LLM:
         params = self.chat_sampling_params(sampling_params)
         prepared = self.prepare_chat(read_conversation(messages, **options), params, chat or self.chats())
         reader = ChatReader(prepared)
-        return (reader.read(delta) for delta in self._stream(prepared.prepared))
+        return (reader.read(delta) for delta in self._stream(prepared.prompt))
 
     def chat_sampling_params(self, params: SamplingParams | None) -> SamplingParams:
         """The parameters of a chat: None is the model's default with all the room there is."""
@@ -287,7 +287,7 @@ class LLM:
 
         Raises:
             RequestError: `prompt` is no prompt, or `cache_salt` no text.
-            SessionError: nothing of it is cached, or the note is too long.
+            SessionError: nothing of it is cached, or the note is no text or too long.
             OSError: the file cannot be written.
         """
         content = text_or_ids(prompt)

@@ -1,4 +1,4 @@
-"""Sessions on disk: one safetensors file that holds what the prefix cache has of a text, and what makes it valid."""
+"""Sessions on disk: a safetensors file of what the prefix cache holds of a text, and what identifies it."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hybridrt.errors import SessionError, shown
+from hybridrt.errors import SessionError, is_text, shown
 from hybridrt.runtime.prefix_copy import Shapes, Tensors
 from hybridrt.runtime.state_identity import Identity, first_difference
 
@@ -43,7 +43,7 @@ class Session:
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """What the prefix cache has of a text, in main memory.
+    """What the prefix cache holds of a text, copied to main memory.
 
     Attributes:
         tokens: [n] int32 token ids.
@@ -57,14 +57,14 @@ class CachedPrefix:
 
 
 def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: str) -> None:
-    """Writes the file beside its place, then moves it there: a reader sees the old file or the whole new one.
+    """Writes a temporary file beside `path` and renames it: a reader sees the old file or the whole new one.
 
     Raises:
-        SessionError: the note is too long.
+        SessionError: the note is no text, or too long.
         OSError: as from any file.
     """
-    if len(note) > MOST_NOTE:
-        raise SessionError(f"the note has {len(note)} characters; at most {MOST_NOTE} are kept")
+    if not isinstance(note, str) or not is_text(note) or len(note) > MOST_NOTE:
+        raise SessionError(f"the note is {shown(note)}; it must be text of at most {MOST_NOTE} characters")
     tensors = {
         TOKENS: torch.from_numpy(prefix.tokens.astype(np.int32)),
         POSITIONS: torch.tensor(prefix.positions, dtype=torch.int32),
@@ -85,8 +85,8 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
 
 
 class SessionReader:
-    """Reads a file of `write_session`. Nothing is allocated for its contents before `read`, which is called once the
-    header has been found right.
+    """Reads a file of `write_session`. The constructor checks the header; nothing is allocated for the contents before
+    `read`.
 
     Raises:
         SessionError: it cannot be read, is no such file, is damaged, or belongs to another model.

@@ -1,4 +1,4 @@
-"""Prefixes that leave the prefix cache for main memory and files, and that come back."""
+"""Copies prefixes from the prefix cache to main memory and files, and back."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +20,13 @@ from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 
 
 class Sessions:
-    """Saves what an engine's prefix cache has of a text, and loads it.
+    """Saves what an engine's prefix cache holds of a text, and loads it.
 
     Any thread may call `save` and `load`: they take their turn at the engine for the copies between the device and main
     memory. Files are written, read and checked outside of it.
 
     Args:
-        settle: makes the engine ready for a launch.
+        settle: launches the sampling of the last step if it waits for masks, so that another step can be launched.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Sessions:
         """Writes the longest cached prefix of a text [n] int32.
 
         Raises:
-            SessionError: nothing of it is cached, or the note is too long. There is no file then.
+            SessionError: nothing of it is cached, or the note is no text or too long. There is no file then.
             OSError: the file cannot be written.
         """
         identity = self._identify()
@@ -57,7 +57,7 @@ class Sessions:
             OSError: there is no such file, or it cannot be opened.
         """
         runner, reader = self._runner(), SessionReader(path, self._identify())
-        with self._turns:  # before memory is taken for what would find no room
+        with self._turns:  # checked before memory is taken for the contents
             length = self._room(reader.num_tokens, reader.num_states)[0]
         shapes = prefix_shapes(runner.pools, runner.target.tp.size, length, reader.num_states)
         prefix, note = reader.read(shapes, runner.model_config.vocab_size)
@@ -77,7 +77,7 @@ class Sessions:
         return copy(task, data)
 
     def _identify(self) -> Identity:
-        """What a file must agree with. Reads a little of every weight, once."""
+        """What a file must be equal in. The first call reads a part of every weight."""
         if self._identity is None:
             runner = self._runner()
             layers = {i: [list(t.shape[2:]) for t in runner.pools.kv.held(i)] for i in runner.pools.kv.specs}
@@ -88,7 +88,7 @@ class Sessions:
         return self._identity
 
     def _read(self, tokens: np.ndarray, salt: str) -> CachedPrefix:
-        """Waits for the device."""
+        """Copies the longest cached prefix of a text to main memory, and waits for the device."""
         store = self._pools.prefixes
         match, states = store.path(tokens, salt)
         if not match.length:
@@ -104,8 +104,8 @@ class Sessions:
         return CachedPrefix(known, [position for position, _ in states], tensors)
 
     def _flush(self) -> None:
-        """Launches what the next step would do first. Rings of rows that have given their slots away are folded then,
-        and copies to main memory have read what they must."""
+        """Launches the pending donations and waits for the copies of the tier, as the next step would do first. After
+        that no slot of the cache lacks what is in a ring, and no copy reads a page that may be written."""
         plan, tier = StepPlan(), self._pools.prefixes.tier
         if tier is not None:
             tier.wait_for(tier.last_ticket)
@@ -138,7 +138,8 @@ class Sessions:
         return length, pages, min(num_states, free_states)
 
     def _write(self, prefix: CachedPrefix, salt: str) -> None:
-        """Without room for all states, the last ones count."""
+        """Copies a prefix into the pools and gives it to the cache. If there is no room for all states, the last ones
+        are kept."""
         store = self._pools.prefixes
         length, num_pages, num_states = self._room(len(prefix.tokens), len(prefix.positions))
         skipped = len(prefix.positions) - num_states

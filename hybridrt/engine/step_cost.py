@@ -1,4 +1,4 @@
-"""What a step will cost: seconds as a sum of non-negative costs of its parts, fitted to the steps that have run."""
+"""Predicts the seconds of a step, as a sum of non-negative costs of its parts that is fitted to earlier steps."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,23 +9,25 @@ import numpy as np
 
 from hybridrt.runtime.step import StepPlan
 
-# Tokens from which on one more may cost more. A step reads all weights however few its tokens are; each token of many
-# costs its own products. Non-negative costs above these numbers make any convex curve.
+# Numbers of tokens at which the cost of one more token may rise. A step with few tokens takes the time to read all
+# weights; with many, each token adds the time of its products. Non-negative costs above these numbers make the time a
+# convex function of the tokens.
 _KNOTS = (0, 64, 256, 1024)
 _KINDS = ("decode", "prefill", "mixed")
 _DECAY = 0.98  # weight of a step after the next one of its kind
-_RIDGE = 1e-6  # of normalised features: decides where they do not differ
+_RIDGE = 1e-6  # of normalised features: makes the fit unique where the steps leave it open
 _ENOUGH, _FIT_EVERY, _REMEMBERED = 8, 32, 128  # steps
 
 
 class StepWork(NamedTuple):
-    """What of a step decides how long it takes.
+    """The numbers of a step that its time is predicted from.
 
     Attributes:
-        decode_tokens: decode rows and their drafts. decode_context: tokens in front of the decode rows, in all.
+        decode_tokens: decode rows and their drafts.
+        decode_context: tokens before the decode rows, summed over rows.
         prompt_rows, prompt_tokens: chunks of prompts, and their tokens.
-        prompt_pairs: queries times keys of these chunks.
-        passes: in which the recurrent layers compute chunks again behind a state that is saved, in the row with most.
+        prompt_pairs: pairs of a query and a key that it sees, of all chunks.
+        passes: further passes of the recurrent layers, one behind each saved state, in the row with the most.
     """
 
     decode_tokens: int = 0
@@ -37,6 +39,7 @@ class StepWork(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan) -> "StepWork":
+        """The work of a step's plan."""
         decode = plan.decode
         work = cls(len(decode) + len(decode.drafts), int(decode.computed.sum()))
         for row in plan.extend:
@@ -53,10 +56,11 @@ class StepWork(NamedTuple):
 
     @property
     def kind(self) -> str:
+        """One of _KINDS."""
         return "mixed" if self.decode_tokens and self.prompt_tokens else "decode" if self.decode_tokens else "prefill"
 
     def features(self) -> list[float]:
-        """Numbers of which each has a cost."""
+        """The features, each of which has one cost."""
         tokens = self.decode_tokens + self.prompt_tokens
         return [
             *(float(self.kind == kind) for kind in _KINDS), *(float(max(tokens - knot, 0)) for knot in _KNOTS),
@@ -72,9 +76,10 @@ class StepCost:
     """A model of the seconds that steps take. It is linear in `StepWork.features`, its costs are not negative, and so
     more work is never predicted to take less time.
 
-    The costs minimise the squared relative error of the steps that have run, those of long ago counting less, each kind
-    of step by itself: many decode steps do not make it forget what prompts cost. A step that took much longer than it
-    should (a kernel was compiled) counts little, because an error relative to its own time is at most one.
+    The costs minimise the squared relative error of the steps that have run. Older steps of a kind have less weight,
+    but only newer steps of the same kind reduce it: many decode steps do not remove what is known of prompts. A step
+    that was slow for another reason (a kernel was compiled) has little effect, because its error relative to its own
+    time is at most one.
 
     Attributes:
         most_prompt_tokens: prompt tokens of the largest step that has run.
@@ -95,7 +100,7 @@ class StepCost:
         return sum(cost * feature for cost, feature in zip(self._costs, work.features(), strict=True))
 
     def observe(self, works: Sequence[StepWork], seconds: float) -> None:
-        """Steps that together took `seconds` (more than 0)."""
+        """Fits the costs to steps that together took `seconds` (more than 0)."""
         parts = np.array([work.features() for work in works])
         self._note_error(works, seconds)
         kind, features = _KINDS.index(works[-1].kind), parts.sum(0) / seconds
@@ -108,7 +113,7 @@ class StepCost:
 
     @property
     def error(self) -> float | None:
-        """Median relative error of the last predictions, each made before its step was known; None without one."""
+        """Median relative error of the last predictions, each made before its step was observed; None without one."""
         return median(self._errors) if self._errors else None
 
     def _note_error(self, works: Sequence[StepWork], seconds: float) -> None:
@@ -119,7 +124,7 @@ class StepCost:
 
 def _nonnegative_costs(squares: np.ndarray, moments: np.ndarray) -> np.ndarray:
     """The x >= 0 that minimises x^T squares x / 2 - moments^T x (Lawson & Hanson 1974, chapter 23). squares [n, n],
-    moments [n]. What no step has shown costs nothing."""
+    moments [n]. Features that no step had cost nothing."""
     scale = np.sqrt(squares.diagonal())
     seen = scale > 0
     scale = np.where(seen, scale, 1.0)

@@ -11,11 +11,12 @@ class PreparedChunks(NamedTuple):
     """What does not depend on the state, of n chunks of up to Q tokens: the first arguments of the pass over them.
 
     Attributes:
-        q, k: `[T, Hk, K]` as they came, or scaled by what is left of the state before the chunk when they meet it.
-        k_left: `[T, Hk, K]` scaled by what the chunk's end leaves of what a token adds; None for q and k as they came.
+        q, k: `[T, Hk, K]` unscaled, or normalised and scaled by the decay from the chunk's start to their token.
+        k_left: `[T, Hk, K]` k, normalised and scaled by the decay from its token to the chunk's end; None if q and k
+            are unscaled.
         v: `[T, Hv, V]`.
         solved, scores: `[n, Hv, Q, Q]` in v's dtype.
-        factors: `[n, Hv, 3, Q]` float32 of k and q as they came; None for scaled ones.
+        factors: `[n, Hv, 3, Q]` float32 scales of unscaled q and k; None for scaled ones.
         decay: `[n, Hv]` or `[n, Hv, K]` float32, of the whole chunk.
     """
 
@@ -31,7 +32,7 @@ class PreparedChunks(NamedTuple):
 
 @triton.jit
 def tile_mask(live, column, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Mask of a tile: live rows, columns below SIZE. Where it says whole rows, threads load 16 bytes at a time."""
+    """Mask of a tile: live rows, columns below SIZE. If it masks whole rows only, threads load 16 bytes at a time."""
     if SIZE % BLOCK == 0:
         return live[:, None]
     else:

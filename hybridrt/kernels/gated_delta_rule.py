@@ -2,8 +2,8 @@
 
     S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    o_t = S_t q_t
 
-In Kimi Delta Attention (Moonshot AI 2025) each channel of a key has a gate of its own, S_{t-1} diag(exp(g_t)) stands
-for exp(g_t) S_{t-1}, and there are as many key heads as value heads.
+In Kimi Delta Attention (Moonshot AI 2025) each channel of a key has a gate of its own, S_{t-1} diag(exp(g_t)) takes
+the place of exp(g_t) S_{t-1}, and there are as many key heads as value heads.
 
 Shapes: T tokens, B rows, Hk key heads of dim K, Hv value heads of dim V; value head h uses key head h // (Hv // Hk).
 States are `[S+1, Hv, V, K]`. q and k are l2-normalised here, and q is scaled by K^-0.5. Arguments are records of
@@ -47,7 +47,7 @@ def compute_gates(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor, T
 
 
 def with_gates(inputs: DeltaInputs, weights: GateWeights | None) -> DeltaInputs:
-    """Inputs with g and beta, from raw ones where there are `weights`."""
+    """Inputs with g and beta: computed from raw a and b if there are `weights`, else as they are."""
     if weights is None:
         return inputs
     g, beta = compute_gates(inputs.g, inputs.beta, weights)

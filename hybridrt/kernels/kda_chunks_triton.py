@@ -5,15 +5,15 @@ With G the running sum of a chunk's gates [Q, K], and k and q normalised, a chun
     A_ij = beta_i sum_c k_ic k_jc exp(G_ic - G_jc) for i > j,
     P_ij = K^-0.5 sum_c q_ic k_jc exp(G_ic - G_jc) for i >= j.
 
-The decay of a pair is no factor of a product: each channel has its own. exp(G_i) and exp(-G_j) apart would overflow. So
-both count from a boundary between j and i. Let l be the highest bit in which i and j differ: the boundary b is where
-their common block of 2^(l+1) tokens has its middle, and
+The decay of a pair cannot be taken out of the sum: each channel has its own. The factors exp(G_i) and exp(-G_j) could
+overflow. So both are taken relative to a boundary between j and i. Let l be the highest bit in which i and j differ.
+The boundary b is the middle of the block of 2^(l+1) tokens that holds both, and
 
     exp(G_i - G_j) = exp(G_i - G_b) exp(G_b - G_j),    both at most 1.
 
-In the upper half of a block the first factor counts, in the lower half the second one, so a level l takes one scaled
-copy of k and one of q, and one product of each with that of k. Blocks of more than 16 tokens take products of all pairs
-and keep their own; below, products of 16 tokens each stand side by side.
+Tokens of a block's upper half need the first factor, those of the lower half the second one. So a level l takes one
+scaled copy of k and one of q, and the product of each with that of k. Blocks of more than 16 tokens take products of
+all pairs, of which the level keeps its own. Smaller blocks take products of 16 tokens each.
 """
 
 import torch
@@ -94,7 +94,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     t, columns = tl.arange(0, Q), tl.arange(0, BLOCK_K)
     first, end = tl.load(ends_ptr + chunk).to(tl.int64), tl.load(ends_ptr + chunk + 1)
     live = first + t < end
-    # 64 bits for where a chunk begins, 32 for the way from there: fewer registers for addresses.
+    # Where a chunk begins has 64 bits, offsets within it 32: addresses then take fewer registers.
     q_ptr += first * q_strides[0] + h * q_strides[1]
     k_ptr += first * k_strides[0] + h * k_strides[1]
     a_ptr += first * a_strides[0] + h * a_strides[1]
@@ -121,7 +121,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     )
     keys, scores = tl.zeros([Q, Q], tl.float32), tl.zeros([Q, Q], tl.float32)
     own = tl.zeros([Q], tl.float32)
-    # What does not change from one turn to the next is computed again: kept, it would push others out of registers.
+    # disable_licm: values that are the same in all iterations are computed again. To keep them would spill others.
     for start in tl.range(0, K, BLOCK_K, num_stages=1, disable_licm=True):
         i = start + columns
         mask = live[:, None] & (i < K)[None, :]

@@ -4,10 +4,11 @@ Of each token the cache holds one vector of rank + rope numbers. All heads make 
 rank numbers, by matrices; its last rope numbers are a part of the key that all heads share. There are two ways to
 attend:
 
-    absorbed      a head's query goes through its key matrix, meets the vectors as they are, and the sum of vectors goes
-                  through its value matrix: one key/value head, read once for all query heads (`paged_attention.py`)
-    decompressed  keys and values of all heads are made first: about a third of the products for each query and key, and
-                  more work for each key. It pays where many queries see the same keys
+    absorbed      a head's query is multiplied by its key matrix and attends to the vectors themselves; the weighted sum
+                  of vectors is multiplied by its value matrix. The vectors are one key/value head, which is read once
+                  for all query heads (`paged_attention.py`)
+    decompressed  keys and values of all heads are made first. A pair of a query and a key then takes about a third of
+                  the products, a key takes more. It is faster where many queries see the same keys
 
 Shapes: T new tokens, H query heads on this rank, a query nope + rope numbers, a value `value` numbers.
 """
@@ -74,7 +75,7 @@ def latent_extend(
 
 
 def into_latent(q: Tensor, weights: LatentWeights) -> Tensor:
-    """Queries [..., H, nope + rope] as they meet latent vectors: [..., H, rank + rope]."""
+    """Queries [..., H, nope + rope] multiplied by their key matrices: [..., H, rank + rope], as latent vectors are."""
     heads, nope, rank = weights.up_k.shape
     found = q.new_empty(*q.shape[:-1], rank + q.shape[-1] - nope)
     flat, into = q.reshape(-1, heads, q.shape[-1]), found.view(-1, heads, found.shape[-1])
@@ -84,7 +85,7 @@ def into_latent(q: Tensor, weights: LatentWeights) -> Tensor:
 
 
 def from_latent(x: Tensor, weights: LatentWeights, out: Tensor | None = None) -> Tensor:
-    """Weighted sums of latent vectors [..., H, rank] as values [..., H, value]; left in `out`, if it is given."""
+    """Weighted sums of latent vectors [..., H, rank] times the value matrices: [..., H, value], in `out` if given."""
     heads, rank, value_dim = weights.up_v.shape
     out = x.new_empty(*x.shape[:-1], value_dim) if out is None else out
     torch.bmm(

@@ -96,8 +96,8 @@ def write_latent_triton(
 def latent_extend_triton(
     q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts, out: Tensor | None = None
 ) -> Tensor:
-    """`latent_extend`: absorbed for few tokens, decompressed for many, where there is the memory accelerator for it and
-    the vectors that are copied first are not too many."""
+    """`latent_extend`: absorbed for few tokens; decompressed for many, if the device has a tensor memory accelerator
+    and the copied vectors take at most GATHER_MOST bytes."""
     copied = sum(batch.seq_lens_host) * kv.k_cache.shape[3] * q.element_size()
     allowed = prefill.ample(q) and copied <= prefill.GATHER_MOST
     if allowed and decompressed_pays(q, weights, batch.query_lens, batch.seq_lens_host):
@@ -118,7 +118,7 @@ def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[in
 def _decompressed(
     q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts, out: Tensor | None
 ) -> Tensor:
-    """The vectors that the batch sees are copied together. Then heads take turns: keys and values, then attention."""
+    """Gathers the vectors that the batch sees. Then, some heads at a time, makes keys and values and attends."""
     (heads, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
     out = q.new_empty(*q.shape[:2], value_dim) if out is None else out
     out[sum(batch.query_lens) :].zero_()
@@ -139,7 +139,7 @@ def _decompressed(
 
 
 def _made(latents: Tensor, matrices: Tensor) -> Tensor:
-    """latents [total, rank] through matrices [h, rank, dim]: [h * total, width], zeros behind dim."""
+    """latents [total, rank] times matrices [h, rank, dim]: [h * total, width], zeros behind dim."""
     heads, _, dim = matrices.shape
     made = torch.bmm(latents.expand(heads, -1, -1), matrices)  # matmul would leave it transposed
     return (made if width_of(dim) == dim else F.pad(made, (0, width_of(dim) - dim))).flatten(0, 1)

@@ -11,8 +11,8 @@ TURNS_FROM = 256
 
 
 def stands_by_columns(weight: Tensor) -> bool:
-    """Whether a weight [out, in] should stand column by column in memory: smaller float32 ones on a CPU. MKL takes half
-    the time then for one or two tokens, and no more for others."""
+    """Whether a weight [out, in] should be stored column by column: smaller float32 ones on a CPU. MKL then takes half
+    the time for one or two tokens, and the same for others."""
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() < ONEDNN_FROM
 
 

@@ -74,9 +74,9 @@ def mamba2_decode(
 def _rows_in_place(
     weights: ConvWeights, conv_state: ConvState, states: Tensor, xBC: Tensor
 ) -> tuple[slice, Tensor] | None:
-    """The pool rows that a decode step may update where they stand, and the row of the step that each belongs to:
-    neighbouring slots on a CPU, all of them past the first K - 1 positions, everything float32. It saves two copies of
-    each row's state and half of the operations."""
+    """The pool rows that a decode step may update in place, and the step's row of each; None if it may not. It may if
+    slots are adjacent on a CPU, all rows are past their first K - 1 positions, and all is float32. This saves two
+    copies of each row's state and half of the operations."""
     conv, slots, _, start_positions = conv_state
     if any(t.dtype != torch.float32 for t in (xBC, conv, states)):
         return None

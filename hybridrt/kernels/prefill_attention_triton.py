@@ -245,12 +245,12 @@ def run_extend(
 
 
 def width_of(dim: int) -> int:
-    """Columns of the tile that holds `dim` of them."""
+    """Columns of the tile that holds `dim` columns: a power of two."""
     return max(16, triton.next_power_of_2(dim))
 
 
 def ample(q: Tensor) -> bool:
-    """Whether there are Hopper's shared memory and with it the tensor memory accelerator, and tiles that fit."""
+    """Whether the device has Hopper's shared memory, and so the tensor memory accelerator, and tiles of q fit."""
     return shared_memory(q.device) >= H200_SHARED_MEMORY and q.element_size() == 2 and q.shape[-1] <= 256
 
 

@@ -1,4 +1,4 @@
-"""Lightning attention (Qin et al. 2024): linear attention whose heads each forget at a fixed rate; it has no conv."""
+"""Lightning attention (Qin et al. 2024): linear attention with a fixed decay for each head, without a conv."""
 
 from dataclasses import dataclass
 

@@ -43,8 +43,8 @@ class KDAMixer(nn.Module):
         self.conv_weight = parameter(self.shape.conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
         self.A_log = parameter(self.num_heads, dtype=torch.float32, device=device, dummy="zeros")
         self.dt_bias = parameter(self.num_heads, self.head_dim, dtype=torch.float32, device=device, dummy="dt_bias")
-        # One weight of a head for all of them, written out for each: so the norm reads its gate where the projection
-        # left it.
+        # The checkpoint has one weight for all heads. It is repeated for each head, so that the norm needs no copy of
+        # its gate, a view of the projection's output.
         self.norm = GatedRMSNorm(
             f"{name}.norm", self.width, norm_eps, group_size=self.head_dim, norm_before_gate=True,
             activation="sigmoid", build=build,

@@ -13,7 +13,7 @@ from hybridrt.layers.weights import Build, CheckpointTarget
 
 
 def decay_rates(num_heads: int) -> torch.Tensor:
-    """[num_heads] float32: head h forgets by exp(-rate) a token, from the quickest rate 2^(-8 / heads) to 2^-8."""
+    """[num_heads] float32: the state of a head decays by exp(-rate) a token; rates fall from 2^(-8 / heads) to 2^-8."""
     return torch.exp2(-8.0 / num_heads * torch.arange(1, num_heads + 1, dtype=torch.float64)).float()
 
 
@@ -45,7 +45,7 @@ class LightningMixer(nn.Module):
         self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build)
         self.norm = SharedRMSNorm(f"{name}.norm", size, eps, shards=build.tp.size, build=build)
         self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", size)], hidden_size, build=build)
-        # The rates follow from the configuration, in float32: rounding a decay of 0.999 would change what is forgotten.
+        # The rates follow from the configuration, in float32: a decay of 0.999 in bfloat16 would be 1.
         rates = build.tp.shard(decay_rates(config.num_heads), 0).to(build.device)
         self.register_buffer("A", -rate_scale * rates)
         self.register_buffer("steps", torch.zeros_like(self.A))

@@ -11,7 +11,7 @@ from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, n
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter
 
-NORM_EPS = 1e-6  # of the norms of latent vectors and compressed queries, whatever a model's other norms take
+NORM_EPS = 1e-6  # of the norms of latent vectors and compressed queries; the model's rms_norm_eps is for other norms
 
 
 class LatentAttentionLayer:
@@ -27,10 +27,10 @@ class LatentAttention(nn.Module):
 
     Args:
         config: with `latent`.
-        cos_sin: the table of rotary embeddings; None rotates nothing. In the checkpoint they pair neighbours: rows of
-            the projections are sorted when they are loaded, so that kernels pair the halves.
+        cos_sin: the table of rotary embeddings; None rotates nothing. In checkpoints a rotated pair is two neighbours,
+            in our kernels an entry of each half: the rows of the projections are sorted when they are loaded.
         bias: of the projections to latent vectors and compressed queries, and of the output.
-        gated: each head's output is multiplied by the sigmoid of one more number (Ling 3).
+        gated: each head's output is multiplied by the sigmoid of one number, which a projection gives (Ling 3).
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LatentAttention(nn.Module):
         query = Segment("q", config.num_heads * (dims.nope_dim + dims.rope_dim))
         first = query if dims.query_rank is None else Segment("q_latent", dims.query_rank, 1)
         parts = [first, Segment("latent", dims.rank, 1), Segment("tail", dims.rope_dim, 1)]
-        parts += [Segment("gate", config.num_heads)] * gated
+        parts += [Segment("gate", config.num_heads)] if gated else []
         biased = [part.name for part in parts[first is query :] if part.name != "gate"] if bias else []
         self.into = ColumnLinear(f"{name}.into", hidden_size, parts, bias=biased, build=build)
         self.sizes = (self.into.sizes[0], dims.rank + dims.rope_dim, *self.into.sizes[3:])
@@ -63,7 +63,7 @@ class LatentAttention(nn.Module):
         self.attn = LatentAttentionLayer(config, layer_id, weights, build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Attention over norm(x + residual), and x + residual."""
+        """Attention over norm(x + residual) [T, hidden], and x + residual."""
         projected, residual = norm_linear(norm, self.into, x, residual)
         q, k, *gate = projected.split(self.sizes, dim=-1)
         if self.q_norm is not None and self.q_up is not None:

@@ -1,4 +1,4 @@
-"""Steps whose sampling waits for bitmasks: the forward pass is launched first, and sampling once the masks are known.
+"""Steps whose sampling waits for bitmasks: the forward pass is launched first, the sampling when the masks are there.
 
 Which tokens a grammar allows depends on the tokens before, which the host reads while the device computes the step.
 """
@@ -49,8 +49,12 @@ class ConstrainedStep:
         self._launched: StepHandle | None = None
 
     def take(self, masks: np.ndarray, staging: StagingRing) -> bool:
-        """Takes masks [some, ceil(vocab / 32)] int32. With the last of them, copies all to the device in one go and
-        launches the rest of the step. Returns whether it was the last."""
+        """Takes masks [n, ceil(vocab / 32)] int32, the next ones in order. With the last of them it copies all masks to
+        the device at once and launches the rest of the step. Returns True then.
+
+        Raises:
+            EngineError: there are more masks than constrained lines.
+        """
         self._masks.append(masks)
         missing = len(self._lines) - sum(map(len, self._masks))
         if missing < 0:
@@ -64,9 +68,15 @@ class ConstrainedStep:
         return True
 
     def ready(self) -> bool:
+        """As StepHandle.ready; False before the step has its masks."""
         return self._launched is not None and self._launched.ready()
 
     def result(self) -> StepResult:
+        """As StepHandle.result.
+
+        Raises:
+            EngineError: the step has not got its masks.
+        """
         if self._launched is None:
             raise EngineError("the step has not sampled: give it its masks first (Executor.sample)")
         return self._launched.result()

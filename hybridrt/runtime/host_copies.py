@@ -57,7 +57,7 @@ class HostCopies:
                 ended.record()
 
     def wait(self, ticket: int) -> None:
-        """What is launched from here on runs after the copies up to `ticket`."""
+        """Makes the current stream wait for the copies up to `ticket`. The host does not wait."""
         last = max((number for number in self._running if number <= ticket), default=None)
         if last is not None and not self.copied(last):
             torch.cuda.current_stream(self._device).wait_event(self._running[last])
@@ -68,7 +68,7 @@ class HostCopies:
         if event is None or not event.query():
             return event is None
         for number in [number for number in self._running if number <= ticket]:
-            del self._running[number]  # they run in order
+            del self._running[number]  # copies run in order, so earlier ones have ended too
         return True
 
     def _copy(self, copy: HostCopy) -> None:
@@ -130,7 +130,7 @@ class HostCopies:
 def _pinned(entries: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """[entries, nbytes] uint8 of main memory, page-locked beside a GPU. torch's own pinned memory is not used: it takes
     up to twice as much, because it comes in powers of two."""
-    buffer = torch.zeros((entries, nbytes), dtype=torch.uint8)  # touched here, not while requests wait
+    buffer = torch.zeros((entries, nbytes), dtype=torch.uint8)  # page faults happen here, not while requests wait
     if device.type == "cuda" and buffer.numel():
         status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
         if int(status):

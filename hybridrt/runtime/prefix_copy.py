@@ -1,4 +1,4 @@
-"""KV and states of a cached prefix, between the pools of all ranks and named tensors in main memory."""
+"""Copies KV and states of a cached prefix between the pools of all ranks and named tensors in main memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING

@@ -15,7 +15,7 @@ Identity = dict[str, int | str]
 def state_identity(config: EngineConfig, target: RunTarget, model_path: Path) -> Identity:
     """What every holder of a state must agree on, whatever its pools look like.
 
-    model: a digest of the checkpoint's configuration and of samples of its weights: a name may lie.
+    model: a digest of the checkpoint's configuration and of samples of its weights. Equal names may be other weights.
     conv_dtype: of conv inputs, keys and values.
     state_dtype: of the recurrent state.
     conv_layout: kinds of recurrent layer, sub-projections with their widths before sharding, K, and which layers.

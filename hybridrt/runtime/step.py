@@ -66,7 +66,7 @@ class StateCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostCopy(msgspec.Struct, frozen=True, array_like=True):
-    """KV pages and states of the prefix cache, to its tier in main memory, or from there (`fetch`).
+    """A copy of KV pages and states of the prefix cache to its tier in main memory; with `fetch`, back to the device.
 
     Attributes:
         ticket: greater than that of every earlier copy.
@@ -196,10 +196,11 @@ class StepPlan:
     the row's whole state.
 
     Attributes:
-        host_copies: launched behind the donations, beside the steps: neither this step nor later ones wait for them.
-        after_copies: but this step, and those behind it, wait for the copies up to this ticket.
+        host_copies: launched behind the donations, on a stream of their own. No step waits for them, unless its
+            `after_copies` says so.
+        after_copies: this step and later ones wait for the copies up to this ticket; 0: for none.
         constrained: the rows that sample under a bitmask, by their numbers in the step's result. If there
-            are any, `launch` launches all but the sampling, and `Executor.sample` launches that.
+            are any, `launch` launches all but the sampling, and `Executor.sample` launches the sampling.
     """
 
     admissions: list[Admission] = field(default_factory=list)

@@ -58,7 +58,7 @@ class Answer(Reply):
         self.count(delta)
         choice = self._chunk_choice(self._place(delta), delta)
         asked = self._wants_tokens or delta.logprobs is not None or delta.prompt_logprobs is not None
-        silent = not self._says(choice) and delta.finish_reason is None and not asked
+        silent = not self._has_gain(choice) and delta.finish_reason is None and not asked
         return None if silent else self._chunk([self._with_tokens(choice, delta)])
 
     def closing(self) -> bytes:
@@ -103,8 +103,8 @@ class Answer(Reply):
         """The choice of an answer that is no stream."""
 
     @abstractmethod
-    def _says(self, choice: dict[str, Any]) -> bool:
-        """Whether what a delta adds to a choice is anything for the reader."""
+    def _has_gain(self, choice: dict[str, Any]) -> bool:
+        """Whether a delta has added anything to a choice."""
 
     def _place(self, delta: Delta) -> int:
         return self._places[delta.request_id, delta.index]

@@ -32,7 +32,7 @@ from hybridrt.server.structured import own_names
 from hybridrt.server.tracing import Tracing
 from hybridrt.version import __version__
 
-# What endpoints call fields that have another name in SamplingParams or in a chat request.
+# By path: fields of SamplingParams or of a chat request, by the names that errors of the endpoint give them.
 _NAMES = {"/v1/chat/completions": CHAT_NAMES, "/v1/responses": RESPONSE_NAMES, "/v1/messages": MESSAGE_NAMES}
 
 

@@ -20,7 +20,7 @@ from hybridrt.server.respond import Started
 from hybridrt.server.service import Service, refuse_unsupported, response_id
 from hybridrt.server.sse import event as sse_event
 
-# What this endpoint calls fields of SamplingParams.
+# Fields of SamplingParams, by the names that errors of this endpoint give them.
 CHAT_NAMES = {"logprobs": "top_logprobs"}
 
 
@@ -40,8 +40,8 @@ class ChatAnswer(Answer):
         return super().usage() | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
 
     def gain(self, delta: Delta) -> bytes:
-        """As Reply.gain. The finish reason comes in a chunk behind that of the last call: OpenAI's client looks at a
-        chunk's finish reason first, and would never end a call that comes with it."""
+        """As Reply.gain. The finish reason comes in a chunk of its own behind the last call: OpenAI's client reads a
+        chunk's finish reason before its calls, and would not end a call of the same chunk."""
         chunk = self.chunk(delta)
         if chunk is None:
             return b""
@@ -78,7 +78,7 @@ class ChatAnswer(Answer):
         message |= {"tool_calls": calls} if calls else {}
         return self._choice(index, delta, reason) | {"message": message}
 
-    def _says(self, choice: dict[str, Any]) -> bool:
+    def _has_gain(self, choice: dict[str, Any]) -> bool:
         return bool(choice.get("delta"))
 
     def _choice(self, index: int, delta: Delta, reason: str | None) -> dict[str, Any]:
@@ -122,26 +122,26 @@ def _message_delta(events: Iterable[Event]) -> dict[str, Any]:
 
 
 async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> Started:
-    """Starts what a body asks for.
+    """Starts the request of a body.
 
     Raises:
-        APIError, HybridrtError: it cannot be done. Nothing has started.
+        APIError, HybridrtError: the request is refused. Nothing has started.
     """
     prepared = await prepare_chat(service, body)
     name = response_id("chatcmpl-", body, scope)
-    deltas = service.llm.submit([prepared.prepared], name, stream=bool(body.stream))
+    deltas = service.llm.submit([prepared.prompt], name, stream=bool(body.stream))
     return Started(ChatAnswer(service, name, deltas, body, prepared), deltas, bool(body.stream))
 
 
 def as_chat_request(body: Sampling, **fields: Any) -> ChatRequest:
-    """The chat request that asks for what the body of another endpoint asks for.
+    """The chat request for the body of another endpoint.
 
     Args:
         fields: of ChatRequest, beside those of Sampling that the body sets. None: not set.
 
     Raises:
-        APIError: the body asks for what its answer has no place for.
-        RequestValidationError: a field cannot be what the body says.
+        APIError: the body has an option whose result cannot be part of its answer.
+        RequestValidationError: a field is invalid.
     """
     for name in ("prompt_logprobs", "return_token_ids"):
         if getattr(body, name):
@@ -157,10 +157,10 @@ def as_chat_request(body: Sampling, **fields: Any) -> ChatRequest:
 
 
 async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
-    """What every endpoint of conversations starts.
+    """Checks and tokenises the conversation of a body, for every endpoint of conversations.
 
     Raises:
-        APIError, HybridrtError: it cannot be done.
+        APIError, HybridrtError: the request is refused.
     """
     service.check_model(body.model)
     refuse_unsupported(body)

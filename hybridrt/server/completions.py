@@ -47,7 +47,7 @@ class CompletionAnswer(Answer):
         choice = self._choice(index, echo + delta.text, self._logprobs(index, delta), delta.finish_reason)
         return choice | self._prompt_logprobs(delta.request_id)
 
-    def _says(self, choice: dict[str, Any]) -> bool:
+    def _has_gain(self, choice: dict[str, Any]) -> bool:
         return bool(choice["text"])
 
     @staticmethod

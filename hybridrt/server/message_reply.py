@@ -1,4 +1,4 @@
-"""Answers of /v1/messages: a list of content blocks, and the events that they are made by."""
+"""Answers of /v1/messages: a list of content blocks, and their events."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -59,7 +59,7 @@ class MessageReply(BlockReply):
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens from the prefix cache are known at the end, and are not counted as input tokens then."""
+        """Counts of tokens. Those from the prefix cache are known at the end; they are no input tokens then."""
         return {
             "input_tokens": self.prompt_tokens - self.cached_tokens,
             "cache_creation_input_tokens": 0,
@@ -102,8 +102,8 @@ class MessageReply(BlockReply):
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object. Of arguments that break off it has what came before, as Anthropic's clients read
-    a stream; of those that are no JSON nothing."""
+    """A call's arguments as an object. If they break off, it has the entries before that, as Anthropic's clients read a
+    stream. If they are no JSON, it is empty."""
     try:
         value = from_json(arguments, allow_partial=True)
     except ValueError:
@@ -112,15 +112,16 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 class _StopSequence:
-    """Finds which stop string has ended an answer: the one that its tokens spell behind its text.
+    """Finds the stop string that has ended an answer: the tokens spell it behind the text, or at the end of the text if
+    the output keeps it.
 
     Attributes:
-        found: the string; None: there was none, or the answer goes on.
+        found: the string; None: no stop string has ended the answer, or it has not ended.
     """
 
     def __init__(self, service: Service, prepared: PreparedChat) -> None:
         self.found: str | None = None
-        self._tokenizer, self._params = service.tokenizer, prepared.prepared.params
+        self._tokenizer, self._params = service.tokenizer, prepared.prompt.params
         self._tokens: list[int] = []
         self._length = 0
 
@@ -131,6 +132,7 @@ class _StopSequence:
         self._tokens += delta.token_ids
         self._length += len(delta.text)
         if delta.finish_reason == "stop":
-            skip = self._params.skip_special_tokens
-            rest = self._tokenizer.decode(self._tokens, skip_special_tokens=skip)[self._length :]
-            self.found = next((stop for stop in self._params.stop if rest.startswith(stop)), None)
+            skip, kept = self._params.skip_special_tokens, self._params.include_stop_str_in_output
+            text = self._tokenizer.decode(self._tokens, skip_special_tokens=skip)
+            places = ((stop, self._length - len(stop) * kept) for stop in self._params.stop)
+            self.found = next((stop for stop, place in places if place >= 0 and text.startswith(stop, place)), None)

@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's Messages API, mapped to the request of /v1/chat/completions that asks for the same."""
+"""/v1/messages: Anthropic's Messages API, mapped to requests of /v1/chat/completions."""
 
 import json
 from typing import Any
@@ -23,20 +23,20 @@ from hybridrt.server.protocol import ChatRequest, TextPart
 from hybridrt.server.respond import Started
 from hybridrt.server.service import Service, response_id
 
-# What this endpoint calls fields of a chat request.
+# Fields of a chat request, by the names that errors of this endpoint give them.
 MESSAGE_NAMES = {"stop": "stop_sequences", "structured_outputs": "output_config", "thinking_token_budget": "thinking"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 async def start_message(service: Service, body: MessageRequest, scope: Scope) -> Started:
-    """Starts what a body asks for.
+    """Starts the request of a body.
 
     Raises:
-        APIError, HybridrtError: it cannot be done. Nothing has started.
+        APIError, HybridrtError: the request is refused. Nothing has started.
     """
     prepared = await prepare_chat(service, _as_chat(body))
     name = response_id("msg_", body, scope)
-    deltas = service.llm.submit([prepared.prepared], name, stream=bool(body.stream))
+    deltas = service.llm.submit([prepared.prompt], name, stream=bool(body.stream))
     return Started(MessageReply(service, name, deltas, body, prepared), deltas, bool(body.stream))
 
 
@@ -94,7 +94,7 @@ def _format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_prefilled(last: MessageTurn) -> bool:
-    """Whether the answer goes on with the text of the last message."""
+    """Whether the answer continues the last message."""
     if last.role != "assistant":
         return False
     return isinstance(last.content, str) or all(isinstance(block, TextPart) for block in last.content)

@@ -1,4 +1,4 @@
-"""What a request is answered with, whatever its protocol: bytes of a stream or one object, and what it counts."""
+"""Answers of all endpoints while they are made: bytes of a stream or one object, and counts for the access log."""
 
 import time
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ class Reply(ABC):
 
     Args:
         name: the answer's id.
-        deltas: what runs for it.
+        deltas: the stream of the requests that run for it.
     """
 
     def __init__(self, service: Service, name: str, deltas: DeltaStream, body: Sampling) -> None:
@@ -36,26 +36,26 @@ class Reply(ABC):
 
     @abstractmethod
     def whole(self, ended: list[Delta]) -> dict[str, Any]:
-        """The answer that is no stream, of one delta a sample."""
+        """The object of an answer without a stream, from one delta a sample."""
 
     @abstractmethod
     def opening(self) -> bytes:
-        """What a stream begins with, before all tokens."""
+        """Bytes at the beginning of a stream, before all tokens."""
 
     @abstractmethod
     def gain(self, delta: Delta) -> bytes:
-        """What a delta adds to a stream; empty while its text is held back."""
+        """Bytes that a delta adds to a stream; empty while its text is held back."""
 
     @abstractmethod
     def closing(self) -> bytes:
-        """What a stream ends with, after all tokens."""
+        """Bytes at the end of a stream, after all tokens."""
 
     def failure(self, error: APIError, path: str) -> bytes:
-        """What a stream ends with after an error."""
+        """Bytes at the end of a stream that an error has ended."""
         return stream_end(error, path)
 
     def facts(self) -> dict[str, Any]:
-        """What the access log says of the answer."""
+        """Fields of the access log."""
         return {
             "output_tokens": self.output_tokens,
             "cached_tokens": self.cached_tokens,
@@ -64,7 +64,7 @@ class Reply(ABC):
         }
 
     def count(self, delta: Delta) -> None:
-        """Call this with every delta."""
+        """Counts a delta. Subclasses call it with every one."""
         self.output_tokens += len(delta.token_ids)
         if delta.finish_reason is not None and delta.metrics is not None:
             self._reasons.append(delta.finish_reason)
@@ -75,11 +75,11 @@ class Reply(ABC):
 
 
 class BlockReply(Reply):
-    """A conversation's answer of one sample as a list of blocks, in named events. The object of an answer that is no
-    stream is made by the same steps, so it is what the events add up to.
+    """A conversation's answer of one sample as a list of blocks, in named events. The object of an answer without a
+    stream is made by the same methods, so it is what the events add up to.
 
     Attributes:
-        reader: has read the answer so far.
+        reader: parses the answer; holds the message so far.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class BlockReply(Reply):
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
-        """The answer's object as it stands."""
+        """The answer's object so far."""
 
     @abstractmethod
     def _begin(self) -> Iterable[dict[str, Any]]:
@@ -99,15 +99,15 @@ class BlockReply(Reply):
 
     @abstractmethod
     def _start_block(self, kind: BlockKind, call: CallBegin | None) -> Iterable[dict[str, Any]]:
-        """A block begins; `call` says which call it is."""
+        """Events at the beginning of a block; `call` is the call that it holds, if it is one."""
 
     @abstractmethod
     def _add(self, kind: BlockKind, text: str) -> Iterable[dict[str, Any]]:
-        """The open block gains text; of a call, JSON text of the arguments."""
+        """Events for more text in the open block; for a call, JSON text of the arguments."""
 
     @abstractmethod
     def _end_block(self, kind: BlockKind) -> Iterable[dict[str, Any]]:
-        """The open block ends. `reader.finish_reason` is set where the answer ends with it."""
+        """Events at the end of the open block. If it is the last one, `reader.finish_reason` is set."""
 
     @abstractmethod
     def _end(self) -> Iterable[dict[str, Any]]:

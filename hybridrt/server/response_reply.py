@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: a list of items, and the events that they are made by."""
+"""Answers of /v1/responses: a list of items, and their events."""
 
 import uuid
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class ResponseReply(BlockReply):
         self, service: Service, name: str, deltas: DeltaStream, body: ResponseRequest, prepared: PreparedChat
     ) -> None:
         super().__init__(service, name, deltas, body, prepared)
-        params = prepared.prepared.params
+        params = prepared.prompt.params
         self._items: list[dict[str, Any]] = []
         self._written = ""  # by the open item
         self._sent = 0

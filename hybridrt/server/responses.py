@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's Responses API, mapped to the request of /v1/chat/completions that asks for the same."""
+"""/v1/responses: OpenAI's Responses API, mapped to requests of /v1/chat/completions."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from hybridrt.server.response_protocol import (
 from hybridrt.server.response_reply import ResponseReply
 from hybridrt.server.service import Service, response_id
 
-# What this endpoint calls fields of a chat request.
+# Fields of a chat request, by the names that errors of this endpoint give them.
 RESPONSE_NAMES = {
     "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text", "structured_outputs": "text",
     "reasoning_effort": "reasoning",
@@ -37,15 +37,15 @@ _REFUSED = {
 
 
 async def start_response(service: Service, body: ResponseRequest, scope: Scope) -> Started:
-    """Starts what a body asks for.
+    """Starts the request of a body.
 
     Raises:
-        APIError, HybridrtError: it cannot be done. Nothing has started.
+        APIError, HybridrtError: the request is refused. Nothing has started.
     """
     _refuse(body)
     prepared = await prepare_chat(service, _as_chat(body))
     name = response_id("resp_", body, scope)
-    deltas = service.llm.submit([prepared.prepared], name, stream=bool(body.stream))
+    deltas = service.llm.submit([prepared.prompt], name, stream=bool(body.stream))
     return Started(ResponseReply(service, name, deltas, body, prepared), deltas, bool(body.stream))
 
 
@@ -88,8 +88,8 @@ def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
 
 
 def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
-    """The messages of a conversation. What the model has given in one answer becomes one message again, and system
-    messages at the beginning become one, because most templates take no second one."""
+    """The messages of a conversation. The items of one answer become one message, and system messages at the beginning
+    become one, because most templates refuse a second one."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})

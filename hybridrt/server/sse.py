@@ -15,5 +15,5 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 def named_events(events: Iterable[dict[str, Any]]) -> bytes:
-    """Events that have their `type` as name. Each is encoded before the next one is taken."""
+    """Events whose names are their `type`. Each is encoded before the next one is made, which may change its data."""
     return b"".join([b"event: %b\ndata: %b\n\n" % (data["type"].encode(), encode(data)) for data in events])

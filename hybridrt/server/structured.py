@@ -1,4 +1,4 @@
-"""What a body says about the shape of its output: OpenAI's `response_format`, and the fields of vLLM's requests."""
+"""Structured output in bodies of requests: OpenAI's `response_format`, and the fields of vLLM's requests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,17 +9,17 @@ from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import ResponseFormat, Sampling
 from hybridrt.structured_outputs import StructuredOutputs
 
-# Which of its fields vLLM's older requests set by a field of their own.
+# Fields of vLLM's older requests, and the fields of StructuredOutputs that they set.
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 _ANY_OBJECT = {"type": "object"}
 
 
 def structured_outputs(body: Sampling) -> StructuredOutputs | None:
-    """What the output must look like; None: the body says nothing about it.
+    """What the output must look like; None: anything.
 
     Raises:
-        APIError: it says so twice.
-        RequestError: as StructuredOutputs, whose name the fields have.
+        APIError: two fields of the body say it.
+        RequestError: as StructuredOutputs; its field is `structured_outputs`.
     """
     given = _given(body)
     if len(given) > 1:
@@ -31,7 +31,7 @@ def structured_outputs(body: Sampling) -> StructuredOutputs | None:
 
 @contextmanager
 def own_names(body: Sampling) -> Iterator[None]:
-    """Errors about structured outputs name the field that the body sets."""
+    """Within it, errors about structured outputs name the field that the body sets."""
     try:
         yield
     except RequestError as e:

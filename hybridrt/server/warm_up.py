@@ -1,4 +1,4 @@
-"""Runs requests of many shapes before others may come, so that no kernel is compiled while somebody waits."""
+"""Runs requests of many shapes before the server takes any, so that no kernel is compiled while a client waits."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -22,7 +22,7 @@ _DRAWS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
     {"temperature": 0.0, "logit_bias": {0: 1.0}},
 )
-# The same under bitmasks, which an output of any letters has.
+# A form that every draw above is repeated with, because bitmasks have kernels of their own.
 _FORM = StructuredOutputs(regex="[a-z]*")
 _OUTPUT = 4
 _PROMPTS = (32, 100, 256, 512, 1024, 2048, 4096)
@@ -30,13 +30,13 @@ _DECODED = 64  # output tokens of the requests beside which prompts are timed
 
 
 async def warm_up(llm: AsyncLLM) -> None:
-    """Prefills of one token to a whole step's, alone and in company, each with every kind of sampling. With
-    `target_itl_ms` the engine then learns what steps cost once they are compiled."""
+    """On a GPU, prefills of one token to a whole step's, alone and together, each with every kind of sampling. With
+    `target_itl_ms`, steps are then timed, whose kernels are compiled by now."""
     most = llm.llm.plan.max_model_len - _OUTPUT - 1
     if llm.llm.device.type == "cuda":
         await _compile(llm, most)
     else:
-        await llm.complete([0], SamplingParams(max_tokens=_OUTPUT))  # nothing is compiled; the engine works
+        await llm.complete([0], SamplingParams(max_tokens=_OUTPUT))  # shows that the engine works
     if llm.llm.config.target_itl_ms is not None:
         sizes = _PROMPTS if llm.llm.device.type == "cuda" else _PROMPTS[:3]
         await _time_steps(llm, [size for size in sizes if size <= most])

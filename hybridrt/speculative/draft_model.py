@@ -39,13 +39,13 @@ from hybridrt.runtime.step_runner import StepRunner
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.tree import with_siblings
 
-LATE_TOKENS = 512  # of a cached prompt that the draft model reads where it has no row with more
+LATE_TOKENS = 512  # last tokens of a cached prompt that the draft model reads if no free row has more of it
 
 
 @dataclass
 class _Tenant:
     """A request in the draft model's pools: its row, from which its slots and pages follow, and how many tokens its
-    state holds. The row begins at token `start` of the text. `admitted`: the row knows the request's parameters."""
+    state holds. The row begins at token `start` of the text. `admitted`: the row has the request's parameters."""
 
     request: DraftRequest
     row: int

@@ -65,6 +65,8 @@ def rendering() -> Iterator[Renderer]:
         ({"reasoning_effort": "huge"}, "reasoning_effort", "minimal"),
         ({"thinking_budget": -1}, "thinking_token_budget", "from 0"),
         ({"chat_template_kwargs": {"tools": 5}}, None, "no template variable"),
+        ({"chat_template_kwargs": ["tools"]}, None, "a mapping of names"),
+        ({"chat_template_kwargs": {1: 2}}, None, "a mapping of names"),
     ],
 )
 def test_a_conversation_says_what_is_wrong(given: dict[str, Any], field: str | None, text: str) -> None:

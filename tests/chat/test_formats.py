@@ -58,6 +58,16 @@ def check_order(found: list[Event]) -> None:
     assert inside is None
 
 
+@pytest.mark.parametrize(
+    "call", [r'{"name": "\ud800", "arguments": {}}', r'{"name": "f", "arguments": "{\"a\": \"\ud800\"}"}']
+)
+def test_a_call_with_a_lone_surrogate_is_content(call: str) -> None:
+    """No encoding takes one: an answer that held it could not be sent."""
+    text = f"<tool_call>{call}</tool_call>"
+    parser = AnswerParser(TOOL_PARSERS.load("hermes")({}))
+    assert plain(ChatMessage().extend(parser.feed(text) + parser.finish())) == (text, "", [])
+
+
 @pytest.mark.parametrize("sample", [s for s in SAMPLES if s.calls], ids=lambda s: f"{s.parser} {s.name}")
 def test_no_tag_and_no_syntax_of_a_call_is_ever_content(sample: Sample) -> None:
     text = "".join(event.text for event in events(sample, list(sample.text)) if isinstance(event, Content))

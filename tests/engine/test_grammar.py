@@ -196,6 +196,18 @@ def test_a_grammar_that_takes_too_long_hurts_no_other(stuck: threading.Event) ->
     compiler.matcher(StructuredOutputs(regex="stuck"))  # the first one has gone on
 
 
+def test_a_grammar_whose_thread_does_not_start_is_compiled_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    compiler, spec = make_compiler(), StructuredOutputs(regex="a")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(QueueFullError, match="can't start new thread"):
+            compiler.matcher(spec)
+    compiler.matcher(spec)
+
+
 def test_equal_grammars_compile_once_and_old_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, compiled, real = make_compiler(), list[StructuredOutputs](), grammar_compiler._grammar
     monkeypatch.setattr(grammar_compiler, "_grammar", lambda o: compiled.append(o) or real(o))  # type: ignore[func-returns-value]

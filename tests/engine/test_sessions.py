@@ -244,6 +244,7 @@ def test_a_file_is_replaced_as_a_whole(
         monkeypatch.setattr(session_file, "save_file", full)
         with pytest.raises(OSError, match="No space"):
             llm.save_session(file, TEXT[:20])
-        with pytest.raises(SessionError, match="note"):
-            llm.save_session(file, TEXT[:20], note="x" * (1 << 21))
+        for note in ("x" * (1 << 21), "\ud800", 5):
+            with pytest.raises(SessionError, match="note"):
+                llm.save_session(file, TEXT[:20], note=note)  # type: ignore[arg-type]
     assert file.read_bytes() == before and [*tmp_path.iterdir()] == [file]

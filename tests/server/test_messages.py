@@ -154,6 +154,8 @@ def test_why_an_answer_ends(stream: bool, talker: tuple[Served, Scripted]) -> No
     assert ask() == ("end_turn", None, "Grüezi mitenand, ade")
     assert ask(max_tokens=4) == ("max_tokens", None, "Grü")
     assert ask(stop_sequences=["nobody", "tena"]) == ("stop_sequence", "tena", "Grüezi mi")
+    kept = ask(stop_sequences=["nobody", "tena"], extra_body={"include_stop_str_in_output": True})
+    assert kept == ("stop_sequence", "tena", "Grüezi mitena")
     assert ask(stop_sequences=["nobody"]) == ("end_turn", None, "Grüezi mitenand, ade")
 
 

@@ -9,6 +9,7 @@ from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.schemas import calls, one_call
 from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.values import read_string, read_text, read_value
+from hybridrt.errors import is_text
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -84,7 +85,7 @@ def _stream_arguments(scanner: Scanner, sink: CallSink, name: str) -> Step[None]
     begun = list[str]()
 
     def emit(text: str) -> None:
-        """The first piece waits for the second: an object that breaks at once is no call."""
+        """Holds the first piece until there is a second: an object that breaks at once is no call."""
         if sink.inside:
             sink.arguments(text)
             return
@@ -112,6 +113,6 @@ def _whole_arguments(scanner: Scanner) -> Step[str]:
         raise Malformed from None
     if value is None:
         return "{}"
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not is_text(text):
         raise Malformed
     return text

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
-from hybridrt.chat.schemas import LITTLE_SPACE, json_text, resolved
+from hybridrt.chat.schemas import json_text, resolved, with_definitions
 from hybridrt.chat.tool_parser import CallSink
 from hybridrt.chat.tool_parsers.json_calls import JsonCalls
 from hybridrt.chat.values import MAX_NAME, escaped, read_value
@@ -52,11 +52,9 @@ def _arguments_rule(tool: Tool) -> str:
     if not isinstance(properties, Mapping):
         return ""
     names = sorted(properties, key=lambda name: name not in required) if isinstance(required, list) else [*properties]
-    definitions = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
     rules = {}
     for name in names:
-        schema = resolved(properties[name], tool.parameters)
-        schema = {**definitions, **(schema if isinstance(schema, Mapping) else {}), "x-guidance": LITTLE_SPACE}
+        schema = with_definitions(resolved(properties[name], tool.parameters), tool.parameters)
         rules[name] = f"{json_text(f'{name}=')} %json {json_text(schema)}"
     must = [name for name in names if isinstance(required, list) and name in required]
     may = [f'(", " {rules[name]})?' for name in names if name not in must]

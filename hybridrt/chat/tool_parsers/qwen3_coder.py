@@ -19,7 +19,7 @@ from typing import Any
 
 from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
-from hybridrt.chat.schemas import LITTLE_SPACE, json_text, resolved
+from hybridrt.chat.schemas import json_text, resolved, with_definitions
 from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.values import MAX_NAME, escaped, read_value
 
@@ -91,7 +91,7 @@ def _parameter(scanner: Scanner, sink: CallSink, types: set[str]) -> Step[str]:
 
 def _converted(text: str, types: set[str]) -> str:
     """JSON text of a value: of one of the types if it can be read as one, else of a string."""
-    found = _asjson_text(text.strip())
+    found = _python_as_json(text.strip())
     if found is not None:
         value = json.loads(found)
         if any(_is(value, name) for name in types - {"string"}):
@@ -101,7 +101,7 @@ def _converted(text: str, types: set[str]) -> str:
     return f'"{escaped(text)}"'
 
 
-def _asjson_text(text: str) -> str | None:
+def _python_as_json(text: str) -> str | None:
     """A value in JSON or Python's syntax as JSON text; None if it is neither."""
     if text.lower() in ("true", "false", "null"):
         return text.lower()
@@ -140,8 +140,7 @@ def _parameter_rule(key: str, schema: Any, root: Mapping[str, Any]) -> str:
     elif not types or "string" in types:
         value = "value"
     else:
-        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        value = f"%json {json_text({**definitions, **schema, 'x-guidance': LITTLE_SPACE})} {end}"
+        value = f"%json {json_text(with_definitions(schema, root))} {end}"
     return f"({json_text(f'<parameter={key}>' + chr(10))} {value})"
 
 

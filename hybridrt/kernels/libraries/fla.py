@@ -60,7 +60,7 @@ def _by_channel(inputs: DeltaInputs) -> bool:
 
 
 def _gates(weights: GateWeights | None) -> dict[str, Any]:
-    """How KDA's functions are told to compute gates themselves; nothing where there are no weights."""
+    """Arguments with which KDA's functions compute gates from raw inputs; none where there are no weights."""
     if weights is None:
         return {}
     return {
