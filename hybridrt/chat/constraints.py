@@ -5,6 +5,7 @@ text holds no such token.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from hybridrt.errors import RequestError
 from hybridrt.structured_outputs import StructuredOutputs
 
 _SPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}  # as hybridrt.engine.grammar_compiler's
+# What an expression between slashes cannot hold as it is. A character behind a backslash is escaped already.
+_MARKS = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+_ESCAPED_OR_MARK = re.compile(r"\\.|[/\n]", re.DOTALL)
 _RULES = ["TEXT: /(?s:.*)/", r"GAP: /[ \n]{1,4}/"]
 
 
@@ -137,7 +141,7 @@ def _forced(conversation: Conversation) -> str:
 def _body(given: StructuredOutputs) -> str:
     """What a caller asks of the content, within a larger grammar."""
     if given.regex is not None:
-        return f"/{given.regex.replace('/', chr(92) + '/')}/"
+        return f"/{_ESCAPED_OR_MARK.sub(_marked, given.regex)}/"
     if given.choice is not None:
         return f"({' | '.join(map(json_text, given.choice))})"
     if given.grammar is not None:
@@ -146,6 +150,10 @@ def _body(given: StructuredOutputs) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     return f"%json {json_text({'x-guidance': _SPACE} | schema)}"
+
+
+def _marked(found: re.Match[str]) -> str:
+    return _MARKS.get(found[0], found[0])
 
 
 def _lark(rules: Sequence[str]) -> StructuredOutputs:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import secrets
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,11 +61,13 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
     """Writes the file beside its place, then moves it there: a reader sees the old file or the whole new one.
 
     Raises:
-        SessionError: the note is too long.
+        SessionError: the note is too long, or the path is a device, a pipe or a socket.
         OSError: as from any file.
     """
     if len(note) > MOST_NOTE:
         raise SessionError(f"the note has {len(note)} characters; at most {MOST_NOTE} are kept")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise SessionError(f"{path} is not a regular file, and is not replaced; choose another name")
     tensors = {
         TOKENS: torch.from_numpy(prefix.tokens.astype(np.int32)),
         POSITIONS: torch.tensor(prefix.positions, dtype=torch.int32),
@@ -177,7 +180,9 @@ class SessionReader:
 
 
 def _check_header_size(path: Path) -> None:
-    """SessionError if the header is longer than one of ours, or than the file."""
+    """SessionError if the header is longer than one of ours, or than the file. To open a pipe could wait forever."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise SessionError(f"{path} is not a regular file")
     with open(path, "rb") as file:
         start, size = file.read(8), os.fstat(file.fileno()).st_size
     header = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
