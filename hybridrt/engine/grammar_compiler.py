@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 COMPILE_SECONDS = 10.0
 COMPILING = 4  # grammars that somebody waits for at a time
+RUNNING = 8  # threads that compile at a time, those included that nobody waits for any more: each may take 1 GB
 KEPT = 64  # grammars, also those that failed
 # Between the tokens of a JSON text. Without a limit a model that prefers white space may give nothing else.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
@@ -37,8 +38,8 @@ _INSTALL = 'structured_outputs need llguidance: pip install "hybridrt[structured
 class GrammarCompiler:
     """Makes matchers of structured outputs. Any thread may call `matcher`.
 
-    llguidance compiles without Python's lock and has limits of its own, which end it within a second or so. A request
-    waits `seconds` at most: its thread may go on for a moment, and nothing waits for that.
+    llguidance compiles without Python's lock and has limits of its own, which end it within seconds. A request waits
+    `seconds` at most: its thread may go on for a while, and nothing waits for that.
 
     Args:
         tokenizer: None: the model has none, so requests are refused.
@@ -56,7 +57,8 @@ class GrammarCompiler:
         self.seconds, self.vocab_size = seconds, vocab_size
         self._tokenizer, self._eos = tokenizer, frozenset(eos_token_ids)
         self._compiled: OrderedDict[StructuredOutputs, Future[Matcher | str]] = OrderedDict()
-        self._lock = threading.Lock()  # guards `_compiled`
+        self._running = 0
+        self._lock = threading.Lock()  # guards `_compiled` and `_running`
         self._loading = threading.Lock()
         self._places = threading.BoundedSemaphore(COMPILING)
 
@@ -106,15 +108,21 @@ class GrammarCompiler:
             job = self._compiled.get(outputs)
             if job is not None:
                 return job
+            if self._running >= RUNNING:
+                raise QueueFullError("too many grammars are being compiled: try again later")
+            self._running += 1
             job = self._compiled[outputs] = Future()
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
 
         def run() -> None:
             try:
-                job.set_result(self._compile(outputs, tokenizer))
+                found = self._compile(outputs, tokenizer)
             except BaseException as e:  # a failed assertion in llguidance is no Exception
-                job.set_result(f"{type(e).__name__}: {shortened(str(e))}")
+                found = f"{type(e).__name__}: {shortened(str(e))}"
+            with self._lock:
+                self._running -= 1
+            job.set_result(found)
 
         with _starting:
             before = threading.stack_size(_STACK_BYTES)

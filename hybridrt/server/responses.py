@@ -17,7 +17,7 @@ from hybridrt.server.response_protocol import (
     ResponseRequest,
     Texts,
 )
-from hybridrt.server.response_reply import ResponseReply
+from hybridrt.server.response_reply import ResponseReply, repeated
 from hybridrt.server.service import Service, response_id
 
 # What this endpoint calls fields of a chat request.
@@ -44,9 +44,10 @@ async def start_response(service: Service, body: ResponseRequest, scope: Scope) 
     """
     _refuse(body)
     prepared = await prepare_chat(service, _as_chat(body))
+    asked = repeated(body, prepared.prepared.params)
     name = response_id("resp_", body, scope)
     deltas = service.llm.submit([prepared.prepared], name, stream=bool(body.stream))
-    return Started(ResponseReply(service, name, deltas, body, prepared), deltas, bool(body.stream))
+    return Started(ResponseReply(service, name, deltas, body, prepared, asked), deltas, bool(body.stream))
 
 
 def _refuse(body: ResponseRequest) -> None:

@@ -196,6 +196,21 @@ def test_a_grammar_that_takes_too_long_hurts_no_other(stuck: threading.Event) ->
     compiler.matcher(StructuredOutputs(regex="stuck"))  # the first one has gone on
 
 
+def test_threads_that_nobody_waits_for_are_few(stuck: threading.Event) -> None:
+    compiler = make_compiler(seconds=0.01)
+    for i in range(grammar_compiler.RUNNING):
+        with pytest.raises(RequestError, match="more than"):
+            compiler.matcher(StructuredOutputs(regex=f"stuck{i}"))
+    with pytest.raises(QueueFullError):
+        compiler.matcher(StructuredOutputs(regex="a"))
+    jobs = [*compiler._compiled.values()]
+    stuck.set()
+    for job in jobs:
+        job.result(30)
+    compiler.seconds = 30.0
+    compiler.matcher(StructuredOutputs(regex="a"))
+
+
 def test_equal_grammars_compile_once_and_old_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, compiled, real = make_compiler(), list[StructuredOutputs](), grammar_compiler._grammar
     monkeypatch.setattr(grammar_compiler, "_grammar", lambda o: compiled.append(o) or real(o))  # type: ignore[func-returns-value]
