@@ -212,13 +212,11 @@ def test_text_in_a_format_of_a_real_model(served: Served) -> None:
 
 
 @pytest.mark.parametrize("field", ["metadata", "tools"])
-@pytest.mark.parametrize("value", ['"\\ud800"', "1" + "0" * 100])
-def test_what_cannot_be_repeated_is_refused(field: str, value: str, talker: tuple[Served, Scripted]) -> None:
+def test_what_cannot_be_repeated_is_refused(field: str, talker: tuple[Served, Scripted]) -> None:
     """Not rendered, and so not checked by anything else."""
-    if field == "metadata":
-        given = f'{{"a": {value}}}'
-    else:
-        given = f'[{{"type": "function", "name": "f", "parameters": {{"a": {value}}}}}]'
+    given = r'{"a": "\ud800"}'
+    if field == "tools":
+        given = f'[{{"type": "function", "name": "f", "parameters": {given}}}]'
     body = f'{{"input": "hi", "tool_choice": "none", "max_output_tokens": 1, "{field}": {given}}}'
     with talker[0].http() as http:
         answer = http.post("/v1/responses", content=body.encode(), headers={"Content-Type": "application/json"})
