@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hybridrt.errors import EngineError
+from hybridrt.errors import GrammarError
 from hybridrt.speculative.drafter import Draft
 
 if TYPE_CHECKING:
@@ -32,16 +32,16 @@ class Matcher:
         can follow.
 
         Raises:
-            EngineError: the grammar forbids the token, or a limit of llguidance is exceeded.
+            GrammarError: the grammar forbids the token, or a limit of llguidance is exceeded.
         """
         if not self.inner.consume_token(token):
             self.check()
         return self.inner.is_stopped()
 
     def check(self) -> None:
-        """Raises EngineError if llguidance has given up: what it says from then on means nothing."""
+        """Raises GrammarError if llguidance has given up: what it says from then on means nothing."""
         if self.inner.is_error():
-            raise EngineError(f"structured_outputs cannot be followed any further: {shortened(self.inner.get_error())}")
+            raise GrammarError(f"structured_outputs cannot be followed any further: {shortened(self.inner.get_error())}")
 
     def allowed(self, draft: Draft) -> Draft:
         """The nodes of a draft that may follow, those before them included. Tokens that end an output are left out:

@@ -75,7 +75,7 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
     }
     metadata = {name: str(value) for name, value in identity.items()} | {"format": FORMAT, "note": note}
     metadata["checksum"] = _checksum(tensors, metadata)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    beside = path.parent / f".{secrets.token_hex(8)}.part"  # short: the name may be as long as a name can be
     try:
         save_file(tensors, beside, metadata)
         with open(beside, "rb") as file:

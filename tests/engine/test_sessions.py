@@ -239,7 +239,7 @@ def test_a_wrong_file_changes_nothing(checkpoints: CheckpointStore, tmp_path: Pa
 def test_a_file_is_replaced_as_a_whole(
     checkpoints: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "talk.safetensors"
+    file = tmp_path / f"{'long' * 60}.safetensors"
     with build(checkpoints["falcon-plain"].path) as llm:
         ask(llm, TEXT[:20])
         assert llm.save_session(file, TEXT[:20]) == Session(TEXT[:16])
