@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from hybridrt.kernels.providers import ReportRow
 
 PACKAGES = (
-    "hybridrt", "torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "llguidance",
+    "hybridrt", "torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy",
+    "llguidance",
 )  # fmt: skip
 
 

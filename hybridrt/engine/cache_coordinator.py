@@ -124,15 +124,21 @@ class CacheCoordinator:
             return False
         if self.fetches is not None:
             self.fetches.cancel(request.arrival)  # it has waited long enough
-        tokens = request.tokens
-        match = request.arrived or self.prefixes.match(request)
-        # Locking the match keeps its state from eviction. If no other slot can be had, go on without the match.
-        choices = [match] if match.state is None else [match, PrefixMatch()]
-        if not any(self._take(request, tokens, choice, headroom) for choice in choices):
-            return False
+        if not self._lend(request, headroom):
+            # Fetches for other requests may hold what it lacks. Their entries would come and go, and nobody run.
+            fetching = self.fetches is not None and self.fetches.cancel_all()
+            if not fetching or not self._lend(request, headroom):
+                return False
         self.settle(request, 0)
         self._plan_admission(request, plan)
         return True
+
+    def _lend(self, request: Request, headroom: int) -> bool:
+        """`_take` with what the prefix cache has for the request, or without it if there is too little room."""
+        match = request.arrived or self.prefixes.match(request)
+        # Locking the match keeps its state from eviction. If no other slot can be had, go on without the match.
+        choices = [match] if match.state is None else [match, PrefixMatch()]
+        return any(self._take(request, request.tokens, choice, headroom) for choice in choices)
 
     def _take(self, request: Request, tokens: list[int], match: PrefixMatch, headroom: int) -> bool:
         """Lends what a request needs beside its match. False, and nothing is taken, if too little is free."""

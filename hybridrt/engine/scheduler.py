@@ -260,13 +260,16 @@ class Scheduler:
         while not self._coordinator.grow(request, request.computed + 1, plan):
             if self._in_flight:
                 return False  # a launched step may free pages
-            retracted = self._retract_latest()
+            retracted = self._retract_latest(plan)
             if retracted is request:
                 return False
         return True
 
-    def _retract_latest(self) -> Request:
+    def _retract_latest(self, plan: StepPlan) -> Request:
         victim = max(self.running.values(), key=_turn)
+        assert victim.row is not None
+        # Its row may be lent again in this step: pages that it has just got must not be written there.
+        plan.page_writes = [write for write in plan.page_writes if write.row != victim.row.index]
         del self.running[victim.arrival]
         self._order = None
         self._end_drafts(victim)

@@ -130,17 +130,17 @@ def test_bench_serve(served: Served, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "text", "status"),
     [
-        (["http://127.0.0.1:1"], "names no model"),
-        (["nonsense", "--model", "x"], "is no URL"),
-        (["--requests", "0"], "requests is 0"),
-        (["--extra-body", "[]", "--model", "x"], "must be a JSON object"),
+        (["http://127.0.0.1:1"], "check the URL and the server", 1),
+        (["nonsense", "--model", "x"], "is no URL", 2),
+        (["--requests", "0"], "requests is 0", 2),
+        (["--extra-body", "[]", "--model", "x"], "must be a JSON object", 2),
     ],
 )
-def test_bench_says_what_is_wrong(options: list[str], text: str) -> None:
+def test_bench_says_what_is_wrong(options: list[str], text: str, status: int) -> None:
     result = runner.invoke(app, ["bench", "serve", *options])
-    assert result.exit_code == 2 and text in result.output
+    assert result.exit_code == status and text in result.output
 
 
 def test_bench_serve_says_why_all_failed(served: Served) -> None:

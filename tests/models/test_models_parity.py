@@ -86,7 +86,7 @@ def test_chunks_mixed_batches_and_retraction(name: str, checkpoints: CheckpointS
 def test_single_request(name: str, state_mode: str, checkpoints: CheckpointStore) -> None:
     checkpoint = checkpoints[name]
     session = Session(checkpoint.path, max_running_requests=1, state_mode=state_mode)
-    for request in requests(1, 33):
+    for request in requests(1, 33, steps=40):
         check_sample(checkpoint, session.run([request])[0], name)
 
 

@@ -27,7 +27,17 @@ from hybridrt.runtime import rank_start
 from hybridrt.runtime.drafting import DraftRow, DraftTask
 from hybridrt.runtime.messages import KINDS, Beat, Failed, Task, decode, encode
 from hybridrt.runtime.ranks import Ranks
-from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageCopy, PageWrite, StateCopy, StepPlan
+from hybridrt.runtime.step import (
+    Admission,
+    DecodeRow,
+    DecodeRows,
+    ExtendRow,
+    HostCopy,
+    PageCopy,
+    PageWrite,
+    StateCopy,
+    StepPlan,
+)
 from hybridrt.runtime.token_rules import make_rules
 from hybridrt.runtime.torchrun import World
 from hybridrt.sampling_params import SamplingParams
@@ -51,7 +61,8 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     session.run(requests(1, 17, steps=4), chunk=7, gap=2)
     rows = DecodeRows.of([DecodeRow(1, 2, 3, [4, 5], [0, 0])] * 64)
     full = replace(session.plans[0], decode=rows, imports=[StateCopy(1, 0, 8)], donations=[2], constrained=[0])
-    full.page_copies = [PageCopy(3, 4)]
+    full.page_copies, full.host_copies = [PageCopy(3, 4)], [HostCopy(5, True, [6], [7], [(8, 9, 10)])]
+    full.after_copies = 5
     full.extend = [ExtendRow(1, 2, [3, 4, 5], 0, True, 0, 6, [(1, 7), (2, 8)])]
     full.exports = full.imports * 2
     assert all(getattr(full, field.name) for field in fields(full))
