@@ -41,7 +41,8 @@ class Matcher:
     def check(self) -> None:
         """Raises GrammarError if llguidance has given up: what it says from then on means nothing."""
         if self.inner.is_error():
-            raise GrammarError(f"structured_outputs cannot be followed any further: {shortened(self.inner.get_error())}")
+            reason = shortened(self.inner.get_error())
+            raise GrammarError(f"structured_outputs cannot be followed any further: {reason}")
 
     def allowed(self, draft: Draft) -> Draft:
         """The nodes of a draft that may follow, those before them included. Tokens that end an output are left out:

@@ -6,7 +6,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from hybridrt.errors import GrammarError, HybridrtError, MemoryBudgetError, QueueFullError, RequestError, UnavailableError
+from hybridrt.errors import (
+    GrammarError,
+    HybridrtError,
+    MemoryBudgetError,
+    QueueFullError,
+    RequestError,
+    UnavailableError,
+)
 from hybridrt.server.sse import DONE, encode, event, named_events
 
 ANTHROPIC_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
