@@ -69,6 +69,10 @@ class EngineError(HybridrtError, RuntimeError):
     """The engine cannot go on: an executor failed or an internal invariant broke."""
 
 
+class GrammarError(EngineError):
+    """A request's structured_outputs exceed a limit behind some of its output. Other requests go on."""
+
+
 class RankError(EngineError):
     """A tensor-parallel rank failed or was lost. The others cannot go on without it: build a new LLM."""
 

@@ -4,6 +4,7 @@ The grammars are llguidance's variant of Lark (hybridrt.structured_outputs). In 
 text holds no such token.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from hybridrt.chat.tool_parser import ToolParser
 from hybridrt.errors import RequestError
 from hybridrt.structured_outputs import WHITESPACE, StructuredOutputs
 
+# What an expression between slashes cannot hold as it is. A character behind a backslash is escaped already.
+_MARKS = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+_ESCAPED_OR_MARK = re.compile(r"\\.|[/\n]", re.DOTALL)
 _RULES = ["TEXT: /(?s:.*)/", r"GAP: /[ \n]{1,4}/"]
 
 
@@ -135,12 +139,16 @@ def _forced(conversation: Conversation) -> str:
 def _body(given: StructuredOutputs) -> str:
     """What a caller asks of the content, within a larger grammar."""
     if given.regex is not None:
-        return f"/{given.regex.replace('/', chr(92) + '/')}/"
+        return f"/{_ESCAPED_OR_MARK.sub(_marked, given.regex)}/"
     if given.choice is not None:
         return f"({' | '.join(map(json_text, given.choice))})"
     if given.grammar is not None:
         return f"%lark {{\n{given.grammar}\n}}"
     return f"%json {json_text({'x-guidance': {'whitespace_pattern': WHITESPACE}} | given.schema)}"
+
+
+def _marked(found: re.Match[str]) -> str:
+    return _MARKS.get(found[0], found[0])
 
 
 def _lark(rules: Sequence[str]) -> StructuredOutputs:

@@ -76,7 +76,7 @@ class Scanner:
     def accept(self, *literals: str) -> Step[str]:
         """The first of the literals that comes next, which is read; "" if none does."""
         for literal in literals:
-            while not self.closed and literal.startswith(text := self._text[self._place :][: len(literal)]):
+            while not self.closed and literal.startswith(text := self._text[self._place : self._place + len(literal)]):
                 if text == literal:
                     break
                 yield

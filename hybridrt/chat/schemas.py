@@ -1,11 +1,12 @@
 """JSON schemas of tools, as parts of larger schemas."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hybridrt.chat.conversation import Tool
 from hybridrt.errors import RequestError
+from hybridrt.structured_outputs import MAX_CHARACTERS
 
 # White space that llguidance allows between the tokens of a JSON text: models write calls in one or few lines.
 LITTLE_SPACE = {"whitespace_pattern": r"[\x20\x0A]{1,2}"}
@@ -62,6 +63,18 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
         for key in reference[2:].split("/"):
             schema = schema.get(key.replace("~1", "/").replace("~0", "~"), {}) if isinstance(schema, Mapping) else {}
     return schema
+
+
+def limited(rules: Iterable[str]) -> list[str]:
+    """Rules of a grammar. RequestError once they have more characters than a grammar may have: each may repeat what
+    many of a schema's parts refer to."""
+    found, length = list[str](), 0
+    for rule in rules:
+        found.append(rule)
+        length += len(rule)
+        if length > MAX_CHARACTERS:
+            raise RequestError("the strict schemas of the tools are too large: leave strict out of some", "tools")
+    return found
 
 
 def json_text(value: Any) -> str:

@@ -99,7 +99,7 @@ def decoded(content: bytes | str, file: Path) -> list[Turn]:
     """
     try:
         turns = msgspec.json.decode(content, type=_File).messages
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise RequestError(f"{file} is not a conversation: {e}") from e
     for i, turn in enumerate(turns):
         if turn.role == "system" and i:

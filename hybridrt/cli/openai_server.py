@@ -13,6 +13,8 @@ from hybridrt.cli.conversation import Piece, Totals, Turn
 from hybridrt.errors import ConfigError, RequestError, ServerError, shown
 
 _CONNECT_SECONDS = 10.0
+_MOST_BYTES = 2**24  # of a line of a stream, and of an answer that is no stream
+_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoding raises
 
 
 class _Text(msgspec.Struct):
@@ -81,10 +83,9 @@ class OpenAIServer:
         Raises:
             ServerError: it lists none, or cannot be reached.
         """
-        with self._typed_errors():
-            answer = self._client.get(f"{self.url}/models")
+        with self._typed_errors(), self._client.stream("GET", f"{self.url}/models") as answer:
             _check(answer)
-            data = msgspec.json.decode(answer.content, type=_Models).data
+            data = msgspec.json.decode(_content(answer), type=_Models).data
         if not data:
             raise ServerError(f"{self.url}/models lists no model; name one")
         return data[0].id
@@ -100,10 +101,8 @@ class OpenAIServer:
             self._typed_errors(),
             self._client.stream("POST", f"{self.url}/chat/completions", json=body | options) as answer,
         ):
-            if not answer.is_success:
-                answer.read()
             _check(answer)
-            yield from _pieces(_events(answer.iter_lines()))
+            yield from _pieces(_events(_lines(answer)))
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:
@@ -111,7 +110,7 @@ class OpenAIServer:
             yield
         except httpx.HTTPError as e:
             raise ServerError(f"{self.url}: {e or type(e).__name__}; check the URL and the server") from e
-        except msgspec.DecodeError as e:
+        except _NO_JSON as e:
             raise ServerError(f"{self.url} sends what is not OpenAI's API: {e}") from e
 
 
@@ -119,24 +118,49 @@ def _check(answer: httpx.Response) -> None:
     """Raises ServerError unless a request was answered."""
     if answer.is_success:
         return
+    content = _content(answer)
     try:
-        said = _message(msgspec.json.decode(answer.content).get("error"))
-    except (msgspec.DecodeError, AttributeError):
-        said = shown(answer.text)
+        said = _message(msgspec.json.decode(content).get("error"))
+    except (*_NO_JSON, AttributeError):
+        said = shown(content.decode(errors="replace"))
     raise ServerError(f"{answer.url} answers {answer.status_code}: {said}")
+
+
+def _content(answer: httpx.Response) -> bytes:
+    """An answer that is no stream. ServerError if it is too long."""
+    content = bytearray()
+    for piece in answer.iter_bytes():
+        content += piece
+        if len(content) > _MOST_BYTES:
+            raise ServerError(f"{answer.url} sends more than {_MOST_BYTES} bytes; check the URL")
+    return bytes(content)
+
+
+def _lines(answer: httpx.Response) -> Iterator[bytes]:
+    """The lines of a stream. ServerError if one of them does not end."""
+    rest = bytearray()
+    for piece in answer.iter_bytes():
+        first, *others = piece.split(b"\n")
+        rest += first
+        for other in others:
+            yield bytes(rest)
+            rest = bytearray(other)
+        if len(rest) > _MOST_BYTES:
+            raise ServerError(f"{answer.url} sends a line of more than {_MOST_BYTES} bytes; check the URL")
+    yield bytes(rest)
 
 
 def _message(error: Any) -> str:
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
 
 
-def _events(lines: Iterator[str]) -> Iterator[_Chunk]:
+def _events(lines: Iterator[bytes]) -> Iterator[_Chunk]:
     """Server-sent events up to [DONE]. Comments, and fields other than data, are skipped."""
     for line in lines:
-        name, _, data = line.partition(":")
-        if name != "data":
+        name, _, data = line.partition(b":")
+        if name != b"data":
             continue
-        if data.strip() == "[DONE]":
+        if data.strip() == b"[DONE]":
             return
         chunk = msgspec.json.decode(data.strip(), type=_Chunk)
         if chunk.error is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hybridrt.errors import EngineError
+from hybridrt.errors import GrammarError
 from hybridrt.speculative.drafter import Draft
 
 if TYPE_CHECKING:
@@ -33,16 +33,17 @@ class Matcher:
         may follow.
 
         Raises:
-            EngineError: the grammar forbids the token, or a limit of llguidance is exceeded.
+            GrammarError: the grammar forbids the token, or a limit of llguidance is exceeded.
         """
         if not self.inner.consume_token(token):
             self.check()
         return self.inner.is_stopped()
 
     def check(self) -> None:
-        """Raises EngineError if llguidance has exceeded a limit: its answers are not valid after that."""
+        """Raises GrammarError if llguidance has exceeded a limit: its answers are not valid after that."""
         if self.inner.is_error():
-            raise EngineError(f"structured_outputs cannot be followed any further: {shortened(self.inner.get_error())}")
+            reason = shortened(self.inner.get_error())
+            raise GrammarError(f"structured_outputs cannot be followed any further: {reason}")
 
     def allowed(self, draft: Draft) -> Draft:
         """The nodes of a draft that may follow, those before them included. Tokens that end an output are left out:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 COMPILE_SECONDS = 10.0
 COMPILING = 4  # requests that wait for their grammars at a time
+RUNNING = 8  # threads that compile at a time, those included whose requests have given up: each may take 1 GB
 KEPT = 64  # grammars, also those that failed
 # llguidance's limits of one mask: an expression made to be slow delays all rows by 400 ms at the defaults, by 100 ms
 # with these. verbose_errors would quote the grammar.
@@ -54,7 +55,8 @@ class GrammarCompiler:
         self.seconds, self.vocab_size = seconds, vocab_size
         self._tokenizer, self._eos = tokenizer, frozenset(eos_token_ids)
         self._compiled: OrderedDict[StructuredOutputs, Future[Matcher | str]] = OrderedDict()
-        self._lock = threading.Lock()  # guards `_compiled`
+        self._running = 0
+        self._lock = threading.Lock()  # guards `_compiled` and `_running`
         self._loading = threading.Lock()
         self._places = threading.BoundedSemaphore(COMPILING)
 
@@ -104,15 +106,21 @@ class GrammarCompiler:
             job = self._compiled.get(outputs)
             if job is not None:
                 return job
+            if self._running >= RUNNING:
+                raise QueueFullError("too many grammars are being compiled: try again later")
+            self._running += 1
             job = self._compiled[outputs] = Future()
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
 
         def run() -> None:
             try:
-                job.set_result(self._compile(outputs, tokenizer))
+                found = self._compile(outputs, tokenizer)
             except BaseException as e:  # a failed assertion in llguidance is no Exception
-                job.set_result(f"{type(e).__name__}: {shortened(str(e))}")
+                found = f"{type(e).__name__}: {shortened(str(e))}"
+            with self._lock:
+                self._running -= 1
+            job.set_result(found)
 
         with _starting:
             before = threading.stack_size(_STACK_BYTES)
@@ -121,6 +129,7 @@ class GrammarCompiler:
             except RuntimeError as e:  # not enough memory for the stack: a later request tries again
                 with self._lock:
                     self._compiled.pop(outputs, None)
+                    self._running -= 1
                 job.set_exception(QueueFullError(f"no thread to compile a grammar ({e}): try again later"))
             finally:
                 threading.stack_size(before)

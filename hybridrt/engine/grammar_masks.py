@@ -8,7 +8,7 @@ from hybridrt.engine.grammar import MaskedRow, fill_masks
 from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.request import Request
 from hybridrt.engine.scheduler import ScheduledStep
-from hybridrt.errors import EngineError
+from hybridrt.errors import GrammarError
 from hybridrt.runtime.step import DecodeRows
 from hybridrt.speculative.drafter import NO_DRAFT, Draft
 
@@ -31,7 +31,7 @@ def step_masks(
         try:
             if row.matcher is not None:
                 row.matcher.check()
-        except EngineError as e:
+        except GrammarError as e:
             fail(request, e)
     return masks
 

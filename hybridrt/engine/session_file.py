@@ -3,6 +3,7 @@
 import hashlib
 import os
 import secrets
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,11 +61,13 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
     """Writes a temporary file beside `path` and renames it: a reader sees the old file or the whole new one.
 
     Raises:
-        SessionError: the note is no text, or too long.
+        SessionError: the note is no text, or too long; or the path is a device, a pipe or a socket.
         OSError: as from any file.
     """
     if not isinstance(note, str) or not is_text(note) or len(note) > MOST_NOTE:
         raise SessionError(f"the note is {shown(note)}; it must be text of at most {MOST_NOTE} characters")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise SessionError(f"{path} is not a regular file, and is not replaced; choose another name")
     tensors = {
         TOKENS: torch.from_numpy(prefix.tokens.astype(np.int32)),
         POSITIONS: torch.tensor(prefix.positions, dtype=torch.int32),
@@ -72,7 +75,7 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
     }
     metadata = {name: str(value) for name, value in identity.items()} | {"format": FORMAT, "note": note}
     metadata["checksum"] = _checksum(tensors, metadata)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    beside = path.parent / f".{secrets.token_hex(8)}.part"  # short: the name may be as long as a name can be
     try:
         save_file(tensors, beside, metadata)
         with open(beside, "rb") as file:
@@ -177,7 +180,9 @@ class SessionReader:
 
 
 def _check_header_size(path: Path) -> None:
-    """SessionError if the header is longer than one of ours, or than the file."""
+    """SessionError if the header is longer than one of ours, or than the file. To open a pipe could wait forever."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise SessionError(f"{path} is not a regular file")
     with open(path, "rb") as file:
         start, size = file.read(8), os.fstat(file.fileno()).st_size
     header = struct.unpack("<Q", start)[0] if len(start) == 8 else 0

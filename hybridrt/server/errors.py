@@ -6,7 +6,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from hybridrt.errors import HybridrtError, MemoryBudgetError, QueueFullError, RequestError, UnavailableError
+from hybridrt.errors import (
+    GrammarError,
+    HybridrtError,
+    MemoryBudgetError,
+    QueueFullError,
+    RequestError,
+    UnavailableError,
+)
 from hybridrt.server.sse import DONE, encode, event, named_events
 
 ANTHROPIC_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
@@ -61,6 +68,8 @@ def as_api_error(error: BaseException, names: dict[str, str] | None = None) -> A
             return APIError(429, str(error), code="queue_full")
         case UnavailableError():
             return APIError(503, str(error), code="unavailable")
+        case GrammarError():
+            return APIError(400, str(error), (names or {}).get("structured_outputs", "structured_outputs"))
         case RequestValidationError():
             return _as_field_error(error)
         case HTTPException():

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from hybridrt.server.protocol import Body, Sampling, TextPart
+from hybridrt.server.protocol import MAX_MESSAGES, Body, Sampling, TextPart
 
 
 class ToolUse(Body):
@@ -107,7 +107,7 @@ class OutputOptions(Body):
 class CountRequest(Sampling):
     """/v1/messages/count_tokens"""
 
-    messages: Annotated[list[MessageTurn], Field(min_length=1)]
+    messages: Annotated[list[MessageTurn], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[TextPart] | None = None
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+# Of one request. Reading more of them would hold other requests up, and few models have room for as many.
+MAX_MESSAGES = 16384
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(max_length=2**24)]
 
@@ -119,7 +121,7 @@ class Message(BaseModel):
 class ChatFields(BaseModel):
     """What makes a prompt of a conversation; hybridrt.chat.conversation checks tools and tool_choice."""
 
-    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=MAX_MESSAGES)] = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -133,7 +135,7 @@ class ChatFields(BaseModel):
 class ChatRequest(ChatFields, Sampling):
     """/v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from hybridrt.server.protocol import Body, Sampling
+from hybridrt.server.protocol import MAX_MESSAGES, Body, Sampling
 
 
 class InputText(Body):
@@ -110,7 +110,7 @@ class TextOptions(Body):
 class ResponseRequest(Sampling):
     """/v1/responses"""
 
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: list[FunctionTool] | None = None

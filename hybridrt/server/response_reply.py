@@ -7,11 +7,12 @@ from typing import Any
 from hybridrt.chat.events import CallBegin
 from hybridrt.engine.async_llm import DeltaStream
 from hybridrt.engine.chats import PreparedChat
+from hybridrt.sampling_params import SamplingParams
 from hybridrt.server.errors import APIError
 from hybridrt.server.reply import BlockKind, BlockReply
 from hybridrt.server.response_protocol import ResponseRequest
 from hybridrt.server.service import Service
-from hybridrt.server.sse import named_events
+from hybridrt.server.sse import encode, named_events
 
 # Of each kind of block: the type of its item, the prefix of its id, and what its events are called.
 _ITEMS: dict[BlockKind, tuple[str, str, str]] = {
@@ -22,35 +23,62 @@ _ITEMS: dict[BlockKind, tuple[str, str, str]] = {
 _STATUS = {"length": "incomplete", "abort": "cancelled"}
 
 
+def repeated(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
+    """What a response repeats of its request.
+
+    Raises:
+        APIError: something in it cannot be written as JSON.
+    """
+    asked = _asked(body, params)
+    try:
+        encode(asked)
+    except (ValueError, OverflowError, RecursionError) as e:
+        raise APIError(400, f"a response repeats metadata, tools and text, and these cannot be written: {e}") from e
+    return asked
+
+
+def _asked(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        "temperature": params.temperature,
+        "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)}
+        if body.text and body.text.format
+        else {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice.model_dump()
+        if body.tool_choice and not isinstance(body.tool_choice, str)
+        else body.tool_choice or "auto",
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "top_p": params.top_p,
+        "user": body.user,
+    }
+
+
 class ResponseReply(BlockReply):
-    """A response. Its events are numbered from 0."""
+    """A response. Its events are numbered from 0.
+
+    Args:
+        asked: `repeated`.
+    """
 
     def __init__(
-        self, service: Service, name: str, deltas: DeltaStream, body: ResponseRequest, prepared: PreparedChat
+        self,
+        service: Service,
+        name: str,
+        deltas: DeltaStream,
+        body: ResponseRequest,
+        prepared: PreparedChat,
+        asked: dict[str, Any],
     ) -> None:
         super().__init__(service, name, deltas, body, prepared)
-        params = prepared.prompt.params
         self._items: list[dict[str, Any]] = []
         self._written = ""  # by the open item
         self._sent = 0
         self._error: dict[str, Any] | None = None
-        self._asked = {
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-            "temperature": params.temperature,
-            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)}
-            if body.text and body.text.format
-            else {"format": {"type": "text"}},
-            "tool_choice": body.tool_choice.model_dump()
-            if body.tool_choice and not isinstance(body.tool_choice, str)
-            else body.tool_choice or "auto",
-            "tools": [tool.model_dump() for tool in body.tools or ()],
-            "top_p": params.top_p,
-            "user": body.user,
-        }
+        self._asked = asked
 
     def body(self) -> dict[str, Any]:
         """As BlockReply.body."""

@@ -17,7 +17,7 @@ from hybridrt.server.response_protocol import (
     ResponseRequest,
     Texts,
 )
-from hybridrt.server.response_reply import ResponseReply
+from hybridrt.server.response_reply import ResponseReply, repeated
 from hybridrt.server.service import Service, response_id
 
 # Fields of a chat request, by the names that errors of this endpoint give them.
@@ -44,9 +44,10 @@ async def start_response(service: Service, body: ResponseRequest, scope: Scope) 
     """
     _refuse(body)
     prepared = await prepare_chat(service, _as_chat(body))
+    asked = repeated(body, prepared.prompt.params)
     name = response_id("resp_", body, scope)
     deltas = service.llm.submit([prepared.prompt], name, stream=bool(body.stream))
-    return Started(ResponseReply(service, name, deltas, body, prepared), deltas, bool(body.stream))
+    return Started(ResponseReply(service, name, deltas, body, prepared, asked), deltas, bool(body.stream))
 
 
 def _refuse(body: ResponseRequest) -> None:
@@ -91,8 +92,7 @@ def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
     """The messages of a conversation. The items of one answer become one message, and system messages at the beginning
     become one, because most templates refuse a second one."""
     messages: list[dict[str, Any]] = []
-    if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
+    system = [body.instructions] if body.instructions else []
     items: list[Item] = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     for item in items:
         match item:
@@ -100,8 +100,10 @@ def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
                 _assistant(messages, ("content", "tool_calls"))["content"] = _text(item.content)
             case InputMessage(role="user"):
                 messages.append({"role": "user", "content": _text(item.content)})
+            case InputMessage() if messages:
+                messages.append({"role": "system", "content": _text(item.content)})
             case InputMessage():
-                _add_system(messages, _text(item.content))
+                system.append(_text(item.content))
             case ReasoningItem():
                 earlier = _assistant(messages, ("content", "tool_calls", "reasoning_content"))
                 earlier["reasoning_content"] = _text(item.content or [])
@@ -111,7 +113,8 @@ def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
                 _assistant(messages, ()).setdefault("tool_calls", []).append(call)
             case FunctionCallOutput():
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-    return messages
+    first = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+    return [*first, *messages]
 
 
 def _assistant(messages: list[dict[str, Any]], without: tuple[str, ...]) -> dict[str, Any]:
@@ -120,13 +123,6 @@ def _assistant(messages: list[dict[str, Any]], without: tuple[str, ...]) -> dict
     if last.get("role") != "assistant" or any(field in last for field in without):
         messages.append({"role": "assistant"})
     return messages[-1]
-
-
-def _add_system(messages: list[dict[str, Any]], text: str) -> None:
-    if len(messages) == 1 and messages[0]["role"] == "system":
-        messages[0]["content"] += f"\n\n{text}"
-    else:
-        messages.append({"role": "system", "content": text})
 
 
 def _text(texts: Texts) -> str:

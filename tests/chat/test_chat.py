@@ -253,6 +253,7 @@ CASES: list[tuple[dict[str, Any], StructuredOutputs | None, str, bool]] = [
     ({"tools": None, "thinking_budget": 2}, None, "Hi", True),
     ({"tools": None, "chat_template_kwargs": THINKING}, JSON, "so</think>\n12", True),
     ({"tools": None, "chat_template_kwargs": THINKING}, StructuredOutputs(regex="[a/]+"), "so</think>a/a", True),
+    ({"tools": None, "chat_template_kwargs": THINKING}, StructuredOutputs(regex="a\\/\nb"), "so</think>a/\nb", True),
     ({"tools": None, "chat_template_kwargs": THINKING}, StructuredOutputs(choice=["é"]), "so</think>é", True),
     ({"tools": None, "chat_template_kwargs": THINKING}, StructuredOutputs(grammar='start: "x"'), "so</think>x", True),
 ]
@@ -297,6 +298,8 @@ OTHERS: list[tuple[str, str, bool]] = [
     ("lfm2", 'So.<|tool_call_start|>[pick(a="x", n=[1, 2], t="any"), now(b=1)]<|tool_call_end|>And', True),
     ("lfm2", '<|tool_call_start|>[pick(a="z"', False),
     ("lfm2", "<|tool_call_start|>[pick()", False),
+    ("lfm2", '<|tool_call_start|>[pick(a="x", t="any")]<|tool_call_end|>', True),
+    ("lfm2", '<|tool_call_start|>[pick(a="x", t="any", n', False),
     ("lfm2", "<|tool_call_start|>[now()]<|tool_call_end|>", True),
 ]
 
@@ -316,6 +319,34 @@ def test_strict_arguments_in_other_formats(parser: str, text: str, taken: bool, 
     matcher = compiler.matcher(wanted.structured_outputs).inner
     fits = all(matcher.consume_token(token) for token in tokenizer.encode_bare(text))
     assert fits == taken and (not taken or matcher.is_accepting())
+
+
+ALIKE = {"anyOf": [{"$ref": "#/$defs/A"}] * 100}
+MANY = {f"p{i}": {"$ref": "#/$defs/A"} for i in range(300)}
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "lfm2"])
+@pytest.mark.parametrize(
+    ("properties", "part", "text"),
+    [
+        ({"a": ALIKE}, ALIKE, "pick"),
+        ({f"p{i}": {} for i in range(2000)}, {}, "p1999"),
+        (MANY, {"enum": ["x" * 2000]}, "too large"),
+        (MANY | {"p0": {"enum": ["x" * 3000]}}, {"$ref": "#/properties/p0"}, "too large"),
+    ],
+)
+def test_small_schemas_make_no_large_grammars(
+    parser: str, properties: dict[str, Any], part: dict[str, Any], text: str
+) -> None:
+    """Without limits the first case takes hours, and the others gigabytes with some more properties."""
+    schema = {"type": "object", "properties": properties, "$defs": {"A": part}}
+    talk = read_conversation([USER], [STRICT | {"function": STRICT["function"] | {"parameters": schema}}])
+    try:
+        params = Chat(byte_tokenizer(), tool_parser=parser).prompt(talk, PARAMS).params
+        found = str(params.structured_outputs)
+    except RequestError as e:
+        found = str(e)
+    assert text in found and len(found) < 2**19, len(found)
 
 
 def test_without_a_wish_there_is_no_grammar() -> None:

@@ -205,7 +205,23 @@ def test_a_grammar_whose_thread_does_not_start_is_compiled_later(monkeypatch: py
         patch.setattr(threading.Thread, "start", fail)
         with pytest.raises(QueueFullError, match="can't start new thread"):
             compiler.matcher(spec)
+    assert not compiler._running
     compiler.matcher(spec)
+
+
+def test_threads_whose_requests_have_given_up_are_few(stuck: threading.Event) -> None:
+    compiler = make_compiler(seconds=0.01)
+    for i in range(grammar_compiler.RUNNING):
+        with pytest.raises(RequestError, match="more than"):
+            compiler.matcher(StructuredOutputs(regex=f"stuck{i}"))
+    with pytest.raises(QueueFullError):
+        compiler.matcher(StructuredOutputs(regex="a"))
+    jobs = [*compiler._compiled.values()]
+    stuck.set()
+    for job in jobs:
+        job.result(30)
+    compiler.seconds = 30.0
+    compiler.matcher(StructuredOutputs(regex="a"))
 
 
 def test_equal_grammars_compile_once_and_old_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

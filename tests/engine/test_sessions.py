@@ -1,6 +1,7 @@
 """Sessions on disk: what one process has computed serves another, and no file can do harm."""
 
 import json
+import os
 import struct
 import threading
 from collections.abc import Callable
@@ -224,6 +225,13 @@ def test_a_wrong_file_changes_nothing(checkpoints: CheckpointStore, tmp_path: Pa
             assert llm.engine.counters() == before, what
         with pytest.raises(FileNotFoundError):
             llm.load_session(tmp_path / "none")
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        held = os.open(pipe, os.O_RDWR)  # else a reader of it would wait forever
+        os.write(held, bytes(16))
+        with pytest.raises(SessionError, match="not a regular file"):
+            llm.load_session(pipe)
+        os.close(held)
         llm.load_session(good)
         assert ask(llm, TEXT[:30]).metrics.cached_tokens == 16
 
@@ -231,7 +239,7 @@ def test_a_wrong_file_changes_nothing(checkpoints: CheckpointStore, tmp_path: Pa
 def test_a_file_is_replaced_as_a_whole(
     checkpoints: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "talk.safetensors"
+    file = tmp_path / f"{'long' * 60}.safetensors"
     with build(checkpoints["falcon-plain"].path) as llm:
         ask(llm, TEXT[:20])
         assert llm.save_session(file, TEXT[:20]) == Session(TEXT[:16])
@@ -247,4 +255,11 @@ def test_a_file_is_replaced_as_a_whole(
         for note in ("x" * (1 << 21), "\ud800", 5):
             with pytest.raises(SessionError, match="note"):
                 llm.save_session(file, TEXT[:20], note=note)  # type: ignore[arg-type]
+        monkeypatch.undo()
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        with pytest.raises(SessionError, match="not a regular file"):
+            llm.save_session(pipe, TEXT[:20])
+        assert pipe.is_fifo()
+        pipe.unlink()
     assert file.read_bytes() == before and [*tmp_path.iterdir()] == [file]

@@ -142,6 +142,19 @@ def test_chat_names_what_is_wrong(change: dict[str, Any], field: str | None, tex
     assert_error(served.post("/v1/chat/completions", CHAT | change), 400, field, text)
 
 
+def test_too_many_messages(served: Served) -> None:
+    many = [{"role": "user", "content": "a"}] * 16385
+    for path, body in (
+        ("/v1/chat/completions", {"messages": many}),
+        ("/tokenize", {"messages": many}),
+        ("/v1/responses", {"input": many}),
+        ("/v1/messages", {"messages": many, "max_tokens": 1}),
+    ):
+        answer = served.post(path, body)
+        text = "valid string" if "input" in body else "at most 16384 items"
+        assert answer.status_code == 400 and text in answer.text, (path, answer.text)
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -209,3 +209,15 @@ def test_text_in_a_format_of_a_real_model(served: Served) -> None:
         form: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}
         served.client().responses.create(model="tested", input="Hello", text=form)
     assert info.value.param == "text"
+
+
+@pytest.mark.parametrize("field", ["metadata", "tools"])
+def test_what_cannot_be_repeated_is_refused(field: str, talker: tuple[Served, Scripted]) -> None:
+    """Not rendered, and so not checked by anything else."""
+    given = r'{"a": "\ud800"}'
+    if field == "tools":
+        given = f'[{{"type": "function", "name": "f", "parameters": {given}}}]'
+    body = f'{{"input": "hi", "tool_choice": "none", "max_output_tokens": 1, "{field}": {given}}}'
+    with talker[0].http() as http:
+        answer = http.post("/v1/responses", content=body.encode(), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text

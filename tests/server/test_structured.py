@@ -110,3 +110,11 @@ def test_odd_schemas_are_taken_or_refused(schema: Any, served: Served) -> None:
 @given(schema=st.dictionaries(st.sampled_from(KEYWORDS), schemas, min_size=1, max_size=6))
 def test_many_odd_schemas(schema: Any, served: Served) -> None:
     fuzz(served, schema)
+
+
+def test_a_grammar_that_exceeds_a_limit_later_is_the_callers_error(served: Served) -> None:
+    body = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"grammar": 'start: "a" start'}}
+    answer = served.post("/v1/completions", body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "structured_outputs", answer.text
+    stream = served.post("/v1/completions", body | {"stream": True}).text
+    assert '"invalid_request_error"' in stream and "cannot be followed any further" in stream

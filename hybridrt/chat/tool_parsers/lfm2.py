@@ -4,11 +4,12 @@ Source: the chat template and the model card of LiquidAI/LFM2-1.2B.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
-from hybridrt.chat.schemas import json_text, resolved, with_definitions
+from hybridrt.chat.schemas import json_text, limited, resolved, with_definitions
 from hybridrt.chat.tool_parser import CallSink
 from hybridrt.chat.tool_parsers.json_calls import JsonCalls
 from hybridrt.chat.values import MAX_NAME, escaped, read_value
@@ -26,8 +27,9 @@ class Lfm2(JsonCalls):
 
     def section_rules(self, tools: Sequence[Tool]) -> Sequence[str] | None:
         """Values are JSON, and required arguments come first."""
-        calls = [f"{json_text(f'{tool.name}(')} {_arguments_rule(tool)} {json_text(')')}" for tool in tools]
-        return ['section: "[" call (", " call)* "]"', f"call: {' | '.join(calls)}", r"KEYWORD: /\w{1,256}/"]
+        calls = limited(_call_rules(tool, f"call{i}") for i, tool in enumerate(tools))
+        names = " | ".join(f"call{i}" for i in range(len(tools)))
+        return ['section: "[" call (", " call)* "]"', f"call: {names}", *calls, r"KEYWORD: /\w{1,256}/"]
 
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
         yield from scanner.space()
@@ -45,23 +47,36 @@ class Lfm2(JsonCalls):
                 return
 
 
-def _arguments_rule(tool: Tool) -> str:
-    properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
+def _call_rules(tool: Tool, rule: str) -> str:
+    """A rule, and those that it needs, a line each."""
+    opened, must, may = json_text(f"{tool.name}("), list[str](), list[str]()
     if not tool.strict:
-        return '(KEYWORD "=" %json {} (", " KEYWORD "=" %json {})*)?'
-    if not isinstance(properties, Mapping):
-        return ""
-    names = sorted(properties, key=lambda name: name not in required) if isinstance(required, list) else [*properties]
-    rules = {}
-    for name in names:
-        schema = with_definitions(resolved(properties[name], tool.parameters), tool.parameters)
-        rules[name] = f"{json_text(f'{name}=')} %json {json_text(schema)}"
-    must = [name for name in names if isinstance(required, list) and name in required]
-    may = [f'(", " {rules[name]})?' for name in names if name not in must]
+        return f'{rule}: {opened} (KEYWORD "=" %json {{}} (", " KEYWORD "=" %json {{}})*)? ")"'
+    required = tool.parameters.get("required")
+    rules = limited(f"{rule}_{i}: {text}" for i, text in enumerate(_argument_rules(tool)))
+    for i, name in enumerate(_properties(tool)):
+        (must if isinstance(required, list) and name in required else may).append(f"{rule}_{i}")
+    # The optional arguments from the i-th on are a rule of their own: written out behind each that may come first, they
+    # would make a text of quadratic length.
+    ends = [f"{rule}_from{i}" for i in range(len(may))] + ['""']
+    rules += [f'{ends[i]}: (", " {name})? {ends[i + 1]}' for i, name in enumerate(may)]
     if must:
-        return " ".join([' ", " '.join(rules[name] for name in must), *may])
-    starts = [" ".join([rules[name], *may[i + 1 :]]) for i, name in enumerate(names)]
-    return f"({' | '.join(starts)})?" if starts else ""
+        inner = ' ", " '.join(must) + f" {ends[0]}"
+    else:
+        inner = " | ".join([*(f"{name} {ends[i + 1]}" for i, name in enumerate(may)), '""'])
+    return "\n".join([f"{rule}: {opened} ({inner}) {json_text(')')}", *rules])
+
+
+def _argument_rules(tool: Tool) -> Iterator[str]:
+    """What each argument looks like, with its name."""
+    for name, schema in _properties(tool).items():
+        schema = with_definitions(resolved(schema, tool.parameters), tool.parameters)
+        yield f"{json_text(f'{name}=')} %json {json_text(schema)}"
+
+
+def _properties(tool: Tool) -> Mapping[str, Any]:
+    found = tool.parameters.get("properties")
+    return found if isinstance(found, Mapping) else {}
 
 
 def _call(scanner: Scanner, sink: CallSink) -> Step[None]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
-from hybridrt.chat.schemas import json_text, resolved, with_definitions
+from hybridrt.chat.schemas import json_text, limited, resolved, with_definitions
 from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.values import MAX_NAME, escaped, read_value
 
@@ -29,6 +29,7 @@ _TYPES: dict[str, Any] = {
     "string": str, "object": dict, "array": list, "integer": int, "number": (int, float), "boolean": bool,
     "null": type(None),
 }  # fmt: skip
+_MOST_PARTS = 256  # of a schema, that tell its types
 # Rules of grammars: what a function without a strict schema holds, and text as a parameter.
 _FREE = r"free[lazy]: /(?s:.*)<\/function>/"
 _TEXT = r"value[lazy]: /(?s:.*)\n<\/parameter>\n/"
@@ -43,7 +44,7 @@ class Qwen3Coder(ToolParser):
 
     def section_rules(self, tools: Sequence[Tool]) -> Sequence[str] | None:
         """Parameters come in the schema's order. Enumerations of text are enforced, its length and patterns are not."""
-        calls = [_call_rule(tool, f"call{i}") for i, tool in enumerate(tools)]
+        calls = limited(_call_rule(tool, f"call{i}") for i, tool in enumerate(tools))
         names = " | ".join(f"call{i}" for i in range(len(tools)))
         return [f"section: {names}", *calls, _FREE, _TEXT]
 
@@ -124,10 +125,10 @@ def _call_rule(tool: Tool, rule: str) -> str:
     if not tool.strict:
         return f"{rule}: {json_text(f'<function={tool.name}>')} free"
     required = tool.parameters.get("required")
-    parts = [
+    parts = limited(
         _parameter_rule(key, schema, tool.parameters) + ("" if isinstance(required, list) and key in required else "?")
         for key, schema in _properties(tool.parameters).items()
-    ]
+    )
     return " ".join([f"{rule}:", json_text(f"<function={tool.name}>\n"), *parts, '"</function>"'])
 
 
@@ -149,18 +150,25 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Types that a part of the schema `root` names, in its alternatives, too. Empty: nothing is known."""
-    schema = resolved(schema, root)
-    if not isinstance(schema, Mapping) or depth > 4:
-        return set()
-    named = schema.get("type")
+def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
+    """Types that a part of the schema `root` names, in its alternatives, too. Empty: nothing is known. Alternatives may
+    refer to each other: at most _MOST_PARTS are looked at."""
+    parts, found = [schema], set[str]()
+    for part in parts:
+        part = resolved(part, root)
+        if not isinstance(part, Mapping):
+            continue
+        found |= _named_types(part)
+        for key in ("anyOf", "oneOf", "allOf"):
+            options = part.get(key)
+            parts += options[: _MOST_PARTS - len(parts)] if isinstance(options, list) else ()
+    return found
+
+
+def _named_types(schema: Mapping[str, Any]) -> set[str]:
+    named, options = schema.get("type"), schema.get("enum")
     names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
-    found = {name for name in names if isinstance(name, str)}
-    for key in ("anyOf", "oneOf", "allOf"):
-        options = schema.get(key)
-        for option in options if isinstance(options, list) else ():
-            found |= _types(option, root, depth + 1)
-    if not found and isinstance(schema.get("enum"), list):
-        found = {name for name in _TYPES for value in schema["enum"] if _is(value, name)}
+    found = {name for name in names[:_MOST_PARTS] if isinstance(name, str)}
+    if not found and isinstance(options, list):
+        found = {name for name in _TYPES for value in options[:_MOST_PARTS] if _is(value, name)}
     return found
