@@ -83,9 +83,9 @@ def ith_chunks(plan: ChunkPlan, i: int) -> tuple[Tensor | slice, Tensor]:
 
 def chunk_tokens(plan: ChunkPlan, chunk: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens [b, Q] of chunks [b], the last one repeated as padding, and which of them are real. Q is the size of a
-    chunk, or the new tokens of the longest request where they are fewer."""
-    longest = min(plan.chunk_size, max(plan.lengths))
-    token = plan.cu_chunk_seqlens[chunk][:, None] + torch.arange(longest, device=chunk.device)
+    chunk however short the requests are: another shape of the products would round differently, and a request's numbers
+    would depend on its neighbours."""
+    token = plan.cu_chunk_seqlens[chunk][:, None] + torch.arange(plan.chunk_size, device=chunk.device)
     end = plan.cu_chunk_seqlens[chunk + 1][:, None]
     return token.clamp(max=end - 1), token < end
 
