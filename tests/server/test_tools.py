@@ -311,4 +311,4 @@ def test_odd_tools_and_answers(served: Served, speaker: Scripted) -> None:
 
 @pytest.mark.slow
 def test_more_odd_tools_and_answers(served: Served, speaker: Scripted) -> None:
-    attack(served, speaker, 120)
+    attack(served, speaker, 60)
