@@ -55,10 +55,13 @@ def mamba2_decode(
         places = _rows_in_place(conv_weights, conv_state, states, xBC)
     if places is not None:
         run, order = places
+        rings = conv_state._replace(conv=conv_state.conv[run])
+        if order is None:
+            y = _one_token(xBC, dt, z, conv_weights, weights, rings, states[run])
+            return y if out is None else out.copy_(y)
         inputs, steps = xBC.index_select(0, order), dt.index_select(0, order)
         gates = None if z is None else z.index_select(0, order)
-        positions = conv_state.start_positions.index_select(0, order)
-        rings = conv_state._replace(conv=conv_state.conv[run], start_positions=positions)
+        rings = rings._replace(start_positions=rings.start_positions.index_select(0, order))
         y = _one_token(inputs, steps, gates, conv_weights, weights, rings, states[run])
         return (torch.empty_like(y) if out is None else out).index_copy_(0, order, y)
     taps = conv_weights.weight.shape[1]
@@ -73,7 +76,7 @@ def mamba2_decode(
 
 def _rows_in_place(
     weights: ConvWeights, conv_state: ConvState, states: Tensor, xBC: Tensor
-) -> tuple[slice, Tensor] | None:
+) -> tuple[slice, Tensor | None] | None:
     """The pool rows that a decode step may update in place, and the step's row of each; None if it may not. It may if
     slots are adjacent on a CPU, all rows are past their first K - 1 positions, and all is float32. This saves two
     copies of each row's state and half of the operations."""

@@ -13,17 +13,18 @@ def pad_mask(slots: Tensor, ndim: int) -> Tensor:
     return (slots < 0).view(-1, *[1] * (ndim - 1))
 
 
-def neighbours(slots: Tensor) -> tuple[slice, Tensor] | None:
+def neighbours(slots: Tensor) -> tuple[slice, Tensor | None] | None:
     """Slots [B] on a CPU as a slice of the pool and the row of each entry of the slice [B] int64, if they are s, s + 1,
-    ... in any order and none is padding: then the rows are a view and no copy. None otherwise, and on a GPU, where
-    looking would wait for the device."""
+    ... in any order and none is padding: then the rows are a view and no copy. The rows are None where they are in
+    order. None otherwise, and on a GPU, where looking would wait for the device."""
     if slots.device.type != "cpu":
         return None
     numbers = slots.tolist()
     first, end = min(numbers), min(numbers) + len(numbers)
-    if first < 0 or sorted(numbers) != list(range(first, end)):
+    in_order = list(range(first, end))
+    if first < 0 or sorted(numbers) != in_order:
         return None
-    return slice(first, end), slots.argsort()
+    return slice(first, end), None if numbers == in_order else slots.argsort()
 
 
 def read_rows(pool: Tensor, slots: Tensor) -> Tensor:
