@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from hybridrt.server.protocol import MAX_MESSAGES, Body, Sampling, TextPart
+from hybridrt.server.protocol import MAX_MESSAGES, Body, Sampling, TextPart, tag_of
 
 
 class ToolUse(Body):
@@ -38,12 +38,6 @@ class RedactedThinking(Body):
     type: Literal["redacted_thinking"]
 
 
-def _kind(block: Any) -> Any:
-    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return f"tagged-{kind}"
-
-
-# Pydantic puts a tag into the place of an error; error messages leave out names that begin like these.
 Block = Annotated[
     Annotated[TextPart, Tag("tagged-text")]
     | Annotated[ToolUse, Tag("tagged-tool_use")]
@@ -51,7 +45,7 @@ Block = Annotated[
     | Annotated[Thinking, Tag("tagged-thinking")]
     | Annotated[RedactedThinking, Tag("tagged-redacted_thinking")],
     Discriminator(
-        _kind,
+        tag_of(),
         custom_error_type="block_type",
         custom_error_message="type must be text, tool_use, tool_result, thinking or redacted_thinking",
     ),

@@ -3,6 +3,7 @@
 Values are checked where they are used: SamplingParams says what a temperature may be, the engine what a prompt may be.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +18,22 @@ class Body(BaseModel):
     """A JSON object. No value is converted: "5" is no number, 5.0 no integer, 1 no bool."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
+
+
+def tag_of(default: str | None = None) -> Callable[[Any], str]:
+    """How pydantic distinguishes the members of a union: Tag("tagged-X") is for objects whose `type` is X.
+
+    Pydantic puts the tag into the place of an error. Error messages leave out names that begin with "tagged-".
+
+    Args:
+        default: the type of an object that names none.
+    """
+
+    def tag(item: Any) -> str:
+        kind = item.get("type", default) if isinstance(item, dict) else getattr(item, "type", None)
+        return f"tagged-{kind}"
+
+    return tag
 
 
 class StreamOptions(Body):

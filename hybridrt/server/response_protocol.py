@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from hybridrt.server.protocol import MAX_MESSAGES, Body, Sampling
+from hybridrt.server.protocol import MAX_MESSAGES, Body, Sampling, tag_of
 
 
 class InputText(Body):
@@ -49,19 +49,13 @@ class ReasoningItem(Body):
     content: list[InputText] | None = None
 
 
-def _kind(item: Any) -> Any:
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return f"tagged-{kind}"
-
-
-# Pydantic puts a tag into the place of an error; error messages leave out names that begin like these.
 Item = Annotated[
     Annotated[InputMessage, Tag("tagged-message")]
     | Annotated[FunctionCall, Tag("tagged-function_call")]
     | Annotated[FunctionCallOutput, Tag("tagged-function_call_output")]
     | Annotated[ReasoningItem, Tag("tagged-reasoning")],
     Discriminator(
-        _kind,
+        tag_of("message"),
         custom_error_type="item_type",
         custom_error_message="type must be message, function_call, function_call_output or reasoning",
     ),

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from hybridrt.engine.async_llm import DeltaStream
 from hybridrt.engine.llm import LLM
+from hybridrt.errors import EngineError
 from tests.support.http_server import Served, serving
 
 
@@ -21,6 +23,16 @@ def embedded() -> Iterator[LLM]:
 def _server(embedded: LLM) -> Iterator[Served]:
     with serving(embedded) as served:
         yield served
+
+
+@pytest.fixture
+def broken_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams whose engine fails at once."""
+
+    async def fail(deltas: DeltaStream) -> None:
+        raise EngineError("the device is gone")
+
+    monkeypatch.setattr(DeltaStream, "__anext__", fail)
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ from typing import Any
 import anthropic
 import pytest
 
-from hybridrt.engine.async_llm import DeltaStream
-from hybridrt.errors import EngineError
 from tests.support.chat_samples import TOOLS
 from tests.support.http_server import WAIT, Served, serving
 from tests.support.scripted_llm import Scripted, scripted
@@ -198,16 +196,10 @@ def test_models_and_keys(talker: tuple[Served, Scripted]) -> None:
         assert locked.post("/v1/completions", {"prompt": "x"}, headers={"x-api-key": "secret"}).status_code == 401
 
 
-def test_a_failure_within_a_stream_is_an_error(
-    talker: tuple[Served, Scripted], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("broken_streams")
+def test_a_failure_within_a_stream_is_an_error(talker: tuple[Served, Scripted]) -> None:
     served, model = talker
     model.say("Hello")
-
-    async def fail(deltas: DeltaStream) -> None:
-        raise EngineError("the device is gone")
-
-    monkeypatch.setattr(DeltaStream, "__anext__", fail)
     with pytest.raises(anthropic.APIStatusError, match="the device is gone"):
         list(client(served).messages.create(model="tested", messages=HELLO, max_tokens=5, stream=True))
 

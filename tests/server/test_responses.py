@@ -8,8 +8,6 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from hybridrt.engine.async_llm import DeltaStream
-from hybridrt.errors import EngineError
 from tests.support.chat_samples import TOOLS
 from tests.support.http_server import Served, serving
 from tests.support.scripted_llm import Scripted, scripted
@@ -155,16 +153,10 @@ def test_what_cannot_be_done_names_its_field(body: dict[str, Any], param: str, t
     assert info.value.param == param, info.value
 
 
-def test_a_failure_within_a_stream_is_an_event(
-    talker: tuple[Served, Scripted], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("broken_streams")
+def test_a_failure_within_a_stream_is_an_event(talker: tuple[Served, Scripted]) -> None:
     served, model = talker
     model.say("Hello")
-
-    async def fail(deltas: DeltaStream) -> None:
-        raise EngineError("the device is gone")
-
-    monkeypatch.setattr(DeltaStream, "__anext__", fail)
     events = list(served.client().responses.create(model="tested", input="Hello", stream=True))
     assert events[-1].type == "response.failed" and events[-1].response.status == "failed"
     assert events[-1].response.error is not None and events[-1].response.error.message == "the device is gone"

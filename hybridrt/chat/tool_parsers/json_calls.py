@@ -1,7 +1,7 @@
 """Calls as JSON objects with a name and arguments: what several formats have in common."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from hybridrt.chat.conversation import Tool
@@ -30,16 +30,27 @@ class JsonCalls(ToolParser):
 
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
         yield from scanner.space()
-        listed = opened == "[" or (yield from scanner.accept("["))
-        while True:
-            yield from scanner.space()
-            if listed and (yield from scanner.accept("]")):
-                return
-            yield from read_call(scanner, sink)
-            yield from scanner.space()
-            more = yield from scanner.accept(",")
-            if not listed and not more and (yield from scanner.peek()) != "{":
-                return
+        listed = opened == "[" or bool((yield from scanner.accept("[")))
+        yield from read_list(scanner, listed, lambda: read_call(scanner, sink), begins="{")
+
+
+def read_list(scanner: Scanner, listed: bool, read: Callable[[], Step[None]], begins: str = "") -> Step[None]:
+    """Calls one after the other, with commas or without: up to the closing bracket if they are `listed`, else up to the
+    last one.
+
+    Args:
+        read: reads one call.
+        begins: the character that a call begins with; one that follows without a comma is then read, too.
+    """
+    while True:
+        yield from scanner.space()
+        if listed and (yield from scanner.accept("]")):
+            return
+        yield from read()
+        yield from scanner.space()
+        more = yield from scanner.accept(",")
+        if not listed and not more and not (begins and (yield from scanner.peek()) == begins):
+            return
 
 
 def read_call(scanner: Scanner, sink: CallSink) -> Step[None]:

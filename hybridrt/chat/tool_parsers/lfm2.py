@@ -11,7 +11,7 @@ from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.schemas import json_text, limited, resolved, with_definitions
 from hybridrt.chat.tool_parser import CallSink
-from hybridrt.chat.tool_parsers.json_calls import JsonCalls
+from hybridrt.chat.tool_parsers.json_calls import JsonCalls, read_list
 from hybridrt.chat.values import MAX_NAME, escaped, read_value
 
 _NAME = re.compile(r"[\w.:/-]*")
@@ -36,15 +36,8 @@ class Lfm2(JsonCalls):
         if (yield from scanner.peek(2)) == "[{" or (yield from scanner.peek()) == "{":
             yield from super().read_calls(scanner, sink, opened)
             return
-        listed = yield from scanner.accept("[")
-        while True:
-            yield from scanner.space()
-            if listed and (yield from scanner.accept("]")):
-                return
-            yield from _call(scanner, sink)
-            yield from scanner.space()
-            if not (yield from scanner.accept(",")) and not listed:
-                return
+        listed = bool((yield from scanner.accept("[")))
+        yield from read_list(scanner, listed, lambda: _call(scanner, sink))
 
 
 def _call_rules(tool: Tool, rule: str) -> str:
