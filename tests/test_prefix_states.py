@@ -93,7 +93,7 @@ def fetches_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spoil_slots(session: Session) -> None:
-    """Garbage where nobody holds anything: finite in KV, whose hidden entries are multiplied by zero."""
+    """Garbage in all pages and slots: finite in KV, whose hidden entries are multiplied by zero."""
     for tensor in session.runner.pools.kv.tensors:
         tensor[:, 1:] = 1e4
     mamba = session.runner.pools.req_to_token.mamba_pool

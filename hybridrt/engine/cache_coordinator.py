@@ -125,7 +125,7 @@ class CacheCoordinator:
         if self.fetches is not None:
             self.fetches.cancel(request.arrival)  # it has waited long enough
         if not self._lend(request, headroom):
-            # Fetches for other requests may hold what it lacks. Their entries would come and go, and nobody run.
+            # Fetches for other requests may hold what it lacks. If all waited for each other's fetches, none would run.
             fetching = self.fetches is not None and self.fetches.cancel_all()
             if not fetching or not self._lend(request, headroom):
                 return False

@@ -176,7 +176,7 @@ class MockExecutor:
         return handle
 
     def note_copy(self, copy: HostCopy) -> None:
-        """Fetched pages belong to nobody who could name them in a launched step."""
+        """No launched step may name a page that is fetched into."""
         for page in copy.pages if copy.fetch else ():
             before = self.page_owner.get(page)
             assert before is None or all(step.consumed for step, _ in before[0].steps), f"page {page} fetched too early"
