@@ -353,5 +353,5 @@ class Scheduler:
         step.plan.extend.append(ExtendRow(row, start, chunk, len(request.output), last, following, read_slot, saves))
         step.rows.append((request, int(last)))
         if last and request.export_to is not None:
-            exported = request.export_to
-            step.plan.exports.append(StateCopy(row, end, exported.start, len(exported)))
+            room = request.export_to
+            step.plan.exports.append(StateCopy(row, end, room.start, len(room), request.export_from))

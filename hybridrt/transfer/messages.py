@@ -5,12 +5,14 @@ from typing import Annotated
 from msgspec import Meta
 
 from hybridrt.distributed.channel_codec import Message
+from hybridrt.sampling_params import MAX_SALT_CHARACTERS
 
 MAX_JOBS = 1024  # prompts that one decode worker may have under way at one prefill worker
 MAX_TEXT = 1 << 10  # characters
 MAX_RANKS = 1 << 10
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARACTERS)]
 LongText = Annotated[str, Meta(max_length=1 << 16)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Description = Annotated[str, Meta(max_length=1 << 20)]  # how an arena is read
@@ -32,10 +34,13 @@ class DecodeHello(Message):
 
 
 class Prefill(Message):
-    """The decode worker asks for the state after these tokens."""
+    """The decode worker asks for the state after these tokens, and for the KV of all but the first `start`. `salt` is the
+    request's `cache_salt`, "" without."""
 
     key: Text
     tokens: list[int]
+    start: Number = 0
+    salt: Salt = ""
 
 
 class Done(Message):
@@ -87,7 +92,7 @@ class Disconnect(Message):
 
 
 class Order(Message):
-    """One image to fetch: of a request's first `length` tokens, which lies at byte `source` of the arenas of all ranks
+    """One image to fetch: of a request's first `length` tokens, without the KV of the first `start`. It lies at byte `source` of the arenas of all ranks
     of prefill worker `worker`, to byte `destination` of our own. `key` names it until it has ended."""
 
     key: Text
@@ -95,6 +100,7 @@ class Order(Message):
     length: Number
     source: Number
     destination: Number
+    start: Number = 0
 
 
 class Connected(Message):
