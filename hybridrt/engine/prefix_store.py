@@ -87,7 +87,7 @@ class PrefixStore:
     def admitted(self, request: Request, match: PrefixMatch) -> None:
         """Counts a match, and chooses where the rest of the prompt leaves states: at its last place on the grid, where
         another prompt's path leaves it, and at marked boundaries, the last ones first."""
-        prompt = len(request.prefill_tokens)
+        prompt = request.prefill_end
         if not request.metrics.retractions:
             request.metrics.admission_time = time.monotonic()
         if match.staged is None and not request.metrics.retractions:
@@ -126,7 +126,7 @@ class PrefixStore:
         request.shared = True
         if not self.keeps:
             return
-        ids = request.ids[: len(request.prefill_tokens)]
+        ids = request.ids[: request.prefill_end]
         taken, node = self._insert(request, ids, request.saves)
         self._pages.lock(taken.pages)
         request.given.update(taken.pages)

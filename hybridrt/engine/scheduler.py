@@ -336,21 +336,23 @@ class Scheduler:
         needs."""
         assert request.row is not None
         start = request.computed
-        end = min(start + budget.room(start), len(request.prefill_tokens))
+        end = min(start + budget.room(start), request.prefill_end)
         end = self._coordinator.prefixes.chunk_end(request, start, end)
-        chunk = request.prefill_tokens[start : self._coordinator.use_spare_pages(request, end, step.plan)]
-        if not chunk:
+        end = self._coordinator.use_spare_pages(request, end, step.plan)
+        if end <= start:
             return
-        budget.take(start, len(chunk))
-        row, columns, end = request.row.index, self._coordinator.columns, start + len(chunk)
-        last = end == len(request.prefill_tokens)
+        budget.take(start, end - start)
+        tokens, row, columns = request.tokens, request.row.index, self._coordinator.columns
+        last = end == request.prefill_end
         columns.computed[row] = end
         columns.output_index[row] += last
-        following = 0 if last else request.prefill_tokens[end]
+        following = 0 if last else tokens[end]
         state = request.prefix.state
         read_slot = state.index if state is not None and start == request.prefix.length else 0
         saves = self._coordinator.prefixes.save(request, start, end)
-        step.plan.extend.append(ExtendRow(row, start, chunk, len(request.output), last, following, read_slot, saves))
+        step.plan.extend.append(
+            ExtendRow(row, start, tokens[start:end], len(request.output), last, following, read_slot, saves)
+        )
         step.rows.append((request, int(last)))
         if last and request.export_to is not None:
             exported = request.export_to

@@ -24,7 +24,7 @@ def test_columns_agree_with_requests_after_every_step(changes: dict[str, Any]) -
             assert request.row is not None
             row = request.row.index
             assert columns.output_index[row] == len(request.output) + request.pending
-            assert columns.prefill_end[row] == len(request.prefill_tokens)
+            assert columns.prefill_end[row] == request.prefill_end
             assert columns.max_output[row] == request.max_len - len(request.prompt)
             assert columns.capacity[row] == request.end_page * 4
             assert 0 <= request.pending <= 2 * (1 + changes.get("drafts", 0))
