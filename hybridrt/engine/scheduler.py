@@ -1,7 +1,7 @@
 """Which requests run in the next step, and with what. Host integers only; the device is never waited for."""
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -12,11 +12,8 @@ from hybridrt.engine.chunk_budget import ChunkBudget, ItlTarget
 from hybridrt.engine.columns import RowColumns
 from hybridrt.engine.request import Request
 from hybridrt.errors import EngineError
-from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.runtime.step import DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult, int32s
 from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
-
-Refuse = Callable[[Request, Exception], None]
 
 
 @dataclass(slots=True)
@@ -90,12 +87,8 @@ class Scheduler:
         insort(self.waiting, request, key=_turn)
         self._coordinator.prefixes.expect(request)
 
-    def schedule(self, refuse: Refuse | None = None) -> ScheduledStep | None:
-        """The next step, counted as launched from here on; None if nothing can run before a launched step ends.
-
-        Args:
-            refuse: ends a waiting request that no step can pack, and takes it out of the queue (`remove`); None raises.
-        """
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, counted as launched from here on; None if nothing can run before a launched step ends."""
         self._coordinator.begin_step(self.waiting, len(self.running))
         requests, rows = self._running_rows()
         columns = self._coordinator.columns.of(rows)
@@ -119,7 +112,7 @@ class Scheduler:
         if self._target is not None and (prefilling or self.waiting):
             since = self.waiting[0].metrics.arrival_time if self.waiting else None
             budget = self._target.budget(tokens, decode, since)
-        self._schedule_prefill(step, prefilling, budget, refuse)
+        self._schedule_prefill(step, prefilling, budget)
         if not self._coordinator.seal(step.plan) and not step.rows:
             return None
         if self._constrained:
@@ -279,9 +272,7 @@ class Scheduler:
         self.add(victim)
         return victim
 
-    def _schedule_prefill(
-        self, step: ScheduledStep, admitted: Iterable[Request], budget: ChunkBudget, refuse: Refuse | None
-    ) -> None:
+    def _schedule_prefill(self, step: ScheduledStep, admitted: Iterable[Request], budget: ChunkBudget) -> None:
         """Adds chunks of the admitted prompts, then admits waiting requests. If a decode row found no page, no page is
         free, so nothing is admitted."""
         for earlier in admitted:
@@ -291,8 +282,6 @@ class Scheduler:
             stamp = request.arrival, len(self.running), *self._coordinator.room_stamp()
             if self._blocked == stamp:
                 break  # nothing has changed since the request was not admitted
-            if not self._packs(request, refuse):
-                continue
             if not self._coordinator.admit(request, len(self.running), step.plan):
                 self._blocked = stamp
                 break
@@ -317,19 +306,6 @@ class Scheduler:
             if not shares(len(request.prompt)):
                 return request
         return None
-
-    @staticmethod
-    def _packs(request: Request, refuse: Refuse | None) -> bool:
-        """Whether the buffers of a step can hold the request's numbers. If not, ends the request by `refuse` and
-        returns False: in a step it would fail all rows, and end the other ranks."""
-        try:
-            SamplingTable.constants(request.params, request.seed, request.rules)
-        except Exception as e:
-            if refuse is None:
-                raise
-            refuse(request, e)
-            return False
-        return True
 
     def _add_extend(self, step: ScheduledStep, request: Request, budget: ChunkBudget) -> None:
         """Adds the next chunk; none if the budget has no room, or a launched step still reads the pages that it

@@ -12,7 +12,7 @@ from hybridrt.errors import ConfigError, EngineError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.runtime.build import Runtime, step_widths
 from hybridrt.runtime.constrained_step import ConstrainedStep, Sampling
-from hybridrt.runtime.drafting import DeviceDrafter, draft_method
+from hybridrt.runtime.drafting import DeviceDrafter, draft_needs
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.host_copies import HostCopies
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
@@ -54,7 +54,7 @@ class StepRunner:
         self._prompts = PromptRequirements()
         self.arena: StateArena | None = None
         self.host: HostCopies | None = None
-        self.drafter: DeviceDrafter | None = draft_method(self.config).device_drafter(self)
+        self.drafter: DeviceDrafter | None = draft_needs(self.config).device_drafter(self)
         self._unsampled: ConstrainedStep | None = None
         self._packing = Packing(self._trees, self.drafter is not None, self.backend.chunk_sizes)
 
