@@ -29,7 +29,7 @@ class Plugins:
     classes: bool = False
 
     def names(self) -> list[str]:
-        """Every name that `load` knows."""
+        """Every name that `load` accepts."""
         return sorted({*self.built_in, *(point.name for point in entry_points(group=self.group))})
 
     def load(self, name: str) -> Any:

@@ -113,7 +113,7 @@ class SamplingParams:
         logprobs: return the log-probability of each token and of this many most likely alternatives, up to 64; None
             returns none.
         n: independent samples of the same prompt, up to 1024.
-        include_stop_str_in_output: the text goes on to the end of the stop string, or of the stopping token.
+        include_stop_str_in_output: the text includes the stop string, or the stopping token.
         skip_special_tokens: special tokens leave nothing in the text.
         truncate_prompt_tokens: of a longer prompt only the last so many tokens are used, 1 to 2**31 - 1; -1: as many as
             leave room for one output token. None refuses a prompt that is too long.

@@ -6,7 +6,7 @@ import torch
 
 from hybridrt.errors import HybridrtError, PoolError
 
-# HYBRIDRT_DEBUG=1: what lies on the device is checked, too, which waits for the device.
+# HYBRIDRT_DEBUG=1: values on the device are checked, too, which waits for the device.
 DEBUG = os.environ.get("HYBRIDRT_DEBUG") == "1"
 
 

@@ -31,7 +31,7 @@ Inputs = Mapping[str, Tensor]
 
 UNCOMMITTED = (
     "a decode step before this one was not committed, so its tokens are not part of the state: call commit after its "
-    "last layer, or drop_step if it is given up"
+    "last layer, or drop_step if it will not be committed"
 )
 
 

@@ -93,7 +93,7 @@ class AnswerParser:
                 sink.arguments(e.text)
                 yield from self._until(tools.closes, sink.arguments)
                 sink.end()
-            else:  # what stands behind the last whole call is content
+            else:  # text behind the last whole call is content
                 scanner.rewind()
                 if sink.count == before:
                     self._content(opened)

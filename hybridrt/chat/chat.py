@@ -103,7 +103,7 @@ class Chat:
 
         Raises:
             CheckpointError: as `render`.
-            RequestError: the conversation asks for what cannot be done.
+            RequestError: the model or its parsers do not support what the conversation needs.
         """
         tools, reasoning = self._parsers(conversation)
         text = self.render(conversation)

@@ -76,7 +76,7 @@ class ToolParser(ABC):
         self.tools = tools
 
     def section_rules(self, tools: Sequence[Tool]) -> Sequence[str] | None:
-        """Lark rules for what stands between an opening and a closing literal, the rule `section` among them: calls of
+        """Lark rules for the text between an opening and a closing literal, the rule `section` among them: calls of
         these tools, the arguments of strict ones as their schemas say. None: this format has no such rules."""
         return None
 

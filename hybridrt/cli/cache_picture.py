@@ -12,7 +12,7 @@ _TEXT = 48  # characters of an edge's text that are shown
 def summary(dump: CacheDump) -> str:
     """What the cache holds and has served, in two lines; three with a tier in main memory."""
     share = f"{dump.hit / dump.asked:.1%}" if dump.asked else "none"
-    lost = f"{dump.without_state} for want of a state, {dump.without_kv} for want of KV, {dump.retokenised} by "
+    lost = f"{dump.without_state} without a state, {dump.without_kv} without KV, {dump.retokenised} by "
     tier = (
         f"\nin main memory {dump.host_pages} of {dump.host_pages_total} KV pages, {dump.host_states} of "
         f"{dump.host_states_total} states; {dump.fetched} tokens fetched"

@@ -58,7 +58,7 @@ class OpenAIServer:
     Args:
         url: such as http://127.0.0.1:8000, with /v1 behind it or not.
         api_key: sent as a bearer token.
-        timeout: seconds without a byte after which a request is given up.
+        timeout: seconds without a byte after which a request fails.
 
     Raises:
         ConfigError: `url` is no URL of a server, or the key cannot be sent.

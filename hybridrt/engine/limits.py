@@ -1,4 +1,4 @@
-"""What the engine knows of its model, and what it therefore refuses before a request is queued."""
+"""Limits of a model and its memory plan: requests outside them are refused before they are queued."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class PreparedPrompt:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the engine must know of the model and its plan.
+    """The numbers of the model and its plan that limit requests.
 
     Attributes:
         max_model_len: longest prompt + output of a request, in tokens.

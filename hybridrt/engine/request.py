@@ -37,7 +37,7 @@ NONE_ALLOWED = (
 class Request:
     """Host state of one sample.
 
-    `prompt` and `output` are known. What is launched for a request that runs stands in `columns`, at its row.
+    `prompt` and `output` are known. `columns` hold what is launched for a running request, at its row.
 
     Attributes:
         arrival: order of arrival, unique.
@@ -180,7 +180,7 @@ class Request:
             Why the request ends, or None.
 
         Raises:
-            EngineError: a token stands for logits that are not finite, or none was allowed.
+            EngineError: a token is -1: the logits are not finite, or no token was allowed.
         """
         output, most = self.output, self.max_len - len(self.prompt)
         stop_ids, stop_strings, matcher = self.stop_ids, self.params.stop, self.matcher

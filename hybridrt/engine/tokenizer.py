@@ -18,7 +18,7 @@ _COMPOSED = 4
 class Tokenizer(Protocol):
     @property
     def characters_per_token(self) -> int:
-        """Characters of text that a token stands for at most."""
+        """The longest text of one token, in characters."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of the ids; U+FFFD stands for bytes that are no character (yet)."""
+        """Text of the ids; U+FFFD replaces bytes that are no character (yet)."""
         ...
 
 

@@ -187,7 +187,7 @@ class KeySources(NamedTuple):
 
     Attributes:
         keys, values: caches, or descriptors of [heads * total, width].
-        ropes: the part of keys that stands apart, or a descriptor of [total, width]; None without.
+        ropes: the part of keys that is stored apart, or a descriptor of [total, width]; None without.
         total: rows that one head has in a copy; 0 of caches.
     """
 

@@ -67,7 +67,7 @@ def _store_output(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _input_columns(x_ptr, tail_ptr, column, split):  # type: ignore[no-untyped-def]
-    """Where input column `column` lies: from `split` on in the tail, if there is one."""
+    """The pointer to input column `column`: from `split` on in the tail, if there is one."""
     pointer = x_ptr + column
     if tail_ptr is not None:
         pointer = tl.where(column < split, pointer, tail_ptr + (column - split))
@@ -145,7 +145,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
         mask = live & (column < K)
         if HEAD == K:
             inputs = x_ptr + t[None, :] * x_st + column
-        elif HEAD % BLOCK_K == 0:  # a tile lies on one side
+        elif HEAD % BLOCK_K == 0:  # a tile is on one side
             in_tail = start >= HEAD
             source = tl.where(in_tail, tail_ptr - HEAD, x_ptr)
             inputs = source + t[None, :] * tl.where(in_tail, tail_st, x_st) + column

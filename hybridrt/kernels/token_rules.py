@@ -48,7 +48,7 @@ class TokenRuleTable(NamedTuple):
             the rule does not hold, and where in `prefixes` its prefix begins and how long it is.
         prefixes: [R + 1, P] tokens.
         allowed: [R + 1, ceil(V / 32)], bit i % 32 of word i // 32 set where token i is allowed.
-        history: [R + 1, H] a row's output: the token of output index i stands in column i % H. H is a power of two and
+        history: [R + 1, H] a row's output: the token of output index i is in column i % H. H is a power of two and
             no less than the longest prefix.
     """
 

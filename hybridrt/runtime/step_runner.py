@@ -319,7 +319,7 @@ class StepRunner:
         logits: torch.Tensor,
         bitmask: torch.Tensor | None,
     ) -> LaunchedStep:
-        """`on_host`: rows and output indices as the host knows them."""
+        """`on_host`: rows and output indices on the host."""
         filters, wanted = self._required.of(*on_host)
         tokens = self.sampler(logits, rows, output_indices, filters, bitmask)
         self.last_tokens[rows] = tokens.int()
