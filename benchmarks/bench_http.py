@@ -34,7 +34,7 @@ from hybridrt.server.service import Service
 
 
 class Device:
-    """Runs steps one after another, each for so long, while the host goes on."""
+    """Runs steps one after another, each for so long, beside the host."""
 
     def __init__(self, executor: Any, seconds: float) -> None:
         self._launch, self._seconds, self._free_at = executor.launch, seconds, 0.0

@@ -92,7 +92,7 @@ def test_a_task_to_draft_needs_a_device_drafter(checkpoints: CheckpointStore) ->
         DraftTask([DraftRow(1, 1, 1, 0, SamplingParams())], 1, 1)(runner)
 
 
-def test_no_file_but_a_methods_own_knows_its_name() -> None:
+def test_no_file_but_a_methods_own_contains_its_name() -> None:
     """The runtime, the engine and the configuration ask the method; only help texts and errors name one."""
     compared = []
     for file in [*(ROOT / "hybridrt").rglob("*.py"), *(ROOT / "models").glob("*.py")]:

@@ -201,7 +201,7 @@ def test_a_target_is_a_number_of_milliseconds(wrong: Any) -> None:
         EngineConfig("x", target_itl_ms=wrong)
 
 
-def test_a_server_knows_what_steps_cost_before_it_is_ready(tmp_path: Any) -> None:
+def test_a_server_has_measured_steps_before_it_is_ready(tmp_path: Any) -> None:
     path = str(write_tiny(tmp_path, falcon(), tokenizer=False))
     with AsyncLLM(path, device="cpu", load_format="dummy", target_itl_ms=50, max_running_requests=4) as llm:
         asyncio.run(warm_up(llm))

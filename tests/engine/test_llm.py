@@ -186,7 +186,7 @@ def test_an_interrupt_aborts_this_calls_requests_and_is_raised(monkeypatch: pyte
             llm.generate([[1], [2], [3]], SamplingParams(max_tokens=30, ignore_eos=True))
         monkeypatch.setattr(llm.engine, "run_step", step)
         assert llm.engine.counters().aborted == 3 and llm.engine.counters().waiting == 0
-        assert sum(len(d.token_ids) for d in other) >= 15, "another call's request goes on"
+        assert sum(len(d.token_ids) for d in other) >= 15, "another call's request keeps running"
         assert_clean(llm)
         assert llm.generate([[1]], FIVE)[0].token_ids == tokens_alone([1], 1, 5, VOCAB)
 

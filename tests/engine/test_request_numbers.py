@@ -188,7 +188,7 @@ def test_a_tiny_temperature_with_filters_is_greedy(llm: LLM, temperature: float)
         assert got.token_ids == want, filters
 
 
-def test_a_failure_says_what_it_is(tmp_path: Path) -> None:
+def test_errors_are_short_whatever_was_passed(tmp_path: Path) -> None:
     """An error's text is short, whatever was passed."""
 
     class Rude:

@@ -206,7 +206,7 @@ def test_a_step_whose_masks_cannot_be_given_ends_its_requests_alone(
 
 
 def test_an_interrupt_between_a_step_and_its_masks_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next call gives the masks, whether it goes on or reads what is launched."""
+    """The next call gives the masks, whether it launches a step or only reads one."""
     params, real, calls = structured(regex="[ab]{9}"), LaunchedStep.result, list[int]()
 
     def interrupted(step: LaunchedStep) -> Any:

@@ -86,7 +86,7 @@ def test_decode_reads_the_table_s_width_without_a_bound():
 
 
 @pytest.mark.parametrize(("tokens", "context"), [(1, MAX_CONTEXT), (3, MAX_CONTEXT), (2, 400)])
-def test_decode_leaves_its_result_where_it_is_told(tokens, context):
+def test_decode_writes_its_result_to_out(tokens, context):
     """Beside other columns, which stay; with contexts that programs share and with such as one walks alone."""
     torch.manual_seed(0)
     cache = Cache([9, min(300, context)], max_context=context)
