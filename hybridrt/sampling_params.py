@@ -172,8 +172,8 @@ class SamplingParams:
                 ok = is_number(value, kind) and low <= value <= high
                 _require(ok and (value != 0 or name != "truncate_prompt_tokens"), name, value, allowed)
                 checked[name] = int(value) if kind is Integral else float(value)
-        most = checked.get("max_tokens", _INT32_MAX)
-        _require(checked["min_tokens"] <= most, "min_tokens", self.min_tokens, f"at most max_tokens, {most}")
+        longest = checked.get("max_tokens", _INT32_MAX)
+        _require(checked["min_tokens"] <= longest, "min_tokens", self.min_tokens, f"at most max_tokens, {longest}")
         structured = self.structured_outputs
         if structured is not None:
             name = "structured_outputs"

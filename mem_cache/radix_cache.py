@@ -342,11 +342,11 @@ class RadixCache:
                 heapq.heappush(self._states, (self._worths.of(node), next(self._order), node))
         return None
 
-    def _shorten(self, leaf: Node, most: int, pages: list[Slot], states: list[Slot]) -> None:
+    def _shorten(self, leaf: Node, max_pages: int, pages: list[Slot], states: list[Slot]) -> None:
         """Removes the state of a leaf, and up to `most` pages from its end; adds them to `pages` and `states`."""
         before = len(pages)
         self._drop_state(leaf, pages, states)
-        while leaf.pages and len(pages) - before < most:
+        while leaf.pages and len(pages) - before < max_pages:
             self._let_go(leaf, self.complete(leaf.start) + len(leaf.pages) - 1, leaf.pages.pop(), pages)
         if leaf.pages:
             end = (self.complete(leaf.start) + len(leaf.pages)) * self.page_size + self.lookahead

@@ -110,10 +110,10 @@ class CacheCoordinator:
         # The last token is only sampled: its KV is never written.
         need = self._demand.least(num_tokens - 1)
         if self.pages.total and need > self.pages.total:
-            most = self.pages.total * self._demand.page_size + 1
+            max_tokens = self.pages.total * self._demand.page_size + 1
             raise MemoryBudgetError(
                 f"a request of {num_tokens} tokens (prompt + max_tokens) needs {need} KV pages and there are "
-                f"{self.pages.total}: cut prompt + max_tokens to {most}, or raise memory_fraction"
+                f"{self.pages.total}: cut prompt + max_tokens to {max_tokens}, or raise memory_fraction"
             )
 
     def admit(self, request: Request, headroom: int, plan: StepPlan) -> bool:

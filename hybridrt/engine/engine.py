@@ -84,7 +84,7 @@ class Engine:
         self._compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self.target = target
         self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter, target)
-        self._most_in_flight = 1 if overlap else 0
+        self._max_in_flight = 1 if overlap else 0
         self._seed = seed
         self._num_requests = 0
         self._arrivals = count()
@@ -264,7 +264,7 @@ class Engine:
                     f"nothing can be scheduled and nothing is running: {self.counters()}; abort the requests"
                 )
             self._sample_last()
-            if len(self._launched) > (self._most_in_flight if scheduled is not None else 0):
+            if len(self._launched) > (self._max_in_flight if scheduled is not None else 0):
                 self._consume()
 
     def drain(self) -> list[Delta]:

@@ -15,7 +15,7 @@ from hybridrt.mem_cache.radix_node import Node
 from hybridrt.mem_cache.seen_texts import SeenTexts
 
 GRID = 16
-MOST_SAVES = 3
+MAX_SAVES = 3
 
 
 class PrefixStore:
@@ -104,7 +104,7 @@ class PrefixStore:
         if self.keeps and self._slots.total:
             ends = (prompt - 1, match.known, *sorted(request.boundaries, reverse=True))
             grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
-            request.save_at = tuple([end for end in grid if end > match.length][:MOST_SAVES])
+            request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
         """Where a chunk from `start` to `end` ends at best: a state that is saved is that before one of its tokens."""

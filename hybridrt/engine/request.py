@@ -182,7 +182,7 @@ class Request:
         Raises:
             EngineError: a token is -1: the logits are not finite, or no token was allowed.
         """
-        output, most = self.output, self.max_len - len(self.prompt)
+        output, max_output = self.output, self.max_len - len(self.prompt)
         stop_ids, stop_strings, matcher = self.stop_ids, self.params.stop, self.matcher
         for i, token in enumerate(tokens):
             if token < 0:
@@ -194,7 +194,7 @@ class Request:
                 return "stop"
             if matcher is not None and matcher.advance(token):
                 return "stop"
-            if len(output) >= most:
+            if len(output) >= max_output:
                 return "length"
         return None
 

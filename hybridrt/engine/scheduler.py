@@ -30,16 +30,16 @@ class ScheduledStep:
     def check(self, result: StepResult) -> None:
         """Raises EngineError if the result has a wrong number of rows, a row gained more than its limit, or an
         unfinished request gained no token."""
-        rows = [(request, most) for request, most in self.rows if most]
+        rows = [(request, max_new) for request, max_new in self.rows if max_new]
         if not len(rows) == len(result.tokens) == len(result.logprobs):
             raise EngineError(
                 f"{len(rows)} rows sampled; the result has {len(result.tokens)} lists of tokens and "
                 f"{len(result.logprobs)} of log-probabilities"
             )
-        for (request, most), tokens in zip(rows, result.tokens, strict=True):
-            if not len(tokens) <= most or (not tokens and request.finish_reason is None):
+        for (request, max_new), tokens in zip(rows, result.tokens, strict=True):
+            if not len(tokens) <= max_new or (not tokens and request.finish_reason is None):
                 raise EngineError(
-                    f"row of request {request.request_id!r} gained {len(tokens)} tokens; 1 to {most} expected"
+                    f"row of request {request.request_id!r} gained {len(tokens)} tokens; 1 to {max_new} expected"
                 )
 
 
@@ -116,7 +116,7 @@ class Scheduler:
         if not self._coordinator.seal(step.plan) and not step.rows:
             return None
         if self._constrained:
-            sampling = (request for request, most in step.rows if most)
+            sampling = (request for request, max_new in step.rows if max_new)
             step.plan.constrained = [i for i, request in enumerate(sampling) if request.matcher is not None]
             step.sampled = not step.plan.constrained
         self._in_flight += 1
@@ -133,7 +133,7 @@ class Scheduler:
         if self._target is not None:
             self._target.ended(step.plan, step.launched, sum(gained))
         decode, extend = step.plan.decode, step.plan.extend
-        lost = [most - tokens for (_, most), tokens in zip(step.rows, gained, strict=True)]
+        lost = [max_new - tokens for (_, max_new), tokens in zip(step.rows, gained, strict=True)]
         if any(lost):
             rows = np.array([*decode.rows.tolist(), *(row.row for row in extend)], np.int64)
             self._coordinator.columns.take_back(rows, int32s(lost))
@@ -145,8 +145,8 @@ class Scheduler:
             elif not request.in_flight:
                 self._coordinator.release(request)
         if self._drafter is not None:
-            moved = [(r, n) for (r, most), n in zip(step.rows, gained, strict=True) if most and r.finish_reason is None]
-            self._drafter.after_step([request for request, _ in moved], [tokens for _, tokens in moved])
+            moved = [i for i, (r, max_new) in enumerate(step.rows) if max_new and r.finish_reason is None]
+            self._drafter.after_step([step.rows[i][0] for i in moved], [gained[i] for i in moved])
 
     def remove(self, request: Request) -> None:
         """Removes a finished request from the queues. Releases it now if no launched step names it; otherwise
@@ -220,8 +220,8 @@ class Scheduler:
             return []
         known = [not request.pending for request in requests]
         asked = list(compress(requests, known))
-        most = columns.max_output - columns.output_index - 1
-        proposed = self._drafter.propose(asked, list(compress(most.tolist(), known)))
+        max_drafts = columns.max_output - columns.output_index - 1
+        proposed = self._drafter.propose(asked, list(compress(max_drafts.tolist(), known)))
         drafts = (d if r.matcher is None else r.matcher.allowed(d) for r, d in zip(asked, proposed, strict=True))
         return [next(drafts) if is_known else NO_DRAFT for is_known in known]
 

@@ -336,8 +336,8 @@ def rope_block(rope: int) -> int:
 def _tile(rows: int, head_dim: int, q: Tensor) -> dict[str, int]:
     """Tile sizes and warps for `rows` query rows per key/value head."""
     block_d, halved = max(16, triton.next_power_of_2(head_dim)), q.dtype == torch.float32
-    most = BLOCK_M >> (halved + (block_d > 256))  # the accumulator of 64 rows of 512 numbers does not fit registers
-    block_m = min(max(16, triton.next_power_of_2(rows)), max(16, most))
+    max_rows = BLOCK_M >> (halved + (block_d > 256))  # the accumulator of 64 rows of 512 numbers does not fit registers
+    block_m = min(max(16, triton.next_power_of_2(rows)), max(16, max_rows))
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": max(16, BLOCK_N >> halved),

@@ -236,19 +236,19 @@ def _matmul(
 ) -> None:
     rows, columns = weight.shape
     tile = matmul_tile(rows, columns, x.shape[0])
-    tokens, most = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
+    tokens, padded = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
     blocks = triton.cdiv(rows, tile.block_n)
     whole, parts, arrivals = blocks, None, None
     if tile.split > 1:
         shared = blocks if tile.shared is None else tile.shared
         whole = blocks - shared
-        parts = torch.empty((shared, tile.split, tile.block_n, most), dtype=torch.float32, device=x.device)
+        parts = torch.empty((shared, tile.split, tile.block_n, padded), dtype=torch.float32, device=x.device)
         arrivals = _arrivals.get(weight)
         if arrivals is None or len(arrivals) < shared:
             arrivals = _arrivals[weight] = torch.zeros(shared, dtype=torch.int32, device=x.device)
     _matmul_kernel[(whole + (blocks - whole) * tile.split,)](
         x, tail, weight, bias, out, parts, arrivals, x.stride(0), 0 if tail is None else tail.stride(0), tokens, rows,
-        whole, K=columns, HEAD=x.shape[1], T=most, ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        whole, K=columns, HEAD=x.shape[1], T=padded, ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STAGES=tile.stages, SPLIT=tile.split, PRECISION=dot_precision(x.dtype), num_warps=tile.num_warps,
         **pdl(x.device),
     )  # fmt: skip

@@ -83,9 +83,9 @@ def apply_token_rules(logits: Tensor, table: TokenRuleTable, lines: DrawLines) -
     counts = table.counts[rows]
     words = table.allowed[rows].masked_fill(counts[:, None] < 0, -1)
     logits = only_allowed(logits.float(), words)
-    most = max(int(counts.max()), 0) if len(counts) else 0
-    columns = table.columns[:, rows, :most]
-    holds = torch.arange(most, device=rows.device) < counts[:, None]
+    max_rules = max(int(counts.max()), 0) if len(counts) else 0
+    columns = table.columns[:, rows, :max_rules]
+    holds = torch.arange(max_rules, device=rows.device) < counts[:, None]
     holds &= (lines.indices[:, None] < columns[UNTIL]) & _behind_prefix(table, lines, columns)
     tokens, values = columns[TOKEN].long() * holds, columns[VALUE].contiguous().view(torch.float32)
     forbids = holds & values.isneginf()

@@ -262,9 +262,10 @@ class StepRunner:
         """Raises ConfigError for a plan that this runner was not made for."""
         if (plan.imports or plan.exports) and self.arena is None:
             raise ConfigError("states cannot come or go without an arena: set transfer_bytes")
-        most, width = int(plan.decode.num_drafts.max()) if len(plan.decode.drafts) else 0, self.config.num_verify_tokens
-        if most >= width:
-            raise ConfigError(f"{most} drafts in a row; this runner verifies {width - 1}: raise num_draft_tokens")
+        num_drafts = int(plan.decode.num_drafts.max()) if len(plan.decode.drafts) else 0
+        width = self.config.num_verify_tokens
+        if num_drafts >= width:
+            raise ConfigError(f"{num_drafts} drafts in a row; this runner verifies {width - 1}: raise num_draft_tokens")
         if not self._trees and plan.decode.parents is not None:
             raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
 

@@ -74,7 +74,7 @@ def test_outputs_come_in_the_order_of_the_prompts(monkeypatch: pytest.MonkeyPatc
     assert [o.token_ids for o in outputs] == [
         tokens_alone([i], p.seed or 0, p.max_tokens or 0, VOCAB) for i, p in enumerate(params, 1)
     ]
-    assert runner.most_in_flight == 2, "steps overlap"
+    assert runner.max_in_flight == 2, "steps overlap"
     assert_clean(llm)
 
 
@@ -223,7 +223,7 @@ def test_a_cpu_does_not_launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeRunner, "device", torch.device("cpu"))
     llm, runner = make(monkeypatch)
     llm.generate([[1]], FIVE)
-    assert runner.most_in_flight == 1
+    assert runner.max_in_flight == 1
 
 
 def test_progress_is_shown_on_a_terminal_for_several_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ class MockExecutor:
         self.queue: list[MockHandle] = []
         self.unread: list[MockHandle] = []
         self.plans: list[StepPlan] = []
-        self.most_in_flight = 0
+        self.max_in_flight = 0
         self.interrupt: BaseException | None = None
         self.fail_launch: dict[int, BaseException] = {}
         self.fail_result: dict[int, Exception] = {}
@@ -170,7 +170,7 @@ class MockExecutor:
             self.note_copy(copy)
         self.queue.append(handle)
         self.unread.append(handle)
-        self.most_in_flight = max(self.most_in_flight, len(self.unread))
+        self.max_in_flight = max(self.max_in_flight, len(self.unread))
         while len(self.queue) > self.late:
             self.run_oldest()
         return handle
