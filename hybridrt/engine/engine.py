@@ -26,7 +26,7 @@ from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
-from hybridrt.runtime.drafting import draft_method
+from hybridrt.runtime.drafting import draft_needs
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import Executor, StepHandle
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
@@ -84,7 +84,7 @@ class Engine:
         self._compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self.target = target
         self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter, target)
-        self._most_in_flight = 1 if overlap else 0
+        self._max_in_flight = 1 if overlap else 0
         self._seed = seed
         self._num_requests = 0
         self._arrivals = count()
@@ -119,7 +119,7 @@ class Engine:
         overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
         drafter = make_drafter(runner, split.everywhere if split else None) if config.speculative else None
         # The KV of a prediction head's token depends on the next token.
-        lookahead = int(bool(draft_method(config).kv_layers(model)))
+        lookahead = int(bool(draft_needs(config).kv_layers(model)))
         coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
         return cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
@@ -247,7 +247,7 @@ class Engine:
             if self.prefill_source is not None:
                 self.prefill_source.advance()
             with self._change:
-                scheduled = self._scheduler.schedule(refuse=self._samples.fail)
+                scheduled = self._scheduler.schedule()
                 if scheduled is not None:
                     try:
                         self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
@@ -264,7 +264,7 @@ class Engine:
                     f"nothing can be scheduled and nothing is running: {self.counters()}; abort the requests"
                 )
             self._sample_last()
-            if len(self._launched) > (self._most_in_flight if scheduled is not None else 0):
+            if len(self._launched) > (self._max_in_flight if scheduled is not None else 0):
                 self._consume()
 
     def drain(self) -> list[Delta]:

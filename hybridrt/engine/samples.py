@@ -59,11 +59,11 @@ class Samples:
         if result.prompt_logprobs:
             self._score(step, result.prompt_logprobs)
         gained = []
-        for request, most in step.rows:
-            tokens, logprobs = next(gains) if most else ((), None)
+        for request, max_new in step.rows:
+            tokens, logprobs = next(gains) if max_new else ((), None)
             gained.append(len(tokens))
             if tokens and request.finish_reason is None:
-                self._accept(request, tokens, logprobs, most > 1)
+                self._accept(request, tokens, logprobs, max_new > 1)
             if -1 in tokens:  # also where the request has ended: the state behind them is not finite
                 request.broken = True
         self._scheduler.complete(step, gained)

@@ -138,12 +138,12 @@ def test_bench_serve(served: Served, tmp_path: Path) -> None:
         (["--extra-body", "[]", "--model", "x"], "must be a JSON object", 2),
     ],
 )
-def test_bench_says_what_is_wrong(options: list[str], text: str, status: int) -> None:
+def test_wrong_arguments_of_bench_are_refused(options: list[str], text: str, status: int) -> None:
     result = runner.invoke(app, ["bench", "serve", *options])
     assert result.exit_code == status and text in result.output
 
 
-def test_bench_serve_says_why_all_failed(served: Served) -> None:
+def test_bench_serve_reports_why_all_failed(served: Served) -> None:
     result = runner.invoke(app, ["bench", "serve", served.url, *SMALL, "--model", "other", "--api-key", "key"])
     assert result.exit_code == 1 and "every request has failed" in result.output
 

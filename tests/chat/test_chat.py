@@ -69,7 +69,7 @@ def rendering() -> Iterator[Renderer]:
         ({"chat_template_kwargs": {1: 2}}, None, "a mapping of names"),
     ],
 )
-def test_a_conversation_says_what_is_wrong(given: dict[str, Any], field: str | None, text: str) -> None:
+def test_a_malformed_conversation_is_refused(given: dict[str, Any], field: str | None, text: str) -> None:
     with pytest.raises(RequestError, match=text) as error:
         read_conversation(**({"messages": [USER]} | given))
     assert error.value.field == field

@@ -68,7 +68,7 @@ def cases(model: str, part: str, provider: str = KERNELS) -> Iterator[tuple[str,
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
-    """Norm of the difference over the norm; NaN must stand where it stands in `wanted` and counts as nothing."""
+    """Norm of the difference over the norm; NaN must be where it is in `wanted` and counts as nothing."""
     assert got.shape == wanted.shape
     missing = wanted.isnan()
     assert torch.equal(got.isnan(), missing), "NaN in one and a number in the other"

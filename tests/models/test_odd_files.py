@@ -171,7 +171,7 @@ OUTSIDE = [
 
 @pytest.mark.parametrize("name", OUTSIDE, ids=repr)
 def test_an_index_names_files_beside_it_alone(name: object, sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever stands there, nothing is opened, although the file that it names may exist."""
+    """Whatever the entry is, nothing is opened, although the file that it names may exist."""
     shutil.copy(sorted(sharded.glob("*.safetensors"))[0], sharded.parent / "secret.safetensors")
     map_to(sharded, name)
 

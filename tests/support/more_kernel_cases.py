@@ -18,7 +18,7 @@ PAGE_SIZE, PAGES, MAX_CONTEXT = 16, 1000, 4096
 def paged(
     config: AttentionConfig, seq_lens: list[int], max_context: int = MAX_CONTEXT
 ) -> tuple[dict[str, Any], list[int]]:
-    """KV caches with shuffled pages for rows of these lengths; what lies past them is large. And the pages used."""
+    """KV caches with shuffled pages for rows of these lengths; values past them are large. And the pages used."""
     shape = (PAGES + 1, PAGE_SIZE, config.num_kv_heads, config.head_dim)
     held = ("k_cache",) if config.latent else ("k_cache", "v_cache")
     caches = {name: torch.full(shape, 1e4, dtype=torch.bfloat16) for name in held}
