@@ -1,23 +1,29 @@
 """Whole requests with structured outputs: their texts are valid, and every way of running gives the same ones."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
 import pytest
 
 from hybridrt.config import SpeculativeConfig
+from hybridrt.engine import engine as engine_module
 from hybridrt.engine.llm import LLM
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.kernels.operation import Operation
 from hybridrt.runtime import constrained_step
 from hybridrt.runtime.launched_step import LaunchedStep
+from hybridrt.runtime.step import StepPlan
+from hybridrt.runtime.tensor_parallel import _WatchedStep
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.structured_outputs import StructuredOutputs
 from tests.support.schemas import SCHEMAS
+from tests.support.scripted_llm import scripted
 from tests.support.tiny import write_tiny
 
 PROMPT = "ab ab ab"
@@ -203,6 +209,39 @@ def test_a_step_whose_masks_cannot_be_given_ends_its_requests_alone(
         with pytest.raises(EngineError, match="lost"):
             plain.generate(PROMPT, structured(regex="ab"))
     assert tokens(plain.generate([PROMPT] * 2, [FREE, structured(json=SCHEMAS[0])])) == [found[-1], found[0]]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("where", ["making", "giving"])
+def test_a_step_that_gets_no_masks_is_read_before_its_row_is_lent_again(
+    where: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor's double raises if a row, slot or page is lent again before a step that names it was read."""
+
+    def fail(*args: Any) -> None:
+        raise ValueError("lost")
+
+    with scripted() as speaker:
+        engine = speaker.llm.engine
+        engine._most_in_flight = int(overlap)
+        speaker.say("abcabcabcabc")
+        for _ in range(2):
+            with monkeypatch.context() as broken, pytest.raises(EngineError, match="lost"):
+                if where == "making":
+                    broken.setattr(engine_module, "step_masks", fail)
+                broken.setattr(engine.executor, "fail_sample", ValueError("lost"))
+                speaker.llm.generate([PROMPT] * 2, [FREE, structured(regex="[ab]{9}")])
+        free, bound = speaker.llm.generate([PROMPT] * 2, [FREE, structured(regex="[ab]{9}")])
+        assert free.text == "abcabcabcabc" and re.fullmatch("[ab]{9}", bound.text)
+
+
+def test_a_step_that_gets_no_masks_is_not_waited_for() -> None:
+    """With several ranks, where rank 0 looks after the others while it waits for a step."""
+    step = constrained_step.ConstrainedStep(StepPlan(constrained=[]), 1, lambda mask: LaunchedStep(None))
+    still_there = iter([None])
+    ranks: Any = SimpleNamespace(check=lambda: next(still_there))
+    with pytest.raises(EngineError, match="has not sampled"):
+        _WatchedStep(step, ranks).result()
 
 
 def test_an_interrupt_between_a_step_and_its_masks_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

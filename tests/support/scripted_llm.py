@@ -41,7 +41,8 @@ def byte_tokenizer() -> HFTokenizer:
 
 
 class ScriptedRunner(MockExecutor):
-    """What LLM expects of a model runner. Every sample's tokens are those of `script`, then the end.
+    """What LLM expects of a model runner. Every sample's tokens are those of `script`, then the end; others
+    where a grammar forbids them.
 
     Attributes:
         prompts: token ids of the prompts so far.
@@ -60,7 +61,7 @@ class ScriptedRunner(MockExecutor):
             num_rows=8, num_slots=16, num_pages=4096, page_size=16, demand=None, max_model_len=8192, host=NO_HOST_PLAN
         )
 
-    def sample(self, tenant: Tenant) -> int:
+    def draw(self, tenant: Tenant) -> int:
         tenant.last = (self.script[tenant.outputs :] or [self.end])[0]
         tenant.outputs += 1
         return tenant.last
