@@ -27,14 +27,14 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> HFTokenizer:
-    """Every byte is a token, in the order of tokenizers' byte alphabet; then the tags."""
+def byte_tokenizer(more: Sequence[str] = ()) -> HFTokenizer:
+    """Every byte is a token, in the order of tokenizers' byte alphabet; then the tags, and `more` of them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(tag, special=True, normalized=False) for tag in SPECIAL])
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in WORDS])
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in (*WORDS, *more)])
     hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token="<|pad|>")
     hf.chat_template = TEMPLATE
     return HFTokenizer(hf)
