@@ -14,7 +14,7 @@ import pytest
 from hybridrt.config import SpeculativeConfig
 from hybridrt.engine import engine as engine_module
 from hybridrt.engine.llm import LLM
-from hybridrt.errors import EngineError, RequestError
+from hybridrt.errors import EngineError, GrammarError, NoTokenLeftError, RequestError
 from hybridrt.kernels.operation import Operation
 from hybridrt.runtime import constrained_step
 from hybridrt.runtime.launched_step import LaunchedStep
@@ -185,17 +185,38 @@ def test_log_probabilities_are_the_models(plain: LLM) -> None:
 
 
 def test_a_grammar_that_cannot_be_followed_fails_alone(plain: LLM, found: list[list[list[int]]]) -> None:
-    """A rule without an end exceeds llguidance's limits with its second token."""
+    """A rule without an end exceeds llguidance's limits with its second token. The others forbid each second token:
+    by a list of those that are allowed, and by a list and a bad word."""
     engine = plain.engine
+    a, b = (plain.tokenizer.encode_bare(text)[0] for text in "ab")  # type: ignore[union-attr]
     endless = structured(grammar='start: "a" start')
-    for i, params in enumerate([FREE, endless, structured(json=SCHEMAS[0]), structured(choice=["é"])]):
-        engine.add_request(PROMPT, replace(params, allowed_token_ids=[5] if i == 3 else None), str(i), stream=False)
+    dead_ends = [
+        replace(structured(regex="ab"), allowed_token_ids=[a]),
+        replace(FREE, allowed_token_ids=[a], bad_words=["aa"]),
+        replace(structured(regex="[ab]{3}"), allowed_token_ids=[a, b], bad_words=["aa", "ab", "ba", "bb"]),
+    ]
+    for i, params in enumerate([FREE, endless, structured(json=SCHEMAS[0]), *dead_ends]):
+        engine.add_request(PROMPT, params, str(i), stream=False)
     ended = {}
     while engine.has_unfinished():
         ended |= {delta.request_id: delta for delta in engine.step()}
     assert ended["0"].token_ids == found[-1][0] and ended["0"].error is None and ended["2"].finish_reason == "stop"
-    for name, text in (("1", "cannot be followed any further"), ("3", "no token is left")):
-        assert ended[name].finish_reason == "abort" and text in str(ended[name].error)
+    assert isinstance(ended["1"].error, GrammarError) and "cannot be followed any further" in str(ended["1"].error)
+    for name in "345":
+        assert ended[name].finish_reason == "abort" and len(ended[name].token_ids) == 1
+        assert isinstance(ended[name].error, NoTokenLeftError) and "allow more" in str(ended[name].error)
+
+
+def test_fields_that_forbid_every_first_token(plain: LLM) -> None:
+    a = plain.tokenizer.encode_bare("a")  # type: ignore[union-attr]
+    for params, fields in (
+        (replace(structured(choice=["é"]), allowed_token_ids=a), "allowed_token_ids and structured_outputs"),
+        (replace(FREE, allowed_token_ids=a, bad_words=["a"]), "allowed_token_ids and bad_words"),
+        (replace(FREE, allowed_token_ids=[2], min_tokens=2), "allowed_token_ids and min_tokens"),
+        (replace(structured(choice=["a"]), bad_words=["a"]), "bad_words and structured_outputs"),
+    ):
+        with pytest.raises(RequestError, match=f"{fields} forbid every first token"):
+            plain.engine.prepare(PROMPT, params)
 
 
 def test_a_step_whose_masks_cannot_be_given_ends_its_requests_alone(
