@@ -260,9 +260,7 @@ class Engine:
                 if self._coordinator.fetches:
                     time.sleep(_IDLE_SECONDS)  # there is nothing to do but wait for main memory
                     return
-                raise EngineError(
-                    f"nothing can be scheduled and nothing is running: {self.counters()}; abort the requests"
-                )
+                raise EngineError(f"nothing can be scheduled and nothing runs: {self.counters()}; abort the requests")
             self._sample_last()
             if len(self._launched) > (self._max_in_flight if scheduled is not None else 0):
                 self._consume()
@@ -359,10 +357,9 @@ class Engine:
         """Ends every request and takes everything back. An exception in the middle of a change may have left ledgers
         that contradict each other."""
         while self._launched:
-            _, handle = self._launched[0]
             # Read the result so that no copy to the host is pending. Stream order protects the pages.
             with suppress(Exception):
-                handle.result()
+                self._launched[0][1].result()
             self._launched.popleft()
         self._scheduler.clear()
         self._coordinator.reclaim(self._samples.all())
@@ -380,20 +377,23 @@ class Engine:
         with self._change:
             try:
                 self.executor.sample(step_masks(step, self._compiler, self._samples.fail))
+                return
             except Exception as e:
-                self._launched.popleft()
-                self._samples.fail_step(step, e)
+                failure = e
+        self._consume(failure)
 
-    def _consume(self) -> None:
-        """Reads the oldest launched step. An interrupt while waiting for it leaves it launched."""
+    def _consume(self, failure: Exception | None = None) -> None:
+        """Reads the oldest launched step, also one that failed. An interrupt during the wait leaves it launched."""
         step, handle = self._launched[0]
         try:
             result = handle.result()
+            if failure is not None:
+                raise failure
             step.check(result)
         except Exception as e:
             with self._change:
                 self._launched.popleft()
-                self._samples.fail_step(step, e)
+                self._samples.fail_step(step, failure or e)
             return
         with self._change:
             self._launched.popleft()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from hybridrt.engine.outputs import EngineCounters, FinishReason
 from hybridrt.engine.request import Request
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
-from hybridrt.errors import EngineError, GrammarError
+from hybridrt.errors import EngineError, GrammarError, NoTokenLeftError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import StepResult, TokenLogprobs
 
@@ -86,7 +86,7 @@ class Samples:
         self._scheduler.complete(step, [0] * len(step.rows))
 
     def fail(self, request: Request, cause: BaseException) -> None:
-        kind = GrammarError if isinstance(cause, GrammarError) else EngineError
+        kind = type(cause) if isinstance(cause, GrammarError | NoTokenLeftError) else EngineError
         error = kind(f"request {request.request_id!r} failed: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         self._finish(request, "abort", error)
