@@ -12,6 +12,7 @@ from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache_dump import CacheDump, cache_dump
 from hybridrt.engine.chunk_budget import ItlTarget
 from hybridrt.engine.delta_queue import Abandonment, DeltaQueue
+from hybridrt.engine.fold_counts import FoldCounts
 from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar_masks import step_masks
 from hybridrt.engine.limits import EngineLimits, PreparedPrompt, check_names
@@ -113,18 +114,18 @@ class Engine:
             overlap: None means `config.overlap` on a GPU, and False on a CPU, where `launch` returns after the step.
         """
         plan, model = runner.memory_plan, runner.model_config
-        limits = EngineLimits(
-            model.vocab_size, plan.max_model_len, config.chunked_prefill_size, model.eos_token_ids, model.image_tokens
-        )
+        limits = EngineLimits.of(config, model, plan)
         overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
         drafter = make_drafter(runner, split.everywhere if split else None) if config.speculative else None
         # The KV of a prediction head's token depends on the next token.
         lookahead = int(bool(draft_needs(config).kv_layers(model)))
         coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
-        return cls(
+        engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
             target=ItlTarget(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
         )  # fmt: skip
+        engine._samples.folds = FoldCounts.of(runner.pools.req_to_token.mamba_pool)
+        return engine
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
         """What `submit` takes. Changes nothing.
