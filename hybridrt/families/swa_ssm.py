@@ -89,8 +89,8 @@ class SwaSsmConfig:
         unknown = sorted(set(self.history_modes) - set(HISTORY_MODES))
         if unknown or len(self.history_modes) != self.num_hidden_layers:
             raise ConfigError(
-                f"history_mode is {shown(self.history_mode)}; it must be one of {', '.join(HISTORY_MODES)}, or a list of "
-                f"{self.num_hidden_layers} of them"
+                f"history_mode is {shown(self.history_mode)}; it must be one of {', '.join(HISTORY_MODES)}, or a list "
+                f"of {self.num_hidden_layers} of them"
             )
 
     @property
