@@ -179,8 +179,9 @@ class Engine:
         check_names(request_id, export_to)
         with self.turns.now:
             if request_id is None:
-                names = (f"request-{i}" for i in count(self._num_requests))
-                request_id = next(name for name in names if not self._samples.of(name))
+                request_id = next(
+                    name for i in count(self._num_requests) if not self._samples.of(name := f"request-{i}")
+                )
             if self._samples.of(request_id):
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
             seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed

@@ -192,7 +192,8 @@ def test_an_interrupt_gives_what_has_ended(ended: int, served: Served, monkeypat
     result = runner.invoke(app, ["bench", "serve", served.url, *SMALL, "--api-key", "key"])
     assert result.exit_code == 130
     found = json.loads(result.output)
-    assert found["interrupted"] and (found["failed"], found["requests"], found["output_tokens"]) == (0, ended, 2 * ended)
+    assert found["interrupted"]
+    assert (found["failed"], found["requests"], found["output_tokens"]) == (0, ended, 2 * ended)
     served.wait_until_idle()
 
 
