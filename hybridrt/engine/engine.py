@@ -179,9 +179,7 @@ class Engine:
         check_names(request_id, export_to)
         with self.turns.now:
             if request_id is None:
-                request_id = next(
-                    name for i in count(self._num_requests) if not self._samples.of(name := f"request-{i}")
-                )
+                request_id = next(n for i in count(self._num_requests) if not self._samples.of(n := f"request-{i}"))
             if self._samples.of(request_id):
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
             seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed
