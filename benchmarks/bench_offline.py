@@ -31,8 +31,8 @@ def prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[list[int
 def decode_ms(
     llm: LLM, batch: int, context: int, params: SamplingParams, each: list[list[float]] | None = None
 ) -> float:
-    """Milliseconds of a decode step of `batch` requests around `context` tokens of context. Those of each step are added
-    to `each`."""
+    """Milliseconds of a decode step of `batch` requests around `context` tokens of context. Adds those of each step to
+    `each`."""
     engine = llm.engine
     length = max(context - (FIRST + LAST) // 2, 1)
     ids = [engine.add_request(p, params) for p in prompts(batch, length, llm.model_config.vocab_size)]
@@ -49,8 +49,8 @@ def decode_ms(
 
 
 def run_until(llm: LLM, ids: list[str], tokens: int, ends: list[float] | None = None) -> int:
-    """Steps until every request has `tokens` tokens; returns the fewest that any has then. Adds to `ends` when each step
-    ended."""
+    """Steps until every request has `tokens` tokens; returns the fewest that any has then. Adds the time at which each
+    step ended to `ends`."""
     while (fewest := min(llm.engine.gained(request) or 0 for request in ids)) < tokens:
         llm.engine.step()
         if ends is not None:
@@ -85,7 +85,8 @@ def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
         rows.append({"what": f"decode batch {batch}", "ms": ms, "tok/s": batch / ms * 1e3, "floor_ms": floor,
                      "slowest": slowest(each)})  # fmt: skip
         print(f"{rows[-1]['what']:24} {ms:9.3f} ms {batch / ms * 1e3:10.0f} tok/s  floor {floor:7.3f} ms "
-              f"({floor / ms:5.1%})  spread {max(times) - min(times):.3f}  slowest {slowest(each):.3f}", flush=True)  # fmt: skip
+              f"({floor / ms:5.1%})  spread {max(times) - min(times):.3f}  slowest {slowest(each):.3f}",
+              flush=True)  # fmt: skip
     for count, length in args.prefill:
         prefill_tokens_per_s(llm, count, length)
         rate = statistics.median(prefill_tokens_per_s(llm, count, length) for _ in range(args.repeats))

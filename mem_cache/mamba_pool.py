@@ -197,7 +197,7 @@ class MambaPool:
         """The K - 1 raw conv inputs before `positions`, oldest first: [n, conv_dim, K - 1]."""
         return conv_window(self._caches[layer_id].conv, slots, positions, self._shapes[layer_id].conv_kernel)
 
-    # -- whose state lies where ---------------------------------------------------------------------------------
+    # -- moving state between slots and rings ------------------------------------------------------------------
 
     def admit(self, rows: torch.Tensor, slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
         """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] int64 each.

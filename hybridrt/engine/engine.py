@@ -27,7 +27,7 @@ from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
-from hybridrt.runtime.drafting import draft_method
+from hybridrt.runtime.drafting import draft_needs
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import Executor, StepHandle
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
@@ -86,7 +86,7 @@ class Engine:
         self._compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self.target = target
         self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter, target)
-        self._most_in_flight = 1 if overlap else 0
+        self._max_in_flight = 1 if overlap else 0
         self._seed = seed
         self._num_requests = 0
         self._arrivals = count()
@@ -119,7 +119,7 @@ class Engine:
         overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
         drafter = make_drafter(runner, split.everywhere if split else None) if config.speculative else None
         # The KV of a prediction head's token depends on the next token.
-        lookahead = int(bool(draft_method(config).kv_layers(model)))
+        lookahead = int(bool(draft_needs(config).kv_layers(model)))
         coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
         engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
@@ -182,8 +182,7 @@ class Engine:
         check_names(request_id, export_to)
         with self.turns.now:
             if request_id is None:
-                names = (f"request-{i}" for i in count(self._num_requests))
-                request_id = next(name for name in names if not self._samples.of(name))
+                request_id = next(n for i in count(self._num_requests) if not self._samples.of(n := f"request-{i}"))
             if self._samples.of(request_id):
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
             seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed
@@ -245,7 +244,7 @@ class Engine:
             if self.prefill_source is not None:
                 self.prefill_source.advance()
             with self._change:
-                scheduled = self._scheduler.schedule(refuse=self._samples.fail)
+                scheduled = self._scheduler.schedule()
                 if scheduled is not None:
                     try:
                         self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
@@ -258,11 +257,9 @@ class Engine:
                 if self._coordinator.fetches:
                     time.sleep(_IDLE_SECONDS)  # there is nothing to do but wait for main memory
                     return
-                raise EngineError(
-                    f"nothing can be scheduled and nothing is running: {self.counters()}; abort the requests"
-                )
+                raise EngineError(f"nothing can be scheduled and nothing runs: {self.counters()}; abort the requests")
             self._sample_last()
-            if len(self._launched) > (self._most_in_flight if scheduled is not None else 0):
+            if len(self._launched) > (self._max_in_flight if scheduled is not None else 0):
                 self._consume()
 
     def drain(self) -> list[Delta]:
@@ -377,20 +374,23 @@ class Engine:
         with self._change:
             try:
                 self.executor.sample(step_masks(step, self._compiler, self._samples.fail))
+                return
             except Exception as e:
-                self._launched.popleft()
-                self._samples.fail_step(step, e)
+                failure = e
+        self._consume(failure)
 
-    def _consume(self) -> None:
-        """Reads the oldest launched step. An interrupt while waiting for it leaves it launched."""
+    def _consume(self, failure: Exception | None = None) -> None:
+        """Reads the oldest launched step, also one that failed. An interrupt during the wait leaves it launched."""
         step, handle = self._launched[0]
         try:
             result = handle.result()
+            if failure is not None:
+                raise failure
             step.check(result)
         except Exception as e:
             with self._change:
                 self._launched.popleft()
-                self._samples.fail_step(step, e)
+                self._samples.fail_step(step, failure or e)
             return
         with self._change:
             self._launched.popleft()

@@ -7,7 +7,7 @@ from hybridrt.engine.fold_counts import FoldCounts
 from hybridrt.engine.outputs import EngineCounters, FinishReason
 from hybridrt.engine.request import Request
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
-from hybridrt.errors import EngineError, GrammarError
+from hybridrt.errors import EngineError, GrammarError, NoTokenLeftError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import StepResult, TokenLogprobs
 
@@ -62,11 +62,11 @@ class Samples:
         if result.prompt_logprobs:
             self._score(step, result.prompt_logprobs)
         gained = []
-        for request, most in step.rows:
-            tokens, logprobs = next(gains) if most else ((), None)
+        for request, max_new in step.rows:
+            tokens, logprobs = next(gains) if max_new else ((), None)
             gained.append(len(tokens))
             if tokens and request.finish_reason is None:
-                self._accept(request, tokens, logprobs, most > 1)
+                self._accept(request, tokens, logprobs, max_new > 1)
             if -1 in tokens:  # also where the request has ended: the state behind them is not finite
                 request.broken = True
         if self.folds is not None:
@@ -91,7 +91,7 @@ class Samples:
         self._scheduler.complete(step, [0] * len(step.rows))
 
     def fail(self, request: Request, cause: BaseException) -> None:
-        kind = GrammarError if isinstance(cause, GrammarError) else EngineError
+        kind = type(cause) if isinstance(cause, GrammarError | NoTokenLeftError) else EngineError
         error = kind(f"request {request.request_id!r} failed: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         self._finish(request, "abort", error)

@@ -27,8 +27,8 @@ class ImageLayout:
                                    or latent vectors [1, tokens, head_dim], the same on all ranks
 
     Tokens are all `length` of them or, where every attention layer has a sliding window, those that the next token sees
-    in the layer with the widest; but for the first `start`, whose KV the receiver has. Whatever is cut over the ranks is
-    outermost, so that a share of it is one run too.
+    in the layer with the widest; but for the first `start`, whose KV the receiver has. Whatever is cut over the ranks
+    is outermost, so that a share of it is one run too.
     """
 
     recurrent: tuple[tuple[int, StateShape, int], ...]  # layer id, state on this rank, groups before sharding
@@ -95,7 +95,7 @@ class StateArena:
         self._kv = [tensor for layer_id, _, _ in self.layout.attention for tensor in pools.kv.held(layer_id)]
 
     def export_state(self, copy: StateCopy) -> None:
-        """Pools to image. Nothing changes but where a state lies: a ring of inputs becomes part of its checkpoint.
+        """Pools to image. A state may move: a ring of inputs becomes part of its checkpoint.
 
         Raises:
             PoolError: the image is larger than its room. Nothing has changed.

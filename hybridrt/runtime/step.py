@@ -241,8 +241,8 @@ class StepResult:
     without speculation, accepted drafts + 1 with it), and their log-probabilities where asked for (else None).
 
     Attributes:
-        prompt_logprobs: by request row, of each extend row whose request wants them: those of the prompt tokens that
-            follow the chunk's tokens, in order.
+        prompt_logprobs: by request row, of each extend row whose request has `prompt_logprobs`: those of the prompt
+            tokens that follow the chunk's tokens, in order.
     """
 
     tokens: list[list[int]]

@@ -58,7 +58,7 @@ class _Attempt:
         length: tokens of the prompt; start: of these, those whose KV was in the cache here and is not in the image.
         reading: readers whose reads have not ended; they may still write to the image.
         error: why a read failed; None: none has.
-        deadline: when reads that have not ended are given up.
+        deadline: when reads that have not ended count as failed.
     """
 
     key: str
@@ -83,9 +83,9 @@ class _Peer:
 
 @dataclass(slots=True)
 class DecodeCounters:
-    """Since the worker was built: prompts fetched and their bytes on this rank, attempts that were repeated, prompts that
-    were cached here whole, those computed by this engine after all, and requests that failed. At present: workers, prompts under way, and bytes of
-    the arena in use."""
+    """Since the worker was built: prompts fetched and their bytes on this rank, attempts that were repeated, prompts
+    that were cached here whole, those computed by this engine after all, and requests that failed. At present: workers,
+    prompts under way, and bytes of the arena in use."""
 
     fetched: int = 0
     bytes_fetched: int = 0
@@ -109,7 +109,7 @@ class DecodeWorker:
         readers: one for each rank.
         compute_here: without a prefill worker that can do it, prompts are computed by this engine; otherwise the
             request fails.
-        timeout: seconds after which a prefill worker that answers nothing, or whose image cannot be read, is given up.
+        timeout: seconds after which a prefill worker that answers nothing, or whose image cannot be read, is dropped.
             It must be longer than the longest step of a prefill worker.
 
     Raises:

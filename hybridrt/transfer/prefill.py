@@ -50,8 +50,9 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A prompt, of whose first `start` tokens no KV is wanted. `offset` is the first byte of its image, None before there is room for it. `request_id` is the engine's
-    name for it. `deadline` is when an image that has not been fetched is dropped."""
+    """A prompt, of whose first `start` tokens no KV is wanted. `offset` is the first byte of its image, None before
+    there is room for it. `request_id` is the engine's name for it. `deadline` is when an image that has not been
+    fetched is dropped."""
 
     peer: _Peer
     key: str
@@ -86,7 +87,7 @@ class PrefillWorker:
         ranks: one reader for each rank, whose description lets others read its arena.
         listener: where decode workers connect; None takes them from `attach` alone.
         timeout: seconds that an image waits to be fetched. A decode worker that takes longer loses its connection.
-        linger: seconds that such an image then still stays, so that the decode worker knows before it is overwritten.
+        linger: seconds that such an image then still stays, so that the decode worker is told before it is overwritten.
 
     Attributes:
         port: where it listens, 0 without a listener.
@@ -221,9 +222,7 @@ class PrefillWorker:
             try:
                 job.offset = self.regions.alloc(nbytes)
                 room = range(job.offset, job.offset + nbytes)
-                job.request_id = self._engine.submit(
-                    job.prompt, stream=False, export_to=room, export_from=job.start
-                )
+                job.request_id = self._engine.submit(job.prompt, stream=False, export_to=room, export_from=job.start)
             except OutOfSlotsError as e:
                 if self.regions.num_used:
                     return
@@ -259,7 +258,7 @@ class PrefillWorker:
             self._drop_peer(peer)
 
     def _drop_peer(self, peer: _Peer) -> None:
-        """Ends a connection. Images that the other side may be reading stay for some time, until it knows."""
+        """Ends a connection. Images that the other side may be reading stay until it has been told."""
         if peer not in self._peers:
             return
         self._peers.remove(peer)

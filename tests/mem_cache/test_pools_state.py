@@ -96,7 +96,7 @@ def test_modes_that_do_not_go_together() -> None:
         replace(SPEC, mode="replay", tree=True)
 
 
-def test_a_new_tenant_gets_zeros_and_nobody_else_does() -> None:
+def test_a_new_tenant_gets_zeros_and_no_other_row_does() -> None:
     pool = make(replace(SPEC, mode="replay"))
     for layer_id in pool.layer_ids:
         pool.layer_cache(layer_id).conv.fill_(torch.nan)
@@ -167,8 +167,8 @@ def test_slots_and_rows_past_4096(name: str, mode: str, checkpoints: CheckpointS
 
 
 def test_addresses_of_far_slots_exceed_32_bits() -> None:
-    """A pool whose last slot lies 2**31 elements behind its first, as 32 heads of 128 x 128 do past slot 4096: memory
-    that nobody touches costs nothing, so the pool is made without being written."""
+    """A pool whose last slot begins 2**31 elements behind its first, as 32 heads of 128 x 128 do past slot 4096: memory
+    that is never touched costs nothing, so the pool is made without being written."""
     from hybridrt.kernels.selective_state_update import selective_state_update
     from tests.support.flat import flat
     from tests.support.mamba2_oracle import close, int32, scan_inputs
