@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from hybridrt.errors import BackendError, HybridrtError
+from hybridrt.errors import BackendError, HybridrtError, shown
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Plugins:
         if target is None:
             target = next((point.value for point in entry_points(group=self.group) if point.name == name), None)
         if target is None:
-            raise self.unknown(f"{self.what} {name!r} is not supported; supported are {', '.join(self.names())}")
+            raise self.unknown(f"{self.what} {shown(name)} is not supported; supported are {', '.join(self.names())}")
         found = load_object(target)
         fits = isinstance(found, self.base)
         if self.classes:

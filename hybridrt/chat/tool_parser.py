@@ -2,7 +2,7 @@
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from hybridrt.chat.conversation import Tool
@@ -75,9 +75,13 @@ class ToolParser(ABC):
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self.tools = tools
 
-    def section_rules(self, tools: Sequence[Tool]) -> Sequence[str] | None:
+    def section_rules(self, tools: Sequence[Tool], literal: Callable[[str], str]) -> Sequence[str] | None:
         """Lark rules for the text between an opening and a closing literal, the rule `section` among them: calls of
-        these tools, the arguments of strict ones as their schemas say. None: this format has no such rules."""
+        these tools, the arguments of strict ones as their schemas say. None: this format has no such rules.
+
+        Args:
+            literal: text, or a tag that may be a token of its own, as a rule writes it.
+        """
         return None
 
     @abstractmethod

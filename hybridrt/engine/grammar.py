@@ -45,6 +45,10 @@ class Matcher:
             reason = shortened(self.inner.get_error())
             raise GrammarError(f"structured_outputs cannot be followed any further: {reason}")
 
+    def mask(self) -> np.ndarray:
+        """int32 words up to the last token that the tokenizer knows: the tokens that may come next, a bit each."""
+        return np.frombuffer(self.inner.compute_bitmask(), np.int32)
+
     def allowed(self, draft: Draft) -> Draft:
         """The nodes of a draft that may follow, those before them included. Tokens that end an output are left out:
         nothing follows them, and the draw before them gives them as well."""

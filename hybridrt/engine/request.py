@@ -16,20 +16,21 @@ from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics
 from hybridrt.engine.stop_strings import StopStrings
 from hybridrt.engine.tokenizer import Tokenizer
-from hybridrt.errors import EngineError
+from hybridrt.errors import EngineError, NoTokenLeftError
 from hybridrt.kernels.token_rules import TokenRules
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import TokenLogprobs, int32s
+from hybridrt.runtime.token_rules import any_allowed
 from hybridrt.sampling_params import SamplingParams
 
 NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity): its weights are damaged, or its numbers leave the range of "
     "its dtype on this prompt; other requests are not affected"
 )
-NONE_ALLOWED = (
-    "no token is left: each one is forbidden by structured_outputs or by another field (allowed_token_ids, bad_words, "
-    "min_tokens), or the model's logits are not finite; other requests are not affected"
+NONE_LEFT = (
+    "no token is left: each one is forbidden by structured_outputs, allowed_token_ids, bad_words or min_tokens; allow "
+    "more of them"
 )
 
 
@@ -180,13 +181,16 @@ class Request:
             Why the request ends, or None.
 
         Raises:
-            EngineError: a token is -1: the logits are not finite, or no token was allowed.
+            EngineError: a token stands for logits that are not finite.
+            NoTokenLeftError: no token was allowed.
+            GrammarError: as Matcher.advance.
         """
         output, max_output = self.output, self.max_len - len(self.prompt)
         stop_ids, stop_strings, matcher = self.stop_ids, self.params.stop, self.matcher
         for i, token in enumerate(tokens):
             if token < 0:
-                raise EngineError(NOT_FINITE if matcher is None else NONE_ALLOWED)
+                mask = None if matcher is None else matcher.mask()
+                raise EngineError(NOT_FINITE) if any_allowed(self.rules, mask, output) else NoTokenLeftError(NONE_LEFT)
             output.append(token)
             if logprobs is not None and self.logprobs is not None:
                 self.logprobs.append({token: logprobs[i].logprob, **logprobs[i].top})

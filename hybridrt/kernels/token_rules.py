@@ -45,7 +45,8 @@ class TokenRuleTable(NamedTuple):
     Attributes:
         counts: [R + 1] rules of a row; -1: it has neither rules nor a list of allowed tokens.
         columns: [RULE_COLUMNS, R + 1, M]: the token, the value as the bits of a float32, the output index from which
-            the rule does not hold, and where in `prefixes` its prefix begins and how long it is.
+            the rule does not hold, and where in `prefixes` its prefix begins and how long it is. Only rules that forbid
+            have a prefix.
         prefixes: [R + 1, P] tokens.
         allowed: [R + 1, ceil(V / 32)], bit i % 32 of word i // 32 set where token i is allowed.
         history: [R + 1, H] a row's output: the token of output index i is in column i % H. H is a power of two and

@@ -114,7 +114,7 @@ def test_nothing_of_a_failed_step_is_kept_of_a_request_that_was_aborted_before()
 def test_nothing_is_kept_of_a_state_that_gave_no_finite_logits() -> None:
     """The host reads that only after the abort."""
     rig = rig_with_cache(late=2)
-    rig.executor.sample = lambda tenant: -1  # type: ignore[method-assign]
+    rig.executor.draw = lambda tenant: -1  # type: ignore[method-assign]
     rig.add(TEXT[:3], "r", max_tokens=9, seed=1, ignore_eos=True)
     rig.step()
     rig.engine.abort("r")

@@ -84,9 +84,9 @@ class GpuSession(Session):
             self.logits.update(zip(keys, torch.cat(self._parts), strict=True))
         return handle
 
-    def _sample(self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters) -> Tensor:
+    def _sample(self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters, bitmask: None) -> Tensor:
         self._parts.append(logits)
-        return self._sampler(logits, rows, output_indices, filters)
+        return self._sampler(logits, rows, output_indices, filters, bitmask)
 
     def run(self, *args: Any, **kwargs: Any) -> list[Sample]:
         samples = super().run(*args, **kwargs)

@@ -206,7 +206,9 @@ def moved_to_far_slots(case: Case) -> dict[str, object]:
         if name in args:
             args[name] = far_slots(args[name])
     if "folds" in args:
-        args["folds"] = replace(args["folds"], state_slots=far_slots(args["folds"].state_slots))
+        folds = args["folds"]
+        written = far_slots(folds.write_state_slots)
+        args["folds"] = replace(folds, state_slots=far_slots(folds.state_slots), write_state_slots=written)
     return args
 
 

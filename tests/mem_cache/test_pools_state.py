@@ -113,6 +113,8 @@ def test_a_new_tenant_gets_zeros_and_no_other_row_does() -> None:
     assert pool.ring_start.tolist() == [7, 0, 7, 0] and pool.ring_length.tolist() == [9, 0, 9, 0]
     assert table.state_slots(torch.tensor([1, 3, 0], dtype=torch.int32)).tolist() == [5, 2, 0]
     assert table.mamba2_layer_cache(1) is pool.layer_cache(1)
+    table.admit(torch.tensor([3, 1]), torch.tensor([2, 5]), torch.tensor([19, 31]))
+    assert pool.spec.phases_apart == 16 - 1 + 1 and pool.ring_start.tolist() == [7, 15, 7, 3]
 
 
 def test_page_tables_are_contiguous_within_pages() -> None:

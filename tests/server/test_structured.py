@@ -118,3 +118,16 @@ def test_a_grammar_that_exceeds_a_limit_later_is_the_callers_error(served: Serve
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "structured_outputs", answer.text
     stream = served.post("/v1/completions", body | {"stream": True}).text
     assert '"invalid_request_error"' in stream and "cannot be followed any further" in stream
+
+
+def test_fields_that_forbid_every_token_are_the_callers_error(served: Served) -> None:
+    """Known before the request is queued, or behind some of its output."""
+    (g,) = served.post("/tokenize", {"prompt": "g"}).json()["tokens"]
+    body = {"prompt": "x", "max_tokens": 9, "allowed_token_ids": [g]}
+    answer = served.post("/v1/completions", body | {"bad_words": ["g"]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "allowed_token_ids"), answer.text
+    for later in ({"bad_words": ["gg"]}, {"guided_regex": "gb"}):
+        answer = served.post("/v1/completions", body | later)
+        assert answer.status_code == 400 and "no token is left" in answer.text, answer.text
+        stream = served.post("/v1/completions", body | later | {"stream": True}).text
+        assert '"invalid_request_error"' in stream and "no token is left" in stream

@@ -14,7 +14,7 @@ tag, the end of a parameter.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridrt.chat.conversation import Tool
@@ -42,7 +42,7 @@ class Qwen3Coder(ToolParser):
     closes = ("</tool_call>",)
     markers = ("<function=", "<parameter=")
 
-    def section_rules(self, tools: Sequence[Tool]) -> Sequence[str] | None:
+    def section_rules(self, tools: Sequence[Tool], literal: Callable[[str], str]) -> Sequence[str] | None:
         """Parameters come in the schema's order. Enumerations of text are enforced, its length and patterns are not."""
         calls = limited(_call_rule(tool, f"call{i}") for i, tool in enumerate(tools))
         names = " | ".join(f"call{i}" for i in range(len(tools)))
