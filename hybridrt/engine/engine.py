@@ -15,7 +15,7 @@ from hybridrt.engine.delta_queue import Abandonment, DeltaQueue
 from hybridrt.engine.fold_counts import FoldCounts
 from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar_masks import step_masks
-from hybridrt.engine.limits import EngineLimits, PreparedPrompt, check_arrived, check_names
+from hybridrt.engine.limits import EngineLimits, Intake, PreparedPrompt, check_arrived, check_names
 from hybridrt.engine.outputs import Delta, EngineCounters
 from hybridrt.engine.prefill_source import PrefillSource
 from hybridrt.engine.prompts import Prompt
@@ -61,6 +61,7 @@ class Engine:
         target: sizes chunks of prompts beside decode rows.
 
     Attributes:
+        intake: checks prompts and parameters before they are queued.
         turns: held by the thread that is inside; `with engine.turns:` waits for it, first come, first served.
         sessions: saves parts of the prefix cache to files, and loads them.
         prefixes: what requests share.
@@ -79,11 +80,10 @@ class Engine:
         drafter: Drafter | None = None,
         target: ItlTarget | None = None,
     ) -> None:
-        self.limits = limits
         self.executor = executor
         self._coordinator, self.prefixes = coordinator, coordinator.prefixes
-        self._tokenizer = tokenizer
-        self._compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
+        compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
+        self.intake = Intake(limits, tokenizer, compiler, coordinator.check_fits)
         self.target = target
         self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter, target)
         self._max_in_flight = 1 if overlap else 0
@@ -129,20 +129,8 @@ class Engine:
         return engine
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
-        """What `submit` takes. Changes nothing.
-
-        Args:
-            prompt: as in hybridrt.engine.prompts: text or token ids, as they are or under their name.
-
-        Raises:
-            RequestError: the prompt is no prompt, empty, too long, holds ids outside the vocabulary, or needs a
-                tokenizer; or the parameters do not fit the vocabulary; or a grammar cannot be compiled.
-            MemoryBudgetError: the request could not run even alone.
-            QueueFullError: too many grammars are being compiled.
-        """
-        prepared = self.limits.prepare(prompt, params, self._tokenizer, self._compiler)
-        self._coordinator.check_fits(prepared.max_len)
-        return prepared
+        """`Intake.prepare`: what `submit` takes. Changes nothing."""
+        return self.intake.prepare(prompt, params)
 
     def add_request(
         self,
@@ -186,7 +174,7 @@ class Engine:
             if self._samples.of(request_id):
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
             seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed
-            samples = new_samples(request_id, prepared, seed, self._arrivals, self._tokenizer)
+            samples = new_samples(request_id, prepared, seed, self._arrivals, self.intake.tokenizer)
             reader = self._abandoned.watch(self._deltas if queue is None else queue)
             for request in samples:
                 request.stream, request.queue = stream, reader
@@ -313,7 +301,7 @@ class Engine:
     def cache_dump(self, *, text: bool = False) -> CacheDump:
         """What the prefix cache holds now; with `text`, also of which texts, if there is a tokenizer."""
         with self.turns.now:
-            decode = self._tokenizer.decode if text and self._tokenizer is not None else None
+            decode = self.intake.tokenizer.decode if text and self.intake.tokenizer is not None else None
             return cache_dump(self._coordinator, decode)
 
     def has_unfinished(self) -> bool:
@@ -373,7 +361,7 @@ class Engine:
         step.sampled = True
         with self._change:
             try:
-                self.executor.sample(step_masks(step, self._compiler, self._samples.fail))
+                self.executor.sample(step_masks(step, self.intake.compiler, self._samples.fail))
                 return
             except Exception as e:
                 failure = e
