@@ -111,8 +111,8 @@ class ForwardBatch:
         num_real: rows that are not padding; they come first. Never guessed from lengths. In a graph with extend rows:
             the decode rows that are not; extend rows are padding where the request row is 0.
         num_decode_rows: rows of the decode segment, padding included.
-        seq_lens_cpu, query_lens_cpu: host copies; upper bounds where the device knows better. None in a graph, but
-            query_lens_cpu of one with extend rows: bounds of what the rows of its replays have.
+        seq_lens_cpu, query_lens_cpu: host copies; upper bounds where only the device has the exact lengths. None in a
+            graph, but query_lens_cpu of one with extend rows: bounds of what the rows of its replays have.
         chunk_plans: hybridrt.kernels.chunk_plan.ChunkPlan of the extend rows by chunk size, where they are on the
             device already; None: recurrent backends plan their chunks themselves.
         read_state_slots: [B - num_decode_rows] int32, the state slot that each extend row starts from, 0 for its own;

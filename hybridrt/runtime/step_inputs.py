@@ -140,13 +140,14 @@ def chunk_plans(columns: Columns, sections: Sections, new: Sequence[int], sizes:
 
 
 def pack_bookkeeping(plan: StepPlan) -> Columns:
-    """What changes in the tables before a step computes: the constants of admitted requests; admit_rows and
-    admit_state_slots; page-table entries (page_rows, page_indices, pages); copy_sources and copy_targets, if pages are
-    copied."""
+    """What changes in the tables before a step computes: the constants of admitted requests; admit_rows,
+    admit_state_slots and admit_phases; page-table entries (page_rows, page_indices, pages); copy_sources and
+    copy_targets, if pages are copied."""
     return {
         **SamplingTable.pack(plan.admissions),
         "admit_rows": int32s(a.row for a in plan.admissions),
         "admit_state_slots": int32s(a.state_slot for a in plan.admissions),
+        "admit_phases": int32s(a.phase for a in plan.admissions),
         "page_rows": _flat([[w.row] * len(w.pages) for w in plan.page_writes]),
         "page_indices": _flat([np.arange(w.first_page, w.first_page + len(w.pages)) for w in plan.page_writes]),
         "pages": _flat([w.pages for w in plan.page_writes]),
