@@ -127,13 +127,14 @@ class _Readers(AbstractContextManager["_Readers"]):
 
     def read(self, entry: _Entry) -> Callable[[], torch.Tensor]:
         """Begins to read a tensor; what it returns waits for it."""
-        if entry.dtype is None:
+        dtype = entry.dtype
+        if dtype is None:
             return lambda: read_tensor(entry.file, entry.key)
         device = self._device if entry.size >= SMALL else torch.device("cpu")
         flat = torch.empty(entry.size, dtype=torch.uint8, device=device)
         blocks = [(at, min(at + BLOCK, entry.size)) for at in range(0, entry.size, BLOCK)]
         reads = [self._pool.submit(self._block, entry, at, flat[at:end]) for at, end in blocks]
-        return lambda: _joined(entry, flat.view(entry.dtype).view(entry.shape), reads)
+        return lambda: _joined(entry, flat.view(dtype).view(entry.shape), reads)
 
     def _block(self, entry: _Entry, at: int, into: torch.Tensor) -> None:
         """In a reader's thread: bytes of a tensor from `at` on."""
@@ -166,7 +167,8 @@ class _Readers(AbstractContextManager["_Readers"]):
 
 def _fill(file: int, start: int, into: torch.Tensor, entry: _Entry) -> None:
     """Reads [n] bytes from `start` on into main memory."""
-    view, done = memoryview(into.numpy()), 0
+    found: Any = into.numpy()
+    view, done = memoryview(found), 0
     os.posix_fadvise(file, start, len(view), os.POSIX_FADV_WILLNEED)
     while done < len(view):
         read = os.preadv(file, [view[done:]], start + done)
