@@ -128,9 +128,9 @@ def state_bytes(spec: MambaPoolSpec) -> float:
 
 
 def prefill_flops(model: CausalLM, count: int, length: int) -> float:
-    """Useful flops of `count` prompts of `length` tokens, on one tensor-parallel rank: two for each number of a matrix that
-    a token meets (of routed experts those that it picks; the output head for the last token alone), scores and values
-    of the tokens that attention shows, and the outer product and the readout of each recurrent state."""
+    """Useful flops of `count` prompts of `length` tokens, on one tensor-parallel rank: two for each number of a matrix
+    that a token meets (of routed experts those that it picks; the output head for the last token alone), scores and
+    values of the tokens that attention shows, and the outer product and the readout of each recurrent state."""
     config, tokens = model.config, count * length
     per_token = sum(
         2.0 * p.numel() * (_picked_share(config, len(p)) if ".experts." in name else 1.0)

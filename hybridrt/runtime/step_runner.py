@@ -10,6 +10,7 @@ import torch
 
 from hybridrt.errors import ConfigError, EngineError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
+from hybridrt.kernels.records import TokenInputs
 from hybridrt.runtime.build import Runtime, step_widths
 from hybridrt.runtime.constrained_step import ConstrainedStep, Sampling
 from hybridrt.runtime.drafting import DeviceDrafter, draft_needs
@@ -21,7 +22,7 @@ from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
 from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, SamplingTable, Verification
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageWrite, StepHandle, StepPlan
-from hybridrt.runtime.step_batch import TokenInputs, make_batch, spec_info_of
+from hybridrt.runtime.step_batch import fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step_inputs import Columns, Packing, Sections, StagingRing, chunk_plans, pack_step
 from hybridrt.runtime.step_passes import extend_passes, pack_passes
 
@@ -288,7 +289,7 @@ class StepRunner:
         decoded, chunks, spec = None, None, None
         if n:
             decoded, spec = TokenInputs.allocate(n * tokens, self.device), spec_info_of(sections, tokens, self._trees)
-            decoded.fill_decode(sections, n, spec, self.last_tokens, table)
+            fill_decode(decoded, sections, n, spec, self.last_tokens, table)
         if new:
             positions = sections["extend_positions"]
             kv_places = table.token_slots(sections["extend_rows"], positions)
