@@ -12,7 +12,8 @@ from tqdm.auto import tqdm
 from hybridrt.config_json import read_object, shown
 from hybridrt.errors import CheckpointError, ConfigError
 from hybridrt.models.base import MTP_KEYS, CausalLM
-from hybridrt.models.weight_reader import keys_of, read_tensor, read_tensors
+from hybridrt.models.weight_files import keys_of, read_tensor
+from hybridrt.models.weight_reader import read_tensors
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Reads the tensors of safetensors files: for a GPU in blocks by several threads, through pinned memory.
+"""Reads all tensors of safetensors files: for a GPU in blocks by several threads, through pinned memory.
 
 A mapped file is read page by page, as a copy to the device asks for the pages, on one thread. Here READERS threads read
 blocks of BLOCK bytes, each into pinned memory of its own, from where a copy takes them to the device. The tensors come
@@ -11,15 +11,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from hybridrt.errors import CheckpointError
+from hybridrt.models.weight_files import Shards, mapped_tensors, read_tensor
 
 READERS, BLOCK, AHEAD = 8, 32 << 20, 2 << 30
 SMALL = 1 << 20  # bytes; smaller tensors stay in main memory: what is made of them is computed there
@@ -29,27 +29,6 @@ _DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-Shards = dict[Path, list[str]]
-
-
-def keys_of(file: Path) -> list[str]:
-    """The tensors of a file.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
-    with _opened(file) as f:
-        return list(f.keys())
-
-
-def read_tensor(file: Path, key: str) -> torch.Tensor:
-    """One tensor, in main memory.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    with _opened(file) as f:
-        return _mapped(f, file, key)
 
 
 def read_tensors(shards: Shards, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -59,12 +38,7 @@ def read_tensors(shards: Shards, device: torch.device) -> Iterator[tuple[str, to
     Raises:
         CheckpointError: a tensor cannot be read.
     """
-    if device.type != "cuda":
-        for file, keys in shards.items():
-            with _opened(file) as f:
-                yield from ((key, _mapped(f, file, key)) for key in keys)
-        return
-    yield from staged_tensors(shards, device)
+    return staged_tensors(shards, device) if device.type == "cuda" else mapped_tensors(shards)
 
 
 @dataclass(frozen=True)
@@ -183,22 +157,4 @@ def _joined(entry: _Entry, tensor: torch.Tensor, reads: list[Future[None]]) -> t
             read.result()
     except OSError as e:
         raise CheckpointError(f"{entry.file}: {entry.key} cannot be read: {e}") from e
-    return tensor
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        opened = safe_open(file, "pt")
-    except (SafetensorError, OSError) as e:
-        raise CheckpointError(f"{file} cannot be read: {e}; the file is damaged or was not downloaded whole") from e
-    with opened as f:
-        yield f
-
-
-def _mapped(opened: Any, file: Path, key: str) -> torch.Tensor:
-    try:
-        tensor: torch.Tensor = opened.get_tensor(key)
-    except (SafetensorError, RuntimeError, OSError) as e:
-        raise CheckpointError(f"{file}: {key} cannot be read: {e}; the file is damaged or of a newer format") from e
     return tensor

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 
 from hybridrt.errors import CheckpointError
 from hybridrt.models import weight_reader
-from hybridrt.models.weight_reader import Shards, keys_of, read_tensors, staged_tensors
+from hybridrt.models.weight_files import Shards, keys_of
+from hybridrt.models.weight_reader import read_tensors, staged_tensors
 
 CPU = torch.device("cpu")
 
