@@ -9,6 +9,7 @@ import logging
 import os
 import queue
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -70,7 +71,7 @@ class CompileAhead:
         self._jobs.put(_LAUNCHER)
         self._processes: list[subprocess.Popen[bytes]] = []
         # torch must not find the GPU: a context of CUDA takes half a gigabyte of its memory in every process.
-        environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         try:
             for _ in range(workers):
@@ -181,7 +182,8 @@ def default_workers() -> int:
     """
     text = os.environ.get(WORKERS_VARIABLE)
     if text is None:
-        return max(1, min(len(os.sched_getaffinity(0)) - 1, MAX_WORKERS))
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        return max(1, min(cores - 1, MAX_WORKERS))
     if not text.isdecimal() or int(text) > 1024:
         raise ConfigError(f"{WORKERS_VARIABLE} is {text!r}; it must be a number of processes from 0 to 1024")
     return int(text)
