@@ -142,8 +142,8 @@ def trace(config: EngineConfig, gpu: GPUFacts, note: Callable[[Kernel], None]) -
     recorder = mock.patch.object(graph_runner, "CudaGraphRecorder", graph_runner.ClosureRecorder)
     problems: list[str] = []
     with pretended(gpu), recorder, noted(note), torch.inference_mode():
-        runner = _runner(config)
-        for name, step in _steps(runner):
+        runner, largest = _runners(config)
+        for name, step in (("the largest prefill", largest), *_steps(runner)):
             try:
                 step()
             except Exception as e:  # a step that cannot be traced costs time at the start, and no more
@@ -151,15 +151,17 @@ def trace(config: EngineConfig, gpu: GPUFacts, note: Callable[[Kernel], None]) -
     return problems
 
 
-def _runner(config: EngineConfig) -> StepRunner:
-    """Pools as the real run's, and two layers of each sort: all others launch the same kernels."""
+def _runners(config: EngineConfig) -> tuple[StepRunner, Callable[[], Any]]:
+    """A runner over pools as the real run's, and the step that measures activations over its own pools. Their model has
+    two layers of each sort: all others launch the same kernels."""
     _, target = load_target(config, TraceGroup(size=config.tp_size))
     config = _own_kernels(config, target)
     model = empty_model(config, target, target.device).eval()
     plan = plan_ahead(config, target, weight_bytes(model))
-    runtime = Runtime.allocate(config, target, model, plan)
+    small, largest = probe(config, target)
+    runtimes = [Runtime.allocate(config, target, model, each) for each in (plan, small)]
     _shorten(model)
-    return StepRunner(runtime)
+    return StepRunner(runtimes[0]), lambda: StepRunner(runtimes[1]).launch(largest)
 
 
 def _own_kernels(config: EngineConfig, target: RunTarget) -> EngineConfig:
@@ -188,11 +190,9 @@ def _shorten(model: CausalLM) -> None:
 
 
 def _steps(runner: StepRunner) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Every step by its name: the one that measures activations, the graphs, then prompts, decoding and sampling."""
+    """Every step by its name: the graphs, then prompts, decoding and sampling."""
     config, plan = runner.config, runner.memory_plan
     chunk = min(config.chunked_prefill_size, plan.max_model_len - 1)
-    _, largest = probe(config, runner.target)
-    yield "the largest prefill", lambda: runner.launch(largest)
     if config.cuda_graph:
         yield "graphs", runner.capture
     greedy = SamplingParams(temperature=0.0)
