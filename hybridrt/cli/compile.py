@@ -66,6 +66,7 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
         ProviderNotInstalledError: Triton is not installed.
         EngineError: a kernel is missing in the cache.
     """
+    from hybridrt.hf_config import read_model_config
     from hybridrt.kernels.providers import require
     from hybridrt.runtime.build import resolve_model_path
     from hybridrt.runtime.compile_ahead import CompileAhead, default_workers
@@ -77,6 +78,7 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
     if not 1 <= workers <= 1024:
         raise ConfigError(f"workers is {workers}; it must be a number of processes from 1 to 1024")
     facts, path = _gpu(config, gpu), resolve_model_path(config.model)
+    read_model_config(path)  # which refuses models that cannot run
     if cache_dir is not None:
         os.environ["TRITON_CACHE_DIR"] = str(_writable(cache_dir))
     import triton
