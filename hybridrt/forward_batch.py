@@ -108,7 +108,8 @@ class ForwardBatch:
         out_cache_loc: [N] int32 KV slots of the new tokens; those of page 0 are padding and not written.
         num_real: rows that are not padding; they come first. Never guessed from lengths.
         num_decode_rows: rows of the decode segment, padding included.
-        seq_lens_cpu, query_lens_cpu: host copies; upper bounds where the device knows better. None in a graph.
+        seq_lens_cpu, query_lens_cpu: host copies; upper bounds where only the device has the exact lengths. None in a
+        graph.
         chunk_plans: hybridrt.kernels.chunk_plan.ChunkPlan of the extend rows by chunk size, where they are on the
             device already; None: recurrent backends plan their chunks themselves.
         read_state_slots: [B - num_decode_rows] int32, the state slot that each extend row starts from, 0 for its own;

@@ -124,7 +124,7 @@ class SamplingParams:
         logprobs: return the log-probability of each token and of this many most likely alternatives, up to 64; None
             returns none.
         n: independent samples of the same prompt, up to 1024.
-        include_stop_str_in_output: the text goes on to the end of the stop string, or of the stopping token.
+        include_stop_str_in_output: the text includes the stop string, or the stopping token.
         skip_special_tokens: special tokens leave nothing in the text.
         truncate_prompt_tokens: of a longer prompt only the last so many tokens are used, 1 to 2**31 - 1; -1: as many as
             leave room for one output token. None refuses a prompt that is too long.
@@ -184,8 +184,8 @@ class SamplingParams:
                 ok = low <= number <= high and (number != 0 or name != "truncate_prompt_tokens")
                 _require(ok, name, value, allowed)
                 checked[name] = number
-        most = checked.get("max_tokens", _INT32_MAX)
-        _require(checked["min_tokens"] <= most, "min_tokens", self.min_tokens, f"at most max_tokens, {most}")
+        longest = checked.get("max_tokens", _INT32_MAX)
+        _require(checked["min_tokens"] <= longest, "min_tokens", self.min_tokens, f"at most max_tokens, {longest}")
         structured = self.structured_outputs
         if structured is not None:
             name = "structured_outputs"

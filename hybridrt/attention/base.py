@@ -33,7 +33,7 @@ NOTHING = QKV()
 class AttentionBackend(ABC):
     """Plans a step once, then runs every layer of it.
 
-    What is planned lies on the batch, so that a step may be prepared while earlier ones have not run yet. A backend
+    The plan is stored on the batch, so that a step may be prepared while earlier ones have not run yet. A backend
     implements `prepare` and `run`; one with state also `commit`, and one whose graphs need buffers `allocate_graph`.
     """
 
@@ -62,13 +62,13 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
-        """Plans a step, once before its first layer. What is planned lies on the batch.
+        """Plans a step, once before its first layer. The plan is stored on the batch.
 
         Without `graph` this is host work and copies: nothing is read on the device that an earlier step changes, so
         the step may be prepared before the steps in front of it have run. Steps run in the order of their preparation.
 
         Args:
-            graph: the step is captured as a graph, or replays one, whose metadata lies in the view. A capture runs no
+            graph: the step is captured as a graph, or replays one, whose metadata is in the view. A capture runs no
                 request: its `num_real` is 0. The batch's tensors are those that the graph was captured with;
                 `seq_lens_cpu`, where it is given, holds the lengths of the real rows. Such a step is prepared after
                 the steps in front of it were launched and committed.
@@ -118,7 +118,7 @@ class AttentionBackend(ABC):
                 `accepted` inputs. A chain's KV has nothing to commit.
 
         Raises:
-            BackendError: a tree, and this backend knows chains alone.
+            BackendError: a tree, and this backend supports chains alone.
         """
         if path is not None:
             raise BackendError(f"{type(self).__name__} verifies chains alone; use topk=1")

@@ -31,7 +31,7 @@ Inputs = Mapping[str, Tensor]
 
 UNCOMMITTED = (
     "a decode step before this one was not committed, so its tokens are not part of the state: call commit after its "
-    "last layer, or drop_step if it is given up"
+    "last layer, or drop_step if it will not be committed"
 )
 
 
@@ -256,11 +256,11 @@ class MambaAttnBackendBase(AttentionBackend):
             step.open = False
 
     def _check_width(self, tokens: int) -> None:
-        most = self.mamba_pool.spec.tokens_per_step
-        if tokens > most:
+        max_tokens = self.mamba_pool.spec.tokens_per_step
+        if tokens > max_tokens:
             raise BackendError(
-                f"a step of {tokens} tokens a row on a state pool made for {most}: verify at most {most}, or build the "
-                f"pool with tokens_per_step={tokens}"
+                f"a step of {tokens} tokens a row on a state pool made for {max_tokens}: verify at most {max_tokens}, "
+                f"or build the pool with tokens_per_step={tokens}"
             )
 
     @staticmethod

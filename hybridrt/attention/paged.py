@@ -48,7 +48,7 @@ def kernel_facts(device: torch.device, spec: AttentionSpec) -> dict[str, Any]:
 
 
 class PagedKVBackend(SegmentedAttnBackend):
-    """Writes keys and values into KVPool, and knows each step's rows and lengths.
+    """Writes keys and values into KVPool, and holds each step's rows and lengths.
 
     Args:
         kv_pool, req_to_token_pool: where keys, values and their slots live.
@@ -117,7 +117,7 @@ class PagedKVBackend(SegmentedAttnBackend):
 
     @staticmethod
     def _decode_segment(batch: ForwardBatch, in_graph: bool) -> AttentionRows:
-        """A graph knows no bound of the lengths. It says of all its rows what a batch says of the decode rows."""
+        """A graph has no bound of the lengths. All its rows are decode rows."""
         split, spec, lens = batch.num_decode_rows, batch.spec_info, batch.seq_lens_cpu
         mask, drafts = (None, None) if spec is None else (spec.tree_mask, spec.num_drafts)
         return AttentionRows(

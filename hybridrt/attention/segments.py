@@ -84,7 +84,7 @@ class ExtendSegment:
 
 @dataclass
 class ForwardMetadata:
-    """One step: what `prepare` knows of it, and its segments, which are there once its first layer has begun.
+    """One step: the plan of `prepare`, and its segments, which are made when its first layer begins.
 
     Attributes:
         plans: of the extend rows, by chunk size.

@@ -42,7 +42,7 @@ class Constraints:
         """What the answer must look like; None: anything.
 
         Args:
-            given: what the caller asks of the content.
+            given: the caller's own constraints on the content.
             prompt: the rendered conversation. It says whether the answer begins within reasoning.
 
         Raises:
@@ -141,7 +141,7 @@ def _forced(conversation: Conversation) -> str:
 
 
 def _body(given: StructuredOutputs) -> str:
-    """What a caller asks of the content, within a larger grammar."""
+    """The caller's own constraints on the content, within a larger grammar."""
     if given.regex is not None:
         return f"/{_ESCAPED_OR_MARK.sub(_marked, given.regex)}/"
     if given.choice is not None:

@@ -76,7 +76,7 @@ class Batches:
         num_real = int(np.count_nonzero(lines))
         real = lines[:num_real]
         if not real.all():
-            raise BackendError("a padding row (the scratch row) stands before a real one; padding rows come last")
+            raise BackendError("a padding row (the scratch row) comes before a real one; padding rows come last")
         self.numbers.rows.check_once("rows", real)
         self.check_admitted(real)
         if self.table.mamba_pool is not None:

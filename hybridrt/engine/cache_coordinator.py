@@ -110,10 +110,10 @@ class CacheCoordinator:
         # The last token is only sampled: its KV is never written.
         need = self._demand.least(num_tokens - 1)
         if self.pages.total and need > self.pages.total:
-            most = self.pages.total * self._demand.page_size + 1
+            max_tokens = self.pages.total * self._demand.page_size + 1
             raise MemoryBudgetError(
                 f"a request of {num_tokens} tokens (prompt + max_tokens) needs {need} KV pages and there are "
-                f"{self.pages.total}: cut prompt + max_tokens to {most}, or raise memory_fraction"
+                f"{self.pages.total}: cut prompt + max_tokens to {max_tokens}, or raise memory_fraction"
             )
 
     def admit(self, request: Request, headroom: int, plan: StepPlan) -> bool:
@@ -138,16 +138,17 @@ class CacheCoordinator:
         match = request.arrived or self.prefixes.match(request)
         # Locking the match keeps its state from eviction. If no other slot can be had, go on without the match.
         choices = [match] if match.state is None else [match, PrefixMatch()]
-        return any(self._take(request, request.tokens, choice, headroom) for choice in choices)
+        return any(self._take(request, choice, headroom) for choice in choices)
 
-    def _take(self, request: Request, tokens: list[int], match: PrefixMatch, headroom: int) -> bool:
+    def _take(self, request: Request, match: PrefixMatch, headroom: int) -> bool:
         """Lends what a request needs beside its match. False, and nothing is taken, if too little is free."""
         self.prefixes.lock(match)
-        need = self._prompt_pages(len(tokens), len(match.pages))
+        prefill_end = len(request.prompt) + len(request.output)
+        need = self._prompt_pages(prefill_end, len(match.pages))
         if not self._make_room(need + (headroom if self.pages.total else 0), 1 if self.slots.total else 0):
             self.prefixes.unlock(match)
             return False
-        request.prefix, request.prefill_tokens, request.arrived = match, tokens, None
+        request.prefix, request.prefill_end, request.arrived = match, prefill_end, None
         request.settled = match.length
         request.row = self.rows.alloc(1)[0]
         request.state_slot = self.slots.alloc(1)[0] if self.slots.total else None
@@ -193,7 +194,7 @@ class CacheCoordinator:
         if num_tokens and request.prefix.state is not None:
             request.prefix = self.prefixes.has_read(request.prefix)
             self._num_releases += 1
-        if not request.shared and request.settled >= len(request.prefill_tokens):
+        if not request.shared and request.settled >= request.prefill_end:
             self.prefixes.share(request)
             self._num_releases += 1
         gone = self._demand.first_page(request.settled) - request.first_page
@@ -201,7 +202,7 @@ class CacheCoordinator:
             return
         own = request.pages[:gone]
         request.pages, request.first_page = request.pages[gone:], request.first_page + gone
-        wanted = self.pages_for(len(request.prefill_tokens)) - request.end_page - len(request.spare)
+        wanted = self.pages_for(request.prefill_end) - request.end_page - len(request.spare)
         request.spare += own[: max(wanted, 0)]
         self.pages.free(own[max(wanted, 0) :])
         self._num_releases += 1
@@ -227,8 +228,8 @@ class CacheCoordinator:
             self.slots.free([request.state_slot])
         self.rows.free([request.row])
         request.row = request.state_slot = request.columns = None
-        request.pages, request.spare, request.prefill_tokens = [], [], ()
-        request.settled = request.first_page = 0
+        request.pages, request.spare = [], []
+        request.settled = request.first_page = request.prefill_end = 0
         self._num_releases += 1
 
     def begin_step(self, waiting: Sequence[Request], headroom: int) -> None:
@@ -297,7 +298,7 @@ class CacheCoordinator:
         columns, row = self.columns, request.row.index
         request.columns = columns
         columns.computed[row] = request.prefix.length
-        columns.prefill_end[row] = len(request.prefill_tokens)
+        columns.prefill_end[row] = request.prefill_end
         columns.output_index[row] = len(request.output)
         columns.max_output[row] = request.max_len - len(request.prompt)
         pages = self.pages.total
@@ -324,9 +325,8 @@ class CacheCoordinator:
     def _plan_admission(self, request: Request, plan: StepPlan) -> None:
         assert request.row is not None
         row, state_slot = request.row.index, request.state_slot.index if request.state_slot else 0
-        tokens = request.prefill_tokens
         settings = request.params, request.seed, request.rules
-        plan.admissions.append(Admission(row, state_slot, tokens, len(request.prompt), *settings))
+        plan.admissions.append(Admission(row, state_slot, request.tokens, len(request.prompt), *settings))
         if request.pages:
             plan.page_writes.append(PageWrite(row, request.first_page, [page.index for page in request.pages]))
         if request.prefix.tail is not None:

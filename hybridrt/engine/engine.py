@@ -12,6 +12,7 @@ from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache_dump import CacheDump, cache_dump
 from hybridrt.engine.chunk_budget import ItlTarget
 from hybridrt.engine.delta_queue import Abandonment, DeltaQueue
+from hybridrt.engine.fold_counts import FoldCounts
 from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar_masks import step_masks
 from hybridrt.engine.limits import EngineLimits, PreparedPrompt, check_names
@@ -26,7 +27,7 @@ from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
-from hybridrt.runtime.drafting import draft_method
+from hybridrt.runtime.drafting import draft_needs
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import Executor, StepHandle
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
@@ -84,7 +85,7 @@ class Engine:
         self._compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self.target = target
         self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter, target)
-        self._most_in_flight = 1 if overlap else 0
+        self._max_in_flight = 1 if overlap else 0
         self._seed = seed
         self._num_requests = 0
         self._arrivals = count()
@@ -113,18 +114,18 @@ class Engine:
             overlap: None means `config.overlap` on a GPU, and False on a CPU, where `launch` returns after the step.
         """
         plan, model = runner.memory_plan, runner.model_config
-        limits = EngineLimits(
-            model.vocab_size, plan.max_model_len, config.chunked_prefill_size, model.eos_token_ids, model.image_tokens
-        )
+        limits = EngineLimits.of(config, model, plan)
         overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
         drafter = make_drafter(runner, split.everywhere if split else None) if config.speculative else None
         # The KV of a prediction head's token depends on the next token.
-        lookahead = int(bool(draft_method(config).kv_layers(model)))
+        lookahead = int(bool(draft_needs(config).kv_layers(model)))
         coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
-        return cls(
+        engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
             target=ItlTarget(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
         )  # fmt: skip
+        engine._samples.folds = FoldCounts.of(runner.pools.req_to_token.mamba_pool)
+        return engine
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
         """What `submit` takes. Changes nothing.
@@ -178,8 +179,7 @@ class Engine:
         check_names(request_id, export_to)
         with self.turns.now:
             if request_id is None:
-                names = (f"request-{i}" for i in count(self._num_requests))
-                request_id = next(name for name in names if not self._samples.of(name))
+                request_id = next(n for i in count(self._num_requests) if not self._samples.of(n := f"request-{i}"))
             if self._samples.of(request_id):
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
             seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed
@@ -247,7 +247,7 @@ class Engine:
             if self.prefill_source is not None:
                 self.prefill_source.advance()
             with self._change:
-                scheduled = self._scheduler.schedule(refuse=self._samples.fail)
+                scheduled = self._scheduler.schedule()
                 if scheduled is not None:
                     try:
                         self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
@@ -262,7 +262,7 @@ class Engine:
                     return
                 raise EngineError(f"nothing can be scheduled and nothing runs: {self.counters()}; abort the requests")
             self._sample_last()
-            if len(self._launched) > (self._most_in_flight if scheduled is not None else 0):
+            if len(self._launched) > (self._max_in_flight if scheduled is not None else 0):
                 self._consume()
 
     def drain(self) -> list[Delta]:

@@ -25,7 +25,7 @@ class Matcher:
         self.inner, self._eos = inner, eos
 
     def copy(self) -> "Matcher":
-        """A matcher in the same state, which goes on by itself."""
+        """A matcher in the same state, independent of this one."""
         return Matcher(self.inner.deep_copy(), self._eos)
 
     def advance(self, token: int) -> bool:

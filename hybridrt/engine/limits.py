@@ -1,14 +1,18 @@
-"""What the engine knows of its model, and what it therefore refuses before a request is queued."""
+"""Limits of a model and its memory plan: requests outside them are refused before they are queued."""
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hybridrt.config import EngineConfig, ModelConfig
 from hybridrt.engine.grammar import Matcher
 from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.prompts import Prompt, text_or_ids, token_ids
 from hybridrt.engine.tokenizer import Tokenizer, encode_prompt
 from hybridrt.errors import RequestError, is_text, shown
 from hybridrt.kernels.token_rules import TokenRules
+from hybridrt.mem_cache.memory_plan import MemoryPlan
+from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.runtime.token_rules import any_allowed, make_rules
 from hybridrt.sampling_params import SamplingParams
 
@@ -38,7 +42,7 @@ class PreparedPrompt:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the engine must know of the model and its plan.
+    """The numbers of the model and its plan that limit requests.
 
     Attributes:
         max_model_len: longest prompt + output of a request, in tokens.
@@ -52,6 +56,12 @@ class EngineLimits:
     chunked_prefill_size: int
     eos_token_ids: Sequence[int] = ()
     image_tokens: Mapping[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> "EngineLimits":
+        return cls(
+            model.vocab_size, plan.max_model_len, config.chunked_prefill_size, model.eos_token_ids, model.image_tokens
+        )
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, compiler: GrammarCompiler
@@ -80,6 +90,7 @@ class EngineLimits:
         # As in vLLM, min_tokens forbids end-of-sequence ids also where they would not end the request.
         forbidden = {*self.eos_token_ids, *params.stop_token_ids}
         rules = make_rules(params, forbidden, self._bad_words(params, tokenizer), self.vocab_size)
+        _check_constants(params, rules)
         structured = params.structured_outputs
         matcher = None if structured is None else compiler.matcher(structured)
         if rules is not None:
@@ -141,6 +152,14 @@ class EngineLimits:
                 f"the prompt has {num_tokens} tokens; with max_model_len={longest + 1} it may have at most {longest}, "
                 "which leaves room for one output token: shorten it or raise max_model_len"
             )
+
+
+def _check_constants(params: SamplingParams, rules: TokenRules | None) -> None:
+    """Raises RequestError for numbers that a step cannot pack: there they would fail all rows, and end other ranks."""
+    try:
+        SamplingTable.constants(params, params.seed or 0, rules)
+    except (struct.error, OverflowError, TypeError) as e:
+        raise RequestError(f"sampling_params holds a number that no buffer of the device holds: {e}") from e
 
 
 def _check_first(params: SamplingParams, rules: TokenRules, matcher: Matcher | None) -> None:

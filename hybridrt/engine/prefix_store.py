@@ -15,7 +15,7 @@ from hybridrt.mem_cache.radix_node import Node
 from hybridrt.mem_cache.seen_texts import SeenTexts
 
 GRID = 16
-MOST_SAVES = 3
+MAX_SAVES = 3
 
 
 class PrefixStore:
@@ -87,7 +87,7 @@ class PrefixStore:
     def admitted(self, request: Request, match: PrefixMatch) -> None:
         """Counts a match, and chooses where the rest of the prompt leaves states: at its last place on the grid, where
         another prompt's path leaves it, and at marked boundaries, the last ones first."""
-        prompt = len(request.prefill_tokens)
+        prompt = request.prefill_end
         if not request.metrics.retractions:
             request.metrics.admission_time = time.monotonic()
         if match.staged is None and not request.metrics.retractions:
@@ -104,7 +104,7 @@ class PrefixStore:
         if self.keeps and self._slots.total:
             ends = (prompt - 1, match.known, *sorted(request.boundaries, reverse=True))
             grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
-            request.save_at = tuple([end for end in grid if end > match.length][:MOST_SAVES])
+            request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
         """Where a chunk from `start` to `end` ends at best: a state that is saved is that before one of its tokens."""
@@ -126,7 +126,7 @@ class PrefixStore:
         request.shared = True
         if not self.keeps:
             return
-        ids = request.ids[: len(request.prefill_tokens)]
+        ids = request.ids[: request.prefill_end]
         taken, node = self._insert(request, ids, request.saves)
         self._pages.lock(taken.pages)
         request.given.update(taken.pages)

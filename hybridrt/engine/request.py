@@ -38,7 +38,7 @@ NONE_LEFT = (
 class Request:
     """Host state of one sample.
 
-    `prompt` and `output` are known. What is launched for a request that runs stands in `columns`, at its row.
+    `prompt` and `output` are known. `columns` hold what is launched for a running request, at its row.
 
     Attributes:
         arrival: order of arrival, unique.
@@ -60,7 +60,7 @@ class Request:
         boundaries: numbers of the prompt's tokens at which others may go on differently, such as the system prompt's.
         first_page: which of the request's pages pages[0] is: those before it have left the sliding window.
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
-        prefill_tokens: tokens to compute before decoding starts: the prompt, and after a retraction the output too.
+        prefill_end: how many of `tokens` are computed before decoding starts: those known at admission.
         arrived: the prefix that came from elsewhere, until admission takes it: a retracted request computes anew.
         export_to: bytes of the executor's arena for state and KV, once the prompt is computed; None leaves them.
         broken: a step that named it failed, so its state and KV may not be what its tokens say.
@@ -98,7 +98,7 @@ class Request:
     shared: bool = False
     leader: "Request | None" = None
     boundaries: Sequence[int] = ()
-    prefill_tokens: Sequence[int] = ()
+    prefill_end: int = 0
     columns: RowColumns | None = None
     arrived: PrefixMatch | None = None
     export_to: range | None = None
@@ -112,8 +112,8 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """Every known token, prompt first."""
-        return self.prompt + self.output
+        """Every known token, prompt first. Not to be changed."""
+        return self.prompt + self.output if self.output else self.prompt
 
     @property
     def ids(self) -> np.ndarray:
@@ -156,8 +156,8 @@ class Request:
 
     @property
     def prefilled(self) -> bool:
-        """The launched steps compute all of `prefill_tokens`."""
-        return self.computed >= len(self.prefill_tokens)
+        """The launched steps compute all tokens that were known at admission."""
+        return self.computed >= self.prefill_end
 
     def score(self, start: int, found: Sequence[TokenLogprobs]) -> None:
         """Takes log-probabilities of the prompt's tokens from number `start` on. Those that have come already are
@@ -185,7 +185,7 @@ class Request:
             NoTokenLeftError: no token was allowed.
             GrammarError: as Matcher.advance.
         """
-        output, most = self.output, self.max_len - len(self.prompt)
+        output, max_output = self.output, self.max_len - len(self.prompt)
         stop_ids, stop_strings, matcher = self.stop_ids, self.params.stop, self.matcher
         for i, token in enumerate(tokens):
             if token < 0:
@@ -198,7 +198,7 @@ class Request:
                 return "stop"
             if matcher is not None and matcher.advance(token):
                 return "stop"
-            if len(output) >= most:
+            if len(output) >= max_output:
                 return "length"
         return None
 

@@ -8,7 +8,7 @@ from typing import Any
 from hybridrt.config import AttentionConfig, LatentConfig
 from hybridrt.config_fields import CHUNK, DT_LIMIT, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG
-from hybridrt.errors import ConfigError
+from hybridrt.errors import ConfigError, shown
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba2 import Mamba2Config
 
@@ -78,7 +78,8 @@ def latent_attention(hf: Any, rotary: bool) -> AttentionConfig:
         raise ConfigError(f"num_key_value_heads is {kv_heads}; latent attention makes keys for all {heads} heads")
     rope, rank = dict(hf.rope_parameters) if rotary else None, hf.kv_lora_rank
     if rope and rope.get("rope_type", "default") != "default":
-        raise ConfigError(f"rope_type is {rope['rope_type']!r}; hybridrt runs latent attention with 'default' only")
+        found = shown(rope["rope_type"])
+        raise ConfigError(f"rope_type is {found}; hybridrt runs latent attention with 'default' only")
     query_rank = getattr(hf, "q_lora_rank", None)
     latent = LatentConfig(rank, hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim, query_rank)
     scale = (latent.nope_dim + latent.rope_dim) ** -0.5

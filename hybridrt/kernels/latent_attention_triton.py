@@ -14,7 +14,7 @@ from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.prefill_attention_triton import KeySources, described, width_of
 from hybridrt.kernels.records import AttentionPrompts, LatentWeights, PagedKV
 
-DECOMPRESSED_MOST = 1 << 28  # bytes of the keys and values that are made at a time, of as many heads as that allows
+MAX_DECOMPRESSED = 1 << 28  # bytes of the keys and values that are made at a time, of as many heads as that allows
 
 
 @triton.jit
@@ -97,9 +97,9 @@ def latent_extend_triton(
     q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts, out: Tensor | None = None
 ) -> Tensor:
     """`latent_extend`: absorbed for few tokens; decompressed for many, if the device has a tensor memory accelerator
-    and the copied vectors take at most GATHER_MOST bytes."""
+    and the copied vectors take at most MAX_GATHERED bytes."""
     copied = sum(batch.seq_lens_host) * kv.k_cache.shape[3] * q.element_size()
-    allowed = prefill.ample(q) and copied <= prefill.GATHER_MOST
+    allowed = prefill.ample(q) and copied <= prefill.MAX_GATHERED
     if allowed and decompressed_pays(q, weights, batch.query_lens, batch.seq_lens_host):
         return _decompressed(q, kv, weights, batch, out)
     return from_latent(prefill.attention_extend_triton(into_latent(q, weights), kv, batch), weights, out)
@@ -126,7 +126,7 @@ def _decompressed(
     parts = kv.k_cache[..., :rank], kv.k_cache[..., rank:]
     latents, tails, total = prefill.gather(*parts, kv, batch, blocks, q.dtype)
     row_bytes = (width_of(nope) + width_of(value_dim)) * q.element_size()
-    at_once = min(max(DECOMPRESSED_MOST // (total * row_bytes), 1), heads)
+    at_once = min(max(MAX_DECOMPRESSED // (total * row_bytes), 1), heads)
     for first in range(0, heads, at_once):
         mine = slice(first, first + at_once)
         keys = _made(latents[:, :rank], weights.up_k[mine].transpose(1, 2))

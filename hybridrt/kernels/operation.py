@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class By:
-    """A further implementation of an operation: who provides it, where it stands, and when it is picked."""
+    """A further implementation of an operation: its provider, its import path, and when it is picked."""
 
     provider: str
     target: str | None

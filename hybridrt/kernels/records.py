@@ -33,7 +33,7 @@ class ConvWeights(NamedTuple):
 
 
 class ConvState(NamedTuple):
-    """Raw conv inputs of B rows: the one of position p stands in column p mod Wc of its slot.
+    """Raw conv inputs of B rows: the one of position p is in column p mod Wc of its slot.
 
     Attributes:
         conv: [S+1, C, Wc] rings; Wc is a power of two, at least K - 1 + T for steps of T tokens.
@@ -67,7 +67,7 @@ class StateSlots(NamedTuple):
 
     Attributes:
         states: [S+1, *state] pool.
-        read_state_slots, write_state_slots: [B], where the state before and after the step stands.
+        read_state_slots, write_state_slots: [B], the slots of the state before and after the step.
         intermediate: of a verify step: where the state after each token is stored. The pool is left alone then.
     """
 

@@ -59,7 +59,7 @@ class SigmoidGroupRouter(nn.Module):
     """The top k of sigmoid scores within the best groups, with a correction bias (DeepSeek-V3, Nemotron-H).
 
     Args:
-        corrected: False where the bias is zero, and a checkpoint knows nothing of it.
+        corrected: False where the bias is zero and in no checkpoint.
     """
 
     correction: torch.Tensor

@@ -121,7 +121,7 @@ class CudaGraphRecorder:
         step()  # Triton compiles and cuBLAS picks its workspaces outside the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # What other threads do meanwhile (NCCL's watchdog asks for events) is no part of the graph.
+        # What other threads do meanwhile (NCCL's watchdog queries events) is not captured.
         with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             step()
         self._pool = self._pool or graph.pool()

@@ -45,7 +45,7 @@ class ModelRunner(StepRunner):
         MemoryBudgetError: weights, pools or graphs do not fit the device; says which number to change.
 
     Attributes:
-        model_path, model_config: where the checkpoint lies and what it says.
+        model_path, model_config: the checkpoint's directory and its config.
         plan: rows, slots and pages that a scheduler may hand out.
         backend, pools: for callers that run the model themselves.
     """

@@ -222,7 +222,7 @@ def _start(rank: int, size: int, directory: str, kind: str) -> "subprocess.Popen
     # All ranks need the same number of threads: it decides how sums are split, and so their last bits. Every rank
     # samples by itself and must draw the same tokens.
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    if "PYTHONPATH" in environment:  # an empty or relative entry is the current directory or lies in it
+    if "PYTHONPATH" in environment:  # an empty or relative entry is the current directory or inside it
         entries = environment["PYTHONPATH"].split(os.pathsep)
         environment["PYTHONPATH"] = os.pathsep.join(filter(os.path.isabs, entries))
     return subprocess.Popen(

@@ -94,7 +94,7 @@ class StateArena:
         self._kv = [tensor for layer_id, _, _ in self.layout.attention for tensor in pools.kv.held(layer_id)]
 
     def export_state(self, copy: StateCopy) -> None:
-        """Pools to image. Nothing changes but where a state lies: a ring of inputs becomes part of its checkpoint.
+        """Pools to image. A state may move: a ring of inputs becomes part of its checkpoint.
 
         Raises:
             PoolError: the image is larger than its room. Nothing has changed.

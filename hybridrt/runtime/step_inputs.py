@@ -43,9 +43,9 @@ def pack_step(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
 
     query_start_loc [B + 1]; sample_at and sample_rows, the tokens to sample from and their rows; of the extend rows'
     tokens input_ids, extend_rows, extend_positions and, with `following`, following_ids behind each (0 where it is
-    sampled); where a chunk follows a cached prefix, read_state_slots of all chunks; chunk plans; admit_rows and
-    admit_state_slots; page-table entries (page_rows, page_indices, pages); copy_sources and copy_targets, if pages are
-    copied.
+    sampled); where a chunk follows a cached prefix, read_state_slots of all chunks; chunk plans; admit_rows,
+    admit_state_slots and admit_phases; page-table entries (page_rows, page_indices, pages); copy_sources and
+    copy_targets, if pages are copied.
     """
     extend, decoded = plan.extend, len(plan.decode) * tokens
     new = int32s(len(r.tokens) for r in extend)
@@ -142,6 +142,7 @@ def _bookkeeping(plan: StepPlan) -> Columns:
     return {
         "admit_rows": int32s(a.row for a in plan.admissions),
         "admit_state_slots": int32s(a.state_slot for a in plan.admissions),
+        "admit_phases": int32s(a.phase for a in plan.admissions),
         "page_rows": _flat([[w.row] * len(w.pages) for w in plan.page_writes]),
         "page_indices": _flat([np.arange(w.first_page, w.first_page + len(w.pages)) for w in plan.page_writes]),
         "pages": _flat([w.pages for w in plan.page_writes]),

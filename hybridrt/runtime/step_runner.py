@@ -12,7 +12,7 @@ from hybridrt.errors import ConfigError, EngineError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.runtime.build import Runtime, step_widths
 from hybridrt.runtime.constrained_step import ConstrainedStep, Sampling
-from hybridrt.runtime.drafting import DeviceDrafter, draft_method
+from hybridrt.runtime.drafting import DeviceDrafter, draft_needs
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.host_copies import HostCopies
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
@@ -54,7 +54,7 @@ class StepRunner:
         self._prompts = PromptRequirements()
         self.arena: StateArena | None = None
         self.host: HostCopies | None = None
-        self.drafter: DeviceDrafter | None = draft_method(self.config).device_drafter(self)
+        self.drafter: DeviceDrafter | None = draft_needs(self.config).device_drafter(self)
         self._unsampled: ConstrainedStep | None = None
         self._packing = Packing(self._trees, self.drafter is not None, self.backend.chunk_sizes)
 
@@ -262,9 +262,10 @@ class StepRunner:
         """Raises ConfigError for a plan that this runner was not made for."""
         if (plan.imports or plan.exports) and self.arena is None:
             raise ConfigError("states cannot come or go without an arena: set transfer_bytes")
-        most, width = int(plan.decode.num_drafts.max()) if len(plan.decode.drafts) else 0, self.config.num_verify_tokens
-        if most >= width:
-            raise ConfigError(f"{most} drafts in a row; this runner verifies {width - 1}: raise num_draft_tokens")
+        num_drafts = int(plan.decode.num_drafts.max()) if len(plan.decode.drafts) else 0
+        width = self.config.num_verify_tokens
+        if num_drafts >= width:
+            raise ConfigError(f"{num_drafts} drafts in a row; this runner verifies {width - 1}: raise num_draft_tokens")
         if not self._trees and plan.decode.parents is not None:
             raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
 
@@ -274,7 +275,7 @@ class StepRunner:
         table = self.pools.req_to_token
         if sections["admit_rows"].numel():
             rows = sections["admit_rows"].long()
-            table.admit(rows, sections["admit_state_slots"].long())
+            table.admit(rows, sections["admit_state_slots"].long(), sections["admit_phases"])
             self.sampling_table.admit(rows, sections)
         if sections["pages"].numel():
             table.write_pages(*(sections[name].long() for name in ("page_rows", "page_indices", "pages")))
@@ -319,7 +320,7 @@ class StepRunner:
         logits: torch.Tensor,
         bitmask: torch.Tensor | None,
     ) -> LaunchedStep:
-        """`on_host`: rows and output indices as the host knows them."""
+        """`on_host`: rows and output indices on the host."""
         filters, wanted = self._required.of(*on_host)
         tokens = self.sampler(logits, rows, output_indices, filters, bitmask)
         self.last_tokens[rows] = tokens.int()

@@ -52,7 +52,7 @@ class _Attempt:
         pull: the prompt; None after the attempt has failed or was cancelled.
         reading: readers whose reads have not ended; they may still write to the image.
         error: why a read failed; None: none has.
-        deadline: when reads that have not ended are given up.
+        deadline: when reads that have not ended count as failed.
     """
 
     key: str
@@ -101,7 +101,7 @@ class DecodeWorker:
         readers: one for each rank.
         compute_here: without a prefill worker that can do it, prompts are computed by this engine; otherwise the
             request fails.
-        timeout: seconds after which a prefill worker that answers nothing, or whose image cannot be read, is given up.
+        timeout: seconds after which a prefill worker that answers nothing, or whose image cannot be read, is dropped.
             It must be longer than the longest step of a prefill worker.
 
     Raises:

@@ -32,7 +32,7 @@ class DecodeHello(Message):
 
 
 class Prefill(Message):
-    """The decode worker asks for the state after these tokens."""
+    """The decode worker requests the state after these tokens."""
 
     key: Text
     tokens: list[int]
@@ -45,11 +45,11 @@ class Done(Message):
 
 
 class Ping(Message):
-    """The decode worker asks for a sign of life."""
+    """The decode worker requests a sign of life."""
 
 
 class Ready(Message):
-    """The image of a key lies at this byte of every rank's arena."""
+    """The image of a key begins at this byte of every rank's arena."""
 
     key: Text
     offset: Number
@@ -87,8 +87,8 @@ class Disconnect(Message):
 
 
 class Order(Message):
-    """One image to fetch: of a request's first `length` tokens, which lies at byte `source` of the arenas of all ranks
-    of prefill worker `worker`, to byte `destination` of our own. `key` names it until it has ended."""
+    """One image to fetch: of a request's first `length` tokens, which begins at byte `source` of the arenas of all
+    ranks of prefill worker `worker`, to byte `destination` of our own. `key` names it until it has ended."""
 
     key: Text
     worker: Text
@@ -98,7 +98,7 @@ class Order(Message):
 
 
 class Connected(Message):
-    """A rank has done what Connect asks for, or says why it cannot."""
+    """A rank has done what Connect names, or reports why it cannot."""
 
     error: Text | None
 

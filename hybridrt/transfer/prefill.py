@@ -85,7 +85,7 @@ class PrefillWorker:
         ranks: one reader for each rank, whose description lets others read its arena.
         listener: where decode workers connect; None takes them from `attach` alone.
         timeout: seconds that an image waits to be fetched. A decode worker that takes longer loses its connection.
-        linger: seconds that such an image then still stays, so that the decode worker knows before it is overwritten.
+        linger: seconds that such an image then still stays, so that the decode worker is told before it is overwritten.
 
     Attributes:
         port: where it listens, 0 without a listener.
@@ -254,7 +254,7 @@ class PrefillWorker:
             self._drop_peer(peer)
 
     def _drop_peer(self, peer: _Peer) -> None:
-        """Ends a connection. Images that the other side may be reading stay for some time, until it knows."""
+        """Ends a connection. Images that the other side may be reading stay until it has been told."""
         if peer not in self._peers:
             return
         self._peers.remove(peer)

@@ -72,7 +72,7 @@ def rendering() -> Iterator[Renderer]:
         ({"chat_template_kwargs": {1: 2}}, None, "a mapping of names"),
     ],
 )
-def test_a_conversation_says_what_is_wrong(given: dict[str, Any], field: str | None, text: str) -> None:
+def test_a_malformed_conversation_is_refused(given: dict[str, Any], field: str | None, text: str) -> None:
     with pytest.raises(RequestError, match=text) as error:
         read_conversation(**({"messages": [USER]} | given))
     assert error.value.field == field
@@ -148,6 +148,41 @@ def test_the_child_process_renders_and_comes_back_when_it_is_killed(rendering: R
         assert render("{{ 1 + 1 }}") == "2"
     with pytest.raises(RequestError, match="cannot be passed on"):
         rendering.render("x", [USER], {"x": object()})
+
+
+def test_a_stopped_child_process_is_given_up(rendering: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the conversation is longer than what the pipe to it holds."""
+    rendering.start()
+    assert rendering._child is not None
+    os.kill(rendering._child.pid, signal.SIGSTOP)
+    monkeypatch.setattr("hybridrt.chat.renderer.TIMEOUT_S", 0.2)
+    with pytest.raises(CheckpointError, match="has not ended within"):
+        rendering.render("{{ messages[0].content }}", [{"role": "user", "content": "x" * 1_000_000}], {})
+    assert rendering._child is None
+
+
+def test_a_forked_process_leaves_the_child_process_to_its_parent(rendering: Renderer) -> None:
+    rendering.start()
+    child = rendering._child
+    pid = os.fork()
+    if pid == 0:
+        rendering.after_fork()
+        ended = 1
+        try:
+            ended = int(rendering.render("{{ 0 }}", [USER], {}))
+            rendering.close()
+        finally:
+            os._exit(ended)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert rendering.render("{{ 1 + 1 }}", [USER], {}) == "2" and rendering._child is child
+
+
+def test_a_conversation_that_no_child_process_could_hold_is_refused(
+    rendering: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridrt.chat.renderer.MAX_BYTES", 1000)
+    with pytest.raises(RequestError, match="there may be 1000"):
+        rendering.render("x", [{"role": "user", "content": "x" * 1000}], {})
 
 
 def test_the_child_process_can_open_no_file(rendering: Renderer) -> None:

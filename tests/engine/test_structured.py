@@ -46,7 +46,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(path: Path, *, overlap: bool = False, graphs: bool = False, memory_pages: int = 0, **options: Any) -> LLM:
     options = {"device": "cpu", "dtype": "float32", "load_format": "dummy", "max_model_len": 256, "seed": 5} | options
     llm = LLM(str(path), **{"max_running_requests": 16} | options)
-    llm.engine._most_in_flight = int(overlap)
+    llm.engine._max_in_flight = int(overlap)
     if graphs:
         llm.engine.executor.capture()  # type: ignore[attr-defined]
     if memory_pages:
@@ -244,7 +244,7 @@ def test_a_step_that_gets_no_masks_is_read_before_its_row_is_lent_again(
 
     with scripted() as speaker:
         engine = speaker.llm.engine
-        engine._most_in_flight = int(overlap)
+        engine._max_in_flight = int(overlap)
         speaker.say("abcabcabcabc")
         for _ in range(2):
             with monkeypatch.context() as broken, pytest.raises(EngineError, match="lost"):
@@ -266,7 +266,7 @@ def test_a_step_that_gets_no_masks_is_not_waited_for() -> None:
 
 
 def test_an_interrupt_between_a_step_and_its_masks_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next call gives the masks, whether it goes on or reads what is launched."""
+    """The next call gives the masks, whether it launches a step or only reads one."""
     params, real, calls = structured(regex="[ab]{9}"), LaunchedStep.result, list[int]()
 
     def interrupted(step: LaunchedStep) -> Any:
@@ -327,7 +327,7 @@ def test_ranks_and_draft_models_give_the_same_tokens(monkeypatch: pytest.MonkeyP
     found = {}
     for name, options in ({"plain": {}} | SPLIT).items():
         with LLM("embedded", device="cpu", dtype="float32", max_model_len=64, max_running_requests=8, **options) as llm:
-            llm.engine._most_in_flight = 1
+            llm.engine._max_in_flight = 1
             found[name] = tokens(llm.generate(["def main():\n    import "] * len(params), params))
             assert (llm.engine.counters().accepted > 0) == (name in ("chain", "tree"))
     assert all(outputs == found["plain"] for outputs in found.values())

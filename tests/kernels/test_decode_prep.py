@@ -17,7 +17,7 @@ def int32(values: Any) -> torch.Tensor:
 
 
 def inputs(tokens: int, context: int = CONTEXT) -> dict[str, Any]:
-    """Rows far apart whose last token lies on a new page, on an old one, at a page's first or last slot; padding."""
+    """Rows far apart whose last token is on a new page, on an old one, at a page's first or last slot; padding."""
     torch.manual_seed(tokens)
     rows, drafted = int32([7, 2, 11, 0, 5]), int32([tokens - 1, 0, (tokens - 1) // 2, 0, tokens - 1])
     lens = int32([tokens + 8, tokens, tokens + 3, tokens, 32])

@@ -107,7 +107,7 @@ def slow_experts(x, w_up, w_down, weights, ids, activation, gated):
 @pytest.mark.parametrize(
     ("activation", "gated"), sweep([("silu", True), ("relu2", True), ("silu", False), ("relu2", False)], 3)
 )
-def test_experts_with_padding_and_experts_that_nobody_chose(dtype, tokens, activation, gated):
+def test_experts_with_padding_and_experts_without_tokens(dtype, tokens, activation, gated):
     torch.manual_seed(0)
     experts, width, inner = 6, 10, 5
     x = torch.randn(tokens, 2 * width).to(dtype)[:, width:]
@@ -146,7 +146,7 @@ def test_pairs_are_laid_out_by_expert_in_blocks(provider, monkeypatch, compared,
 
     monkeypatch.setattr(moe_triton, "COMPARED_PAIRS", tokens * 3 if compared else 0)
     torch.manual_seed(tokens)
-    ids = torch.randint(0, experts - 1, (tokens, 3), dtype=torch.int32)  # nobody chose the last
+    ids = torch.randint(0, experts - 1, (tokens, 3), dtype=torch.int32)  # no token has the last
     ids[torch.rand(tokens, 3) < 0.1] = -1
     blocks = moe_triton._lay_out(ids, experts)
     wanted = []

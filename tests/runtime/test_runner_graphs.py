@@ -76,7 +76,7 @@ def test_what_graphs_take_and_where_they_end_is_said(
 
 
 def test_each_width_of_a_step_has_its_own_buffers(path: str) -> None:
-    """A captured graph goes on reading what it was captured with when another is captured."""
+    """A captured graph still reads what it was captured with when another is captured."""
     backend: Any = runner(path, "intermediate", True).backend
     linear = backend.linear_attn_backend
     for tokens in (4, 1):

@@ -1,4 +1,4 @@
-"""Structured output over HTTP: every field that asks for it, the official client's parser, and schemas of any kind."""
+"""Structured output over HTTP: every field for it, the official client's parser, and schemas of any kind."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 
 
 class City(BaseModel):
-    """What a client wants to read."""
+    """What a client parses the answer into."""
 
     model_config = {"extra": "forbid"}
     name: str = Field(max_length=6)
@@ -34,7 +34,7 @@ def test_the_clients_parser_reads_what_the_server_writes(served: Served) -> None
         assert stream.get_final_completion().choices[0].message.parsed == parsed
 
 
-def test_every_field_that_asks_for_a_form(served: Served) -> None:
+def test_every_field_of_structured_outputs(served: Served) -> None:
     schema = SCHEMAS[24] | COMPACT
     forms: list[dict[str, Any]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}},

@@ -34,7 +34,7 @@ class MockDrafter(Drafter):
         ]
 
     def drafts(self, request: DraftRequest, most: int) -> list[int]:
-        assert not request.pending, "drafts follow a token that the host knows"
+        assert not request.pending, "drafts follow a token that has been read"
         context = [*request.prompt, *request.output]
         right = mix(len(context), request.seed) % (self.width + 2)
         for i in range(most):

@@ -72,7 +72,7 @@ class Tenant:
 
     @property
     def state(self) -> int:
-        """Where its recurrent state lies; a model without recurrent layers gets a place of its own."""
+        """Where its recurrent state is; a model without recurrent layers gets a place of its own."""
         return self.admission.state_slot or -self.admission.row
 
 
@@ -129,11 +129,11 @@ class MockExecutor:
         self.saved: dict[int, MockHandle] = {}  # by state slot: the step that leaves a state there
         self.kv: dict[tuple[int, int], int] = {}
         self.state: dict[int, int] = {}
-        self.text: dict[int, list[int]] = {}  # by state slot: what its state stands for
+        self.text: dict[int, list[int]] = {}  # by state slot: the tokens in its state
         self.queue: list[MockHandle] = []
         self.unread: list[MockHandle] = []
         self.plans: list[StepPlan] = []
-        self.most_in_flight = 0
+        self.max_in_flight = 0
         self.interrupt: BaseException | None = None
         self.fail_launch: dict[int, BaseException] = {}
         self.fail_result: dict[int, Exception] = {}
@@ -183,7 +183,7 @@ class MockExecutor:
             self.note_copy(copy)
         self.queue.append(handle)
         self.unread.append(handle)
-        self.most_in_flight = max(self.most_in_flight, len(self.unread))
+        self.max_in_flight = max(self.max_in_flight, len(self.unread))
         self.run_early()
         return handle
 
@@ -217,7 +217,7 @@ class MockExecutor:
             self.saved.pop(slot, None)
 
     def copied(self, ticket: int) -> bool:
-        """Copies run as late as they may: when a plan waits for them, or when somebody has often asked."""
+        """Copies run as late as they may: when a plan waits for them, or after several polls."""
         if any(copy.ticket == ticket for handle in self.queue for copy in handle.plan.host_copies):
             return False
         self.asked[ticket] = self.asked.get(ticket, 0) + 1
@@ -262,7 +262,7 @@ class MockExecutor:
             handle.donors.append(tenant)
 
     def borrow_page(self, page: int, tenant: Tenant) -> None:
-        """The next page of the tenant is the cache's, whoever filled it."""
+        """The next page of the tenant is the cache's, whichever request filled it."""
         tenant.borrowed[tenant.next_page] = self.page_owner[page]
         self.borrowers.setdefault(page, []).append(tenant)
         tenant.pages[tenant.next_page] = page

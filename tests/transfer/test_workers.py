@@ -280,7 +280,7 @@ def test_workers_that_differ_refuse_each_other(field: str, change: dict[str, Any
     assert prefill.worker.counters().computed == 0 and len(decode.tokens(request_id)) == 6
 
 
-def test_a_prefill_worker_obeys_nobody_who_has_not_shaken_hands(pair: tuple[Prefiller, Decoder]) -> None:
+def test_a_prefill_worker_refuses_orders_before_the_handshake(pair: tuple[Prefiller, Decoder]) -> None:
     prefill, decode = pair
     hello = decode_hello(decode.side.handshake | {"page_size": 64})
     for messages in (
@@ -297,7 +297,7 @@ def test_a_prefill_worker_obeys_nobody_who_has_not_shaken_hands(pair: tuple[Pref
     assert prefill.worker.counters().refused == 2 and prefill.worker.counters().computed == 0
 
 
-def test_an_llm_without_an_arena_says_so(model: Path) -> None:
+def test_an_llm_without_an_arena_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="transfer_bytes"):
         Prefiller(build(model, transfer_bytes=0), {})
 
