@@ -84,7 +84,7 @@ class EngineLoop:
             stream: as for `Engine.submit`.
 
         Raises:
-            QueueFullError: there would be more than `most` unfinished samples.
+            QueueFullError: there would be more than `max_samples` unfinished samples.
             RequestError: the id is taken.
             UnavailableError: the loop has ended.
         """
