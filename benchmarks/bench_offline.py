@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import environment, save, settle, step_bytes
+from benchmarks.common import PRODUCT_FLOPS_PER_S, environment, prefill_flops, save, settle, step_bytes
 from hybridrt import LLM, SamplingParams
 from hybridrt.config import DTYPES
 
@@ -90,8 +90,10 @@ def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
     for count, length in args.prefill:
         prefill_tokens_per_s(llm, count, length)
         rate = statistics.median(prefill_tokens_per_s(llm, count, length) for _ in range(args.repeats))
-        rows.append({"what": f"prefill {count}x{length}", "tok/s": rate})
-        print(f"{rows[-1]['what']:24} {rate:24.0f} tok/s", flush=True)
+        flops = prefill_flops(runner.model, count, length) * rate / (count * length)
+        rows.append({"what": f"prefill {count}x{length}", "tok/s": rate, "flop/s": flops})
+        share = f"{flops / PRODUCT_FLOPS_PER_S:.1%} of {PRODUCT_FLOPS_PER_S / 1e12:.0f}"
+        print(f"{rows[-1]['what']:24} {rate:24.0f} tok/s  {flops / 1e12:6.0f} TFLOP/s ({share})", flush=True)
     return rows
 
 

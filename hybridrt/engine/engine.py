@@ -15,7 +15,7 @@ from hybridrt.engine.delta_queue import Abandonment, DeltaQueue
 from hybridrt.engine.fold_counts import FoldCounts
 from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar_masks import step_masks
-from hybridrt.engine.limits import EngineLimits, Intake, PreparedPrompt, check_names
+from hybridrt.engine.limits import EngineLimits, Intake, PreparedPrompt, check_arrived, check_names
 from hybridrt.engine.outputs import Delta, EngineCounters
 from hybridrt.engine.prefill_source import PrefillSource
 from hybridrt.engine.prompts import Prompt
@@ -64,6 +64,7 @@ class Engine:
         intake: checks prompts and parameters before they are queued.
         turns: held by the thread that is inside; `with engine.turns:` waits for it, first come, first served.
         sessions: saves parts of the prefix cache to files, and loads them.
+        prefixes: what requests share.
         prefill_source: the PrefillSource that computes the prompts of later requests. None: this engine computes them.
     """
 
@@ -80,7 +81,7 @@ class Engine:
         target: ItlTarget | None = None,
     ) -> None:
         self.executor = executor
-        self._coordinator = coordinator
+        self._coordinator, self.prefixes = coordinator, coordinator.prefixes
         compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self.intake = Intake(limits, tokenizer, compiler, coordinator.check_fits)
         self.target = target
@@ -151,6 +152,7 @@ class Engine:
         *,
         stream: bool = True,
         export_to: range | None = None,
+        export_from: int = 0,
         queue: DeltaQueue | None = None,
     ) -> str:
         """Queues a prompt that this engine has prepared, and returns its id.
@@ -158,6 +160,7 @@ class Engine:
         Args:
             stream: give deltas while the request runs; False gives one delta a sample, at its end.
             export_to: bytes of the executor's arena for state and KV of the prompt, once they are computed.
+            export_from: tokens whose KV is left out there.
             queue: gets the deltas instead of the callers of `step` and `drain`. The engine holds a weak reference: if
                 the queue is garbage collected, the next step aborts the request.
 
@@ -174,17 +177,16 @@ class Engine:
             samples = new_samples(request_id, prepared, seed, self._arrivals, self.intake.tokenizer)
             reader = self._abandoned.watch(self._deltas if queue is None else queue)
             for request in samples:
-                request.stream, request.export_to, request.queue = stream, export_to, reader
-            source = (
-                self.prefill_source if len(prepared.tokens) > 1 and prepared.params.prompt_logprobs is None else None
-            )
+                request.stream, request.queue = stream, reader
+                request.export_to, request.export_from = export_to, export_from
+            source = self.prefill_source if prepared.may_travel else None
             with self._change:
                 self._num_requests += 1
                 self._samples.add(request_id, samples)
                 if source is None:
                     self._samples.queue(request_id, None)
             if source is not None:
-                source.request(request_id, prepared.tokens[:-1])
+                source.request(request_id, prepared.tokens[:-1], prepared.params.cache_salt or "")
         return request_id
 
     def start(self, request_id: str, arrived: PrefixMatch | None = None) -> None:
@@ -199,12 +201,7 @@ class Engine:
         with self.turns.now:
             if not self._samples.waits(request_id):
                 raise RequestError(f"request {request_id!r} does not wait for its prompt to be computed elsewhere")
-            samples = self._samples.of(request_id)
-            if arrived is not None and not 0 < arrived.length < len(samples[0].prompt):
-                raise RequestError(
-                    f"{arrived.length} tokens of a prompt of {len(samples[0].prompt)} have arrived; the last token is "
-                    f"always computed here: pass 1 to {len(samples[0].prompt) - 1}, or None"
-                )
+            check_arrived(arrived, len(self._samples.of(request_id)[0].prompt))
             with self._change:
                 self._samples.queue(request_id, arrived)
 

@@ -12,6 +12,7 @@ from hybridrt.engine.tokenizer import Tokenizer, encode_prompt
 from hybridrt.errors import RequestError, is_text, shown
 from hybridrt.kernels.token_rules import TokenRules
 from hybridrt.mem_cache.memory_plan import MemoryPlan
+from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.runtime.token_rules import any_allowed, make_rules
 from hybridrt.sampling_params import SamplingParams
@@ -38,6 +39,11 @@ class PreparedPrompt:
     rules: TokenRules | None = None
     boundaries: tuple[int, ...] = ()
     matcher: Matcher | None = None
+
+    @property
+    def may_travel(self) -> bool:
+        """All of the prompt but its last token may be computed elsewhere."""
+        return len(self.tokens) > 1 and self.params.prompt_logprobs is None
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,15 @@ class Intake:
         if kept is not None:
             return encode_prompt(self.tokenizer, content, len(content))[-kept:]
         return encode_prompt(self.tokenizer, content, self.limits.max_model_len - 1)
+
+
+def check_arrived(arrived: PrefixMatch | None, num_tokens: int) -> None:
+    """Raises RequestError unless what has been computed elsewhere is a part of a prompt of so many tokens."""
+    if arrived is not None and not 0 < arrived.length < num_tokens:
+        raise RequestError(
+            f"{arrived.length} tokens of a prompt of {num_tokens} have arrived; the last token is always computed "
+            f"here: pass 1 to {num_tokens - 1}, or None"
+        )
 
 
 def _check_constants(params: SamplingParams, rules: TokenRules | None) -> None:
