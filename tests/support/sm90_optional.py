@@ -96,6 +96,8 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     kda = {"qkv": meta(B, T, wide), "states": f32(SLOTS, H, P, N)} | conv(wide) | step | tokens | raw
     yield "gdn_decode", kda, {"bias": meta(wide)} | stored
     yield "gdn_decode", kda | {name: kda[name][:, :1] for name in ("qkv", "a", "b")}, {"bias": meta(wide)}
+    channels = {"values": RING["values"], "keys": meta(SLOTS, H, 16, N), "gates": f32(SLOTS, H, 16, N)}
+    yield "gdn_decode", kda | channels | CURSORS, {"bias": meta(wide)}
     sums = {"states": f32(SLOTS, H)} | SLOT_ARGS
     yield "prefix_sum_varlen", sums | {"x": meta(TOKENS, H), "query_start_loc": STARTS}, {}
     stored_sums = {"stored": f32(SLOTS, T, H), "rows": ROWS}
@@ -105,6 +107,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     layers = {name: part[None] for name, part in ({"states": f32(SLOTS, H, P, N)} | RING).items()}
     folds = {"folds": RingFolds(ROWS, ROWS, ROWS, ROWS, int32(1), ROWS)}
     yield "fold_ring", layers | folds | {"A": None}, {"A": f32(1, H)}
+    yield "fold_ring", layers | folds | {name: part[None] for name, part in channels.items()} | {"A": None}, {}
     commit = {"state_slots": ROWS, "rows": ROWS, "accepted": ROWS}
     pools = {"states": f32(2, SLOTS, H, P, N), "stored": f32(2, SLOTS, T, H, P, N)}
     yield "commit_intermediate", commit | pools, {}
