@@ -142,6 +142,7 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     yield "gated_rms_norm", {"x": x, "weight": weight, "eps": 1e-5} | grouped, {"norm_before_gate": False}
     yield "gated_rms_norm", {"x": x, "weight": weight, "eps": 1e-5} | grouped | {"activation": "sigmoid"}, {}
     yield from ((op, {"x": x}, {}) for op in ("silu_and_mul", "relu2"))
+    yield "clamped_silu_and_mul", {"x": x, "limit": 4.0}, {}
     yield "sigmoid_mul", {"x": x, "gate": x}, {}
     for tokens in (1, 3):
         linear = {"x": meta(tokens, 64), "weight": meta(32, 64), "bias": None}
@@ -156,6 +157,7 @@ def others() -> Iterator[tuple[str, Args, Args]]:
         picks = {"ids": int32(tokens, 2), "weights": f32(tokens, 2), "x": meta(tokens, 64)}
         gated = {"w_up": meta(8, 64, 64), "w_down": meta(8, 64, 32), "activation": "silu", "gated": True}
         yield "fused_experts", picks | gated, {"w_up": meta(8, 32, 64), "activation": "relu2", "gated": False}
+        yield "fused_experts", picks | gated | {"limit": 4.0}, {}
     filters = {"top_k": ROWS, "top_p": f32(B), "min_p": f32(B), "bitmask": int32(B, vocabulary // 32 + 1)}
     counted = Penalties(f32(B), f32(B), f32(B), int32(B, vocabulary), flags(B, vocabulary))
     logits = {"logits": meta(B, vocabulary), "temperature": f32(B)}
