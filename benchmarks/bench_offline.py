@@ -3,17 +3,19 @@
     python -m benchmarks.bench_offline benchmarks/configs/falcon-h1-7b --batches 1,32,128,256 --prefill 1x8192
 
 Weights are seeded random numbers from config.json alone. A decode step is the slope between two generation lengths
-while all requests decode: (time at 144 tokens - time at 16 tokens) / 128, median of `--repeats`.
+while all requests decode: (time at 144 tokens - time at 16 tokens) / 128, median of `--repeats`. `slowest` is the
+slowest step over the median step, each step the fastest of the repeats: they repeat the same steps.
 """
 
 import argparse
 import statistics
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from benchmarks.common import environment, save, settle, step_bytes
+from benchmarks.common import PRODUCT_FLOPS_PER_S, environment, prefill_flops, save, settle, step_bytes
 from hybridrt import LLM, SamplingParams
 from hybridrt.config import DTYPES
 
@@ -26,26 +28,40 @@ def prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[list[int
     return torch.randint(3, vocab, (count, length), generator=generator).tolist()
 
 
-def decode_ms(llm: LLM, batch: int, context: int, params: SamplingParams) -> float:
-    """Milliseconds of a decode step of `batch` requests around `context` tokens of context."""
+def decode_ms(
+    llm: LLM, batch: int, context: int, params: SamplingParams, each: list[list[float]] | None = None
+) -> float:
+    """Milliseconds of a decode step of `batch` requests around `context` tokens of context. Adds those of each step to
+    `each`."""
     engine = llm.engine
     length = max(context - (FIRST + LAST) // 2, 1)
     ids = [engine.add_request(p, params) for p in prompts(batch, length, llm.model_config.vocab_size)]
     fewest = run_until(llm, ids, FIRST)
-    start = time.perf_counter()
-    steps = run_until(llm, ids, fewest + LAST - FIRST) - fewest
-    elapsed = time.perf_counter() - start
+    ends = [time.perf_counter()]
+    steps = run_until(llm, ids, fewest + LAST - FIRST, ends) - fewest
+    elapsed = ends[-1] - ends[0]
+    if each is not None:
+        each.append([(end - start) * 1e3 for start, end in pairwise(ends)])
     for request in ids:
         engine.abort(request)
     engine.drain()
     return elapsed / steps * 1e3
 
 
-def run_until(llm: LLM, ids: list[str], tokens: int) -> int:
-    """Steps until every request has `tokens` tokens; returns the fewest that any has then."""
+def run_until(llm: LLM, ids: list[str], tokens: int, ends: list[float] | None = None) -> int:
+    """Steps until every request has `tokens` tokens; returns the fewest that any has then. Adds the time at which each
+    step ended to `ends`."""
     while (fewest := min(llm.engine.gained(request) or 0 for request in ids)) < tokens:
         llm.engine.step()
+        if ends is not None:
+            ends.append(time.perf_counter())
     return fewest
+
+
+def slowest(each: list[list[float]]) -> float:
+    """The slowest step over the median one, of [repeats][steps] times."""
+    best = [min(times) for times in zip(*each)]
+    return max(best) / statistics.median(best)
 
 
 def prefill_tokens_per_s(llm: LLM, count: int, length: int) -> float:
@@ -62,17 +78,22 @@ def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
     executor: Any = llm.engine.executor
     runner = executor if args.tp == 1 else executor.runner
     for batch in args.batches:
-        times = [decode_ms(llm, batch, args.ctx, params) for _ in range(args.repeats)]
+        each = list[list[float]]()
+        times = [decode_ms(llm, batch, args.ctx, params, each) for _ in range(args.repeats)]
         ms = statistics.median(times)
         floor = step_bytes(runner.model, runner.pools, batch, args.ctx).floor_ms()
-        rows.append({"what": f"decode batch {batch}", "ms": ms, "tok/s": batch / ms * 1e3, "floor_ms": floor})
+        rows.append({"what": f"decode batch {batch}", "ms": ms, "tok/s": batch / ms * 1e3, "floor_ms": floor,
+                     "slowest": slowest(each)})  # fmt: skip
         print(f"{rows[-1]['what']:24} {ms:9.3f} ms {batch / ms * 1e3:10.0f} tok/s  floor {floor:7.3f} ms "
-              f"({floor / ms:5.1%})  spread {max(times) - min(times):.3f}", flush=True)  # fmt: skip
+              f"({floor / ms:5.1%})  spread {max(times) - min(times):.3f}  slowest {slowest(each):.3f}",
+              flush=True)  # fmt: skip
     for count, length in args.prefill:
         prefill_tokens_per_s(llm, count, length)
         rate = statistics.median(prefill_tokens_per_s(llm, count, length) for _ in range(args.repeats))
-        rows.append({"what": f"prefill {count}x{length}", "tok/s": rate})
-        print(f"{rows[-1]['what']:24} {rate:24.0f} tok/s", flush=True)
+        flops = prefill_flops(runner.model, count, length) * rate / (count * length)
+        rows.append({"what": f"prefill {count}x{length}", "tok/s": rate, "flop/s": flops})
+        share = f"{flops / PRODUCT_FLOPS_PER_S:.1%} of {PRODUCT_FLOPS_PER_S / 1e12:.0f}"
+        print(f"{rows[-1]['what']:24} {rate:24.0f} tok/s  {flops / 1e12:6.0f} TFLOP/s ({share})", flush=True)
     return rows
 
 

@@ -27,7 +27,7 @@ from tests.support.kernel_cases import DecodeRows, Prompts
 
 STATE_DTYPES = (torch.bfloat16, torch.float32)
 ROTATED_BYTES = 1 << 28  # an operation's tensors differ until this much has gone by: several times any cache
-MOST_COPIES, PAGE, RING = 16, 16, 16  # RING: columns of a state ring, on the average half full
+MAX_COPIES, PAGE, RING = 16, 16, 16  # RING: columns of a state ring, on the average half full
 
 Args = dict[str, Any]
 
@@ -66,7 +66,7 @@ class Case:
     @property
     def copies(self) -> int:
         """Sets of arguments to go around."""
-        return int(min(max(ROTATED_BYTES // max(self.bytes, 1.0), 2), MOST_COPIES)) if self.bytes else 1
+        return int(min(max(ROTATED_BYTES // max(self.bytes, 1.0), 2), MAX_COPIES)) if self.bytes else 1
 
 
 Cases = Callable[[ModelConfig, Load, str], Iterator[Case]]

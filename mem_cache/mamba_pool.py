@@ -80,6 +80,11 @@ class MambaPoolSpec:
         if self.mode == "replay":
             check_replay(shape.kind for shape in self.groups)
 
+    @property
+    def phases_apart(self) -> int:
+        """In how many columns a ring may begin, and so over how many steps folds can be spread."""
+        return ring_width(self.tokens_per_step) - self.tokens_per_step + 1
+
     def slot_shapes(self, shape: StateShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Tensors that a layer keeps per state slot."""
         conv = (shape.conv_dim, shape.conv_width(self.tokens_per_step))
@@ -193,10 +198,15 @@ class MambaPool:
         """The K - 1 raw conv inputs before `positions`, oldest first: [n, conv_dim, K - 1]."""
         return conv_window(self._caches[layer_id].conv, slots, positions, self._shapes[layer_id].conv_kernel)
 
-    # -- whose state lies where ---------------------------------------------------------------------------------
+    # -- moving state between slots and rings ------------------------------------------------------------------
 
-    def admit(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] int64 each."""
+    def admit(self, rows: torch.Tensor, slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
+        """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] int64 each.
+
+        Args:
+            phases: [n] non-negative integers. Rows that advance alike fold in different steps if theirs differ modulo
+                `MambaPoolSpec.phases_apart`; None: 0.
+        """
         check_range("rows", rows, self.num_rows + 1)
         check_range("slots", slots, self.num_slots + 1)
         for _, cache in self.stacks:
@@ -204,6 +214,8 @@ class MambaPool:
                 _as_words(tensor).index_fill_(1, slots, 0)
         self.row_slots[rows] = slots.int()
         self._empty_rings(rows)
+        if phases is not None:
+            self.ring_start[rows] = (phases % self.spec.phases_apart).int()
 
     def donate(self, rows: torch.Tensor) -> torch.Tensor:
         """Takes the slots from `rows`, each with the row's whole state in it, and returns them: [n] int32. The rows own

@@ -15,7 +15,7 @@ from hybridrt.models.kimi_linear import KimiLinearForCausalLM
 
 
 class BailingHybridForCausalLM(KimiLinearForCausalLM):
-    """Ling 3, as transformers names it. Its prediction head stands in the checkpoint as one layer more."""
+    """Ling 3, as transformers names it. Its prediction head is one more layer in the checkpoint."""
 
     gated: ClassVar[bool] = True
     spellings: ClassVar[dict[str, str]] = {

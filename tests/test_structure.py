@@ -90,7 +90,7 @@ def test_imports_point_one_way(module: str) -> None:
                 assert known, f"{module} imports {imported}: kernels know nothing but errors and each other"
 
 
-def test_the_walk_sees_every_kind_of_import(tmp_path: Path) -> None:
+def test_the_walk_finds_every_kind_of_import(tmp_path: Path) -> None:
     file = tmp_path / "x.py"
     file.write_text(
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hybridrt.engine import llm\n"

@@ -44,15 +44,15 @@ class EngineLoop:
 
     Args:
         deliver: takes each StepMessage, in the loop's thread. It must not wait.
-        most: samples that may be unfinished at a time, those that wait in the queue included.
+        max_samples: samples that may be unfinished at a time, those that wait in the queue included.
 
     Attributes:
         error: why the loop has ended; None while it runs, and after `close`.
     """
 
-    def __init__(self, engine: Engine, deliver: Callable[[StepMessage], None], most: int) -> None:
+    def __init__(self, engine: Engine, deliver: Callable[[StepMessage], None], max_samples: int) -> None:
         self.error: UnavailableError | None = None
-        self.most = most
+        self.max_samples = max_samples
         self._engine = engine
         self._deliver = deliver
         # SimpleQueue.put may be called within itself, by a finalizer that the collector runs: `abort` relies on it.
@@ -94,10 +94,10 @@ class EngineLoop:
                 raise self.error or UnavailableError("the engine is closed; build a new one")
             if request_id in self._unfinished:
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
-            if self._count + n > self.most:
+            if self._count + n > self.max_samples:
                 raise QueueFullError(
-                    f"{self._count} samples run or wait, the request asks for {n} more, and {self.most} may be there "
-                    "at a time: try again later"
+                    f"{self._count} samples run or wait, the request asks for {n} more, and {self.max_samples} may be "
+                    "there at a time: try again later"
                 )
             metrics = RequestMetrics(prompt_tokens=len(prepared.tokens), arrival_time=time.monotonic())
             self._unfinished[request_id] = set(range(n)), metrics

@@ -15,7 +15,7 @@ from hybridrt.mem_cache.radix_node import Node
 from hybridrt.mem_cache.seen_texts import SeenTexts
 
 GRID = 16
-MOST_SAVES = 3
+MAX_SAVES = 3
 
 
 class PrefixStore:
@@ -52,6 +52,30 @@ class PrefixStore:
             return PrefixMatch()
         return self.tree.match(request.ids, request.params.cache_salt or "")
 
+    def held(self, tokens: np.ndarray, salt: str) -> int:
+        """How many of a prompt's first tokens [n] int32 have KV here, in whole pages, with a state behind them or
+        without. They count as used just now."""
+        if not self.keeps or not self.tree.page_size:
+            return 0
+        held, _ = self.tree.held(tokens, salt)
+        self.tree.lock(held)
+        self.tree.unlock(held)
+        return held.length
+
+    def holds(self, tokens: np.ndarray, salt: str) -> bool:
+        """Whether a request that begins with these tokens [n] int32 would have to compute none of them."""
+        return self.keeps and self.path(tokens, salt)[0].length == len(tokens)
+
+    def arrived(self, request: Request) -> PrefixMatch | None:
+        """What has come from elsewhere for a request, with those pages of the cache that were left out there. None:
+        nothing has come, or these pages have been evicted since."""
+        found = request.arrived
+        if found is None or not found.staged_from:
+            return found
+        known = request.ids[: found.staged_from + self.tree.lookahead]
+        held, _ = self.tree.held(known, request.params.cache_salt or "")
+        return replace(found, pages=held.pages, node=held.node) if held.length == found.staged_from else None
+
     def expect(self, request: Request) -> None:
         """The request waits: what it would match now is kept for it, as far as room allows."""
         self.tree.expect(self.match(request), request.arrival)
@@ -87,10 +111,14 @@ class PrefixStore:
     def admitted(self, request: Request, match: PrefixMatch) -> None:
         """Counts a match, and chooses where the rest of the prompt leaves states: at its last place on the grid, where
         another prompt's path leaves it, and at marked boundaries, the last ones first."""
-        prompt = len(request.prefill_tokens)
+        prompt = request.prefill_end
         if not request.metrics.retractions:
             request.metrics.admission_time = time.monotonic()
-        if match.staged is None and not request.metrics.retractions:
+        if match.staged is not None and not request.metrics.retractions:
+            request.metrics.cached_tokens = match.staged_from
+            self.counts.asked += prompt
+            self.counts.hit += match.staged_from
+        elif not request.metrics.retractions:
             request.metrics.cached_tokens = match.length
             self.counts.asked += prompt
             self.counts.hit += match.length
@@ -104,7 +132,7 @@ class PrefixStore:
         if self.keeps and self._slots.total:
             ends = (prompt - 1, match.known, *sorted(request.boundaries, reverse=True))
             grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
-            request.save_at = tuple([end for end in grid if end > match.length][:MOST_SAVES])
+            request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
         """Where a chunk from `start` to `end` ends at best: a state that is saved is that before one of its tokens."""
@@ -126,7 +154,7 @@ class PrefixStore:
         request.shared = True
         if not self.keeps:
             return
-        ids = request.ids[: len(request.prefill_tokens)]
+        ids = request.ids[: request.prefill_end]
         taken, node = self._insert(request, ids, request.saves)
         self._pages.lock(taken.pages)
         request.given.update(taken.pages)

@@ -8,7 +8,7 @@ from typing import Any
 from hybridrt.config import AttentionConfig, LatentConfig
 from hybridrt.config_fields import CHUNK, DT_LIMIT, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG
-from hybridrt.errors import ConfigError
+from hybridrt.errors import ConfigError, shown
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba2 import Mamba2Config
 
@@ -81,7 +81,8 @@ def latent_attention(hf: Any, rotary: bool) -> AttentionConfig:
         # Published files have the share of a whole head that is rotated, and qk_rope_head_dim is that part already.
         rope.pop("partial_rotary_factor", None)
     if rope and rope.get("rope_type", "default") != "default":
-        raise ConfigError(f"rope_type is {rope['rope_type']!r}; hybridrt runs latent attention with 'default' only")
+        found = shown(rope["rope_type"])
+        raise ConfigError(f"rope_type is {found}; hybridrt runs latent attention with 'default' only")
     query_rank = getattr(hf, "q_lora_rank", None)
     latent = LatentConfig(rank, hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim, query_rank)
     scale = (latent.nope_dim + latent.rope_dim) ** -0.5

@@ -54,7 +54,7 @@ def with_gates(inputs: DeltaInputs, weights: GateWeights | None) -> DeltaInputs:
     return inputs._replace(g=g, beta=beta)
 
 
-@operation(by("triton"), by("fla", priority=5))
+@operation(by("triton"), by("fla", priority=5, needs_host=True))
 def chunk_gated_delta_rule(
     inputs: DeltaInputs, state: StateSlots, prompts: Prompts, weights: GateWeights | None = None
 ) -> Tensor:

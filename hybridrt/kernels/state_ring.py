@@ -10,14 +10,17 @@ in a ring of W columns per running request, the oldest in column `start`:
                                                                   key in Kimi Delta Attention
 
 values and keys in the model's dtype, gates in float32. A step reads its outputs from checkpoint and ring and enters its
-T tokens at columns (start + length + t) mod W; the state itself is not written. At the step's end `advance_ring`
-commits the accepted ones, and rows with no room for another step of the widest kind (length + widest > W) are folded,
-in every layer at once (`fold_ring`):
+T tokens at columns start + length + t; the state itself is not written. At the step's end `advance_ring`
+commits the accepted ones, and rows with no room for another step of the widest kind (start + length + widest > W) are
+folded, in every layer at once (`fold_ring`), and begin again at column 0:
 
     S <- exp(a_1 + ... + a_n) S + sum_i w_i exp(a_{i+1} + ... + a_n) value_i key_i^T
 
 with a_i = A dt_i and w_i = dt_i in Mamba-2, a_i = log of the decay and w_i = 1 in the Gated Delta Net. In Kimi Delta
 Attention a_i is a row [N] and decays the columns of S and the channels of keys.
+
+A row is admitted with a start in [0, W - widest]. Rows that are admitted together and advance alike fold in the same
+step if their starts are equal, and in W - widest + 1 different steps if these are spread.
 """
 
 from dataclasses import dataclass
@@ -88,8 +91,8 @@ def advance_ring(
     """
     row = rows.long()
     oldest, entries = start[row], length[row] + accepted
-    full = (accepted > 0) & (entries + widest > width)
-    start[row] = torch.where(full, (oldest + entries) % width, oldest)
+    full = (accepted > 0) & (oldest + entries + widest > width)
+    start[row] = torch.where(full, 0, oldest)
     length[row] = torch.where(full, 0, entries)
     order = torch.argsort(full, descending=True, stable=True)
     count = full.sum(dtype=torch.int32).view(1)

@@ -31,8 +31,8 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
         row = tl.load(rows_ptr + b, mask=live, other=0)
         start = tl.load(start_ptr + row, mask=live, other=0)
         entries = tl.load(length_ptr + row, mask=live, other=0) + accepted
-        full = live & (entries + WIDEST > W)
-        tl.store(start_ptr + row, tl.where(full, (start + entries) % W, start), mask=live)
+        full = live & (start + entries + WIDEST > W)
+        tl.store(start_ptr + row, tl.where(full, 0, start), mask=live)
         tl.store(length_ptr + row, tl.where(full, 0, entries), mask=live)
         place = count + tl.cumsum(full.to(tl.int32)) - 1
         tl.store(fold_slots_ptr + place, tl.load(slots_ptr + b, mask=full, other=-1), mask=full)

@@ -79,7 +79,7 @@ class ExpertsMethod(Method, ABC):
     """A stack of experts: up [E, rows, in], down [E, in, size].
 
     Args:
-        count: E. rows: of up: `size`, or twice as many where a gate stands before it.
+        count: E. rows: of up: `size`, or twice as many with the rows of a gate before it.
     """
 
     @abstractmethod

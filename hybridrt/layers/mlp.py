@@ -37,7 +37,7 @@ class MLP(nn.Module):
         self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """MLP of norm(x + residual), and x + residual. Of the batch only experts want to know more."""
+        """MLP of norm(x + residual), and x + residual. Only experts use the batch."""
         h, residual = norm_linear(norm, self.up, x, residual, self.activation)
         return self.down.onto(residual, self._clamped(h))
 

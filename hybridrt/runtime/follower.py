@@ -100,7 +100,7 @@ def _serve(leader: Leader, comm: Communicator) -> None:
         runner = ModelRunner(replace(config, device=str(comm.device)), tp=TPGroup(comm.rank, comm.size, comm))
         while (message := leader.receive()) is not None:
             runner.launch(message) if isinstance(message, StepPlan) else message(runner)
-        runner.graphs.clear()
+        runner.drop_graphs()
         del runner
         comm.barrier()
     leader.leave()

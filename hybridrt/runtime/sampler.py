@@ -62,7 +62,7 @@ def _bits(params: SamplingParams) -> int:
 
 
 class RowRequirements:
-    """What the requests of all rows want of a step's sampling, by request row, on the host."""
+    """Which parts of sampling the requests of all rows use, by request row, on the host."""
 
     def __init__(self, num_rows: int) -> None:
         self._bits = np.zeros(num_rows + 1, np.uint8)

@@ -172,9 +172,10 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
 def _params(service: Service, body: ChatRequest) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs goes with logprobs: set logprobs to true", "top_logprobs")
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     # None: as many as the model has room for.
-    return service.sampling_params(body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return service.sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
 
 
 def conversation_of(body: ChatFields) -> Conversation:

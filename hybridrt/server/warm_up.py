@@ -32,20 +32,20 @@ _DECODED = 64  # output tokens of the requests beside which prompts are timed
 async def warm_up(llm: AsyncLLM) -> None:
     """On a GPU, prefills of one token to a whole step's, alone and together, each with every kind of sampling. With
     `target_itl_ms`, steps are then timed, whose kernels are compiled by now."""
-    most = llm.llm.plan.max_model_len - _OUTPUT - 1
+    max_prompt = llm.llm.plan.max_model_len - _OUTPUT - 1
     if llm.llm.device.type == "cuda":
-        await _compile(llm, most)
+        await _compile(llm, max_prompt)
     else:
         await llm.complete([0], SamplingParams(max_tokens=_OUTPUT))  # shows that the engine works
     if llm.llm.config.target_itl_ms is not None:
         sizes = _PROMPTS if llm.llm.device.type == "cuda" else _PROMPTS[:3]
-        await _time_steps(llm, [size for size in sizes if size <= most])
+        await _time_steps(llm, [size for size in sizes if size <= max_prompt])
 
 
-async def _compile(llm: AsyncLLM, most: int) -> None:
+async def _compile(llm: AsyncLLM, max_prompt: int) -> None:
     """Requests of up to `most` prompt tokens."""
-    chunk = min(llm.llm.config.chunked_prefill_size, most)
-    lengths = sorted({min(n, most) for n in (1, 15, 16, 100, 512, chunk, chunk + 1)} - {0})
+    chunk = min(llm.llm.config.chunked_prefill_size, max_prompt)
+    lengths = sorted({min(n, max_prompt) for n in (1, 15, 16, 100, 512, chunk, chunk + 1)} - {0})
     works = [(n, SamplingParams(max_tokens=_OUTPUT, ignore_eos=True, **d)) for n, d in product(lengths, _DRAWS)]
     for length, params in works[:: len(_DRAWS)]:  # alone
         await llm.complete([0] * length, params)

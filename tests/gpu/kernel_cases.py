@@ -109,8 +109,8 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
     if "lightning" in config.linear:
         for mode, n in modes:
             yield f"mamba2_decode {mode} {n}", lambda mode=mode, n=n: kernels.lightning_decode(rows(n), mode)
-        rates = kernels.lightning_heads(shapes[0].temporal[0])["A"]
-        yield "fold_ring", lambda: kernels.fold(rows(1), torch.ones_like, rates)
+        heads = shapes[0].temporal[0]
+        yield "fold_ring", lambda: kernels.fold(rows(1), torch.ones_like, kernels.lightning_heads(heads)["A"])
         yield "mamba2_chunk_scan", lambda: kernels.lightning_chunk_scan(Prompts(shapes[0], 128))
     if "kda" in config.linear:
         for mode, n in modes:
@@ -160,6 +160,7 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
     yield "sample", partial(others.draws, config, False)
     yield "sample filtered", partial(others.draws, config, True)
     yield "greedy", partial(others.greedy, config)
+    yield "apply_token_rules", partial(others.token_rules, config)
     if config.architecture.startswith("Falcon"):
         yield "silu_and_mul", partial(others.elementwise, "silu_and_mul", 2 * config.hf.intermediate_size, 40)
         yield "skinny_linear silu", partial(others.skinny_linear, config, 1, "silu_and_mul", True)

@@ -96,7 +96,7 @@ def test_blocks_of_an_answer(talker: tuple[Served, Scripted]) -> None:
     assert got.stop_reason == "tool_use"
 
 
-def test_a_conversation_goes_on_with_its_own_blocks(talker: tuple[Served, Scripted]) -> None:
+def test_a_conversation_continues_with_its_own_blocks(talker: tuple[Served, Scripted]) -> None:
     """The template sees the system prompt, the assistant's message, and results of tools as messages."""
     served, model = talker
     model.say(SAID)
@@ -124,7 +124,7 @@ def test_a_conversation_goes_on_with_its_own_blocks(talker: tuple[Served, Script
     assert counted.input_tokens == expected
 
 
-def test_an_answer_goes_on_with_the_last_message(talker: tuple[Served, Scripted]) -> None:
+def test_an_answer_continues_the_last_message(talker: tuple[Served, Scripted]) -> None:
     served, model = talker
     model.say(" there")
     asked: Any = [*HELLO, {"role": "assistant", "content": "Hello"}]

@@ -93,7 +93,7 @@ def test_items_of_an_answer(talker: tuple[Served, Scripted]) -> None:
     assert got.usage is not None and got.usage.output_tokens_details.reasoning_tokens > 0
 
 
-def test_a_conversation_goes_on_with_its_own_items(talker: tuple[Served, Scripted]) -> None:
+def test_a_conversation_continues_with_its_own_items(talker: tuple[Served, Scripted]) -> None:
     """What was answered is input of the next request, and the template sees one message of the assistant."""
     served, model = talker
     model.say(SAID)

@@ -1,4 +1,4 @@
-"""Structured output over HTTP: every field that asks for it, the official client's parser, and schemas of any kind."""
+"""Structured output over HTTP: every field for it, the official client's parser, and schemas of any kind."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 
 
 class City(BaseModel):
-    """What a client wants to read."""
+    """What a client parses the answer into."""
 
     model_config = {"extra": "forbid"}
     name: str = Field(max_length=6)
@@ -34,7 +34,7 @@ def test_the_clients_parser_reads_what_the_server_writes(served: Served) -> None
         assert stream.get_final_completion().choices[0].message.parsed == parsed
 
 
-def test_every_field_that_asks_for_a_form(served: Served) -> None:
+def test_every_field_of_structured_outputs(served: Served) -> None:
     schema = SCHEMAS[24] | COMPACT
     forms: list[dict[str, Any]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}},
@@ -118,3 +118,16 @@ def test_a_grammar_that_exceeds_a_limit_later_is_the_callers_error(served: Serve
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "structured_outputs", answer.text
     stream = served.post("/v1/completions", body | {"stream": True}).text
     assert '"invalid_request_error"' in stream and "cannot be followed any further" in stream
+
+
+def test_fields_that_forbid_every_token_are_the_callers_error(served: Served) -> None:
+    """Known before the request is queued, or behind some of its output."""
+    (g,) = served.post("/tokenize", {"prompt": "g"}).json()["tokens"]
+    body = {"prompt": "x", "max_tokens": 9, "allowed_token_ids": [g]}
+    answer = served.post("/v1/completions", body | {"bad_words": ["g"]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "allowed_token_ids"), answer.text
+    for later in ({"bad_words": ["gg"]}, {"guided_regex": "gb"}):
+        answer = served.post("/v1/completions", body | later)
+        assert answer.status_code == 400 and "no token is left" in answer.text, answer.text
+        stream = served.post("/v1/completions", body | later | {"stream": True}).text
+        assert '"invalid_request_error"' in stream and "no token is left" in stream

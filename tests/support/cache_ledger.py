@@ -28,7 +28,7 @@ def check_tree(tree: RadixCache, pages: SlotAllocator, states: SlotAllocator) ->
     nodes = list(tree.nodes())
     held = [page for node in nodes for page in (*node.pages, *([node.tail] if node.tail else ()))]
     for pool, mine in ((pages, held), (states, [node.state for node in nodes if node.state is not None])):
-        assert not [entry for entry, times in Counter(mine).items() if times > 1], "an entry stands in the tree twice"
+        assert not [entry for entry, times in Counter(mine).items() if times > 1], "an entry is in the tree twice"
         assert sorted(mine) == sorted(cached(pool)), f"the tree has {sorted(mine)}; {pool!r}"
     return nodes
 

@@ -22,7 +22,7 @@ FIVE = SamplingParams(max_tokens=5, ignore_eos=True, seed=1)
 class FakeRunner(MockExecutor):
     """What LLM expects of hybridrt.runtime.model_runner.ModelRunner."""
 
-    device = torch.device("cuda")  # never touched: says that steps run while the host goes on
+    device = torch.device("cuda")  # never touched: steps run beside the host
 
     def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
         rows = config.max_running_requests or 4
