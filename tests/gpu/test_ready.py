@@ -1,4 +1,4 @@
-"""Ready means ready: once /ready answers 200, no kernel is compiled and no device memory is allocated, whatever comes."""
+"""Ready means ready: once /ready answers 200, no kernel is compiled and no device memory is allocated."""
 
 import asyncio
 import random
