@@ -82,6 +82,7 @@ class LLM:
         linear_attn_backend: str = "auto",
         cuda_graph: bool = True,
         cuda_graph_max_bs: int | None = None,
+        cuda_graph_prompts: bool = True,
         overlap: bool = True,
         speculative: SpeculativeConfig | None = None,
         tp_size: int = 1,

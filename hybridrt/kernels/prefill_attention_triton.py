@@ -206,10 +206,11 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
     out[sum(query_lens) :].zero_()
     if not any(query_lens):
         return out
-    blocks = key_blocks(query_lens, batch.seq_lens_host, sliding_window)
     many = sum(query_lens) * groups >= GATHER_FROM * len(query_lens)
+    # A graph knows no lengths that the copy could be as large as.
+    blocks = key_blocks(query_lens, batch.seq_lens_host, sliding_window) if many and batch.seq_lens_host else []
     copied = 2 * BLOCK_N * sum(blocks) * kv_heads * width_of(dim) * q.element_size()
-    gathered = not rope and ample(q) and many and copied <= MAX_GATHERED
+    gathered = bool(blocks) and not rope and ample(q) and copied <= MAX_GATHERED
     tile = tile_of(q, dim, kv_heads, query_lens, gathered)
     sources = KeySources(k_cache, v_cache, k_cache[..., dim:] if rope else None)
     if gathered:

@@ -131,7 +131,8 @@ class StateRing(NamedTuple):
     """Inputs of each row's tokens since its state was written, of one layer (`state_ring.py`).
 
     Attributes:
-        values: [R+1, H, W, P]; keys: [R+1, G, W, N]; gates: [R+1, H, W] float32.
+        values: [R+1, H, W, P]; keys: [R+1, G, W, N]; gates: [R+1, H, W] float32, or [R+1, H, W, N] in Kimi Delta
+            Attention.
         rows: [B] ring of each row.
         start, length: [B] column of its oldest entry and number of its entries, at the head of the step.
     """
@@ -307,14 +308,15 @@ class AttentionPrompts(NamedTuple):
         rows: [B] request rows.
         query_start_loc: [B+1] int32; row b has the tokens from query_start_loc[b] to query_start_loc[b + 1].
         seq_lens: [B] int32 length that counts the new tokens.
-        query_lens, seq_lens_host: new tokens and lengths, on the host.
+        query_lens, seq_lens_host: new tokens and lengths, on the host. In a graph seq_lens_host is None, and
+            query_lens has one row with all T tokens: bounds of what the rows have on the device.
     """
 
     rows: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
     query_lens: Sequence[int]
-    seq_lens_host: Sequence[int]
+    seq_lens_host: Sequence[int] | None
 
 
 class KVPlaces(NamedTuple):

@@ -27,6 +27,7 @@ from hybridrt.models.loader import fill_dummy, has_own_head, load_weights
 from hybridrt.models.registry import model_class
 from hybridrt.runtime.drafting import draft_needs
 from hybridrt.runtime.host_memory import free_host_memory
+from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS
 from hybridrt.runtime.prompt_logprobs import prompt_logprob_bytes
 from hybridrt.runtime.sampler import SamplingTable
 
@@ -265,7 +266,10 @@ def _table_length(config: EngineConfig, target: RunTarget, max_len: int) -> int:
 
 def graph_bytes(config: EngineConfig, target: RunTarget) -> int:
     """The graphs' logits, their largest static buffers."""
-    tokens = graph_rows(config, target) * sum(step_widths(config))
+    rows = graph_rows(config, target)
+    tokens = rows * sum(step_widths(config))
+    if rows and config.cuda_graph_prompts:
+        tokens += min(DECODE_ROWS[-1], rows) + PROMPT_ROWS
     return tokens * target.model_config.vocab_size * target.dtype.itemsize
 
 

@@ -141,7 +141,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Memory that the device has left; 0 where graphs take none of it."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
@@ -203,14 +203,14 @@ class GraphRunner:
     def capture(self, progress: bool = False, sizes: Sequence[int] = ()) -> None:
         """Records every bucket, or those of `sizes`; the largest first: smaller ones reuse its memory. How much memory
         that takes stands at the end of the bar, and in `captured_bytes`."""
-        free = _free_bytes(self.model.device)
+        free = free_bytes(self.model.device)
         with tqdm(sorted(sizes or buckets(self.max_bs))[::-1], desc="capturing graphs", disable=not progress) as bar:
             for bs in bar:
                 self._upload(NO_ROWS, NO_INTEGERS)
                 self._prepare(bs, 0, None)
                 self._replays[bs] = self.recorder(self._bind(bs))
                 insort(self._sizes, bs)
-                self.captured_bytes = free - _free_bytes(self.model.device)
+                self.captured_bytes = free - free_bytes(self.model.device)
                 bar.set_postfix_str(f"{self.captured_bytes / 2**30:.2f} GiB")
 
     def bucket(self, rows: int) -> int | None:

@@ -55,7 +55,7 @@ def make_batch(
 
 def spec_info_of(sections: Sections, tokens: int, tree: bool) -> SpecInfo | None:
     """What a step of T `tokens` a row says of its drafts; None if T is 1. The masks of trees are filled by
-    `TokenInputs.fill_decode`."""
+    `fill_decode`."""
     if tokens == 1:
         return None
     num_drafts = sections["num_drafts"]

@@ -7,6 +7,7 @@ that follows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -113,6 +114,8 @@ class MockHandle:
 class MockExecutor:
     """`late`: how many launched steps it leaves undone until their results are asked for. `replay`: what rows decode
     becomes part of their slots when these are donated or exported, and now and then."""
+
+    pools = SimpleNamespace(req_to_token=SimpleNamespace(mamba_pool=None))  # an engine counts no folds of it
 
     def __init__(
         self, *, num_rows: int, num_slots: int, num_pages: int, page_size: int, vocab: int, late: int = 0,
