@@ -21,8 +21,8 @@ class Talks:
         self.random, self.window = random.Random(seed), window
         self.rig = Rig(
             rows=4, slots=9, pages=90, page_size=self.random.choice((1, 2, 4)), max_model_len=LENGTH, chunk=12, late=1,
-            drafts=seed % 2 * 3, replay=True, cache=True, grid=4, host=None if window else (120, 12), copy_delay=seed % 5,
-            sliding_window=window,
+            drafts=seed % 2 * 3, replay=True, cache=True, grid=4, host=None if window else (120, 12),
+            copy_delay=seed % 5, sliding_window=window,
         )  # fmt: skip
         self.histories: list[list[int]] = [[]]
         self.open: dict[str, tuple[list[int], SamplingParams]] = {}
