@@ -18,7 +18,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.common import environment, prompts, save, settle, step_bytes
+from benchmarks.common import PRODUCT_FLOPS_PER_S, environment, prefill_flops, prompts, save, settle, step_bytes
 from benchmarks.short_prompts import measure_short
 from hybridrt import LLM, SamplingParams
 from hybridrt.config import DTYPES
@@ -88,8 +88,10 @@ def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
     for count, length in args.prefill:
         prefill_tokens_per_s(llm, count, length)
         rate = statistics.median(prefill_tokens_per_s(llm, count, length) for _ in range(args.repeats))
-        rows.append({"what": f"prefill {count}x{length}", "tok/s": rate})
-        print(f"{rows[-1]['what']:24} {rate:24.0f} tok/s", flush=True)
+        flops = prefill_flops(runner.model, count, length) * rate / (count * length)
+        rows.append({"what": f"prefill {count}x{length}", "tok/s": rate, "flop/s": flops})
+        share = f"{flops / PRODUCT_FLOPS_PER_S:.1%} of {PRODUCT_FLOPS_PER_S / 1e12:.0f}"
+        print(f"{rows[-1]['what']:24} {rate:24.0f} tok/s  {flops / 1e12:6.0f} TFLOP/s ({share})", flush=True)
     if args.first_token or args.mixed:
         rows += measure_short(llm, args.first_token, args.mixed, args.ctx, args.repeats)
     return rows

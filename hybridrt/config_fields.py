@@ -20,7 +20,7 @@ POSITIONS = integer(1, MAX_POSITIONS)
 MULTIPLIER = number(-1e6, 1e6)
 EPSILON = number(0.0, 1.0)
 OFF = either(NULL, FALSE)
-DT_LIMIT = list_of(number(0.0, float("inf")), 2)
+DT_LIMIT = list_of(either(number(0.0, 1e6), FieldType("infinity", lambda v: v == float("inf"))), 2)
 
 EOS: FieldTypes = {"eos_token_id": either(either(NULL, integer(0, 2**31 - 1)), list_of(integer(0, 2**31 - 1)))}
 # Fields that are checked before transformers reads the file: it builds lists from some, this package reads the others.

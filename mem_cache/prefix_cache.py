@@ -30,6 +30,7 @@ class PrefixMatch:
         retokenised: tokens of a cached answer behind a place within it where the prompt leaves it.
         staged: of a prefix that was computed elsewhere, where its state and KV lie in the executor's arena: they are
             copied into the request's own slot and pages as it is admitted.
+        staged_from: of such a prefix, the tokens whose KV is not there: it is in `pages`.
     """
 
     length: int = 0
@@ -40,6 +41,7 @@ class PrefixMatch:
     node: Any = None
     tail_node: Any = None
     staged: int | None = None
+    staged_from: int = 0
     retokenised: int = 0
 
 

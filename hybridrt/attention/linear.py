@@ -22,7 +22,7 @@ from hybridrt.forward_batch import ExtendPass, ForwardBatch, GraphView
 from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
 from hybridrt.kernels.providers import needs_host
-from hybridrt.kernels.records import ConvWeights, FusedStep
+from hybridrt.kernels.records import ConvWeights, FusedStep, RowTables
 from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -294,9 +294,13 @@ class MambaAttnBackendBase(AttentionBackend):
         """Reads slots, positions and ring cursors as they are on the device now."""
         split, pool = batch.num_decode_rows, self.mamba_pool
         fill_decode_metadata(
-            segment.buffers, segment.rows, batch.seq_lens[:split], min(batch.num_real, split), segment.tokens_per_row,
-            self.pools.req_to_state_slot, pool.ring_start, pool.ring_length,
-        )  # fmt: skip
+            segment.buffers,
+            segment.rows,
+            batch.seq_lens[:split],
+            min(batch.num_real, split),
+            segment.tokens_per_row,
+            RowTables(self.pools.req_to_state_slot, pool.ring_start, pool.ring_length),
+        )
 
     def _extend_segments(self, batch: ForwardBatch, plans: Mapping[int, ChunkPlan]) -> dict[int, ExtendSegment]:
         """By chunk size, which alone differs from kind to kind."""

@@ -77,7 +77,7 @@ async def at_arrivals(
     send: Callable[[Work, Timing, Callable[[], float]], Awaitable[None]],
     concurrency: int | None,
 ) -> list[Timing]:
-    """Calls `send(work, timing, now)` for each request when it is due. If it is cancelled, it returns what ended."""
+    """Calls `send(work, timing, now)` for each request when it is due. If cancelled, it returns what has ended."""
     start = time.perf_counter()
     places = asyncio.Semaphore(concurrency or len(work) or 1)
     ended: list[Timing] = []

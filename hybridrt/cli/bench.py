@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,6 +63,13 @@ class ResultOptions:
         """None where no limit is set."""
         limits = [None if ms is None else ms / 1000 for ms in (self.slo_ttft, self.slo_tpot, self.slo_e2e)]
         return None if limits == [None] * 3 else Goal(*limits)
+
+    def check(self) -> None:
+        """Before the load begins: ConfigError where a result could not be written."""
+        for file in filter(None, (self.output, self.picture)):
+            path = Path(file)
+            if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise ConfigError(f"{file} cannot be written; pass a file in a directory that exists")
 
     def show(self, timings: Sequence[Timing], planned: int, load: WorkloadConfig, **facts: Any) -> None:
         """Prints and writes results. Fewer timings than were planned: Ctrl-C ended the run.
@@ -124,6 +132,7 @@ def serve(
     from hybridrt.bench.http_load import Target, run_load
     from hybridrt.cli.openai_server import OpenAIServer
 
+    results.check()
     workload = load.workload()
     work = make_work(workload)
     target = Target(url, model or OpenAIServer(url, api_key).first_model(), api_key, _object(extra_body))
@@ -144,6 +153,7 @@ def offline(
     from hybridrt.engine.llm import LLM
     from hybridrt.runtime.build import resolve_model_path
 
+    results.check()
     workload = load.workload()
     work = make_work(workload)
     with LLM(str(resolve_model_path(model)), **engine.given(), **speculation.given(model)) as llm:

@@ -7,9 +7,10 @@ from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_within
 from hybridrt.errors import BackendError, PoolError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.kernels.draft_tree import tree_positions
+from hybridrt.kernels.records import TokenInputs
 from hybridrt.mem_cache.bounds import may_look
 from hybridrt.runtime.build import Runtime
-from hybridrt.runtime.step_batch import TokenInputs, make_batch
+from hybridrt.runtime.step_batch import make_batch
 from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, pack_chunks
 
 

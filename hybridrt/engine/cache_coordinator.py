@@ -135,9 +135,10 @@ class CacheCoordinator:
 
     def _lend(self, request: Request, headroom: int) -> bool:
         """`_take` with what the prefix cache has for the request, or without it if there is too little room."""
-        match = request.arrived or self.prefixes.match(request)
-        # Locking the match keeps its state from eviction. If no other slot can be had, go on without the match.
-        choices = [match] if match.state is None else [match, PrefixMatch()]
+        match = self.prefixes.arrived(request) or self.prefixes.match(request)
+        # Locking the match keeps its state from eviction, and the node that its last page is part of. If what is left
+        # is too little, go on without the match.
+        choices = [match] if match.node is None else [match, PrefixMatch()]
         return any(self._take(request, choice, headroom) for choice in choices)
 
     def _take(self, request: Request, match: PrefixMatch, headroom: int) -> bool:
@@ -316,7 +317,11 @@ class CacheCoordinator:
         self.columns.capacity[request.row.index] = request.end_page * self._demand.page_size
 
     def _make_room(self, pages: int, slots: int) -> bool:
-        """Whether so many are free. Evicts from the prefix cache what is missing, as far as it is not locked."""
+        """Whether so many are free. Evicts from the prefix cache what is missing, as far as it is not locked; nothing,
+        if that would not be enough."""
+        room = self.prefixes.room()
+        if pages > room[0] or slots > room[1]:
+            return False
         short = max(pages - self.pages.num_free, 0), max(slots - self.slots.num_free, 0)
         if any(short):
             self.prefixes.evict(*short)
@@ -333,4 +338,5 @@ class CacheCoordinator:
             own = request.pages[request.borrowed_pages]
             plan.page_copies.append(PageCopy(request.prefix.tail.index, own.index))
         if request.prefix.staged is not None:
-            plan.imports.append(StateCopy(row, request.computed, request.prefix.staged))
+            start = request.prefix.staged_from
+            plan.imports.append(StateCopy(row, request.computed, request.prefix.staged, start=start))

@@ -62,7 +62,7 @@ def prepare_chat(
     Raises:
         RequestError, MemoryBudgetError: as `Engine.prepare`; also where the template fails on these messages.
     """
-    max_prompt = engine.limits.max_model_len - 1
+    max_prompt = engine.intake.limits.max_model_len - 1
 
     def encode(text: str) -> list[int]:
         longest = max_prompt if params.truncate_prompt_tokens is None else len(text)

@@ -15,7 +15,7 @@ from hybridrt.engine.delta_queue import Abandonment, DeltaQueue
 from hybridrt.engine.fold_counts import FoldCounts
 from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar_masks import step_masks
-from hybridrt.engine.limits import EngineLimits, PreparedPrompt, check_names
+from hybridrt.engine.limits import EngineLimits, Intake, PreparedPrompt, check_arrived, check_names
 from hybridrt.engine.outputs import Delta, EngineCounters
 from hybridrt.engine.prefill_source import PrefillSource
 from hybridrt.engine.prompts import Prompt
@@ -61,8 +61,10 @@ class Engine:
         target: sizes chunks of prompts beside decode rows.
 
     Attributes:
+        intake: checks prompts and parameters before they are queued.
         turns: held by the thread that is inside; `with engine.turns:` waits for it, first come, first served.
         sessions: saves parts of the prefix cache to files, and loads them.
+        prefixes: what requests share.
         prefill_source: the PrefillSource that computes the prompts of later requests. None: this engine computes them.
     """
 
@@ -78,11 +80,10 @@ class Engine:
         drafter: Drafter | None = None,
         target: ItlTarget | None = None,
     ) -> None:
-        self.limits = limits
         self.executor = executor
-        self._coordinator = coordinator
-        self._tokenizer = tokenizer
-        self._compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
+        self._coordinator, self.prefixes = coordinator, coordinator.prefixes
+        compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
+        self.intake = Intake(limits, tokenizer, compiler, coordinator.check_fits)
         self.target = target
         self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter, target)
         self._max_in_flight = 1 if overlap else 0
@@ -128,20 +129,8 @@ class Engine:
         return engine
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
-        """What `submit` takes. Changes nothing.
-
-        Args:
-            prompt: as in hybridrt.engine.prompts: text or token ids, as they are or under their name.
-
-        Raises:
-            RequestError: the prompt is no prompt, empty, too long, holds ids outside the vocabulary, or needs a
-                tokenizer; or the parameters do not fit the vocabulary; or a grammar cannot be compiled.
-            MemoryBudgetError: the request could not run even alone.
-            QueueFullError: too many grammars are being compiled.
-        """
-        prepared = self.limits.prepare(prompt, params, self._tokenizer, self._compiler)
-        self._coordinator.check_fits(prepared.max_len)
-        return prepared
+        """`Intake.prepare`: what `submit` takes. Changes nothing."""
+        return self.intake.prepare(prompt, params)
 
     def add_request(
         self,
@@ -163,6 +152,7 @@ class Engine:
         *,
         stream: bool = True,
         export_to: range | None = None,
+        export_from: int = 0,
         queue: DeltaQueue | None = None,
     ) -> str:
         """Queues a prompt that this engine has prepared, and returns its id.
@@ -170,6 +160,7 @@ class Engine:
         Args:
             stream: give deltas while the request runs; False gives one delta a sample, at its end.
             export_to: bytes of the executor's arena for state and KV of the prompt, once they are computed.
+            export_from: tokens whose KV is left out there.
             queue: gets the deltas instead of the callers of `step` and `drain`. The engine holds a weak reference: if
                 the queue is garbage collected, the next step aborts the request.
 
@@ -183,20 +174,19 @@ class Engine:
             if self._samples.of(request_id):
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
             seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed
-            samples = new_samples(request_id, prepared, seed, self._arrivals, self._tokenizer)
+            samples = new_samples(request_id, prepared, seed, self._arrivals, self.intake.tokenizer)
             reader = self._abandoned.watch(self._deltas if queue is None else queue)
             for request in samples:
-                request.stream, request.export_to, request.queue = stream, export_to, reader
-            source = (
-                self.prefill_source if len(prepared.tokens) > 1 and prepared.params.prompt_logprobs is None else None
-            )
+                request.stream, request.queue = stream, reader
+                request.export_to, request.export_from = export_to, export_from
+            source = self.prefill_source if prepared.may_travel else None
             with self._change:
                 self._num_requests += 1
                 self._samples.add(request_id, samples)
                 if source is None:
                     self._samples.queue(request_id, None)
             if source is not None:
-                source.request(request_id, prepared.tokens[:-1])
+                source.request(request_id, prepared.tokens[:-1], prepared.params.cache_salt or "")
         return request_id
 
     def start(self, request_id: str, arrived: PrefixMatch | None = None) -> None:
@@ -211,12 +201,7 @@ class Engine:
         with self.turns.now:
             if not self._samples.waits(request_id):
                 raise RequestError(f"request {request_id!r} does not wait for its prompt to be computed elsewhere")
-            samples = self._samples.of(request_id)
-            if arrived is not None and not 0 < arrived.length < len(samples[0].prompt):
-                raise RequestError(
-                    f"{arrived.length} tokens of a prompt of {len(samples[0].prompt)} have arrived; the last token is "
-                    f"always computed here: pass 1 to {len(samples[0].prompt) - 1}, or None"
-                )
+            check_arrived(arrived, len(self._samples.of(request_id)[0].prompt))
             with self._change:
                 self._samples.queue(request_id, arrived)
 
@@ -316,7 +301,7 @@ class Engine:
     def cache_dump(self, *, text: bool = False) -> CacheDump:
         """What the prefix cache holds now; with `text`, also of which texts, if there is a tokenizer."""
         with self.turns.now:
-            decode = self._tokenizer.decode if text and self._tokenizer is not None else None
+            decode = self.intake.tokenizer.decode if text and self.intake.tokenizer is not None else None
             return cache_dump(self._coordinator, decode)
 
     def has_unfinished(self) -> bool:
@@ -376,7 +361,7 @@ class Engine:
         step.sampled = True
         with self._change:
             try:
-                self.executor.sample(step_masks(step, self._compiler, self._samples.fail))
+                self.executor.sample(step_masks(step, self.intake.compiler, self._samples.fail))
                 return
             except Exception as e:
                 failure = e

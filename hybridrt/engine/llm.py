@@ -148,7 +148,7 @@ class LLM:
             EngineError: a step failed. As after an interrupt, what else was started is aborted and nothing is leaked.
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        batch = prepare_prompts(self.engine, prompts, params)
+        batch = prepare_prompts(self.engine.intake, prompts, params)
         engine, queue = self.engine, DeltaQueue()
         total = sum(prepared.params.n for prepared in batch)
         ended: dict[tuple[str, int], Delta] = {}

@@ -52,6 +52,30 @@ class PrefixStore:
             return PrefixMatch()
         return self.tree.match(request.ids, request.params.cache_salt or "")
 
+    def held(self, tokens: np.ndarray, salt: str) -> int:
+        """How many of a prompt's first tokens [n] int32 have KV here, in whole pages, with a state behind them or
+        without. They count as used just now."""
+        if not self.keeps or not self.tree.page_size:
+            return 0
+        held, _ = self.tree.held(tokens, salt)
+        self.tree.lock(held)
+        self.tree.unlock(held)
+        return held.length
+
+    def holds(self, tokens: np.ndarray, salt: str) -> bool:
+        """Whether a request that begins with these tokens [n] int32 would have to compute none of them."""
+        return self.keeps and self.path(tokens, salt)[0].length == len(tokens)
+
+    def arrived(self, request: Request) -> PrefixMatch | None:
+        """What has come from elsewhere for a request, with those pages of the cache that were left out there. None:
+        nothing has come, or these pages have been evicted since."""
+        found = request.arrived
+        if found is None or not found.staged_from:
+            return found
+        known = request.ids[: found.staged_from + self.tree.lookahead]
+        held, _ = self.tree.held(known, request.params.cache_salt or "")
+        return replace(found, pages=held.pages, node=held.node) if held.length == found.staged_from else None
+
     def expect(self, request: Request) -> None:
         """The request waits: what it would match now is kept for it, as far as room allows."""
         self.tree.expect(self.match(request), request.arrival)
@@ -90,7 +114,11 @@ class PrefixStore:
         prompt = request.prefill_end
         if not request.metrics.retractions:
             request.metrics.admission_time = time.monotonic()
-        if match.staged is None and not request.metrics.retractions:
+        if match.staged is not None and not request.metrics.retractions:
+            request.metrics.cached_tokens = match.staged_from
+            self.counts.asked += prompt
+            self.counts.hit += match.staged_from
+        elif not request.metrics.retractions:
             request.metrics.cached_tokens = match.length
             self.counts.asked += prompt
             self.counts.hit += match.length

@@ -6,20 +6,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridrt.engine.engine import Engine
-from hybridrt.engine.limits import PreparedPrompt
+from hybridrt.engine.limits import Intake, PreparedPrompt
 from hybridrt.engine.prompts import is_token_id, not_a_prompt
 from hybridrt.errors import RequestError
 from hybridrt.sampling_params import SamplingParams
 
 
 def prepare_prompts(
-    engine: Engine, prompts: object, sampling_params: SamplingParams | Sequence[SamplingParams]
+    intake: Intake, prompts: object, sampling_params: SamplingParams | Sequence[SamplingParams]
 ) -> list[PreparedPrompt]:
-    """Checks one prompt or several. A prompt that the engine has prepared already keeps its own parameters.
+    """Checks one prompt or several. A prompt that is prepared already keeps its own parameters.
 
     Raises:
-        RequestError, MemoryBudgetError: as `Engine.prepare`; also if there are not as many parameters as prompts.
+        RequestError, MemoryBudgetError: as `Intake.prepare`; also if there are not as many parameters as prompts.
     """
     given = as_prompts(prompts)
     if isinstance(sampling_params, SamplingParams):
@@ -29,13 +28,13 @@ def prepare_prompts(
             f"{len(given)} prompts and {len(sampling_params)} SamplingParams; pass one for all, or one each"
         )
     return [
-        prompt if isinstance(prompt, PreparedPrompt) else engine.prepare(prompt, params)
+        prompt if isinstance(prompt, PreparedPrompt) else intake.prepare(prompt, params)
         for prompt, params in zip(given, sampling_params, strict=True)
     ]
 
 
 def as_prompts(prompts: object) -> list[Any]:
-    """One prompt as a list of one; a list, tuple or other sequence of prompts as a list. `Engine.prepare` checks the
+    """One prompt as a list of one; a list, tuple or other sequence of prompts as a list. `Intake.prepare` checks the
     prompts themselves.
 
     Raises:

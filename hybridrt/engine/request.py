@@ -63,6 +63,7 @@ class Request:
         prefill_end: how many of `tokens` are computed before decoding starts: those known at admission.
         arrived: the prefix that came from elsewhere, until admission takes it: a retracted request computes anew.
         export_to: bytes of the executor's arena for state and KV, once the prompt is computed; None leaves them.
+        export_from: tokens whose KV is not wanted there.
         broken: a step that named it failed, so its state and KV may not be what its tokens say.
         in_flight: launched steps that name the request and whose result has not been consumed.
     """
@@ -102,6 +103,7 @@ class Request:
     columns: RowColumns | None = None
     arrived: PrefixMatch | None = None
     export_to: range | None = None
+    export_from: int = 0
     settled: int = 0
     broken: bool = False
     in_flight: int = 0

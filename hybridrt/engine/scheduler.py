@@ -331,5 +331,5 @@ class Scheduler:
         )
         step.rows.append((request, int(last)))
         if last and request.export_to is not None:
-            exported = request.export_to
-            step.plan.exports.append(StateCopy(row, end, exported.start, len(exported)))
+            room = request.export_to
+            step.plan.exports.append(StateCopy(row, end, room.start, len(room), request.export_from))

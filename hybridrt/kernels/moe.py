@@ -14,6 +14,15 @@ from hybridrt.kernels.linear import linear
 from hybridrt.kernels.operation import by, operation
 
 
+class SoftmaxChoice(NamedTuple):
+    """How `router_softmax` chooses: the top_k experts, whose weights are divided by their sum if `renormalize`, and
+    behind them the `shared` experts E, E + 1, ..., which every token passes."""
+
+    top_k: int
+    renormalize: bool
+    shared: int = 0
+
+
 class GroupedChoice(NamedTuple):
     """How `router_sigmoid_grouped` chooses: top_k experts within the best topk_group of n_group groups. Their scores
     become weights: over their sum if `renormalize`, times `scaling`."""
@@ -41,23 +50,19 @@ class ExpertStack(NamedTuple):
 
 @operation(by("triton", "hybridrt.kernels.moe_router_triton:router_softmax_triton"))
 def router_softmax(
-    logits: Tensor,
-    top_k: int,
-    renormalize: bool,
-    shared_gate: Tensor | None = None,
-    shared: int = 0,
-    rows: Tensor | None = None,
+    logits: Tensor, choice: SoftmaxChoice, shared_gate: Tensor | None = None, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The top_k experts by softmax probability (Qwen3-Next, Jamba), and behind them those that every token passes.
 
     Args:
-        logits: `[T, E]`, rows of any stride; the chosen probabilities are divided by their sum if `renormalize`.
-        shared_gate: `[T]`, whose sigmoid is the weight of the `shared` experts E, E + 1, ...
+        logits: `[T, E]`, rows of any stride.
+        shared_gate: `[T]`, whose sigmoid is the weight of the shared experts.
         rows: `[B]` int32, each with T / B tokens; those of row 0, which is padding, go to no expert: weight 0, id -1.
 
     Returns:
         weights `[T, k + shared]` float32 and ids `[T, k + shared]` int32.
     """
+    top_k, renormalize, shared = choice
     (tokens, experts), ids_of_shared = logits.shape, torch.arange(shared, device=logits.device)
     weights, ids = torch.softmax(logits, -1, dtype=torch.float32).topk(top_k, -1)
     if renormalize:

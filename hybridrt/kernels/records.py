@@ -23,6 +23,56 @@ Activation = Literal["silu"] | None
 NO_LIMIT = (0.0, math.inf)
 
 
+class TokenInputs(NamedTuple):
+    """What a model reads of each token, [T] int32 each; see ForwardBatch."""
+
+    input_ids: Tensor
+    positions: Tensor
+    out_cache_loc: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.input_ids.device
+
+    @classmethod
+    def allocate(cls, count: int, device: torch.device) -> "TokenInputs":
+        return cls(*torch.zeros(3, count, dtype=torch.int32, device=device))
+
+    def first(self, count: int) -> "TokenInputs":
+        """Views of the first `count` tokens."""
+        return TokenInputs(*(part[:count] for part in self))
+
+    def then(self, other: "TokenInputs") -> "TokenInputs":
+        """These tokens, then those of `other`."""
+        return TokenInputs(*(torch.cat(pair) for pair in zip(self, other)))
+
+
+class DecodeRowInputs(NamedTuple):
+    """B decode rows of T tokens, as the host packed them.
+
+    Attributes:
+        rows: [B] request rows; seq_lens: [B] lengths that count the step's tokens.
+        new_pages: [B], the KV page that holds the row's last draft (its one token if T is 1) if that page is new, else
+            -1.
+        drafts: [B, T - 1] tokens after the last sampled one, of which num_drafts [B] are drafts. The rest is padding.
+            Both None if T is 1.
+    """
+
+    rows: Tensor
+    seq_lens: Tensor
+    new_pages: Tensor
+    drafts: Tensor | None = None
+    num_drafts: Tensor | None = None
+
+
+class RowTables(NamedTuple):
+    """By request row, [R + 1] each: the state slot, and the cursors of the state ring."""
+
+    req_to_state_slot: Tensor
+    ring_start: Tensor
+    ring_length: Tensor
+
+
 class ConvWeights(NamedTuple):
     """A depthwise convolution: weight [C, K], bias [C] or None, and what follows it. With K = 0 there is no conv: the
     activation follows the inputs themselves (`mamba2_decode` alone takes that)."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.moe import GroupedChoice, router_sigmoid_grouped, router_softmax
+from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice, router_sigmoid_grouped, router_softmax
 from hybridrt.layers.linear import ColumnLinear, Segment, Summands
 from hybridrt.layers.methods import DenseMethod, ExpertPart
 from hybridrt.layers.mlp import MLP
@@ -33,8 +33,8 @@ class SoftmaxRouter(nn.Module):
         shared_experts: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.name, self.top_k, self.renormalize = name, top_k, renormalize
-        self.num_experts, self.shared_experts = num_experts, shared_experts
+        self.name, self.num_experts, self.shared_experts = name, num_experts, shared_experts
+        self.choice = SoftmaxChoice(top_k, renormalize, shared_experts)
         # Eight rows for one gate: logits of a token then begin where a 16-byte access may. Routers are never quantised.
         self.method = DenseMethod(num_experts + (8 if shared_experts else 0), hidden_size, build)
         self.weight = self.method.weight
@@ -44,8 +44,7 @@ class SoftmaxRouter(nn.Module):
         """[T, hidden] to weights [T, k + shared experts] float32 and expert ids, int32; no expert for padding."""
         logits = self.method.apply(x, None)
         gate = logits[:, self.num_experts] if self.shared_experts else None
-        choice = self.top_k, self.renormalize, gate, self.shared_experts
-        return router_softmax(logits[:, : self.num_experts], *choice, batch.padded_rows)
+        return router_softmax(logits[:, : self.num_experts], self.choice, gate, batch.padded_rows)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data[: self.num_experts])}

@@ -19,9 +19,10 @@ from hybridrt.attention.base import AttentionBackend
 from hybridrt.config import ModelConfig
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
+from hybridrt.kernels.records import TokenInputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, int32s
-from hybridrt.runtime.step_batch import TokenInputs, make_batch, spec_info_of
+from hybridrt.runtime.step_batch import fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step_inputs import StagingRing, cut, pack_rows, packed_size
 
 POISON = -(2**30)  # as an index it is out of every range
@@ -269,7 +270,8 @@ class GraphRunner:
         buffers, total, batch = self.buffers, bs * self.tokens, self.rows(bs).batch
 
         def step() -> None:
-            buffers.inputs.first(total).fill_decode(buffers.sections, bs, self.spec_info, self.last_tokens, self.pool)
+            inputs = buffers.inputs.first(total)
+            fill_decode(inputs, buffers.sections, bs, self.spec_info, self.last_tokens, self.pool)
             hidden = self.model(batch)
             if buffers.hidden.numel():
                 buffers.hidden[:total].copy_(hidden)

@@ -23,6 +23,7 @@ from hybridrt.runtime.build import (
     make_plan,
     weight_bytes,
 )
+from hybridrt.runtime.compile_ahead import compiling
 from hybridrt.runtime.fit import plan_ahead
 from hybridrt.runtime.host_copies import HostCopies
 from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS
@@ -64,8 +65,10 @@ class ModelRunner(StepRunner):
         if plan is None:
             weights = weight_bytes(empty_model(config, target, torch.device("meta")))
             plan_ahead(config, target, weights, budget_bytes)  # raises what can be known before loading
-        with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
-            model = build_model(config, target, self.model_path, progress)
+        with compiling(config, target, self.model_path) as compiled:
+            with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
+                model = build_model(config, target, self.model_path, progress)
+            compiled()
         with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
             plan = plan or plan_pools(config, target, model, budget_bytes)
             super().__init__(Runtime.allocate(config, target, model, plan))
@@ -101,15 +104,11 @@ def _graph_activations(config: EngineConfig, peak: int) -> int:
 
 def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalLM) -> int:
     """Bytes that the largest prefill step takes beside weights and pools: one is run over small pools."""
-    limit = target.model_config.max_position_embeddings
-    length = min(config.chunked_prefill_size, config.max_model_len or limit, limit)
-    rows = -(-config.chunked_prefill_size // length)
-    pages = -(-length // config.page_size) if kv_groups(config, target) else 0
-    plan = MemoryPlan(rows, rows, rows * pages, config.page_size, length, UnitCosts(slot=0, row=0, page=0), 0)
+    plan, step = probe(config, target)
     runner = StepRunner(Runtime.allocate(config, target, model, plan))
     torch.cuda.reset_peak_memory_stats(target.device)
     before = torch.cuda.memory_allocated(target.device)
-    runner.launch(_probe_step(rows, length, pages)).result()
+    runner.launch(step).result()
     peak = torch.cuda.max_memory_allocated(target.device) - before
     del runner
     gc.collect()  # a recurrent backend is part of a cycle, which would keep the small pools
@@ -124,6 +123,16 @@ def _out_of_memory_as(doing: str, advice: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as e:
         raise MemoryBudgetError(f"the device ran out of memory while {doing}: {advice} ({e})") from e
+
+
+def probe(config: EngineConfig, target: RunTarget) -> tuple[MemoryPlan, StepPlan]:
+    """The largest prefill step, and pools that just hold it."""
+    limit = target.model_config.max_position_embeddings
+    length = min(config.chunked_prefill_size, config.max_model_len or limit, limit)
+    rows = -(-config.chunked_prefill_size // length)
+    pages = -(-length // config.page_size) if kv_groups(config, target) else 0
+    plan = MemoryPlan(rows, rows, rows * pages, config.page_size, length, UnitCosts(slot=0, row=0, page=0), 0)
+    return plan, _probe_step(rows, length, pages)
 
 
 def _probe_step(rows: int, length: int, pages: int) -> StepPlan:

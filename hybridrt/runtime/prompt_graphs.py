@@ -21,11 +21,12 @@ from tqdm.auto import tqdm
 
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.records import TokenInputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.runtime.graph_runner import POISON, ClosureRecorder, CudaGraphRecorder, Recorder, StepModel, free_bytes
 from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS, PROMPT_TOKENS, Bucket, has_place, pack_padded
 from hybridrt.runtime.step import StepPlan
-from hybridrt.runtime.step_batch import TokenInputs, make_batch
+from hybridrt.runtime.step_batch import fill_decode, make_batch
 from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, cut, packed_size
 from hybridrt.runtime.step_passes import extend_passes
 
@@ -181,7 +182,7 @@ class PromptGraphs:
 
         def step() -> None:
             if decoded:
-                graph.inputs.first(decoded).fill_decode(sections, decoded, None, self.last_tokens, self.pool)
+                fill_decode(graph.inputs.first(decoded), sections, decoded, None, self.last_tokens, self.pool)
             rows, positions = sections["extend_rows"], sections["extend_positions"]
             found = sections["input_ids"], positions, self.pool.token_slots(rows, positions)
             for into, values in zip(prompts, found, strict=True):

@@ -66,12 +66,14 @@ class StateCopy(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         room: bytes of the arena that belong to this copy; None: all from `offset` on.
+        start: tokens whose KV is left out.
     """
 
     row: int
     length: int
     offset: int
     room: int | None = None
+    start: int = 0
 
 
 class HostCopy(msgspec.Struct, frozen=True, array_like=True):

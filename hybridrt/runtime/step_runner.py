@@ -9,6 +9,7 @@ import torch
 
 from hybridrt.errors import ConfigError, EngineError
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.records import TokenInputs
 from hybridrt.runtime.build import Runtime
 from hybridrt.runtime.capture import capture_graphs
 from hybridrt.runtime.constrained_step import ConstrainedStep, Sampling
@@ -23,7 +24,7 @@ from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
 from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, SamplingTable, Verification
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageWrite, StepHandle, StepPlan
-from hybridrt.runtime.step_batch import TokenInputs, make_batch, spec_info_of
+from hybridrt.runtime.step_batch import fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step_inputs import (
     Columns,
     Packing,
@@ -305,7 +306,7 @@ class StepRunner:
         decoded, chunks, spec = None, None, None
         if n:
             decoded, spec = TokenInputs.allocate(n * tokens, self.device), spec_info_of(sections, tokens, self.trees)
-            decoded.fill_decode(sections, n, spec, self.last_tokens, table)
+            fill_decode(decoded, sections, n, spec, self.last_tokens, table)
         if new:
             positions = sections["extend_positions"]
             kv_places = table.token_slots(sections["extend_rows"], positions)

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+import numpy as np
+
 from hybridrt.distributed.channel import TIMEOUT_S, Channel
 from hybridrt.distributed.channel_codec import Message, pack, unpack
 from hybridrt.errors import ConfigError, MessageError, OutOfSlotsError, PeerGoneError, TransferError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.runtime.step import int32s
 from hybridrt.transfer.handshake import check_handshake
 from hybridrt.transfer.messages import (
     MAX_JOBS,
@@ -34,10 +37,12 @@ _IDLE_SECONDS = 0.0005
 
 @dataclass(slots=True, eq=False)
 class _Pull:
-    """A prompt to be computed elsewhere, and how many attempts at it have begun."""
+    """A prompt [n] int32 to be computed elsewhere, the salt of its cached prefixes, and how many attempts at it have
+    begun."""
 
     request_id: str
-    tokens: list[int]
+    tokens: np.ndarray
+    salt: str
     attempts: int = 0
 
 
@@ -50,6 +55,7 @@ class _Attempt:
         worker: the prefill worker that computes it.
         offset: first byte of its image in the arena.
         pull: the prompt; None after the attempt has failed or was cancelled.
+        length: tokens of the prompt; start: of these, those whose KV was in the cache here and is not in the image.
         reading: readers whose reads have not ended; they may still write to the image.
         error: why a read failed; None: none has.
         deadline: when reads that have not ended count as failed.
@@ -60,6 +66,7 @@ class _Attempt:
     offset: int
     pull: _Pull | None
     length: int
+    start: int = 0
     reading: set[int] = field(default_factory=set)
     error: TransferError | None = None
     deadline: float = 0.0
@@ -77,12 +84,13 @@ class _Peer:
 @dataclass(slots=True)
 class DecodeCounters:
     """Since the worker was built: prompts fetched and their bytes on this rank, attempts that were repeated, prompts
-    computed by this engine after all, and requests that failed. At present: workers, prompts under way, and bytes of
-    the arena in use."""
+    that were cached here whole, those computed by this engine after all, and requests that failed. At present: workers,
+    prompts under way, and bytes of the arena in use."""
 
     fetched: int = 0
     bytes_fetched: int = 0
     retried: int = 0
+    cached: int = 0
     computed_here: int = 0
     failed: int = 0
     workers: int = 0
@@ -156,9 +164,14 @@ class DecodeWorker:
         self._workers[name] = _Peer(channel, time.monotonic())
         return name
 
-    def request(self, request_id: str, tokens: Sequence[int]) -> None:
+    def request(self, request_id: str, tokens: Sequence[int], salt: str) -> None:
         self._forget_ended(request_id)
-        self._waiting.append(_Pull(request_id, list(tokens)))
+        pull = _Pull(request_id, int32s(tokens), salt)
+        if self._engine.prefixes.holds(pull.tokens, salt):
+            self._totals.cached += 1
+            self._engine.start(request_id)
+        else:
+            self._waiting.append(pull)
 
     def advance(self) -> None:
         """Frees what the engine needs no longer, reads messages, handles reads that have ended, and sends prompts."""
@@ -234,7 +247,7 @@ class DecodeWorker:
         attempt.reading = set(range(len(self._readers)))
         attempt.deadline = time.monotonic() + self._timeout
         for reader in self._readers:
-            reader.fetch(Order(attempt.key, attempt.worker, attempt.length, source, attempt.offset))
+            reader.fetch(Order(attempt.key, attempt.worker, attempt.length, source, attempt.offset, attempt.start))
 
     def _ended_reads(self) -> list[_Attempt]:
         """Attempts whose last read has ended. `_take_in` takes them out of `reading`."""
@@ -256,16 +269,19 @@ class DecodeWorker:
                 self._release(attempt)
             elif attempt.error is not None:
                 self._lost(attempt, attempt.error)
+            elif self._engine.prefixes.held(attempt.pull.tokens, attempt.pull.salt) < attempt.start:
+                self._lost(attempt, TransferError("the cached part of the prompt has been evicted in the meantime"))
             else:
                 self._arrived(attempt, attempt.pull)
 
     def _arrived(self, attempt: _Attempt, pull: _Pull) -> None:
         self._totals.fetched += 1
-        self._totals.bytes_fetched += self._layout.image_bytes(attempt.length)
+        self._totals.bytes_fetched += self._layout.image_bytes(attempt.length, attempt.start)
         self._arriving[pull.request_id] = attempt.offset
         del self._attempts[attempt.key]
         self._dismiss(attempt)
-        self._engine.start(pull.request_id, PrefixMatch(attempt.length, staged=attempt.offset))
+        match = PrefixMatch(attempt.length, staged=attempt.offset, staged_from=attempt.start)
+        self._engine.start(pull.request_id, match)
 
     def _lost(self, attempt: _Attempt, error: TransferError) -> None:
         """An attempt has failed: its prompt gets another one, or none. Its memory is freed after its reads end."""
@@ -342,7 +358,8 @@ class DecodeWorker:
                     raise TransferError("no prefill worker is connected")
                 if self._load(name) >= MAX_JOBS:
                     return
-                offset = self.regions.alloc(self._layout.image_bytes(len(pull.tokens)))
+                start = self._engine.prefixes.held(pull.tokens, pull.salt)
+                offset = self.regions.alloc(self._layout.image_bytes(len(pull.tokens), start))
             except (TransferError, OutOfSlotsError) as e:
                 if name is not None and (self._arriving or any(a.pull for a in self._attempts.values())):
                     return  # others will free their room
@@ -352,8 +369,8 @@ class DecodeWorker:
             self._waiting.popleft()
             pull.attempts += 1
             key = f"{pull.request_id}-{next(self._numbers)}"
-            self._attempts[key] = _Attempt(key, name, offset, pull, len(pull.tokens))
-            self._send(name, Prefill(key, pull.tokens))
+            self._attempts[key] = _Attempt(key, name, offset, pull, len(pull.tokens), start)
+            self._send(name, Prefill(key, pull.tokens.tolist(), start, pull.salt))
 
     def _load(self, name: str) -> int:
         return sum(attempt.worker == name for attempt in self._attempts.values())

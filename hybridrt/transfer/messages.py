@@ -5,12 +5,14 @@ from typing import Annotated
 from msgspec import Meta
 
 from hybridrt.distributed.channel_codec import Message
+from hybridrt.sampling_params import MAX_SALT_CHARACTERS
 
 MAX_JOBS = 1024  # prompts that one decode worker may have under way at one prefill worker
 MAX_TEXT = 1 << 10  # characters
 MAX_RANKS = 1 << 10
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARACTERS)]
 LongText = Annotated[str, Meta(max_length=1 << 16)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Description = Annotated[str, Meta(max_length=1 << 20)]  # how an arena is read
@@ -32,10 +34,13 @@ class DecodeHello(Message):
 
 
 class Prefill(Message):
-    """The decode worker requests the state after these tokens."""
+    """The decode worker requests the state after these tokens, and the KV of all but the first `start`. `salt` is the
+    request's `cache_salt`, "" without."""
 
     key: Text
     tokens: list[int]
+    start: Number = 0
+    salt: Salt = ""
 
 
 class Done(Message):
@@ -87,14 +92,16 @@ class Disconnect(Message):
 
 
 class Order(Message):
-    """One image to fetch: of a request's first `length` tokens, which begins at byte `source` of the arenas of all
-    ranks of prefill worker `worker`, to byte `destination` of our own. `key` names it until it has ended."""
+    """One image to fetch: of a request's first `length` tokens, without the KV of the first `start`. It begins at byte
+    `source` of the arenas of all ranks of prefill worker `worker`, and goes to byte `destination` of our own. `key`
+    names it until it has ended."""
 
     key: Text
     worker: Text
     length: Number
     source: Number
     destination: Number
+    start: Number = 0
 
 
 class Connected(Message):

@@ -50,11 +50,13 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A prompt. `offset` is the first byte of its image, None before there is room for it. `request_id` is the engine's
-    name for it. `deadline` is when an image that has not been fetched is dropped."""
+    """A prompt, of whose first `start` tokens no KV is wanted. `offset` is the first byte of its image, None before
+    there is room for it. `request_id` is the engine's name for it. `deadline` is when an image that has not been
+    fetched is dropped."""
 
     peer: _Peer
     key: str
+    start: int
     prompt: PreparedPrompt | None = None
     offset: int | None = None
     request_id: str | None = None
@@ -182,17 +184,19 @@ class PrefillWorker:
         if isinstance(message, Ping):
             peer.channel.send(pack(Pong()))
         elif isinstance(message, Prefill):
-            self._take(peer, message.key, message.tokens)
+            self._take(peer, message)
         elif message.key in peer.jobs:  # Done
             self._drop(peer.jobs[message.key])
 
-    def _take(self, peer: _Peer, key: str, tokens: list[int]) -> None:
+    def _take(self, peer: _Peer, asked: Prefill) -> None:
         """Queues a prompt. The engine says how many tokens it will compute, which sizes the prompt's region."""
-        if key in peer.jobs or len(peer.jobs) >= MAX_JOBS:
+        if asked.key in peer.jobs or len(peer.jobs) >= MAX_JOBS:
             raise MessageError(f"a prompt has a key that is in use, or {MAX_JOBS} are under way")
-        job = peer.jobs[key] = _Job(peer, key)
+        if asked.start > len(asked.tokens):
+            raise MessageError(f"the KV of {asked.start} tokens is not wanted, of a prompt of {len(asked.tokens)}")
+        job = peer.jobs[asked.key] = _Job(peer, asked.key, asked.start)
         try:
-            job.prompt = self._engine.prepare(tokens, _PREFILL)
+            job.prompt = self._engine.prepare(asked.tokens, replace(_PREFILL, cache_salt=asked.salt or None))
         except HybridrtError as e:
             self._fail(job, e)
         else:
@@ -214,11 +218,11 @@ class PrefillWorker:
         while self._waiting:
             job = self._waiting[0]
             assert job.prompt is not None, "what waits was prepared"
-            nbytes = self._layout.image_bytes(len(job.prompt.tokens))
+            nbytes = self._layout.image_bytes(len(job.prompt.tokens), job.start)
             try:
                 job.offset = self.regions.alloc(nbytes)
                 room = range(job.offset, job.offset + nbytes)
-                job.request_id = self._engine.submit(job.prompt, stream=False, export_to=room)
+                job.request_id = self._engine.submit(job.prompt, stream=False, export_to=room, export_from=job.start)
             except OutOfSlotsError as e:
                 if self.regions.num_used:
                     return

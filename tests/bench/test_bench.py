@@ -140,14 +140,16 @@ def test_bench_serve(served: Served, tmp_path: Path) -> None:
         (["nonsense", "--model", "x"], "is no URL", 2),
         (["--requests", "0"], "requests is 0", 2),
         (["--extra-body", "[]", "--model", "x"], "must be a JSON object", 2),
+        (["--output", "/nowhere/x.json"], "/nowhere/x.json cannot be written", 2),
+        (["--picture", "/tmp"], "/tmp cannot be written", 2),
     ],
 )
-def test_wrong_arguments_of_bench_are_refused(options: list[str], text: str, status: int) -> None:
+def test_bench_says_what_is_wrong(options: list[str], text: str, status: int) -> None:
     result = runner.invoke(app, ["bench", "serve", *options])
     assert result.exit_code == status and text in result.output
 
 
-def test_bench_serve_reports_why_all_failed(served: Served) -> None:
+def test_bench_serve_says_why_all_failed(served: Served) -> None:
     result = runner.invoke(app, ["bench", "serve", served.url, *SMALL, "--model", "other", "--api-key", "key"])
     assert result.exit_code == 1 and "every request has failed" in result.output
 
@@ -192,8 +194,8 @@ def test_an_interrupt_gives_what_has_ended(ended: int, served: Served, monkeypat
     result = runner.invoke(app, ["bench", "serve", served.url, *SMALL, "--api-key", "key"])
     assert result.exit_code == 130
     found = json.loads(result.output)
-    assert found["interrupted"]
-    assert (found["failed"], found["requests"], found["output_tokens"]) == (0, ended, 2 * ended)
+    assert found["interrupted"] and (found["failed"], found["requests"]) == (0, ended)
+    assert found["output_tokens"] == 2 * ended
     served.wait_until_idle()
 
 

@@ -25,7 +25,7 @@ class Source:
         self.advanced = 0
         rig.engine.prefill_source = self
 
-    def request(self, request_id: str, tokens: Sequence[int]) -> None:
+    def request(self, request_id: str, tokens: Sequence[int], salt: str) -> None:
         self.prompts[request_id] = list(tokens)
 
     def advance(self) -> None:

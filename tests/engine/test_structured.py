@@ -87,7 +87,7 @@ def check(llm: LLM, outputs: list[Any], params: list[SamplingParams]) -> None:
             continue
         for sample in output.outputs:
             assert sample.finish_reason == "stop", (spec, sample.text)
-            matcher = llm.engine._compiler.matcher(spec)
+            matcher = llm.engine.intake.compiler.matcher(spec)
             ended = [matcher.advance(token) for token in sample.token_ids if token != 2]
             assert ended == [False] * (len(ended) - 1) + [sample.token_ids[-1] != 2]
             if spec.kind == "json":

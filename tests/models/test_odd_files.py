@@ -114,6 +114,7 @@ def test_every_odd_config_ends_in_a_typed_error(family: str, tmp_path: Path) -> 
         ({"dtype": ["float32"]}, ConfigError, "dtype"),
         ({"model_type": "bert"}, ConfigError, "model_type is 'bert', but FalconH1ForCausalLM goes with 'falcon_h1'"),
         ({"mamba_chunk_size": 2**15}, ConfigError, "mamba_chunk_size is 32768; it must be an integer from 1 to 1024"),
+        ({"time_step_limit": [1e39, {"__float__": "Infinity"}]}, ConfigError, "time_step_limit is .*each a number"),
         ({"hidden_act": "a" * 5000}, ConfigError, r"hidden_act is 'a{76}\.\.\.; hybridrt implements 'silu'"),
         ({"architectures": ["a" * 5000]}, UnsupportedModelError, r"architecture 'a{76}\.\.\. is not supported"),
         ({"head_dim": 7}, ConfigError, "even rotary dimension|would turn 7 of 7"),

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from hybridrt.attention.paged import PagedMetadata
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.records import TokenInputs
 from hybridrt.runtime import prompt_columns
 from hybridrt.runtime.prompt_columns import Bucket, pack_padded
 from hybridrt.runtime.prompt_graphs import PromptGraphs
 from hybridrt.runtime.step import StepPlan
-from hybridrt.runtime.step_batch import TokenInputs, make_batch
+from hybridrt.runtime.step_batch import fill_decode, make_batch
 from hybridrt.runtime.step_inputs import chunk_plans
 from hybridrt.runtime.step_passes import extend_passes
 from tests.models.test_models_parity import prompts
@@ -72,7 +73,7 @@ def padded_batch(hand: ByHand, plan: StepPlan, bucket: Bucket, saves: bool) -> t
     sections = {name: torch.from_numpy(column) for name, column in columns.items()}
     decoded = TokenInputs.allocate(n, torch.device("cpu"))
     if n:
-        decoded.fill_decode(sections, n, None, last_tokens(), table)
+        fill_decode(decoded, sections, n, None, last_tokens(), table)
     positions = sections["extend_positions"]
     slots = table.token_slots(sections["extend_rows"], positions)
     inputs = decoded.then(TokenInputs(sections["input_ids"], positions, slots))

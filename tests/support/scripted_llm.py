@@ -60,6 +60,7 @@ class ScriptedRunner(MockExecutor):
         self.memory_plan = SimpleNamespace(
             num_rows=8, num_slots=16, num_pages=4096, page_size=16, demand=None, max_model_len=8192, host=NO_HOST_PLAN
         )
+        self.pools = SimpleNamespace(req_to_token=SimpleNamespace(mamba_pool=None))
 
     def draw(self, tenant: Tenant) -> int:
         tenant.last = (self.script[tenant.outputs :] or [self.end])[0]
