@@ -343,7 +343,7 @@ class RadixCache:
         return None
 
     def _shorten(self, leaf: Node, max_pages: int, pages: list[Slot], states: list[Slot]) -> None:
-        """Removes the state of a leaf, and up to `most` pages from its end; adds them to `pages` and `states`."""
+        """Removes the state of a leaf, and up to `max_pages` pages from its end; adds them to `pages` and `states`."""
         before = len(pages)
         self._drop_state(leaf, pages, states)
         while leaf.pages and len(pages) - before < max_pages:
