@@ -63,7 +63,7 @@ def measure(model: str, options: dict[str, Any], spawned: float) -> dict[str, An
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0.0))
     total = time.perf_counter() - start
     clock.parts["first token"] = total - built
-    graphs = sum(len(g._sizes) for g in llm.engine.executor.graphs.values())
+    graphs = sum(len(g._replays) for g in llm.engine.executor.graphs.values())
     return {"parts": clock.parts, "from LLM()": total, "compiled here": dict(compiled), "graphs": graphs}
 
 
@@ -80,6 +80,7 @@ def _watch(clock: Clock) -> dict[str, list[float]]:
         (runner.ModelRunner, "capture", "graphs"), (llm, "load_tokenizer", "tokenizer"),
     ):  # fmt: skip
         setattr(module, name, clock.time(part, getattr(module, name)))
+    _watch_graphs(clock)
     compiled: dict[str, list[float]] = defaultdict(list)
     try:
         import triton
@@ -92,6 +93,24 @@ def _watch(clock: Clock) -> dict[str, list[float]]:
 
     triton.knobs.compilation.listener = note
     return compiled
+
+
+def _watch_graphs(clock: Clock) -> None:
+    """Times what a bucket's graph takes: a first step, the recorded one, and torch's part around the second."""
+    import torch
+
+    import hybridrt.runtime.graph_runner as graph_runner
+
+    bind: Any = graph_runner.GraphRunner._bind
+
+    def bound(self: Any, *args: Any) -> Callable[[], None]:
+        step, parts = bind(self, *args), iter(("graphs: first step", "graphs: recorded step"))
+        return lambda: clock.time(next(parts), step)()
+
+    if torch.cuda.is_available():
+        graph_runner.GraphRunner._bind = bound  # type: ignore[method-assign]
+        for name, part in (("__enter__", "graphs: begin"), ("__exit__", "graphs: end")):
+            setattr(torch.cuda.graph, name, clock.time(part, getattr(torch.cuda.graph, name)))
 
 
 def run(args: argparse.Namespace, model: Path, cache: Path, workers: str | None) -> dict[str, Any]:

@@ -259,7 +259,7 @@ def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]
     for kind in (kind for kind in config.linear if kind in made):
         shape = state_shape(config.linear[kind])
         heads, values, keys = shape.temporal
-        ring = heads * values * 2 + shape.groups * keys * 2 + heads * 4
+        ring = heads * values * 2 + shape.groups * keys * 2 + heads * (keys if kind == "kda" else 1) * 4
         # The conv ring is read whole, one column of it written; inputs come, outputs go.
         inputs = shape.conv_dim * (shape.conv_width(1) + 2) or 3 * heads * values
         around = 2 * (inputs + heads * (values + (keys if kind == "kda" else 0)))  # a gate for each channel of a key

@@ -28,7 +28,8 @@ class LayerCache:
         temporal: [S + 1, *temporal] recurrent state; a checkpoint in replay mode.
         intermediate_ssm: [R + 1, T, *temporal] state after each verified token.
         intermediate_conv_window: [R + 1, T, conv_dim, K - 1] conv inputs up to each node of a draft tree.
-        ring_values, ring_keys, ring_gates: [R + 1, heads, W, P], [R + 1, groups, W, N], [R + 1, heads, W].
+        ring_values, ring_keys, ring_gates: [R + 1, heads, W, P], [R + 1, groups, W, N], [R + 1, heads, W] or
+            [R + 1, heads, W, N].
     """
 
     conv: torch.Tensor

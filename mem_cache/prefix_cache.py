@@ -26,6 +26,8 @@ class PrefixMatch:
             page. The request copies it into its own page.
         known: tokens of the prompt that are in the tree, from the first on: more than `length` where a state is
             missing.
+        window: the cache's pages with the KV that the next token sees, where all attention layers have a sliding
+            window. The request copies them into its own pages.
         node, tail_node: the tree's entries of the match and the tail.
         retokenised: tokens of a cached answer behind a place within it where the prompt leaves it.
         staged: of a prefix that was computed elsewhere, where its state and KV lie in the executor's arena: they are
@@ -42,6 +44,7 @@ class PrefixMatch:
     tail_node: Any = None
     staged: int | None = None
     staged_from: int = 0
+    window: Sequence[Slot] = ()
     retokenised: int = 0
 
 

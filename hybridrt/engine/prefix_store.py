@@ -8,6 +8,7 @@ import numpy as np
 
 from hybridrt.engine.host_tier import HostTier
 from hybridrt.engine.request import Request
+from hybridrt.engine.window_pages import WindowPages
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
 from hybridrt.mem_cache.prefix_cache import CacheCounts, CacheEntries, PrefixMatch
 from hybridrt.mem_cache.radix_cache import RadixCache
@@ -25,6 +26,7 @@ class PrefixStore:
         page_size: tokens in a page.
         lookahead: of RadixCache.
         keeps: False never keeps anything.
+        windows: where every attention layer has a sliding window, the pages of each state. The tree has none then.
 
     Attributes:
         grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a request that goes on
@@ -35,10 +37,11 @@ class PrefixStore:
 
     def __init__(
         self, pages: SlotAllocator, slots: SlotAllocator, rows: SlotAllocator, page_size: int, lookahead: int,
-        keeps: bool,
+        keeps: bool, windows: WindowPages | None = None,
     ) -> None:  # fmt: skip
         page_size = page_size if pages.total else 0
-        self.tree = RadixCache(page_size, slots.total > 0, lookahead)
+        self.tree = RadixCache(0 if windows else page_size, slots.total > 0, lookahead)
+        self.windows = windows
         self.counts = CacheCounts()
         self.tier: HostTier | None = None
         self._seen = SeenTexts()
@@ -50,7 +53,11 @@ class PrefixStore:
         log-probabilities."""
         if not self.keeps or request.params.prompt_logprobs is not None:
             return PrefixMatch()
-        return self.tree.match(request.ids, request.params.cache_salt or "")
+        match = self.tree.match(request.ids, request.params.cache_salt or "")
+        if self.windows is None or match.state is None:
+            return match
+        window = self.windows.of(match.state)
+        return PrefixMatch() if window is None else replace(match, window=window)
 
     def held(self, tokens: np.ndarray, salt: str) -> int:
         """How many of a prompt's first tokens [n] int32 have KV here, in whole pages, with a state behind them or
@@ -91,7 +98,7 @@ class PrefixStore:
     def lock(self, match: PrefixMatch) -> None:
         """Keeps a match of the cache from eviction."""
         self.tree.lock(match)
-        self._pages.lock(match.pages)
+        self._pages.lock([*match.pages, *match.window])
         for slots, entry in ((self._slots, match.state), (self._pages, match.tail)):
             slots.lock(() if entry is None else (entry,))
 
@@ -106,7 +113,8 @@ class PrefixStore:
         self.tree.unlock_state(match)
         for slots, entry in ((self._slots, match.state), (self._pages, match.tail)):
             slots.unlock(() if entry is None else (entry,))
-        return replace(match, state=None, tail=None, tail_node=None)
+        self._pages.unlock(match.window)
+        return replace(match, state=None, tail=None, tail_node=None, window=())
 
     def admitted(self, request: Request, match: PrefixMatch) -> None:
         """Counts a match, and chooses where the rest of the prompt leaves states: at its last place on the grid, where
@@ -147,6 +155,21 @@ class PrefixStore:
                 request.saves[place] = slot
                 saves.append((place - start, slot.index))
         return sorted(saves)
+
+    def keep_windows(self, request: Request, computed: int) -> None:
+        """Where every attention layer has a sliding window: offers the saved states up to `computed` tokens, as long as
+        the request has the pages that they need. A state for whose pages there is no room is left out."""
+        for place in [place for place in request.saves if place <= computed] if self.windows is not None else ():
+            slot, pages = request.saves.pop(place), len(self.windows.span(place))
+            if pages <= self._pages.num_free + self._pages.num_cached - self._pages.num_locked:
+                self.evict(max(pages - self._pages.num_free, 0), 0)
+            if (
+                pages <= self._pages.num_free
+                and slot in self._insert(request, request.ids[:place], {place: slot})[0].states
+            ):
+                self.windows.keep(slot, self.windows.copy(request, place))
+            else:
+                self._slots.free([slot])
 
     def share(self, request: Request) -> None:
         """The prompt has been computed: others may have its whole pages and its saved states from here on. What the
@@ -238,9 +261,14 @@ class PrefixStore:
 
     def evict(self, pages: int, states: int, *, saving: int | None = None) -> None:
         """Frees so many entries that no request reads, or all there are; `saving` as in RadixCache.evict."""
-        gone = self.tree.evict(pages, states, saving=saving)
+        gone = self.tree.evict(0 if self.windows else pages, states, saving=saving)
         self._pages.evict(gone.pages)
         self._slots.evict(gone.states)
+        if self.windows is not None:
+            freed = self.windows.drop(gone.states)
+            while freed < pages and (gone := self.tree.evict(0, 1)).states:
+                self._slots.evict(gone.states)
+                freed += self.windows.drop(gone.states)
 
     def reset(self) -> bool:
         """Frees all entries that no request reads. True if none is left."""
@@ -271,11 +299,17 @@ class PrefixStore:
         failed = request.broken or request.error is not None
         if not self.keeps or failed or computed <= request.prefix.length:
             return CacheEntries()
+        self.keep_windows(request, computed)
         states = dict(request.saves)
         # The last step may have computed tokens after the end of the text. The state then includes them: keep it out.
         if request.state_slot is not None and computed <= len(ids):
             states[computed] = request.state_slot
-        return self._insert(request, ids[: computed + self.tree.lookahead], states)[0]
+        taken = self._insert(request, ids[: computed + self.tree.lookahead], states)[0]
+        if self.windows is None or not taken.states:
+            return taken
+        pages = self.windows.held(request, computed)
+        self.windows.keep(taken.states[0], pages)
+        return CacheEntries(pages, taken.states)
 
     def _insert(self, request: Request, ids: np.ndarray, states: dict[int, Slot]) -> tuple[CacheEntries, Node]:
         salt = request.params.cache_salt or ""

@@ -27,10 +27,10 @@ FIELDS: FieldTypes = {
     "moe_router_enable_expert_bias": either(NULL, TRUE),
     **dict.fromkeys(("mtp_use_kda", "use_mla_nope", "use_qkv_bias", "use_bias"), OFF),
     **dict.fromkeys(("score_function", "scoring_func"), either(NULL, one_of("sigmoid"))),
-    # Limits of the experts' activations, layer by layer: 0 is none.
+    # Limits of SwiGLU in the routed and in the shared experts, layer by layer: 0 is none.
     **dict.fromkeys(
         ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"),
-        either(NULL, list_of(either(NULL, number(0.0, 0.0)))),
+        either(NULL, list_of(either(NULL, number(0.0, 1e6)))),
     ),
 }
 

@@ -77,6 +77,9 @@ def latent_attention(hf: Any, rotary: bool) -> AttentionConfig:
     if kv_heads != heads:
         raise ConfigError(f"num_key_value_heads is {kv_heads}; latent attention makes keys for all {heads} heads")
     rope, rank = dict(hf.rope_parameters) if rotary else None, hf.kv_lora_rank
+    if rope:
+        # Published files have the share of a whole head that is rotated, and qk_rope_head_dim is that part already.
+        rope.pop("partial_rotary_factor", None)
     if rope and rope.get("rope_type", "default") != "default":
         found = shown(rope["rope_type"])
         raise ConfigError(f"rope_type is {found}; hybridrt runs latent attention with 'default' only")

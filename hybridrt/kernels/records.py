@@ -131,7 +131,8 @@ class StateRing(NamedTuple):
     """Inputs of each row's tokens since its state was written, of one layer (`state_ring.py`).
 
     Attributes:
-        values: [R+1, H, W, P]; keys: [R+1, G, W, N]; gates: [R+1, H, W] float32.
+        values: [R+1, H, W, P]; keys: [R+1, G, W, N]; gates: [R+1, H, W] float32, or [R+1, H, W, N] in Kimi Delta
+            Attention.
         rows: [B] ring of each row.
         start, length: [B] column of its oldest entry and number of its entries, at the head of the step.
     """

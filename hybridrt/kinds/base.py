@@ -63,8 +63,8 @@ class LinearKind:
         state_dtype: of the recurrent state; None for `EngineConfig.mamba_ssm_dtype`.
         ring_shapes: (state, W) to the shapes of `ring_values`, `ring_keys` and `ring_gates` of a row, the last in
             float32 and the others in the activations' dtype; None where state mode "replay" does not exist. `fold_ring`
-            folds them: S = decay * S + value * key^T, one gate a head. Another recurrence needs its own fold. If ring
-            gates are not logs of decays, the backend overrides `ring_decay`.
+            folds them: S = decay * S + value * key^T, one gate a head, or one for each channel of a key. Another
+            recurrence needs its own fold. If ring gates are not logs of decays, the backend overrides `ring_decay`.
     """
 
     title: str

@@ -96,15 +96,16 @@ class Experts(nn.Module):
         shared_size: intermediate size of an MLP that every token passes. It is the sum of `num_shared` MLPs of size I,
             the last filled up with zeros, and they follow the others as experts E, E + 1, ...
         scales: multipliers of the output of experts and of that MLP; the matrices are multiplied by them.
+        limit: of SwiGLU, as in ExpertStack.
     """
 
     def __init__(
         self, name: str, num_experts: int, size: int, intermediate_size: int, *,
         activation: Literal["silu", "relu2"], build: Build, shared_size: int = 0,
-        scales: tuple[float, float] = (1.0, 1.0),
+        scales: tuple[float, float] = (1.0, 1.0), limit: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.name, self.num_experts, self.tp, self.scales = name, num_experts, build.tp, scales
+        self.name, self.num_experts, self.tp, self.scales, self.limit = name, num_experts, build.tp, scales, limit
         self.activation: Literal["silu", "relu2"] = activation
         self.matrices = ("gate", "up") if activation == "silu" else ("up",)
         self.local = self.tp.divide("channels of an expert", intermediate_size)
@@ -117,7 +118,7 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """[T, in] to this rank's part of [T, in]; the caller sums over ranks."""
         gated = self.activation == "silu"
-        return self.method.apply(x, weights, ids, activation=self.activation, gated=gated)
+        return self.method.apply(x, weights, ids, activation=self.activation, gated=gated, limit=self.limit)
 
     def _targets(
         self, key: str, name: str, first: int, count: int, up: Transform, down: Transform

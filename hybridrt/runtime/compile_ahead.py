@@ -5,14 +5,16 @@ process reads weights, one child finds out which kernels the configuration launc
 them compile. What they do not compile is compiled where it is launched.
 """
 
+import contextlib
 import logging
 import os
 import queue
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -70,7 +72,7 @@ class CompileAhead:
         self._jobs.put(_LAUNCHER)
         self._processes: list[subprocess.Popen[bytes]] = []
         # torch must not find the GPU: a context of CUDA takes half a gigabyte of its memory in every process.
-        environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         try:
             for _ in range(workers):
@@ -95,6 +97,8 @@ class CompileAhead:
                 problems.append(f"compiling took more than {deadline_s:g} seconds")
         finally:
             self.close()
+        for thread in self._threads:
+            thread.join(_LEAVING_S)  # it says what its process was at
         for problem in problems:
             logger.warning("kernels are missing in Triton's cache, and compiled when they are launched: %s", problem)
         if not problems:
@@ -102,10 +106,11 @@ class CompileAhead:
         return self.report
 
     def close(self) -> None:
-        """Ends the processes at once."""
+        """Ends the processes at once, and the compilers that they run."""
         for process in self._processes:
-            process.kill()
-        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # each has a session of its own
             process.wait()
 
     def _serve(self, process: "subprocess.Popen[bytes]", traced: EngineConfig | None) -> None:
@@ -181,13 +186,14 @@ def default_workers() -> int:
     """
     text = os.environ.get(WORKERS_VARIABLE)
     if text is None:
-        return max(1, min(len(os.sched_getaffinity(0)) - 1, MAX_WORKERS))
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        return max(1, min(cores - 1, MAX_WORKERS))
     if not text.isdecimal() or int(text) > 1024:
         raise ConfigError(f"{WORKERS_VARIABLE} is {text!r}; it must be a number of processes from 0 to 1024")
     return int(text)
 
 
-@contextmanager
+@contextlib.contextmanager
 def compiling(config: EngineConfig, target: RunTarget, path: Path) -> Iterator[Callable[[], None]]:
     """Compiles a run's kernels beside what happens within it. What it yields waits until they are compiled, on all
     ranks: rank 0 compiles for the others. On a CPU, and where the cache has them already, it does nothing."""

@@ -26,21 +26,12 @@ from hybridrt.runtime.build import RunTarget, Runtime, empty_model, keeps_prefix
 from hybridrt.runtime.fit import plan_ahead
 from hybridrt.runtime.model_runner import probe
 from hybridrt.runtime.pretend_gpu import GPUFacts, pretended
+from hybridrt.runtime.sampler import EVERY_DRAW
 from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageCopy, PageWrite, StepPlan
 from hybridrt.runtime.step_runner import StepRunner
 from hybridrt.runtime.token_rules import make_rules
 from hybridrt.sampling_params import SamplingParams
 
-# Sampling of every kind: each has kernels of its own.
-DRAWS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
-    {"temperature": 1.0},
-    {"temperature": 0.7, "top_p": 0.9},
-    {"temperature": 0.7, "top_k": 20, "min_p": 0.05},
-    {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
-    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
-    {"temperature": 0.0, "logit_bias": {0: 1.0}},
-)
 PROMPTS = (1, 15, 16, 100, 512)  # tokens: one, fewer than 16, divisible by 16 or not, few and many
 _SAVE = 16  # prefixes are saved at multiples of it
 
@@ -104,6 +95,7 @@ class CompilingDriver:
 def noted(note: Callable[[Kernel], None]) -> Iterator[None]:
     """Within it, launching a kernel that was not compiled notes it, each specialisation once, and does nothing else."""
     found: set[Kernel] = set()
+    launched: set[Any] = set()
     run = JITFunction.run
 
     def hook(**given: Any) -> bool:
@@ -115,8 +107,11 @@ def noted(note: Callable[[Kernel], None]) -> Iterator[None]:
         return True  # nothing is compiled
 
     def note_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        named = {name: _address(value) for name, value in kwargs.items()}
-        run(self, *map(_address, args), grid=grid, warmup=True, **named)
+        addresses, named = tuple(map(_address, args)), {name: _address(value) for name, value in kwargs.items()}
+        launch = (self.fn, *map(_hashable, addresses), *((name, _hashable(value)) for name, value in named.items()))
+        if launch not in launched:  # layers launch alike, and Triton takes a millisecond for each
+            launched.add(launch)
+            run(self, *addresses, grid=grid, warmup=True, **named)
 
     with mock.patch.object(JITFunction, "run", note_instead), triton.knobs.runtime.scope():
         triton.knobs.runtime.jit_cache_hook = hook
@@ -129,6 +124,15 @@ def _address(value: Any) -> Any:
     return value
 
 
+def _hashable(value: Any) -> Any:
+    """Equal values of different types are different arguments. What has no hash is described."""
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return type(value), value
+
+
 def trace(config: EngineConfig, gpu: GPUFacts, note: Callable[[Kernel], None]) -> list[str]:
     """Notes the kernels of a run: those of its start first, in their order.
 
@@ -138,8 +142,8 @@ def trace(config: EngineConfig, gpu: GPUFacts, note: Callable[[Kernel], None]) -
     recorder = mock.patch.object(graph_runner, "CudaGraphRecorder", graph_runner.ClosureRecorder)
     problems: list[str] = []
     with pretended(gpu), recorder, noted(note), torch.inference_mode():
-        runner = _runner(config)
-        for name, step in _steps(runner):
+        runner, largest = _runners(config)
+        for name, step in (("the largest prefill", largest), *_steps(runner)):
             try:
                 step()
             except Exception as e:  # a step that cannot be traced costs time at the start, and no more
@@ -147,15 +151,17 @@ def trace(config: EngineConfig, gpu: GPUFacts, note: Callable[[Kernel], None]) -
     return problems
 
 
-def _runner(config: EngineConfig) -> StepRunner:
-    """Pools as the real run's, and two layers of each sort: all others launch the same kernels."""
+def _runners(config: EngineConfig) -> tuple[StepRunner, Callable[[], Any]]:
+    """A runner over pools as the real run's, and the step that measures activations over its own pools. Their model has
+    two layers of each sort: all others launch the same kernels."""
     _, target = load_target(config, TraceGroup(size=config.tp_size))
     config = _own_kernels(config, target)
     model = empty_model(config, target, target.device).eval()
     plan = plan_ahead(config, target, weight_bytes(model))
-    runtime = Runtime.allocate(config, target, model, plan)
+    small, largest = probe(config, target)
+    runtimes = [Runtime.allocate(config, target, model, each) for each in (plan, small)]
     _shorten(model)
-    return StepRunner(runtime)
+    return StepRunner(runtimes[0]), lambda: StepRunner(runtimes[1]).launch(largest)
 
 
 def _own_kernels(config: EngineConfig, target: RunTarget) -> EngineConfig:
@@ -184,11 +190,9 @@ def _shorten(model: CausalLM) -> None:
 
 
 def _steps(runner: StepRunner) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Every step by its name: the one that measures activations, the graphs, then prompts, decoding and sampling."""
+    """Every step by its name: the graphs, then prompts, decoding and sampling."""
     config, plan = runner.config, runner.memory_plan
     chunk = min(config.chunked_prefill_size, plan.max_model_len - 1)
-    _, largest = probe(config, runner.target)
-    yield "the largest prefill", lambda: runner.launch(largest)
     if config.cuda_graph:
         yield "graphs", runner.capture
     greedy = SamplingParams(temperature=0.0)
@@ -198,7 +202,7 @@ def _steps(runner: StepRunner) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"a prompt of {tokens} tokens that leaves a state", lambda n=tokens: make.run(make.saving(n, greedy))  # type: ignore[misc]
         yield f"{tokens} tokens behind others", lambda n=tokens: make.run(make.behind(n, greedy))  # type: ignore[misc]
     yield "several prompts", lambda: make.run(make.prompts([100, 16], greedy))
-    for i, draw in enumerate(DRAWS):
+    for i, draw in enumerate(EVERY_DRAW):
         params = SamplingParams(**draw)
         for rows in sorted({1, min(2, plan.num_rows), plan.num_rows}):
             yield f"draws {i}, {rows} rows", lambda n=rows, p=params: make.decode(n, p)  # type: ignore[misc]

@@ -113,10 +113,12 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "fold_ring", lambda: kernels.fold(rows(1), torch.ones_like, kernels.lightning_heads(heads)["A"])
         yield "mamba2_chunk_scan", lambda: kernels.lightning_chunk_scan(Prompts(shapes[0], 128))
     if "kda" in config.linear:
-        for mode, n in (("classic", 1), ("intermediate", 4)):
+        for mode, n in modes:
             yield f"gdn_decode {mode} {n}", lambda mode=mode, n=n: kernels.kda_decode(rows(n), mode)
-            what = f"recurrent_gated_delta_rule {mode} {n}"
-            yield what, lambda mode=mode, n=n: kernels.kda_recurrent(rows(n), mode)
+            if mode != "replay":
+                what = f"recurrent_gated_delta_rule {mode} {n}"
+                yield what, lambda mode=mode, n=n: kernels.kda_recurrent(rows(n), mode)
+        yield "fold_ring", lambda: kernels.fold(rows(1), kernels.log_decay_gate, None)
         for bound in (None, -5.0):
             what = f"chunk_gated_delta_rule {'' if bound is None else 'bounded'}"
             chunk = kda_of(config).chunk_size

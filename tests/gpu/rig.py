@@ -26,7 +26,7 @@ FAMILIES = ("falcon-norm_after_gate", "nemotron-experts", "qwen-plain")
 STATE_MODES = ("classic", "replay")
 # Falcon-Mamba has no attention layer, swa_ssm sliding windows, and none of the three a state ring.
 MAMBA1 = ("falcon_mamba-plain", "jamba-plain", "swa_ssm-plain")
-NEWER = ("qwen35-seeing_experts", "granite-plain", "bamba-plain", "olmo-plain", "minimax-plain")
+NEWER = ("qwen35-seeing_experts", "granite-plain", "bamba-plain", "olmo-plain", "minimax-plain", "mamba2-plain")
 SHORT_CONV = ("lfm2-biases_tied", "lfm2_moe-plain")
 LATENT = ("kimi-plain", "ling-plain")  # Kimi Delta Attention keeps no state ring
 DECODING = [

@@ -132,6 +132,23 @@ def test_experts_with_padding_and_experts_without_tokens(dtype, tokens, activati
     assert torch.equal(out[tokens // 2], torch.zeros(width, dtype=dtype))
 
 
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_with_a_limit(tokens):
+    """Few tokens and several of one expert: both factors of SwiGLU are clamped, and both differ from those that are
+    not."""
+    torch.manual_seed(0)
+    x, w_up, w_down = torch.randn(tokens, 16), torch.randn(6, 24, 16), torch.randn(6, 16, 12)
+    weights, ids = router_softmax(torch.randn(tokens, 6), 2, True)
+    out = fused_experts(x, ExpertStack(w_up, w_down, "silu", True, 0.5), weights, ids)
+    expected = torch.zeros(tokens, 16)
+    for t in range(tokens):
+        for weight, expert in zip(weights[t], ids[t].tolist(), strict=True):
+            gate, up = (w_up[expert] @ x[t]).chunk(2)
+            hidden = torch.nn.functional.silu(gate).clamp(max=0.5) * up.clamp(-0.5, 0.5)
+            expected[t] += weight * (w_down[expert] @ hidden)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_token_s_result_does_not_depend_on_its_neighbours():
     torch.manual_seed(0)
     x, w_up, w_down = torch.randn(8, 16), torch.randn(4, 24, 16) * 0.3, torch.randn(4, 16, 12) * 0.3

@@ -12,17 +12,17 @@ from hybridrt.attention.paged import PagedMetadata
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.runtime import prompt_columns
-from hybridrt.runtime.prompt_columns import PROMPT_ROWS, Bucket, pack_padded
+from hybridrt.runtime.prompt_columns import Bucket, pack_padded
 from hybridrt.runtime.prompt_graphs import PromptGraphs
-from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
+from hybridrt.runtime.step import StepPlan
 from hybridrt.runtime.step_batch import fill_decode, make_batch
 from hybridrt.runtime.step_inputs import chunk_plans
 from hybridrt.runtime.step_passes import extend_passes
-from tests.attention.test_backends_verify import random_tokens
 from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand
 from tests.support.checkpoints import CheckpointStore, has_replay
 from tests.support.levels import sweep
+from tests.support.prompt_steps import Play
 from tests.support.session import Sample, Session, check_sample, greedy
 
 SIZES = ((0, 3), (16, 48))
@@ -101,40 +101,6 @@ def eager(hand: ByHand, plan: StepPlan, bucket: Bucket, saves: bool) -> Tensor:
     return logits
 
 
-class Play:
-    """Random steps: prompts in chunks, some from a saved state, some that save one, beside rows that decode."""
-
-    def __init__(self, saves: bool, seed: int) -> None:
-        self.generator, self.saves = torch.Generator().manual_seed(seed), saves
-        self.computed = dict.fromkeys(range(1, ROWS + 1), 0)
-        self.stated: list[tuple[int, int]] = []  # (tokens, slot) of saved states
-
-    def draw(self, low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (), generator=self.generator))
-
-    def step(self) -> StepPlan:
-        order = (torch.randperm(ROWS, generator=self.generator) + 1).tolist()
-        decoding = [row for row in order[: self.draw(0, 3)] if 0 < self.computed[row] < 90]
-        chunks, left = list[ExtendRow](), self.draw(1, 48)
-        for row in [row for row in order if row not in decoding][: self.draw(1, PROMPT_ROWS)]:
-            length = min(self.draw(1, 24), left, 90 - self.computed[row])
-            if length > 0:
-                chunks.append(self.chunk(row, length, len(chunks)))
-                left -= length
-        decode = DecodeRows.of(DecodeRow(row, self.computed[row], 0) for row in decoding)
-        for row in decoding:
-            self.computed[row] += 1
-        return StepPlan(decode=decode, extend=chunks)
-
-    def chunk(self, row: int, length: int, index: int) -> ExtendRow:
-        start, saves = self.computed[row], []
-        if self.saves and length > 1 and self.draw(0, 2):
-            saves = [(self.draw(max(length - 6, 1), length - 1), SPARE + index % 4)]
-        self.computed[row] = start + length
-        tokens = random_tokens(self.generator, length)
-        return ExtendRow(row, start, tokens, 0, bool(self.draw(0, 2)), saves=saves)
-
-
 def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
 
@@ -143,7 +109,10 @@ def same(a: Tensor, b: Tensor) -> bool:
 def test_replay_equals_eager_padded_alike(name: str, mode: str, saves: bool, checkpoints: CheckpointStore) -> None:
     """Bit for bit, step after step, and no other row changes. A replay reads nothing of the step before."""
     replayed, other = twins(checkpoints[name].path, mode)
-    graphs, play = runner_of(replayed, saves), Play(saves, seed=3)
+    graphs, play = (
+        runner_of(replayed, saves),
+        Play(dict.fromkeys(range(1, ROWS + 1), 0), SPARE if saves else None, seed=3),
+    )
     for _ in range(6):
         plan = play.step()
         bucket = graphs.bucket(plan)
