@@ -99,15 +99,16 @@ class GraphRows(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Turns a function over static buffers into something that replays it."""
+    """Turns a function over static buffers into something that replays it. `warm`: functions like it, of other sizes,
+    have been recorded before."""
 
-    def __call__(self, step: Callable[[], None]) -> Callable[[], None]: ...
+    def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]: ...
 
 
 class ClosureRecorder:
     """For machines without CUDA: a replay calls the function again."""
 
-    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]:
         step()
         return step
 
@@ -118,12 +119,15 @@ class CudaGraphRecorder:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
-        step()  # Triton compiles and cuBLAS picks its workspaces outside the capture
-        torch.cuda.synchronize()
+    def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]:
+        if not warm:
+            step()  # Triton compiles and cuBLAS picks its workspaces outside the capture
+            torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # What other threads do meanwhile (NCCL's watchdog queries events) is not captured.
-        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # What other threads do meanwhile (NCCL's watchdog queries events) is not captured. "relaxed": a function that
+        # has not run may load the kernels that its sizes alone need.
+        mode = "relaxed" if warm else "thread_local"
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
             step()
         self._pool = self._pool or graph.pool()
         return graph.replay
