@@ -89,8 +89,8 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
         report = ahead.wait()
     finally:
         ahead.close()
-    if report.problems:
-        raise EngineError(f"the cache lacks kernels: {'; '.join(report.problems)}")
+    if missing := [*report.failures, *report.problems]:
+        raise EngineError(f"the cache lacks kernels: {'; '.join(missing)}")
     seconds = time.perf_counter() - start
     return Compiled(str(path), facts.name, str(triton.knobs.cache.dir), report, seconds)
 
