@@ -26,6 +26,7 @@ class PrefixMatch:
             page. The request copies it into its own page.
         known: tokens of the prompt that the cache knows, from the first on: more than `length` where a state is
             missing.
+        fork: `known`, if the cache knows a prompt that goes on differently from there; else 0.
         node, tail_node: what the cache knows the match and the tail by.
         retokenised: tokens of a cached answer behind a place within it where the prompt leaves it.
         staged: of a prefix that was computed elsewhere, where its state and KV lie in the executor's arena: they are
@@ -41,6 +42,7 @@ class PrefixMatch:
     tail_node: Any = None
     staged: int | None = None
     retokenised: int = 0
+    fork: int = 0
 
 
 @dataclass(slots=True)

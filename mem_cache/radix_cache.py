@@ -23,15 +23,16 @@ all the same, its requests count for the next state above it, which is then kept
 """
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 
 import numpy as np
 
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
-from hybridrt.mem_cache.radix_node import Node, has_idle_state, in_common, is_idle_leaf, left_answer
+from hybridrt.mem_cache.radix_node import Node, has_idle_state, in_common, is_idle_leaf, leaves_prompt, left_answer
 from hybridrt.mem_cache.state_worth import StateWorths, saved_tokens, state_before
+from hybridrt.mem_cache.waiting_texts import WaitingTexts
 
 
 class RadixCache:
@@ -53,6 +54,7 @@ class RadixCache:
         self._clock = 0
         self._worths = StateWorths()
         self._awaited = dict[int, Node]()  # by arrival: where a waiting request's state stands
+        self.waiting = WaitingTexts()
         self._order = count()
         self._size = 0  # nodes, without roots
         self._leaves: list[tuple[int, int, Node]] = []  # heap by `used`; entries may be out of date
@@ -77,13 +79,14 @@ class RadixCache:
             return PrefixMatch(
                 pages * self.page_size, self._pages(found)[:pages], known=known, node=found, retokenised=left
             )
+        fork = known if leaves_prompt(node, known) else 0
         while node.parent is not None and (node.state is None or node.end > min(known, limit)):
             node = node.parent
         if node.parent is None:
-            return PrefixMatch(known=known, retokenised=left)
+            return PrefixMatch(known=known, retokenised=left, fork=fork)
         owner = self._tail_node(node)
         tail = None if owner is None else owner.tail if owner is node or not owner.pages else owner.pages[0]
-        return PrefixMatch(node.end, self._pages(node), node.state, tail, known, node, owner, retokenised=left)
+        return PrefixMatch(node.end, self._pages(node), node.state, tail, known, node, owner, retokenised=left, fork=fork)
 
     def held(self, tokens: np.ndarray, salt: str = "") -> tuple[PrefixMatch, set[int]]:
         """What the tree has of a text, usable or not: its complete pages, to be locked or used, and where its states
@@ -99,9 +102,11 @@ class RadixCache:
         """Pages that are complete once `position` tokens are on the path."""
         return max(position - self.lookahead, 0) // self.page_size if self.page_size else 0
 
-    def expect(self, match: PrefixMatch, arrival: int) -> None:
-        """A request that arrived as number `arrival` waits, and will have this match. If its state is evicted, the
-        request awaits the next one above."""
+    def expect(self, tokens: np.ndarray, arrival: int, salt: str = "") -> None:
+        """A request with this prompt, which arrived as number `arrival`, waits. It awaits the deepest state of its
+        prompt, whatever is inserted or evicted meanwhile."""
+        self.waiting.add(arrival, tokens, salt)
+        match = self.match(tokens, salt)
         if match.node is not None:
             self._use(match.node)
             self._await(match.node, {arrival})
@@ -109,6 +114,7 @@ class RadixCache:
     def forget(self, arrival: int) -> None:
         """The request waits no longer."""
         self._worths.admitted = max(self._worths.admitted, arrival)
+        self.waiting.remove(arrival)
         node = self._awaited.pop(arrival, None)
         if node is not None:
             node.awaited.discard(arrival)
@@ -123,7 +129,7 @@ class RadixCache:
         self._use(node)
         if match.state is not None:
             node.state_readers += 1
-            self._worths.classes[node.final].used += not node.hits
+            self._worths.classes[node.kind].used += not node.hits
             node.base, node.passed, node.hits = self._worths.inflation, False, node.hits + 1
         if match.tail_node is not None:
             match.tail_node.readers += 1
@@ -150,6 +156,7 @@ class RadixCache:
         states: Mapping[int, Slot],
         salt: str = "",
         prompt: int | None = None,
+        forks: Collection[int] = (),
     ) -> tuple[CacheEntries, "Node"]:
         """Offers KV and states of a text.
 
@@ -175,12 +182,16 @@ class RadixCache:
             if node.state is None:
                 taken_states.append(states[end])
                 node.final = end + self.lookahead >= len(tokens)
+                node.fork = end in forks
                 self._keep_state(node, states[end], pages, taken_pages)
+                self._take_over(node, self.waiting.behind(tokens[:end], salt))
         self._use(deepest)
         self._prune(deepest)
         return CacheEntries(taken_pages, taken_states), deepest
 
-    def evict(self, num_pages: int, num_states: int, *, saving: int | None = None) -> CacheEntries:
+    def evict(
+        self, num_pages: int, num_states: int, *, saving: int | None = None, arrivals: Collection[int] = ()
+    ) -> CacheEntries:
         """Removes entries that no request reads, up to these numbers, and returns them. `saving`: for the state of a
         prefix, which would save so many tokens. Then states that waiting requests will use stay, and those that running
         requests have left for their next turns, if they save as much: without that, each would lose its state to
@@ -188,12 +199,23 @@ class RadixCache:
         pages, states = list[Slot](), list[Slot]()
         while len(pages) < num_pages and (leaf := self._oldest_leaf()) is not None:
             self._shorten(leaf, num_pages - len(pages), pages, states)
-        while len(states) < num_states and (node := self._least_state(saving)) is not None:
+        while len(states) < num_states and (node := self._least_state(saving, arrivals)) is not None:
             if not node.awaited:
                 self._worths.inflation = max(self._worths.inflation, self._worths.of(node))
             self._drop_state(node, pages, states)
             self._prune(node)
         return CacheEntries(pages, states)
+
+    def supersede(self, match: PrefixMatch) -> Slot | None:
+        """The state that a request has started from, if no other request reads, has read or awaits it. The tree no longer has it."""
+        node = match.node
+        alone = node is not None and node.state is not None and node.hits == 1 and not node.awaited and not node.fork
+        if not alone or node.state_readers > (match.state is not None) or node.tail is not None or match.tail_node is not None:
+            return None
+        if match.state is not None:
+            node.state_readers -= 1
+        state, node.state = node.state, None
+        return state
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents first."""
@@ -282,9 +304,9 @@ class RadixCache:
 
     def _keep_state(self, node: Node, state: Slot, pages: Sequence[Slot], taken: list[Slot]) -> None:
         node.state, node.base, node.hits, node.passed = state, self._worths.inflation, 0, False
-        self._worths.classes[node.final].made += 1
+        self._worths.classes[node.kind].made += 1
         before = state_before(node)
-        if before is not None and before.hits == 1:
+        if before is not None and before.hits == 1 and not before.fork:
             before.passed = True
             self._enlist_state(before)
         index = self.complete(node.end)
@@ -329,18 +351,23 @@ class RadixCache:
                 heapq.heappush(self._leaves, (node.used, next(self._order), node))
         return None
 
-    def _least_state(self, saving: int | None) -> Node | None:
+    def _least_state(self, saving: int | None, arrivals: Collection[int] = ()) -> Node | None:
         while self._states:
             worth, _, node = heapq.heappop(self._states)
             if has_idle_state(node):
                 if worth >= self._worths.of(node):
-                    unread = node.readers and not node.hits
-                    if saving is None or not (node.awaited or (unread and saved_tokens(node) >= saving)):
+                    if saving is None or self._gives_way(node, saving, arrivals):
                         return node
                     self._enlist_state(node)
                     return None
                 heapq.heappush(self._states, (self._worths.of(node), next(self._order), node))
         return None
+
+    def _gives_way(self, node: Node, saving: int, arrivals: Collection[int]) -> bool:
+        if node.awaited or arrivals:
+            return bool(arrivals) and self._worths.of(node) < self._worths.awaited(saving, arrivals)
+        unread = node.readers and not node.hits
+        return not (unread and saved_tokens(node) >= saving)
 
     def _shorten(self, leaf: Node, most: int, pages: list[Slot], states: list[Slot]) -> None:
         """Removes the state of a leaf, and up to `most` pages from its end; adds them to `pages` and `states`."""
@@ -356,6 +383,18 @@ class RadixCache:
         # With recurrent layers the rest of the leaf has no state after it, so no request can use it: evict it next.
         leaf.used = 0 if self.recurrent else leaf.used
         self._prune(leaf)
+
+    def _take_over(self, node: Node, arrivals: set[int]) -> None:
+        """A node has got a state that these requests will use, but for those that await one further down."""
+        for arrival in list(arrivals):
+            now = self._awaited.get(arrival)
+            if now is not None and now.end > node.end:
+                arrivals.remove(arrival)
+            elif now is not None:
+                now.awaited.discard(arrival)
+                self._enlist_state(now)
+        if arrivals:
+            self._await(node, arrivals)
 
     def _await(self, node: Node, arrivals: set[int]) -> None:
         node.awaited |= arrivals

@@ -1,6 +1,6 @@
 """A node of the radix tree in mem_cache/radix_cache.py: its edge, and what is kept at its end."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,10 +45,15 @@ class Node:
     base: float = 0.0
     hits: int = 0
     final: bool = False
+    fork: bool = False
     passed: bool = False
     awaited: set[int] = field(default_factory=set)
     first: int = -1
     salt: str = ""
+
+    @property
+    def kind(self):
+        return 2 if self.fork else int(self.final)
 
     @property
     def end(self) -> int:
@@ -75,9 +80,18 @@ def in_common(a: np.ndarray, b: np.ndarray) -> int:
 def left_answer(node: Node, known: int, asked: int) -> int:
     """How many tokens of a cached answer a prompt misses: it shares at least one token of the answer, and differs from
     it after `known` tokens."""
-    edges = [node] if known < node.end else node.children.values()
-    ends = [edge.end for edge in edges if edge.answer < known]
+    ends = [edge.end for edge in _edges_behind(node, known) if edge.answer < known]
     return min(max(ends, default=known), asked) - known
+
+
+def leaves_prompt(node: Node, known: int) -> bool:
+    """Whether another prompt goes on differently after `known` tokens. An answer that goes on there does not count:
+    the same conversation has left it."""
+    return any(edge.answer > known for edge in _edges_behind(node, known))
+
+
+def _edges_behind(node: Node, known: int) -> Collection[Node]:
+    return [node] if known < node.end else node.children.values()
 
 
 def is_idle_leaf(node: Node) -> bool:

@@ -1,5 +1,6 @@
 """Worths of a radix tree's states: GreedyDual over two classes, and above it states that requests wait for."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from hybridrt.mem_cache.radix_node import Node
@@ -33,7 +34,7 @@ class StateWorths:
     def __init__(self) -> None:
         self.inflation = 0.0
         self.admitted = 0
-        self.classes = {False: StateClass(), True: StateClass()}
+        self.classes = {kind: StateClass() for kind in (0, 1, 2)}
 
     def of(self, node: Node) -> float:
         """GreedyDual's value of a node's state: the inflation at its last use, plus the tokens between the state before
@@ -42,9 +43,15 @@ class StateWorths:
             return 0.0
         saved = saved_tokens(node)
         if node.awaited:
-            return AWAITED + saved / max(min(node.awaited) - self.admitted, 1)
+            return self.awaited(saved, node.awaited)
         best = max(each.share for each in self.classes.values() if each.made)
-        return node.base + saved * self.classes[node.final].share / best
+        return node.base + saved * self.classes[node.kind].share / best
+
+    def awaited(self, saved: int, arrivals: Collection[int]) -> float:
+        """The worth of a state that saves so many tokens to each of these waiting requests: tokens by requests until
+        then."""
+        ahead = (max(arrival - self.admitted, 1) for arrival in sorted(arrivals))
+        return AWAITED + max(saved * (i + 1) / n for i, n in enumerate(ahead))
 
 
 def state_before(node: Node) -> Node | None:

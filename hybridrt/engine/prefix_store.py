@@ -1,7 +1,7 @@
 """What running requests take from the prefix cache, and what they give to it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -54,7 +54,8 @@ class PrefixStore:
 
     def expect(self, request: Request) -> None:
         """The request waits: what it would match now is kept for it, as far as room allows."""
-        self.tree.expect(self.match(request), request.arrival)
+        if self.keeps:
+            self.tree.expect(request.ids, request.arrival, request.params.cache_salt or "")
 
     def forget(self, request: Request) -> None:
         """The request waits no longer."""
@@ -102,7 +103,8 @@ class PrefixStore:
                 self.tier.touch(request.ids[: match.length], request.params.cache_salt or "")
         request.shared, request.save_at = False, ()
         if self.keeps and self._slots.total:
-            ends = (prompt - 1, match.known, *sorted(request.boundaries, reverse=True))
+            branches = self.tree.waiting.branches(request.ids[:prompt], request.params.cache_salt or "")
+            ends = (prompt - 1, match.fork, *sorted({*branches, *request.boundaries}, reverse=True))
             grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
             request.save_at = tuple([end for end in grid if end > match.length][:MOST_SAVES])
 
@@ -115,7 +117,7 @@ class PrefixStore:
         state without a slot is left out: the slots of requests that may come count first."""
         saves = list[tuple[int, int]]()
         for place in request.save_at:
-            if start < place < end and (slot := self._spare_slot(place - request.prefix.length)) is not None:
+            if start < place < end and (slot := self._slot_for(request, place)) is not None:
                 request.saves[place] = slot
                 saves.append((place - start, slot.index))
         return sorted(saves)
@@ -208,9 +210,9 @@ class PrefixStore:
             [slot for slot in states.values() if slot not in kept_states],
         )
 
-    def evict(self, pages: int, states: int, *, saving: int | None = None) -> None:
+    def evict(self, pages: int, states: int, *, saving: int | None = None, arrivals: Collection[int] = ()) -> None:
         """Frees so many entries that no request reads, or all there are; `saving` as in RadixCache.evict."""
-        gone = self.tree.evict(pages, states, saving=saving)
+        gone = self.tree.evict(pages, states, saving=saving, arrivals=arrivals)
         self._pages.evict(gone.pages)
         self._slots.evict(gone.states)
 
@@ -252,7 +254,9 @@ class PrefixStore:
     def _insert(self, request: Request, ids: np.ndarray, states: dict[int, Slot]) -> tuple[CacheEntries, Node]:
         salt = request.params.cache_salt or ""
         self._seen.note(ids, salt)
-        taken, node = self.tree.insert(ids, request.pages, states, salt, len(request.prompt))
+        end = (len(request.prefill_tokens) - 1) // self.grid * self.grid
+        forks = {place for place in request.saves if place != end}
+        taken, node = self.tree.insert(ids, request.pages, states, salt, len(request.prompt), forks)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
         if self.tier is not None:
@@ -265,12 +269,34 @@ class PrefixStore:
         self._slots.free([slot for slot in request.saves.values() if slot not in taken.states])
         request.saves = {}
 
-    def _spare_slot(self, saving: int) -> Slot | None:
+    def _slot_for(self, request: Request, place: int) -> Slot | None:
+        arrivals = self.tree.waiting.behind(request.ids[:place], request.params.cache_salt or "")
+        if not self._has_free_slot() and (slot := self._supersede(request)) is not None:
+            return slot
+        return self._spare_slot(place - request.prefix.length, arrivals)
+
+    def _supersede(self, request: Request) -> Slot | None:
+        """The slot of the state that the request has started from, if nobody else will use that."""
+        idle = self._slots.num_free + self._slots.num_cached - self._slots.num_locked
+        match = request.prefix
+        if idle < self._rows.num_free or (state := self.tree.supersede(match)) is None:
+            return None
+        if match.state is not None:
+            self._slots.unlock([state])
+            request.prefix = replace(match, state=None)
+        self._slots.evict([state])
+        return self._slots.alloc(1)[0]
+
+    def _spare_slot(self, saving: int, arrivals: Collection[int] = ()) -> Slot | None:
         """A slot for a state that saves so many tokens. No request can lack it: as many as there are free rows stay
         free, or could be."""
         idle = self._slots.num_free + self._slots.num_cached - self._slots.num_locked
         if idle <= self._rows.num_free:
             return None
-        if not self._slots.num_free:
-            self.evict(0, 1, saving=saving)
-        return self._slots.alloc(1)[0] if self._slots.num_free else None
+        if not self._has_free_slot():
+            self.evict(0, 1, saving=saving, arrivals=arrivals)
+        return self._slots.alloc(1)[0] if self._has_free_slot() else None
+
+    def _has_free_slot(self) -> bool:
+        """Whether a slot is free that no waiting request takes as soon as it gets a row."""
+        return self._slots.num_free > min(self._rows.num_free, len(self.tree.waiting))

@@ -272,9 +272,8 @@ def test_what_waiting_requests_will_use_goes_last() -> None:
     ledger = Ledger(0, True)
     for first in (1, 2, 3, 4):
         ledger.offer((first, 0, 0), (3,))
-    matches = {first: ledger.tree.match(array((first, 0, 0, 0))) for first in (1, 2)}
-    ledger.tree.expect(matches[1], 50)
-    ledger.tree.expect(matches[2], 10)
+    ledger.tree.expect(array((1, 0, 0, 0)), 50)
+    ledger.tree.expect(array((2, 0, 0, 0)), 10)
     gone = ledger.tree.evict(0, 4, saving=9)
     for state in gone.states:
         del ledger.states[state]
@@ -290,8 +289,8 @@ def test_who_waits_for_a_state_that_is_gone_waits_for_the_one_above() -> None:
     ledger = Ledger(0, True)
     tree = ledger.tree
     ledger.offer((1, 2, 3, 4, 5, 6, 7), (4, 7))
-    tree.expect(tree.match(array((1, 2, 3, 4, 5, 6, 7, 8))), 9)
-    tree.expect(tree.match(array((1, 2, 3, 4, 9))), 3)
+    tree.expect(array((1, 2, 3, 4, 5, 6, 7, 8)), 9)
+    tree.expect(array((1, 2, 3, 4, 9)), 3)
     assert tree.evict(0, 1).states
     assert tree.match(array((1, 2, 3, 4, 5, 6, 7, 8))).length == 4
     tree.forget(3)
