@@ -12,7 +12,7 @@ MAX_POSITIONS = 2**24
 SIZE = integer(1, MAX_SIZE)
 STATE = integer(1, 2**16)
 TAPS = integer(2, 64)
-CHUNK = integer(1, 2**16)
+CHUNK = integer(1, 1024)
 COUNT = integer(0, MAX_EXPERTS)
 LAYERS = integer(1, MAX_LAYERS)
 PERIOD = integer(1, MAX_LAYERS)
@@ -20,7 +20,7 @@ POSITIONS = integer(1, MAX_POSITIONS)
 MULTIPLIER = number(-1e6, 1e6)
 EPSILON = number(0.0, 1.0)
 OFF = either(NULL, FALSE)
-DT_LIMIT = list_of(number(0.0, float("inf")), 2)
+DT_LIMIT = list_of(either(number(0.0, 1e6), FieldType("infinity", lambda v: v == float("inf"))), 2)
 
 EOS: FieldTypes = {"eos_token_id": either(either(NULL, integer(0, 2**31 - 1)), list_of(integer(0, 2**31 - 1)))}
 # Fields that are checked before transformers reads the file: it builds lists from some, this package reads the others.

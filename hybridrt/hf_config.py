@@ -137,9 +137,9 @@ def _check_sizes(fields: FamilyFields, file: Path) -> None:
 def _check_activation(hf: Any, activation: str, path: Path) -> None:
     for name, known in (("hidden_act", activation), ("mamba_hidden_act", "silu")):
         if getattr(hf, name, known) != known:
-            raise ConfigError(f"{path}: {name} is {getattr(hf, name)!r}; hybridrt implements {known!r}")
+            raise ConfigError(f"{path}: {name} is {shown(getattr(hf, name))}; hybridrt implements {known!r}")
     if getattr(hf, "mlp_hidden_act", "relu2") != "relu2":
-        raise ConfigError(f"{path}: mlp_hidden_act is {hf.mlp_hidden_act!r}; hybridrt implements 'relu2'")
+        raise ConfigError(f"{path}: mlp_hidden_act is {shown(hf.mlp_hidden_act)}; hybridrt implements 'relu2'")
 
 
 def _check_experts(hf: Any, path: Path) -> None:
@@ -203,7 +203,7 @@ def _transformers_config(path: Path, raw: dict[str, Any], family: Family) -> Any
 def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
     name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     if name not in DTYPES:
-        raise ConfigError(f"config.json says dtype {name!r}; hybridrt runs {', '.join(DTYPES)}")
+        raise ConfigError(f"config.json says dtype {shown(name)}; hybridrt runs {', '.join(DTYPES)}")
     return DTYPES[name]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from hybridrt.errors import BackendError, HybridrtError
+from hybridrt.errors import BackendError, HybridrtError, shown
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Plugins:
     classes: bool = False
 
     def names(self) -> list[str]:
-        """Every name that `load` knows."""
+        """Every name that `load` accepts."""
         return sorted({*self.built_in, *(point.name for point in entry_points(group=self.group))})
 
     def load(self, name: str) -> Any:
@@ -43,7 +43,7 @@ class Plugins:
         if target is None:
             target = next((point.value for point in entry_points(group=self.group) if point.name == name), None)
         if target is None:
-            raise self.unknown(f"{self.what} {name!r} is not supported; supported are {', '.join(self.names())}")
+            raise self.unknown(f"{self.what} {shown(name)} is not supported; supported are {', '.join(self.names())}")
         found = load_object(target)
         fits = isinstance(found, self.base)
         if self.classes:
@@ -58,5 +58,5 @@ def load_object(target: str) -> Any:
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as e:
+    except (ImportError, AttributeError, TypeError) as e:  # TypeError: an object of an abstract class
         raise BackendError(f"{target} cannot be imported: {e}; install what it needs, see its extra") from e

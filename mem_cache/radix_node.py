@@ -2,10 +2,18 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 
 from hybridrt.mem_cache.allocator import Slot
+
+
+class StateKind(Enum):
+    """Where in a text a state is: at the end of its prompt (on the grid), at the end of all of it, or where prompts
+    part. States of one kind are used about equally often."""
+
+    PROMPT, END, FORK = range(3)
 
 
 @dataclass(eq=False, slots=True)
@@ -26,7 +34,7 @@ class Node:
         salt: of a root, whose prompts the tree holds.
         base: GreedyDual's inflation when the state was last used. Its worth is that plus the tokens that it saves.
         hits: how often the state has been used.
-        final: the state is at the end of a text.
+        kind: where in a text the state is.
         passed: the state was used once, and the request that used it has left a state further down its path.
         awaited: order of arrival of waiting requests that match the state.
     """
@@ -44,16 +52,11 @@ class Node:
     answer: int = 0
     base: float = 0.0
     hits: int = 0
-    final: bool = False
-    fork: bool = False
+    kind: StateKind = StateKind.PROMPT
     passed: bool = False
     awaited: set[int] = field(default_factory=set)
     first: int = -1
     salt: str = ""
-
-    @property
-    def kind(self):
-        return 2 if self.fork else int(self.final)
 
     @property
     def end(self) -> int:
@@ -91,6 +94,7 @@ def leaves_prompt(node: Node, known: int) -> bool:
 
 
 def _edges_behind(node: Node, known: int) -> Collection[Node]:
+    """The edges that go on after `known` tokens, the last of which are on the edge of `node`."""
     return [node] if known < node.end else node.children.values()
 
 

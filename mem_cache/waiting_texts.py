@@ -1,6 +1,6 @@
 """Which prompts wait for admission: the next uses of cached states that are known."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +45,7 @@ class WaitingTexts:
             and np.array_equal(text.tokens[:size], tokens)
         }
 
-    def branches(self, tokens: np.ndarray, salt: str) -> Iterator[int]:
+    def partings(self, tokens: np.ndarray, salt: str) -> Iterator[int]:
         """How many first tokens `tokens` [n] int32 has in common with each of the nearest prompts."""
         for i, text in enumerate(self._texts.values()):
             if i == NEAREST:

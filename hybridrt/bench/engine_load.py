@@ -12,11 +12,24 @@ from hybridrt.sampling_params import SamplingParams
 
 
 def run_engine(llm: LLM, work: Sequence[Work], concurrency: int | None, **params: Any) -> list[Timing]:
-    """Submits all requests, each at its arrival; with `concurrency`, at most so many at a time. Steps in between."""
+    """Submits all requests, each at its arrival; with `concurrency`, at most so many at a time. Steps in between.
+    After Ctrl-C it aborts what runs and returns the requests that have ended."""
+    timings: list[Timing] = []
+    try:
+        _run(llm, work, concurrency, params, timings)
+    except KeyboardInterrupt:
+        llm.engine.abort_all()
+        timings = [timing for timing in timings if timing.end]
+    llm.engine.drain()
+    return timings
+
+
+def _run(
+    llm: LLM, work: Sequence[Work], concurrency: int | None, params: dict[str, Any], timings: list[Timing]
+) -> None:
     engine = llm.engine
     start = time.perf_counter()
     waiting, running = list(reversed(work)), dict[str, Timing]()
-    timings = []
     while waiting or running:
         now = time.perf_counter() - start
         while waiting and waiting[-1].arrival <= now and (concurrency is None or len(running) < concurrency):
@@ -41,5 +54,3 @@ def run_engine(llm: LLM, work: Sequence[Work], concurrency: int | None, **params
             if delta.finish_reason is not None:
                 timing.end, timing.error = now, None if delta.error is None else str(delta.error)
                 del running[delta.request_id]
-    engine.drain()
-    return timings

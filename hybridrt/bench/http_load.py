@@ -62,6 +62,7 @@ class Target:
 
 async def run_load(target: Target, work: Sequence[Work], concurrency: int | None) -> list[Timing]:
     """Sends all requests, each at its arrival; with `concurrency`, at most so many at a time, each as soon as it may.
+    If it is cancelled, it closes the connections and returns the requests that have ended.
 
     Raises:
         OSError: no server listens.
@@ -76,9 +77,10 @@ async def at_arrivals(
     send: Callable[[Work, Timing, Callable[[], float]], Awaitable[None]],
     concurrency: int | None,
 ) -> list[Timing]:
-    """Calls `send(work, timing, now)` for each request when it is due."""
+    """Calls `send(work, timing, now)` for each request when it is due. If cancelled, it returns what has ended."""
     start = time.perf_counter()
     places = asyncio.Semaphore(concurrency or len(work) or 1)
+    ended: list[Timing] = []
 
     def now() -> float:
         return time.perf_counter() - start
@@ -88,9 +90,13 @@ async def at_arrivals(
         async with places:
             timing = Timing(each.arrival if concurrency is None else now(), len(each.prompt))
             await send(each, timing, now)
+            ended.append(timing)
             return timing
 
-    return list(await asyncio.gather(*(one(each) for each in work)))
+    try:
+        return list(await asyncio.gather(*(one(each) for each in work)))
+    except asyncio.CancelledError:
+        return ended
 
 
 async def _request(target: Target, work: Work, timing: Timing, now: Callable[[], float]) -> None:

@@ -51,8 +51,10 @@ class Renderer:
             data = msgspec.msgpack.encode(request)
         except (TypeError, ValueError, OverflowError, RecursionError) as e:
             raise RequestError(f"the conversation cannot be passed on to its template: {e}", "messages") from e
+        if len(data) > MAX_BYTES:
+            raise RequestError(f"the conversation has {len(data)} bytes; there may be {MAX_BYTES}", "messages")
         with self._lock:
-            answer = self._ask(data)
+            answer = self._call_child(data)
         status, text = answer[:1], answer[1:].decode(errors="replace")
         if status != b"+":
             raise CheckpointError(
@@ -71,12 +73,14 @@ class Renderer:
         with self._lock:
             self._end()
 
-    def _ask(self, data: bytes) -> bytes:
+    def after_fork(self) -> None:
+        """In a forked process: the child process is the parent's, and another thread may have held the lock."""
+        self._lock, self._child = Lock(), None
+
+    def _call_child(self, data: bytes) -> bytes:
         try:
             child = self._running()
-            assert child.stdin is not None, "it is a pipe"
-            child.stdin.write(len(data).to_bytes(4, "little") + data)
-            child.stdin.flush()
+            _write_frame(child, data, TIMEOUT_S)
             answer = _read_frame(child, TIMEOUT_S)
         except TimeoutError:
             self._end()
@@ -118,6 +122,19 @@ class Renderer:
                     pipe.close()
 
 
+def _write_frame(child: subprocess.Popen[bytes], data: bytes, seconds: float) -> None:
+    """Sends a frame. Raises TimeoutError if the child does not read it, or OSError if it has ended."""
+    assert child.stdin is not None, "it is a pipe"
+    fd, deadline = child.stdin.fileno(), time.monotonic() + seconds
+    left, poll = memoryview(len(data).to_bytes(4, "little") + data), select.poll()
+    poll.register(fd, select.POLLOUT)
+    os.set_blocking(fd, False)
+    while left:
+        if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+            raise TimeoutError
+        left = left[os.write(fd, left) :]
+
+
 def _read_frame(child: subprocess.Popen[bytes], seconds: float) -> bytes:
     """The next frame. Raises TimeoutError, or EOFError if the child has ended."""
     assert child.stdout is not None, "it is a pipe"
@@ -139,3 +156,4 @@ def _read(fd: int, count: int, deadline: float) -> bytes:
 
 
 RENDERER = Renderer()
+os.register_at_fork(after_in_child=RENDERER.after_fork)

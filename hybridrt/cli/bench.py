@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,26 +64,36 @@ class ResultOptions:
         limits = [None if ms is None else ms / 1000 for ms in (self.slo_ttft, self.slo_tpot, self.slo_e2e)]
         return None if limits == [None] * 3 else Goal(*limits)
 
-    def show(self, timings: Sequence[Timing], load: WorkloadConfig, **facts: Any) -> None:
-        """Prints and writes results.
+    def check(self) -> None:
+        """Before the load begins: ConfigError where a result could not be written."""
+        for file in filter(None, (self.output, self.picture)):
+            path = Path(file)
+            if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise ConfigError(f"{file} cannot be written; pass a file in a directory that exists")
+
+    def show(self, timings: Sequence[Timing], planned: int, load: WorkloadConfig, **facts: Any) -> None:
+        """Prints and writes results. Fewer timings than were planned: Ctrl-C ended the run.
 
         Raises:
             EngineError: every request failed.
+            typer.Exit: with 130, after an interrupted run.
         """
         found = {**facts, "workload": _plain(asdict(load)), "concurrency": self.concurrency}
-        found |= summary(timings, self.goal())
+        found |= {"interrupted": len(timings) < planned} | summary(timings, self.goal())
         text = json.dumps(found, indent=2)
         if self.output is not None:
             Path(self.output).write_text(text + "\n")
         if self.picture is not None:
             plot(timings, self.picture)
         typer.echo(text if self.json_only else "\n".join(_lines(found)))
+        if found["interrupted"]:
+            raise typer.Exit(130)
         if found["failed"] == found["requests"]:
             raise EngineError(f"every request has failed: {'; '.join(found['errors'])}")
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no infinity."""
+    """JSON has no infinity."""
     return {k: "inf" if isinstance(v, float) and math.isinf(v) else v for k, v in values.items()}
 
 
@@ -91,6 +102,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"{found['requests']} requests, {found['failed']} failed, in {found['seconds']:.2f} s: "
         f"{found['requests_per_second']:.2f} requests/s, {found['output_tokens_per_second']:.1f} output tokens/s"
     ]
+    if found["interrupted"]:
+        lines.append("interrupted: requests that had not ended are not counted")
     if found["goodput_requests_per_second"] is not None:
         lines.append(f"goodput {found['goodput_requests_per_second']:.2f} requests/s")
     lines += [f"failed: {error}" for error in found["errors"]]
@@ -119,11 +132,12 @@ def serve(
     from hybridrt.bench.http_load import Target, run_load
     from hybridrt.cli.openai_server import OpenAIServer
 
+    results.check()
     workload = load.workload()
     work = make_work(workload)
     target = Target(url, model or OpenAIServer(url, api_key).first_model(), api_key, _object(extra_body))
     timings = asyncio.run(run_load(target, work, results.concurrency))
-    results.show(timings, workload, url=url, model=target.model)
+    results.show(timings, len(work), workload, url=url, model=target.model)
 
 
 def offline(
@@ -139,12 +153,14 @@ def offline(
     from hybridrt.engine.llm import LLM
     from hybridrt.runtime.build import resolve_model_path
 
+    results.check()
     workload = load.workload()
     work = make_work(workload)
     with LLM(str(resolve_model_path(model)), **engine.given(), **speculation.given(model)) as llm:
-        run_engine(llm, work[:1], 1, temperature=temperature)  # the first steps compile
-        timings = run_engine(llm, work, results.concurrency, temperature=temperature)
-    results.show(timings, workload, model=model)
+        # The first steps compile. After Ctrl-C there, nothing has ended.
+        timings = run_engine(llm, work[:1], 1, temperature=temperature)
+        timings = timings and run_engine(llm, work, results.concurrency, temperature=temperature)
+    results.show(timings, len(work), workload, model=model)
 
 
 def _object(text: str | None) -> dict[str, Any] | None:

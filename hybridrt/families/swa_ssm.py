@@ -9,7 +9,7 @@ from typing import Any
 from hybridrt.config import AttentionConfig, LayerSpec, LinearConfig
 from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, LAYERS, POSITIONS, ROPE, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import NULL, check_fields, either, list_of, one_of
-from hybridrt.errors import ConfigError
+from hybridrt.errors import ConfigError, shown
 from hybridrt.families.base import Family, FamilyFields, check_heads
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
@@ -89,8 +89,8 @@ class SwaSsmConfig:
         unknown = sorted(set(self.history_modes) - set(HISTORY_MODES))
         if unknown or len(self.history_modes) != self.num_hidden_layers:
             raise ConfigError(
-                f"history_mode is {self.history_mode!r}; it must be one of {', '.join(HISTORY_MODES)}, or a list of "
-                f"{self.num_hidden_layers} of them"
+                f"history_mode is {shown(self.history_mode)}; it must be one of {', '.join(HISTORY_MODES)}, or a list "
+                f"of {self.num_hidden_layers} of them"
             )
 
     @property

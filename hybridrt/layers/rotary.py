@@ -55,7 +55,7 @@ def _frequencies(config: ModelConfig, attention: AttentionConfig) -> tuple[torch
 
         if rope_type not in ROPE_INIT_FUNCTIONS:
             raise ConfigError(
-                f"rope_type is {rope_type!r}; known are default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
+                f"rope_type is {shown(rope_type)}; known are default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
             )
         try:
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](hf, torch.device("cpu"))

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from hybridrt.errors import ConfigError
 
 API_KEY_VARIABLE = "HYBRIDRT_API_KEY"
 _HEADER_TEXT = re.compile(r"[\x21-\x7e]+")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/]+")  # scheme, host and port: what browsers send
+_HTTP_URL = re.compile(r"https?://[^\s/]+\S*")
 
 
 @dataclass(frozen=True)
@@ -68,19 +71,39 @@ class ServerConfig:
         for name in ("max_waiting", "max_body_bytes", "max_prompts", "max_samples"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("request_timeout", "drain_timeout", "step_timeout", "stats_interval"):
-            seconds = getattr(self, name)
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise ConfigError(f"{name} is {seconds}; it must be a number of seconds, 0 or more")
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ConfigError("TLS needs a certificate and a key; pass both files, or neither")
-        for name, file in (("tls_certificate", self.tls_certificate), ("tls_key", self.tls_key)):
-            if file is not None and not Path(file).is_file():
-                raise ConfigError(f"{name} is {file}, and there is no such file")
+        for name in ("request_timeout", "step_timeout", "drain_timeout", "stats_interval"):
+            seconds, positive = getattr(self, name), name in ("request_timeout", "step_timeout")
+            if not (math.isfinite(seconds) and seconds >= 0 and (seconds or not positive)):
+                least = "above 0" if positive else "0 or more"
+                raise ConfigError(f"{name} is {seconds}; it must be a number of seconds, {least}")
+        self._check_tls()
         for registry, name in ((TOOL_PARSERS, self.tool_parser), (REASONING_PARSERS, self.reasoning_parser)):
             choose(registry, name, "")
+        self._check_addresses()
         if not all(_HEADER_TEXT.fullmatch(key) for key in self.api_keys):
             raise ConfigError("an API key is empty, or holds a space or a character that is not ASCII; choose another")
+
+    def _check_tls(self) -> None:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ConfigError("TLS needs a certificate and a key; pass both files, or neither")
+        if self.tls_certificate is not None:
+            try:
+                # The empty password: without one, OpenSSL asks on the terminal for that of an encrypted key.
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_certificate, self.tls_key, "")
+            except OSError as e:
+                raise ConfigError(
+                    f"tls_certificate {self.tls_certificate} and tls_key {self.tls_key} cannot be used: {e}; pass PEM "
+                    "files of a certificate and its unencrypted key"
+                ) from e
+
+    def _check_addresses(self) -> None:
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"allowed origin {origin!r}: it must be * or like https://example.org")
+        if self.otlp_endpoint is not None and not _HTTP_URL.fullmatch(self.otlp_endpoint):
+            raise ConfigError(
+                f"otlp_endpoint is {self.otlp_endpoint!r}; it must be a URL such as http://collector:4318/v1/traces"
+            )
 
 
 def read_api_keys(keys: list[str] | None, file: str | None) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -10,10 +12,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from hybridrt.bench import http_load
 from hybridrt.bench.http_load import Target, _Dechunker, run_load
 from hybridrt.bench.timing import Goal, Timing, percentile, plot, summary
 from hybridrt.bench.workload import Work, WorkloadConfig, make_work
 from hybridrt.cli.app import app
+from hybridrt.engine.engine import Engine
 from hybridrt.engine.llm import LLM
 from hybridrt.errors import ConfigError
 from tests.support.http_server import Served, serving
@@ -136,6 +140,8 @@ def test_bench_serve(served: Served, tmp_path: Path) -> None:
         (["nonsense", "--model", "x"], "is no URL", 2),
         (["--requests", "0"], "requests is 0", 2),
         (["--extra-body", "[]", "--model", "x"], "must be a JSON object", 2),
+        (["--output", "/nowhere/x.json"], "/nowhere/x.json cannot be written", 2),
+        (["--picture", "/tmp"], "/tmp cannot be written", 2),
     ],
 )
 def test_bench_says_what_is_wrong(options: list[str], text: str, status: int) -> None:
@@ -146,6 +152,69 @@ def test_bench_says_what_is_wrong(options: list[str], text: str, status: int) ->
 def test_bench_serve_says_why_all_failed(served: Served) -> None:
     result = runner.invoke(app, ["bench", "serve", served.url, *SMALL, "--model", "other", "--api-key", "key"])
     assert result.exit_code == 1 and "every request has failed" in result.output
+
+
+@pytest.mark.parametrize("data", ["random", "shared-prefix", "trace"])
+@pytest.mark.parametrize("arrivals", [["--rate", "200"], ["--concurrency", "3"], []])
+def test_every_kind_of_data_ends(data: str, arrivals: list[str], served: Served, tmp_path: Path) -> None:
+    """Requests that cannot be served are counted as failed."""
+    options = ["--prefixes", "2", "--prefix-tokens", "20"]
+    if data == "trace":
+        data, lengths = str(tmp_path / "trace.jsonl"), (3, 70, 9, 500, 12, 5)
+        entries = [{"timestamp": 9 * i, "input_length": n, "output_length": 4} for i, n in enumerate(lengths)]
+        Path(data).write_text("\n".join(map(json.dumps, entries)))
+        options = []
+    given = [*SMALL, "--data", data, *options, *arrivals, "--api-key", "key"]
+    result = runner.invoke(app, ["bench", "serve", served.url, *given])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert (found["requests"], found["failed"], found["interrupted"]) == (6, int(not options), False)
+    served.wait_until_idle()
+
+
+@pytest.mark.parametrize("ended", [0, 2])
+def test_an_interrupt_gives_what_has_ended(ended: int, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connections of the others are closed, and the server forgets their requests."""
+    take, request = http_load._take, http_load._request
+    done: list[Timing] = []
+
+    async def note(target: Target, work: Work, timing: Timing, now: Any) -> None:
+        await request(target, work, timing, now)
+        done.append(timing)
+
+    def strike(event: bytes, timing: Timing, now: float) -> None:
+        take(event, timing, now)
+        if len(done) == ended:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(http_load, "_request", note)
+    monkeypatch.setattr(http_load, "_take", strike)
+    work = [Work([5] * (i + 1), 2 if i < 2 else 100, i) for i in range(6)]
+    monkeypatch.setattr("hybridrt.cli.bench.make_work", lambda config: work)
+    result = runner.invoke(app, ["bench", "serve", served.url, *SMALL, "--api-key", "key"])
+    assert result.exit_code == 130
+    found = json.loads(result.output)
+    assert found["interrupted"] and (found["failed"], found["requests"]) == (0, ended)
+    assert found["output_tokens"] == 2 * ended
+    served.wait_until_idle()
+
+
+@pytest.mark.parametrize("steps", [1, 14])
+def test_an_interrupt_of_an_offline_run_gives_what_has_ended(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_step, count = Engine.run_step, iter(range(1000))
+
+    def strike(engine: Engine) -> Any:
+        if next(count) == steps:
+            os.kill(os.getpid(), signal.SIGINT)
+        return run_step(engine)
+
+    monkeypatch.setattr(Engine, "run_step", strike)
+    options = ["--device", "cpu", "--max-running-requests", "2", "--max-model-len", "64"]
+    result = runner.invoke(app, ["bench", "offline", *SMALL, *options])
+    assert result.exit_code == 130
+    found = json.loads(result.output)
+    assert found["interrupted"] and found["failed"] == 0 and found["requests"] < 6
+    assert (found["requests"] > 0) == (steps > 1)
 
 
 def test_bench_offline() -> None:

@@ -11,7 +11,10 @@ from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import NamedTool, read_conversation
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
 from hybridrt.chat.renderer import Renderer
+from hybridrt.chat.tool_parser import ToolParser
+from hybridrt.chat.tool_parsers.kimi_k2 import KimiK2
 from hybridrt.engine.grammar_compiler import GrammarCompiler
+from hybridrt.engine.tokenizer import HFTokenizer
 from hybridrt.errors import CheckpointError, ConfigError, RequestError
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.structured_outputs import StructuredOutputs
@@ -69,7 +72,7 @@ def rendering() -> Iterator[Renderer]:
         ({"chat_template_kwargs": {1: 2}}, None, "a mapping of names"),
     ],
 )
-def test_a_conversation_says_what_is_wrong(given: dict[str, Any], field: str | None, text: str) -> None:
+def test_a_malformed_conversation_is_refused(given: dict[str, Any], field: str | None, text: str) -> None:
     with pytest.raises(RequestError, match=text) as error:
         read_conversation(**({"messages": [USER]} | given))
     assert error.value.field == field
@@ -145,6 +148,41 @@ def test_the_child_process_renders_and_comes_back_when_it_is_killed(rendering: R
         assert render("{{ 1 + 1 }}") == "2"
     with pytest.raises(RequestError, match="cannot be passed on"):
         rendering.render("x", [USER], {"x": object()})
+
+
+def test_a_stopped_child_process_is_given_up(rendering: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the conversation is longer than what the pipe to it holds."""
+    rendering.start()
+    assert rendering._child is not None
+    os.kill(rendering._child.pid, signal.SIGSTOP)
+    monkeypatch.setattr("hybridrt.chat.renderer.TIMEOUT_S", 0.2)
+    with pytest.raises(CheckpointError, match="has not ended within"):
+        rendering.render("{{ messages[0].content }}", [{"role": "user", "content": "x" * 1_000_000}], {})
+    assert rendering._child is None
+
+
+def test_a_forked_process_leaves_the_child_process_to_its_parent(rendering: Renderer) -> None:
+    rendering.start()
+    child = rendering._child
+    pid = os.fork()
+    if pid == 0:
+        rendering.after_fork()
+        ended = 1
+        try:
+            ended = int(rendering.render("{{ 0 }}", [USER], {}))
+            rendering.close()
+        finally:
+            os._exit(ended)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert rendering.render("{{ 1 + 1 }}", [USER], {}) == "2" and rendering._child is child
+
+
+def test_a_conversation_that_no_child_process_could_hold_is_refused(
+    rendering: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridrt.chat.renderer.MAX_BYTES", 1000)
+    with pytest.raises(RequestError, match="there may be 1000"):
+        rendering.render("x", [{"role": "user", "content": "x" * 1000}], {})
 
 
 def test_the_child_process_can_open_no_file(rendering: Renderer) -> None:
@@ -261,7 +299,10 @@ CASES: list[tuple[dict[str, Any], StructuredOutputs | None, str, bool]] = [
 
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
-    tokenizer = byte_tokenizer()
+    return compiler_of(byte_tokenizer())
+
+
+def compiler_of(tokenizer: HFTokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, len(tokenizer.hf), [tokenizer.hf.convert_tokens_to_ids(END)])
 
 
@@ -279,6 +320,10 @@ def test_grammars_of_answers(
     assert fits == taken and (not taken or matcher.is_accepting())
 
 
+KIMI_MORE, SO, KIMI_END = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+KIMI = f"<|tool_calls_section_begin|>{KIMI_MORE}"
+KIMI_TAGS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", SO, KIMI_END)
+GOOD = '{"a": "x", "n": [1], "t": ""}'
 PICK = "<tool_call>\n<function=pick>\n"
 OTHERS: list[tuple[str, str, bool]] = [
     ("qwen3_coder", f"So.{PICK}<parameter=a>\nx\n</parameter>\n</function>\n</tool_call> And", True),
@@ -301,12 +346,31 @@ OTHERS: list[tuple[str, str, bool]] = [
     ("lfm2", '<|tool_call_start|>[pick(a="x", t="any")]<|tool_call_end|>', True),
     ("lfm2", '<|tool_call_start|>[pick(a="x", t="any", n', False),
     ("lfm2", "<|tool_call_start|>[now()]<|tool_call_end|>", True),
+    (
+        "kimi_k2",
+        f"So.{KIMI}pick:0{SO}{GOOD}{KIMI_END}{KIMI_MORE}now:12{SO}{{}}{KIMI_END}<|tool_calls_section_end|> And",
+        True,
+    ),
+    ("kimi_k2", f'{KIMI}pick:0{SO}{{"a": "z', False),
+    ("kimi_k2", f"{KIMI}pack", False),
+    ("kimi_k2", f"{KIMI}now:0{SO}[", False),
+    ("kimi_k2", f"{KIMI}now:0{SO}{{}}{KIMI_END}{KIMI_END}", False),
 ]
 
 
 @pytest.mark.parametrize(("parser", "text", "taken"), OTHERS, ids=range(len(OTHERS)))
 def test_strict_arguments_in_other_formats(parser: str, text: str, taken: bool, compiler: GrammarCompiler) -> None:
-    tokenizer = byte_tokenizer()
+    holds_to_the_schema(parser, text, taken, byte_tokenizer(), compiler)
+
+
+@pytest.mark.parametrize(("parser", "text", "taken"), OTHERS[-5:], ids=range(5))
+def test_strict_arguments_between_tags_that_are_tokens(parser: str, text: str, taken: bool) -> None:
+    tokenizer = byte_tokenizer(KIMI_TAGS)
+    assert len(tokenizer.encode_bare("".join(KIMI_TAGS))) == len(KIMI_TAGS)
+    holds_to_the_schema(parser, text, taken, tokenizer, compiler_of(tokenizer))
+
+
+def holds_to_the_schema(parser: str, text: str, taken: bool, tokenizer: HFTokenizer, compiler: GrammarCompiler) -> None:
     function = STRICT["function"]
     properties = function["parameters"]["properties"] | {
         "n": {"items": {"type": "integer"}, "type": "array"},
@@ -357,8 +421,10 @@ def test_without_a_wish_there_is_no_grammar() -> None:
 
 
 def test_what_a_format_cannot_do_is_refused() -> None:
-    with pytest.raises(RequestError, match="strict"):
-        Chat(byte_tokenizer(), tool_parser="kimi_k2").prompt(read_conversation([USER], [STRICT]), PARAMS)
+    with pytest.raises(RequestError, match="leave strict out"):
+        plain = Chat(byte_tokenizer(), tool_parser="kimi_k2")
+        plain.tool_parser = type("Plain", (KimiK2,), {"section_rules": ToolParser.section_rules})
+        plain.prompt(read_conversation([USER], [STRICT]), PARAMS)
     with pytest.raises(RequestError, match="a thinking budget needs"):
         Chat(byte_tokenizer()).prompt(read_conversation([USER], thinking_budget=5), PARAMS)
     sentences = Chat(byte_tokenizer(), template="Here is my thought process:", reasoning_parser="granite")

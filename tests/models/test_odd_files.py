@@ -59,6 +59,13 @@ def _transformers_logs_nothing() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+def fields_of(family: str, path: Path) -> dict[str, Any]:
+    """The config.json of a family, which is written."""
+    write(FAMILIES[family], path)
+    fields: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return fields
+
+
 def check_config(path: Path, fields: dict[str, Any]) -> None:
     """A config either describes a model or is refused as one."""
     write_fields(path, fields)
@@ -72,7 +79,7 @@ def check_config(path: Path, fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_odd_configs_end_in_typed_errors(family: str, tmp_path: Path) -> None:
-    fields = json.loads((write_tiny(tmp_path, FAMILIES[family], tokenizer=False) / "config.json").read_text())
+    fields = fields_of(family, tmp_path)
     for change in some(fields, 40, family):
         check_config(tmp_path, {**fields, **change})
 
@@ -80,7 +87,7 @@ def test_odd_configs_end_in_typed_errors(family: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_odd_config_ends_in_a_typed_error(family: str, tmp_path: Path) -> None:
-    fields = json.loads((write_tiny(tmp_path, FAMILIES[family], tokenizer=False) / "config.json").read_text())
+    fields = fields_of(family, tmp_path)
     for change in (*changes(fields), *some(fields, 500, f"more of {family}")):
         check_config(tmp_path, {**fields, **change})
 
@@ -106,6 +113,10 @@ def test_every_odd_config_ends_in_a_typed_error(family: str, tmp_path: Path) -> 
         ({"vocab_size": DEEP}, ConfigError, "config.json is not valid JSON"),
         ({"dtype": ["float32"]}, ConfigError, "dtype"),
         ({"model_type": "bert"}, ConfigError, "model_type is 'bert', but FalconH1ForCausalLM goes with 'falcon_h1'"),
+        ({"mamba_chunk_size": 2**15}, ConfigError, "mamba_chunk_size is 32768; it must be an integer from 1 to 1024"),
+        ({"time_step_limit": [1e39, {"__float__": "Infinity"}]}, ConfigError, "time_step_limit is"),
+        ({"hidden_act": "a" * 5000}, ConfigError, r"hidden_act is 'a{76}\.\.\.; hybridrt implements 'silu'"),
+        ({"architectures": ["a" * 5000]}, UnsupportedModelError, r"architecture 'a{76}\.\.\. is not supported"),
         ({"head_dim": 7}, ConfigError, "even rotary dimension|would turn 7 of 7"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}, ConfigError, "rope_parameters"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, ConfigError, "rope_theta is -1.0"),
@@ -120,7 +131,7 @@ def test_an_odd_field_is_named(change: dict[str, Any], error: type[Exception], t
 
 @pytest.mark.parametrize("family", ["falcon", "qwen", "swa_ssm"])
 def test_heads_that_rotary_embeddings_cannot_turn_are_refused(family: str, tmp_path: Path) -> None:
-    fields = json.loads((write_tiny(tmp_path, FAMILIES[family], tokenizer=False) / "config.json").read_text())
+    fields = fields_of(family, tmp_path)
     write_fields(tmp_path, {**fields, "head_dim": 1})
     with pytest.raises(ConfigError, match="rotary"):
         read_model_config(tmp_path)
