@@ -69,7 +69,8 @@ def soak(seed: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, in
     store, counters = talks.rig.pools.prefixes, talks.rig.engine.counters()
     assert store.tier is not None
     assert sum(1 for tree in (store.tree, store.tier.tree) for _ in tree.nodes()) < MAX_NODES
-    assert not store.tree._awaited and talks.rig.pools.fetches is not None and not talks.rig.pools.fetches._looked
+    assert not store.tree.waiting and not store.tree._worths._awaited
+    assert talks.rig.pools.fetches is not None and not talks.rig.pools.fetches._looked
     assert talks.rig.engine.reset_prefix_cache()
     assert talks.rig.pools.slots.num_free == 9 and talks.rig.pools.pages.num_free == 90
     return {"checked": talks.checked, "hit": counters.cache_hit, "fetched": counters.cache_fetched}
