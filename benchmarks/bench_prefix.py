@@ -28,7 +28,7 @@ from benchmarks.bench_serving import percentile
 from benchmarks.common import environment, save, settle
 from benchmarks.prefix_bound import Served
 from benchmarks.traces import TRACES, Item, Shape
-from hybridrt import LLM, SamplingParams
+from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.config import DTYPES
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.outputs import RequestMetrics
@@ -174,12 +174,14 @@ def show(row: dict[str, Any]) -> None:
 
 
 def build(args: argparse.Namespace, *, prefix_cache: bool) -> LLM:
-    embedded = args.model == "embedded"
+    embedded, drafter = args.model == "embedded", None
+    if args.drafter:
+        drafter = SpeculativeConfig(method=args.drafter, num_draft_tokens=args.drafts, draft_model=args.draft_model)
     llm = LLM(
         args.model, load_format="auto" if embedded else "dummy", device=args.device,
         max_running_requests=args.max_running, max_model_len=args.max_model_len, chunked_prefill_size=args.chunk,
         page_size=args.page_size, mamba_ssm_dtype=args.state_dtype, state_mode=args.state_mode,
-        prefix_cache=prefix_cache, cache_slots=args.cache_slots if prefix_cache else None,
+        prefix_cache=prefix_cache, cache_slots=args.cache_slots if prefix_cache else None, speculative=drafter,
     )  # fmt: skip
     print(llm.plan.summary(), flush=True)
     settle()
@@ -271,6 +273,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache-slots", type=int, help="states for cached prefixes")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--drafter", help="method of speculative decoding, e.g. ngram")
+    parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--draft-model", help="directory of the draft model, for --drafter draft")
     parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
     parser.add_argument("--device", default="auto")

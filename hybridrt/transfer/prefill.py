@@ -192,8 +192,11 @@ class PrefillWorker:
         """Queues a prompt. The engine says how many tokens it will compute, which sizes the prompt's region."""
         if asked.key in peer.jobs or len(peer.jobs) >= MAX_JOBS:
             raise MessageError(f"a prompt has a key that is in use, or {MAX_JOBS} are under way")
-        if asked.start > len(asked.tokens):
-            raise MessageError(f"the KV of {asked.start} tokens is not wanted, of a prompt of {len(asked.tokens)}")
+        length = len(asked.tokens)
+        if asked.start > length or (asked.start and not self._layout.image_bytes(length, asked.start)):
+            raise MessageError(
+                f"nothing is wanted of a prompt of {length} tokens but the KV of the first {asked.start}"
+            )
         job = peer.jobs[asked.key] = _Job(peer, asked.key, asked.start)
         try:
             job.prompt = self._engine.prepare(asked.tokens, replace(_PREFILL, cache_salt=asked.salt or None))
