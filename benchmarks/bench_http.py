@@ -34,7 +34,7 @@ from hybridrt.server.service import Service
 
 
 class Device:
-    """Runs steps one after another, each for so long, while the host goes on."""
+    """Runs steps one after another, each for so long, beside the host."""
 
     def __init__(self, executor: Any, seconds: float) -> None:
         self._launch, self._seconds, self._free_at = executor.launch, seconds, 0.0
@@ -123,7 +123,7 @@ def main() -> None:
             llm = stack.enter_context(build(directory, args.streams, 2 * args.prompt, 2 * args.output, text=True))
             executor: Any = llm.engine.executor
             executor.launch = Device(executor, args.step_ms / 1000).launch
-            llm.engine._most_in_flight = 1  # as on a GPU
+            llm.engine._max_in_flight = 1  # as on a GPU
         closed = WorkloadConfig(
             requests=4 * args.streams, prompt_tokens=args.prompt, output_tokens=args.output, vocab=VOCAB
         )  # fmt: skip

@@ -3,49 +3,63 @@
     python -m benchmarks.bench_offline benchmarks/configs/falcon-h1-7b --batches 1,32,128,256 --prefill 1x8192
 
 Weights are seeded random numbers from config.json alone. A decode step is the slope between two generation lengths
-while all requests decode: (time at 144 tokens - time at 16 tokens) / 128, median of `--repeats`.
+while all requests decode: (time at 144 tokens - time at 16 tokens) / 128, median of `--repeats`. `slowest` is the
+slowest step over the median step, each step the fastest of the repeats: they repeat the same steps.
+
+    ... --batches "" --first-token 128,512 --mixed 32x256
+
+Steps with short prompts, with graphs and without: milliseconds from `add_request` to the token on the host, median of
+20 prompts, and of a step with decode rows and a chunk, in which the next step is launched before this one has ended.
 """
 
 import argparse
 import statistics
 import time
+from itertools import pairwise
 from typing import Any
 
-import torch
-
-from benchmarks.common import environment, save, settle, step_bytes
+from benchmarks.common import PRODUCT_FLOPS_PER_S, environment, prefill_flops, prompts, save, settle, step_bytes
+from benchmarks.short_prompts import measure_short
 from hybridrt import LLM, SamplingParams
 from hybridrt.config import DTYPES
 
 FIRST, LAST = 16, 144
 
 
-def prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[list[int]]:
-    """`count` random prompts of `length` tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, vocab, (count, length), generator=generator).tolist()
-
-
-def decode_ms(llm: LLM, batch: int, context: int, params: SamplingParams) -> float:
-    """Milliseconds of a decode step of `batch` requests around `context` tokens of context."""
+def decode_ms(
+    llm: LLM, batch: int, context: int, params: SamplingParams, each: list[list[float]] | None = None
+) -> float:
+    """Milliseconds of a decode step of `batch` requests around `context` tokens of context. Adds those of each step to
+    `each`."""
     engine = llm.engine
     length = max(context - (FIRST + LAST) // 2, 1)
     ids = [engine.add_request(p, params) for p in prompts(batch, length, llm.model_config.vocab_size)]
     fewest = run_until(llm, ids, FIRST)
-    start = time.perf_counter()
-    steps = run_until(llm, ids, fewest + LAST - FIRST) - fewest
-    elapsed = time.perf_counter() - start
+    ends = [time.perf_counter()]
+    steps = run_until(llm, ids, fewest + LAST - FIRST, ends) - fewest
+    elapsed = ends[-1] - ends[0]
+    if each is not None:
+        each.append([(end - start) * 1e3 for start, end in pairwise(ends)])
     for request in ids:
         engine.abort(request)
     engine.drain()
     return elapsed / steps * 1e3
 
 
-def run_until(llm: LLM, ids: list[str], tokens: int) -> int:
-    """Steps until every request has `tokens` tokens; returns the fewest that any has then."""
+def run_until(llm: LLM, ids: list[str], tokens: int, ends: list[float] | None = None) -> int:
+    """Steps until every request has `tokens` tokens; returns the fewest that any has then. Adds the time at which each
+    step ended to `ends`."""
     while (fewest := min(llm.engine.gained(request) or 0 for request in ids)) < tokens:
         llm.engine.step()
+        if ends is not None:
+            ends.append(time.perf_counter())
     return fewest
+
+
+def slowest(each: list[list[float]]) -> float:
+    """The slowest step over the median one, of [repeats][steps] times."""
+    best = [min(times) for times in zip(*each)]
+    return max(best) / statistics.median(best)
 
 
 def prefill_tokens_per_s(llm: LLM, count: int, length: int) -> float:
@@ -62,18 +76,30 @@ def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
     executor: Any = llm.engine.executor
     runner = executor if args.tp == 1 else executor.runner
     for batch in args.batches:
-        times = [decode_ms(llm, batch, args.ctx, params) for _ in range(args.repeats)]
+        each = list[list[float]]()
+        times = [decode_ms(llm, batch, args.ctx, params, each) for _ in range(args.repeats)]
         ms = statistics.median(times)
         floor = step_bytes(runner.model, runner.pools, batch, args.ctx).floor_ms()
-        rows.append({"what": f"decode batch {batch}", "ms": ms, "tok/s": batch / ms * 1e3, "floor_ms": floor})
+        rows.append({"what": f"decode batch {batch}", "ms": ms, "tok/s": batch / ms * 1e3, "floor_ms": floor,
+                     "slowest": slowest(each)})  # fmt: skip
         print(f"{rows[-1]['what']:24} {ms:9.3f} ms {batch / ms * 1e3:10.0f} tok/s  floor {floor:7.3f} ms "
-              f"({floor / ms:5.1%})  spread {max(times) - min(times):.3f}", flush=True)  # fmt: skip
+              f"({floor / ms:5.1%})  spread {max(times) - min(times):.3f}  slowest {slowest(each):.3f}",
+              flush=True)  # fmt: skip
     for count, length in args.prefill:
         prefill_tokens_per_s(llm, count, length)
         rate = statistics.median(prefill_tokens_per_s(llm, count, length) for _ in range(args.repeats))
-        rows.append({"what": f"prefill {count}x{length}", "tok/s": rate})
-        print(f"{rows[-1]['what']:24} {rate:24.0f} tok/s", flush=True)
+        flops = prefill_flops(runner.model, count, length) * rate / (count * length)
+        rows.append({"what": f"prefill {count}x{length}", "tok/s": rate, "flop/s": flops})
+        share = f"{flops / PRODUCT_FLOPS_PER_S:.1%} of {PRODUCT_FLOPS_PER_S / 1e12:.0f}"
+        print(f"{rows[-1]['what']:24} {rate:24.0f} tok/s  {flops / 1e12:6.0f} TFLOP/s ({share})", flush=True)
+    if args.first_token or args.mixed:
+        rows += measure_short(llm, args.first_token, args.mixed, args.ctx, args.repeats)
     return rows
+
+
+def sizes(text: str) -> list[int]:
+    """`1,32` as numbers."""
+    return [int(item) for item in text.split(",") if item]
 
 
 def shapes(text: str) -> list[tuple[int, int]]:
@@ -84,9 +110,12 @@ def shapes(text: str) -> list[tuple[int, int]]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory with a config.json; weights are random")
-    parser.add_argument("--batches", type=lambda t: [int(x) for x in t.split(",") if x], default=[1, 32, 128, 256])
+    parser.add_argument("--batches", type=sizes, default=[1, 32, 128, 256])
     parser.add_argument("--ctx", type=int, default=1024, help="tokens of context around which decode is measured")
     parser.add_argument("--prefill", type=shapes, default=[], help="e.g. 1x8192,16x2048,1x32768")
+    parser.add_argument("--first-token", type=sizes, default=[], help="tokens of prompts, e.g. 128,512")
+    parser.add_argument("--mixed", type=shapes, default=[], help="decode rows and tokens of a chunk, e.g. 32x256")
+    parser.add_argument("--prefix-cache", action="store_true", help="prompts leave states for others")
     parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
     parser.add_argument("--attention", default="auto", help="attention_backend of decode, and of prefill but for:")
@@ -101,20 +130,22 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     start = time.perf_counter()
-    longest = max([args.ctx + LAST + 80, *(length + 16 for _, length in args.prefill)])
+    lengths = [*(length for _, length in args.prefill), *args.first_token, *(chunk for _, chunk in args.mixed)]
+    longest = max([args.ctx + LAST + 80, *(length + 16 for length in lengths)])
+    rows = max([*args.batches, *(count + 4 for count, _ in args.mixed)], default=16)
     llm = LLM(
         args.model, load_format="dummy", max_model_len=longest, mamba_ssm_dtype=args.state_dtype,
         state_mode=args.state_mode, attention_backend=args.attention,
-        prefill_attention_backend=args.prefill_attention, max_running_requests=max(args.batches, default=16),
-        tp_size=args.tp, prefix_cache=False,
+        prefill_attention_backend=args.prefill_attention, max_running_requests=rows,
+        tp_size=args.tp, prefix_cache=args.prefix_cache,
     )  # fmt: skip
     print(llm.plan.summary())
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0.0))
     print(f"start to first token {time.perf_counter() - start:.1f} s; {environment()}")
     settle()
-    rows = measure(args, llm)
+    found = measure(args, llm)
     if args.name:
-        print(save(args.name, rows))
+        print(save(args.name, found))
 
 
 if __name__ == "__main__":

@@ -17,13 +17,14 @@ from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
-from hybridrt.kinds.registry import state_dtype
+from hybridrt.kinds.registry import state_dtype, state_shape
 from hybridrt.mem_cache.mamba_pool import MambaPoolSpec, ring_width
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.build import Pools
 
 RESULTS = Path(__file__).parent / "results"
 HBM_BYTES_PER_S = 4.0e12  # the bandwidth that the floors of docs/performance.md are computed with
+PRODUCT_FLOPS_PER_S = 700e12  # the rate of products that prefills are compared with
 
 
 def environment() -> dict[str, str]:
@@ -57,6 +58,12 @@ def save(name: str, rows: Any) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
     return path
+
+
+def prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[list[int]]:
+    """`count` random prompts of `length` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocab, (count, length), generator=generator).tolist()
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,35 @@ def state_bytes(spec: MambaPoolSpec) -> float:
             moved = state + 2 * state / width + entry * ((width - 1) / 2 + 1 + 1)
         total += len(layers) * (conv + moved)
     return total
+
+
+def prefill_flops(model: CausalLM, count: int, length: int) -> float:
+    """Useful flops of `count` prompts of `length` tokens, on one tensor-parallel rank: two for each number of a matrix
+    that a token meets (of routed experts those that it picks; the output head for the last token alone), scores and
+    values of the tokens that attention shows, and the outer product and the readout of each recurrent state."""
+    config, tokens = model.config, count * length
+    per_token = sum(
+        2.0 * p.numel() * (_picked_share(config, len(p)) if ".experts." in name else 1.0)
+        for name, p in model.named_parameters()
+        if p.ndim > 1 and not name.startswith(("embed.", "head."))
+    )
+    for kind, linear in config.linear.items():
+        layers = sum(spec.linear == kind for spec in config.layers)
+        per_token += 4.0 * layers * state_shape(linear).temporal_numel / model.tp.size
+    seen = 0.0
+    for i in config.full_attention_layer_ids:
+        attention = config.attention_of(i)
+        window, latent = min(attention.sliding_window or length, length), attention.latent
+        keys = latent.nope_dim + latent.rope_dim if latent else attention.head_dim
+        values = latent.value_dim if latent else attention.v_head_dim or attention.head_dim
+        pairs = count * (length * window - window * (window - 1) / 2)
+        seen += 2.0 * pairs * attention.num_heads * (keys + values) / model.tp.size
+    return tokens * per_token + seen + 2.0 * count * config.vocab_size * config.hidden_size / model.tp.size
+
+
+def _picked_share(config: ModelConfig, stacked: int) -> float:
+    """Share of `stacked` experts that one token meets: those that it picks, and those that are shared by all tokens."""
+    return (stacked - routed_experts(config.hf) + config.hf.num_experts_per_tok) / stacked
 
 
 def _touched_share(config: ModelConfig, stacked: int, batch: int) -> float:

@@ -27,7 +27,7 @@ from tests.support.kernel_cases import DecodeRows, Prompts
 
 STATE_DTYPES = (torch.bfloat16, torch.float32)
 ROTATED_BYTES = 1 << 28  # an operation's tensors differ until this much has gone by: several times any cache
-MOST_COPIES, PAGE, RING = 16, 16, 16  # RING: columns of a state ring, on the average half full
+MAX_COPIES, PAGE, RING = 16, 16, 16  # RING: columns of a state ring, on the average half full
 
 Args = dict[str, Any]
 
@@ -66,7 +66,7 @@ class Case:
     @property
     def copies(self) -> int:
         """Sets of arguments to go around."""
-        return int(min(max(ROTATED_BYTES // max(self.bytes, 1.0), 2), MOST_COPIES)) if self.bytes else 1
+        return int(min(max(ROTATED_BYTES // max(self.bytes, 1.0), 2), MAX_COPIES)) if self.bytes else 1
 
 
 Cases = Callable[[ModelConfig, Load, str], Iterator[Case]]
@@ -259,7 +259,7 @@ def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]
     for kind in (kind for kind in config.linear if kind in made):
         shape = state_shape(config.linear[kind])
         heads, values, keys = shape.temporal
-        ring = heads * values * 2 + shape.groups * keys * 2 + heads * 4
+        ring = heads * values * 2 + shape.groups * keys * 2 + heads * (keys if kind == "kda" else 1) * 4
         # The conv ring is read whole, one column of it written; inputs come, outputs go.
         inputs = shape.conv_dim * (shape.conv_width(1) + 2) or 3 * heads * values
         around = 2 * (inputs + heads * (values + (keys if kind == "kda" else 0)))  # a gate for each channel of a key

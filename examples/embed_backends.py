@@ -125,7 +125,7 @@ class Loop:
         return self.runtime.logits(hidden[batch.query_start_loc[1:].long() - 1])
 
     def keep_prefix(self, request: Request) -> None:
-        """The request's state becomes a snapshot, and its first pages everybody's."""
+        """The request's state becomes a snapshot, and its first pages are shared."""
         if self.plan.num_slots:
             self.runtime.snapshot([request.row], [self.prefix_slot])
         self.prefix = request.tokens[: self.shared]

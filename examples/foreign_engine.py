@@ -123,7 +123,7 @@ class ForeignEngine:
             self.waiting.appendleft(job)
 
     def reserve(self, job: Job, length: int, underway: Step | None) -> bool:
-        """Blocks for so many tokens. If there are none, somebody leaves after the step that is underway."""
+        """Blocks for so many tokens. If there are none, a request is preempted after the step that is underway."""
         first = len(job.blocks)
         need = -(-length // self.block_size) - first if self.has_kv else 0
         if need > len(self.free_blocks):

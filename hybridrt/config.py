@@ -257,7 +257,8 @@ class EngineConfig:
         attention_backend, prefill_attention_backend: names from `hybridrt.attention.registry`; the second, if given,
             serves prefill only.
         linear_attn_backend: "auto" or the backend's name for the model's kind of recurrent layer.
-        cuda_graph, cuda_graph_max_bs: capture decode steps (CUDA only), and the largest batch captured.
+        cuda_graph, cuda_graph_max_bs: capture steps as graphs (CUDA only), and the largest batch captured.
+        cuda_graph_prompts: capture steps with up to 1024 prompt tokens too, not decode steps alone.
         overlap: launch a step before the tokens of the previous step have reached the host.
         speculative: a SpeculativeConfig, or None.
         tp_size: tensor-parallel ranks. Each rank is a process with a shard of the model and its own GPU.
@@ -288,6 +289,7 @@ class EngineConfig:
     linear_attn_backend: str = "auto"
     cuda_graph: bool = True
     cuda_graph_max_bs: int | None = None
+    cuda_graph_prompts: bool = True
     overlap: bool = True
     speculative: SpeculativeConfig | None = None
     tp_size: int = 1

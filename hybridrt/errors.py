@@ -73,6 +73,11 @@ class GrammarError(EngineError):
     """A request's structured_outputs exceed a limit behind some of its output. Other requests go on."""
 
 
+class NoTokenLeftError(EngineError):
+    """A request forbids every token behind some of its output: by its structured_outputs, allowed_token_ids, bad_words
+    and min_tokens together. Other requests go on."""
+
+
 class RankError(EngineError):
     """A tensor-parallel rank failed or was lost. The others cannot go on without it: build a new LLM."""
 

@@ -62,13 +62,15 @@ class GraphView:
     batch sizes up to `max_bs` share a view; a graph reads the first entries of the buffers.
 
     Attributes:
-        max_bs: most rows of a batch.
-        tokens_per_row: tokens of each row.
+        max_bs: most decode rows of a batch.
+        tokens_per_row: tokens of each of them.
+        prompts: the batches have extend rows too.
         buffers: by backend; what they hold is the backend's own matter.
     """
 
     max_bs: int
     tokens_per_row: int
+    prompts: bool = False
     buffers: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -106,9 +108,11 @@ class ForwardBatch:
         seq_lens: [B] int32 tokens of each request after this step.
         query_start_loc: [B + 1] int32 offsets of the rows' tokens.
         out_cache_loc: [N] int32 KV slots of the new tokens; those of page 0 are padding and not written.
-        num_real: rows that are not padding; they come first. Never guessed from lengths.
+        num_real: rows that are not padding; they come first. Never guessed from lengths. In a graph with extend rows:
+            the decode rows that are not; extend rows are padding where the request row is 0.
         num_decode_rows: rows of the decode segment, padding included.
-        seq_lens_cpu, query_lens_cpu: host copies; upper bounds where the device knows better. None in a graph.
+        seq_lens_cpu, query_lens_cpu: host copies; upper bounds where only the device has the exact lengths. None in a
+            graph, but query_lens_cpu of one with extend rows: bounds of what the rows of its replays have.
         chunk_plans: hybridrt.kernels.chunk_plan.ChunkPlan of the extend rows by chunk size, where they are on the
             device already; None: recurrent backends plan their chunks themselves.
         read_state_slots: [B - num_decode_rows] int32, the state slot that each extend row starts from, 0 for its own;

@@ -29,7 +29,7 @@ class Plugins:
     classes: bool = False
 
     def names(self) -> list[str]:
-        """Every name that `load` knows."""
+        """Every name that `load` accepts."""
         return sorted({*self.built_in, *(point.name for point in entry_points(group=self.group))})
 
     def load(self, name: str) -> Any:
@@ -58,5 +58,5 @@ def load_object(target: str) -> Any:
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as e:
+    except (ImportError, AttributeError, TypeError) as e:  # TypeError: an object of an abstract class
         raise BackendError(f"{target} cannot be imported: {e}; install what it needs, see its extra") from e

@@ -40,6 +40,17 @@ def is_number(value: object, kind: type) -> bool:
     return getattr(getattr(value, "dtype", None), "kind", "") != "m"
 
 
+def _plain(value: Any, kind: type) -> int | float:
+    """A number of `kind` as Python's own, which is compared with any range without an overflow; NaN, which is in no
+    range, for everything else."""
+    if not is_number(value, kind):
+        return math.nan
+    try:
+        return int(value) if kind is Integral else float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.inf
+
+
 def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
     """The entries of a list or another collection; none for None. At most `max_entries` + 1 of them are read."""
     if value is None:
@@ -113,7 +124,7 @@ class SamplingParams:
         logprobs: return the log-probability of each token and of this many most likely alternatives, up to 64; None
             returns none.
         n: independent samples of the same prompt, up to 1024.
-        include_stop_str_in_output: the text goes on to the end of the stop string, or of the stopping token.
+        include_stop_str_in_output: the text includes the stop string, or the stopping token.
         skip_special_tokens: special tokens leave nothing in the text.
         truncate_prompt_tokens: of a longer prompt only the last so many tokens are used, 1 to 2**31 - 1; -1: as many as
             leave room for one output token. None refuses a prompt that is too long.
@@ -168,12 +179,13 @@ class SamplingParams:
         checked = self._stops() | self._rules()
         for name, (kind, low, high, allowed) in _NUMBERS.items():
             value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:  # NaN is in no range
-                ok = is_number(value, kind) and low <= value <= high
-                _require(ok and (value != 0 or name != "truncate_prompt_tokens"), name, value, allowed)
-                checked[name] = int(value) if kind is Integral else float(value)
-        most = checked.get("max_tokens", _INT32_MAX)
-        _require(checked["min_tokens"] <= most, "min_tokens", self.min_tokens, f"at most max_tokens, {most}")
+            if value is not None or name not in _OPTIONAL:
+                number = _plain(value, kind)
+                ok = low <= number <= high and (number != 0 or name != "truncate_prompt_tokens")
+                _require(ok, name, value, allowed)
+                checked[name] = number
+        longest = checked.get("max_tokens", _INT32_MAX)
+        _require(checked["min_tokens"] <= longest, "min_tokens", self.min_tokens, f"at most max_tokens, {longest}")
         structured = self.structured_outputs
         if structured is not None:
             name = "structured_outputs"

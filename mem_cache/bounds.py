@@ -6,7 +6,7 @@ import torch
 
 from hybridrt.errors import HybridrtError, PoolError
 
-# HYBRIDRT_DEBUG=1: what lies on the device is checked, too, which waits for the device.
+# HYBRIDRT_DEBUG=1: values on the device are checked, too, which waits for the device.
 DEBUG = os.environ.get("HYBRIDRT_DEBUG") == "1"
 
 
@@ -18,6 +18,6 @@ def may_look(device: torch.device) -> bool:
 def check_range(name: str, values: torch.Tensor, end: int, error: type[HybridrtError] = PoolError) -> None:
     """Raises `error` unless all values are in [0, end), or may not be looked at."""
     if values.numel() and may_look(values.device):
-        least, most = (int(x) for x in torch.aminmax(values))
-        if least < 0 or most >= end:
-            raise error(f"{name} holds {least if least < 0 else most}; valid are 0 to {end - 1}")
+        low, high = (int(x) for x in torch.aminmax(values))
+        if low < 0 or high >= end:
+            raise error(f"{name} holds {low if low < 0 else high}; valid are 0 to {end - 1}")

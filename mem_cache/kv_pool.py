@@ -14,7 +14,7 @@ class KVPool:
     """KV cache of the attention layers alone: recurrent layers take no room here.
 
     Layers of equal spec form a group. All groups have the same pages: a page of the allocator is a page in every layer.
-    Page 0 stands for padding and stays zero. A token's KV place is page * page_size + offset.
+    Page 0 is padding and stays zero. A token's KV place is page * page_size + offset.
 
     Args:
         groups: the model's attention layers.

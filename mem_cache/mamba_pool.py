@@ -28,7 +28,8 @@ class LayerCache:
         temporal: [S + 1, *temporal] recurrent state; a checkpoint in replay mode.
         intermediate_ssm: [R + 1, T, *temporal] state after each verified token.
         intermediate_conv_window: [R + 1, T, conv_dim, K - 1] conv inputs up to each node of a draft tree.
-        ring_values, ring_keys, ring_gates: [R + 1, heads, W, P], [R + 1, groups, W, N], [R + 1, heads, W].
+        ring_values, ring_keys, ring_gates: [R + 1, heads, W, P], [R + 1, groups, W, N], [R + 1, heads, W] or
+            [R + 1, heads, W, N].
     """
 
     conv: torch.Tensor
@@ -78,6 +79,11 @@ class MambaPoolSpec:
             raise ConfigError('draft trees need state mode "intermediate"; "replay" verifies chains')
         if self.mode == "replay":
             check_replay(shape.kind for shape in self.groups)
+
+    @property
+    def phases_apart(self) -> int:
+        """In how many columns a ring may begin, and so over how many steps folds can be spread."""
+        return ring_width(self.tokens_per_step) - self.tokens_per_step + 1
 
     def slot_shapes(self, shape: StateShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Tensors that a layer keeps per state slot."""
@@ -192,10 +198,15 @@ class MambaPool:
         """The K - 1 raw conv inputs before `positions`, oldest first: [n, conv_dim, K - 1]."""
         return conv_window(self._caches[layer_id].conv, slots, positions, self._shapes[layer_id].conv_kernel)
 
-    # -- whose state lies where ---------------------------------------------------------------------------------
+    # -- moving state between slots and rings ------------------------------------------------------------------
 
-    def admit(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] int64 each."""
+    def admit(self, rows: torch.Tensor, slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
+        """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] int64 each.
+
+        Args:
+            phases: [n] non-negative integers. Rows that advance alike fold in different steps if theirs differ modulo
+                `MambaPoolSpec.phases_apart`; None: 0.
+        """
         check_range("rows", rows, self.num_rows + 1)
         check_range("slots", slots, self.num_slots + 1)
         for _, cache in self.stacks:
@@ -203,6 +214,8 @@ class MambaPool:
                 _as_words(tensor).index_fill_(1, slots, 0)
         self.row_slots[rows] = slots.int()
         self._empty_rings(rows)
+        if phases is not None:
+            self.ring_start[rows] = (phases % self.spec.phases_apart).int()
 
     def donate(self, rows: torch.Tensor) -> torch.Tensor:
         """Takes the slots from `rows`, each with the row's whole state in it, and returns them: [n] int32. The rows own

@@ -22,14 +22,17 @@ class PrefixMatch:
         pages: the cache's whole KV pages of it, in order; none for a model without attention layers.
         state: the cache's slot with the recurrent state after it; None for a model without recurrent layers. The
             request's first step reads this slot and writes the request's own.
-        tail: the cache's page with the tokens behind the last whole page, where the state stands in the middle of a
+        tail: the cache's page with the tokens behind the last whole page, where the state is in the middle of a
             page. The request copies it into its own page.
-        known: tokens of the prompt that the cache knows, from the first on: more than `length` where a state is
+        known: tokens of the prompt that are in the tree, from the first on: more than `length` where a state is
             missing.
-        node, tail_node: what the cache knows the match and the tail by.
+        window: the cache's pages with the KV that the next token sees, where all attention layers have a sliding
+            window. The request copies them into its own pages.
+        node, tail_node: the tree's entries of the match and the tail.
         retokenised: tokens of a cached answer behind a place within it where the prompt leaves it.
         staged: of a prefix that was computed elsewhere, where its state and KV lie in the executor's arena: they are
             copied into the request's own slot and pages as it is admitted.
+        staged_from: of such a prefix, the tokens whose KV is not there: it is in `pages`.
     """
 
     length: int = 0
@@ -40,6 +43,8 @@ class PrefixMatch:
     node: Any = None
     tail_node: Any = None
     staged: int | None = None
+    staged_from: int = 0
+    window: Sequence[Slot] = ()
     retokenised: int = 0
 
 
@@ -51,7 +56,7 @@ class CacheCounts:
         asked: all of them.
         hit: of these, tokens that needed no computing.
         without_state: tokens that the cache knew, but had no state at or behind.
-        without_kv: tokens that a text had whose KV the cache has given up.
+        without_kv: tokens of a text whose KV the cache has evicted.
         retokenised: tokens of a cached answer behind a place within it where the prompt leaves it: most often because
             the history was tokenised anew.
         fetched: tokens that were brought back from main memory, or whose state was.

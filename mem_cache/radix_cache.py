@@ -1,7 +1,7 @@
 """A radix tree over tokens: KV pages and recurrent states of prefixes that requests have left behind.
 
-A node stands for the tokens on the path from the root to it. Its edge holds the tokens since its parent. It owns the KV
-pages that become complete within its edge and at most one recurrent state, that after its last token. Page i is
+A node is a prefix: the tokens on the path from the root to it. Its edge holds the tokens since its parent. It owns the
+KV pages that become complete within its edge and at most one recurrent state, that after its last token. Page i is
 complete once the tokens up to (i + 1) * page_size + lookahead are on the path: the KV of a prediction head depends on
 the next token, too (lookahead 1). So the contents of a page depend on tokens of its own path alone, and a node can be
 cut in two anywhere. A state in the middle of a page has a tail: the page that holds the tokens between the last
@@ -52,7 +52,7 @@ class RadixCache:
         self._roots: dict[str, Node] = {}
         self._clock = 0
         self._worths = StateWorths()
-        self._awaited = dict[int, Node]()  # by arrival: where a waiting request's state stands
+        self._awaited = dict[int, Node]()  # by arrival: the node of a waiting request's state
         self._order = count()
         self._size = 0  # nodes, without roots
         self._leaves: list[tuple[int, int, Node]] = []  # heap by `used`; entries may be out of date
@@ -247,7 +247,7 @@ class RadixCache:
     # -- growing ------------------------------------------------------------------------------------------------
 
     def _extend(self, node: Node, tokens: np.ndarray, pages: Sequence[Slot], taken: list[Slot], answer: int) -> Node:
-        """The node that stands for `tokens`, made if there is none, below a node that stands for a prefix of them."""
+        """The node of `tokens`, made if there is none, below a node of a prefix of them."""
         while node.end < len(tokens):
             child = node.children.get(int(tokens[node.end]))
             if child is None:
@@ -342,11 +342,11 @@ class RadixCache:
                 heapq.heappush(self._states, (self._worths.of(node), next(self._order), node))
         return None
 
-    def _shorten(self, leaf: Node, most: int, pages: list[Slot], states: list[Slot]) -> None:
-        """Removes the state of a leaf, and up to `most` pages from its end; adds them to `pages` and `states`."""
+    def _shorten(self, leaf: Node, max_pages: int, pages: list[Slot], states: list[Slot]) -> None:
+        """Removes the state of a leaf, and up to `max_pages` pages from its end; adds them to `pages` and `states`."""
         before = len(pages)
         self._drop_state(leaf, pages, states)
-        while leaf.pages and len(pages) - before < most:
+        while leaf.pages and len(pages) - before < max_pages:
             self._let_go(leaf, self.complete(leaf.start) + len(leaf.pages) - 1, leaf.pages.pop(), pages)
         if leaf.pages:
             end = (self.complete(leaf.start) + len(leaf.pages)) * self.page_size + self.lookahead

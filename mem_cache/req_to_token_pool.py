@@ -42,11 +42,11 @@ class HybridReqToTokenPool:
         """Bytes of one row: its page table and its state slot."""
         return 4 * (-(-max_context // page_size) * page_size + 1)
 
-    def admit(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Gives each of `rows` its state slot, zeroed: no request reads another's state. [n] int64 each. PoolError for
-        a row or a slot that the state pool does not have."""
+    def admit(self, rows: torch.Tensor, slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
+        """Gives each of `rows` its state slot, zeroed: no request reads another's state. [n] int64 each; `phases` as in
+        MambaPool.admit. PoolError for a row or a slot that the state pool does not have."""
         if self.mamba_pool is not None:
-            self.mamba_pool.admit(rows, slots)
+            self.mamba_pool.admit(rows, slots, phases)
 
     def write_pages(self, rows: torch.Tensor, page_indices: torch.Tensor, pages: torch.Tensor) -> None:
         """Page `page_indices[i]` of row `rows[i]` becomes KV page `pages[i]`, for all i at once. [n] int64 each. A

@@ -3,11 +3,11 @@
 import numpy as np
 
 BLOCK = 128
-MOST_BLOCKS = 65_536
+MAX_BLOCKS = 65_536
 
 
 class SeenTexts:
-    """Hashes of the beginnings of texts, in blocks of BLOCK tokens; the latest MOST_BLOCKS of them."""
+    """Hashes of the beginnings of texts, in blocks of BLOCK tokens; the latest MAX_BLOCKS of them."""
 
     def __init__(self) -> None:
         self._blocks = dict[int, None]()
@@ -20,7 +20,7 @@ class SeenTexts:
         for block in _hashes(tokens, salt):
             self._blocks.pop(block, None)
             self._blocks[block] = None
-        while len(self._blocks) > MOST_BLOCKS:
+        while len(self._blocks) > MAX_BLOCKS:
             del self._blocks[next(iter(self._blocks))]
 
     def length(self, tokens: np.ndarray, salt: str) -> int:

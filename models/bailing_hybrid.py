@@ -3,7 +3,8 @@
     x ─ norm ─ KDA or MLA ─ + ─ norm ─ MoE or MLP ─ +
 
 The decay of Kimi Delta Attention has a lower bound, the outputs of latent attention are multiplied head by head by a
-sigmoid (Ant Group 2026).
+sigmoid, and the last layers of Ling-3.0-flash clamp the SwiGLU of their experts (Ant Group 2026). transformers 5.23
+leaves the clamps out; Ant Group's branch of vLLM has them.
 """
 
 from typing import ClassVar
@@ -14,7 +15,7 @@ from hybridrt.models.kimi_linear import KimiLinearForCausalLM
 
 
 class BailingHybridForCausalLM(KimiLinearForCausalLM):
-    """Ling 3, as transformers names it. Its prediction head stands in the checkpoint as one layer more."""
+    """Ling 3, as transformers names it. Its prediction head is one more layer in the checkpoint."""
 
     gated: ClassVar[bool] = True
     spellings: ClassVar[dict[str, str]] = {
@@ -23,6 +24,12 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
         ".dense.": ".o_proj.",
         ".expert_bias": ".e_score_correction_bias",
     }
+
+    def limits(self, layer_id: int) -> tuple[float | None, float | None]:
+        """Where the lists of config.json end, as in layers with 0 or null, nothing is clamped."""
+        lists = (getattr(self.config.hf, f"{part}_swiglu_limit_list", None) for part in ("expert", "share_expert"))
+        routed, shared = ((each or [])[layer_id : layer_id + 1] for each in lists)
+        return (float(routed[0]) if any(routed) else None), (float(shared[0]) if any(shared) else None)
 
     def rename_key(self, key: str) -> str:
         first = f"{self.layers_key}.{len(self.config.layers)}."

@@ -50,7 +50,7 @@ class KimiLinearForCausalLM(CausalLM):
         else:
             kda = config.linear_of(KDAConfig)
             mixer = KDAMixer(f"{name}.kda", kda, layer_id, hidden, hf.rms_norm_eps, build=build)
-        ffn: Any = self._moe(f"{name}.moe") if spec.ffn == "moe" else self._mlp(f"{name}.mlp")
+        ffn: Any = self._moe(f"{name}.moe", layer_id) if spec.ffn == "moe" else self._mlp(f"{name}.mlp")
         return [
             ResidualPart("input_layernorm", "self_attn", mixer),
             ResidualPart("post_attention_layernorm", "mlp", ffn),
@@ -59,17 +59,23 @@ class KimiLinearForCausalLM(CausalLM):
     def _mlp(self, name: str) -> MLP:
         return MLP(name, self.config.hidden_size, self.config.hf.intermediate_size, build=self.build)
 
-    def _moe(self, name: str) -> MoE:
+    def limits(self, layer_id: int) -> tuple[float | None, float | None]:
+        """Of SwiGLU in a layer's routed experts and in its shared one."""
+        return None, None
+
+    def _moe(self, name: str, layer_id: int) -> MoE:
         """Routed SwiGLU experts, chosen within the best groups by corrected sigmoid scores, beside a shared one."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
-        size = hf.moe_intermediate_size
+        size, (limit, shared_limit) = hf.moe_intermediate_size, self.limits(layer_id)
         router = SigmoidGroupRouter(
             f"{name}.router", hidden, hf.num_local_experts, top_k=hf.num_experts_per_tok, n_group=hf.n_group,
             topk_group=hf.topk_group, renormalize=hf.norm_topk_prob, scaling=float(hf.routed_scaling_factor),
             build=build,
         )  # fmt: skip
-        experts = Experts(f"{name}.experts", hf.num_local_experts, hidden, size, activation="silu", build=build)
-        shared = MLP(f"{name}.shared", hidden, size * hf.n_shared_experts, build=build)
+        experts = Experts(
+            f"{name}.experts", hf.num_local_experts, hidden, size, activation="silu", limit=limit, build=build
+        )
+        shared = MLP(f"{name}.shared", hidden, size * hf.n_shared_experts, limit=shared_limit, build=build)
         return MoE(router, experts, shared=shared, keys=MOE_KEYS)
 
     def rename_key(self, key: str) -> str:

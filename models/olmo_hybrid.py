@@ -61,7 +61,7 @@ class WholeNormAttention(Attention):
 
 
 class PostNormed(nn.Module):
-    """A part whose norm stands behind it: what it adds is norm(summand(x + residual))."""
+    """A part followed by its norm: it adds norm(summand(x + residual))."""
 
     def __init__(
         self, part: WholeNormAttention | MLP, summand: Callable[[torch.Tensor, ForwardBatch], torch.Tensor]

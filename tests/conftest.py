@@ -32,7 +32,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 @pytest.fixture(autouse=True)
 def _uninitialised_memory_is_nan() -> Iterator[None]:
-    """torch.empty and its kin give NaN (integers: their largest value), so that nothing reads what nobody wrote."""
+    """torch.empty and its kin give NaN (integers: their largest value), so that a read of memory that was never written
+    shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield

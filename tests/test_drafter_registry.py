@@ -10,6 +10,7 @@ import pytest
 from hybridrt import LLM, SamplingParams, SpeculativeConfig, plugins
 from hybridrt.config import EngineConfig
 from hybridrt.errors import BackendError, ConfigError
+from hybridrt.plugins import load_object
 from hybridrt.runtime.drafting import DraftMethod, DraftRow, DraftTask, draft_method
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.speculative import registry
@@ -54,14 +55,12 @@ def test_a_record_that_is_no_whole_method_is_refused(monkeypatch: pytest.MonkeyP
     half = registry.DraftMethodBase()
     monkeypatch.setattr("hybridrt.runtime.drafting.load_method", lambda name: half)
     with pytest.raises(BackendError, match="must be a DraftMethod"):
-        draft_method(EngineConfig("m", speculative=SpeculativeConfig("first")))
+        draft_method(SpeculativeConfig("first"))
 
 
-def test_a_method_without_a_drafter_says_what_to_override(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridrt.runtime.drafting.load_method", lambda name: DraftMethod())
-    method = draft_method(EngineConfig("m", speculative=SpeculativeConfig("first")))
-    with pytest.raises(BackendError, match=r"DraftMethod brings no drafter; override DraftMethod\.drafter"):
-        method.drafter(None, lambda task: None)  # type: ignore[arg-type, return-value]
+def test_a_method_without_a_drafter_is_refused_when_it_is_loaded() -> None:
+    with pytest.raises(BackendError, match=r"no_drafter:METHOD cannot be imported: .* abstract method '?drafter"):
+        load_object("tests.support.no_drafter:METHOD")
 
 
 def test_a_drafter_of_another_package_drafts(checkpoints: CheckpointStore) -> None:
@@ -93,7 +92,7 @@ def test_a_task_to_draft_needs_a_device_drafter(checkpoints: CheckpointStore) ->
         DraftTask([DraftRow(1, 1, 1, 0, SamplingParams())], 1, 1)(runner)
 
 
-def test_no_file_but_a_methods_own_knows_its_name() -> None:
+def test_no_file_but_a_methods_own_contains_its_name() -> None:
     """The runtime, the engine and the configuration ask the method; only help texts and errors name one."""
     compared = []
     for file in [*(ROOT / "hybridrt").rglob("*.py"), *(ROOT / "models").glob("*.py")]:

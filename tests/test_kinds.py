@@ -240,7 +240,7 @@ def test_the_first_backend_plans_and_commits_for_all() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_record_says_what_its_layer_backend_and_config_say(name: str) -> None:
+def test_a_record_agrees_with_its_layer_backend_and_config(name: str) -> None:
     kind = linear_kind(name)
     backend, mixer = load_object(kind.backend), load_object(kind.mixer)
     assert issubclass(backend, MambaAttnBackendBase)

@@ -88,7 +88,7 @@ def test_wheel_brings_the_licence_and_the_command(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0" in archive.read(metadata["METADATA"]).decode()
 
 
-def test_the_wheel_says_who_made_it_and_what_it_is(wheel: Path) -> None:
+def test_the_wheels_metadata(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     metadata = email.message_from_string(archive.read(name).decode())
@@ -167,7 +167,7 @@ def python(site: Path, cwd: Path, *arguments: str) -> str:
 WHERE = "import hybridrt.models.registry as m, hybridrt.mem_cache.allocator as c; print(m.__file__, c.__file__)"
 
 
-def test_installed_package_stands_alone(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_package_needs_no_checkout(installed: Path, tmp_path: Path) -> None:
     files = python(installed, tmp_path, "-c", WHERE).split()
     assert all(file.startswith(str(installed)) for file in files)
 

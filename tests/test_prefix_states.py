@@ -169,7 +169,7 @@ def test_cached_tokens_equal_uncached_ones(bench: Bench, examples: int) -> None:
 
 @pytest.mark.parametrize("mode", ["classic", "replay"])
 def test_a_second_turn_comes_from_main_memory(bench: Bench, mode: str) -> None:
-    """The device has given up everything, and its pages and slots have held something else since."""
+    """Everything was evicted from the device, and its pages and slots have held something else since."""
     turns = [Turn(24, answered, 8, False, 0, None) for answered in (False, True)]
     wanted = bench.tokens_alone(turns[1])
     session = bench.session(mode, 200_000)
@@ -190,7 +190,7 @@ def test_a_second_turn_comes_from_main_memory(bench: Bench, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["classic", "replay"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_second_turn_hits(bench: Bench, mode: str, overlap: bool) -> None:
-    """The answer's last token is never computed: the state stands behind 12 tokens, where a page ends."""
+    """The answer's last token is never computed: the state is that after 12 tokens, where a page ends."""
     turns = [Turn(5, answered, 8, False, arrives, None) for answered, arrives in ((False, 0), (True, 14))]
     counts = play(bench, turns, mode, 64, overlap)
     first = [row.computed for plan in bench.session(mode).plans for row in plan.extend][-1]
@@ -199,7 +199,7 @@ def test_a_second_turn_hits(bench: Bench, mode: str, overlap: bool) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name, mode", [(name, "classic") for name in MODELS] + [(name, "replay") for name in RINGS])
-def test_a_row_goes_on_from_a_snapshot(name: str, mode: str, checkpoints: CheckpointStore) -> None:
+def test_a_row_continues_from_a_snapshot(name: str, mode: str, checkpoints: CheckpointStore) -> None:
     """Snapshot at 13 tokens, decode on, restore: the row decodes the same again, bit for bit. So does another row whose
     prompt starts from the snapshot's slot; it leaves that slot as it is."""
     hand = ByHand(checkpoints[name].path, mode=mode)

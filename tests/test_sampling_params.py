@@ -50,6 +50,16 @@ def test_good_values_are_kept(name: str, value: Any) -> None:
     assert getattr(SamplingParams(**{name: value}), name) == value
 
 
+@pytest.mark.filterwarnings("error")
+def test_numpy_numbers_are_taken_without_a_warning() -> None:
+    """float16 does not hold the largest temperature."""
+    params = SamplingParams(temperature=np.float16(0.5), top_p=np.float32(0.5), max_tokens=np.int8(9), seed=np.uint8(3))  # type: ignore[arg-type]
+    assert (params.temperature, params.top_p, params.max_tokens, params.seed) == (0.5, 0.5, 9, 3)
+    for value in (np.float16("inf"), np.float64("nan"), 10**400):
+        with pytest.raises(RequestError, match="temperature"):
+            SamplingParams(temperature=value)  # type: ignore[arg-type]
+
+
 def test_unknown_arguments_are_errors() -> None:
     with pytest.raises(TypeError, match="max_token"):
         SamplingParams(max_token=3)  # type: ignore[call-arg]

@@ -75,7 +75,7 @@ def test_a_family_takes_two_files(family: str) -> None:
 @pytest.mark.parametrize("kind", ["gdn", "kda", "mamba2", "mamba1", "prefix_sum", "short_conv", "lightning"])
 def test_a_kind_takes_three_files(kind: str) -> None:
     """Only a kind's own three files name it. `users` may name it, too: families and models that use it, and
-    conv_transfer, which knows another runtime's names of two kinds."""
+    conv_transfer, which has another runtime's names of two kinds."""
     users = (
         "hybridrt/families/",
         "models/",

@@ -33,11 +33,12 @@ NOTHING = QKV()
 class AttentionBackend(ABC):
     """Plans a step once, then runs every layer of it.
 
-    What is planned lies on the batch, so that a step may be prepared while earlier ones have not run yet. A backend
+    The plan is stored on the batch, so that a step may be prepared while earlier ones have not run yet. A backend
     implements `prepare` and `run`; one with state also `commit`, and one whose graphs need buffers `allocate_graph`.
     """
 
     needs_host_lens = False  # True if a replay plans on the host (flashinfer) and so waits for exact lengths
+    captures_prompts = False  # True if a graph may hold extend rows: their kernels need no lengths on the host
     seq_len_fill = 1  # the seq_len that a padding row of a graph gets, for one token a row
 
     # Of the older spellings alone: the batch that they planned last, and the graph view for each number of tokens.
@@ -62,20 +63,25 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
-        """Plans a step, once before its first layer. What is planned lies on the batch.
+        """Plans a step, once before its first layer. The plan is stored on the batch.
 
         Without `graph` this is host work and copies: nothing is read on the device that an earlier step changes, so
         the step may be prepared before the steps in front of it have run. Steps run in the order of their preparation.
 
         Args:
-            graph: the step is captured as a graph, or replays one, whose metadata lies in the view. A capture runs no
+            graph: the step is captured as a graph, or replays one, whose metadata is in the view. A capture runs no
                 request: its `num_real` is 0. The batch's tensors are those that the graph was captured with;
                 `seq_lens_cpu`, where it is given, holds the lengths of the real rows. Such a step is prepared after
-                the steps in front of it were launched and committed.
+                the steps in front of it were launched and committed. If it has extend rows, the recorded step begins
+                with `prepare_in_graph`.
 
         Raises:
             BackendError: the batch contradicts itself or the pools.
         """
+
+    def prepare_in_graph(self, batch: ForwardBatch) -> None:  # noqa: B027  # decode rows need none of it
+        """What a graph itself plans of its extend rows, in each replay: everything that is computed from the batch's
+        tensors on the device. `prepare` has been called for the capture or the replay."""
 
     def forward(
         self,
@@ -118,7 +124,7 @@ class AttentionBackend(ABC):
                 `accepted` inputs. A chain's KV has nothing to commit.
 
         Raises:
-            BackendError: a tree, and this backend knows chains alone.
+            BackendError: a tree, and this backend supports chains alone.
         """
         if path is not None:
             raise BackendError(f"{type(self).__name__} verifies chains alone; use topk=1")
@@ -155,6 +161,18 @@ class AttentionBackend(ABC):
         self._views = (self._views or {}) | {view.tokens_per_row: view}
         return view
 
+    def prompt_graph_state(self, max_bs: int) -> GraphView:
+        """The static buffers of graphs with extend rows, behind up to max_bs decode rows of one token.
+
+        Raises:
+            BackendError: this backend's extend rows cannot be captured (`captures_prompts`).
+        """
+        if not self.captures_prompts:
+            raise BackendError(f"{type(self).__name__} needs the lengths of prompts on the host: run them eagerly")
+        view = GraphView(max_bs, 1, prompts=True)
+        self.allocate_graph(view)
+        return view
+
     def allocate_graph(self, view: GraphView) -> None:  # noqa: B027  # most backends need no buffers
         """Puts this backend's buffers, if it needs some, into a new view."""
 
@@ -171,8 +189,9 @@ class AttentionBackend(ABC):
         self.prepare(planned, graph=self._view(batch.tokens_per_row))
         batch.metadata, self._last_batch = planned.metadata, batch
 
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:  # noqa: B027
-        """Nothing: what a captured step reads is complete before its graph starts."""
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        """`prepare_in_graph`."""
+        self.prepare_in_graph(batch)
 
     def init_forward_metadata_capture_cuda_graph(
         self,

@@ -25,6 +25,8 @@ def check_batch(batch: ForwardBatch) -> None:
 def check_graph_batch(batch: ForwardBatch, view: GraphView) -> None:
     """A step that is captured or replayed: its mode, what it says of drafts, and its size."""
     mode, spec = batch.forward_mode, batch.spec_info
+    if view.prompts:
+        return _check_prompt_graph(batch, view)
     if mode not in _GRAPH_MODES or batch.num_extend_rows:
         raise BackendError(f"{mode.name} steps cannot be captured; only decode, verify and draft-extend can")
     if mode is not ForwardMode.DRAFT_EXTEND and (mode is ForwardMode.DECODE) != (spec is None):
@@ -36,6 +38,19 @@ def check_graph_batch(batch: ForwardBatch, view: GraphView) -> None:
         )
     if not 0 <= batch.num_real <= batch.batch_size:
         raise BackendError(f"num_real is {batch.num_real} in a graph of {batch.batch_size} rows")
+
+
+def _check_prompt_graph(batch: ForwardBatch, view: GraphView) -> None:
+    """A step with extend rows."""
+    if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED) or batch.spec_info is not None:
+        raise BackendError(f"{batch.forward_mode.name} step in a view of graphs of prompts, beside plain decode rows")
+    if not 0 <= batch.num_real <= batch.num_decode_rows <= view.max_bs:
+        raise BackendError(
+            f"{batch.num_real} real ones of {batch.num_decode_rows} decode rows in a view of graphs of up to "
+            f"{view.max_bs}"
+        )
+    if batch.query_lens_cpu is None or not batch.num_extend_rows:
+        raise BackendError("a graph of prompts needs extend rows, and bounds of their tokens: query_lens_cpu")
 
 
 def check_own(name: str, values: torch.Tensor) -> None:

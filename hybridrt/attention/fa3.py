@@ -15,7 +15,7 @@ from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 class Fa3AttnBackend(PagedAttnBackend):
     """Hopper's own matrix instructions; nothing is planned on the host but prefill's pages. 16-bit KV, chains alone."""
 
-    provider = "sgl_kernel"
+    provider, captures_prompts = "sgl_kernel", False
     auto_prefill = ("cuda",)  # it prefills faster than our kernels (docs/performance.md)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:

@@ -41,7 +41,7 @@ class Segment:
 class FlashinferAttnBackend(PagedKVBackend):
     """Plans need the lengths of all rows on the host, so a replay waits for them; chains alone, 16-bit KV."""
 
-    provider, needs_host_lens = "flashinfer", True
+    provider, needs_host_lens, captures_prompts = "flashinfer", True, False
     operations = ("attention_extend",)
     auto_prefill = ("cuda",)  # it prefills faster than our kernels (docs/performance.md)
 

@@ -18,7 +18,7 @@ class GDNAttnBackend(MambaAttnBackendBase):
     Inputs: mixed_qkv [T, q | k | v] before the conv, a and b [T, Hv]; strided views will do. The norm comes after.
     """
 
-    kind = "gdn"
+    kind, scan = "gdn", "chunk_gated_delta_rule"
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
         qkv, a, b = (segment.by_row(inputs[name]) for name in ("mixed_qkv", "a", "b"))

@@ -109,6 +109,14 @@ class HybridLinearAttnBackend(AttentionBackend):
         for backend in self.backends:
             backend.prepare(batch, graph=graph)
 
+    @property
+    def captures_prompts(self) -> bool:  # type: ignore[override]
+        return all(backend.captures_prompts for backend in self.backends)
+
+    def prepare_in_graph(self, batch: ForwardBatch) -> None:
+        for backend in self.backends:
+            backend.prepare_in_graph(batch)
+
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         for backend in self.backends:
             backend.commit(batch, accepted, path)

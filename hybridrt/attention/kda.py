@@ -20,7 +20,7 @@ class KDAAttnBackend(MambaAttnBackendBase):
     after.
     """
 
-    kind = "kda"
+    kind, scan = "kda", "chunk_gated_delta_rule"
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
         qkv, a, b = (segment.by_row(t) for t in (inputs["mixed_qkv"], layer.by_head(inputs["a"]), inputs["b"]))

@@ -21,7 +21,7 @@ class LightningAttnBackend(MambaAttnBackendBase):
     Input: vkq [T, v | k | q] before SiLU; a strided view will do.
     """
 
-    kind = "lightning"
+    kind, scan = "lightning", "mamba2_chunk_scan"
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
         vkq, cache = segment.by_row(inputs["vkq"]), self.layer_cache(layer.layer_id)

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ExtendPass, ForwardBatch, GraphView
 from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
-from hybridrt.kernels.records import ConvWeights, FusedStep
+from hybridrt.kernels.providers import needs_host
+from hybridrt.kernels.records import ConvWeights, FusedStep, RowTables
 from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -31,7 +32,7 @@ Inputs = Mapping[str, Tensor]
 
 UNCOMMITTED = (
     "a decode step before this one was not committed, so its tokens are not part of the state: call commit after its "
-    "last layer, or drop_step if it is given up"
+    "last layer, or drop_step if it will not be committed"
 )
 
 
@@ -50,6 +51,7 @@ class MambaAttnBackendBase(AttentionBackend):
     """
 
     kind: str
+    scan: ClassVar[str | None] = None  # the operation of its chunks, where libraries have it too
 
     def __init__(self, *, layers: Mapping[int, Any], req_to_token_pool: HybridReqToTokenPool, chunk_size: int) -> None:
         wrong = {layer_id: m.kind for layer_id, m in layers.items() if m.kind != self.kind}
@@ -129,7 +131,11 @@ class MambaAttnBackendBase(AttentionBackend):
         ]
         outputs = self.extend(layer, inputs, segment)
         for (tokens, later), part in zip(segment.later, chosen, strict=True):
-            outputs.index_copy_(0, tokens, self.extend(layer, part, later))
+            replaced = self.extend(layer, part, later)
+            if later.live is not None:
+                # Padding stands for token 0, which the first pass computes: it is written as it is.
+                replaced = torch.where(later.live.view(-1, *[1] * (replaced.ndim - 1)), replaced, outputs[:1])
+            outputs.index_copy_(0, tokens, replaced)
         return outputs
 
     def conv_rows(self, layer: Any, segment: DecodeSegment) -> dict[str, Any]:
@@ -191,11 +197,15 @@ class MambaAttnBackendBase(AttentionBackend):
         if may_look(batch.seq_lens.device):
             self._check_places(batch)
         check_device_lengths(batch)
-        plans = batch.extend_passes[0].chunk_plans if batch.extend_passes else batch.chunk_plans or {}
+        plans = self._given_plans(batch)
         if batch.num_extend_rows and not plans:
             lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
             plans = {size: plan_chunks(*lens, size, batch.seq_lens.device) for size in self.chunk_sizes}
         return ForwardMetadata(plans)
+
+    @staticmethod
+    def _given_plans(batch: ForwardBatch) -> Mapping[int, ChunkPlan]:
+        return batch.extend_passes[0].chunk_plans if batch.extend_passes else batch.chunk_plans or {}
 
     def _check_places(self, batch: ForwardBatch) -> None:
         """Rows, and the state slots that the step reads and writes. Waits for the device."""
@@ -216,12 +226,23 @@ class MambaAttnBackendBase(AttentionBackend):
         if self._uncommitted() is not None:
             raise BackendError(UNCOMMITTED)
         by_size: dict[int, DecodeBuffers] = view.buffers[self]
-        bs = batch.batch_size
-        if bs not in by_size:
-            by_size[bs] = by_size[view.max_bs].prefix(bs)
-        decode = self._decode_rows(batch, by_size[bs])
-        self._fill(decode, batch)
-        return ForwardMetadata({}, decode, begun=True)
+        bs, decode = batch.num_decode_rows, None
+        if bs:
+            if bs not in by_size:
+                by_size[bs] = by_size[view.max_bs].prefix(bs)
+            decode = self._decode_rows(batch, by_size[bs])
+            self._fill(decode, batch)
+        return ForwardMetadata(self._given_plans(batch), decode, begun=True)
+
+    @property
+    def captures_prompts(self) -> bool:  # type: ignore[override]
+        device = self.pools.req_to_state_slot.device.type
+        return not any(member.scan and needs_host(member.scan, device) for member in self.members)
+
+    def prepare_in_graph(self, batch: ForwardBatch) -> None:
+        if batch.num_extend_rows:
+            step: ForwardMetadata = self.planned(batch)
+            step.extends = self._extend_segments(batch, step.plans)
 
     def begin(self, batch: ForwardBatch) -> ForwardMetadata:
         """Returns the step metadata. Builds the segments on the first call, because slots and ring cursors are final
@@ -256,11 +277,11 @@ class MambaAttnBackendBase(AttentionBackend):
             step.open = False
 
     def _check_width(self, tokens: int) -> None:
-        most = self.mamba_pool.spec.tokens_per_step
-        if tokens > most:
+        max_tokens = self.mamba_pool.spec.tokens_per_step
+        if tokens > max_tokens:
             raise BackendError(
-                f"a step of {tokens} tokens a row on a state pool made for {most}: verify at most {most}, or build the "
-                f"pool with tokens_per_step={tokens}"
+                f"a step of {tokens} tokens a row on a state pool made for {max_tokens}: verify at most {max_tokens}, "
+                f"or build the pool with tokens_per_step={tokens}"
             )
 
     @staticmethod
@@ -273,18 +294,23 @@ class MambaAttnBackendBase(AttentionBackend):
         """Reads slots, positions and ring cursors as they are on the device now."""
         split, pool = batch.num_decode_rows, self.mamba_pool
         fill_decode_metadata(
-            segment.buffers, segment.rows, batch.seq_lens[:split], min(batch.num_real, split), segment.tokens_per_row,
-            self.pools.req_to_state_slot, pool.ring_start, pool.ring_length,
-        )  # fmt: skip
+            segment.buffers,
+            segment.rows,
+            batch.seq_lens[:split],
+            min(batch.num_real, split),
+            segment.tokens_per_row,
+            RowTables(self.pools.req_to_state_slot, pool.ring_start, pool.ring_length),
+        )
 
     def _extend_segments(self, batch: ForwardBatch, plans: Mapping[int, ChunkPlan]) -> dict[int, ExtendSegment]:
         """By chunk size, which alone differs from kind to kind."""
-        split = batch.num_decode_rows
-        slots = self.pools.state_slots(batch.req_pool_indices[split:])
-        if batch.num_real < batch.batch_size:
-            slots[max(batch.num_real - split, 0) :] = -1
+        split, padded = batch.num_decode_rows, batch.num_real < batch.batch_size
+        rows = batch.req_pool_indices[split:]
+        slots = self.pools.state_slots(rows)
+        if padded:
+            slots = slots.masked_fill_(rows == 0, -1)
         if batch.extend_passes:
-            return self._pass_segments(batch.extend_passes, slots)
+            return self._pass_segments(batch.extend_passes, slots, padded)
         starts = batch.query_start_loc[split:]
         positions = batch.seq_lens[split:] - (starts[1:] - starts[:-1])
         reads = slots
@@ -294,8 +320,13 @@ class MambaAttnBackendBase(AttentionBackend):
         return {size: ExtendSegment(*shared, plan) for size, plan in plans.items()}
 
     @staticmethod
-    def _pass_segments(passes: Sequence[ExtendPass], own: Tensor) -> dict[int, ExtendSegment]:
-        """The first pass's segment by chunk size, the others behind it. `own`: the extend rows' slots."""
+    def _pass_segments(passes: Sequence[ExtendPass], own: Tensor, padded: bool) -> dict[int, ExtendSegment]:
+        """The first pass's segment by chunk size, the others behind it.
+
+        Args:
+            own: the extend rows' slots.
+            padded: token 0 in a later pass is padding.
+        """
         behind: dict[int, list[tuple[Tensor, ExtendSegment]]] = {}
         found: dict[int, ExtendSegment] = {}
         for part in passes:
@@ -303,8 +334,9 @@ class MambaAttnBackendBase(AttentionBackend):
             reads, writes = (torch.where(s == 0, slots, s) for s in (part.read_state_slots, part.write_state_slots))
             shared = reads, writes, part.query_start_loc, positions, positions > 0
             tokens = None if part.tokens is None else part.tokens.long()
+            live = tokens > 0 if padded and tokens is not None else None
             for size, plan in part.chunk_plans.items():
-                segment = ExtendSegment(*shared, plan)
+                segment = ExtendSegment(*shared, plan, live=live)
                 if tokens is None:
                     behind[size] = []
                     found[size] = replace(segment, later=behind[size])

@@ -48,7 +48,7 @@ def kernel_facts(device: torch.device, spec: AttentionSpec) -> dict[str, Any]:
 
 
 class PagedKVBackend(SegmentedAttnBackend):
-    """Writes keys and values into KVPool, and knows each step's rows and lengths.
+    """Writes keys and values into KVPool, and holds each step's rows and lengths.
 
     Args:
         kv_pool, req_to_token_pool: where keys, values and their slots live.
@@ -62,6 +62,7 @@ class PagedKVBackend(SegmentedAttnBackend):
     """
 
     provider: ClassVar[str]
+    captures_prompts = True
     operations: ClassVar[tuple[str, ...]] = ("attention_extend", "attention_decode")
     latent_operations: ClassVar[tuple[str, ...]] = ()
 
@@ -113,11 +114,16 @@ class PagedKVBackend(SegmentedAttnBackend):
             check_device_lengths(batch)
             check_written_places(batch, self.req_to_token_pool.req_to_token)
         decode = self._decode_segment(batch, graph is not None) if batch.num_decode_rows else None
-        batch.metadata[self] = PagedMetadata(decode, self._extend_segment(batch) if batch.num_extend_rows else None)
+        extend = self._extend_segment(batch) if batch.num_extend_rows and graph is None else None
+        batch.metadata[self] = PagedMetadata(decode, extend)
+
+    def prepare_in_graph(self, batch: ForwardBatch) -> None:
+        if batch.num_extend_rows:
+            self.planned(batch).extend = self._extend_segment(batch)
 
     @staticmethod
     def _decode_segment(batch: ForwardBatch, in_graph: bool) -> AttentionRows:
-        """A graph knows no bound of the lengths. It says of all its rows what a batch says of the decode rows."""
+        """A graph has no bound of the lengths. All its rows are decode rows."""
         split, spec, lens = batch.num_decode_rows, batch.spec_info, batch.seq_lens_cpu
         mask, drafts = (None, None) if spec is None else (spec.tree_mask, spec.num_drafts)
         return AttentionRows(
@@ -130,10 +136,9 @@ class PagedKVBackend(SegmentedAttnBackend):
 
     @staticmethod
     def _extend_segment(batch: ForwardBatch) -> AttentionPrompts:
-        split = batch.num_decode_rows
-        assert batch.seq_lens_cpu is not None, "check_batch has seen the host's lengths"
+        split, totals = batch.num_decode_rows, batch.seq_lens_cpu
         starts, lens = batch.query_start_loc[split:] - batch.num_decode_tokens, batch.seq_lens[split:]
-        host = list(batch.extend_seq_lens_cpu), list(batch.seq_lens_cpu[split:])
+        host = list(batch.extend_seq_lens_cpu), None if totals is None else list(totals[split:])
         return AttentionPrompts(batch.req_pool_indices[split:], starts, lens, *host)
 
     def save_latent(self, q: Tensor, k: Tensor | None, layer: Any, batch: ForwardBatch, rope: Rope | None) -> Tensor:

@@ -34,6 +34,7 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
         self.verify_backend = decode_backend if speculative_attention_mode == "decode" else prefill_backend
         self.seq_len_fill = decode_backend.seq_len_fill
         self.needs_host_lens = decode_backend.needs_host_lens or self.verify_backend.needs_host_lens
+        self.captures_prompts = decode_backend.captures_prompts
 
     def backend_of(self, forward_mode: ForwardMode) -> SegmentedAttnBackend:
         """Who runs a step that has one segment."""
@@ -46,19 +47,32 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
         return self.verify_backend if verifying else self.decode_backend
 
     def _extend_segment_backend(self, batch: ForwardBatch) -> SegmentedAttnBackend:
-        return self.verify_backend if batch.forward_mode in _SPECULATIVE else self.prefill_backend
+        """A graph whose prompts the prefill backend cannot run has them run by the decode backend."""
+        if batch.forward_mode in _SPECULATIVE:
+            return self.verify_backend
+        in_graph = batch.metadata.get(self)
+        return self.decode_backend if in_graph and not self.prefill_backend.captures_prompts else self.prefill_backend
 
     def _saving_backend(self, batch: ForwardBatch) -> SegmentedAttnBackend:
         """Writes the keys and values of both segments: one that has planned the step."""
         return self._decode_segment_backend(batch) if batch.num_decode_rows else self._extend_segment_backend(batch)
 
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
-        if batch.forward_mode is not ForwardMode.MIXED:
+        if graph is not None and graph.prompts:
+            batch.metadata[self] = True
+        elif batch.forward_mode is not ForwardMode.MIXED:
             return self.backend_of(batch.forward_mode).prepare(batch, graph=graph)
         # Either may be asked for a segment, and both may be the same object.
-        for backend in dict.fromkeys((self._decode_segment_backend(batch), self.prefill_backend)):
-            backend.prepare(batch)
+        for backend in self._both(batch):
+            backend.prepare(batch, graph=graph)
         return None
+
+    def prepare_in_graph(self, batch: ForwardBatch) -> None:
+        for backend in self._both(batch):
+            backend.prepare_in_graph(batch)
+
+    def _both(self, batch: ForwardBatch) -> dict[SegmentedAttnBackend, None]:
+        return dict.fromkeys((self._decode_segment_backend(batch), self._extend_segment_backend(batch)))
 
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
         return self._saving_backend(batch).rotate_and_save(q, k, v, layer, batch, rope)

@@ -60,7 +60,8 @@ class ExtendSegment:
     state in its `read_state_slots` entry and leaves its own in `write_state_slots`; -1 marks padding rows.
 
     `later` are segments that are computed after this one, each with the places of its tokens in this one [t] int64: a
-    step that keeps states within its chunks goes on from them there.
+    step that keeps states within its chunks goes on from them there. `live` [t] bool: which tokens of such a segment
+    are not padding; None: all.
     """
 
     read_state_slots: torch.Tensor
@@ -70,6 +71,7 @@ class ExtendSegment:
     has_initial_states: torch.Tensor
     plan: ChunkPlan
     later: "Sequence[tuple[torch.Tensor, ExtendSegment]]" = ()
+    live: torch.Tensor | None = None
 
     def state(self, cache: LayerCache) -> StateSlots:
         return StateSlots(cache.temporal, self.read_state_slots, self.write_state_slots)
@@ -84,7 +86,7 @@ class ExtendSegment:
 
 @dataclass
 class ForwardMetadata:
-    """One step: what `prepare` knows of it, and its segments, which are there once its first layer has begun.
+    """One step: the plan of `prepare`, and its segments, which are made when its first layer begins.
 
     Attributes:
         plans: of the extend rows, by chunk size.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hybridrt.errors import ConfigError
 
-_BLOCK = 512  # tokens that one hash of a trace stands for
+_BLOCK = 512  # tokens of one hash in a trace
 _FIRST_ID = 3  # ids below are often special
 
 

@@ -20,7 +20,7 @@ class AnswerParser:
         tools: how calls are written; None: there are none.
         reasoning: how reasoning is written; None: there is none.
         in_reasoning: the answer begins within reasoning, which the prompt has opened.
-        most_calls: further calls are dropped; None: all are kept.
+        max_calls: further calls are dropped; None: all are kept.
         dropped: special tokens that leave nothing in the content.
     """
 
@@ -30,12 +30,12 @@ class AnswerParser:
         reasoning: ReasoningTags | None = None,
         *,
         in_reasoning: bool = False,
-        most_calls: int | None = None,
+        max_calls: int | None = None,
         dropped: Sequence[str] = (),
     ) -> None:
         self._tools, self._reasoning, self._dropped = tools, reasoning, tuple(dropped)
         self._scanner = Scanner()
-        self._sink = CallSink(self._scanner, most_calls)
+        self._sink = CallSink(self._scanner, max_calls)
         self._held = ""  # white space at the content's end, which is dropped if a call follows
         self._steps = self._run(in_reasoning)
         self.in_reasoning = in_reasoning
@@ -93,7 +93,7 @@ class AnswerParser:
                 sink.arguments(e.text)
                 yield from self._until(tools.closes, sink.arguments)
                 sink.end()
-            else:  # what stands behind the last whole call is content
+            else:  # text behind the last whole call is content
                 scanner.rewind()
                 if sink.count == before:
                     self._content(opened)

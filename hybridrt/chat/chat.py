@@ -103,7 +103,7 @@ class Chat:
 
         Raises:
             CheckpointError: as `render`.
-            RequestError: the conversation asks for what cannot be done.
+            RequestError: the model or its parsers do not support what the conversation needs.
         """
         tools, reasoning = self._parsers(conversation)
         text = self.render(conversation)
@@ -118,11 +118,11 @@ class Chat:
         grammar = self._constraints.grammar(conversation, params.structured_outputs, tools, reasoning, text)
         if grammar is not params.structured_outputs:
             params = replace(params, structured_outputs=grammar)
-        most = None if conversation.parallel_tool_calls else 1
+        max_calls = None if conversation.parallel_tool_calls else 1
         token_tags = self._token_tags(reasoning)
 
         def new_answer() -> AnswerReader:
-            parser = AnswerParser(tools, reasoning, in_reasoning=inside, most_calls=most, dropped=dropped)
+            parser = AnswerParser(tools, reasoning, in_reasoning=inside, max_calls=max_calls, dropped=dropped)
             return AnswerReader(parser, token_tags, self._tokenizer.encode_bare)
 
         return ChatPrompt(tokens, params, self._boundaries(conversation, tokens), new_answer)

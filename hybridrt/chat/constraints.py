@@ -42,18 +42,20 @@ class Constraints:
         """What the answer must look like; None: anything.
 
         Args:
-            given: what the caller asks of the content.
+            given: the caller's own constraints on the content.
             prompt: the rendered conversation. It says whether the answer begins within reasoning.
 
         Raises:
             RequestError: the model's formats do not allow it.
         """
+        if given is None and not asks_for_grammar(conversation):
+            return None
         budget, body, more = conversation.thinking_budget, None, list[str]()
         if forces_calls(conversation):
             given, body = None, _forced(conversation)
         elif given is not None:
             body = _body(given)
-        elif tools is not None and any(tool.strict for tool in conversation.offered):
+        elif tools is not None and _is_strict(conversation):
             body, more = self._strict(conversation, tools)
         if reasoning is None and budget is not None:
             raise RequestError(
@@ -61,8 +63,6 @@ class Constraints:
                 "parser",
                 "thinking_token_budget",
             )
-        if body is None and budget is None:
-            return None
         thought, rules = ("", []) if reasoning is None else self._thought(reasoning, budget, prompt)
         if not thought:
             return given if given is not None or body is None else _lark([f"start: {body}", *more])
@@ -93,7 +93,7 @@ class Constraints:
 
     def _strict(self, conversation: Conversation, tools: ToolParser) -> tuple[str, list[str]]:
         """The body: text, and sections of calls whose arguments follow their schemas. And the rules that it needs."""
-        rules = tools.section_rules(conversation.tools)
+        rules = tools.section_rules(conversation.tools, lambda text: self._literals([text]))
         if rules is None:
             raise RequestError(
                 "this model's format of tool calls cannot be held to a schema: leave strict out, or set tool_choice to "
@@ -123,9 +123,13 @@ def forces_calls(conversation: Conversation) -> bool:
 
 
 def asks_for_grammar(conversation: Conversation) -> bool:
-    """Whether a conversation alone may limit what the answer looks like (`Constraints.grammar`)."""
-    strict = any(tool.strict for tool in conversation.offered)
-    return forces_calls(conversation) or strict or conversation.thinking_budget is not None
+    """Whether a conversation by itself limits what the answer looks like."""
+    return forces_calls(conversation) or _is_strict(conversation) or conversation.thinking_budget is not None
+
+
+def _is_strict(conversation: Conversation) -> bool:
+    """Whether the model may call a function whose arguments must follow its schema."""
+    return any(tool.strict for tool in conversation.offered)
 
 
 def _forced(conversation: Conversation) -> str:
@@ -138,7 +142,7 @@ def _forced(conversation: Conversation) -> str:
 
 
 def _body(given: StructuredOutputs) -> str:
-    """What a caller asks of the content, within a larger grammar."""
+    """The caller's own constraints on the content, within a larger grammar."""
     if given.regex is not None:
         return f"/{_ESCAPED_OR_MARK.sub(_marked, given.regex)}/"
     if given.choice is not None:

@@ -62,7 +62,7 @@ class Conversation:
     Attributes:
         messages: plain data as templates read it: content is text, arguments of earlier tool calls are objects.
         parallel_tool_calls: False: at most one call an answer.
-        reasoning_effort: one of EFFORTS, for templates that read it; "none" asks for no reasoning.
+        reasoning_effort: one of EFFORTS, for templates that read it; "none" turns reasoning off.
         thinking_budget: reasoning tokens at which the reasoning is ended; None: no limit.
         chat_template_kwargs: further variables of the template.
     """

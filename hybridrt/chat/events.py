@@ -57,7 +57,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ChatMessage:
-    """An answer as it stands: the sum of its events.
+    """An answer so far: the sum of its events.
 
     Attributes:
         content: "" if there is none.

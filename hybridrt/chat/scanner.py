@@ -96,14 +96,14 @@ class Scanner:
         """White space, as much as there is."""
         return (yield from self.run(_SPACE))
 
-    def run(self, pattern: re.Pattern[str], most: int | None = None) -> Step[str]:
+    def run(self, pattern: re.Pattern[str], max_chars: int | None = None) -> Step[str]:
         """The longest run of a pattern that matches character by character, such as r"\\w*". Malformed if it has more
-        than `most` characters."""
+        than `max_chars` characters."""
         pieces = list[str]()
 
         def add(piece: str) -> None:
             pieces.append(piece)
-            if most is not None and sum(map(len, pieces)) > most:
+            if max_chars is not None and sum(map(len, pieces)) > max_chars:
                 raise Malformed("".join(pieces))
 
         yield from self.pass_on(pattern, add)
@@ -144,14 +144,14 @@ class Scanner:
                 return ""
             yield
 
-    def name(self, end: str, most: int) -> Step[str]:
+    def name(self, end: str, max_chars: int) -> Step[str]:
         """The text before a literal, without spaces around it; the literal is read. Malformed if there is none, or more
-        than `most` characters."""
+        than `max_chars` characters."""
         pieces = list[str]()
 
         def add(piece: str) -> None:
             pieces.append(piece)
-            if sum(map(len, pieces)) > most:
+            if sum(map(len, pieces)) > max_chars:
                 raise Malformed("".join(pieces))
 
         found = yield from self.until((end,), add)

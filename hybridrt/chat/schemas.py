@@ -10,7 +10,7 @@ from hybridrt.structured_outputs import MAX_CHARACTERS
 
 # White space that llguidance allows between the tokens of a JSON text: models write calls in one or few lines.
 LITTLE_SPACE = {"whitespace_pattern": r"[\x20\x0A]{1,2}"}
-_MOST_REFERENCES = 8
+_MAX_REFERENCES = 8
 
 
 def one_call(tools: Sequence[Tool]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def with_definitions(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """A part of the schema `root`; if it is a reference, what it refers to."""
-    for _ in range(_MOST_REFERENCES):
+    for _ in range(_MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or reference[:2] != "#/":
             break

@@ -2,7 +2,7 @@
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from hybridrt.chat.conversation import Tool
@@ -15,7 +15,7 @@ class CallSink:
 
     Args:
         scanner: its mark is set behind each whole call, so that text which is no call can become content.
-        most: further calls are read and dropped; None: all are kept.
+        max_calls: further calls are read and dropped; None: all are kept.
 
     Attributes:
         events: what was reported and not taken yet.
@@ -23,11 +23,11 @@ class CallSink:
         inside: a call has begun and not ended.
     """
 
-    def __init__(self, scanner: Scanner, most: int | None = None) -> None:
+    def __init__(self, scanner: Scanner, max_calls: int | None = None) -> None:
         self.events: list[Event] = []
         self.count = 0
         self.inside = False
-        self._scanner, self._most = scanner, most
+        self._scanner, self._max_calls = scanner, max_calls
 
     def begin(self, name: str, call_id: str | None = None) -> None:
         """A call of the function `name`; None: the call gets a new id."""
@@ -48,7 +48,7 @@ class CallSink:
         self._report(CallEnd(self.count - 1))
 
     def _report(self, event: Event) -> None:
-        if self._most is None or self.count <= self._most:
+        if self._max_calls is None or self.count <= self._max_calls:
             self.events.append(event)
 
 
@@ -75,9 +75,13 @@ class ToolParser(ABC):
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self.tools = tools
 
-    def section_rules(self, tools: Sequence[Tool]) -> Sequence[str] | None:
-        """Lark rules for what stands between an opening and a closing literal, the rule `section` among them: calls of
-        these tools, the arguments of strict ones as their schemas say. None: this format has no such rules."""
+    def section_rules(self, tools: Sequence[Tool], literal: Callable[[str], str]) -> Sequence[str] | None:
+        """Lark rules for the text between an opening and a closing literal, the rule `section` among them: calls of
+        these tools, the arguments of strict ones as their schemas say. None: this format has no such rules.
+
+        Args:
+            literal: text, or a tag that may be a token of its own, as a rule writes it.
+        """
         return None
 
     @abstractmethod

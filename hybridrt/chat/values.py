@@ -68,13 +68,13 @@ def read_string(scanner: Scanner, emit: Emit) -> Step[None]:
         emit((yield from _escape(scanner)))
 
 
-def read_text(scanner: Scanner, most: int = MAX_NAME) -> Step[str]:
-    """A string's text. Malformed if it is longer than `most` characters, or holds a lone surrogate."""
+def read_text(scanner: Scanner, max_chars: int = MAX_NAME) -> Step[str]:
+    """A string's text. Malformed if it is longer than `max_chars` characters, or holds a lone surrogate."""
     pieces: list[str] = []
 
     def add(piece: str) -> None:
         pieces.append(piece)
-        if sum(map(len, pieces)) > most:
+        if sum(map(len, pieces)) > max_chars:
             raise Malformed
 
     yield from read_string(scanner, add)

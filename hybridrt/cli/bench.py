@@ -93,7 +93,7 @@ class ResultOptions:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no infinity."""
+    """JSON has no infinity."""
     return {k: "inf" if isinstance(v, float) and math.isinf(v) else v for k, v in values.items()}
 
 

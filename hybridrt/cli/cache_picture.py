@@ -12,7 +12,7 @@ _TEXT = 48  # characters of an edge's text that are shown
 def summary(dump: CacheDump) -> str:
     """What the cache holds and has served, in two lines; three with a tier in main memory."""
     share = f"{dump.hit / dump.asked:.1%}" if dump.asked else "none"
-    lost = f"{dump.without_state} for want of a state, {dump.without_kv} for want of KV, {dump.retokenised} by "
+    lost = f"{dump.without_state} without a state, {dump.without_kv} without KV, {dump.retokenised} by "
     tier = (
         f"\nin main memory {dump.host_pages} of {dump.host_pages_total} KV pages, {dump.host_states} of "
         f"{dump.host_states_total} states; {dump.fetched} tokens fetched"
@@ -36,8 +36,8 @@ def as_text(dump: CacheDump) -> str:
 def as_svg(dump: CacheDump) -> str:
     """A drawing: one row a node, with a bar from its first token to its last, dark where KV is held, and a dot where a
     state is."""
-    most = max((node.end for node in dump.nodes), default=1)
-    rows = [_svg_row(i, node, depth, most, dump.page_size) for i, (node, depth, _) in enumerate(_walk(dump))]
+    end = max((node.end for node in dump.nodes), default=1)
+    rows = [_svg_row(i, node, depth, end, dump.page_size) for i, (node, depth, _) in enumerate(_walk(dump))]
     height = (len(rows) + 3) * _ROW
     title = "".join(
         f'<text x="8" y="{(i + 1) * _ROW - 4}">{escape(line)}</text>'
@@ -78,9 +78,9 @@ def _walk(dump: CacheDump) -> Iterator[tuple[DumpedNode, int, tuple[bool, ...]]]
         open_nodes += [(j, (*last, j == below[-1])) for j in reversed(below)]
 
 
-def _svg_row(row: int, node: DumpedNode, depth: int, most: int, page_size: int) -> str:
+def _svg_row(row: int, node: DumpedNode, depth: int, end: int, page_size: int) -> str:
     y = (row + 3) * _ROW
-    scale = _BAR / most
+    scale = _BAR / end
     left, right = 8 + node.start * scale, 8 + node.end * scale
     held = min(left + node.pages * page_size * scale, right)
     dot = f'<circle cx="{right:.1f}" cy="{y - 4}" r="4" fill="#c0392b"/>' if node.state else ""

@@ -17,7 +17,7 @@ from hybridrt.sampling_params import SamplingParams
 
 
 class LocalModel:
-    """Answers conversations with an LLM, in the form that `chat` knows."""
+    """Answers conversations with an LLM, in the form that `chat` takes."""
 
     def __init__(self, name: str, llm: LLM, params: SamplingParams, chat: Chat) -> None:
         self.name = name

@@ -13,7 +13,7 @@ from hybridrt.cli.conversation import Piece, Totals, Turn
 from hybridrt.errors import ConfigError, RequestError, ServerError, shown
 
 _CONNECT_SECONDS = 10.0
-_MOST_BYTES = 2**24  # of a line of a stream, and of an answer that is no stream
+_MAX_BYTES = 2**24  # of a line of a stream, and of an answer that is no stream
 _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoding raises
 
 
@@ -58,7 +58,7 @@ class OpenAIServer:
     Args:
         url: such as http://127.0.0.1:8000, with /v1 behind it or not.
         api_key: sent as a bearer token.
-        timeout: seconds without a byte after which a request is given up.
+        timeout: seconds without a byte after which a request fails.
 
     Raises:
         ConfigError: `url` is no URL of a server, or the key cannot be sent.
@@ -131,8 +131,8 @@ def _content(answer: httpx.Response) -> bytes:
     content = bytearray()
     for piece in answer.iter_bytes():
         content += piece
-        if len(content) > _MOST_BYTES:
-            raise ServerError(f"{answer.url} sends more than {_MOST_BYTES} bytes; check the URL")
+        if len(content) > _MAX_BYTES:
+            raise ServerError(f"{answer.url} sends more than {_MAX_BYTES} bytes; check the URL")
     return bytes(content)
 
 
@@ -145,8 +145,8 @@ def _lines(answer: httpx.Response) -> Iterator[bytes]:
         for other in others:
             yield bytes(rest)
             rest = bytearray(other)
-        if len(rest) > _MOST_BYTES:
-            raise ServerError(f"{answer.url} sends a line of more than {_MOST_BYTES} bytes; check the URL")
+        if len(rest) > _MAX_BYTES:
+            raise ServerError(f"{answer.url} sends a line of more than {_MAX_BYTES} bytes; check the URL")
     yield bytes(rest)
 
 

@@ -64,8 +64,9 @@ class EngineOptions(Overrides):
         str | None, option("Another backend for prefill alone.", "the same", "NAME")
     ] = None
     linear_attn_backend: Annotated[str | None, option("Backend of the recurrent layers.", "auto", "NAME")] = None
-    cuda_graph: Annotated[bool | None, option("Capture decode steps on a GPU.", "on")] = None
+    cuda_graph: Annotated[bool | None, option("Capture steps as graphs on a GPU.", "on")] = None
     cuda_graph_max_bs: Annotated[int | None, option("Largest batch captured.", "what fits", "N")] = None
+    cuda_graph_prompts: Annotated[bool | None, option("Capture steps with short prompts too.", "on")] = None
     overlap: Annotated[bool | None, option("Launch a step before the last one's tokens are read.", "on")] = None
     prefix_cache: Annotated[bool | None, option("Keep prompts and answers for those that begin alike.", "on")] = None
     cache_slots: Annotated[int | None, option("Recurrent states kept for prefixes.", "one a request", "N")] = None

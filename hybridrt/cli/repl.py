@@ -88,7 +88,7 @@ class Repl:
         }  # fmt: skip
 
     def run(self) -> None:
-        """Runs until the input ends. On a terminal, an error is shown as a line, and the loop goes on.
+        """Runs until the input ends. On a terminal, an error is shown as a line, and the loop continues.
 
         Raises:
             HybridrtError, OSError: a message failed and the input is no terminal: later messages may need its answer.

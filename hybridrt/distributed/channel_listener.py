@@ -67,7 +67,7 @@ class Listener:
         found = []
         for stranger in list(self._strangers):
             try:
-                channel = self._hear(stranger)
+                channel = self._authenticate(stranger)
             except (OSError, EOFError, AuthenticationError):
                 self._refuse(stranger)
                 continue
@@ -109,7 +109,7 @@ class Listener:
             if len(self._strangers) > MAX_STRANGERS:
                 self._refuse(self._strangers[0])
 
-    def _hear(self, stranger: _Stranger) -> SocketChannel | None:
+    def _authenticate(self, stranger: _Stranger) -> SocketChannel | None:
         try:
             data = stranger.socket.recv(ANSWER_BYTES - len(stranger.answer))
         except BlockingIOError:

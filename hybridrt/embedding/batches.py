@@ -7,9 +7,10 @@ from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_within
 from hybridrt.errors import BackendError, PoolError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.kernels.draft_tree import tree_positions
+from hybridrt.kernels.records import TokenInputs
 from hybridrt.mem_cache.bounds import may_look
 from hybridrt.runtime.build import Runtime
-from hybridrt.runtime.step_batch import TokenInputs, make_batch
+from hybridrt.runtime.step_batch import make_batch
 from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, pack_chunks
 
 
@@ -76,7 +77,7 @@ class Batches:
         num_real = int(np.count_nonzero(lines))
         real = lines[:num_real]
         if not real.all():
-            raise BackendError("a padding row (the scratch row) stands before a real one; padding rows come last")
+            raise BackendError("a padding row (the scratch row) comes before a real one; padding rows come last")
         self.numbers.rows.check_once("rows", real)
         self.check_admitted(real)
         if self.table.mamba_pool is not None:

@@ -46,11 +46,11 @@ def plan_memory(loaded: LoadedModel, *, budget_bytes: int, cache_slots: int = 0)
 
     Args:
         budget_bytes: what pools and graph buffers may take of the model's device, without the weights and the
-            activations of a step. There is no default: only the host engine knows what else is on the device.
+            activations of a step. There is no default: the device also holds memory of the host engine.
         cache_slots: state slots beyond one for each row, for snapshots and cached prefixes.
 
     Raises:
-        MemoryBudgetError: the budget does not hold what the configuration asks for; says what to change.
+        MemoryBudgetError: the configuration does not fit the budget; the message says what to change.
     """
     weights = weight_bytes(loaded.model)
     return make_plan(loaded.config, loaded.target, budget_bytes=budget_bytes, weights=weights, cache_slots=cache_slots)
@@ -64,7 +64,7 @@ def build(loaded: LoadedModel, plan: MemoryPlan, scratch: Scratch | None = None)
             count from 0.
 
     Raises:
-        PoolError: a scratch entry lies outside its table. Nothing has been allocated.
+        PoolError: a scratch entry is outside its table. Nothing has been allocated.
         BackendError, ProviderNotInstalledError: no backend serves this model on this device.
     """
     numbers = Numbers.of(plan, scratch or Scratch())

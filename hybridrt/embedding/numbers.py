@@ -88,7 +88,7 @@ class Numbers:
 
     @classmethod
     def of(cls, plan: MemoryPlan, scratch: Scratch) -> "Numbers":
-        """PoolError if a scratch entry lies outside its table."""
+        """PoolError if a scratch entry is outside its table."""
         pages = _places("page", plan.num_pages, scratch.page)
         tokens = Places(pages.count * plan.page_size, pages.scratch * plan.page_size)
         rows, state_slots = (

@@ -86,9 +86,9 @@ class EmbeddedRuntime:
 
     @torch.inference_mode()
     def write_tokens(self, rows: torch.Tensor, positions: torch.Tensor, places: torch.Tensor) -> None:
-        """Token `positions[i]` of row `rows[i]` lies at KV place `places[i]`, which is page * page_size + offset: for
-        engines that compute their table on the device. The tokens of a page lie side by side, from offset 0 on. Does
-        nothing in a model without attention layers.
+        """Token `positions[i]` of row `rows[i]` is written to KV place `places[i]`, which is page * page_size + offset:
+        for engines that compute their table on the device. The tokens of a page lie side by side, from offset 0 on.
+        Does nothing in a model without attention layers.
 
         Args:
             rows, positions, places: [n] int32 or int64 on the runtime's device. Their values are checked on a CPU, and

@@ -144,8 +144,8 @@ class AsyncLLM:
         return self.llm.engine.prepare(prompt, params)
 
     async def in_thread(self, work: Callable[..., Any], *arguments: Any, compiles: bool = False) -> Any:
-        """Runs work on text (tokenising, a chat template) in another thread, so that the event loop goes on. Work that
-        `compiles` a grammar has threads of its own."""
+        """Runs work on text (tokenising, a chat template) in another thread, so that it does not block the event loop.
+        Work that `compiles` a grammar has threads of its own."""
         pool = self._compiling if compiles else self._tokenizing
         return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *arguments))
 

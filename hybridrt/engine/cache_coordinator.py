@@ -36,6 +36,7 @@ from hybridrt.engine.host_fetches import LOOK_AHEAD, HostFetches
 from hybridrt.engine.host_tier import HostTier
 from hybridrt.engine.prefix_store import PrefixStore
 from hybridrt.engine.request import Request
+from hybridrt.engine.window_pages import WindowPages
 from hybridrt.errors import MemoryBudgetError, PoolError
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
 from hybridrt.mem_cache.memory_plan import MemoryPlan
@@ -53,8 +54,8 @@ class CacheCoordinator:
         num_pages: KV pages; 0 if the model has no attention layer.
         page_size: tokens in a page.
         demand: how many pages requests hold, for a model whose attention layers all have a sliding window; None: all.
-        prefix_cache: keep what requests leave behind for others. A model whose attention layers all have a sliding
-            window keeps nothing.
+        prefix_cache: keep what requests leave behind for others. Nothing is kept if every layer is attention with a
+            sliding window.
         lookahead: 1 if the KV of a token depends on the next one (prediction heads), else 0.
 
     Attributes:
@@ -83,8 +84,10 @@ class CacheCoordinator:
         self.donations: list[int] = []
         self._num_releases = 0  # counts events that may make room
         self._demand = demand or PageDemand(page_size)
-        keeps = prefix_cache and self._demand.window is None
-        self.prefixes = PrefixStore(self.pages, self.slots, self.rows, page_size, lookahead, keeps)
+        window = self._demand.window is not None
+        keeps = prefix_cache and (not window or (num_slots > 0 and not lookahead))
+        windows = WindowPages(self.pages, self._demand) if keeps and window else None
+        self.prefixes = PrefixStore(self.pages, self.slots, self.rows, page_size, lookahead, keeps, windows)
         self.fetches: HostFetches | None = None
 
     @classmethod
@@ -110,10 +113,10 @@ class CacheCoordinator:
         # The last token is only sampled: its KV is never written.
         need = self._demand.least(num_tokens - 1)
         if self.pages.total and need > self.pages.total:
-            most = self.pages.total * self._demand.page_size + 1
+            max_tokens = self.pages.total * self._demand.page_size + 1
             raise MemoryBudgetError(
                 f"a request of {num_tokens} tokens (prompt + max_tokens) needs {need} KV pages and there are "
-                f"{self.pages.total}: cut prompt + max_tokens to {most}, or raise memory_fraction"
+                f"{self.pages.total}: cut prompt + max_tokens to {max_tokens}, or raise memory_fraction"
             )
 
     def admit(self, request: Request, headroom: int, plan: StepPlan) -> bool:
@@ -135,20 +138,24 @@ class CacheCoordinator:
 
     def _lend(self, request: Request, headroom: int) -> bool:
         """`_take` with what the prefix cache has for the request, or without it if there is too little room."""
-        match = request.arrived or self.prefixes.match(request)
-        # Locking the match keeps its state from eviction. If no other slot can be had, go on without the match.
-        choices = [match] if match.state is None else [match, PrefixMatch()]
-        return any(self._take(request, request.tokens, choice, headroom) for choice in choices)
+        match = self.prefixes.arrived(request) or self.prefixes.match(request)
+        # Locking the match keeps its state from eviction, and the node that its last page is part of. If what is left
+        # is too little, go on without the match.
+        choices = [match] if match.node is None else [match, PrefixMatch()]
+        return any(self._take(request, choice, headroom) for choice in choices)
 
-    def _take(self, request: Request, tokens: list[int], match: PrefixMatch, headroom: int) -> bool:
+    def _take(self, request: Request, match: PrefixMatch, headroom: int) -> bool:
         """Lends what a request needs beside its match. False, and nothing is taken, if too little is free."""
         self.prefixes.lock(match)
-        need = self._prompt_pages(len(tokens), len(match.pages))
+        prefill_end = len(request.prompt) + len(request.output)
+        # Pages that every window has left are not needed behind a cached state.
+        first = self._demand.first_page(match.length) if match.state is not None else 0
+        need = self._prompt_pages(prefill_end, len(match.pages) or first)
         if not self._make_room(need + (headroom if self.pages.total else 0), 1 if self.slots.total else 0):
             self.prefixes.unlock(match)
             return False
-        request.prefix, request.prefill_tokens, request.arrived = match, tokens, None
-        request.settled = match.length
+        request.prefix, request.prefill_end, request.arrived = match, prefill_end, None
+        request.settled, request.first_page = match.length, first
         request.row = self.rows.alloc(1)[0]
         request.state_slot = self.slots.alloc(1)[0] if self.slots.total else None
         request.pages = [*match.pages, *self.pages.alloc(need)]
@@ -193,7 +200,8 @@ class CacheCoordinator:
         if num_tokens and request.prefix.state is not None:
             request.prefix = self.prefixes.has_read(request.prefix)
             self._num_releases += 1
-        if not request.shared and request.settled >= len(request.prefill_tokens):
+        self.prefixes.keep_windows(request, request.settled)
+        if not request.shared and request.settled >= request.prefill_end:
             self.prefixes.share(request)
             self._num_releases += 1
         gone = self._demand.first_page(request.settled) - request.first_page
@@ -201,7 +209,7 @@ class CacheCoordinator:
             return
         own = request.pages[:gone]
         request.pages, request.first_page = request.pages[gone:], request.first_page + gone
-        wanted = self.pages_for(len(request.prefill_tokens)) - request.end_page - len(request.spare)
+        wanted = self.pages_for(request.prefill_end) - request.end_page - len(request.spare)
         request.spare += own[: max(wanted, 0)]
         self.pages.free(own[max(wanted, 0) :])
         self._num_releases += 1
@@ -227,8 +235,8 @@ class CacheCoordinator:
             self.slots.free([request.state_slot])
         self.rows.free([request.row])
         request.row = request.state_slot = request.columns = None
-        request.pages, request.spare, request.prefill_tokens = [], [], ()
-        request.settled = request.first_page = 0
+        request.pages, request.spare = [], []
+        request.settled = request.first_page = request.prefill_end = 0
         self._num_releases += 1
 
     def begin_step(self, waiting: Sequence[Request], headroom: int) -> None:
@@ -247,6 +255,8 @@ class CacheCoordinator:
         """Writes into a finished plan what goes on beside its rows: donations and copies to and from main memory. True
         if it should be launched even without rows: something is fetched."""
         plan.donations = list(self.donations)
+        if self.prefixes.windows is not None:
+            plan.kept_pages = list(self.prefixes.windows.copies)
         if self.prefixes.tier is not None:
             self.prefixes.tier.seal(plan)
         return any(copy.fetch for copy in plan.host_copies)
@@ -254,11 +264,15 @@ class CacheCoordinator:
     def launched(self, plan: StepPlan) -> None:
         """The step has been launched, and with it the donations and copies that it names."""
         del self.donations[: len(plan.donations)]
+        if self.prefixes.windows is not None:
+            del self.prefixes.windows.copies[: len(plan.kept_pages)]
         if self.prefixes.tier is not None:
             self.prefixes.tier.launched(plan)
 
     def failed(self) -> None:
         """A launch has failed. Which of its copies run is not known, so main memory holds nothing any more."""
+        if self.prefixes.windows is not None:
+            self.prefixes.windows.failed()
         if self.fetches is not None and self.prefixes.tier is not None:
             self.fetches.cancel_all()
             self.prefixes.tier.clear()
@@ -278,6 +292,8 @@ class CacheCoordinator:
             request.given, request.saves = set(), {}
         self.donations.clear()
         self.prefixes.tree.clear()
+        if self.prefixes.windows is not None:
+            self.prefixes.windows.clear()
         if self.fetches is not None and self.prefixes.tier is not None:
             self.fetches.clear()
             self.prefixes.tier.clear()
@@ -297,7 +313,7 @@ class CacheCoordinator:
         columns, row = self.columns, request.row.index
         request.columns = columns
         columns.computed[row] = request.prefix.length
-        columns.prefill_end[row] = len(request.prefill_tokens)
+        columns.prefill_end[row] = request.prefill_end
         columns.output_index[row] = len(request.output)
         columns.max_output[row] = request.max_len - len(request.prompt)
         pages = self.pages.total
@@ -315,7 +331,11 @@ class CacheCoordinator:
         self.columns.capacity[request.row.index] = request.end_page * self._demand.page_size
 
     def _make_room(self, pages: int, slots: int) -> bool:
-        """Whether so many are free. Evicts from the prefix cache what is missing, as far as it is not locked."""
+        """Whether so many are free. Evicts from the prefix cache what is missing, as far as it is not locked; nothing,
+        if that would not be enough."""
+        room = self.prefixes.room()
+        if pages > room[0] or slots > room[1]:
+            return False
         short = max(pages - self.pages.num_free, 0), max(slots - self.slots.num_free, 0)
         if any(short):
             self.prefixes.evict(*short)
@@ -324,13 +344,15 @@ class CacheCoordinator:
     def _plan_admission(self, request: Request, plan: StepPlan) -> None:
         assert request.row is not None
         row, state_slot = request.row.index, request.state_slot.index if request.state_slot else 0
-        tokens = request.prefill_tokens
         settings = request.params, request.seed, request.rules
-        plan.admissions.append(Admission(row, state_slot, tokens, len(request.prompt), *settings))
+        plan.admissions.append(Admission(row, state_slot, request.tokens, len(request.prompt), *settings))
         if request.pages:
             plan.page_writes.append(PageWrite(row, request.first_page, [page.index for page in request.pages]))
         if request.prefix.tail is not None:
             own = request.pages[request.borrowed_pages]
             plan.page_copies.append(PageCopy(request.prefix.tail.index, own.index))
+        for page, own in zip(request.prefix.window, request.pages):
+            plan.page_copies.append(PageCopy(page.index, own.index))
         if request.prefix.staged is not None:
-            plan.imports.append(StateCopy(row, request.computed, request.prefix.staged))
+            start = request.prefix.staged_from
+            plan.imports.append(StateCopy(row, request.computed, request.prefix.staged, start=start))

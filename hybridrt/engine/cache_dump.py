@@ -13,8 +13,8 @@ from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.mem_cache.radix_node import Node
 
 FORMAT = "hybridrt prefix cache 1"
-MOST_NODES = 1_000_000
-MOST_BYTES = 1 << 30
+MAX_NODES = 1_000_000
+MAX_BYTES = 1 << 30
 _COUNT = integer(0, 2**53)
 _COUNTS = (
     "page_size", "pages", "pages_total", "states", "states_total", "asked", "hit", "without_state", "without_kv",
@@ -123,11 +123,11 @@ def read_dump(path: str | Path) -> CacheDump:
     """
     try:
         with open(path, "rb") as file:
-            data = file.read(MOST_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)
     except OSError as e:
         raise CacheDumpError(f"the dump {path} cannot be read: {e.strerror or e}") from e
-    if len(data) > MOST_BYTES:
-        raise CacheDumpError(f"the dump {path} is larger than {MOST_BYTES} bytes")
+    if len(data) > MAX_BYTES:
+        raise CacheDumpError(f"the dump {path} is larger than {MAX_BYTES} bytes")
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError) as e:
@@ -135,8 +135,8 @@ def read_dump(path: str | Path) -> CacheDump:
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise CacheDumpError(f'the dump {path} is no file of LLM.dump_cache: its "format" is not "{FORMAT}"')
     nodes = _field(fields, "nodes", list_of(FieldType("an object", lambda value: isinstance(value, dict))))
-    if len(nodes) > MOST_NODES:
-        raise CacheDumpError(f"the dump has {len(nodes)} nodes; at most {MOST_NODES} are read")
+    if len(nodes) > MAX_NODES:
+        raise CacheDumpError(f"the dump has {len(nodes)} nodes; at most {MAX_NODES} are read")
     counts = {name: _field(fields, name, _COUNT) for name in _COUNTS}
     return CacheDump(**counts, nodes=_checked_nodes(nodes))
 

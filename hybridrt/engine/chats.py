@@ -62,10 +62,10 @@ def prepare_chat(
     Raises:
         RequestError, MemoryBudgetError: as `Engine.prepare`; also where the template fails on these messages.
     """
-    most = engine.limits.max_model_len - 1
+    max_prompt = engine.intake.limits.max_model_len - 1
 
     def encode(text: str) -> list[int]:
-        longest = most if params.truncate_prompt_tokens is None else len(text)
+        longest = max_prompt if params.truncate_prompt_tokens is None else len(text)
         return encode_prompt(tokenizer, text, longest, bare=True)
 
     prompt = chat.prompt(conversation, params, encode)

@@ -8,7 +8,7 @@ from hybridrt.runtime.step import DecodeRows, StepPlan
 
 LEAST_TOKENS = 16  # prompt tokens that a step may take with any predicted time
 LATE_SECONDS, LATE_FACTOR = 0.25, 2.0  # after a wait of so many seconds the target is multiplied by the factor
-MOST_MARGIN = 0.1  # largest part of the target that is left free for errors of the prediction
+MAX_MARGIN = 0.1  # largest part of the target that is left free for errors of the prediction
 LEAST_SHARE = 0.1  # of the time of a step's decode rows: prompts may take it with any target
 _ROUND = 16  # longer chunks end at multiples of it
 
@@ -38,7 +38,7 @@ class ChunkBudget:
             return max(self._tokens, 0)
         least = min(LEAST_TOKENS - self._work.prompt_tokens, self._tokens)
         # At most twice the largest step so far: the fit says nothing about tokens far beyond it.
-        known = min(2 * self._cost.most_prompt_tokens - self._work.prompt_tokens, self._tokens)
+        known = min(2 * self._cost.max_prompt_tokens - self._work.prompt_tokens, self._tokens)
         return max(least, self._in_time(start, known), 0)
 
     def take(self, start: int, tokens: int) -> None:
@@ -47,16 +47,16 @@ class ChunkBudget:
             self._tokens -= tokens
             self._work = self._work.with_chunk(start, tokens)
 
-    def _in_time(self, start: int, most: int) -> int:
-        """The longest chunk of at most `most` tokens whose step ends in time; more tokens never end earlier."""
-        low, high = 0, max(most, 0)
+    def _in_time(self, start: int, max_tokens: int) -> int:
+        """The longest chunk of at most `max_tokens` tokens whose step ends in time; more tokens never end earlier."""
+        low, high = 0, max(max_tokens, 0)
         while low < high:
             middle = (low + high + 1) // 2
             if self._ends_in_time(start, middle):
                 low = middle
             else:
                 high = middle - 1
-        return low if low < _ROUND or low == most else low - low % _ROUND
+        return low if low < _ROUND or low == max_tokens else low - low % _ROUND
 
     def _ends_in_time(self, start: int, tokens: int) -> bool:
         assert self._cost is not None
@@ -96,7 +96,7 @@ class ItlTarget:
         if not len(decode):
             return ChunkBudget(tokens)
         late = since is not None and self._clock() - since > LATE_SECONDS
-        margin = min(2 * (self.cost.error or 0.0), MOST_MARGIN)
+        margin = min(2 * (self.cost.error or 0.0), MAX_MARGIN)
         target = self.seconds * (1 - margin) * (LATE_FACTOR if late else 1.0)
         return ChunkBudget(tokens, self.cost, target, StepWork.of(StepPlan(decode=decode)))
 

@@ -10,8 +10,8 @@ UNLIMITED = 2**31 - 1
 class RowColumns:
     """Columns of int32 by request row. An entry means something while a request holds the row.
 
-    What the host knows trails what is launched: `computed` and `output_index` are upper bounds that hold once every
-    launched step has run. A verify step may gain fewer tokens than it could; its result then lowers both.
+    The host reads results later than it launches steps: `computed` and `output_index` are upper bounds that hold once
+    every launched step has run. A verify step may gain fewer tokens than it could; its result then lowers both.
 
     Args:
         table: [5, R + 1], the columns below each other.

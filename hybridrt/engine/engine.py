@@ -12,9 +12,10 @@ from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache_dump import CacheDump, cache_dump
 from hybridrt.engine.chunk_budget import ItlTarget
 from hybridrt.engine.delta_queue import Abandonment, DeltaQueue
+from hybridrt.engine.fold_counts import FoldCounts
 from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar_masks import step_masks
-from hybridrt.engine.limits import EngineLimits, PreparedPrompt, check_names
+from hybridrt.engine.limits import EngineLimits, Intake, PreparedPrompt, check_arrived, check_names
 from hybridrt.engine.outputs import Delta, EngineCounters
 from hybridrt.engine.prefill_source import PrefillSource
 from hybridrt.engine.prompts import Prompt
@@ -26,7 +27,7 @@ from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
-from hybridrt.runtime.drafting import draft_method
+from hybridrt.runtime.drafting import draft_needs
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import Executor, StepHandle
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
@@ -60,8 +61,10 @@ class Engine:
         target: sizes chunks of prompts beside decode rows.
 
     Attributes:
+        intake: checks prompts and parameters before they are queued.
         turns: held by the thread that is inside; `with engine.turns:` waits for it, first come, first served.
         sessions: saves parts of the prefix cache to files, and loads them.
+        prefixes: what requests share.
         prefill_source: the PrefillSource that computes the prompts of later requests. None: this engine computes them.
     """
 
@@ -77,14 +80,13 @@ class Engine:
         drafter: Drafter | None = None,
         target: ItlTarget | None = None,
     ) -> None:
-        self.limits = limits
         self.executor = executor
-        self._coordinator = coordinator
-        self._tokenizer = tokenizer
-        self._compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
+        self._coordinator, self.prefixes = coordinator, coordinator.prefixes
+        compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
+        self.intake = Intake(limits, tokenizer, compiler, coordinator.check_fits)
         self.target = target
         self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter, target)
-        self._most_in_flight = 1 if overlap else 0
+        self._max_in_flight = 1 if overlap else 0
         self._seed = seed
         self._num_requests = 0
         self._arrivals = count()
@@ -113,34 +115,22 @@ class Engine:
             overlap: None means `config.overlap` on a GPU, and False on a CPU, where `launch` returns after the step.
         """
         plan, model = runner.memory_plan, runner.model_config
-        limits = EngineLimits(
-            model.vocab_size, plan.max_model_len, config.chunked_prefill_size, model.eos_token_ids, model.image_tokens
-        )
+        limits = EngineLimits.of(config, model, plan)
         overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
         drafter = make_drafter(runner, split.everywhere if split else None) if config.speculative else None
         # The KV of a prediction head's token depends on the next token.
-        lookahead = int(bool(draft_method(config).kv_layers(model)))
+        lookahead = int(bool(draft_needs(config).kv_layers(model)))
         coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
-        return cls(
+        engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
             target=ItlTarget(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
         )  # fmt: skip
+        engine._samples.folds = FoldCounts.of(runner.pools.req_to_token.mamba_pool)
+        return engine
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
-        """What `submit` takes. Changes nothing.
-
-        Args:
-            prompt: as in hybridrt.engine.prompts: text or token ids, as they are or under their name.
-
-        Raises:
-            RequestError: the prompt is no prompt, empty, too long, holds ids outside the vocabulary, or needs a
-                tokenizer; or the parameters do not fit the vocabulary; or a grammar cannot be compiled.
-            MemoryBudgetError: the request could not run even alone.
-            QueueFullError: too many grammars are being compiled.
-        """
-        prepared = self.limits.prepare(prompt, params, self._tokenizer, self._compiler)
-        self._coordinator.check_fits(prepared.max_len)
-        return prepared
+        """`Intake.prepare`: what `submit` takes. Changes nothing."""
+        return self.intake.prepare(prompt, params)
 
     def add_request(
         self,
@@ -162,6 +152,7 @@ class Engine:
         *,
         stream: bool = True,
         export_to: range | None = None,
+        export_from: int = 0,
         queue: DeltaQueue | None = None,
     ) -> str:
         """Queues a prompt that this engine has prepared, and returns its id.
@@ -169,6 +160,7 @@ class Engine:
         Args:
             stream: give deltas while the request runs; False gives one delta a sample, at its end.
             export_to: bytes of the executor's arena for state and KV of the prompt, once they are computed.
+            export_from: tokens whose KV is left out there.
             queue: gets the deltas instead of the callers of `step` and `drain`. The engine holds a weak reference: if
                 the queue is garbage collected, the next step aborts the request.
 
@@ -178,25 +170,23 @@ class Engine:
         check_names(request_id, export_to)
         with self.turns.now:
             if request_id is None:
-                names = (f"request-{i}" for i in count(self._num_requests))
-                request_id = next(name for name in names if not self._samples.of(name))
+                request_id = next(n for i in count(self._num_requests) if not self._samples.of(n := f"request-{i}"))
             if self._samples.of(request_id):
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
             seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed
-            samples = new_samples(request_id, prepared, seed, self._arrivals, self._tokenizer)
+            samples = new_samples(request_id, prepared, seed, self._arrivals, self.intake.tokenizer)
             reader = self._abandoned.watch(self._deltas if queue is None else queue)
             for request in samples:
-                request.stream, request.export_to, request.queue = stream, export_to, reader
-            source = (
-                self.prefill_source if len(prepared.tokens) > 1 and prepared.params.prompt_logprobs is None else None
-            )
+                request.stream, request.queue = stream, reader
+                request.export_to, request.export_from = export_to, export_from
+            source = self.prefill_source if prepared.may_travel else None
             with self._change:
                 self._num_requests += 1
                 self._samples.add(request_id, samples)
                 if source is None:
                     self._samples.queue(request_id, None)
             if source is not None:
-                source.request(request_id, prepared.tokens[:-1])
+                source.request(request_id, prepared.tokens[:-1], prepared.params.cache_salt or "")
         return request_id
 
     def start(self, request_id: str, arrived: PrefixMatch | None = None) -> None:
@@ -211,12 +201,7 @@ class Engine:
         with self.turns.now:
             if not self._samples.waits(request_id):
                 raise RequestError(f"request {request_id!r} does not wait for its prompt to be computed elsewhere")
-            samples = self._samples.of(request_id)
-            if arrived is not None and not 0 < arrived.length < len(samples[0].prompt):
-                raise RequestError(
-                    f"{arrived.length} tokens of a prompt of {len(samples[0].prompt)} have arrived; the last token is "
-                    f"always computed here: pass 1 to {len(samples[0].prompt) - 1}, or None"
-                )
+            check_arrived(arrived, len(self._samples.of(request_id)[0].prompt))
             with self._change:
                 self._samples.queue(request_id, arrived)
 
@@ -247,7 +232,7 @@ class Engine:
             if self.prefill_source is not None:
                 self.prefill_source.advance()
             with self._change:
-                scheduled = self._scheduler.schedule(refuse=self._samples.fail)
+                scheduled = self._scheduler.schedule()
                 if scheduled is not None:
                     try:
                         self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
@@ -260,11 +245,9 @@ class Engine:
                 if self._coordinator.fetches:
                     time.sleep(_IDLE_SECONDS)  # there is nothing to do but wait for main memory
                     return
-                raise EngineError(
-                    f"nothing can be scheduled and nothing is running: {self.counters()}; abort the requests"
-                )
+                raise EngineError(f"nothing can be scheduled and nothing runs: {self.counters()}; abort the requests")
             self._sample_last()
-            if len(self._launched) > (self._most_in_flight if scheduled is not None else 0):
+            if len(self._launched) > (self._max_in_flight if scheduled is not None else 0):
                 self._consume()
 
     def drain(self) -> list[Delta]:
@@ -318,7 +301,7 @@ class Engine:
     def cache_dump(self, *, text: bool = False) -> CacheDump:
         """What the prefix cache holds now; with `text`, also of which texts, if there is a tokenizer."""
         with self.turns.now:
-            decode = self._tokenizer.decode if text and self._tokenizer is not None else None
+            decode = self.intake.tokenizer.decode if text and self.intake.tokenizer is not None else None
             return cache_dump(self._coordinator, decode)
 
     def has_unfinished(self) -> bool:
@@ -359,10 +342,9 @@ class Engine:
         """Ends every request and takes everything back. An exception in the middle of a change may have left ledgers
         that contradict each other."""
         while self._launched:
-            _, handle = self._launched[0]
             # Read the result so that no copy to the host is pending. Stream order protects the pages.
             with suppress(Exception):
-                handle.result()
+                self._launched[0][1].result()
             self._launched.popleft()
         self._scheduler.clear()
         self._coordinator.reclaim(self._samples.all())
@@ -379,21 +361,24 @@ class Engine:
         step.sampled = True
         with self._change:
             try:
-                self.executor.sample(step_masks(step, self._compiler, self._samples.fail))
+                self.executor.sample(step_masks(step, self.intake.compiler, self._samples.fail))
+                return
             except Exception as e:
-                self._launched.popleft()
-                self._samples.fail_step(step, e)
+                failure = e
+        self._consume(failure)
 
-    def _consume(self) -> None:
-        """Reads the oldest launched step. An interrupt while waiting for it leaves it launched."""
+    def _consume(self, failure: Exception | None = None) -> None:
+        """Reads the oldest launched step, also one that failed. An interrupt during the wait leaves it launched."""
         step, handle = self._launched[0]
         try:
             result = handle.result()
+            if failure is not None:
+                raise failure
             step.check(result)
         except Exception as e:
             with self._change:
                 self._launched.popleft()
-                self._samples.fail_step(step, e)
+                self._samples.fail_step(step, failure or e)
             return
         with self._change:
             self._launched.popleft()

@@ -44,15 +44,15 @@ class EngineLoop:
 
     Args:
         deliver: takes each StepMessage, in the loop's thread. It must not wait.
-        most: samples that may be unfinished at a time, those that wait in the queue included.
+        max_samples: samples that may be unfinished at a time, those that wait in the queue included.
 
     Attributes:
         error: why the loop has ended; None while it runs, and after `close`.
     """
 
-    def __init__(self, engine: Engine, deliver: Callable[[StepMessage], None], most: int) -> None:
+    def __init__(self, engine: Engine, deliver: Callable[[StepMessage], None], max_samples: int) -> None:
         self.error: UnavailableError | None = None
-        self.most = most
+        self.max_samples = max_samples
         self._engine = engine
         self._deliver = deliver
         # SimpleQueue.put may be called within itself, by a finalizer that the collector runs: `abort` relies on it.
@@ -84,7 +84,7 @@ class EngineLoop:
             stream: as for `Engine.submit`.
 
         Raises:
-            QueueFullError: there would be more than `most` unfinished samples.
+            QueueFullError: there would be more than `max_samples` unfinished samples.
             RequestError: the id is taken.
             UnavailableError: the loop has ended.
         """
@@ -94,10 +94,10 @@ class EngineLoop:
                 raise self.error or UnavailableError("the engine is closed; build a new one")
             if request_id in self._unfinished:
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
-            if self._count + n > self.most:
+            if self._count + n > self.max_samples:
                 raise QueueFullError(
-                    f"{self._count} samples run or wait, the request asks for {n} more, and {self.most} may be there "
-                    "at a time: try again later"
+                    f"{self._count} samples run or wait, the request asks for {n} more, and {self.max_samples} may be "
+                    "there at a time: try again later"
                 )
             metrics = RequestMetrics(prompt_tokens=len(prepared.tokens), arrival_time=time.monotonic())
             self._unfinished[request_id] = set(range(n)), metrics
@@ -127,18 +127,18 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._obey()
+                self._run_commands()
                 if self._count:
                     self._step()
             with self._engine.turns:
                 for request_id in list(self._unfinished):
                     self._engine.abort(request_id)
                 self._engine.finish_launched()
-                self._hand_out(0.0)
+                self._deliver_deltas(0.0)
         except BaseException as e:
             self._crash(e)
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         """Runs the queued commands. If no request runs, waits for a command."""
         with suppress(Empty):
             while True:
@@ -149,20 +149,20 @@ class EngineLoop:
         with self._engine.turns:
             self._engine.run_step()
             self._step_began = None
-            self._hand_out(time.monotonic() - began)
+            self._deliver_deltas(time.monotonic() - began)
             if not self._count:
                 self._engine.finish_launched()  # finished requests hold nothing while the loop waits
 
-    def _hand_out(self, seconds: float) -> None:
+    def _deliver_deltas(self, seconds: float) -> None:
         message = StepMessage(self._deltas.take(), seconds)
         if message.deltas:
-            self._forget(message.deltas)
+            self._remove_ended(message.deltas)
             self._deliver(message)
             for delta in message.deltas:
                 if delta.error is not None and isinstance(delta.error.__cause__, _FATAL):
                     raise delta.error
 
-    def _forget(self, deltas: list[Delta]) -> None:
+    def _remove_ended(self, deltas: list[Delta]) -> None:
         """Removes the samples that have ended from `_unfinished`."""
         for delta in deltas:
             if delta.finish_reason is None:
@@ -198,7 +198,7 @@ class EngineLoop:
                 for index in sorted(samples)
             ]
         if deltas:
-            self._forget(deltas)
+            self._remove_ended(deltas)
             self._deliver(StepMessage(deltas, 0.0))
 
     def _crash(self, cause: BaseException) -> None:

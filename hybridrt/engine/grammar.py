@@ -25,7 +25,7 @@ class Matcher:
         self.inner, self._eos = inner, eos
 
     def copy(self) -> "Matcher":
-        """A matcher in the same state, which goes on by itself."""
+        """A matcher in the same state, independent of this one."""
         return Matcher(self.inner.deep_copy(), self._eos)
 
     def advance(self, token: int) -> bool:
@@ -44,6 +44,10 @@ class Matcher:
         if self.inner.is_error():
             reason = shortened(self.inner.get_error())
             raise GrammarError(f"structured_outputs cannot be followed any further: {reason}")
+
+    def mask(self) -> np.ndarray:
+        """int32 words up to the last token that the tokenizer knows: the tokens that may come next, a bit each."""
+        return np.frombuffer(self.inner.compute_bitmask(), np.int32)
 
     def allowed(self, draft: Draft) -> Draft:
         """The nodes of a draft that may follow, those before them included. Tokens that end an output are left out:

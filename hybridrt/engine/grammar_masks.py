@@ -18,7 +18,7 @@ def step_masks(
 ) -> np.ndarray:
     """Masks as `Executor.sample` takes them. Calls `fail` for a request whose grammar cannot be followed any further.
     Rows of ended requests may sample any token: it is dropped."""
-    decode, sampling = step.plan.decode, [request for request, most in step.rows if most]
+    decode, sampling = step.plan.decode, [request for request, max_new in step.rows if max_new]
     ends = np.cumsum(decode.num_drafts)
     rows, requests = [], []
     for i in step.plan.constrained:

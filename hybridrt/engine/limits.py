@@ -1,16 +1,23 @@
-"""What the engine knows of its model, and what it therefore refuses before a request is queued."""
+"""Limits of a model and its memory plan: requests outside them are refused before they are queued."""
 
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hybridrt.config import EngineConfig, ModelConfig
 from hybridrt.engine.grammar import Matcher
 from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.prompts import Prompt, text_or_ids, token_ids
 from hybridrt.engine.tokenizer import Tokenizer, encode_prompt
 from hybridrt.errors import RequestError, is_text, shown
 from hybridrt.kernels.token_rules import TokenRules
-from hybridrt.runtime.token_rules import make_rules
+from hybridrt.mem_cache.memory_plan import MemoryPlan
+from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.runtime.sampler import SamplingTable
+from hybridrt.runtime.token_rules import any_allowed, make_rules
 from hybridrt.sampling_params import SamplingParams
+
+_FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")  # fields that may forbid tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +40,15 @@ class PreparedPrompt:
     boundaries: tuple[int, ...] = ()
     matcher: Matcher | None = None
 
+    @property
+    def may_travel(self) -> bool:
+        """All of the prompt but its last token may be computed elsewhere."""
+        return len(self.tokens) > 1 and self.params.prompt_logprobs is None
+
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the engine must know of the model and its plan.
+    """The numbers of the model and its plan that limit requests.
 
     Attributes:
         max_model_len: longest prompt + output of a request, in tokens.
@@ -51,55 +63,88 @@ class EngineLimits:
     eos_token_ids: Sequence[int] = ()
     image_tokens: Mapping[int, str] = field(default_factory=dict)
 
-    def prepare(
-        self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, compiler: GrammarCompiler
-    ) -> PreparedPrompt:
-        """Checks a prompt and its parameters, and compiles its grammar. Raises as `Engine.prepare` says."""
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> "EngineLimits":
+        return cls(
+            model.vocab_size, plan.max_model_len, config.chunked_prefill_size, model.eos_token_ids, model.image_tokens
+        )
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raises RequestError if a prompt has too many tokens."""
+        longest = self.max_model_len - 1
+        if num_tokens > longest:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens; with max_model_len={longest + 1} it may have at most {longest}, "
+                "which leaves room for one output token: shorten it or raise max_model_len"
+            )
+
+
+@dataclass(frozen=True)
+class Intake:
+    """Makes of what a caller passes what an engine takes.
+
+    Attributes:
+        compiler: of grammars.
+        check_fits: raises MemoryBudgetError if a request of so many tokens could not run even alone.
+    """
+
+    limits: EngineLimits
+    tokenizer: Tokenizer | None
+    compiler: GrammarCompiler
+    check_fits: Callable[[int], None]
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
+        """Checks a prompt and its parameters, and compiles its grammar. Changes nothing.
+
+        Args:
+            prompt: as in hybridrt.engine.prompts: text or token ids, as they are or under their name.
+
+        Raises:
+            RequestError: the prompt is no prompt, empty, too long, holds ids outside the vocabulary, or needs a
+                tokenizer; or the parameters do not fit the vocabulary; or a grammar cannot be compiled.
+            MemoryBudgetError: the request could not run even alone.
+            QueueFullError: too many grammars are being compiled.
+        """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {type(params).__name__}; pass a hybridrt.SamplingParams")
-        self._check_params(params, tokenizer)
-        tokens = self._encode(prompt, params, tokenizer)
+        limits = self.limits
+        self._check_params(params)
+        tokens = self._encode(prompt, params)
         if not tokens:
             raise RequestError("the prompt is empty; give it at least one token")
-        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
-            bad = next(t for t in tokens if not 0 <= t < self.vocab_size)
+        if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
+            bad = next(t for t in tokens if not 0 <= t < limits.vocab_size)
             raise RequestError(
-                f"token id {shown(bad)} is outside the vocabulary; valid ids are 0 to {self.vocab_size - 1}"
+                f"token id {shown(bad)} is outside the vocabulary; valid ids are 0 to {limits.vocab_size - 1}"
             )
-        if held := self.image_tokens.keys() & set(tokens):
+        if held := limits.image_tokens.keys() & set(tokens):
             raise RequestError(
-                f"the prompt holds token {min(held)} ({self.image_tokens[min(held)]}), which stands for an image or a "
-                "video; hybridrt runs the text part of this model alone: leave images out"
+                f"the prompt holds token {min(held)} ({limits.image_tokens[min(held)]}), which stands for an image or "
+                "a video; hybridrt runs the text part of this model alone: leave images out"
             )
-        self._check_length(len(tokens))
-        longest = self.max_model_len
+        limits.check_length(len(tokens))
+        longest = limits.max_model_len
         max_len = longest if params.max_tokens is None else min(longest, len(tokens) + params.max_tokens)
-        eos = () if params.ignore_eos else self.eos_token_ids
+        eos = () if params.ignore_eos else limits.eos_token_ids
         # As in vLLM, min_tokens forbids end-of-sequence ids also where they would not end the request.
-        forbidden = {*self.eos_token_ids, *params.stop_token_ids}
-        if (
-            params.min_tokens
-            and params.allowed_token_ids is not None
-            and forbidden.issuperset(params.allowed_token_ids)
-        ):
-            raise RequestError(
-                f"allowed_token_ids holds only tokens that end the output, and min_tokens is {params.min_tokens}: "
-                "allow more, or set min_tokens to 0",
-                "allowed_token_ids",
-            )
-        rules = make_rules(params, forbidden, self._bad_words(params, tokenizer), self.vocab_size)
+        forbidden = {*limits.eos_token_ids, *params.stop_token_ids}
+        rules = make_rules(params, forbidden, self._bad_words(params), limits.vocab_size)
+        _check_constants(params, rules)
         structured = params.structured_outputs
-        matcher = None if structured is None else compiler.matcher(structured)
+        matcher = None if structured is None else self.compiler.matcher(structured)
+        if rules is not None:
+            _check_first(params, rules, matcher)
+        self.check_fits(max_len)
         return PreparedPrompt(
             tokens, params, max_len, frozenset((*eos, *params.stop_token_ids)), rules, matcher=matcher
         )
 
-    def _check_params(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def _check_params(self, params: SamplingParams) -> None:
         """What parameters can be wrong about only beside a model."""
-        vocab = self.vocab_size
-        if params.stop and tokenizer is None:
+        vocab = self.limits.vocab_size
+        if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids", "stop")
-        if params.bad_words and tokenizer is None:
+        if params.bad_words and self.tokenizer is None:
             raise RequestError("bad_words need a tokenizer and this model has none; use logit_bias", "bad_words")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             last = max(getattr(params, name) or (), default=0)
@@ -110,43 +155,60 @@ class EngineLimits:
             if number is not None and number > vocab:
                 raise RequestError(f"{name} is {number} and the vocabulary has {vocab} tokens; lower it", name)
 
-    def _bad_words(self, params: SamplingParams, tokenizer: Tokenizer | None) -> list[list[int]]:
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token ids of `bad_words`: of each word at the beginning of a text and, as vLLM does, of the word behind a
         space where that makes as many tokens with another first one."""
         found = list[list[int]]()
-        if tokenizer is None:
+        if self.tokenizer is None:
             return found
         for word in params.bad_words:
-            begun, behind_space = (tokenizer.encode_bare(space + word.lstrip()) for space in ("", " "))
-            if not begun or max((*begun, *behind_space)) >= self.vocab_size:
+            begun, behind_space = (self.tokenizer.encode_bare(space + word.lstrip()) for space in ("", " "))
+            if not begun or max((*begun, *behind_space)) >= self.limits.vocab_size:
                 raise RequestError(f"bad_words holds {shown(word)}, which the model has no tokens for", "bad_words")
             found.append(begun)
             if len(begun) == len(behind_space) and begun[0] != behind_space[0]:
                 found.append(behind_space)
         return found
 
-    def _encode(self, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -> list[int]:
+    def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Token ids of a prompt, cut to its end where the parameters say so."""
         content, kept = text_or_ids(prompt), params.truncate_prompt_tokens
         if kept is not None:
-            kept = self.max_model_len - 1 if kept < 0 else kept
+            kept = self.limits.max_model_len - 1 if kept < 0 else kept
         if not isinstance(content, str):
             content = content if kept is None else content[-kept:]
-            self._check_length(len(content))
+            self.limits.check_length(len(content))
             return token_ids(content)
-        if tokenizer is None:
+        if self.tokenizer is None:
             raise RequestError("the prompt is text and this model has no tokenizer; pass a list of token ids")
         if kept is not None:
-            return encode_prompt(tokenizer, content, len(content))[-kept:]
-        return encode_prompt(tokenizer, content, self.max_model_len - 1)
+            return encode_prompt(self.tokenizer, content, len(content))[-kept:]
+        return encode_prompt(self.tokenizer, content, self.limits.max_model_len - 1)
 
-    def _check_length(self, num_tokens: int) -> None:
-        longest = self.max_model_len - 1
-        if num_tokens > longest:
-            raise RequestError(
-                f"the prompt has {num_tokens} tokens; with max_model_len={longest + 1} it may have at most {longest}, "
-                "which leaves room for one output token: shorten it or raise max_model_len"
-            )
+
+def check_arrived(arrived: PrefixMatch | None, num_tokens: int) -> None:
+    """Raises RequestError unless what has been computed elsewhere is a part of a prompt of so many tokens."""
+    if arrived is not None and not 0 < arrived.length < num_tokens:
+        raise RequestError(
+            f"{arrived.length} tokens of a prompt of {num_tokens} have arrived; the last token is always computed "
+            f"here: pass 1 to {num_tokens - 1}, or None"
+        )
+
+
+def _check_constants(params: SamplingParams, rules: TokenRules | None) -> None:
+    """Raises RequestError for numbers that a step cannot pack: there they would fail all rows, and end other ranks."""
+    try:
+        SamplingTable.constants(params, params.seed or 0, rules)
+    except (struct.error, OverflowError, TypeError) as e:
+        raise RequestError(f"sampling_params holds a number that no buffer of the device holds: {e}") from e
+
+
+def _check_first(params: SamplingParams, rules: TokenRules, matcher: Matcher | None) -> None:
+    """Raises RequestError if no token may come first."""
+    if any_allowed(rules, None if matcher is None else matcher.mask(), ()):
+        return
+    fields = [name for name in _FORBIDDING if getattr(params, name)]
+    raise RequestError(f"{' and '.join(fields)} forbid every first token: change one of them", fields[0])
 
 
 def check_names(request_id: object, export_to: object) -> None:

@@ -30,11 +30,12 @@ from hybridrt.engine.delta_queue import DeltaQueue
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.outputs import Delta, RequestOutput, whole_output
-from hybridrt.engine.prompts import Prompt, as_prompts, text_or_ids
+from hybridrt.engine.prompt_lists import prepare_prompts
+from hybridrt.engine.prompts import Prompt, text_or_ids
 from hybridrt.engine.sampling_defaults import default_sampling_params
 from hybridrt.engine.session_file import Session
 from hybridrt.engine.tokenizer import load_tokenizer
-from hybridrt.errors import EngineError, RequestError
+from hybridrt.errors import EngineError
 from hybridrt.runtime.interrupts import Interrupts
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor, check_world
@@ -81,6 +82,7 @@ class LLM:
         linear_attn_backend: str = "auto",
         cuda_graph: bool = True,
         cuda_graph_max_bs: int | None = None,
+        cuda_graph_prompts: bool = True,
         overlap: bool = True,
         speculative: SpeculativeConfig | None = None,
         tp_size: int = 1,
@@ -145,7 +147,8 @@ class LLM:
             RequestError, MemoryBudgetError: a prompt cannot be taken; none was started.
             EngineError: a step failed. As after an interrupt, what else was started is aborted and nothing is leaked.
         """
-        batch = self._prepare(as_prompts(prompts), sampling_params)
+        params = self.default_sampling_params if sampling_params is None else sampling_params
+        batch = prepare_prompts(self.engine.intake, prompts, params)
         engine, queue = self.engine, DeltaQueue()
         total = sum(prepared.params.n for prepared in batch)
         ended: dict[tuple[str, int], Delta] = {}
@@ -332,20 +335,6 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-    def _prepare(
-        self, prompts: list[Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[PreparedPrompt]:
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or self.default_sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise RequestError(
-                f"{len(prompts)} prompts and {len(sampling_params)} SamplingParams; pass one for all, or one each"
-            )
-        return [
-            prompt if isinstance(prompt, PreparedPrompt) else self.engine.prepare(prompt, params)
-            for prompt, params in zip(prompts, sampling_params, strict=True)
-        ]
 
     def _stream(self, prepared: PreparedPrompt) -> Iterator[Delta]:
         engine, queue, running = self.engine, DeltaQueue(), prepared.params.n

@@ -66,6 +66,7 @@ class EngineCounters(TokenCounters):
         step_cost_error: median relative error of the last steps' predicted times; None without `target_itl_ms`, or
             before enough steps have run.
         host_pages, host_states: what the prefix cache holds in main memory.
+        folds: state rings that became part of their states, over all steps; most_folds: in one step. 0 without rings.
     """
 
     steps: int = 0
@@ -90,12 +91,19 @@ class EngineCounters(TokenCounters):
     cache_fetched: int = 0
     host_pages: int = 0
     host_states: int = 0
+    folds: int = 0
+    most_folds: int = 0
 
     def count_launch(self, plan: StepPlan) -> None:
         """A step was launched."""
         self.steps += 1
         self.prompt_tokens += sum(len(row.tokens) for row in plan.extend)
         self.proposed += len(plan.decode.drafts)
+
+    def count_folds(self, folds: int) -> None:
+        """A step has folded so many rings."""
+        self.folds += folds
+        self.most_folds = max(self.most_folds, folds)
 
     def count_end(self, reason: FinishReason, error: EngineError | None) -> None:
         """A sample has ended."""

@@ -8,8 +8,8 @@ class PrefillSource(Protocol):
     """Computes prompts elsewhere, all but their last token. It must call `Engine.start` or `Engine.fail` for every
     request, unless the request has ended before."""
 
-    def request(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Begins, and returns at once."""
+    def request(self, request_id: str, tokens: Sequence[int], salt: str) -> None:
+        """Begins, and returns at once. `salt`: the request's `cache_salt`, "" without."""
         ...
 
     def advance(self) -> None:

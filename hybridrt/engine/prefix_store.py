@@ -8,6 +8,7 @@ import numpy as np
 
 from hybridrt.engine.host_tier import HostTier
 from hybridrt.engine.request import Request
+from hybridrt.engine.window_pages import WindowPages
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
 from hybridrt.mem_cache.prefix_cache import CacheCounts, CacheEntries, PrefixMatch
 from hybridrt.mem_cache.radix_cache import RadixCache
@@ -15,7 +16,7 @@ from hybridrt.mem_cache.radix_node import Node
 from hybridrt.mem_cache.seen_texts import SeenTexts
 
 GRID = 16
-MOST_SAVES = 3
+MAX_SAVES = 3
 
 
 class PrefixStore:
@@ -25,6 +26,7 @@ class PrefixStore:
         page_size: tokens in a page.
         lookahead: of RadixCache.
         keeps: False never keeps anything.
+        windows: where every attention layer has a sliding window, the pages of each state. The tree has none then.
 
     Attributes:
         grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a request that goes on
@@ -35,10 +37,11 @@ class PrefixStore:
 
     def __init__(
         self, pages: SlotAllocator, slots: SlotAllocator, rows: SlotAllocator, page_size: int, lookahead: int,
-        keeps: bool,
+        keeps: bool, windows: WindowPages | None = None,
     ) -> None:  # fmt: skip
         page_size = page_size if pages.total else 0
-        self.tree = RadixCache(page_size, slots.total > 0, lookahead)
+        self.tree = RadixCache(0 if windows else page_size, slots.total > 0, lookahead)
+        self.windows = windows
         self.counts = CacheCounts()
         self.tier: HostTier | None = None
         self._seen = SeenTexts()
@@ -50,7 +53,35 @@ class PrefixStore:
         log-probabilities."""
         if not self.keeps or request.params.prompt_logprobs is not None:
             return PrefixMatch()
-        return self.tree.match(request.ids, request.params.cache_salt or "")
+        match = self.tree.match(request.ids, request.params.cache_salt or "")
+        if self.windows is None or match.state is None:
+            return match
+        window = self.windows.of(match.state)
+        return PrefixMatch() if window is None else replace(match, window=window)
+
+    def held(self, tokens: np.ndarray, salt: str) -> int:
+        """How many of a prompt's first tokens [n] int32 have KV here, in whole pages, with a state behind them or
+        without. They count as used just now."""
+        if not self.keeps or not self.tree.page_size:
+            return 0
+        held, _ = self.tree.held(tokens, salt)
+        self.tree.lock(held)
+        self.tree.unlock(held)
+        return held.length
+
+    def holds(self, tokens: np.ndarray, salt: str) -> bool:
+        """Whether a request that begins with these tokens [n] int32 would have to compute none of them."""
+        return self.keeps and self.path(tokens, salt)[0].length == len(tokens)
+
+    def arrived(self, request: Request) -> PrefixMatch | None:
+        """What has come from elsewhere for a request, with those pages of the cache that were left out there. None:
+        nothing has come, or these pages have been evicted since."""
+        found = request.arrived
+        if found is None or not found.staged_from:
+            return found
+        known = request.ids[: found.staged_from + self.tree.lookahead]
+        held, _ = self.tree.held(known, request.params.cache_salt or "")
+        return replace(found, pages=held.pages, node=held.node) if held.length == found.staged_from else None
 
     def expect(self, request: Request) -> None:
         """The request waits: what it would match now is kept for it, as far as room allows."""
@@ -67,7 +98,7 @@ class PrefixStore:
     def lock(self, match: PrefixMatch) -> None:
         """Keeps a match of the cache from eviction."""
         self.tree.lock(match)
-        self._pages.lock(match.pages)
+        self._pages.lock([*match.pages, *match.window])
         for slots, entry in ((self._slots, match.state), (self._pages, match.tail)):
             slots.lock(() if entry is None else (entry,))
 
@@ -82,15 +113,20 @@ class PrefixStore:
         self.tree.unlock_state(match)
         for slots, entry in ((self._slots, match.state), (self._pages, match.tail)):
             slots.unlock(() if entry is None else (entry,))
-        return replace(match, state=None, tail=None, tail_node=None)
+        self._pages.unlock(match.window)
+        return replace(match, state=None, tail=None, tail_node=None, window=())
 
     def admitted(self, request: Request, match: PrefixMatch) -> None:
         """Counts a match, and chooses where the rest of the prompt leaves states: at its last place on the grid, where
         another prompt's path leaves it, and at marked boundaries, the last ones first."""
-        prompt = len(request.prefill_tokens)
+        prompt = request.prefill_end
         if not request.metrics.retractions:
             request.metrics.admission_time = time.monotonic()
-        if match.staged is None and not request.metrics.retractions:
+        if match.staged is not None and not request.metrics.retractions:
+            request.metrics.cached_tokens = match.staged_from
+            self.counts.asked += prompt
+            self.counts.hit += match.staged_from
+        elif not request.metrics.retractions:
             request.metrics.cached_tokens = match.length
             self.counts.asked += prompt
             self.counts.hit += match.length
@@ -104,7 +140,7 @@ class PrefixStore:
         if self.keeps and self._slots.total:
             ends = (prompt - 1, match.known, *sorted(request.boundaries, reverse=True))
             grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
-            request.save_at = tuple([end for end in grid if end > match.length][:MOST_SAVES])
+            request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
         """Where a chunk from `start` to `end` ends at best: a state that is saved is that before one of its tokens."""
@@ -120,13 +156,28 @@ class PrefixStore:
                 saves.append((place - start, slot.index))
         return sorted(saves)
 
+    def keep_windows(self, request: Request, computed: int) -> None:
+        """Where every attention layer has a sliding window: offers the saved states up to `computed` tokens, as long as
+        the request has the pages that they need. A state for whose pages there is no room is left out."""
+        for place in [place for place in request.saves if place <= computed] if self.windows is not None else ():
+            slot, pages = request.saves.pop(place), len(self.windows.span(place))
+            if pages <= self._pages.num_free + self._pages.num_cached - self._pages.num_locked:
+                self.evict(max(pages - self._pages.num_free, 0), 0)
+            if (
+                pages <= self._pages.num_free
+                and slot in self._insert(request, request.ids[:place], {place: slot})[0].states
+            ):
+                self.windows.keep(slot, self.windows.copy(request, place))
+            else:
+                self._slots.free([slot])
+
     def share(self, request: Request) -> None:
         """The prompt has been computed: others may have its whole pages and its saved states from here on. What the
         cache takes over stays locked for the request."""
         request.shared = True
         if not self.keeps:
             return
-        ids = request.ids[: len(request.prefill_tokens)]
+        ids = request.ids[: request.prefill_end]
         taken, node = self._insert(request, ids, request.saves)
         self._pages.lock(taken.pages)
         request.given.update(taken.pages)
@@ -210,9 +261,14 @@ class PrefixStore:
 
     def evict(self, pages: int, states: int, *, saving: int | None = None) -> None:
         """Frees so many entries that no request reads, or all there are; `saving` as in RadixCache.evict."""
-        gone = self.tree.evict(pages, states, saving=saving)
+        gone = self.tree.evict(0 if self.windows else pages, states, saving=saving)
         self._pages.evict(gone.pages)
         self._slots.evict(gone.states)
+        if self.windows is not None:
+            freed = self.windows.drop(gone.states)
+            while freed < pages and (gone := self.tree.evict(0, 1)).states:
+                self._slots.evict(gone.states)
+                freed += self.windows.drop(gone.states)
 
     def reset(self) -> bool:
         """Frees all entries that no request reads. True if none is left."""
@@ -243,11 +299,17 @@ class PrefixStore:
         failed = request.broken or request.error is not None
         if not self.keeps or failed or computed <= request.prefix.length:
             return CacheEntries()
+        self.keep_windows(request, computed)
         states = dict(request.saves)
         # The last step may have computed tokens after the end of the text. The state then includes them: keep it out.
         if request.state_slot is not None and computed <= len(ids):
             states[computed] = request.state_slot
-        return self._insert(request, ids[: computed + self.tree.lookahead], states)[0]
+        taken = self._insert(request, ids[: computed + self.tree.lookahead], states)[0]
+        if self.windows is None or not taken.states:
+            return taken
+        pages = self.windows.held(request, computed)
+        self.windows.keep(taken.states[0], pages)
+        return CacheEntries(pages, taken.states)
 
     def _insert(self, request: Request, ids: np.ndarray, states: dict[int, Slot]) -> tuple[CacheEntries, Node]:
         salt = request.params.cache_salt or ""

@@ -1,8 +1,8 @@
-"""Which values are accepted as a prompt, and as a list of prompts."""
+"""Which values are accepted as a prompt."""
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, SupportsIndex, TypedDict
+from typing import Any, SupportsIndex, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,21 +32,6 @@ ACCEPTED = (
     '{"prompt_token_ids": ids}'
 )
 Ids = Sequence[Any] | npt.NDArray[Any] | torch.Tensor
-_BYTES = (bytes, bytearray, memoryview)
-
-
-def as_prompts(prompts: object) -> list[Any]:
-    """One prompt as a list of one; a list, tuple or other sequence of prompts as a list. The prompts themselves are
-    checked by `text_or_ids`.
-
-    Raises:
-        RequestError: neither a prompt nor a sequence of prompts.
-    """
-    if isinstance(prompts, (str, Mapping, np.ndarray, torch.Tensor)):
-        return [prompts]
-    if isinstance(prompts, _BYTES) or not isinstance(prompts, Sequence):
-        raise _refused(prompts)
-    return [prompts] if len(prompts) and is_token_id(prompts[0]) else list(prompts)
 
 
 def text_or_ids(prompt: object) -> str | Ids:
@@ -61,12 +46,12 @@ def text_or_ids(prompt: object) -> str | Ids:
     if isinstance(named, str):
         return named
     if isinstance(named, (np.ndarray, torch.Tensor)):
-        if named.ndim != 1 or not _is_integer_array(named):
-            raise _refused(named)
-        return named
-    if isinstance(named, _BYTES) or not isinstance(named, Sequence):
-        raise _refused(named)
-    return named
+        accepted = named.ndim == 1 and _is_integer_array(named)
+    else:
+        accepted = isinstance(named, Sequence) and not isinstance(named, (bytes, bytearray, memoryview))
+    if not accepted:
+        raise not_a_prompt(named)
+    return cast(Ids, named)
 
 
 def token_ids(ids: Ids) -> list[int]:
@@ -110,7 +95,8 @@ def _is_integer_array(array: npt.NDArray[Any] | torch.Tensor) -> bool:
     return not array.dtype.is_floating_point and not array.dtype.is_complex and array.dtype != torch.bool
 
 
-def _refused(value: object) -> RequestError:
+def not_a_prompt(value: object) -> RequestError:
+    """The error for a value that is no prompt."""
     return RequestError(f"the prompt is {_article(_kind(value))}; {ACCEPTED}")
 
 

@@ -16,20 +16,21 @@ from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics
 from hybridrt.engine.stop_strings import StopStrings
 from hybridrt.engine.tokenizer import Tokenizer
-from hybridrt.errors import EngineError
+from hybridrt.errors import EngineError, NoTokenLeftError
 from hybridrt.kernels.token_rules import TokenRules
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import TokenLogprobs, int32s
+from hybridrt.runtime.token_rules import any_allowed
 from hybridrt.sampling_params import SamplingParams
 
 NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity): its weights are damaged, or its numbers leave the range of "
     "its dtype on this prompt; other requests are not affected"
 )
-NONE_ALLOWED = (
-    "no token is left: each one is forbidden by structured_outputs or by another field (allowed_token_ids, bad_words, "
-    "min_tokens), or the model's logits are not finite; other requests are not affected"
+NONE_LEFT = (
+    "no token is left: each one is forbidden by structured_outputs, allowed_token_ids, bad_words or min_tokens; allow "
+    "more of them"
 )
 
 
@@ -37,7 +38,7 @@ NONE_ALLOWED = (
 class Request:
     """Host state of one sample.
 
-    `prompt` and `output` are known. What is launched for a request that runs stands in `columns`, at its row.
+    `prompt` and `output` are known. `columns` hold what is launched for a running request, at its row.
 
     Attributes:
         arrival: order of arrival, unique.
@@ -59,9 +60,10 @@ class Request:
         boundaries: numbers of the prompt's tokens at which others may go on differently, such as the system prompt's.
         first_page: which of the request's pages pages[0] is: those before it have left the sliding window.
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
-        prefill_tokens: tokens to compute before decoding starts: the prompt, and after a retraction the output too.
+        prefill_end: how many of `tokens` are computed before decoding starts: those known at admission.
         arrived: the prefix that came from elsewhere, until admission takes it: a retracted request computes anew.
         export_to: bytes of the executor's arena for state and KV, once the prompt is computed; None leaves them.
+        export_from: tokens whose KV is not wanted there.
         broken: a step that named it failed, so its state and KV may not be what its tokens say.
         in_flight: launched steps that name the request and whose result has not been consumed.
     """
@@ -97,10 +99,11 @@ class Request:
     shared: bool = False
     leader: "Request | None" = None
     boundaries: Sequence[int] = ()
-    prefill_tokens: Sequence[int] = ()
+    prefill_end: int = 0
     columns: RowColumns | None = None
     arrived: PrefixMatch | None = None
     export_to: range | None = None
+    export_from: int = 0
     settled: int = 0
     broken: bool = False
     in_flight: int = 0
@@ -111,8 +114,8 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """Every known token, prompt first."""
-        return self.prompt + self.output
+        """Every known token, prompt first. Not to be changed."""
+        return self.prompt + self.output if self.output else self.prompt
 
     @property
     def ids(self) -> np.ndarray:
@@ -155,8 +158,8 @@ class Request:
 
     @property
     def prefilled(self) -> bool:
-        """The launched steps compute all of `prefill_tokens`."""
-        return self.computed >= len(self.prefill_tokens)
+        """The launched steps compute all tokens that were known at admission."""
+        return self.computed >= self.prefill_end
 
     def score(self, start: int, found: Sequence[TokenLogprobs]) -> None:
         """Takes log-probabilities of the prompt's tokens from number `start` on. Those that have come already are
@@ -180,13 +183,16 @@ class Request:
             Why the request ends, or None.
 
         Raises:
-            EngineError: a token stands for logits that are not finite, or none was allowed.
+            EngineError: a token stands for logits that are not finite.
+            NoTokenLeftError: no token was allowed.
+            GrammarError: as Matcher.advance.
         """
-        output, most = self.output, self.max_len - len(self.prompt)
+        output, max_output = self.output, self.max_len - len(self.prompt)
         stop_ids, stop_strings, matcher = self.stop_ids, self.params.stop, self.matcher
         for i, token in enumerate(tokens):
             if token < 0:
-                raise EngineError(NOT_FINITE if matcher is None else NONE_ALLOWED)
+                mask = None if matcher is None else matcher.mask()
+                raise EngineError(NOT_FINITE) if any_allowed(self.rules, mask, output) else NoTokenLeftError(NONE_LEFT)
             output.append(token)
             if logprobs is not None and self.logprobs is not None:
                 self.logprobs.append({token: logprobs[i].logprob, **logprobs[i].top})
@@ -194,7 +200,7 @@ class Request:
                 return "stop"
             if matcher is not None and matcher.advance(token):
                 return "stop"
-            if len(output) >= most:
+            if len(output) >= max_output:
                 return "length"
         return None
 

@@ -3,10 +3,11 @@
 import time
 from collections.abc import Mapping, Sequence
 
+from hybridrt.engine.fold_counts import FoldCounts
 from hybridrt.engine.outputs import EngineCounters, FinishReason
 from hybridrt.engine.request import Request
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
-from hybridrt.errors import EngineError, GrammarError
+from hybridrt.errors import EngineError, GrammarError, NoTokenLeftError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import StepResult, TokenLogprobs
 
@@ -16,10 +17,12 @@ class Samples:
 
     Attributes:
         totals: counts what samples gain and how they end.
+        folds: counts the folds of steps; None for a model without state rings.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.totals = EngineCounters()
+        self.folds: FoldCounts | None = None
         self._scheduler = scheduler
         self._samples: dict[str, list[Request]] = {}
         self._elsewhere: set[str] = set()  # requests whose prompts are computed elsewhere
@@ -59,13 +62,15 @@ class Samples:
         if result.prompt_logprobs:
             self._score(step, result.prompt_logprobs)
         gained = []
-        for request, most in step.rows:
-            tokens, logprobs = next(gains) if most else ((), None)
+        for request, max_new in step.rows:
+            tokens, logprobs = next(gains) if max_new else ((), None)
             gained.append(len(tokens))
             if tokens and request.finish_reason is None:
-                self._accept(request, tokens, logprobs, most > 1)
+                self._accept(request, tokens, logprobs, max_new > 1)
             if -1 in tokens:  # also where the request has ended: the state behind them is not finite
                 request.broken = True
+        if self.folds is not None:
+            self.totals.count_folds(self.folds.of_step(step.plan, gained[: len(step.plan.decode)]))
         self._scheduler.complete(step, gained)
 
     def _score(self, step: ScheduledStep, found: Mapping[int, Sequence[TokenLogprobs]]) -> None:
@@ -86,7 +91,7 @@ class Samples:
         self._scheduler.complete(step, [0] * len(step.rows))
 
     def fail(self, request: Request, cause: BaseException) -> None:
-        kind = GrammarError if isinstance(cause, GrammarError) else EngineError
+        kind = type(cause) if isinstance(cause, GrammarError | NoTokenLeftError) else EngineError
         error = kind(f"request {request.request_id!r} failed: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         self._finish(request, "abort", error)

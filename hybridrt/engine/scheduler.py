@@ -1,7 +1,7 @@
 """Which requests run in the next step, and with what. Host integers only; the device is never waited for."""
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -12,11 +12,8 @@ from hybridrt.engine.chunk_budget import ChunkBudget, ItlTarget
 from hybridrt.engine.columns import RowColumns
 from hybridrt.engine.request import Request
 from hybridrt.errors import EngineError
-from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.runtime.step import DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult, int32s
 from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
-
-Refuse = Callable[[Request, Exception], None]
 
 
 @dataclass(slots=True)
@@ -33,16 +30,16 @@ class ScheduledStep:
     def check(self, result: StepResult) -> None:
         """Raises EngineError if the result has a wrong number of rows, a row gained more than its limit, or an
         unfinished request gained no token."""
-        rows = [(request, most) for request, most in self.rows if most]
+        rows = [(request, max_new) for request, max_new in self.rows if max_new]
         if not len(rows) == len(result.tokens) == len(result.logprobs):
             raise EngineError(
                 f"{len(rows)} rows sampled; the result has {len(result.tokens)} lists of tokens and "
                 f"{len(result.logprobs)} of log-probabilities"
             )
-        for (request, most), tokens in zip(rows, result.tokens, strict=True):
-            if not len(tokens) <= most or (not tokens and request.finish_reason is None):
+        for (request, max_new), tokens in zip(rows, result.tokens, strict=True):
+            if not len(tokens) <= max_new or (not tokens and request.finish_reason is None):
                 raise EngineError(
-                    f"row of request {request.request_id!r} gained {len(tokens)} tokens; 1 to {most} expected"
+                    f"row of request {request.request_id!r} gained {len(tokens)} tokens; 1 to {max_new} expected"
                 )
 
 
@@ -90,12 +87,8 @@ class Scheduler:
         insort(self.waiting, request, key=_turn)
         self._coordinator.prefixes.expect(request)
 
-    def schedule(self, refuse: Refuse | None = None) -> ScheduledStep | None:
-        """The next step, counted as launched from here on; None if nothing can run before a launched step ends.
-
-        Args:
-            refuse: ends a waiting request that no step can pack, and takes it out of the queue (`remove`); None raises.
-        """
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, counted as launched from here on; None if nothing can run before a launched step ends."""
         self._coordinator.begin_step(self.waiting, len(self.running))
         requests, rows = self._running_rows()
         columns = self._coordinator.columns.of(rows)
@@ -119,11 +112,11 @@ class Scheduler:
         if self._target is not None and (prefilling or self.waiting):
             since = self.waiting[0].metrics.arrival_time if self.waiting else None
             budget = self._target.budget(tokens, decode, since)
-        self._schedule_prefill(step, prefilling, budget, refuse)
+        self._schedule_prefill(step, prefilling, budget)
         if not self._coordinator.seal(step.plan) and not step.rows:
             return None
         if self._constrained:
-            sampling = (request for request, most in step.rows if most)
+            sampling = (request for request, max_new in step.rows if max_new)
             step.plan.constrained = [i for i, request in enumerate(sampling) if request.matcher is not None]
             step.sampled = not step.plan.constrained
         self._in_flight += 1
@@ -140,7 +133,7 @@ class Scheduler:
         if self._target is not None:
             self._target.ended(step.plan, step.launched, sum(gained))
         decode, extend = step.plan.decode, step.plan.extend
-        lost = [most - tokens for (_, most), tokens in zip(step.rows, gained, strict=True)]
+        lost = [max_new - tokens for (_, max_new), tokens in zip(step.rows, gained, strict=True)]
         if any(lost):
             rows = np.array([*decode.rows.tolist(), *(row.row for row in extend)], np.int64)
             self._coordinator.columns.take_back(rows, int32s(lost))
@@ -152,8 +145,8 @@ class Scheduler:
             elif not request.in_flight:
                 self._coordinator.release(request)
         if self._drafter is not None:
-            moved = [(r, n) for (r, most), n in zip(step.rows, gained, strict=True) if most and r.finish_reason is None]
-            self._drafter.after_step([request for request, _ in moved], [tokens for _, tokens in moved])
+            moved = [i for i, (r, max_new) in enumerate(step.rows) if max_new and r.finish_reason is None]
+            self._drafter.after_step([step.rows[i][0] for i in moved], [gained[i] for i in moved])
 
     def remove(self, request: Request) -> None:
         """Removes a finished request from the queues. Releases it now if no launched step names it; otherwise
@@ -227,8 +220,8 @@ class Scheduler:
             return []
         known = [not request.pending for request in requests]
         asked = list(compress(requests, known))
-        most = columns.max_output - columns.output_index - 1
-        proposed = self._drafter.propose(asked, list(compress(most.tolist(), known)))
+        max_drafts = columns.max_output - columns.output_index - 1
+        proposed = self._drafter.propose(asked, list(compress(max_drafts.tolist(), known)))
         drafts = (d if r.matcher is None else r.matcher.allowed(d) for r, d in zip(asked, proposed, strict=True))
         return [next(drafts) if is_known else NO_DRAFT for is_known in known]
 
@@ -279,9 +272,7 @@ class Scheduler:
         self.add(victim)
         return victim
 
-    def _schedule_prefill(
-        self, step: ScheduledStep, admitted: Iterable[Request], budget: ChunkBudget, refuse: Refuse | None
-    ) -> None:
+    def _schedule_prefill(self, step: ScheduledStep, admitted: Iterable[Request], budget: ChunkBudget) -> None:
         """Adds chunks of the admitted prompts, then admits waiting requests. If a decode row found no page, no page is
         free, so nothing is admitted."""
         for earlier in admitted:
@@ -291,8 +282,6 @@ class Scheduler:
             stamp = request.arrival, len(self.running), *self._coordinator.room_stamp()
             if self._blocked == stamp:
                 break  # nothing has changed since the request was not admitted
-            if not self._packs(request, refuse):
-                continue
             if not self._coordinator.admit(request, len(self.running), step.plan):
                 self._blocked = stamp
                 break
@@ -318,40 +307,29 @@ class Scheduler:
                 return request
         return None
 
-    @staticmethod
-    def _packs(request: Request, refuse: Refuse | None) -> bool:
-        """Whether the buffers of a step can hold the request's numbers. If not, ends the request by `refuse` and
-        returns False: in a step it would fail all rows, and end the other ranks."""
-        try:
-            SamplingTable.constants(request.params, request.seed, request.rules)
-        except Exception as e:
-            if refuse is None:
-                raise
-            refuse(request, e)
-            return False
-        return True
-
     def _add_extend(self, step: ScheduledStep, request: Request, budget: ChunkBudget) -> None:
         """Adds the next chunk; none if the budget has no room, or a launched step still reads the pages that it
         needs."""
         assert request.row is not None
         start = request.computed
-        end = min(start + budget.room(start), len(request.prefill_tokens))
+        end = min(start + budget.room(start), request.prefill_end)
         end = self._coordinator.prefixes.chunk_end(request, start, end)
-        chunk = request.prefill_tokens[start : self._coordinator.use_spare_pages(request, end, step.plan)]
-        if not chunk:
+        end = self._coordinator.use_spare_pages(request, end, step.plan)
+        if end <= start:
             return
-        budget.take(start, len(chunk))
-        row, columns, end = request.row.index, self._coordinator.columns, start + len(chunk)
-        last = end == len(request.prefill_tokens)
+        budget.take(start, end - start)
+        tokens, row, columns = request.tokens, request.row.index, self._coordinator.columns
+        last = end == request.prefill_end
         columns.computed[row] = end
         columns.output_index[row] += last
-        following = 0 if last else request.prefill_tokens[end]
+        following = 0 if last else tokens[end]
         state = request.prefix.state
         read_slot = state.index if state is not None and start == request.prefix.length else 0
         saves = self._coordinator.prefixes.save(request, start, end)
-        step.plan.extend.append(ExtendRow(row, start, chunk, len(request.output), last, following, read_slot, saves))
+        step.plan.extend.append(
+            ExtendRow(row, start, tokens[start:end], len(request.output), last, following, read_slot, saves)
+        )
         step.rows.append((request, int(last)))
         if last and request.export_to is not None:
-            exported = request.export_to
-            step.plan.exports.append(StateCopy(row, end, exported.start, len(exported)))
+            room = request.export_to
+            step.plan.exports.append(StateCopy(row, end, room.start, len(room), request.export_from))

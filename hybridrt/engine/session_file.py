@@ -21,8 +21,8 @@ from hybridrt.runtime.state_identity import Identity, first_difference
 
 FORMAT = "hybridrt session 1"
 TOKENS, POSITIONS = "tokens", "positions"
-MOST_NOTE = 1 << 20  # characters
-_MOST_HEADER = 1 << 26  # bytes
+MAX_NOTE = 1 << 20  # characters
+_MAX_HEADER = 1 << 26  # bytes
 _DTYPES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32", torch.uint8: "U8",
     torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -64,8 +64,8 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
         SessionError: the note is no text, or too long; or the path is a device, a pipe or a socket.
         OSError: as from any file.
     """
-    if not isinstance(note, str) or not is_text(note) or len(note) > MOST_NOTE:
-        raise SessionError(f"the note is {shown(note)}; it must be text of at most {MOST_NOTE} characters")
+    if not isinstance(note, str) or not is_text(note) or len(note) > MAX_NOTE:
+        raise SessionError(f"the note is {shown(note)}; it must be text of at most {MAX_NOTE} characters")
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise SessionError(f"{path} is not a regular file, and is not replaced; choose another name")
     tensors = {
@@ -186,7 +186,7 @@ def _check_header_size(path: Path) -> None:
     with open(path, "rb") as file:
         start, size = file.read(8), os.fstat(file.fileno()).st_size
     header = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-    if not 0 < header <= min(size - 8, _MOST_HEADER):
+    if not 0 < header <= min(size - 8, _MAX_HEADER):
         raise SessionError(f"{path} is cut off, or no safetensors file: a header of {header} in {size} bytes")
 
 

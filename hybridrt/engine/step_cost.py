@@ -82,11 +82,11 @@ class StepCost:
     time is at most one.
 
     Attributes:
-        most_prompt_tokens: prompt tokens of the largest step that has run.
+        max_prompt_tokens: prompt tokens of the largest step that has run.
     """
 
     def __init__(self) -> None:
-        self.most_prompt_tokens = 0
+        self.max_prompt_tokens = 0
         self._costs: list[float] | None = None
         self._squares = np.zeros((len(_KINDS), _SIZE, _SIZE))  # sums over steps, by kind
         self._moments = np.zeros((len(_KINDS), _SIZE))
@@ -106,7 +106,7 @@ class StepCost:
         kind, features = _KINDS.index(works[-1].kind), parts.sum(0) / seconds
         self._squares[kind] = _DECAY * self._squares[kind] + np.outer(features, features)
         self._moments[kind] = _DECAY * self._moments[kind] + features
-        self.most_prompt_tokens = max(self.most_prompt_tokens, *(work.prompt_tokens for work in works))
+        self.max_prompt_tokens = max(self.max_prompt_tokens, *(work.prompt_tokens for work in works))
         self._count += 1
         if self._count >= _ENOUGH and (self._count < _FIT_EVERY or self._count % _FIT_EVERY == 0):
             self._costs = _nonnegative_costs(self._squares.sum(0), self._moments.sum(0)).tolist()

@@ -18,7 +18,7 @@ _COMPOSED = 4
 class Tokenizer(Protocol):
     @property
     def characters_per_token(self) -> int:
-        """Characters of text that a token stands for at most."""
+        """The longest text of one token, in characters."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of the ids; U+FFFD stands for bytes that are no character (yet)."""
+        """Text of the ids; U+FFFD replaces bytes that are no character (yet)."""
         ...
 
 
@@ -80,8 +80,8 @@ class HFTokenizer:
         return self.hf.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str, most_tokens: int, *, bare: bool = False) -> list[int]:
-    """Token ids of a prompt. Text too long for `most_tokens` whatever its tokens are is refused before it costs more
+def encode_prompt(tokenizer: Tokenizer, text: str, max_tokens: int, *, bare: bool = False) -> list[int]:
+    """Token ids of a prompt. Text too long for `max_tokens` whatever its tokens are is refused before it costs more
     than its length; so is text of which a tokenizer would drop so much that it might fit (repeated spaces).
 
     Args:
@@ -91,9 +91,9 @@ def encode_prompt(tokenizer: Tokenizer, text: str, most_tokens: int, *, bare: bo
         RequestError: the text is too long, or no Unicode text.
     """
     width = tokenizer.characters_per_token
-    if len(text) > most_tokens * width:
+    if len(text) > max_tokens * width:
         raise RequestError(
-            f"the prompt has {len(text)} characters; it may have at most {most_tokens} tokens (max_model_len less one "
+            f"the prompt has {len(text)} characters; it may have at most {max_tokens} tokens (max_model_len less one "
             f"for the output), and none stands for more than {width} characters: shorten it or raise max_model_len"
         )
     try:

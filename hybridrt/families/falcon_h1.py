@@ -22,7 +22,7 @@ FIELDS: FieldTypes = {
     **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), MULTIPLIER),
     "ssm_multipliers": list_of(MULTIPLIER, 5),
     "mlp_multipliers": list_of(MULTIPLIER, 2),
-    # Blocks without one of the branches or without an MLP: hub files name them, and none asks for them.
+    # Blocks without one of the branches or without an MLP: hub files name them, and none uses them.
     "attn_layer_indices": NULL,
     "mamba_use_mlp": either(NULL, TRUE),
 }

@@ -1,5 +1,6 @@
 """Nemotron-H: blocks of one kind each, Mamba-2, attention, MLP or experts."""
 
+import math
 from typing import Any
 
 from hybridrt.config import LayerSpec
@@ -8,7 +9,6 @@ from hybridrt.config_fields import (
     CHUNK,
     COMMON,
     COUNT,
-    DT_LIMIT,
     EPSILON,
     MAX_EXPERTS,
     MULTIPLIER,
@@ -29,7 +29,6 @@ FIELDS: FieldTypes = {
     "ssm_state_size": STATE,
     "conv_kernel": TAPS,
     "chunk_size": CHUNK,
-    "time_step_limit": DT_LIMIT,
     **dict.fromkeys(("layers_block_type", "mtp_layers_block_type"), list_of(TEXT)),
     "num_nextn_predict_layers": COUNT,
     **dict.fromkeys(("n_routed_experts", "num_experts_per_tok"), COUNT),
@@ -61,7 +60,7 @@ def _describe(hf: Any) -> FamilyFields:
         n_groups=hf.n_groups,
         conv_kernel=hf.conv_kernel,
         chunk_size=hf.chunk_size,
-        dt_limit=tuple(hf.time_step_limit),
+        dt_limit=(0.0, math.inf),  # transformers reads no time_step_limit, and clamps nothing in decode
     )
     layers = tuple(kinds[k] for k in hf.layers_block_type)
     head = tuple(kinds[k] for k in hf.mtp_layers_block_type) if hf.num_nextn_predict_layers == 1 else ()

@@ -56,7 +56,7 @@ def _describe(hf: Any) -> FamilyFields:
         rope = dict(hf.rope_parameters or {})
     heads = hf.num_attention_heads, hf.num_key_value_heads, head_dim
     attention = AttentionConfig(*heads, rope, scale=(head_dim / 2) ** -0.5)
-    # Behind each use of a shared block stands Mamba-2. Each use has a KV cache of its own, under its layer's id.
+    # Mamba-2 follows each use of a shared block. Each use has a KV cache of its own, under its layer's id.
     plain, hybrid = LayerSpec(False, "mamba2", None), LayerSpec(True, "mamba2", "mlp")
     layers = tuple(hybrid if kind == "hybrid" else plain for kind in hf.layers_block_type)
     return {"layers": layers, "linear": {"mamba2": mamba}, "attention": attention}

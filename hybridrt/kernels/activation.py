@@ -16,6 +16,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 @operation(by("triton"))
+def clamped_silu_and_mul(x: Tensor, limit: float) -> Tensor:
+    """min(silu(gate), limit) * clamp(up, -limit, limit), otherwise `silu_and_mul` (Ling 3)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
+
+
+@operation(by("triton"))
 def relu2(x: Tensor) -> Tensor:
     """max(x, 0)^2 (So et al. 2021), any shape and float dtype."""
     return torch.relu(x).square_()

@@ -1,6 +1,6 @@
 """Depthwise causal convolution over a ring of raw inputs: y[p] = act(bias + sum_k weight[:, k] * x[p - (K-1) + k]).
 
-The conv state of a request is a ring: the raw input of absolute position p stands in column p mod Wc of
+The conv state of a request is a ring: the raw input of absolute position p is in column p mod Wc of
 conv[slot], Wc a power of two >= K - 1 + T for steps of T tokens. A step of T tokens is rolled back by position
 alone: the columns that a rejected token wrote are overwritten before anything reads them.
 

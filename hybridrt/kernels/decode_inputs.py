@@ -4,35 +4,26 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.records import DecodeRowInputs, TokenInputs
 
 
 @operation(by("triton", "hybridrt.kernels.decode_prep_triton:decode_inputs_triton"))
 def decode_inputs(
-    input_ids: Tensor,
-    positions: Tensor,
-    out_cache_loc: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    new_pages: Tensor,
-    drafts: Tensor | None,
-    num_drafts: Tensor | None,
-    last_tokens: Tensor,
-    req_to_token: Tensor,
-    page_size: int,
+    out: TokenInputs, step: DecodeRowInputs, last_tokens: Tensor, req_to_token: Tensor, page_size: int
 ) -> None:
-    """Fills the first three arguments, [B * T] int32 each, for B rows of T tokens.
+    """Fills `out` with the tokens of a step's decode rows.
+
+    Padding drafts get KV slot 0, which is never written, and the last sampled token once more, which computes nothing
+    that the request itself does not.
 
     Args:
-        rows: [B] int32 request rows; seq_lens: [B] int32 lengths that count the step's tokens.
-        new_pages: [B] int32, the KV page that holds the row's last draft (its one token if T is 1) if that page is
-            new, else -1; its slots are entered into `req_to_token` [R + 1, max_context] first. A table of max_context
-            0 belongs to a model without KV: every slot is 0 then.
-        drafts: [B, T - 1] int32 tokens after the last sampled one, of which num_drafts [B] int32 are drafts. The rest
-            is padding: KV slot 0, which is never written, and the last sampled token once more, which computes
-            nothing that the request itself does not. Both None if T is 1.
         last_tokens: [R + 1] int32, last sampled token of each request row; -1, of logits that were not finite, is read
             as 0.
+        req_to_token: [R + 1, max_context] int32, into which the slots of new pages are entered first. A table of
+            max_context 0 belongs to a model without KV: every slot is 0 then.
     """
+    input_ids, positions, out_cache_loc = out
+    rows, seq_lens, new_pages, drafts, num_drafts = step
     batch = rows.shape[0]
     tokens = input_ids.shape[0] // batch
     ids, where = input_ids.view(batch, tokens), positions.view(batch, tokens)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.records import RowTables
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,14 @@ def fill_decode_metadata(
     seq_lens: Tensor,
     num_real: int,
     tokens_per_row: int,
-    req_to_state_slot: Tensor,
-    ring_start: Tensor,
-    ring_length: Tensor,
+    tables: RowTables,
 ) -> None:
     """Fills `out` for the B rows `req_pool_indices`, of which the first `num_real` are real.
 
     Args:
         req_pool_indices, seq_lens: [B] int32; seq_lens counts the step's tokens.
-        req_to_state_slot, ring_start, ring_length: [R + 1] int32.
     """
+    req_to_state_slot, ring_start, ring_length = tables
     torch.index_select(req_to_state_slot, 0, req_pool_indices, out=out.state_slots)
     torch.sub(seq_lens, tokens_per_row, out=out.start_positions)
     torch.index_select(ring_start, 0, req_pool_indices, out=out.ring_start)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hybridrt.kernels.decode_metadata import DecodeBuffers
 from hybridrt.kernels.pdl_triton import begin, pdl
+from hybridrt.kernels.records import DecodeRowInputs, RowTables, TokenInputs
 
 
 @triton.jit
@@ -45,25 +46,16 @@ def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
 
 
 def decode_inputs_triton(
-    input_ids: Tensor,
-    positions: Tensor,
-    out_cache_loc: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    new_pages: Tensor,
-    drafts: Tensor | None,
-    num_drafts: Tensor | None,
-    last_tokens: Tensor,
-    req_to_token: Tensor,
-    page_size: int,
+    out: TokenInputs, step: DecodeRowInputs, last_tokens: Tensor, req_to_token: Tensor, page_size: int
 ) -> None:
     """See hybridrt.kernels.decode_inputs.decode_inputs."""
-    batch = rows.shape[0]
-    tokens = input_ids.shape[0] // batch
+    batch = step.rows.shape[0]
+    tokens = out.input_ids.shape[0] // batch
+    if step.drafts is None:
+        step = step._replace(drafts=step.rows)  # no draft is read
     _decode_inputs_kernel[(batch,)](
-        input_ids, positions, out_cache_loc, rows, seq_lens, new_pages, rows if drafts is None else drafts, num_drafts,
-        last_tokens, req_to_token, req_to_token.stride(0), tokens, triton.next_power_of_2(tokens), page_size,
-        req_to_token.shape[1] > 0, num_warps=1, **pdl(rows.device),
+        *out, *step, last_tokens, req_to_token, req_to_token.stride(0), tokens, triton.next_power_of_2(tokens),
+        page_size, req_to_token.shape[1] > 0, num_warps=1, **pdl(out.device),
     )  # fmt: skip
 
 
@@ -91,13 +83,11 @@ def fill_decode_metadata_triton(
     seq_lens: Tensor,
     num_real: int,
     tokens_per_row: int,
-    req_to_state_slot: Tensor,
-    ring_start: Tensor,
-    ring_length: Tensor,
+    tables: RowTables,
 ) -> None:
     """See hybridrt.kernels.decode_metadata.fill_decode_metadata."""
     rows = out.state_slots.shape[0]
     _fill_decode_metadata_kernel[(triton.cdiv(rows, 128),)](
         out.state_slots, out.start_positions, out.accepted, out.ring_start, out.ring_length, req_pool_indices, seq_lens,
-        rows, num_real, tokens_per_row, req_to_state_slot, ring_start, ring_length, BLOCK=128, num_warps=4,
+        rows, num_real, tokens_per_row, *tables, BLOCK=128, num_warps=4,
     )  # fmt: skip

@@ -54,7 +54,7 @@ def with_gates(inputs: DeltaInputs, weights: GateWeights | None) -> DeltaInputs:
     return inputs._replace(g=g, beta=beta)
 
 
-@operation(by("triton"), by("fla", priority=5))
+@operation(by("triton"), by("fla", priority=5, needs_host=True))
 def chunk_gated_delta_rule(
     inputs: DeltaInputs, state: StateSlots, prompts: Prompts, weights: GateWeights | None = None
 ) -> Tensor:
@@ -134,7 +134,7 @@ def _to_chunks(x: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 def _wy_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> _Chunks:
     heads_per_key = v.shape[1] // k.shape[1]
     log_decay = (g if g.ndim == q.ndim else g.unsqueeze(-1)).cumsum(-2)
-    scores, products = (_decayed_products(x, k, log_decay) for x in (q, k))
+    scores, products = (decayed_products(x, k, log_decay) for x in (q, k))
     q, k = q.repeat_interleave(heads_per_key, 1), k.repeat_interleave(heads_per_key, 1)
     from_start = log_decay.exp()
     right = torch.cat((v, k * from_start), -1) * beta.unsqueeze(-1)
@@ -144,7 +144,7 @@ def _wy_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> _Chu
     return _Chunks(new_values, state_keys, q * from_start, k * to_end, scores, from_start[..., -1:, :])
 
 
-def _decayed_products(x: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
+def decayed_products(x: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
     """x_i . k_j, decayed from token j to i, where j <= i, else 0: `[n, Hv, Q, Q]` of x, k `[n, Hk, Q, K]` and the
     running sum of gates, `[n, Hv, Q, 1 or K]`."""
     tokens, heads_per_key = x.shape[-2], log_decay.shape[1] // k.shape[1]

@@ -58,6 +58,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     key_head = h // (HV // HK)
     t, i = tl.arange(0, Q), tl.arange(0, BLOCK_K)
     first, end = tl.load(ends_ptr + chunk).to(tl.int64), tl.load(ends_ptr + chunk + 1)
+    if first == end:  # a graph has as many chunks as any step of its size
+        return
     live = first + t < end
     mask = tile_mask(live, i, K, BLOCK_K)
     k = k_ptr + first * k_strides[0] + key_head * k_strides[1] + t[:, None] * k_strides[0] + i[None, :]

@@ -156,7 +156,7 @@ def classic_tile(batch: int, states: Tensor) -> dict[str, int]:
     """How a program cuts the states [S+1, Hv, V, K], as measured on an H200.
 
     Three tiles are under way while one is computed; they wait in shared memory, so that registers leave room for eight
-    programs on a multiprocessor. A small batch is over before a pipeline is full and wants more programs.
+    programs on a multiprocessor. A small batch ends before a pipeline is full; more programs are faster there.
     """
     _, heads, _, key_dim = states.shape
     columns = triton.next_power_of_2(key_dim)

@@ -4,8 +4,7 @@ It serves Gated Delta Nets and Kimi Delta Attention, whose raw gate inputs have 
 merged projection and ends at the input of the gated norm, in one of three state modes:
 
 - classic: the state is read and written each step;
-- replay: with a `ring`; the state is a checkpoint, and the inputs since stand there (`gdn_replay.py`). Not for Kimi
-  Delta Attention;
+- replay: with a `ring`; the state is a checkpoint, and the inputs since stand there (`gdn_replay.py`);
 - intermediate: with `state.intermediate`; the state is read only, and the state after each token stored.
 
 Tokens of a row form a chain; draft trees go through `causal_conv1d_update` and `recurrent_gated_delta_rule`.
@@ -26,8 +25,11 @@ from hybridrt.kernels.state_ring import check_step
 
 def _check(qkv: Tensor, a: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
     check_step(qkv, step)
-    if a.ndim == 4 and step.ring is not None:
-        raise ConfigError("a state ring has one gate a head; decays for each channel need a pool without a ring")
+    if step.ring is not None and (kept := step.ring.gates.ndim) != a.ndim:
+        raise ConfigError(
+            f"a state ring whose gates have {kept} dimensions, beside raw gates of {a.ndim}: both have a gate for each "
+            "head (3), or one for each channel of its keys (4)"
+        )
 
 
 @operation(by("triton"), check=_check)
@@ -43,8 +45,8 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
         `[B, T, Hv, V]` in qkv's dtype.
 
     Raises:
-        ConfigError: the conv ring or the state ring is too narrow for T tokens, the conv does not end in SiLU, or there
-            is a state ring beside decays for each channel.
+        ConfigError: the conv ring or the state ring is too narrow for T tokens, the conv does not end in SiLU, or the
+            state ring has gates of heads and the step of channels, or the other way round.
     """
     # The separate operations one after the other
     conv_weights, conv_state, state, ring = step

@@ -9,8 +9,12 @@ after n entries is
 and is only written once the ring is full. Every term is computed from the entries as the ring stores them (its
 dtype), so that a token's output does not depend on how tokens were grouped into steps.
 
+In Kimi Delta Attention each channel of a key has such a sum: S_0 diag(exp(G_n)), and k_i exp(G_n - G_i) channel by
+channel. The ring then keeps K log decays a token. A decay is the product of that from an entry to the end of the ring
+and that from there to a token of the step. The logs of both are sums of negative numbers: nothing overflows.
+
 Shapes: B rows, T new tokens, W ring columns, Hk key heads of dim K, Hv value heads of dim V. The T new entries go to
-columns (start + length + t) mod W.
+columns (start + length + t) mod W. D stands for the channels that decay apart: 1, or K in Kimi Delta Attention.
 """
 
 from dataclasses import dataclass
@@ -19,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.gated_delta_rule import l2_normalize
+from hybridrt.kernels.gated_delta_rule import decayed_products, l2_normalize
 from hybridrt.kernels.records import DeltaInputs, StateRing, StateSlots
 from hybridrt.kernels.slots import pad_mask, read_rows, write_columns
 from hybridrt.kernels.state_ring import ring_entries
@@ -29,14 +33,15 @@ from hybridrt.kernels.state_ring import ring_entries
 class _History:
     """A row's first W ring entries in order of time, float32, zero where not visible.
 
-    values `[B, Hv, W, V]`, keys `[B, Hk, W, K]`; logs of what is left at the end of each entry, entry_decay `[B, Hv,
-    W]`, and of the checkpoint, decay `[B, Hv]`.
+    Attributes:
+        values: `[B, Hv, W, V]`.
+        keys: `[B, Hv, W, K]`, with what is left of them at the end.
+        log_decay: `[B, Hv, 1, D]`, log of what is left of the checkpoint at the end.
     """
 
     values: Tensor
     keys: Tensor
-    entry_decay: Tensor
-    decay: Tensor
+    log_decay: Tensor
 
 
 def gdn_replay(inputs: DeltaInputs, state: StateSlots, ring: StateRing) -> Tensor:
@@ -51,7 +56,7 @@ def gdn_replay(inputs: DeltaInputs, state: StateSlots, ring: StateRing) -> Tenso
     history = _read_history(ring)
     new_keys = l2_normalize(k).to(keys.dtype).float().transpose(1, 2)
     queries = (l2_normalize(q) * q.shape[-1] ** -0.5).transpose(1, 2)
-    log_decay = g.float().cumsum(1).transpose(1, 2)
+    log_decay = (g if g.ndim == v.ndim else g.unsqueeze(-1)).float().cumsum(1).transpose(1, 2)
     checkpoint = read_rows(states, slots).float()
     base = _read_past(checkpoint, history, torch.cat((new_keys, queries), 2), torch.cat((log_decay, log_decay), 2))
     out, corrected = _new_tokens(base, new_keys, queries, v, log_decay, beta.float(), values.dtype)
@@ -65,26 +70,23 @@ def _read_history(ring: StateRing) -> _History:
     *stored, length = ring
     visible = torch.arange(ring.gates.shape[2], device=length.device) < length[:, None]
     # Columns that are not visible may hold anything, NaN included, so they are replaced and not multiplied by zero.
-    entry_values, entry_keys, entry_gates = (
+    values, keys, gates = (
         torch.where(visible.view(*visible.shape, *[1] * (part.ndim - 2)), part, 0).transpose(1, 2)
         for part in ring_entries(*stored)
     )
+    gates = gates if gates.ndim == keys.ndim else gates.unsqueeze(-1)
     # From the end, not as a difference of sums from the start: strong decays long ago would round it away.
-    since = entry_gates.flip(-1).cumsum(-1).flip(-1)
-    return _History(entry_values, entry_keys, F.pad(since[..., 1:], (0, 1)), since[..., 0])
+    since = gates.flip(2).cumsum(2).flip(2)
+    keys = keys.repeat_interleave(values.shape[1] // keys.shape[1], 1)
+    return _History(values, keys * F.pad(since[:, :, 1:], (0, 0, 0, 1)).exp(), since[:, :, :1])
 
 
 def _read_past(checkpoint: Tensor, history: _History, vectors: Tensor, log_decay: Tensor) -> Tensor:
-    """S x for vectors x `[B, Hk, n, K]`, S the state before this step, decayed by log_decay `[B, Hv, n]` since:
+    """S x for vectors x `[B, Hk, n, K]`, S the state before this step, decayed by log_decay `[B, Hv, n, D]` since:
     `[B, Hv, n, V]`."""
-    heads_per_key = checkpoint.shape[1] // vectors.shape[1]
-    products = (vectors @ history.keys.transpose(-1, -2)).repeat_interleave(heads_per_key, 1)
-    weights = products * (log_decay.unsqueeze(-1) + history.entry_decay.unsqueeze(-2)).exp()
-    vectors = vectors.repeat_interleave(heads_per_key, 1)
-    from_checkpoint = (vectors @ checkpoint.transpose(-1, -2)) * (
-        log_decay + history.decay.unsqueeze(-1)
-    ).exp().unsqueeze(-1)
-    return from_checkpoint + weights @ history.values
+    vectors = vectors.repeat_interleave(checkpoint.shape[1] // vectors.shape[1], 1) * log_decay.exp()
+    from_checkpoint = (vectors * history.log_decay.exp()) @ checkpoint.transpose(-1, -2)
+    return from_checkpoint + (vectors @ history.keys.transpose(-1, -2)) @ history.values
 
 
 def _new_tokens(
@@ -95,13 +97,9 @@ def _new_tokens(
     base `[B, Hv, 2T, V]`: what the T keys, then the T queries read from the past; keys, queries `[B, Hk, T, K]`.
     """
     tokens = keys.shape[2]
-    heads_per_key = v.shape[2] // keys.shape[1]
-    pair_decay = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).exp()
-    by_key, by_query = (
-        (x @ keys.transpose(-1, -2)).repeat_interleave(heads_per_key, 1) * pair_decay for x in (keys, queries)
-    )
+    by_key, by_query = (decayed_products(x, keys, log_decay) for x in (keys, queries))
     corrected = torch.zeros_like(base[:, :, :tokens])
     for t in range(tokens):
         read = base[:, :, t] + (by_key[:, :, t : t + 1, :t] @ corrected[:, :, :t]).squeeze(2)
         corrected[:, :, t] = ((v[:, t].float() - read) * beta[:, t].unsqueeze(-1)).to(ring_dtype)
-    return base[:, :, tokens:] + by_query.tril() @ corrected, corrected
+    return base[:, :, tokens:] + by_query @ corrected, corrected

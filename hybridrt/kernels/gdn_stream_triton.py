@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
+from hybridrt.kernels.kda_prepare_triton import prepare_channels
 from hybridrt.kernels.launch import dot_precision
 from hybridrt.kernels.mamba2_common_triton import (
     conv_one_token,
@@ -248,7 +249,9 @@ def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, s
     if batch == 0:
         return out
     width = ring.gates.shape[2]
-    vectors = torch.empty((batch, key_heads, 2 * tokens, key_dim), dtype=ring.keys.dtype, device=device)
+    by_channel = a.ndim == 4
+    dtype = torch.float32 if by_channel else ring.keys.dtype
+    vectors = torch.empty((batch, key_heads, 2 * tokens, key_dim), dtype=dtype, device=device)
     scores = torch.empty((batch, value_heads, 2 * tokens, width), dtype=torch.float32, device=device)
     decays = torch.empty((batch, value_heads, 2 * tokens), dtype=torch.float32, device=device)
     betas = torch.empty((batch, tokens, value_heads), dtype=torch.float32, device=device)
@@ -256,16 +259,18 @@ def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, s
     sizes["BLOCK_W"] = max(16, triton.next_power_of_2(width))
     sizes |= {"TAPS": weight.shape[1], "WC": conv.shape[2]}
     rows = slots, start_positions, ring.rows, ring.start, ring.length
-    _prepare_kernel[batch, key_heads](
+    own = {"BLOCK_H": triton.next_power_of_2(value_heads // key_heads), "PRECISION": dot_precision(ring.keys.dtype)}
+    prepare = prepare_channels if by_channel else _prepare_kernel
+    prepare[batch, key_heads](
         qkv, a, b, weight, bias, weights.A_log, weights.dt_bias, conv, ring.keys, ring.gates,
         vectors, scores, decays, betas,
         *rows, strides(qkv), strides(a), strides(b), conv.stride(0), ring.keys.stride(0), ring.gates.stride(0),
-        BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BLOCK_H=triton.next_power_of_2(value_heads // key_heads),
-        BETA_SCALE=weights.beta_scale,
+        BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BETA_SCALE=weights.beta_scale,
         # One token's few sums stay within a warp; several tokens are products of tiles.
-        PRECISION=dot_precision(ring.keys.dtype), num_warps=1 if tokens == 1 else 4, **sizes, **pdl(device),
+        num_warps=1 if tokens == 1 else 4, **sizes, **({"LOWER_BOUND": weights.lower_bound} if by_channel else own),
+        **pdl(device),
     )  # fmt: skip
-    tile = stream_tile(batch, tokens, states)
+    tile = stream_tile(batch, tokens, states, by_channel)
     _stream_kernel[batch, value_heads, triton.cdiv(value_dim, tile["BLOCK_V"])](
         qkv, weight, bias, out, conv, states, ring.values, vectors, scores, decays, betas, *rows,
         strides(qkv), conv.stride(0), states.stride(0), ring.values.stride(0), V=value_dim, **tile, **sizes,
@@ -274,16 +279,16 @@ def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, s
     return out
 
 
-def stream_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:
+def stream_tile(batch: int, tokens: int, states: Tensor, by_channel: bool = False) -> dict[str, int]:
     """How a program of the stream cuts the states [S+1, Hv, V, K], as measured on an H200.
 
-    One token against a float32 state is multiplied element by element: three tensor-core products would cost more than
-    the bytes. Tiles that are whole in K are on their way before the wait for the kernel in front.
+    One token is multiplied element by element where state or vectors are float32: three tensor-core products would cost
+    more than the bytes. Tiles that are whole in K are on their way before the wait for the kernel in front.
     """
     _, heads, value_dim, key_dim = states.shape
     wide = states.element_size() == 4
     rows, columns = (max(16, triton.next_power_of_2(size)) for size in (value_dim, key_dim))
-    by_elements = tokens == 1 and wide
+    by_elements = tokens == 1 and (wide or by_channel)
     tile = {"BLOCK_N": 2 if by_elements else max(16, triton.next_power_of_2(2 * tokens)), "BLOCK_K": columns}
     if by_elements or batch * heads * value_dim <= 1 << 16:
         return tile | {"BLOCK_V": 16, "STAGES": 1, "num_warps": 2}

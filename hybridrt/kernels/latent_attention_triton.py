@@ -14,7 +14,7 @@ from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.prefill_attention_triton import KeySources, described, width_of
 from hybridrt.kernels.records import AttentionPrompts, LatentWeights, PagedKV
 
-DECOMPRESSED_MOST = 1 << 28  # bytes of the keys and values that are made at a time, of as many heads as that allows
+MAX_DECOMPRESSED = 1 << 28  # bytes of the keys and values that are made at a time, of as many heads as that allows
 
 
 @triton.jit
@@ -97,11 +97,12 @@ def latent_extend_triton(
     q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts, out: Tensor | None = None
 ) -> Tensor:
     """`latent_extend`: absorbed for few tokens; decompressed for many, if the device has a tensor memory accelerator
-    and the copied vectors take at most GATHER_MOST bytes."""
-    copied = sum(batch.seq_lens_host) * kv.k_cache.shape[3] * q.element_size()
-    allowed = prefill.ample(q) and copied <= prefill.GATHER_MOST
-    if allowed and decompressed_pays(q, weights, batch.query_lens, batch.seq_lens_host):
-        return _decompressed(q, kv, weights, batch, out)
+    and the copied vectors take at most MAX_GATHERED bytes."""
+    lens = batch.seq_lens_host  # None in a graph, which could not hold copies of changing sizes
+    copied = sum(lens or ()) * kv.k_cache.shape[3] * q.element_size()
+    allowed = lens is not None and prefill.ample(q) and copied <= prefill.MAX_GATHERED
+    if allowed and decompressed_pays(q, weights, batch.query_lens, lens):
+        return _decompressed(q, kv, weights, batch, lens, out)
     return from_latent(prefill.attention_extend_triton(into_latent(q, weights), kv, batch), weights, out)
 
 
@@ -116,17 +117,17 @@ def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[in
 
 
 def _decompressed(
-    q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts, out: Tensor | None
+    q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts, seq_lens: Sequence[int], out: Tensor | None
 ) -> Tensor:
     """Gathers the vectors that the batch sees. Then, some heads at a time, makes keys and values and attends."""
     (heads, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
     out = q.new_empty(*q.shape[:2], value_dim) if out is None else out
     out[sum(batch.query_lens) :].zero_()
-    blocks = prefill.key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window)
+    blocks = prefill.key_blocks(batch.query_lens, seq_lens, kv.sliding_window)
     parts = kv.k_cache[..., :rank], kv.k_cache[..., rank:]
     latents, tails, total = prefill.gather(*parts, kv, batch, blocks, q.dtype)
     row_bytes = (width_of(nope) + width_of(value_dim)) * q.element_size()
-    at_once = min(max(DECOMPRESSED_MOST // (total * row_bytes), 1), heads)
+    at_once = min(max(MAX_DECOMPRESSED // (total * row_bytes), 1), heads)
     for first in range(0, heads, at_once):
         mine = slice(first, first + at_once)
         keys = _made(latents[:, :rank], weights.up_k[mine].transpose(1, 2))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 # Multiply-adds from which oneDNN's faster product pays for its two copies (70 microseconds together).
 ONEDNN_FROM = 1 << 21
-# Tokens from which it also pays for turning a weight that stands column by column.
+# Tokens from which it also pays for turning a weight that is stored column by column.
 TURNS_FROM = 256
 
 

@@ -17,7 +17,7 @@ from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
 
 
-@operation(by("triton"), by("mamba_ssm", priority=5))
+@operation(by("triton"), by("mamba_ssm", priority=5, needs_host=True))
 def mamba2_chunk_scan(
     inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, out: Tensor | None = None
 ) -> Tensor:

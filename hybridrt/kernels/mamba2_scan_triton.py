@@ -68,6 +68,8 @@ def _gains_kernel(  # type: ignore[no-untyped-def]
     k = tl.arange(0, BLOCK_K)
     # 64 bits for where the chunk begins, 32 for the way from there: half the registers of addresses.
     start, size = _chunk(cu_chunks_ptr, chunk)
+    if size == 0:  # a graph has as many chunks as any step of its size
+        return
     step_row, cum_row = step_ptr + h.to(tl.int64) * num_tokens + start, cum_ptr + h.to(tl.int64) * num_tokens + start
     x_source = x_ptr + start * x_strides[0] + h * x_strides[1] + p[None, :]
     B_source = B_ptr + start * B_strides[0] + (h // HEADS_PER_GROUP) * B_strides[1] + n[None, :]

@@ -9,9 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.activation import relu2, silu_and_mul
+from hybridrt.kernels.activation import clamped_silu_and_mul, relu2, silu_and_mul
 from hybridrt.kernels.linear import linear
 from hybridrt.kernels.operation import by, operation
+
+
+class SoftmaxChoice(NamedTuple):
+    """How `router_softmax` chooses: the top_k experts, whose weights are divided by their sum if `renormalize`, and
+    behind them the `shared` experts E, E + 1, ..., which every token passes."""
+
+    top_k: int
+    renormalize: bool
+    shared: int = 0
 
 
 class GroupedChoice(NamedTuple):
@@ -31,33 +40,31 @@ class ExpertStack(NamedTuple):
     Attributes:
         w_up: `[E, 2I, D]` (gate rows, then up rows) if `gated`, else `[E, I, D]`; w_down: `[E, D, I]`.
         activation: of the gate, or of up where there is no gate.
+        limit: of a SwiGLU whose two factors are clamped (`clamped_silu_and_mul`); None for none.
     """
 
     w_up: Tensor
     w_down: Tensor
     activation: Literal["silu", "relu2"]
     gated: bool
+    limit: float | None = None
 
 
 @operation(by("triton", "hybridrt.kernels.moe_router_triton:router_softmax_triton"))
 def router_softmax(
-    logits: Tensor,
-    top_k: int,
-    renormalize: bool,
-    shared_gate: Tensor | None = None,
-    shared: int = 0,
-    rows: Tensor | None = None,
+    logits: Tensor, choice: SoftmaxChoice, shared_gate: Tensor | None = None, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The top_k experts by softmax probability (Qwen3-Next, Jamba), and behind them those that every token passes.
 
     Args:
-        logits: `[T, E]`, rows of any stride; the chosen probabilities are divided by their sum if `renormalize`.
-        shared_gate: `[T]`, whose sigmoid is the weight of the `shared` experts E, E + 1, ...
+        logits: `[T, E]`, rows of any stride.
+        shared_gate: `[T]`, whose sigmoid is the weight of the shared experts.
         rows: `[B]` int32, each with T / B tokens; those of row 0, which is padding, go to no expert: weight 0, id -1.
 
     Returns:
         weights `[T, k + shared]` float32 and ids `[T, k + shared]` int32.
     """
+    top_k, renormalize, shared = choice
     (tokens, experts), ids_of_shared = logits.shape, torch.arange(shared, device=logits.device)
     weights, ids = torch.softmax(logits, -1, dtype=torch.float32).topk(top_k, -1)
     if renormalize:
@@ -97,7 +104,7 @@ def fused_experts(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor)
     x `[T, D]`; weights `[T, k]` float32; ids `[T, k]` int32, -1 for none (padding). Returns `[T, D]` in x's dtype,
     summed in float32.
     """
-    w_up, w_down, activation, gated = experts
+    w_up, w_down, *_ = experts
     # Token-expert pairs sorted by expert, one pair of matrix products for each expert that was hit
     count, top_k = w_up.shape[0], ids.shape[1]
     flat = ids.flatten().long()
@@ -110,7 +117,7 @@ def fused_experts(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor)
         if count == 0:
             continue
         chosen = tokens[start : start + count]
-        hidden = _activate(linear(x[chosen], w_up[expert]), activation, gated)
+        hidden = _activate(linear(x[chosen], w_up[expert]), experts)
         out.index_add_(0, chosen, linear(hidden, w_down[expert]) * pair_weights[start : start + count])
         start += count
     return out.to(x.dtype)
@@ -124,10 +131,12 @@ def _without_padding(weights: Tensor, ids: Tensor, rows: Tensor | None) -> tuple
     return weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
 
 
-def _activate(hidden: Tensor, activation: Literal["silu", "relu2"], gated: bool) -> Tensor:
-    if activation == "silu":
-        return silu_and_mul.reference(hidden) if gated else F.silu(hidden)
-    if gated:
+def _activate(hidden: Tensor, experts: ExpertStack) -> Tensor:
+    if experts.limit is not None:
+        return clamped_silu_and_mul.reference(hidden, experts.limit)
+    if experts.activation == "silu":
+        return silu_and_mul.reference(hidden) if experts.gated else F.silu(hidden)
+    if experts.gated:
         gate, up = hidden.chunk(2, dim=-1)
         return relu2.reference(gate).mul_(up)
     return relu2.reference(hidden)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.moe import GroupedChoice
+from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice
 from hybridrt.kernels.pdl_triton import begin, pdl
 
 
@@ -95,13 +95,9 @@ def _router_sigmoid_kernel(  # type: ignore[no-untyped-def]
 
 
 def router_softmax_triton(
-    logits: Tensor,
-    top_k: int,
-    renormalize: bool,
-    shared_gate: Tensor | None = None,
-    shared: int = 0,
-    rows: Tensor | None = None,
+    logits: Tensor, choice: SoftmaxChoice, shared_gate: Tensor | None = None, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    top_k, renormalize, shared = choice
     weights, ids = _empty_routing(logits, top_k + shared)
     tokens, experts = logits.shape
     if tokens:

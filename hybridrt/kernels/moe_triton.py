@@ -21,12 +21,14 @@ COMPARED_PAIRS = 12288
 
 
 @triton.jit
-def _activate(hidden, up, RELU2: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _activate(hidden, up, RELU2: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
     if RELU2:
         hidden = tl.maximum(hidden, 0.0)
         hidden = hidden * hidden
     else:
         hidden = hidden * tl.sigmoid(hidden)
+    if LIMIT is not None:
+        hidden, up = tl.minimum(hidden, LIMIT), tl.maximum(tl.minimum(up, LIMIT), -LIMIT)
     if GATED:
         hidden = hidden * up
     return hidden
@@ -35,7 +37,8 @@ def _activate(hidden, up, RELU2: tl.constexpr, GATED: tl.constexpr):  # type: ig
 @triton.jit
 def _gathered_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, ids_ptr, hidden_ptr, x_sr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr, INNER: tl.constexpr,
-    RELU2: tl.constexpr, GATED: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    RELU2: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [pairs, inner blocks]. A thread owns 8 neighbouring columns of each row, one 16-byte load."""
     begin_in_turn(PDL)
@@ -64,7 +67,7 @@ def _gathered_up_kernel(  # type: ignore[no-untyped-def]
             tile = tl.load(w_rows + following, mask=mask, other=0.0)
             if GATED:
                 up_tile = tl.load(w_rows + following + INNER * w_sr, mask=mask, other=0.0)
-    out = _activate(tl.sum(hidden, 1), tl.sum(up, 1), RELU2, GATED)
+    out = _activate(tl.sum(hidden, 1), tl.sum(up, 1), RELU2, GATED, LIMIT)
     tl.store(hidden_ptr + pair.to(tl.int64) * INNER + i, out.to(hidden_ptr.dtype.element_ty), mask=i < INNER)
 
 
@@ -121,8 +124,8 @@ def _down_tile(w_rows, ids_row, w_se, k, column, TOP_K: tl.constexpr, INNER: tl.
 def _grouped_kernel(  # type: ignore[no-untyped-def]
     a_ptr, w_ptr, pairs_ptr, block_expert_ptr, out_ptr, a_sr, w_se, w_sr, num_pairs, num_experts,
     PAIRS_PER_ROW: tl.constexpr, INNER: tl.constexpr, OUT: tl.constexpr, ACTIVATE: tl.constexpr, RELU2: tl.constexpr,
-    GATED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    GATED: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = act(a[pair // PAIRS_PER_ROW] w[expert]^T) for a block of pairs of one expert and BLOCK_N columns."""
     begin(PDL)
@@ -145,7 +148,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
             w = tl.load(w_rows + OUT * w_sr + k[:, None], mask=mask, other=0.0)
             up = tl.dot(a, w, up, input_precision=PRECISION)
     if ACTIVATE:
-        total = _activate(total, up, RELU2, GATED)
+        total = _activate(total, up, RELU2, GATED, LIMIT)
     mask = live[:, None] & (n < OUT)[None, :]
     tl.store(out_ptr + pair[:, None] * OUT + n[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -224,12 +227,12 @@ def fused_experts_triton(x: Tensor, experts: ExpertStack, weights: Tensor, ids: 
 
 
 def _gathered(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor) -> None:
-    w_up, w_down, activation, gated = experts
+    w_up, w_down, activation, gated, limit = experts
     (tokens, width), (pairs, inner), top_k = x.shape, hidden.shape, ids.shape[1]
     block_i, block_d = 2 if gated else 4, max(8, min(1024, triton.next_power_of_2(width)))
     _gathered_up_kernel[(pairs, triton.cdiv(inner, block_i))](
         x, w_up, ids, hidden, x.stride(0), w_up.stride(0), w_up.stride(1),
-        TOP_K=top_k, D=width, INNER=inner, RELU2=activation == "relu2", GATED=gated,
+        TOP_K=top_k, D=width, INNER=inner, RELU2=activation == "relu2", GATED=gated, LIMIT=limit,
         BLOCK_I=block_i, BLOCK_D=block_d, num_warps=4, **pdl(x.device),
     )  # fmt: skip
     block_i, block_d = max(8, min(512, triton.next_power_of_2(inner))), 2
@@ -284,14 +287,15 @@ def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> _Blocks
 
 
 def _grouped(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor) -> None:
-    w_up, w_down, activation, gated = experts
-    meta = {"RELU2": activation == "relu2", "GATED": gated}
+    w_up, w_down, activation, gated, limit = experts
+    meta = {"RELU2": activation == "relu2", "GATED": gated, "LIMIT": limit}
     blocks, (tokens, width), top_k = _lay_out(ids, w_up.shape[0]), x.shape, ids.shape[1]
     y = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
     _launch_grouped(x, w_up, blocks, hidden, ids, {**meta, "PAIRS_PER_ROW": top_k, "ACTIVATE": True})
     _launch_grouped(
-        hidden, w_down, blocks, y, ids, {"PAIRS_PER_ROW": 1, "ACTIVATE": False, "RELU2": False, "GATED": False}
-    )
+        hidden, w_down, blocks, y, ids,
+        {"PAIRS_PER_ROW": 1, "ACTIVATE": False, "RELU2": False, "GATED": False, "LIMIT": None},
+    )  # fmt: skip
     block_d = min(512, triton.next_power_of_2(width))
     _weighted_sum_kernel[(tokens, triton.cdiv(width, block_d))](
         y, weights, ids, out, TOP_K=top_k, D=width, BLOCK_P=triton.next_power_of_2(top_k), BLOCK_D=block_d,

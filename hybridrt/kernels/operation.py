@@ -13,23 +13,27 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class By:
-    """A further implementation of an operation: who provides it, where it stands, and when it is picked."""
+    """A further implementation of an operation: its provider, its import path, and when it is picked."""
 
     provider: str
     target: str | None
     priority: int
     supports: Supports | None
+    needs_host: bool
 
 
-def by(provider: str, target: str | None = None, *, priority: int = 10, supports: Supports | None = None) -> By:
+def by(
+    provider: str, target: str | None = None, *, priority: int = 10, supports: Supports | None = None,
+    needs_host: bool = False,
+) -> By:  # fmt: skip
     """Declares that `provider` implements the operation.
 
     Args:
         target: "module:attribute". None is the usual place: for triton `<name>_triton` in `<file>_triton.py` beside the
             operation, for a library `<name>` in `libraries/<provider>.py`.
-        priority, supports: as in `hybridrt.kernels.providers.register`.
+        priority, supports, needs_host: as in `hybridrt.kernels.providers.register`.
     """
-    return By(provider, target, priority, supports)
+    return By(provider, target, priority, supports, needs_host)
 
 
 class Operation(Generic[P, R]):
@@ -68,7 +72,10 @@ def operation(*others: By, check: Callable[..., None] | None = None) -> Callable
         for other in others:
             library = f"hybridrt.kernels.libraries.{other.provider}:{name}"
             usual = f"{module}_triton:{name}_triton" if other.provider == "triton" else library
-            register(name, other.provider, other.target or usual, priority=other.priority, supports=other.supports)
+            register(
+                name, other.provider, other.target or usual, priority=other.priority, supports=other.supports,
+                needs_host=other.needs_host,
+            )  # fmt: skip
         return Operation(reference, check)
 
     return decorate

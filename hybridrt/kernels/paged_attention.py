@@ -2,7 +2,7 @@
 
 Shapes: B rows, T tokens per row, Hq query and Hkv key/value heads (query head h reads key head h // (Hq // Hkv)), D
 dim of queries and keys, Dv of values (see PagedKV), L the longest context looked at. A token's slot is page * page_size
-+ offset; `req_to_token[row, position]` holds slots. Page 0 stands for padding: it is never written, and no row reads
++ offset; `req_to_token[row, position]` holds slots. Page 0 is padding: it is never written, and no row reads
 what another one wrote or left behind, so that NaN in one request reaches no other.
 """
 
@@ -58,7 +58,7 @@ def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor |
         last = seq_lens - 1 if num_drafts is None else seq_lens - tokens + num_drafts
         in_context = (position >= 0) & (position <= last.unsqueeze(1))
         # Other slots may name another request's page or a stale one. What is masked is still multiplied by zero,
-        # and 0 * NaN is NaN: the row's own last key stands in for it.
+        # and 0 * NaN is NaN: the row's own last key replaces it.
         stand_in = slots.gather(1, (last - position[:, 0]).clamp(min=0).long().unsqueeze(1))
         slots = torch.where(in_context, slots, stand_in)
         if tokens == 1:

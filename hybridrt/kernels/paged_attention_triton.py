@@ -100,7 +100,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     seq_len = tl.load(seq_lens_ptr + b)
     keys = seq_len
     if drafts_ptr is not None:
-        keys -= T - 1 - tl.load(drafts_ptr + b)  # behind them stands another's KV: the rest of the T is padding
+        keys -= T - 1 - tl.load(drafts_ptr + b)  # behind them is padding of the T: it belongs to another row
     origin, first, end, used = _split_range(seq_len, split, T, WINDOW, SPLITS, LEAST, BLOCK_N)
     if (SPLITS > 1) & (split > 0) & (first >= end):
         return
@@ -129,7 +129,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         in_context = pos < keys
         if WINDOW > 0:
             in_context &= pos > seq_len - T - WINDOW  # the pages before may be another request's by now
-        node = pos - (seq_len - T)  # which of the T tokens stands there; negative before them
+        node = pos - (seq_len - T)  # which of the T tokens is at `pos`; negative before them
         key_depth = node
         if tree_ptr is not None:
             in_tree = in_context & (node >= 0)
@@ -336,8 +336,8 @@ def rope_block(rope: int) -> int:
 def _tile(rows: int, head_dim: int, q: Tensor) -> dict[str, int]:
     """Tile sizes and warps for `rows` query rows per key/value head."""
     block_d, halved = max(16, triton.next_power_of_2(head_dim)), q.dtype == torch.float32
-    most = BLOCK_M >> (halved + (block_d > 256))  # the accumulator of 64 rows of 512 numbers does not fit registers
-    block_m = min(max(16, triton.next_power_of_2(rows)), max(16, most))
+    max_rows = BLOCK_M >> (halved + (block_d > 256))  # the accumulator of 64 rows of 512 numbers does not fit registers
+    block_m = min(max(16, triton.next_power_of_2(rows)), max(16, max_rows))
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": max(16, BLOCK_N >> halved),

@@ -16,7 +16,7 @@ import triton.language as tl
 
 
 class Launch(TypedDict, total=False):
-    """Keywords of a launch: the kernel's constexpr PDL, and Triton's own option where there is a GPU that knows it."""
+    """Keywords of a launch: the kernel's constexpr PDL, and Triton's own option where the GPU supports it."""
 
     PDL: bool
     launch_pdl: bool

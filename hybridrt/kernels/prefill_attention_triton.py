@@ -25,7 +25,7 @@ from hybridrt.kernels.records import AttentionPrompts, PagedKV
 
 BLOCK_M, BLOCK_N = 128, 64  # query rows and context positions per tile; half of them in float32
 GATHER_FROM = 8192  # query rows of a key/value head and request, in the mean, from which on copying keys together pays
-GATHER_MOST = 1 << 30  # bytes of such a copy: contexts so long that it would be larger are read from their pages
+MAX_GATHERED = 1 << 30  # bytes of such a copy: contexts so long that it would be larger are read from their pages
 
 
 @triton.jit
@@ -187,7 +187,7 @@ class KeySources(NamedTuple):
 
     Attributes:
         keys, values: caches, or descriptors of [heads * total, width].
-        ropes: the part of keys that stands apart, or a descriptor of [total, width]; None without.
+        ropes: the part of keys that is stored apart, or a descriptor of [total, width]; None without.
         total: rows that one head has in a copy; 0 of caches.
     """
 
@@ -206,10 +206,11 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
     out[sum(query_lens) :].zero_()
     if not any(query_lens):
         return out
-    blocks = key_blocks(query_lens, batch.seq_lens_host, sliding_window)
     many = sum(query_lens) * groups >= GATHER_FROM * len(query_lens)
+    # A graph knows no lengths that the copy could be as large as.
+    blocks = key_blocks(query_lens, batch.seq_lens_host, sliding_window) if many and batch.seq_lens_host else []
     copied = 2 * BLOCK_N * sum(blocks) * kv_heads * width_of(dim) * q.element_size()
-    gathered = not rope and ample(q) and many and copied <= GATHER_MOST
+    gathered = bool(blocks) and not rope and ample(q) and copied <= MAX_GATHERED
     tile = tile_of(q, dim, kv_heads, query_lens, gathered)
     sources = KeySources(k_cache, v_cache, k_cache[..., dim:] if rope else None)
     if gathered:

@@ -52,6 +52,7 @@ class Implementation:
     target: str
     priority: int
     supports: Supports | None
+    needs_host: bool = False
 
     def load(self) -> Callable[..., Any]:
         """Raises ProviderNotInstalledError where the provider is installed and cannot be imported."""
@@ -97,13 +98,18 @@ _IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {}
 _DECLINED: dict[str, dict[str, str]] = {}
 
 
-def register(op: str, provider: str, target: str, *, priority: int = 0, supports: Supports | None = None) -> None:
+def register(
+    op: str, provider: str, target: str, *, priority: int = 0, supports: Supports | None = None,
+    needs_host: bool = False,
+) -> None:  # fmt: skip
     """Declare that `target` ("module:attribute") implements `op`. Among those that fit, the highest priority is picked.
+    `needs_host`: it uses the exact lengths of prompts on the host, so that a graph cannot hold it.
 
     Raises ConfigError for a provider that PROVIDERS does not list.
     """
     _check_known(op, provider)
-    _IMPLEMENTATIONS.setdefault(op, {})[provider] = Implementation(op, PROVIDERS[provider], target, priority, supports)
+    found = Implementation(op, PROVIDERS[provider], target, priority, supports, needs_host)
+    _IMPLEMENTATIONS.setdefault(op, {})[provider] = found
     select.cache_clear()
 
 
@@ -126,12 +132,21 @@ def select(op: str, device_type: str, name: str | None = None, **facts: Any) -> 
     so a repeated call costs a dictionary look-up. Raises ConfigError (unknown operation or provider),
     ProviderNotInstalledError (a named provider is missing), BackendError (it does not fit, or nothing does).
     """
+    return _pick(op, device_type, name, facts).load()
+
+
+def needs_host(op: str, device_type: str) -> bool:
+    """Whether a call of `op` goes to an implementation that a graph cannot hold (`register`). Raises as `select`."""
+    return _pick(op, device_type, None, {}).needs_host
+
+
+def _pick(op: str, device_type: str, name: str | None, facts: Mapping[str, Any]) -> Implementation:
     name = name or _overrides().get(op)
     if name is not None:
-        return _named(op, device_type, name, facts).load()
+        return _named(op, device_type, name, facts)
     for implementation in _ranked(op, device_type):
         if _objection(implementation, device_type, facts) is None:
-            return implementation.load()
+            return implementation
     raise BackendError(f"no provider implements {op!r} on {device_type!r} for {facts or 'this call'}")
 
 

@@ -23,6 +23,56 @@ Activation = Literal["silu"] | None
 NO_LIMIT = (0.0, math.inf)
 
 
+class TokenInputs(NamedTuple):
+    """What a model reads of each token, [T] int32 each; see ForwardBatch."""
+
+    input_ids: Tensor
+    positions: Tensor
+    out_cache_loc: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.input_ids.device
+
+    @classmethod
+    def allocate(cls, count: int, device: torch.device) -> "TokenInputs":
+        return cls(*torch.zeros(3, count, dtype=torch.int32, device=device))
+
+    def first(self, count: int) -> "TokenInputs":
+        """Views of the first `count` tokens."""
+        return TokenInputs(*(part[:count] for part in self))
+
+    def then(self, other: "TokenInputs") -> "TokenInputs":
+        """These tokens, then those of `other`."""
+        return TokenInputs(*(torch.cat(pair) for pair in zip(self, other)))
+
+
+class DecodeRowInputs(NamedTuple):
+    """B decode rows of T tokens, as the host packed them.
+
+    Attributes:
+        rows: [B] request rows; seq_lens: [B] lengths that count the step's tokens.
+        new_pages: [B], the KV page that holds the row's last draft (its one token if T is 1) if that page is new, else
+            -1.
+        drafts: [B, T - 1] tokens after the last sampled one, of which num_drafts [B] are drafts. The rest is padding.
+            Both None if T is 1.
+    """
+
+    rows: Tensor
+    seq_lens: Tensor
+    new_pages: Tensor
+    drafts: Tensor | None = None
+    num_drafts: Tensor | None = None
+
+
+class RowTables(NamedTuple):
+    """By request row, [R + 1] each: the state slot, and the cursors of the state ring."""
+
+    req_to_state_slot: Tensor
+    ring_start: Tensor
+    ring_length: Tensor
+
+
 class ConvWeights(NamedTuple):
     """A depthwise convolution: weight [C, K], bias [C] or None, and what follows it. With K = 0 there is no conv: the
     activation follows the inputs themselves (`mamba2_decode` alone takes that)."""
@@ -33,7 +83,7 @@ class ConvWeights(NamedTuple):
 
 
 class ConvState(NamedTuple):
-    """Raw conv inputs of B rows: the one of position p stands in column p mod Wc of its slot.
+    """Raw conv inputs of B rows: the one of position p is in column p mod Wc of its slot.
 
     Attributes:
         conv: [S+1, C, Wc] rings; Wc is a power of two, at least K - 1 + T for steps of T tokens.
@@ -67,7 +117,7 @@ class StateSlots(NamedTuple):
 
     Attributes:
         states: [S+1, *state] pool.
-        read_state_slots, write_state_slots: [B], where the state before and after the step stands.
+        read_state_slots, write_state_slots: [B], the slots of the state before and after the step.
         intermediate: of a verify step: where the state after each token is stored. The pool is left alone then.
     """
 
@@ -81,7 +131,8 @@ class StateRing(NamedTuple):
     """Inputs of each row's tokens since its state was written, of one layer (`state_ring.py`).
 
     Attributes:
-        values: [R+1, H, W, P]; keys: [R+1, G, W, N]; gates: [R+1, H, W] float32.
+        values: [R+1, H, W, P]; keys: [R+1, G, W, N]; gates: [R+1, H, W] float32, or [R+1, H, W, N] in Kimi Delta
+            Attention.
         rows: [B] ring of each row.
         start, length: [B] column of its oldest entry and number of its entries, at the head of the step.
     """
@@ -257,14 +308,15 @@ class AttentionPrompts(NamedTuple):
         rows: [B] request rows.
         query_start_loc: [B+1] int32; row b has the tokens from query_start_loc[b] to query_start_loc[b + 1].
         seq_lens: [B] int32 length that counts the new tokens.
-        query_lens, seq_lens_host: new tokens and lengths, on the host.
+        query_lens, seq_lens_host: new tokens and lengths, on the host. In a graph seq_lens_host is None, and
+            query_lens has one row with all T tokens: bounds of what the rows have on the device.
     """
 
     rows: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
     query_lens: Sequence[int]
-    seq_lens_host: Sequence[int]
+    seq_lens_host: Sequence[int] | None
 
 
 class KVPlaces(NamedTuple):

@@ -114,7 +114,7 @@ def greedy(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
 
 @operation()
 def token_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """log softmax(logits) at tokens `[B]` int64, and of the top_n best tokens. What stands at a token -1 means nothing.
+    """log softmax(logits) at tokens `[B]` int64, and of the top_n best tokens. Values for a token -1 are undefined.
 
     Returns (logprob `[B]` float32, top_ids `[B, top_n]` int64, top_logprobs `[B, top_n]` float32).
     """

@@ -83,17 +83,17 @@ def _undecided(tally_ptr, b, top_k, top_p):  # type: ignore[no-untyped-def]
         least = tl.where((j == last) & (top_k > 0), top_k - before, counts)
         upper = tl.where(j <= last, counts, 0).to(tl.float32) * tl.exp(-_distance(j))
         lower = tl.where(j <= last, least, 0).to(tl.float32) * tl.exp(-_distance(j + 1))
-        most, fewest = tl.sum(upper, 0), tl.sum(lower, 0)
+        upper_sum, lower_sum = tl.sum(upper, 0), tl.sum(lower, 0)
         # A bin is out of the threshold's reach if all up to it are too light, or those behind it too heavy: the
         # lighter side has the tighter bound.
-        too_light = tl.cumsum(upper, 0) * _SLACK < top_p * fewest
+        too_light = tl.cumsum(upper, 0) * _SLACK < top_p * lower_sum
         behind = tl.cumsum(lower, 0, reverse=True) - lower
-        too_heavy = behind > ((1.0 - top_p) * _SLACK + _NOISE) * most
+        too_heavy = behind > ((1.0 - top_p) * _SLACK + _NOISE) * upper_sum
         first = tl.sum((too_light | too_heavy).to(tl.int32), 0)
         if top_k == 0:
-            enough = tl.cumsum(lower, 0) >= top_p * most * _SLACK
+            enough = tl.cumsum(lower, 0) >= top_p * upper_sum * _SLACK
             behind = tl.cumsum(upper, 0, reverse=True) - upper
-            little = behind * _SLACK <= (1.0 - top_p - _NOISE) * fewest
+            little = behind * _SLACK <= (1.0 - top_p - _NOISE) * lower_sum
             last = tl.minimum(tl.sum((enough | little).to(tl.int32) ^ 1, 0), BINS - 1)
     return first, last, tl.sum(tl.where(j < first, counts, 0), 0)
 

@@ -7,7 +7,7 @@
 
 Chunks run side by side at the price of computing each decay twice. A thread holds all states of two channels, so that
 no sum over states needs another thread and the loops over tokens no shared memory: tiles are [N, channels], everything
-that a loop needs lies in that order (A is turned around first), and the hint in `_channels` keeps the compiler from
+that a loop needs is stored in that order (A is transposed first), and the hint in `_channels` keeps the compiler from
 giving a thread four channels and a quarter of their states for the sake of wider loads.
 """
 

@@ -21,7 +21,7 @@ def short_conv_update(projected: Tensor, weights: ConvWeights, state: ConvState)
     Products and the conv's output are rounded to the dtype of `projected`, as they are where the steps run apart.
 
     Args:
-        projected: [B, T, B | C | x], channels each; token t stands at position start_positions + t.
+        projected: [B, T, B | C | x], channels each; token t is at position start_positions + t.
         weights: without an activation.
         state: its rings get the T products.
 

@@ -67,7 +67,7 @@ def _store_output(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _input_columns(x_ptr, tail_ptr, column, split):  # type: ignore[no-untyped-def]
-    """Where input column `column` lies: from `split` on in the tail, if there is one."""
+    """The pointer to input column `column`: from `split` on in the tail, if there is one."""
     pointer = x_ptr + column
     if tail_ptr is not None:
         pointer = tl.where(column < split, pointer, tail_ptr + (column - split))
@@ -145,7 +145,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
         mask = live & (column < K)
         if HEAD == K:
             inputs = x_ptr + t[None, :] * x_st + column
-        elif HEAD % BLOCK_K == 0:  # a tile lies on one side
+        elif HEAD % BLOCK_K == 0:  # a tile is on one side
             in_tail = start >= HEAD
             source = tl.where(in_tail, tail_ptr - HEAD, x_ptr)
             inputs = source + t[None, :] * tl.where(in_tail, tail_st, x_st) + column
@@ -236,19 +236,19 @@ def _matmul(
 ) -> None:
     rows, columns = weight.shape
     tile = matmul_tile(rows, columns, x.shape[0])
-    tokens, most = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
+    tokens, padded = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
     blocks = triton.cdiv(rows, tile.block_n)
     whole, parts, arrivals = blocks, None, None
     if tile.split > 1:
         shared = blocks if tile.shared is None else tile.shared
         whole = blocks - shared
-        parts = torch.empty((shared, tile.split, tile.block_n, most), dtype=torch.float32, device=x.device)
+        parts = torch.empty((shared, tile.split, tile.block_n, padded), dtype=torch.float32, device=x.device)
         arrivals = _arrivals.get(weight)
         if arrivals is None or len(arrivals) < shared:
             arrivals = _arrivals[weight] = torch.zeros(shared, dtype=torch.int32, device=x.device)
     _matmul_kernel[(whole + (blocks - whole) * tile.split,)](
         x, tail, weight, bias, out, parts, arrivals, x.stride(0), 0 if tail is None else tail.stride(0), tokens, rows,
-        whole, K=columns, HEAD=x.shape[1], T=most, ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        whole, K=columns, HEAD=x.shape[1], T=padded, ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STAGES=tile.stages, SPLIT=tile.split, PRECISION=dot_precision(x.dtype), num_warps=tile.num_warps,
         **pdl(x.device),
     )  # fmt: skip

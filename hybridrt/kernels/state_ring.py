@@ -6,16 +6,21 @@ in a ring of W columns per running request, the oldest in column `start`:
                              Mamba-2                              Gated Delta Net
     values [R+1, H, W, P]    x after the conv                     u = beta (v - S k), S decayed
     keys   [R+1, G, W, N]    B after the conv                     the normalised k
-    gates  [R+1, H, W]       dt after softplus and clamp          log of the decay
+    gates  [R+1, H, W]       dt after softplus and clamp          log of the decay; [R+1, H, W, N] of each channel of a
+                                                                  key in Kimi Delta Attention
 
 values and keys in the model's dtype, gates in float32. A step reads its outputs from checkpoint and ring and enters its
-T tokens at columns (start + length + t) mod W; the state itself is not written. At the step's end `advance_ring`
-commits the accepted ones, and rows with no room for another step of the widest kind (length + widest > W) are folded,
-in every layer at once (`fold_ring`):
+T tokens at columns start + length + t; the state itself is not written. At the step's end `advance_ring`
+commits the accepted ones, and rows with no room for another step of the widest kind (start + length + widest > W) are
+folded, in every layer at once (`fold_ring`), and begin again at column 0:
 
     S <- exp(a_1 + ... + a_n) S + sum_i w_i exp(a_{i+1} + ... + a_n) value_i key_i^T
 
-with a_i = A dt_i and w_i = dt_i in Mamba-2, a_i = log of the decay and w_i = 1 in the Gated Delta Net.
+with a_i = A dt_i and w_i = dt_i in Mamba-2, a_i = log of the decay and w_i = 1 in the Gated Delta Net. In Kimi Delta
+Attention a_i is a row [N] and decays the columns of S and the channels of keys.
+
+A row is admitted with a start in [0, W - widest]. Rows that are admitted together and advance alike fold in the same
+step if their starts are equal, and in W - widest + 1 different steps if these are spread.
 """
 
 from dataclasses import dataclass
@@ -86,8 +91,8 @@ def advance_ring(
     """
     row = rows.long()
     oldest, entries = start[row], length[row] + accepted
-    full = (accepted > 0) & (entries + widest > width)
-    start[row] = torch.where(full, (oldest + entries) % width, oldest)
+    full = (accepted > 0) & (oldest + entries + widest > width)
+    start[row] = torch.where(full, 0, oldest)
     length[row] = torch.where(full, 0, entries)
     order = torch.argsort(full, descending=True, stable=True)
     count = full.sum(dtype=torch.int32).view(1)
@@ -99,7 +104,8 @@ def fold_ring(states: Tensor, values: Tensor, keys: Tensor, gates: Tensor, A: Te
     """Writes the state after the entries that `folds` names, in L layers. Rings and cursors stay as they are.
 
     Args:
-        states: [L, S+1, H, P, N]; values: [L, R+1, H, W, P]; keys: [L, R+1, G, W, N]; gates: [L, R+1, H, W].
+        states: [L, S+1, H, P, N]; values: [L, R+1, H, W, P]; keys: [L, R+1, G, W, N]; gates: [L, R+1, H, W],
+            or [L, R+1, H, W, N] where channels of keys decay apart, and G is H.
         A: [L, H] float32 of Mamba-2 layers; None where the gates are logs of decays.
     """
     if states.device.type == "cpu" and not int(folds.count):
@@ -116,7 +122,7 @@ def fold_ring(states: Tensor, values: Tensor, keys: Tensor, gates: Tensor, A: Te
 def ring_entries(
     values: Tensor, keys: Tensor, gates: Tensor, rows: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The rings of `rows` in float32, oldest entry first: [B, W, H, P], [B, W, G, N], [B, W, H]."""
+    """The rings of `rows` in float32, oldest entry first: [B, W, H, P], [B, W, G, N], [B, W, H] or [B, W, H, N]."""
     width = gates.shape[2]
     column = (start[:, None] + torch.arange(width, device=start.device)) % width
     v, k, g = (ring[rows[:, None], :, column].float() for ring in (values, keys, gates))
@@ -126,11 +132,14 @@ def ring_entries(
 def _folded(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor | None, length: Tensor) -> Tensor:
     """The states [B, H, P, N] after the first `length` [B] entries, float32."""
     # Columns past the end may hold anything, NaN included, so they are replaced and not multiplied by zero.
-    inside = (torch.arange(g.shape[1], device=g.device) < length[:, None])[:, :, None]
-    g = g.masked_fill(~inside, 0.0)
-    v, k = (part.masked_fill(~inside[..., None], 0.0) for part in (v, k))
-    log_decay = (g if A is None else g * A).cumsum(1)
-    weight = (log_decay[:, -1:] - log_decay).exp()
-    inputs = v * (weight if A is None else weight * g)[..., None]
-    history = inputs.view(*k.shape[:3], -1).permute(0, 2, 3, 1) @ k.transpose(1, 2)
-    return torch.addcmul(history.view(state.shape), state.float(), log_decay[:, -1].exp()[..., None, None])
+    inside = torch.arange(g.shape[1], device=g.device) < length[:, None]
+    v, k, g = (torch.where(inside.view(*inside.shape, *[1] * (part.ndim - 2)), part, 0.0) for part in (v, k, g))
+    # From the end, not as a difference of sums from the start: strong decays long ago would round it away.
+    since = (g if A is None else g * A).flip(1).cumsum(1).flip(1)
+    weight, total = torch.cat((since[:, 1:], torch.zeros_like(since[:, :1])), 1).exp(), since[:, 0].exp()
+    if g.ndim == k.ndim:  # a decay for each channel of a key
+        k, total = k * weight, total.unsqueeze(-2)
+    else:
+        v, total = v * (weight if A is None else weight * g)[..., None], total[..., None, None]
+    history = v.view(*k.shape[:3], -1).permute(0, 2, 3, 1) @ k.transpose(1, 2)
+    return torch.addcmul(history.view(state.shape), state.float(), total)

@@ -31,8 +31,8 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
         row = tl.load(rows_ptr + b, mask=live, other=0)
         start = tl.load(start_ptr + row, mask=live, other=0)
         entries = tl.load(length_ptr + row, mask=live, other=0) + accepted
-        full = live & (entries + WIDEST > W)
-        tl.store(start_ptr + row, tl.where(full, (start + entries) % W, start), mask=live)
+        full = live & (start + entries + WIDEST > W)
+        tl.store(start_ptr + row, tl.where(full, 0, start), mask=live)
         tl.store(length_ptr + row, tl.where(full, 0, entries), mask=live)
         place = count + tl.cumsum(full.to(tl.int32)) - 1
         tl.store(fold_slots_ptr + place, tl.load(slots_ptr + b, mask=full, other=-1), mask=full)
@@ -50,7 +50,7 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
     states_sl, values_sl, keys_sl, gates_sl,
     states_ss: tl.constexpr, values_sr: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     P_PARTS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -73,22 +73,44 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
             mask = p_mask[:, None] & n_mask[None, :]
             cells = states_ptr + layer * states_sl + h * (P * N) + p[:, None] * N + n[None, :]
             state = tl.load(cells + read * states_ss, mask=mask, other=0.0)
-            gates = tl.load(gates_ptr + layer * gates_sl + row * gates_sr + h * W + column, mask=past, other=0.0)
+            gates_row = gates_ptr + layer * gates_sl + row * gates_sr
+            if not CHANNELS:
+                gates = tl.load(gates_row + h * W + column, mask=past, other=0.0)
             values_row = values_ptr + layer * values_sl + row * values_sr + h * (W * P)
             values_cells = values_row + column[:, None] * P + p[None, :]
             values = tl.load(values_cells, mask=past[:, None] & p_mask[None, :], other=0.0)
             keys_row = keys_ptr + layer * keys_sl + row * keys_sr + h // (H // G) * (W * N)
             keys = tl.load(keys_row + column[:, None] * N + n[None, :], mask=past[:, None] & n_mask[None, :], other=0.0)
-            log_decay = gates
-            if A_ptr is not None:
-                log_decay = gates * tl.load(A_ptr + layer * H + h)
-            total = tl.sum(log_decay, axis=0)
-            weight = tl.exp(total - tl.cumsum(log_decay, axis=0))
-            if A_ptr is not None:
-                weight *= gates
-            history = exact_dot(tl.trans(values.to(tl.float32) * weight[:, None]), keys)
-            folded = state.to(tl.float32) * tl.exp(total) + history
+            if CHANNELS:
+                start, length = tl.load(start_ptr + index), tl.load(length_ptr + index)
+                left, total = decays_of_channels(gates_row + h * (W * N), start, length, w, n, N, W)
+                history = exact_dot(tl.trans(values.to(tl.float32)), keys.to(tl.float32) * tl.exp(left))
+                folded = state.to(tl.float32) * tl.exp(total)[None, :] + history
+            else:
+                log_decay = gates
+                if A_ptr is not None:
+                    log_decay = gates * tl.load(A_ptr + layer * H + h)
+                total = tl.sum(log_decay, axis=0)
+                weight = tl.exp(total - tl.cumsum(log_decay, axis=0))
+                if A_ptr is not None:
+                    weight *= gates
+                history = exact_dot(tl.trans(values.to(tl.float32) * weight[:, None]), keys)
+                folded = state.to(tl.float32) * tl.exp(total) + history
             tl.store(cells + write * states_ss, folded.to(states_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def decays_of_channels(  # type: ignore[no-untyped-def]
+    gates_row, start, length, w, n, N: tl.constexpr, W: tl.constexpr
+):
+    """Logs of what is left at the end of a head's ring in channels `n` of its keys: of each entry [BLOCK_W, BLOCK_N],
+    and of the state in the pool [BLOCK_N]. `gates_row` points at the gates [W, N].
+
+    They are sums from the end. A difference of sums from the start would be inexact behind strong decays."""
+    cells = gates_row + ((start + w + 1) % W)[:, None] * N + n[None, :]
+    later = tl.load(cells, mask=(w + 1 < length)[:, None] & (n < N)[None, :], other=0.0)
+    oldest = tl.load(gates_row + start * N + n, mask=n < tl.where(length > 0, N, 0), other=0.0)
+    return tl.cumsum(later, axis=0, reverse=True), tl.sum(later, axis=0) + oldest
 
 
 @triton.jit
@@ -139,7 +161,8 @@ def fold_ring_triton(
     """Triton `fold_ring`: one launch for all layers."""
     layers, _, heads, dim, state_dim = states.shape
     block_p = min(64, max(16, triton.next_power_of_2(dim)))
-    block_n = min(128, max(16, triton.next_power_of_2(state_dim)))
+    by_channel = gates.ndim == 5  # decays of channels are as many as keys, and take registers
+    block_n = min(64 if by_channel else 128, max(16, triton.next_power_of_2(state_dim)))
     tiles = len(folds.state_slots) * layers * heads * triton.cdiv(dim, block_p) * triton.cdiv(state_dim, block_n)
     if tiles == 0:
         return
@@ -150,5 +173,5 @@ def fold_ring_triton(
         states.stride(1), values.stride(1), keys.stride(1), gates.stride(1),
         L=layers, H=heads, P=dim, N=state_dim, G=keys.shape[2], W=gates.shape[3],
         BLOCK_P=block_p, BLOCK_N=block_n, BLOCK_W=max(16, triton.next_power_of_2(gates.shape[3])),
-        num_warps=4, **pdl(states.device),
+        CHANNELS=by_channel, num_warps=4, **pdl(states.device),
     )  # fmt: skip

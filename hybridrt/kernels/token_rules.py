@@ -45,10 +45,11 @@ class TokenRuleTable(NamedTuple):
     Attributes:
         counts: [R + 1] rules of a row; -1: it has neither rules nor a list of allowed tokens.
         columns: [RULE_COLUMNS, R + 1, M]: the token, the value as the bits of a float32, the output index from which
-            the rule does not hold, and where in `prefixes` its prefix begins and how long it is.
+            the rule does not hold, and where in `prefixes` its prefix begins and how long it is. Only rules that forbid
+            have a prefix.
         prefixes: [R + 1, P] tokens.
         allowed: [R + 1, ceil(V / 32)], bit i % 32 of word i // 32 set where token i is allowed.
-        history: [R + 1, H] a row's output: the token of output index i stands in column i % H. H is a power of two and
+        history: [R + 1, H] a row's output: the token of output index i is in column i % H. H is a power of two and
             no less than the longest prefix.
     """
 
@@ -83,9 +84,9 @@ def apply_token_rules(logits: Tensor, table: TokenRuleTable, lines: DrawLines) -
     counts = table.counts[rows]
     words = table.allowed[rows].masked_fill(counts[:, None] < 0, -1)
     logits = only_allowed(logits.float(), words)
-    most = max(int(counts.max()), 0) if len(counts) else 0
-    columns = table.columns[:, rows, :most]
-    holds = torch.arange(most, device=rows.device) < counts[:, None]
+    max_rules = max(int(counts.max()), 0) if len(counts) else 0
+    columns = table.columns[:, rows, :max_rules]
+    holds = torch.arange(max_rules, device=rows.device) < counts[:, None]
     holds &= (lines.indices[:, None] < columns[UNTIL]) & _behind_prefix(table, lines, columns)
     tokens, values = columns[TOKEN].long() * holds, columns[VALUE].contiguous().view(torch.float32)
     forbids = holds & values.isneginf()

@@ -12,6 +12,18 @@ _TOKEN, _VALUE, _UNTIL, _START, _LENGTH = (tl.constexpr(column) for column in (T
 
 
 @triton.jit
+def _some_rules(columns_ptr, start, count, first, index, plane, BLOCK: tl.constexpr, RULES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The next RULES rules of a row: where they stand, their tokens and values, and which of them apply to tokens of
+    the block at `first`."""
+    i = start + tl.arange(0, RULES)
+    rule_ptr = columns_ptr + i
+    token = tl.load(rule_ptr + _TOKEN * plane, mask=i < count, other=-1)
+    until = tl.load(rule_ptr + _UNTIL * plane, mask=i < count, other=0)
+    value = tl.load(rule_ptr + _VALUE * plane, mask=i < count, other=0).to(tl.float32, bitcast=True)
+    return rule_ptr, token, value, (token >= first) & (token < first + BLOCK) & (index < until)
+
+
+@triton.jit
 def _behind_prefix(  # type: ignore[no-untyped-def]
     rule_ptr, prefix_ptr, history_ptr, path_ptr, holds, index, known, plane, H: tl.constexpr
 ):
@@ -48,24 +60,17 @@ def _token_rules_kernel(  # type: ignore[no-untyped-def]
     out_ptr += b * V
     tl.store(out_ptr + ids, tl.where(((word >> (ids % 32)) & 1) == 1, x, float("-inf")), mask=inside)
     index, known = tl.load(indices_ptr + b), tl.load(known_ptr + b)
+    columns_ptr += row * M
     tl.debug_barrier()  # what other threads of this program stored is read below
     for start in range(0, count, RULES):
-        i = start + tl.arange(0, RULES)
-        rule_ptr = columns_ptr + row * M + i
-        token = tl.load(rule_ptr + _TOKEN * plane, mask=i < count, other=-1)
-        until = tl.load(rule_ptr + _UNTIL * plane, mask=i < count, other=0)
-        value = tl.load(rule_ptr + _VALUE * plane, mask=i < count, other=0).to(tl.float32, bitcast=True)
-        holds = (token >= first) & (token < first + BLOCK) & (index < until) & (value > float("-inf"))
+        _, token, value, holds = _some_rules(columns_ptr, start, count, first, index, plane, BLOCK, RULES)
+        holds &= value > float("-inf")
         old = tl.load(out_ptr + token, mask=holds, other=0.0)
         tl.store(out_ptr + token, old + value, mask=holds)
     tl.debug_barrier()
     for start in range(0, count, RULES):
-        i = start + tl.arange(0, RULES)
-        rule_ptr = columns_ptr + row * M + i
-        token = tl.load(rule_ptr + _TOKEN * plane, mask=i < count, other=-1)
-        until = tl.load(rule_ptr + _UNTIL * plane, mask=i < count, other=0)
-        value = tl.load(rule_ptr + _VALUE * plane, mask=i < count, other=0).to(tl.float32, bitcast=True)
-        holds = (token >= first) & (token < first + BLOCK) & (index < until) & (value == float("-inf"))
+        rule_ptr, token, value, holds = _some_rules(columns_ptr, start, count, first, index, plane, BLOCK, RULES)
+        holds &= value == float("-inf")
         holds = _behind_prefix(rule_ptr, prefixes_ptr + row * P, history_ptr + row * H, path_ptr + b * path_sr,
                                holds, index, known, plane, H)  # fmt: skip
         tl.store(out_ptr + token, tl.full([RULES], float("-inf"), tl.float32), mask=holds)

@@ -60,11 +60,11 @@ class LinearKind:
             they are more than the groups. The others are as wide as the state: prod(temporal[:-1]).
         temporal_dims: names of the recurrent state's dimensions; none for a kind that keeps a conv window alone.
         cut_state: ranks share the recurrent state along its first dimension; False where each keeps all of it.
-        state_dtype: of the recurrent state; None for what the run asks (`EngineConfig.mamba_ssm_dtype`).
+        state_dtype: of the recurrent state; None for `EngineConfig.mamba_ssm_dtype`.
         ring_shapes: (state, W) to the shapes of `ring_values`, `ring_keys` and `ring_gates` of a row, the last in
             float32 and the others in the activations' dtype; None where state mode "replay" does not exist. `fold_ring`
-            folds them: S = decay * S + value * key^T, one gate a head. Another recurrence needs its own fold. If ring
-            gates are not logs of decays, the backend overrides `ring_decay`.
+            folds them: S = decay * S + value * key^T, one gate a head, or one for each channel of a key. Another
+            recurrence needs its own fold. If ring gates are not logs of decays, the backend overrides `ring_decay`.
     """
 
     title: str

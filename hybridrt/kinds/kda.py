@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from hybridrt.config import LinearConfig
 from hybridrt.errors import ConfigError
-from hybridrt.kinds.base import LinearKind, StateShape, split_over
+from hybridrt.kinds.base import LinearKind, StateShape, gated_ring, split_over
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,11 @@ def _shape(config: KDAConfig, tp_size: int) -> StateShape:
     return StateShape(config.kind, segments, config.conv_kernel, (heads, dim, dim), heads)
 
 
-# No ring: its gates would be as many as its keys, and in float32 take twice their bytes. No kernel reads such a ring.
+def _ring(shape: StateShape, width: int) -> dict[str, tuple[int, ...]]:
+    """A gate for each channel of a key: in float32 twice the bytes of the keys."""
+    return gated_ring(shape, width) | {"ring_gates": (shape.groups, width, shape.temporal[2])}
+
+
 KIND = LinearKind(
     title="Kimi Delta Attention",
     letter="K",
@@ -48,4 +52,5 @@ KIND = LinearKind(
     mixer="hybridrt.layers.kda:KDAMixer",
     conv_parts={"q": False, "k": False, "v": False},
     temporal_dims=("heads", "head_dim", "state_dim"),
+    ring_shapes=_ring,
 )

@@ -20,7 +20,7 @@ _KINDS = Plugins("hybridrt.kinds", _PLACES, "kind of recurrent layer", LinearKin
 
 
 def kind_names() -> list[str]:
-    """Every kind that `linear_kind` knows."""
+    """Every name that `linear_kind` accepts."""
     return _KINDS.names()
 
 
@@ -55,7 +55,7 @@ def state_shape(config: LinearConfig, tp_size: int = 1) -> StateShape:
 
 
 def state_dtype(shape: StateShape, asked: torch.dtype) -> torch.dtype:
-    """dtype of a layer's recurrent state in a run that asks for `asked`."""
+    """dtype of a layer's recurrent state where the run's is `asked`."""
     return linear_kind(shape.kind).state_dtype or asked
 
 

@@ -79,7 +79,7 @@ class ExpertsMethod(Method, ABC):
     """A stack of experts: up [E, rows, in], down [E, in, size].
 
     Args:
-        count: E. rows: of up: `size`, or twice as many where a gate stands before it.
+        count: E. rows: of up: `size`, or twice as many with the rows of a gate before it.
     """
 
     @abstractmethod
@@ -92,9 +92,10 @@ class ExpertsMethod(Method, ABC):
     @abstractmethod
     def apply(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
-        gated: bool,
+        gated: bool, limit: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """[T, in] to this rank's part of [T, in]; weights and ids [T, k] as `fused_experts` takes them."""
+        """[T, in] to this rank's part of [T, in]; weights and ids [T, k] as `fused_experts` takes them, the others
+        as in ExpertStack."""
 
 
 class LinearMethod(Method, ABC):
@@ -158,9 +159,9 @@ class DenseExperts(ExpertsMethod):
 
     def apply(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
-        gated: bool,
+        gated: bool, limit: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        return fused_experts(x, ExpertStack(self.up, self.down, activation, gated), weights, ids)
+        return fused_experts(x, ExpertStack(self.up, self.down, activation, gated, limit), weights, ids)
 
 
 class DenseMethod(LinearMethod):

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.activation import clamped_silu_and_mul
 from hybridrt.kernels.skinny_linear import Activation
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
@@ -18,28 +19,35 @@ class MLP(nn.Module):
     Args:
         activation: "silu" for the first, "relu2" for the second.
         scales: multipliers of gate and down.
+        limit: of the first, whose two factors are clamped (`clamped_silu_and_mul`); None for none.
     """
 
     def __init__(
         self, name: str, hidden_size: int, intermediate_size: int, *, activation: Literal["silu", "relu2"] = "silu",
-        bias: bool = False, scales: tuple[float, float] = (1.0, 1.0), build: Build,
+        bias: bool = False, scales: tuple[float, float] = (1.0, 1.0), limit: float | None = None, build: Build,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.has_bias, self.scales = bias, scales
+        self.has_bias, self.scales, self.limit = bias, scales, limit
         parts = ["gate", "up"] if activation == "silu" else ["up"]
-        self.activation: Activation = "silu_and_mul" if activation == "silu" else "relu2"
+        self.activation: Activation | None = "silu_and_mul" if activation == "silu" else "relu2"
+        if limit is not None:
+            self.activation = None  # no product ends in the clamped one
         into = [Segment(part, intermediate_size) for part in parts]
         self.up = ColumnLinear(f"{name}.{'_'.join(parts)}", hidden_size, into, bias=parts if bias else (), build=build)
         self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """MLP of norm(x + residual), and x + residual. Of the batch only experts want to know more."""
+        """MLP of norm(x + residual), and x + residual. Only experts use the batch."""
         h, residual = norm_linear(norm, self.up, x, residual, self.activation)
-        return self.down.onto(residual, h)
+        return self.down.onto(residual, self._clamped(h))
 
     def summand(self, x: torch.Tensor, reduce: bool = False) -> torch.Tensor:
         """MLP of x, [T, hidden] to [T, hidden]; `reduce` as in RowLinear."""
-        return self.down(self.up(x, self.activation), reduce=reduce)
+        return self.down(self._clamped(self.up(x, self.activation)), reduce=reduce)
+
+    def _clamped(self, h: torch.Tensor) -> torch.Tensor:
+        """Activations [T, I]: of gate and up [T, 2 I] where there is a limit, else those that the product ended in."""
+        return h if self.limit is None else clamped_silu_and_mul(h, self.limit)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         gate, down = self.scales

@@ -10,7 +10,7 @@ from torch import nn
 
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.moe import GroupedChoice, router_sigmoid_grouped, router_softmax
+from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice, router_sigmoid_grouped, router_softmax
 from hybridrt.layers.linear import ColumnLinear, Segment, Summands
 from hybridrt.layers.methods import DenseMethod, ExpertPart
 from hybridrt.layers.mlp import MLP
@@ -33,8 +33,8 @@ class SoftmaxRouter(nn.Module):
         shared_experts: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.name, self.top_k, self.renormalize = name, top_k, renormalize
-        self.num_experts, self.shared_experts = num_experts, shared_experts
+        self.name, self.num_experts, self.shared_experts = name, num_experts, shared_experts
+        self.choice = SoftmaxChoice(top_k, renormalize, shared_experts)
         # Eight rows for one gate: logits of a token then begin where a 16-byte access may. Routers are never quantised.
         self.method = DenseMethod(num_experts + (8 if shared_experts else 0), hidden_size, build)
         self.weight = self.method.weight
@@ -44,8 +44,7 @@ class SoftmaxRouter(nn.Module):
         """[T, hidden] to weights [T, k + shared experts] float32 and expert ids, int32; no expert for padding."""
         logits = self.method.apply(x, None)
         gate = logits[:, self.num_experts] if self.shared_experts else None
-        choice = self.top_k, self.renormalize, gate, self.shared_experts
-        return router_softmax(logits[:, : self.num_experts], *choice, batch.padded_rows)
+        return router_softmax(logits[:, : self.num_experts], self.choice, gate, batch.padded_rows)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data[: self.num_experts])}
@@ -59,7 +58,7 @@ class SigmoidGroupRouter(nn.Module):
     """The top k of sigmoid scores within the best groups, with a correction bias (DeepSeek-V3, Nemotron-H).
 
     Args:
-        corrected: False where the bias is zero, and a checkpoint knows nothing of it.
+        corrected: False where the bias is zero and in no checkpoint.
     """
 
     correction: torch.Tensor
@@ -97,15 +96,16 @@ class Experts(nn.Module):
         shared_size: intermediate size of an MLP that every token passes. It is the sum of `num_shared` MLPs of size I,
             the last filled up with zeros, and they follow the others as experts E, E + 1, ...
         scales: multipliers of the output of experts and of that MLP; the matrices are multiplied by them.
+        limit: of SwiGLU, as in ExpertStack.
     """
 
     def __init__(
         self, name: str, num_experts: int, size: int, intermediate_size: int, *,
         activation: Literal["silu", "relu2"], build: Build, shared_size: int = 0,
-        scales: tuple[float, float] = (1.0, 1.0),
+        scales: tuple[float, float] = (1.0, 1.0), limit: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.name, self.num_experts, self.tp, self.scales = name, num_experts, build.tp, scales
+        self.name, self.num_experts, self.tp, self.scales, self.limit = name, num_experts, build.tp, scales, limit
         self.activation: Literal["silu", "relu2"] = activation
         self.matrices = ("gate", "up") if activation == "silu" else ("up",)
         self.local = self.tp.divide("channels of an expert", intermediate_size)
@@ -118,7 +118,7 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """[T, in] to this rank's part of [T, in]; the caller sums over ranks."""
         gated = self.activation == "silu"
-        return self.method.apply(x, weights, ids, activation=self.activation, gated=gated)
+        return self.method.apply(x, weights, ids, activation=self.activation, gated=gated, limit=self.limit)
 
     def _targets(
         self, key: str, name: str, first: int, count: int, up: Transform, down: Transform

@@ -16,7 +16,7 @@ class RMSNorm(nn.Module):
     Args:
         zero_centered: the checkpoint stores w - 1 (Qwen3-Next).
         scale: multiplier of the output; w is multiplied by it.
-        learned: False for w = 1, of which a checkpoint knows nothing.
+        learned: False for w = 1, which is in no checkpoint.
     """
 
     weight: torch.Tensor
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
             self.register_buffer("weight", torch.ones(size, device=device))
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); without a residual x itself is what goes on."""
+        """(norm(x + residual), x + residual); without a residual the second is x itself."""
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)

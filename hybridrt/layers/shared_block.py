@@ -40,7 +40,7 @@ class Adapter(nn.Module):
         return torch.cat([up(part) for up, part in zip(self.ups.values(), low, strict=True)], dim=-1)
 
     def targets(self, key: str) -> CheckpointMap:
-        """Under `key`, in which {} stands for the name of a matrix."""
+        """Under `key`, in which {} is replaced by the name of a matrix."""
         found: CheckpointMap = {}
         for each, up in self.ups.items():
             assert isinstance(up, ColumnLinear)

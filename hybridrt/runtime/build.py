@@ -25,8 +25,9 @@ from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loader import fill_dummy, has_own_head, load_weights
 from hybridrt.models.registry import model_class
-from hybridrt.runtime.drafting import draft_method
+from hybridrt.runtime.drafting import draft_needs
 from hybridrt.runtime.host_memory import free_host_memory
+from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS
 from hybridrt.runtime.prompt_logprobs import prompt_logprob_bytes
 from hybridrt.runtime.sampler import SamplingTable
 
@@ -147,7 +148,7 @@ def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -
     max_len += config.num_verify_tokens - 1
     family: Callable[..., CausalLM] = model_class(mc.architecture)  # it chooses what CausalLM has beside these three
     model = family(mc, Build(target.tp, target.dtype, device), max_len)
-    draft_method(config).attach(model)
+    draft_needs(config).attach(model)
     return model
 
 
@@ -184,14 +185,15 @@ def kv_groups(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, li
     """Layers with keys and values by their spec: the model's attention layers, then those of its drafter."""
     mc = target.model_config
     groups: dict[AttentionSpec, list[int]] = {}
-    for layer_id in mc.full_attention_layer_ids + draft_method(config).kv_layers(mc):
+    for layer_id in mc.full_attention_layer_ids + draft_needs(config).kv_layers(mc):
         groups.setdefault(attention_spec(mc.attention_of(layer_id), target.tp, target.dtype), []).append(layer_id)
     return groups
 
 
 def keeps_prefixes(config: EngineConfig, model_config: ModelConfig) -> bool:
-    """Whether requests leave prefixes for others. Where all attention layers have a sliding window, none does."""
-    return config.prefix_cache and page_demand(config, model_config).window is None
+    """Whether requests leave prefixes for others. Where all layers are attention with a sliding window, none does."""
+    recurrent = any(map(model_config.linear_layer_ids, model_config.linear))
+    return config.prefix_cache and (model_config.sliding_window is None or recurrent)
 
 
 def make_plan(
@@ -210,7 +212,7 @@ def make_plan(
         row=row_bytes(config, target, config.max_model_len or limit),
         page=page_bytes(config, target),
         fixed=graph_bytes(config, target)
-        + draft_method(config).fixed_bytes(config, target)
+        + draft_needs(config).fixed_bytes(config, target)
         + scores
         + staged_bytes(config, target),
         transfer=config.transfer_bytes,
@@ -230,8 +232,8 @@ def make_plan(
         activation_bytes=activations,
     )
     host = plan_host(config.host_cache_bytes // target.tp.size, costs.page, spec.image_bytes())
-    if config.host_cache_bytes and not keeps_prefixes(config, mc):
-        raise ConfigError("host_cache_bytes has no use here: this model keeps no prefixes (docs/prefix-cache.md)")
+    if config.host_cache_bytes and (mc.sliding_window is not None or not keeps_prefixes(config, mc)):
+        raise ConfigError("host_cache_bytes has no use here: this model keeps no prefixes there (docs/prefix-cache.md)")
     if config.host_cache_bytes and not host:
         raise MemoryBudgetError(
             f"host_cache_bytes is {config.host_cache_bytes}; a KV page and a state take "
@@ -246,7 +248,7 @@ def row_bytes(config: EngineConfig, target: RunTarget, max_len: int) -> int:
     what its drafter keeps of it."""
     table = HybridReqToTokenPool.row_bytes(_table_length(config, target, max_len), config.page_size)
     sampling = SamplingTable.row_bytes(target.model_config.vocab_size)
-    method = draft_method(config)
+    method = draft_needs(config)
     drafter = method.row_bytes(config, target, max_len) + method.row_pages(config) * page_bytes(config, target)
     return pool_spec(config, target).row_bytes() + table + sampling + 4 + drafter
 
@@ -264,7 +266,10 @@ def _table_length(config: EngineConfig, target: RunTarget, max_len: int) -> int:
 
 def graph_bytes(config: EngineConfig, target: RunTarget) -> int:
     """The graphs' logits, their largest static buffers."""
-    tokens = graph_rows(config, target) * sum(step_widths(config))
+    rows = graph_rows(config, target)
+    tokens = rows * sum(step_widths(config))
+    if rows and config.cuda_graph_prompts:
+        tokens += min(DECODE_ROWS[-1], rows) + PROMPT_ROWS
     return tokens * target.model_config.vocab_size * target.dtype.itemsize
 
 
@@ -293,7 +298,7 @@ def build_pools(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> Po
     """Allocates everything that the plan counts."""
     device, spec = target.device, pool_spec(config, target)
     mamba = MambaPool(spec, num_slots=plan.num_slots, num_rows=plan.num_rows, device=device) if spec.groups else None
-    own = (plan.num_rows + 1) * draft_method(config).row_pages(config)
+    own = (plan.num_rows + 1) * draft_needs(config).row_pages(config)
     groups, pages = kv_groups(config, target), plan.num_pages + own
     kv = KVPool(groups, num_pages=pages, page_size=plan.page_size, device=device)
     table = HybridReqToTokenPool(

@@ -68,8 +68,8 @@ class ConstrainedStep:
         return True
 
     def ready(self) -> bool:
-        """As StepHandle.ready; False before the step has its masks."""
-        return self._launched is not None and self._launched.ready()
+        """As StepHandle.ready; also True before the step has its masks, when `result` raises."""
+        return self._launched is None or self._launched.ready()
 
     def result(self) -> StepResult:
         """As StepHandle.result.

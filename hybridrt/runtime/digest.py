@@ -53,7 +53,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, list[Any], bytes]]:
                 if name != "__metadata__":
                     start, end = (8 + nbytes + int(offset) for offset in entry["data_offsets"])
                     if not 8 + nbytes <= start <= end <= size:
-                        raise ValueError(f"{name} lies outside the file")
+                        raise ValueError(f"{name} is outside the file")
                     yield name, [entry["dtype"], entry["shape"]], _sampled(stream.fileno(), start, end)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise CheckpointError(f"{file} cannot be read as a safetensors file: {type(e).__name__}: {e}") from e

@@ -1,12 +1,13 @@
 """What a method of drafting declares to the runtime: memory, layers, and its parts on the host and the device."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
 
-from hybridrt.config import EngineConfig, ModelConfig
+from hybridrt.config import EngineConfig, ModelConfig, SpeculativeConfig
 from hybridrt.errors import BackendError, ConfigError
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.models.base import CausalLM
@@ -84,8 +85,8 @@ class DraftTask(msgspec.Struct, frozen=True):
 Everywhere = Callable[[DraftTask], StepHandle]
 
 
-class DraftMethod(DraftMethodBase):
-    """A way of drafting. A subclass overrides what the method needs; the defaults need nothing.
+class DraftNeeds(DraftMethodBase):
+    """What a way of drafting needs of its target; the defaults need nothing.
 
     Methods of bytes and pages are asked before anything is loaded, for one rank. The plan charges what they say.
     """
@@ -114,6 +115,11 @@ class DraftMethod(DraftMethodBase):
         with one keep the hidden states."""
         return None
 
+
+class DraftMethod(DraftNeeds, ABC):
+    """A way of drafting. A subclass brings the drafter, and overrides what the method needs."""
+
+    @abstractmethod
     def drafter(self, runner: "StepRunner", everywhere: Everywhere) -> Drafter:
         """The part that proposes, on rank 0.
 
@@ -123,20 +129,17 @@ class DraftMethod(DraftMethodBase):
 
         Raises:
             ConfigError: it cannot draft for this target.
-            BackendError: the method brings none.
         """
-        raise BackendError(f"{type(self).__name__} brings no drafter; override {DraftMethod.__name__}.drafter")
 
 
-_NOTHING = DraftMethod()  # of a run without speculation
+def draft_needs(config: EngineConfig) -> DraftNeeds:
+    """What the configured method needs; without speculation nothing."""
+    return DraftNeeds() if config.speculative is None else draft_method(config.speculative)
 
 
-def draft_method(config: EngineConfig) -> DraftMethod:
-    """The method that a configuration names; without speculation one that needs nothing. BackendError if an entry point
-    leads to something else."""
-    if config.speculative is None:
-        return _NOTHING
-    method = load_method(config.speculative.method)
+def draft_method(config: SpeculativeConfig) -> DraftMethod:
+    """The method that a configuration names. BackendError if an entry point leads to something else."""
+    method = load_method(config.method)
     if not isinstance(method, DraftMethod):
-        raise BackendError(f"method {config.speculative.method!r} leads to {method!r}; it must be a DraftMethod")
+        raise BackendError(f"method {config.method!r} leads to {method!r}; it must be a DraftMethod")
     return method

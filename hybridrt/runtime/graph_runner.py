@@ -19,9 +19,10 @@ from hybridrt.attention.base import AttentionBackend
 from hybridrt.config import ModelConfig
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
+from hybridrt.kernels.records import TokenInputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, int32s
-from hybridrt.runtime.step_batch import TokenInputs, make_batch, spec_info_of
+from hybridrt.runtime.step_batch import fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step_inputs import StagingRing, cut, pack_rows, packed_size
 
 POISON = -(2**30)  # as an index it is out of every range
@@ -121,7 +122,7 @@ class CudaGraphRecorder:
         step()  # Triton compiles and cuBLAS picks its workspaces outside the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # What other threads do meanwhile (NCCL's watchdog asks for events) is no part of the graph.
+        # What other threads do meanwhile (NCCL's watchdog queries events) is not captured.
         with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             step()
         self._pool = self._pool or graph.pool()
@@ -140,7 +141,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Memory that the device has left; 0 where graphs take none of it."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
@@ -202,14 +203,14 @@ class GraphRunner:
     def capture(self, progress: bool = False, sizes: Sequence[int] = ()) -> None:
         """Records every bucket, or those of `sizes`; the largest first: smaller ones reuse its memory. How much memory
         that takes stands at the end of the bar, and in `captured_bytes`."""
-        free = _free_bytes(self.model.device)
+        free = free_bytes(self.model.device)
         with tqdm(sorted(sizes or buckets(self.max_bs))[::-1], desc="capturing graphs", disable=not progress) as bar:
             for bs in bar:
                 self._upload(NO_ROWS, NO_INTEGERS)
                 self._prepare(bs, 0, None)
                 self._replays[bs] = self.recorder(self._bind(bs))
                 insort(self._sizes, bs)
-                self.captured_bytes = free - _free_bytes(self.model.device)
+                self.captured_bytes = free - free_bytes(self.model.device)
                 bar.set_postfix_str(f"{self.captured_bytes / 2**30:.2f} GiB")
 
     def bucket(self, rows: int) -> int | None:
@@ -269,7 +270,8 @@ class GraphRunner:
         buffers, total, batch = self.buffers, bs * self.tokens, self.rows(bs).batch
 
         def step() -> None:
-            buffers.inputs.first(total).fill_decode(buffers.sections, bs, self.spec_info, self.last_tokens, self.pool)
+            inputs = buffers.inputs.first(total)
+            fill_decode(inputs, buffers.sections, bs, self.spec_info, self.last_tokens, self.pool)
             hidden = self.model(batch)
             if buffers.hidden.numel():
                 buffers.hidden[:total].copy_(hidden)

@@ -11,7 +11,7 @@ from hybridrt.runtime.step import StepHandle, StepResult, TokenLogprobs
 def requested_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None], path: torch.Tensor | None = None
 ) -> tuple[tuple[torch.Tensor, ...], Sequence[int | None]]:
-    """Log-probabilities of all tokens if any row wants them, and how many alternatives each row wants.
+    """Log-probabilities of all tokens if any row needs them, and how many alternatives each row needs.
 
     Args:
         logits: [n * T, vocab]; tokens: [n, T].

@@ -55,7 +55,7 @@ def encode(task: object) -> bytes:
     """The bytes of what rank 0 sends. None, the end of what was begun, may be sent too.
 
     Raises:
-        MessageError: no rank knows a task of this type.
+        MessageError: ranks exchange no tasks of this type.
     """
     if task is None:
         return pack(Task(_END))
@@ -87,7 +87,7 @@ def _decoder(name: str) -> msgspec.msgpack.Decoder[Any]:
 
 
 def _plain(value: Any) -> int | list[int] | bytes:
-    """What stands for integers in a plan: a column, a range, or an integer of NumPy's."""
+    """What a plan holds where integers belong: a column, a range, or an integer of NumPy's."""
     if isinstance(value, np.ndarray):
         return value.astype("<i4", casting="safe", copy=False).tobytes()
     return list(value) if isinstance(value, range) else operator.index(value)

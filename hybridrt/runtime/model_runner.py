@@ -23,8 +23,10 @@ from hybridrt.runtime.build import (
     make_plan,
     weight_bytes,
 )
+from hybridrt.runtime.compile_ahead import compiling
 from hybridrt.runtime.fit import plan_ahead
 from hybridrt.runtime.host_copies import HostCopies
+from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import Admission, ExtendRow, PageWrite, StepPlan
 from hybridrt.runtime.step_runner import StepRunner
@@ -45,7 +47,7 @@ class ModelRunner(StepRunner):
         MemoryBudgetError: weights, pools or graphs do not fit the device; says which number to change.
 
     Attributes:
-        model_path, model_config: where the checkpoint lies and what it says.
+        model_path, model_config: the checkpoint's directory and its config.
         plan: rows, slots and pages that a scheduler may hand out.
         backend, pools: for callers that run the model themselves.
     """
@@ -63,8 +65,10 @@ class ModelRunner(StepRunner):
         if plan is None:
             weights = weight_bytes(empty_model(config, target, torch.device("meta")))
             plan_ahead(config, target, weights, budget_bytes)  # raises what can be known before loading
-        with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
-            model = build_model(config, target, self.model_path, progress)
+        with compiling(config, target, self.model_path) as compiled:
+            with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
+                model = build_model(config, target, self.model_path, progress)
+            compiled()
         with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
             plan = plan or plan_pools(config, target, model, budget_bytes)
             super().__init__(Runtime.allocate(config, target, model, plan))
@@ -82,23 +86,29 @@ def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_
     peak, tp = 0, target.tp
     if budget_bytes is None and target.device.type == "cuda":
         peak = _measure_activations(config, target, model)
+        peak += _graph_activations(config, peak)
         budget_bytes = device_budget(target.device, config.memory_fraction) - peak
     # One scheduler lends the rows and pages of all ranks: the rank with the least memory decides how many.
     budget_bytes = tp.minimum(host_budget(tp) if budget_bytes is None else budget_bytes)
     return make_plan(config, target, budget_bytes=budget_bytes, weights=weight_bytes(model), activations=peak)
 
 
+def _graph_activations(config: EngineConfig, peak: int) -> int:
+    """Bytes that graphs keep for their activations, by their share of the tokens of the step that took `peak` bytes.
+    Those of prompts are the largest; other graphs use the same memory."""
+    if not (config.cuda_graph and config.cuda_graph_prompts):
+        return 0
+    tokens = min(PROMPT_TOKENS[-1], config.chunked_prefill_size) + DECODE_ROWS[-1]
+    return peak * tokens // config.chunked_prefill_size
+
+
 def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalLM) -> int:
     """Bytes that the largest prefill step takes beside weights and pools: one is run over small pools."""
-    limit = target.model_config.max_position_embeddings
-    length = min(config.chunked_prefill_size, config.max_model_len or limit, limit)
-    rows = -(-config.chunked_prefill_size // length)
-    pages = -(-length // config.page_size) if kv_groups(config, target) else 0
-    plan = MemoryPlan(rows, rows, rows * pages, config.page_size, length, UnitCosts(slot=0, row=0, page=0), 0)
+    plan, step = probe(config, target)
     runner = StepRunner(Runtime.allocate(config, target, model, plan))
     torch.cuda.reset_peak_memory_stats(target.device)
     before = torch.cuda.memory_allocated(target.device)
-    runner.launch(_probe_step(rows, length, pages)).result()
+    runner.launch(step).result()
     peak = torch.cuda.max_memory_allocated(target.device) - before
     del runner
     gc.collect()  # a recurrent backend is part of a cycle, which would keep the small pools
@@ -113,6 +123,16 @@ def _out_of_memory_as(doing: str, advice: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as e:
         raise MemoryBudgetError(f"the device ran out of memory while {doing}: {advice} ({e})") from e
+
+
+def probe(config: EngineConfig, target: RunTarget) -> tuple[MemoryPlan, StepPlan]:
+    """The largest prefill step, and pools that just hold it."""
+    limit = target.model_config.max_position_embeddings
+    length = min(config.chunked_prefill_size, config.max_model_len or limit, limit)
+    rows = -(-config.chunked_prefill_size // length)
+    pages = -(-length // config.page_size) if kv_groups(config, target) else 0
+    plan = MemoryPlan(rows, rows, rows * pages, config.page_size, length, UnitCosts(slot=0, row=0, page=0), 0)
+    return plan, _probe_step(rows, length, pages)
 
 
 def _probe_step(rows: int, length: int, pages: int) -> StepPlan:

@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
 
 
 class PromptRequirements:
-    """Which request rows want log-probabilities of their prompts, on the host."""
+    """Which request rows need log-probabilities of their prompts, on the host."""
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[int, int]] = {}  # alternatives, and tokens of the prompt

@@ -1,13 +1,11 @@
 """How the ranks of a tensor-parallel run start and find each other: processes started here, or torchrun's."""
 
 import atexit
-import json
 import os
 import secrets
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,6 +24,7 @@ from hybridrt.distributed.channel_listener import Listener
 from hybridrt.distributed.control import Link, rank_timeout
 from hybridrt.distributed.groups import Communicator
 from hybridrt.errors import ConfigError, PeerGoneError, RankError
+from hybridrt.runtime.child_process import start_child
 from hybridrt.runtime.messages import Hello
 from hybridrt.runtime.ranks import LOOPBACK, Ranks
 from hybridrt.runtime.torchrun import World, master_host
@@ -34,22 +33,6 @@ KEY_VARIABLE = "HYBRIDRT_TP_KEY"
 STARTING_S = 300.0
 _POLL_S, _HELLO_S = 0.02, 10.0
 _PLACE = "hybridrt/place"
-# A rank imports this package from the same files as this process. It imports all other packages by its own path, to
-# which the path of this process is appended. The current directory is left out: it may be that of a downloaded
-# checkpoint.
-_BOOT = """
-import importlib.util, json, sys
-given = json.loads(sys.argv[1])
-sys.path += [path for path in given.pop("path") if path not in sys.path]
-package = given.pop("package")
-spec = importlib.util.spec_from_file_location(
-    "hybridrt", package + "/__init__.py", submodule_search_locations=[package]
-)
-sys.modules["hybridrt"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sys.modules["hybridrt"])
-from hybridrt.runtime.follower import main
-main(**given)
-"""
 
 
 @dataclass(frozen=True)
@@ -212,25 +195,11 @@ def _open_to_hosts(store: dist.Store, key: bytes) -> tuple[Place, Listener]:
 
 
 def _start(rank: int, size: int, directory: str, kind: str) -> "subprocess.Popen[bytes]":
-    """Starts an interpreter. multiprocessing cannot be used: it runs the caller's main module once more."""
-    here = os.path.realpath(os.curdir)
-    given = {
-        "package": str(Path(__file__).absolute().parents[1]),
-        "path": [path for path in sys.path if os.path.isabs(path) and os.path.realpath(path) != here],
-        "directory": directory, "rank": rank, "size": size, "kind": kind,
-    }  # fmt: skip
     # All ranks need the same number of threads: it decides how sums are split, and so their last bits. Every rank
     # samples by itself and must draw the same tokens.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    if "PYTHONPATH" in environment:  # an empty or relative entry is the current directory or lies in it
-        entries = environment["PYTHONPATH"].split(os.pathsep)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(os.path.isabs, entries))
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", _BOOT, json.dumps(given)],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C at the terminal reaches rank 0 alone
-    )
+    environment = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    given = {"directory": directory, "rank": rank, "size": size, "kind": kind}
+    return start_child("hybridrt.runtime.follower", given, environment, stdin=subprocess.DEVNULL)
 
 
 def _await(listener: Listener, size: int, processes: Sequence["subprocess.Popen[bytes]"] = ()) -> list[Link]:

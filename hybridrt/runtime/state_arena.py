@@ -27,7 +27,8 @@ class ImageLayout:
                                    or latent vectors [1, tokens, head_dim], the same on all ranks
 
     Tokens are all `length` of them or, where every attention layer has a sliding window, those that the next token sees
-    in the layer with the widest. Whatever is cut over the ranks is outermost, so that a share of it is one run too.
+    in the layer with the widest; but for the first `start`, whose KV the receiver has. Whatever is cut over the ranks
+    is outermost, so that a share of it is one run too.
     """
 
     recurrent: tuple[tuple[int, StateShape, int], ...]  # layer id, state on this rank, groups before sharding
@@ -54,7 +55,7 @@ class ImageLayout:
             tp_size=tp,
         )
 
-    def sections(self, length: int) -> list[Section]:
+    def sections(self, length: int, start: int = 0) -> list[Section]:
         """The image's parts, in order, as conv_transfer cuts them over ranks."""
         found: list[Section] = []
         for _, shape, groups in self.recurrent:
@@ -62,7 +63,7 @@ class ImageLayout:
             state = MambaSpec(shapes, (self.dtype, state_dtype(shape, self.state_dtype)), shape.kind, groups)
             found += derive_mamba_conv_split(state, self.tp_size).sections
         for _, spec, all_kv_heads in self.attention:
-            per_dim = spec.num_kv_heads * self.kv_tokens(length) * spec.dtype.itemsize
+            per_dim = spec.num_kv_heads * self.kv_tokens(length, start) * spec.dtype.itemsize
             found += [Section(per_dim * dim, all_kv_heads) for dim in spec.cache_dims]
         return found
 
@@ -72,12 +73,12 @@ class ImageLayout:
             yield (1, shape.conv_dim, shape.conv_kernel - 1), self.dtype
             yield (1, *shape.temporal), state_dtype(shape, self.state_dtype)
 
-    def kv_tokens(self, length: int) -> int:
+    def kv_tokens(self, length: int, start: int = 0) -> int:
         """How many of the last tokens' keys and values an image holds."""
-        return length if self.window is None else min(length, self.window - 1)
+        return length - start if self.window is None else min(length - start, self.window - 1)
 
-    def image_bytes(self, length: int) -> int:
-        return sum(section.nbytes for section in self.sections(length))
+    def image_bytes(self, length: int, start: int = 0) -> int:
+        return sum(section.nbytes for section in self.sections(length, start))
 
 
 class StateArena:
@@ -94,7 +95,7 @@ class StateArena:
         self._kv = [tensor for layer_id, _, _ in self.layout.attention for tensor in pools.kv.held(layer_id)]
 
     def export_state(self, copy: StateCopy) -> None:
-        """Pools to image. Nothing changes but where a state lies: a ring of inputs becomes part of its checkpoint.
+        """Pools to image. A state may move: a ring of inputs becomes part of its checkpoint.
 
         Raises:
             PoolError: the image is larger than its room. Nothing has changed.
@@ -124,7 +125,7 @@ class StateArena:
     def _check_room(self, copy: StateCopy) -> None:
         """PoolError unless the image fits its room: the bytes around it belong to other requests, and another worker
         may be reading them."""
-        needed, end = self.layout.image_bytes(copy.length), self.buffer.numel()
+        needed, end = self.layout.image_bytes(copy.length, copy.start), self.buffer.numel()
         room = end - copy.offset if copy.room is None else copy.room
         if copy.offset < 0 or needed > room or copy.offset + needed > end:
             raise PoolError(
@@ -140,7 +141,7 @@ class StateArena:
             yield tensor.flatten(0, 1).index_select(0, places).transpose(0, 1)
 
     def _places(self, copy: StateCopy) -> torch.Tensor:
-        first = copy.length - self.layout.kv_tokens(copy.length)
+        first = copy.length - self.layout.kv_tokens(copy.length, copy.start)
         return self._table.req_to_token[copy.row, first : copy.length].long()
 
     def _read(self, start: int, parts: Sequence[Part]) -> Iterator[torch.Tensor]:

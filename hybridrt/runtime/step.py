@@ -6,6 +6,7 @@ The parts of a plan are msgspec structs, which are encoded as arrays: a plan goe
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -35,6 +36,14 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     rules: TokenRules | None = None
 
+    @property
+    def phase(self) -> int:
+        """A number in [0, 2**31) that spreads the folds of requests that advance alike (MambaPool.admit). It depends on
+        the request alone, so that neighbours do not change where its state is rounded: on the end of its prompt and,
+        where it draws, on its seed."""
+        end = np.array(self.tokens[max(self.prompt_len - 64, 0) : self.prompt_len], np.int32)
+        return crc32(end.tobytes(), 0 if self.params.greedy else self.seed & 0xFFFFFFFF) >> 1
+
 
 class PageWrite(msgspec.Struct, frozen=True, array_like=True):
     """`pages` become pages first_page, first_page + 1, ... of `row`'s KV."""
@@ -57,12 +66,14 @@ class StateCopy(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         room: bytes of the arena that belong to this copy; None: all from `offset` on.
+        start: tokens whose KV is left out.
     """
 
     row: int
     length: int
     offset: int
     room: int | None = None
+    start: int = 0
 
 
 class HostCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -198,6 +209,8 @@ class StepPlan:
     Attributes:
         host_copies: launched behind the donations, on a stream of their own. No step waits for them, unless its
             `after_copies` says so.
+        kept_pages: made behind the donations. They fill pages of the prefix cache. Their sources may be pages that this
+            step writes to.
         after_copies: this step and later ones wait for the copies up to this ticket; 0: for none.
         constrained: the rows that sample under a bitmask, by their numbers in the step's result. If there
             are any, `launch` launches all but the sampling, and `Executor.sample` launches the sampling.
@@ -214,6 +227,7 @@ class StepPlan:
     host_copies: list[HostCopy] = field(default_factory=list)
     after_copies: int = 0
     constrained: list[int] = field(default_factory=list)
+    kept_pages: list[PageCopy] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +244,8 @@ class StepResult:
     without speculation, accepted drafts + 1 with it), and their log-probabilities where asked for (else None).
 
     Attributes:
-        prompt_logprobs: by request row, of each extend row whose request wants them: those of the prompt tokens that
-            follow the chunk's tokens, in order.
+        prompt_logprobs: by request row, of each extend row whose request has `prompt_logprobs`: those of the prompt
+            tokens that follow the chunk's tokens, in order.
     """
 
     tokens: list[list[int]]

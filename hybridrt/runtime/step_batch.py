@@ -1,6 +1,6 @@
 """The one place where the runtime makes a ForwardBatch: from device views of what `step_inputs` packed."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -8,43 +8,27 @@ from hybridrt.attention.base import AttentionBackend
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.decode_inputs import decode_inputs
 from hybridrt.kernels.draft_tree import tree_mask, tree_positions
+from hybridrt.kernels.records import DecodeRowInputs, TokenInputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.runtime.step_inputs import Sections
 
 
-class TokenInputs(NamedTuple):
-    """What the model reads of each token, [T] int32 each; see ForwardBatch."""
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    out_cache_loc: torch.Tensor
-
-    @classmethod
-    def allocate(cls, count: int, device: torch.device) -> "TokenInputs":
-        return cls(*(torch.zeros(count, dtype=torch.int32, device=device) for _ in range(3)))
-
-    def first(self, count: int) -> "TokenInputs":
-        """Views of the first `count` tokens."""
-        return TokenInputs(*(part[:count] for part in self))
-
-    def then(self, other: "TokenInputs") -> "TokenInputs":
-        """These tokens, then those of `other`."""
-        return TokenInputs(*(torch.cat(pair) for pair in zip(self, other)))
-
-    def fill_decode(
-        self, sections: Sections, bs: int, spec: SpecInfo | None, last_tokens: torch.Tensor, table: HybridReqToTokenPool
-    ) -> None:
-        """The inputs of the first `bs` rows of `pack_rows`; of draft trees, their masks in `spec` too."""
-        drafts = None if spec is None else sections["drafts"][:bs]
-        num_drafts = None if spec is None else sections["num_drafts"][:bs]
-        rows, seq_lens, new_pages = (sections[name][:bs] for name in ("rows", "seq_lens", "new_pages"))
-        decode_inputs(
-            *self, rows, seq_lens, new_pages, drafts, num_drafts, last_tokens, table.req_to_token, table.page_size
-        )
-        if spec is not None and spec.tree_mask is not None:
-            mask = spec.tree_mask[:bs]
-            mask.copy_(tree_mask(sections["ancestors"][:bs]))
-            self.positions.copy_(tree_positions(self.positions, mask))
+def fill_decode(
+    inputs: TokenInputs,
+    sections: Sections,
+    bs: int,
+    spec: SpecInfo | None,
+    last_tokens: torch.Tensor,
+    table: HybridReqToTokenPool,
+) -> None:
+    """The inputs of the first `bs` rows of `pack_rows`; of draft trees, their masks in `spec` too."""
+    names = ("rows", "seq_lens", "new_pages") + (() if spec is None else ("drafts", "num_drafts"))
+    step = DecodeRowInputs(*(sections[name][:bs] for name in names))
+    decode_inputs(inputs, step, last_tokens, table.req_to_token, table.page_size)
+    if spec is not None and spec.tree_mask is not None:
+        mask = spec.tree_mask[:bs]
+        mask.copy_(tree_mask(sections["ancestors"][:bs]))
+        inputs.positions.copy_(tree_positions(inputs.positions, mask))
 
 
 def make_batch(
@@ -71,7 +55,7 @@ def make_batch(
 
 def spec_info_of(sections: Sections, tokens: int, tree: bool) -> SpecInfo | None:
     """What a step of T `tokens` a row says of its drafts; None if T is 1. The masks of trees are filled by
-    `TokenInputs.fill_decode`."""
+    `fill_decode`."""
     if tokens == 1:
         return None
     num_drafts = sections["num_drafts"]

@@ -38,14 +38,17 @@ class Packing:
 
 
 def pack_step(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
-    """All integers of an eager step as int32 sections (floats and int64 as their bits): the admissions' constants,
-    `pack_rows`, and
+    """All integers of an eager step as int32 sections (floats and int64 as their bits): `pack_bookkeeping` and
+    `pack_batch`."""
+    return pack_bookkeeping(plan) | pack_batch(plan, tokens, packing)
+
+
+def pack_batch(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
+    """What a step computes: `pack_rows`, and
 
     query_start_loc [B + 1]; sample_at and sample_rows, the tokens to sample from and their rows; of the extend rows'
     tokens input_ids, extend_rows, extend_positions and, with `following`, following_ids behind each (0 where it is
-    sampled); where a chunk follows a cached prefix, read_state_slots of all chunks; chunk plans; admit_rows and
-    admit_state_slots; page-table entries (page_rows, page_indices, pages); copy_sources and copy_targets, if pages are
-    copied.
+    sampled); where a chunk follows a cached prefix, read_state_slots of all chunks; chunk plans.
     """
     extend, decoded = plan.extend, len(plan.decode) * tokens
     new = int32s(len(r.tokens) for r in extend)
@@ -56,7 +59,6 @@ def pack_step(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
     extend_rows = rows["rows"][len(plan.decode) :]
     starts = np.repeat(computed + new - ends, new)  # a token's position less its place in the batch
     return {
-        **SamplingTable.pack(plan.admissions),
         **rows,
         "query_start_loc": np.concatenate((np.arange(0, decoded + 1, tokens, dtype=np.int32), ends)),
         "sample_at": np.concatenate((np.arange(decoded, dtype=np.int32), ends[sampling] - 1)),
@@ -67,7 +69,6 @@ def pack_step(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
         **({"following_ids": _flat([[*r.tokens[1:], r.following] for r in extend])} if packing.following else {}),
         **_read_slots(plan),
         **pack_chunks(computed, new, packing.chunk_sizes),
-        **_bookkeeping(plan),
     }  # fmt: skip
 
 
@@ -138,10 +139,15 @@ def chunk_plans(columns: Columns, sections: Sections, new: Sequence[int], sizes:
     return plans
 
 
-def _bookkeeping(plan: StepPlan) -> Columns:
+def pack_bookkeeping(plan: StepPlan) -> Columns:
+    """What changes in the tables before a step computes: the constants of admitted requests; admit_rows,
+    admit_state_slots and admit_phases; page-table entries (page_rows, page_indices, pages); copy_sources and
+    copy_targets, if pages are copied."""
     return {
+        **SamplingTable.pack(plan.admissions),
         "admit_rows": int32s(a.row for a in plan.admissions),
         "admit_state_slots": int32s(a.state_slot for a in plan.admissions),
+        "admit_phases": int32s(a.phase for a in plan.admissions),
         "page_rows": _flat([[w.row] * len(w.pages) for w in plan.page_writes]),
         "page_indices": _flat([np.arange(w.first_page, w.first_page + len(w.pages)) for w in plan.page_writes]),
         "pages": _flat([w.pages for w in plan.page_writes]),
@@ -192,13 +198,17 @@ class StagingRing:
         """One copy for all columns, into fresh device memory."""
         shapes = {name: column.shape for name, column in columns.items()}
         into = torch.empty(packed_size(shapes), dtype=torch.int32, device=self.device)
+        self.copy(into, columns)
+        return cut(into, shapes)
+
+    def copy(self, into: torch.Tensor, columns: Columns) -> None:
+        """One copy of all columns into [packed_size] int32."""
         staging, start = self._staging(into), 0
         flat = staging.numpy()
         for column in columns.values():
             flat[start : start + column.size] = column.reshape(-1)
             start += _aligned(column.size)
         self._copy(into, staging)
-        return cut(into, shapes)
 
     def copy_rows(self, into: torch.Tensor, columns: Columns, padding: Columns, size: int) -> None:
         """One copy of all columns into [packed_size] int32, each continued to `size` rows with its row of `padding`. A

@@ -13,7 +13,7 @@ from hybridrt.runtime.step_inputs import Columns, Sections, chunk_plans, pack_ch
 _COLUMNS = ("rows", "read_state_slots", "write_state_slots", "query_start_loc", "start_positions", "tokens")
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """Tokens of an extend row that one pass computes. Slots are 0 for the row's own, -1 where nothing is computed."""
 
     row: int
@@ -33,22 +33,26 @@ def pack_passes(extend: Sequence[ExtendRow], sizes: Iterable[int]) -> Columns:
     columns: Columns = {}
     saves = max((len(row.saves) for row in extend), default=0)
     for number in range(saves + 1 if saves else 0):
-        runs = _runs(extend, number)
-        position, length = int32s(run.position for run in runs), int32s(run.length for run in runs)
-        starts = np.concatenate(([0], np.cumsum(length))).astype(np.int32)
-        tokens = [np.arange(run.token, run.token + run.length, dtype=np.int32) for run in runs] if number else []
-        parts = (
-            int32s(run.row for run in runs), int32s(run.read for run in runs), int32s(run.write for run in runs),
-            starts, position, np.concatenate(tokens) if tokens else int32s(()),
-        )  # fmt: skip
-        parts_by_name = dict(zip(_COLUMNS, parts)) | pack_chunks(position, length, sizes)
-        columns |= {_name(name, number): part for name, part in parts_by_name.items()}
+        columns |= pack_runs(runs_of(extend, number), number, sizes)
     return columns
 
 
-def _runs(extend: Sequence[ExtendRow], number: int) -> list[_Run]:
+def pack_runs(runs: Sequence[Run], number: int, sizes: Iterable[int]) -> Columns:
+    """The integers of pass `number`."""
+    position, length = int32s(run.position for run in runs), int32s(run.length for run in runs)
+    starts = np.concatenate(([0], np.cumsum(length))).astype(np.int32)
+    tokens = [np.arange(run.token, run.token + run.length, dtype=np.int32) for run in runs] if number else []
+    parts = (
+        int32s(run.row for run in runs), int32s(run.read for run in runs), int32s(run.write for run in runs),
+        starts, position, np.concatenate(tokens) if tokens else int32s(()),
+    )  # fmt: skip
+    parts_by_name = dict(zip(_COLUMNS, parts)) | pack_chunks(position, length, sizes)
+    return {in_pass(name, number): part for name, part in parts_by_name.items()}
+
+
+def runs_of(extend: Sequence[ExtendRow], number: int) -> list[Run]:
     """The runs of pass `number`. Those of pass 0 cover all tokens; what it leaves to later passes has slots -1."""
-    runs, first = list[_Run](), 0
+    runs, first = list[Run](), 0
     for i, row in enumerate(extend):
         length = len(row.tokens)
         ends, slots = [0, *(end for end, _ in row.saves), length], [slot for _, slot in row.saves]
@@ -56,9 +60,9 @@ def _runs(extend: Sequence[ExtendRow], number: int) -> list[_Run]:
             start, end = ends[number], ends[number + 1]
             read = slots[number - 1] if number else row.read_state_slot
             write = slots[number] if number < len(slots) else 0
-            runs.append(_Run(i, read, write, row.computed + start, first + start, end - start))
+            runs.append(Run(i, read, write, row.computed + start, first + start, end - start))
             if not number and end < length:
-                runs.append(_Run(i, -1, -1, row.computed + end, first + end, length - end))
+                runs.append(Run(i, -1, -1, row.computed + end, first + end, length - end))
         first += length
     return runs
 
@@ -67,9 +71,9 @@ def extend_passes(columns: Columns, sections: Sections, sizes: Sequence[int]) ->
     """The passes that `pack_passes` packed, with their tensors on the device; none if no row saves a state."""
     found = list[ExtendPass]()
     for number in count():
-        if _name("rows", number) not in columns:
+        if in_pass("rows", number) not in columns:
             return found
-        suffix = _name("", number)
+        suffix = in_pass("", number)
         host = {name.removesuffix(suffix): part for name, part in columns.items() if name.endswith(suffix)}
         device = {name.removesuffix(suffix): part for name, part in sections.items() if name.endswith(suffix)}
         lengths = np.diff(host["query_start_loc"]).tolist()
@@ -79,5 +83,6 @@ def extend_passes(columns: Columns, sections: Sections, sizes: Sequence[int]) ->
     return found
 
 
-def _name(name: str, number: int) -> str:
+def in_pass(name: str, number: int) -> str:
+    """What an array of a pass is packed under."""
     return f"{name} in pass {number}"

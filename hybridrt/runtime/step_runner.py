@@ -1,7 +1,6 @@
 """Runs steps: turns a StepPlan into tokens, over a model, its pools and its backend."""
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -9,23 +8,33 @@ import numpy as np
 import torch
 
 from hybridrt.errors import ConfigError, EngineError
-from hybridrt.forward_batch import ForwardBatch, SpecInfo
-from hybridrt.runtime.build import Runtime, step_widths
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.records import TokenInputs
+from hybridrt.runtime.build import Runtime
+from hybridrt.runtime.capture import capture_graphs
 from hybridrt.runtime.constrained_step import ConstrainedStep, Sampling
-from hybridrt.runtime.drafting import DeviceDrafter, draft_method
+from hybridrt.runtime.drafting import DeviceDrafter, draft_needs
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.host_copies import HostCopies
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
 from hybridrt.runtime.prefix_copy import PrefixCopy, Tensors
+from hybridrt.runtime.prompt_columns import Bucket
+from hybridrt.runtime.prompt_graphs import PromptGraphs
 from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
 from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, SamplingTable, Verification
 from hybridrt.runtime.state_arena import StateArena
-from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageWrite, StepHandle, StepPlan
-from hybridrt.runtime.step_batch import TokenInputs, make_batch, spec_info_of
-from hybridrt.runtime.step_inputs import Columns, Packing, Sections, StagingRing, chunk_plans, pack_step
+from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageCopy, PageWrite, StepHandle, StepPlan, int32s
+from hybridrt.runtime.step_batch import fill_decode, make_batch, spec_info_of
+from hybridrt.runtime.step_inputs import (
+    Columns,
+    Packing,
+    Sections,
+    StagingRing,
+    chunk_plans,
+    pack_bookkeeping,
+    pack_step,
+)
 from hybridrt.runtime.step_passes import extend_passes, pack_passes
-
-logger = logging.getLogger(__name__)
 
 
 class StepRunner:
@@ -34,9 +43,11 @@ class StepRunner:
     Attributes:
         last_tokens: [R + 1] int32, the next input of every row: sampled here, read by the next step, never waited for
             by the host.
-        graphs: by tokens of a row.
+        graphs: of decode and verify steps, by tokens of a row.
+        prompt_graphs: of short prefill and mixed steps; None without.
         arena: images of states that come from or go to other workers; None without EngineConfig.transfer_bytes.
         host: the prefix cache's tier in main memory; None without one.
+        trees: drafts are trees.
         drafter: the part of a drafter that runs beside the model; None without one.
     """
 
@@ -44,8 +55,9 @@ class StepRunner:
         self.config, self.target, self.model = runtime.config, runtime.target, runtime.model
         self.memory_plan, self.pools, self.backend = runtime.plan, runtime.pools, runtime.backend
         self.model_config, self.device = runtime.target.model_config, runtime.target.device
-        self._trees = self.config.speculative is not None and self.config.speculative.topk > 1
+        self.trees = self.config.speculative is not None and self.config.speculative.topk > 1
         self.graphs: dict[int, GraphRunner] = {}
+        self.prompt_graphs: PromptGraphs | None = None
         self.sampling_table = SamplingTable(self.memory_plan.num_rows, self.model_config.vocab_size, self.device)
         self.sampler = Sampler(self.sampling_table)
         self.last_tokens = torch.zeros(self.memory_plan.num_rows + 1, dtype=torch.int32, device=self.device)
@@ -54,37 +66,18 @@ class StepRunner:
         self._prompts = PromptRequirements()
         self.arena: StateArena | None = None
         self.host: HostCopies | None = None
-        self.drafter: DeviceDrafter | None = draft_method(self.config).device_drafter(self)
+        self.drafter: DeviceDrafter | None = draft_needs(self.config).device_drafter(self)
         self._unsampled: ConstrainedStep | None = None
-        self._packing = Packing(self._trees, self.drafter is not None, self.backend.chunk_sizes)
+        self._packing = Packing(self.trees, self.drafter is not None, self.backend.chunk_sizes)
 
     def capture(self, progress: bool = False) -> None:
-        """Records steps as graphs, of every width that occurs."""
-        asked, rows = self.config.cuda_graph_max_bs, self.memory_plan.num_rows
-        if asked is not None and asked > rows:
-            logger.warning(
-                "graphs end at batch %d, not at cuda_graph_max_bs=%d: no more requests have state", rows, asked
-            )
-        self.graphs.update({tokens: self._capture(tokens, progress) for tokens in step_widths(self.config)})
-        if self.drafter is not None:
-            self.drafter.capture(asked or rows, progress)
-        taken = sum(graphs.captured_bytes for graphs in self.graphs.values())
-        logger.info("graphs of up to %d rows take %.2f GiB", min(asked or rows, rows), taken / 2**30)
+        """Records steps as graphs (hybridrt.runtime.capture)."""
+        capture_graphs(self, progress)
 
-    def _capture(self, tokens: int, progress: bool) -> GraphRunner:
-        """Graphs of decode steps (tokens 1) or verify steps."""
-        graphs = GraphRunner(
-            model=self.model,
-            backend=self.backend,
-            req_to_token_pool=self.pools.req_to_token,
-            last_tokens=self.last_tokens,
-            max_bs=self.config.cuda_graph_max_bs or self.memory_plan.num_rows,
-            spec_info=SpecInfo(tokens) if tokens > 1 else None,
-            tree=self._trees and tokens > 1,
-            keep_hidden=self.drafter is not None,
-        )
-        graphs.capture(progress)
-        return graphs
+    def drop_graphs(self) -> None:
+        """Destroys all graphs."""
+        self.graphs.clear()
+        self.prompt_graphs = None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -100,11 +93,12 @@ class StepRunner:
         try:
             if plan.donations:
                 self._donate(plan.donations)
+            if plan.kept_pages:
+                self._keep_pages(plan.kept_pages)
             if self.host is not None:
                 self.host.launch(plan.host_copies)
                 self.host.wait(plan.after_copies)
-            found = self._graph_of(plan, tokens)
-            sampling = self._launch_eager(plan, tokens) if found is None else self._launch_graph(plan, *found)
+            sampling = self._way(plan, tokens)()
             if not plan.constrained:
                 return sampling(None)
             self._unsampled = ConstrainedStep(plan, tokens, sampling)
@@ -144,6 +138,38 @@ class StepRunner:
         if pool is not None:
             pool.donate(self._staging.upload({"rows": np.array(rows, np.int32)})["rows"])
 
+    def _way(self, plan: StepPlan, tokens: int) -> Callable[[], Sampling]:
+        """What launches a step: one graph for all rows, a graph for the decode rows and the chunks behind it, or the
+        model itself."""
+        bucket = self._prompt_bucket(plan, tokens)
+        if bucket is not None:
+            return partial(self._launch_prompts, plan, bucket)
+        found = self._graph_of(plan, tokens)
+        return partial(self._launch_eager, plan, tokens) if found is None else partial(self._launch_graph, plan, *found)
+
+    def _prompt_bucket(self, plan: StepPlan, tokens: int) -> Bucket | None:
+        """The graph of a step with prompts; None if it runs without."""
+        # These graphs verify no drafts, and keep no hidden states: drafters and log-probabilities of prompts need them.
+        if self.prompt_graphs is None or tokens > 1 or self.drafter is not None or self._prompts.of(plan.extend, 0)[0]:
+            return None
+        # States of other workers are copied between the changes of the tables and the model.
+        return None if plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
+
+    def _launch_prompts(self, plan: StepPlan, bucket: Bucket) -> Sampling:
+        if plan.admissions or plan.page_writes or plan.page_copies:
+            self._apply_allocations(self._staging.upload(pack_bookkeeping(plan)))
+        assert self.prompt_graphs is not None
+        lines = self.prompt_graphs.replay(plan, bucket)
+        if not len(lines.rows):
+            return lambda _: LaunchedStep(None)
+        return lambda bitmask: self._sample(lines.on_host, lines.rows, lines.output_indices, lines.logits, bitmask)
+
+    def _keep_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Fills pages of the prefix cache, in all KV layers."""
+        sources, targets = int32s(copy.source for copy in copies), int32s(copy.target for copy in copies)
+        sections = self._staging.upload({"sources": sources, "targets": targets})
+        self.pools.kv.copy_pages(sections["sources"].long(), sections["targets"].long())
+
     def _graph_of(self, plan: StepPlan, tokens: int) -> tuple[GraphRunner, np.ndarray, list[PageWrite]] | None:
         """The graph of a step's decode rows, the pages that it enters (`_graph_pages`), and the other page writes. None
         if there is none for them."""
@@ -169,8 +195,8 @@ class StepRunner:
         chunks = replace(plan, page_writes=rest, decode=NO_ROWS)
         if not plan.constrained:
             first = decoded(None)
-            return lambda _: JoinedSteps(first, self._launch_eager(chunks, 1)(None))
-        extended = self._launch_eager(chunks, 1)
+            return lambda _: JoinedSteps(first, self._way(chunks, 1)()(None))
+        extended = self._way(chunks, 1)()
         return lambda mask: JoinedSteps(decoded(mask[:n]), extended(mask[n:]))  # type: ignore[index]
 
     def _sample_graph(self, graphs: GraphRunner, decode: DecodeRows, bitmask: torch.Tensor | None) -> LaunchedStep:
@@ -262,10 +288,11 @@ class StepRunner:
         """Raises ConfigError for a plan that this runner was not made for."""
         if (plan.imports or plan.exports) and self.arena is None:
             raise ConfigError("states cannot come or go without an arena: set transfer_bytes")
-        most, width = int(plan.decode.num_drafts.max()) if len(plan.decode.drafts) else 0, self.config.num_verify_tokens
-        if most >= width:
-            raise ConfigError(f"{most} drafts in a row; this runner verifies {width - 1}: raise num_draft_tokens")
-        if not self._trees and plan.decode.parents is not None:
+        num_drafts = int(plan.decode.num_drafts.max()) if len(plan.decode.drafts) else 0
+        width = self.config.num_verify_tokens
+        if num_drafts >= width:
+            raise ConfigError(f"{num_drafts} drafts in a row; this runner verifies {width - 1}: raise num_draft_tokens")
+        if not self.trees and plan.decode.parents is not None:
             raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
 
     def _apply_allocations(self, sections: Sections) -> None:
@@ -274,7 +301,7 @@ class StepRunner:
         table = self.pools.req_to_token
         if sections["admit_rows"].numel():
             rows = sections["admit_rows"].long()
-            table.admit(rows, sections["admit_state_slots"].long())
+            table.admit(rows, sections["admit_state_slots"].long(), sections["admit_phases"])
             self.sampling_table.admit(rows, sections)
         if sections["pages"].numel():
             table.write_pages(*(sections[name].long() for name in ("page_rows", "page_indices", "pages")))
@@ -286,8 +313,8 @@ class StepRunner:
         new = [len(r.tokens) for r in plan.extend]
         decoded, chunks, spec = None, None, None
         if n:
-            decoded, spec = TokenInputs.allocate(n * tokens, self.device), spec_info_of(sections, tokens, self._trees)
-            decoded.fill_decode(sections, n, spec, self.last_tokens, table)
+            decoded, spec = TokenInputs.allocate(n * tokens, self.device), spec_info_of(sections, tokens, self.trees)
+            fill_decode(decoded, sections, n, spec, self.last_tokens, table)
         if new:
             positions = sections["extend_positions"]
             kv_places = table.token_slots(sections["extend_rows"], positions)
@@ -319,7 +346,7 @@ class StepRunner:
         logits: torch.Tensor,
         bitmask: torch.Tensor | None,
     ) -> LaunchedStep:
-        """`on_host`: rows and output indices as the host knows them."""
+        """`on_host`: rows and output indices on the host."""
         filters, wanted = self._required.of(*on_host)
         tokens = self.sampler(logits, rows, output_indices, filters, bitmask)
         self.last_tokens[rows] = tokens.int()

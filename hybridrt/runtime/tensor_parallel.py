@@ -16,7 +16,6 @@ from hybridrt.errors import ConfigError, DeviceError
 from hybridrt.runtime.build import empty_model, load_target
 from hybridrt.runtime.constrained_step import mask_tasks
 from hybridrt.runtime.follower import serve
-from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.interrupts import Interrupts
 from hybridrt.runtime.messages import encode
 from hybridrt.runtime.model_runner import ModelRunner
@@ -61,9 +60,9 @@ class TensorParallelExecutor:
                 config = replace(config, device=str(comm.device))
                 self.runner = ModelRunner(config, tp=TPGroup(0, comm.size, comm), progress=progress)
         except BaseException:
-            _end(self._ranks, {}, started)
+            _end(self._ranks, lambda: None, started)
             raise
-        self._finalizer = weakref.finalize(self, _end, self._ranks, self.runner.graphs, started)
+        self._finalizer = weakref.finalize(self, _end, self._ranks, self.runner.drop_graphs, started)
 
     @property
     def host(self) -> str:
@@ -170,10 +169,10 @@ def _find_ranks(size: int, kind: str) -> Ranks:
     return torchrun_ranks(here, kind)
 
 
-def _end(ranks: Ranks, graphs: dict[int, GraphRunner], started: bool) -> None:
+def _end(ranks: Ranks, drop_graphs: Callable[[], None], started: bool) -> None:
     if not ranks.here:
         return  # a forked child holds copies of what is the parent's
-    graphs.clear()  # NCCL waits for the graphs that it is part of
+    drop_graphs()  # NCCL waits for the graphs that it is part of
     ranks.end()
     if started:
         ranks.close()

@@ -53,6 +53,33 @@ def make_rules(
     return TokenRules(columns.tobytes(), flat.tobytes(), allowed, _ALWAYS if permanent else params.min_tokens)
 
 
+def any_allowed(rules: TokenRules | None, mask: np.ndarray | None, output: Sequence[int]) -> bool:
+    """Whether any token may follow an output.
+
+    Args:
+        mask: int32 words, a bit a token, what else allows it; nothing behind its end. None: all are allowed. Then,
+            unless `rules` list the allowed tokens, the answer is True: so few rules do not forbid a vocabulary.
+    """
+    listed = np.frombuffer(rules.allowed, np.int32) if rules is not None and rules.allowed else None
+    if listed is None and mask is None:
+        return True
+    words = mask if listed is None else listed if mask is None else listed[: len(mask)] & mask[: len(listed)]
+    left = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))  # type: ignore[union-attr]
+    return bool(set(left.tolist()) - (set() if rules is None else _forbidden(rules, output)))
+
+
+def _forbidden(rules: TokenRules, output: Sequence[int]) -> set[int]:
+    """The tokens that rules forbid behind an output."""
+    columns = np.frombuffer(rules.columns, np.int32).reshape(RULE_COLUMNS, -1)
+    minus_infinity = np.float32(-np.inf).view(np.int32)
+    prefixes, found = np.frombuffer(rules.prefixes, np.int32).tolist(), set[int]()
+    for token, value, until, start, length in columns.T.tolist():
+        behind = list(output[max(len(output) - length, 0) :]) == prefixes[start : start + length]
+        if value == minus_infinity and len(output) < until and behind:
+            found.add(token)
+    return found
+
+
 def _check_size(rules: dict[str, int], words: Sequence[Sequence[int]]) -> None:
     for field, total in zip(rules, accumulate(rules.values())):
         if total > MAX_RULES:

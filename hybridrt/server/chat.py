@@ -87,16 +87,8 @@ class ChatAnswer(Answer):
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if delta.logprobs is None:
             return None
-        content = []
-        for token, found in zip(delta.token_ids, delta.logprobs, strict=True):
-            ranked = sorted(found.items(), key=lambda entry: -entry[1])
-            top = [self._entry(t, value) for t, value in ranked]
-            content.append({**self._entry(token, found[token]), "top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        spelled = self._token_text.spelled(token)
-        return {"token": spelled.decode(errors="replace"), "logprob": logprob, "bytes": list(spelled)}
+        scored = zip(delta.token_ids, delta.logprobs, strict=True)
+        return {"content": [self._token_text.entry(*each) for each in scored], "refusal": None}
 
 
 def _call(name: str, function: str, arguments: str) -> dict[str, Any]:
@@ -146,6 +138,9 @@ def as_chat_request(body: Sampling, **fields: Any) -> ChatRequest:
     for name in ("prompt_logprobs", "return_token_ids"):
         if getattr(body, name):
             raise APIError(400, f"{name} is an option of /v1/chat/completions", name, "unsupported")
+    for name in ("logprobs", "top_logprobs"):
+        if (body.model_extra or {}).get(name):
+            raise APIError(400, f"{name} is an option of /v1/chat/completions", name, "unsupported")
     if body.n not in (None, 1):
         raise APIError(400, f"n is {body.n}; an answer here is one sample: leave n out", "n")
     shared = {name: getattr(body, name) for name in body.model_fields_set & Sampling.model_fields.keys()}
@@ -172,9 +167,10 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
 def _params(service: Service, body: ChatRequest) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs goes with logprobs: set logprobs to true", "top_logprobs")
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     # None: as many as the model has room for.
-    return service.sampling_params(body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return service.sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
 
 
 def conversation_of(body: ChatFields) -> Conversation:

@@ -90,8 +90,8 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
         raise APIError(400, "suffix is not supported: the models continue text, they do not fill gaps", "suffix")
     if body.best_of not in (None, body.n or 1):
         raise APIError(400, "best_of is not supported: leave it out, or set it to n", "best_of")
-    most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = service.sampling_params(body, max_tokens=most, logprobs=body.logprobs)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    params = service.sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
     scored = bool(body.echo) and body.logprobs is not None
     if scored:
         params = replace(params, prompt_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0))

@@ -10,6 +10,7 @@ from hybridrt.errors import (
     GrammarError,
     HybridrtError,
     MemoryBudgetError,
+    NoTokenLeftError,
     QueueFullError,
     RequestError,
     UnavailableError,
@@ -68,6 +69,8 @@ def as_api_error(error: BaseException, names: dict[str, str] | None = None) -> A
             return APIError(429, str(error), code="queue_full")
         case UnavailableError():
             return APIError(503, str(error), code="unavailable")
+        case NoTokenLeftError():
+            return APIError(400, str(error))
         case GrammarError():
             return APIError(400, str(error), (names or {}).get("structured_outputs", "structured_outputs"))
         case RequestValidationError():

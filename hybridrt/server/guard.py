@@ -89,11 +89,11 @@ class Guard:
             )
 
     def _seconds(self, headers: dict[bytes, bytes]) -> float | None:
-        most = self._config.request_timeout or None
+        longest_s = self._config.request_timeout or None
         asked = headers.get(b"x-request-timeout", b"")
         if not _SECONDS.fullmatch(asked):
-            return most
-        return float(asked) if most is None else min(float(asked), most)
+            return longest_s
+        return float(asked) if longest_s is None else min(float(asked), longest_s)
 
 
 class _Sent:
@@ -129,7 +129,7 @@ class _Sent:
                 log.info("request %s: the client does not read", self.request_id.decode())
 
 
-def _limited(receive: Receive, most: int) -> Receive:
+def _limited(receive: Receive, max_bytes: int) -> Receive:
     """Receives at most so many bytes of body."""
     got = 0
 
@@ -137,15 +137,15 @@ def _limited(receive: Receive, most: int) -> Receive:
         nonlocal got
         message = await receive()
         got += len(message.get("body", b""))
-        if got > most:
-            raise HTTPException(413, _too_long(most).message)
+        if got > max_bytes:
+            raise HTTPException(413, _too_long(max_bytes).message)
         return message
 
     return limited
 
 
-def _too_long(most: int) -> APIError:
-    return APIError(413, f"the body has more than {most} bytes: send less, or start the server with --max-body-bytes")
+def _too_long(max_bytes: int) -> APIError:
+    return APIError(413, f"the body has more than {max_bytes} bytes: send less, or serve with more --max-body-bytes")
 
 
 def _write_line(scope: Scope, request_id: bytes, status: int, seconds: float) -> None:

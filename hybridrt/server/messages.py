@@ -128,7 +128,7 @@ def _assistant(blocks: list[Block]) -> dict[str, Any]:
 
 
 def _user(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own, before the text that stands beside them."""
+    """Results of tools are messages of their own, before the text of the same message."""
     results = [block for block in blocks if isinstance(block, ToolResult)]
     messages: list[dict[str, Any]] = [
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")} for block in results

@@ -163,6 +163,7 @@ class Metrics(Collector):
             ("hybridrt:host_states_cached", "States of the prefix cache in main memory.", now.host_states),
             ("hybridrt:rows_free", "Requests that could run besides.", now.free_rows),
             ("hybridrt:step_cost_error_ratio", "Median error of predicted times.", now.step_cost_error or 0.0),
+            ("hybridrt:folds_per_step_max", "State rings that one step has folded at most.", now.most_folds),
             ("hybridrt:mean_accepted_length", "Inputs that a verify step keeps.", now.mean_accepted_length or 0.0),
         ):
             yield self._family(GaugeMetricFamily, name, text, float(max(value, 0)))
@@ -180,6 +181,7 @@ class Metrics(Collector):
             ("vllm:spec_decode_num_accepted_tokens", "Drafts that were right.", now.accepted),
             ("vllm:spec_decode_num_drafts", "Steps of a sample with drafts.", now.verify_steps),
             ("hybridrt:steps", "Steps of the engine.", now.steps),
+            ("hybridrt:folds", "State rings that steps have folded into states.", now.folds),
             ("hybridrt:prefill_tokens", "Prompt tokens computed, those computed again included.", now.prompt_tokens),
             ("hybridrt:samples_failed", "Samples that ended with an error.", now.failed),
         ):

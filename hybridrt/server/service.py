@@ -127,7 +127,7 @@ class Service:
 
 
 def response_id(prefix: str, body: Sampling, scope: Scope) -> str:
-    """The `id` of an answer, by which /abort knows it."""
+    """The `id` of an answer, which /abort takes."""
     name = f"{prefix}{body.request_id or uuid.uuid4().hex}"
     record(scope, id=name)
     return name

@@ -41,7 +41,7 @@ def own_names(body: Sampling) -> Iterator[None]:
 
 
 def _given(body: Sampling) -> dict[str, dict[str, Any]]:
-    """By the field of the body, the fields of StructuredOutputs that it stands for."""
+    """By the field of the body, the fields of StructuredOutputs that it sets."""
     given = {"response_format": _format(body.response_format), "structured_outputs": _fields(body)}
     given |= {name: None if (value := getattr(body, name)) is None else {kind: value} for name, kind in GUIDED.items()}
     return {name: fields for name, fields in given.items() if fields is not None}

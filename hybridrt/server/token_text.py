@@ -1,6 +1,7 @@
 """Single tokens as text and bytes, for log-probabilities."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from hybridrt.engine.tokenizer import HFTokenizer
@@ -9,7 +10,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary (Radford et al. 2019, GPT-2): printable ones
+    """The character that represents each byte in a byte-level vocabulary (Radford et al. 2019, GPT-2): printable ones
     for themselves, the others, in order, for those from U+0100 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in shown]
@@ -30,15 +31,23 @@ class TokenText:
         self._alphabet = _byte_alphabet() if byte_level else {}
 
     def spelled(self, token: int) -> bytes:
-        """The bytes that a token stands for."""
+        """The bytes of a token."""
         known = self._known.get(token)
         if known is None:
             known = self._known[token] = self._bytes(token)
         return known
 
     def text(self, token: int) -> str:
-        """The token's text; U+FFFD stands for bytes that are no character by themselves."""
+        """The token's text; U+FFFD replaces bytes that are no character by themselves."""
         return self.spelled(token).decode(errors="replace")
+
+    def entry(self, token: int, found: Mapping[int, float]) -> dict[str, Any]:
+        """A token in OpenAI's form, with its log-probability and those of the likeliest tokens, best first."""
+        best = sorted(found.items(), key=lambda each: -each[1])
+        return self._scored(token, found[token]) | {"top_logprobs": [self._scored(*each) for each in best]}
+
+    def _scored(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.text(token), "logprob": logprob, "bytes": list(self.spelled(token))}
 
     def _bytes(self, token: int) -> bytes:
         if self._tokenizer is None:

@@ -43,7 +43,7 @@ class DraftRequest(Protocol):
 
 
 def num_tokens(request: DraftRequest) -> int:
-    """Tokens that the host knows."""
+    """Tokens that have been read."""
     return len(request.prompt) + len(request.output)
 
 

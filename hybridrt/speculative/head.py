@@ -14,13 +14,14 @@ import torch
 
 from hybridrt.attention.registry import create_backend
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.kernels.records import TokenInputs
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.drafting import DraftRow
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.launched_step import LaunchedStep
 from hybridrt.runtime.sampler import Accepted, Filters
 from hybridrt.runtime.step import DecodeRow, DecodeRows, StepHandle
-from hybridrt.runtime.step_batch import TokenInputs, make_batch
+from hybridrt.runtime.step_batch import make_batch
 from hybridrt.runtime.step_inputs import Sections, StagingRing
 from hybridrt.runtime.step_runner import StepRunner
 

@@ -16,5 +16,5 @@ def make_drafter(target: ModelRunner, everywhere: Everywhere | None = None) -> D
     """
     spec = target.config.speculative
     assert spec is not None
-    inner = draft_method(target.config).drafter(target, everywhere or (lambda task: task(target)))
+    inner = draft_method(spec).drafter(target, everywhere or (lambda task: task(target)))
     return AdaptiveDrafter(inner, spec.num_draft_tokens)

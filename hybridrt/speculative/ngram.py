@@ -82,7 +82,7 @@ class NgramDrafter(Drafter):
 
 
 def _continue(request: DraftRequest, after: int, max_drafts: int) -> list[int]:
-    """Tokens from `after` on; a match that runs into the end of the text goes on with what it predicted."""
+    """Tokens from `after` on; a match that reaches the end of the text continues with its own predictions."""
     drafts = tokens_between(request, after, after + max_drafts)
     period = num_tokens(request) - after
     while len(drafts) < max_drafts:

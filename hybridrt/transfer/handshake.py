@@ -9,7 +9,7 @@ from hybridrt.mem_cache.mamba_pool import ring_width
 from hybridrt.runtime.build import RunTarget
 from hybridrt.runtime.state_identity import Identity, first_difference, state_identity
 
-VERSION = 3
+VERSION = 4
 
 
 Handshake = Identity

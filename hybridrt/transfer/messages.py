@@ -5,12 +5,14 @@ from typing import Annotated
 from msgspec import Meta
 
 from hybridrt.distributed.channel_codec import Message
+from hybridrt.sampling_params import MAX_SALT_CHARACTERS
 
 MAX_JOBS = 1024  # prompts that one decode worker may have under way at one prefill worker
 MAX_TEXT = 1 << 10  # characters
 MAX_RANKS = 1 << 10
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARACTERS)]
 LongText = Annotated[str, Meta(max_length=1 << 16)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Description = Annotated[str, Meta(max_length=1 << 20)]  # how an arena is read
@@ -32,10 +34,13 @@ class DecodeHello(Message):
 
 
 class Prefill(Message):
-    """The decode worker asks for the state after these tokens."""
+    """The decode worker requests the state after these tokens, and the KV of all but the first `start`. `salt` is the
+    request's `cache_salt`, "" without."""
 
     key: Text
     tokens: list[int]
+    start: Number = 0
+    salt: Salt = ""
 
 
 class Done(Message):
@@ -45,11 +50,11 @@ class Done(Message):
 
 
 class Ping(Message):
-    """The decode worker asks for a sign of life."""
+    """The decode worker requests a sign of life."""
 
 
 class Ready(Message):
-    """The image of a key lies at this byte of every rank's arena."""
+    """The image of a key begins at this byte of every rank's arena."""
 
     key: Text
     offset: Number
@@ -87,18 +92,20 @@ class Disconnect(Message):
 
 
 class Order(Message):
-    """One image to fetch: of a request's first `length` tokens, which lies at byte `source` of the arenas of all ranks
-    of prefill worker `worker`, to byte `destination` of our own. `key` names it until it has ended."""
+    """One image to fetch: of a request's first `length` tokens, without the KV of the first `start`. It begins at byte
+    `source` of the arenas of all ranks of prefill worker `worker`, and goes to byte `destination` of our own. `key`
+    names it until it has ended."""
 
     key: Text
     worker: Text
     length: Number
     source: Number
     destination: Number
+    start: Number = 0
 
 
 class Connected(Message):
-    """A rank has done what Connect asks for, or says why it cannot."""
+    """A rank has done what Connect names, or reports why it cannot."""
 
     error: Text | None
 

@@ -50,11 +50,13 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A prompt. `offset` is the first byte of its image, None before there is room for it. `request_id` is the engine's
-    name for it. `deadline` is when an image that has not been fetched is dropped."""
+    """A prompt, of whose first `start` tokens no KV is wanted. `offset` is the first byte of its image, None before
+    there is room for it. `request_id` is the engine's name for it. `deadline` is when an image that has not been
+    fetched is dropped."""
 
     peer: _Peer
     key: str
+    start: int
     prompt: PreparedPrompt | None = None
     offset: int | None = None
     request_id: str | None = None
@@ -85,7 +87,7 @@ class PrefillWorker:
         ranks: one reader for each rank, whose description lets others read its arena.
         listener: where decode workers connect; None takes them from `attach` alone.
         timeout: seconds that an image waits to be fetched. A decode worker that takes longer loses its connection.
-        linger: seconds that such an image then still stays, so that the decode worker knows before it is overwritten.
+        linger: seconds that such an image then still stays, so that the decode worker is told before it is overwritten.
 
     Attributes:
         port: where it listens, 0 without a listener.
@@ -137,13 +139,13 @@ class PrefillWorker:
         """Reads messages, starts prompts that have room, and runs one step of the engine. False: it did nothing."""
         for channel in self._listener.accept() if self._listener else ():
             self.attach(channel)
-        heard = [self._hear(peer) for peer in list(self._peers)]
+        received = [self._receive(peer) for peer in list(self._peers)]
         self._end_overdue()
         self._begin()
         busy = self._engine.has_unfinished()
         if busy:
             self._report(self._engine.step())
-        return busy or any(heard)
+        return busy or any(received)
 
     def counters(self) -> PrefillCounters:
         """A snapshot."""
@@ -161,19 +163,19 @@ class PrefillWorker:
         for rank in self._ranks:
             rank.close()
 
-    def _hear(self, peer: _Peer) -> bool:
+    def _receive(self, peer: _Peer) -> bool:
         try:
             messages = peer.channel.receive()
             for message in messages:
                 if peer in self._peers:
-                    self._obey(peer, message)
+                    self._handle(peer, message)
         except (PeerGoneError, HandshakeError) as e:
             self._totals.refused += isinstance(e, (HandshakeError, MessageError))
             self._drop_peer(peer)
             return True
         return bool(messages)
 
-    def _obey(self, peer: _Peer, data: bytes) -> None:
+    def _handle(self, peer: _Peer, data: bytes) -> None:
         if not peer.agreed:
             check_handshake(self._handshake, unpack(data, DecodeHello).handshake)
             peer.agreed = True
@@ -182,17 +184,19 @@ class PrefillWorker:
         if isinstance(message, Ping):
             peer.channel.send(pack(Pong()))
         elif isinstance(message, Prefill):
-            self._take(peer, message.key, message.tokens)
+            self._take(peer, message)
         elif message.key in peer.jobs:  # Done
             self._drop(peer.jobs[message.key])
 
-    def _take(self, peer: _Peer, key: str, tokens: list[int]) -> None:
+    def _take(self, peer: _Peer, asked: Prefill) -> None:
         """Queues a prompt. The engine says how many tokens it will compute, which sizes the prompt's region."""
-        if key in peer.jobs or len(peer.jobs) >= MAX_JOBS:
+        if asked.key in peer.jobs or len(peer.jobs) >= MAX_JOBS:
             raise MessageError(f"a prompt has a key that is in use, or {MAX_JOBS} are under way")
-        job = peer.jobs[key] = _Job(peer, key)
+        if asked.start > len(asked.tokens):
+            raise MessageError(f"the KV of {asked.start} tokens is not wanted, of a prompt of {len(asked.tokens)}")
+        job = peer.jobs[asked.key] = _Job(peer, asked.key, asked.start)
         try:
-            job.prompt = self._engine.prepare(tokens, _PREFILL)
+            job.prompt = self._engine.prepare(asked.tokens, replace(_PREFILL, cache_salt=asked.salt or None))
         except HybridrtError as e:
             self._fail(job, e)
         else:
@@ -214,11 +218,11 @@ class PrefillWorker:
         while self._waiting:
             job = self._waiting[0]
             assert job.prompt is not None, "what waits was prepared"
-            nbytes = self._layout.image_bytes(len(job.prompt.tokens))
+            nbytes = self._layout.image_bytes(len(job.prompt.tokens), job.start)
             try:
                 job.offset = self.regions.alloc(nbytes)
                 room = range(job.offset, job.offset + nbytes)
-                job.request_id = self._engine.submit(job.prompt, stream=False, export_to=room)
+                job.request_id = self._engine.submit(job.prompt, stream=False, export_to=room, export_from=job.start)
             except OutOfSlotsError as e:
                 if self.regions.num_used:
                     return
@@ -244,7 +248,7 @@ class PrefillWorker:
 
     def _fail(self, job: _Job, error: HybridrtError) -> None:
         self._totals.failed += 1
-        self._forget(job)
+        self._release(job)
         self._send(job.peer, Failed(job.key, shortened(f"{type(error).__name__}: {error}")))
 
     def _send(self, peer: _Peer, message: Message) -> None:
@@ -254,7 +258,7 @@ class PrefillWorker:
             self._drop_peer(peer)
 
     def _drop_peer(self, peer: _Peer) -> None:
-        """Ends a connection. Images that the other side may be reading stay for some time, until it knows."""
+        """Ends a connection. Images that the other side may be reading stay until it has been told."""
         if peer not in self._peers:
             return
         self._peers.remove(peer)
@@ -270,9 +274,9 @@ class PrefillWorker:
         if job.request_id is not None and job.request_id in self._computing:
             del self._computing[job.request_id]
             self._engine.abort(job.request_id)
-        self._forget(job)
+        self._release(job)
 
-    def _forget(self, job: _Job) -> None:
+    def _release(self, job: _Job) -> None:
         """Frees what a job holds, after the last launched step that writes there."""
         del job.peer.jobs[job.key]
         if job in self._waiting:

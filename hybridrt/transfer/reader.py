@@ -70,7 +70,7 @@ class ImageReader:
         fetch = self._fetches[order.key] = _Fetch(order.worker)
         peers, layout = self._peers[order.worker], self._layout
         try:
-            sections = layout.sections(order.length)
+            sections = layout.sections(order.length, order.start)
             for source, reads in image_reads(sections, self._rank, layout.tp_size, len(peers)):
                 offsets = order.source, order.destination
                 placed = [RangeRead(r.source + offsets[0], r.destination + offsets[1], r.nbytes) for r in reads]

@@ -65,7 +65,7 @@ def decode_worker(
         key: the key of the prefill workers, as text or as a Path of a file; None: the environment variable
             HYBRIDRT_TRANSFER_KEY.
         compute_here: prompts that no prefill worker can compute are computed by `llm` itself; otherwise they fail.
-        timeout: seconds after which a prefill worker that does not answer is given up. Must be longer than its longest
+        timeout: seconds after which a prefill worker that does not answer is dropped. Must be longer than its longest
             step.
         devices: as for `prefill_worker`; None: the loopback device if all addresses are loopback addresses.
 

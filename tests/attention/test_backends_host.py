@@ -1,4 +1,4 @@
-"""A decode step asks the device nothing: no operation whose result the host would have to wait for."""
+"""A decode step reads nothing from the device: no operation makes the host wait."""
 
 from typing import Any
 

@@ -214,7 +214,7 @@ def test_layers_are_routed_by_id_and_kind() -> None:
     assert backend.linear_attn_backend is linear
 
 
-def test_a_layer_that_nobody_serves_is_an_error() -> None:
+def test_a_layer_without_a_backend_is_an_error() -> None:
     backend, _, _ = composite()
     for layer_id, kind, message in ((4, None, "attention layer 4"), (0, "mamba2", "mamba2 layer 0"), (1, "gdn", "gdn")):
         with pytest.raises(BackendError, match=message):

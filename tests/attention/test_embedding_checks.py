@@ -66,7 +66,7 @@ def test_a_forgotten_commit_of_a_verify_step_is_an_error(make: Make) -> None:
     hand.verify([Row(1, 4, [4, 5, 6]), Row(2, 3, [3, 4, 5])], [1, 1])
 
 
-def test_a_step_that_is_given_up_needs_no_commit(make: Make) -> None:
+def test_a_dropped_step_needs_no_commit(make: Make) -> None:
     hand = make(mode="replay")
     batch = decoding(hand)
     hand.backend.prepare(batch)
@@ -77,7 +77,7 @@ def test_a_step_that_is_given_up_needs_no_commit(make: Make) -> None:
 def test_a_step_that_fails_leaves_the_next_one_alone(
     checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between its plan and its commit: the engine goes on with other requests."""
+    """Between its plan and its commit: the engine continues with other requests."""
     rig = Rig(checkpoints["falcon-plain"].path, mode="replay")
     model: Any = rig.runner.model
     asks = [Ask([5, 6, 7], SamplingParams(max_tokens=6, temperature=0.0, seed=1))]
@@ -233,7 +233,7 @@ def test_debugging_compares_the_device_with_the_host(
 def test_debugging_finds_a_place_that_is_another_tokens(
     token: int, message: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It lies inside the pool, but the page table names another for this token."""
+    """It is inside the pool, but the page table names another for this token."""
     monkeypatch.setattr(checks, "DEBUG", False)
     hand = make()
     batch = mixed(hand)

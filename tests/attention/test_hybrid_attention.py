@@ -209,7 +209,7 @@ def test_a_step_that_is_not_planned_is_an_error_unless_the_branch_is_disabled(mo
                 getattr(bench.adapter, method)(*arguments)
 
 
-def test_one_tensor_parallel_rank_speaks_for_a_sum() -> None:
+def test_one_tensor_parallel_rank_contributes_to_a_sum() -> None:
     """Every rank keeps it; the sum over ranks must hold it once."""
     build = Build(TPGroup(rank=1, size=2), torch.float32, torch.device("cpu"))
     bench = Bench("prefix_sum", build=build)

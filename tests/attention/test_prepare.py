@@ -81,7 +81,7 @@ def test_a_graph_is_prepared_behind_what_it_reads(checkpoints: CheckpointStore) 
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(3, 1), (2, 3)])
-def test_a_view_says_what_it_holds(rows: int, tokens: int, checkpoints: CheckpointStore) -> None:
+def test_a_view_lists_what_it_holds(rows: int, tokens: int, checkpoints: CheckpointStore) -> None:
     hand = started(checkpoints, "falcon-plain", "replay", 3)
     view = hand.backend.init_cuda_graph_state(2, 2)
     batch = hand.batch([Row(row, 5, [4] * tokens) for row in (1, 2, 3)[:rows]])

@@ -33,7 +33,7 @@ def test_registry_names_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.load_attention_backend("absent", cpu)
 
 
-def test_prefill_takes_a_faster_library_where_nobody_named_a_backend(
+def test_prefill_takes_a_faster_library_where_no_backend_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By name, or the first that is installed and serves this KV cache; one that is installed and cannot says why."""
@@ -76,7 +76,7 @@ def test_libraries_without_latent_attention_say_so(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "extra"), [("fa3", "sgl"), ("flashinfer", "flashinfer")])
-def test_a_backend_whose_library_is_missing_says_what_to_install(name: str, extra: str) -> None:
+def test_a_backend_without_its_library_names_what_to_install(name: str, extra: str) -> None:
     with pytest.raises(ProviderNotInstalledError, match=rf"{name}.*pip install 'hybridrt\[{extra}\]'"):
         registry.load_attention_backend(name, torch.device("cpu"))
 
@@ -97,7 +97,7 @@ def test_third_parties_register_backends(monkeypatch: pytest.MonkeyPatch) -> Non
         registry.load_attention_backend("wrong", torch.device("cpu"))
 
 
-def test_a_backend_of_another_package_runs_and_says_what_it_requires(
+def test_a_backend_of_another_package_runs_and_lists_what_it_requires(
     checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     point = SimpleNamespace(name="outside", value="tests.support.outside_attention:OutsideAttnBackend")

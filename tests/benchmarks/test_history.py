@@ -13,7 +13,7 @@ from benchmarks.recall_study import Task, evaluate, model_config, train
 TASK = Task()
 
 
-def test_a_training_sequence_asks_for_every_fact_once_and_later() -> None:
+def test_a_training_sequence_queries_every_fact_once_and_later() -> None:
     ids, targets = TASK.batch(5, 40, torch.Generator().manual_seed(0))
     for sequence, target in zip(ids.tolist(), targets.tolist(), strict=True):
         for key in range(TASK.keys):
@@ -25,7 +25,7 @@ def test_a_training_sequence_asks_for_every_fact_once_and_later() -> None:
 
 
 @pytest.mark.parametrize("distance", [1, 2, 3, 4, 5, 40])
-def test_a_prompt_s_fact_stands_where_it_says(distance: int) -> None:
+def test_a_prompts_fact_is_at_its_position(distance: int) -> None:
     prompts, answers = TASK.prompts(distance, 9, torch.Generator().manual_seed(0))
     for prompt, answer in zip(prompts, answers, strict=True):
         key = prompt[-1] - TASK.question(0)

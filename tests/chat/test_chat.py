@@ -11,7 +11,10 @@ from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import NamedTool, read_conversation
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
 from hybridrt.chat.renderer import Renderer
+from hybridrt.chat.tool_parser import ToolParser
+from hybridrt.chat.tool_parsers.kimi_k2 import KimiK2
 from hybridrt.engine.grammar_compiler import GrammarCompiler
+from hybridrt.engine.tokenizer import HFTokenizer
 from hybridrt.errors import CheckpointError, ConfigError, RequestError
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.structured_outputs import StructuredOutputs
@@ -69,7 +72,7 @@ def rendering() -> Iterator[Renderer]:
         ({"chat_template_kwargs": {1: 2}}, None, "a mapping of names"),
     ],
 )
-def test_a_conversation_says_what_is_wrong(given: dict[str, Any], field: str | None, text: str) -> None:
+def test_a_malformed_conversation_is_refused(given: dict[str, Any], field: str | None, text: str) -> None:
     with pytest.raises(RequestError, match=text) as error:
         read_conversation(**({"messages": [USER]} | given))
     assert error.value.field == field
@@ -296,7 +299,10 @@ CASES: list[tuple[dict[str, Any], StructuredOutputs | None, str, bool]] = [
 
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
-    tokenizer = byte_tokenizer()
+    return compiler_of(byte_tokenizer())
+
+
+def compiler_of(tokenizer: HFTokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, len(tokenizer.hf), [tokenizer.hf.convert_tokens_to_ids(END)])
 
 
@@ -314,6 +320,10 @@ def test_grammars_of_answers(
     assert fits == taken and (not taken or matcher.is_accepting())
 
 
+KIMI_MORE, SO, KIMI_END = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+KIMI = f"<|tool_calls_section_begin|>{KIMI_MORE}"
+KIMI_TAGS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", SO, KIMI_END)
+GOOD = '{"a": "x", "n": [1], "t": ""}'
 PICK = "<tool_call>\n<function=pick>\n"
 OTHERS: list[tuple[str, str, bool]] = [
     ("qwen3_coder", f"So.{PICK}<parameter=a>\nx\n</parameter>\n</function>\n</tool_call> And", True),
@@ -336,12 +346,31 @@ OTHERS: list[tuple[str, str, bool]] = [
     ("lfm2", '<|tool_call_start|>[pick(a="x", t="any")]<|tool_call_end|>', True),
     ("lfm2", '<|tool_call_start|>[pick(a="x", t="any", n', False),
     ("lfm2", "<|tool_call_start|>[now()]<|tool_call_end|>", True),
+    (
+        "kimi_k2",
+        f"So.{KIMI}pick:0{SO}{GOOD}{KIMI_END}{KIMI_MORE}now:12{SO}{{}}{KIMI_END}<|tool_calls_section_end|> And",
+        True,
+    ),
+    ("kimi_k2", f'{KIMI}pick:0{SO}{{"a": "z', False),
+    ("kimi_k2", f"{KIMI}pack", False),
+    ("kimi_k2", f"{KIMI}now:0{SO}[", False),
+    ("kimi_k2", f"{KIMI}now:0{SO}{{}}{KIMI_END}{KIMI_END}", False),
 ]
 
 
 @pytest.mark.parametrize(("parser", "text", "taken"), OTHERS, ids=range(len(OTHERS)))
 def test_strict_arguments_in_other_formats(parser: str, text: str, taken: bool, compiler: GrammarCompiler) -> None:
-    tokenizer = byte_tokenizer()
+    holds_to_the_schema(parser, text, taken, byte_tokenizer(), compiler)
+
+
+@pytest.mark.parametrize(("parser", "text", "taken"), OTHERS[-5:], ids=range(5))
+def test_strict_arguments_between_tags_that_are_tokens(parser: str, text: str, taken: bool) -> None:
+    tokenizer = byte_tokenizer(KIMI_TAGS)
+    assert len(tokenizer.encode_bare("".join(KIMI_TAGS))) == len(KIMI_TAGS)
+    holds_to_the_schema(parser, text, taken, tokenizer, compiler_of(tokenizer))
+
+
+def holds_to_the_schema(parser: str, text: str, taken: bool, tokenizer: HFTokenizer, compiler: GrammarCompiler) -> None:
     function = STRICT["function"]
     properties = function["parameters"]["properties"] | {
         "n": {"items": {"type": "integer"}, "type": "array"},
@@ -392,8 +421,10 @@ def test_without_a_wish_there_is_no_grammar() -> None:
 
 
 def test_what_a_format_cannot_do_is_refused() -> None:
-    with pytest.raises(RequestError, match="strict"):
-        Chat(byte_tokenizer(), tool_parser="kimi_k2").prompt(read_conversation([USER], [STRICT]), PARAMS)
+    with pytest.raises(RequestError, match="leave strict out"):
+        plain = Chat(byte_tokenizer(), tool_parser="kimi_k2")
+        plain.tool_parser = type("Plain", (KimiK2,), {"section_rules": ToolParser.section_rules})
+        plain.prompt(read_conversation([USER], [STRICT]), PARAMS)
     with pytest.raises(RequestError, match="a thinking budget needs"):
         Chat(byte_tokenizer()).prompt(read_conversation([USER], thinking_budget=5), PARAMS)
     sentences = Chat(byte_tokenizer(), template="Here is my thought process:", reasoning_parser="granite")

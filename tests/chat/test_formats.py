@@ -125,6 +125,6 @@ def test_without_parsers_text_is_passed_on_as_it_is() -> None:
 def test_special_tokens_leave_nothing_and_further_calls_are_dropped() -> None:
     text = '<|pad|>a<|pa<tool_call>{"name": "x"}</tool_call><tool_call>{"name": "y"}</tool_call>b<|pad|>'
     for pieces in ([text], list(text)):
-        parser = AnswerParser(TOOL_PARSERS.load("hermes")({}), most_calls=1, dropped=["<|pad|>"])
+        parser = AnswerParser(TOOL_PARSERS.load("hermes")({}), max_calls=1, dropped=["<|pad|>"])
         message = ChatMessage().extend([e for piece in pieces for e in parser.feed(piece)] + parser.finish())
         assert plain(message) == ("a<|pab", "", [("x", "{}")])

@@ -51,7 +51,7 @@ def hybridrt(home: Path, *arguments: str, **environment: str) -> str:
     return subprocess.run([*COMMAND, *arguments], env=variables, capture_output=True, text=True, check=True).stdout
 
 
-def test_a_shell_is_told_to_complete(tmp_path: Path) -> None:
+def test_completion_scripts_of_shells(tmp_path: Path) -> None:
     """Names of options come from the command line itself, which imports no torch for them."""
     hybridrt(tmp_path, "--install-completion", "bash")
     script = tmp_path / ".bash_completions" / "hybridrt.sh"

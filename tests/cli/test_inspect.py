@@ -138,7 +138,7 @@ def test_inspect_loads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "fill_dummy", refuse)
     result = run("inspect", str(Path(__file__).parents[2] / "benchmarks" / "configs" / "qwen3-next-12l"))
     assert result.exit_code == 0, result.output
-    assert "20.4 B parameters" in result.stdout, "80 GB of weights that nobody allocated"
+    assert "20.4 B parameters" in result.stdout, "80 GB of weights that were not allocated"
 
 
 def test_a_memory_too_small_is_said_and_the_layers_are_shown(
@@ -254,7 +254,7 @@ def test_doctor_warns_of_versions_beyond_the_tested_ones(monkeypatch: pytest.Mon
 
 
 def test_every_package_with_bounds_is_examined() -> None:
-    """doctor compares by name: a requirement that it knows by another name would never be checked."""
+    """doctor compares by name: a requirement under another name would never be checked."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
     requirements = [Requirement(line) for line in lines]

@@ -108,7 +108,7 @@ def test_a_unix_socket_that_this_user_alone_can_open(tmp_path: Path) -> None:
     here.close(), there.close()
 
 
-def test_a_channel_waits_no_longer_than_it_is_told(listener: Listener) -> None:
+def test_a_channel_waits_no_longer_than_its_timeout(listener: Listener) -> None:
     here, there = join(listener)
     with pytest.raises(PeerGoneError, match=r"nothing for 0\.01 seconds"):
         here.expect(0.01)
@@ -260,7 +260,7 @@ def test_what_is_too_long_is_refused_before_it_is_queued(listener: Listener) -> 
     assert heard(there) == [b"1"]
 
 
-def test_a_peer_that_does_not_read_stalls_nobody(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_does_not_read_stalls_no_other(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     here, _there = join(listener)
     monkeypatch.setattr(channel_module, "MAX_QUEUED_BYTES", 1 << 22)
     with pytest.raises(PeerGoneError, match="does not read"):
@@ -351,7 +351,7 @@ def test_a_descriptor_above_a_thousand_is_waited_for(listener: Listener) -> None
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.lists(st.binary(max_size=80), max_size=4), leave=st.booleans())
-def test_whatever_strangers_send_the_listener_goes_on(data: list[bytes], leave: bool, listener: Listener) -> None:
+def test_whatever_strangers_send_the_listener_keeps_running(data: list[bytes], leave: bool, listener: Listener) -> None:
     stranger = socket.create_connection(("127.0.0.1", listener.port))
     for piece in data:
         stranger.sendall(piece)

@@ -16,7 +16,7 @@ from tests.support.embedded import PAGE, PROMPT, ROWS, Models, continuation, dec
 
 
 @pytest.mark.parametrize("scratch", [Scratch(0, 0, 0), Scratch(1, 2, 3), Scratch(-1, 0, -2)])
-def test_scratch_lies_where_the_host_engine_wants_it(scratch: Scratch, models: Models) -> None:
+def test_scratch_is_where_the_host_engine_puts_it(scratch: Scratch, models: Models) -> None:
     """The same request on each row, slot and page that is not scratch; all give what the default numbering gives."""
     loaded = models(state_mode="replay")
     want = continuation(reference := make(loaded), start(reference), 5, 20)
@@ -84,7 +84,7 @@ def test_arrays_may_be_lists_numpy_or_torch(kind: Any, models: Models) -> None:
 
 
 @pytest.mark.parametrize("mode", ["classic", "replay"])
-def test_a_snapshot_restored_goes_on_as_the_request_would(mode: str, models: Models) -> None:
+def test_a_restored_snapshot_continues_as_the_request_would(mode: str, models: Models) -> None:
     """Behind a prefill, and in the middle of decoding, where a replay ring holds tokens."""
     runtime = make(models(state_mode=mode))
     first = start(runtime)

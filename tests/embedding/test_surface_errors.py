@@ -123,7 +123,7 @@ def test_a_row_loses_its_pages_when_it_is_admitted_again(models: Models) -> None
 
 
 def test_two_rows_with_one_slot_are_refused(models: Models) -> None:
-    """As where a slot was lent again, and the request that had it goes on."""
+    """As where a slot was lent again while the request that had it still runs."""
     runtime = running(models)
     runtime.admit([1], [0])
     with pytest.raises(PoolError, match="state slots of rows holds 0 twice"):

@@ -32,9 +32,9 @@ def seconds(work: StepWork) -> float:
 class Known(StepCost):
     """Knows the device from the start."""
 
-    def __init__(self, most_prompt_tokens: int = CHUNK) -> None:
+    def __init__(self, max_prompt_tokens: int = CHUNK) -> None:
         super().__init__()
-        self.most_prompt_tokens, self.seen = most_prompt_tokens, list[tuple[list[StepWork], float]]()
+        self.max_prompt_tokens, self.seen = max_prompt_tokens, list[tuple[list[StepWork], float]]()
 
     def predict(self, work: StepWork) -> float | None:
         return seconds(work)
@@ -201,12 +201,12 @@ def test_a_target_is_a_number_of_milliseconds(wrong: Any) -> None:
         EngineConfig("x", target_itl_ms=wrong)
 
 
-def test_a_server_knows_what_steps_cost_before_it_is_ready(tmp_path: Any) -> None:
+def test_a_server_has_measured_steps_before_it_is_ready(tmp_path: Any) -> None:
     path = str(write_tiny(tmp_path, falcon(), tokenizer=False))
     with AsyncLLM(path, device="cpu", load_format="dummy", target_itl_ms=50, max_running_requests=4) as llm:
         asyncio.run(warm_up(llm))
         target = llm.llm.engine.target
-        assert target is not None and target.cost.most_prompt_tokens >= 100
+        assert target is not None and target.cost.max_prompt_tokens >= 100
         seconds = [target.cost.predict(StepWork(2, 60).with_chunk(0, n)) for n in (16, 100)]
         assert None not in seconds and 0 < seconds[0] <= seconds[1]  # type: ignore[operator]
         assert b"hybridrt:step_cost_error_ratio{" in Metrics(llm, "m").text()

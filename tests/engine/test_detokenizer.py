@@ -78,7 +78,7 @@ def test_streamed_text_equals_the_text_decoded_at_once(data: bytes) -> None:
     assert shown + streamed.take(final=True) == at_once.take(final=True) == text
 
 
-def test_bytes_that_are_no_character_show_once_the_text_goes_on() -> None:
+def test_bytes_that_are_no_character_appear_once_the_text_continues() -> None:
     assert feed(Detokenizer(ByteTokenizer(), [65]), [0xFF, 66])[-1] == "\N{REPLACEMENT CHARACTER}B"
 
 

@@ -50,7 +50,7 @@ def params(tokens: int, seed: int, **changes: Any) -> SamplingParams:
 
 def test_requests_get_their_own_tokens_a_message_a_step() -> None:
     rig, reader = Rig(late=1), Reader()
-    loop = EngineLoop(rig.engine, reader, most=100)
+    loop = EngineLoop(rig.engine, reader, max_samples=100)
     for i in range(9):
         loop.submit(rig.engine.prepare([1, i], params(3 + i, i)), f"r{i}")
     reader.wait_for_end(*(f"r{i}" for i in range(9)))
@@ -65,7 +65,7 @@ def test_requests_get_their_own_tokens_a_message_a_step() -> None:
 
 def test_an_idle_loop_holds_nothing() -> None:
     rig, reader = Rig(late=1), Reader()
-    loop = EngineLoop(rig.engine, reader, most=100)
+    loop = EngineLoop(rig.engine, reader, max_samples=100)
     loop.submit(rig.engine.prepare([1], FIVE), "one")
     reader.wait_for_end("one")
     loop.abort("one")
@@ -78,7 +78,7 @@ def test_an_idle_loop_holds_nothing() -> None:
 
 def test_abort_ends_a_request_and_no_other() -> None:
     rig, reader = Rig(), Reader()
-    loop = EngineLoop(rig.engine, reader, most=100)
+    loop = EngineLoop(rig.engine, reader, max_samples=100)
     with rig.engine.turns:  # no step before both are there
         loop.submit(rig.engine.prepare([1], params(40, 1)), "gone")
         loop.submit(rig.engine.prepare([2], params(40, 2)), "stays")
@@ -92,7 +92,7 @@ def test_abort_ends_a_request_and_no_other() -> None:
 
 def test_a_request_of_another_owner_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = make(monkeypatch)
-    loop = EngineLoop(llm.engine, Reader(), most=100)
+    loop = EngineLoop(llm.engine, Reader(), max_samples=100)
     with llm.engine.turns:
         mine = llm.engine.add_request([1], FIVE)
     loop.abort(mine)
@@ -105,7 +105,7 @@ def test_a_request_of_another_owner_is_not_aborted(monkeypatch: pytest.MonkeyPat
 
 def test_a_full_queue_refuses_and_takes_again() -> None:
     rig, reader = Rig(), Reader()
-    loop = EngineLoop(rig.engine, reader, most=4)
+    loop = EngineLoop(rig.engine, reader, max_samples=4)
     with rig.engine.turns:
         loop.submit(rig.engine.prepare([1], params(5, 1, n=3)), "three")
         with pytest.raises(QueueFullError, match=r"3 samples run or wait, the request asks for 2 more, and 4 may be"):
@@ -125,7 +125,7 @@ def test_an_id_that_another_owner_uses_fails_alone() -> None:
     rig, reader = Rig(), Reader()
     with rig.engine.turns:
         rig.add([1], "mine", max_tokens=3, ignore_eos=True)
-    loop = EngineLoop(rig.engine, reader, most=4)
+    loop = EngineLoop(rig.engine, reader, max_samples=4)
     loop.submit(rig.engine.prepare([1], FIVE), "mine")
     loop.submit(rig.engine.prepare([2], FIVE), "other")
     reader.wait_for_end("mine", "other")
@@ -146,7 +146,7 @@ def in_step(number: int, error: Exception, runner: Any) -> None:
 
 def test_a_step_that_raises_ends_the_loop_and_every_request() -> None:
     rig, reader = Rig(), Reader()
-    loop = EngineLoop(rig.engine, reader, most=100)
+    loop = EngineLoop(rig.engine, reader, max_samples=100)
     run_step = rig.engine.run_step
 
     def broken() -> None:
@@ -171,7 +171,7 @@ def test_what_no_later_step_gets_over_ends_the_loop(fatal: Exception, monkeypatc
     llm, runner = make(monkeypatch)
     reader = Reader()
     in_step(5, fatal, runner)
-    loop = EngineLoop(llm.engine, reader, most=100)
+    loop = EngineLoop(llm.engine, reader, max_samples=100)
     loop.submit(llm.engine.prepare([1], LONG), "first")
     reader.wait_for_end("first")
     loop._thread.join(WAIT)
@@ -182,7 +182,7 @@ def test_what_no_later_step_gets_over_ends_the_loop(fatal: Exception, monkeypatc
 def test_a_step_that_fails_ends_its_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, runner = make(monkeypatch)
     reader = Reader()
-    loop = EngineLoop(llm.engine, reader, most=100)
+    loop = EngineLoop(llm.engine, reader, max_samples=100)
     in_step(0, ValueError("this step alone"), runner)
     loop.submit(llm.engine.prepare([1], LONG), "first")
     reader.wait_for_end("first")
@@ -197,7 +197,7 @@ def test_a_step_that_fails_ends_its_requests_alone(monkeypatch: pytest.MonkeyPat
 
 def test_closing_ends_what_runs_and_refuses_the_rest() -> None:
     rig, reader = Rig(late=1), Reader()
-    loop = EngineLoop(rig.engine, reader, most=100)
+    loop = EngineLoop(rig.engine, reader, max_samples=100)
     loop.submit(rig.engine.prepare([1], params(60, 1, n=2)), "running")
     reader.wait(lambda: ("running", 1) in reader.samples)
     assert loop.close() and loop.close()
@@ -216,7 +216,7 @@ def test_a_step_that_hangs_shows_and_close_gives_up_waiting(monkeypatch: pytest.
         assert leave.wait(WAIT)
 
     before_launch(runner, hang)
-    loop = EngineLoop(llm.engine, Reader(), most=100)
+    loop = EngineLoop(llm.engine, Reader(), max_samples=100)
     assert loop.stalled == 0
     loop.submit(llm.engine.prepare([1], FIVE), "hangs")
     assert inside.wait(WAIT) and loop.stalled > 0
@@ -229,7 +229,7 @@ def test_a_step_that_hangs_shows_and_close_gives_up_waiting(monkeypatch: pytest.
 def test_other_threads_generate_while_the_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = make(monkeypatch, max_running_requests=3)
     reader = Reader()
-    loop = EngineLoop(llm.engine, reader, most=100)
+    loop = EngineLoop(llm.engine, reader, max_samples=100)
     for i in range(6):
         loop.submit(llm.engine.prepare([i], params(40, i)), f"r{i}")
 

@@ -209,7 +209,7 @@ def test_a_grammar_whose_thread_does_not_start_is_compiled_later(monkeypatch: py
     compiler.matcher(spec)
 
 
-def test_threads_whose_requests_have_given_up_are_few(stuck: threading.Event) -> None:
+def test_threads_of_timed_out_requests_are_few(stuck: threading.Event) -> None:
     compiler = make_compiler(seconds=0.01)
     for i in range(grammar_compiler.RUNNING):
         with pytest.raises(RequestError, match="more than"):

@@ -112,7 +112,7 @@ def struck(scene: Callable[[LLM], None], lines: Lines, monkeypatch: pytest.Monke
     with Interrupts():
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    # Requests that were added to the engine itself belong to nobody else, and end here.
+    # Requests that were added to the engine itself end here.
     llm.engine.abort_all()
     llm.engine.drain()
     (output,) = llm.generate([[1]], FIVE)

@@ -10,7 +10,7 @@ import torch
 
 from hybridrt.config import EngineConfig
 from hybridrt.engine import llm as llm_module
-from hybridrt.engine.limits import EngineLimits
+from hybridrt.engine.limits import Intake
 from hybridrt.engine.llm import LLM
 from hybridrt.errors import EngineError, HybridrtError, MemoryBudgetError, RequestError
 from hybridrt.sampling_params import SamplingParams
@@ -74,7 +74,7 @@ def test_outputs_come_in_the_order_of_the_prompts(monkeypatch: pytest.MonkeyPatc
     assert [o.token_ids for o in outputs] == [
         tokens_alone([i], p.seed or 0, p.max_tokens or 0, VOCAB) for i, p in enumerate(params, 1)
     ]
-    assert runner.most_in_flight == 2, "steps overlap"
+    assert runner.max_in_flight == 2, "steps overlap"
     assert_clean(llm)
 
 
@@ -186,7 +186,7 @@ def test_an_interrupt_aborts_this_calls_requests_and_is_raised(monkeypatch: pyte
             llm.generate([[1], [2], [3]], SamplingParams(max_tokens=30, ignore_eos=True))
         monkeypatch.setattr(llm.engine, "run_step", step)
         assert llm.engine.counters().aborted == 3 and llm.engine.counters().waiting == 0
-        assert sum(len(d.token_ids) for d in other) >= 15, "another call's request goes on"
+        assert sum(len(d.token_ids) for d in other) >= 15, "another call's request keeps running"
         assert_clean(llm)
         assert llm.generate([[1]], FIVE)[0].token_ids == tokens_alone([1], 1, 5, VOCAB)
 
@@ -223,7 +223,7 @@ def test_a_cpu_does_not_launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeRunner, "device", torch.device("cpu"))
     llm, runner = make(monkeypatch)
     llm.generate([[1]], FIVE)
-    assert runner.most_in_flight == 1
+    assert runner.max_in_flight == 1
 
 
 def test_progress_is_shown_on_a_terminal_for_several_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,8 +271,8 @@ def test_a_prompt_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_token_ids_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = make(monkeypatch)
     checked: list[object] = []
-    prepare = EngineLimits.prepare
-    monkeypatch.setattr(EngineLimits, "prepare", lambda *args: (checked.append(args[1]), prepare(*args))[1])
+    prepare = Intake.prepare
+    monkeypatch.setattr(Intake, "prepare", lambda *args: (checked.append(args[1]), prepare(*args))[1])
     llm.generate([[1], [2]], FIVE)
     list(llm.stream([3], FIVE))
     assert checked == [[1], [2], [3]]

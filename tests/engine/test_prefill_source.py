@@ -25,7 +25,7 @@ class Source:
         self.advanced = 0
         rig.engine.prefill_source = self
 
-    def request(self, request_id: str, tokens: Sequence[int]) -> None:
+    def request(self, request_id: str, tokens: Sequence[int], salt: str) -> None:
         self.prompts[request_id] = list(tokens)
 
     def advance(self) -> None:
@@ -67,7 +67,7 @@ def test_samples_of_one_prompt_share_what_arrived() -> None:
     assert sum(len(row.tokens) for plan in rig.executor.plans for row in plan.extend) == 3
 
 
-def test_a_prompt_of_one_token_needs_nobody_else() -> None:
+def test_a_prompt_of_one_token_is_computed_here() -> None:
     rig = Rig()
     source = Source(rig)
     assert rig.finish([4], **FIVE).token_ids == tokens_alone([4], 1, 5, VOCAB) and not source.prompts

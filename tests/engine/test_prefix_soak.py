@@ -9,7 +9,7 @@ from hybridrt.sampling_params import SamplingParams
 from tests.support.engine_harness import VOCAB, Rig
 from tests.support.mock_executor import tokens_alone
 
-MOST_NODES = 2_000  # of both trees: pages and states bound them
+MAX_NODES = 2_000  # of both trees: pages and states bound them
 LENGTH = 64
 
 
@@ -68,7 +68,7 @@ def soak(seed: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, in
     talks.run(steps)
     store, counters = talks.rig.pools.prefixes, talks.rig.engine.counters()
     assert store.tier is not None
-    assert sum(1 for tree in (store.tree, store.tier.tree) for _ in tree.nodes()) < MOST_NODES
+    assert sum(1 for tree in (store.tree, store.tier.tree) for _ in tree.nodes()) < MAX_NODES
     assert not store.tree._awaited and talks.rig.pools.fetches is not None and not talks.rig.pools.fetches._looked
     assert talks.rig.engine.reset_prefix_cache()
     assert talks.rig.pools.slots.num_free == 9 and talks.rig.pools.pages.num_free == 90

@@ -60,7 +60,7 @@ def test_the_caches_state_is_unlocked_once_the_first_chunk_has_been_consumed() -
     rig.run()
 
 
-def test_what_a_retracted_request_donates_may_be_given_up_in_the_same_step() -> None:
+def test_what_a_retracted_request_donates_may_be_evicted_in_the_same_step() -> None:
     rig = rig_with_cache(rows=2, slots=4, pages=12, replay=True)
     for seed in (1, 2):
         rig.add(TEXT[:2], max_tokens=9, ignore_eos=True, seed=seed)
@@ -114,7 +114,7 @@ def test_nothing_of_a_failed_step_is_kept_of_a_request_that_was_aborted_before()
 def test_nothing_is_kept_of_a_state_that_gave_no_finite_logits() -> None:
     """The host reads that only after the abort."""
     rig = rig_with_cache(late=2)
-    rig.executor.sample = lambda tenant: -1  # type: ignore[method-assign]
+    rig.executor.draw = lambda tenant: -1  # type: ignore[method-assign]
     rig.add(TEXT[:3], "r", max_tokens=9, seed=1, ignore_eos=True)
     rig.step()
     rig.engine.abort("r")
@@ -157,7 +157,7 @@ turns = st.builds(
         max_tokens=st.sampled_from([1, 1, 2, 5, 12]),
         ignore_eos=st.sampled_from([True, True, False]),
         stop_token_ids=st.sampled_from([(), (3,)]),
-        seed=st.sampled_from([77, 78]),  # the text goes on as 77 says
+        seed=st.sampled_from([77, 78]),  # the text continues as that of 77
         n=st.sampled_from([1, 1, 2]),
     ),
 )
@@ -313,7 +313,7 @@ def test_without_the_prefix_cache_nothing_is_kept() -> None:
     assert not [*rig.pools.prefixes.tree.nodes()] and rig.engine.counters().free_pages == 64
 
 
-def test_what_the_device_has_given_up_comes_back_from_main_memory() -> None:
+def test_what_the_device_has_evicted_comes_back_from_main_memory() -> None:
     rig = rig_with_cache(grid=4, slots=8, chunk=40, host=(60, 9))
     first = rig.finish(TEXT[:12], max_tokens=4, ignore_eos=True, seed=77).token_ids
     text = [*TEXT[:12], *first, 5]

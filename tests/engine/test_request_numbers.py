@@ -1,7 +1,6 @@
 """A request's numbers: out of range they are a typed error before anything runs, and no neighbour's token changes."""
 
 import math
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridrt import LLM, EngineError, HybridrtError, RequestError, SamplingParams
-from tests.support.checkpoints import CheckpointStore
+from hybridrt import LLM, HybridrtError, RequestError, SamplingParams
 from tests.support.engine_harness import Rig
 from tests.support.tiny import VOCAB, write_tiny
 
@@ -172,31 +170,12 @@ def unpackable() -> SamplingParams:
     return params
 
 
-def run_beside_an_unpackable(llm: LLM) -> None:
-    want = alone(llm)
-    ids = [
-        llm.engine.add_request(PROMPT, params, stream=False)
-        for params in (NEIGHBOUR, unpackable(), unpackable(), NEIGHBOUR)
-    ]
-    outputs = {}
-    while llm.engine.has_unfinished():
-        outputs.update({o.request_id: o for o in llm.engine.step()})
-    first, bad, worse, last = (outputs[i] for i in ids)
-    assert first.token_ids == last.token_ids == want
-    for output in (bad, worse):
-        assert output.finish_reason == "abort" and isinstance(output.error, EngineError), output
-        assert isinstance(output.error.__cause__, struct.error) and output.token_ids == []
-    assert alone(llm) == want
-
-
-def test_a_request_that_cannot_be_packed_fails_alone(llm: LLM) -> None:
-    run_beside_an_unpackable(llm)
-
-
-def test_a_request_that_cannot_be_packed_leaves_the_ranks_in_step(checkpoints: CheckpointStore) -> None:
-    path = str(checkpoints["falcon-split"].path)
-    with LLM(path, device="cpu", tp_size=2, max_model_len=128, max_running_requests=2) as llm:
-        run_beside_an_unpackable(llm)
+def test_a_request_that_cannot_be_packed_is_refused_before_the_queue(llm: LLM) -> None:
+    """In a step it would fail all rows, and end the other ranks."""
+    before = llm.engine.counters()
+    with pytest.raises(RequestError, match="no buffer of the device holds"):
+        llm.engine.add_request(PROMPT, unpackable())
+    assert llm.engine.counters() == before
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-46, 1e-45, 1e-38, 9e-6])
@@ -209,7 +188,7 @@ def test_a_tiny_temperature_with_filters_is_greedy(llm: LLM, temperature: float)
         assert got.token_ids == want, filters
 
 
-def test_a_failure_says_what_it_is(tmp_path: Path) -> None:
+def test_errors_are_short_whatever_was_passed(tmp_path: Path) -> None:
     """An error's text is short, whatever was passed."""
 
     class Rude:

@@ -38,7 +38,7 @@ def write(path: Path, text: str) -> Path:
         ('{"max_new_tokens": 9, "stop_strings": ["a"]}', {"max_tokens": 9, "stop": ["a"]}),
     ],
 )
-def test_what_the_file_says_is_the_default(tmp_path: Path, text: str | None, fields: dict[str, Any]) -> None:
+def test_the_file_gives_the_defaults(tmp_path: Path, text: str | None, fields: dict[str, Any]) -> None:
     if text is not None:
         write(tmp_path, text)
     assert default_sampling_params(tmp_path) == SamplingParams(**fields)

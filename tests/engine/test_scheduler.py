@@ -122,7 +122,7 @@ def test_admission_waits_for_a_row_and_for_pages_with_one_to_spare_for_each_runn
     assert bench.running() == [0]
 
 
-def test_nobody_overtakes_the_queues_head() -> None:
+def test_no_request_overtakes_the_queues_head() -> None:
     bench = Bench([4, 8, 1], pages=10, chunk=99)
     bench.run(2)
     assert bench.running() == [0] and bench.waiting() == [1, 2]
@@ -173,7 +173,7 @@ def test_no_retraction_and_no_admission_while_a_step_is_in_flight() -> None:
     assert bench.running() == [0] and bench.waiting() == [1, 2]
 
 
-def test_nobody_is_admitted_while_a_decode_row_lacks_a_page() -> None:
+def test_no_request_is_admitted_while_a_decode_row_lacks_a_page() -> None:
     bench = Bench([2, 3], pages=5, page=2, chunk=99)
     bench.run()
     bench.launch()
@@ -254,7 +254,7 @@ def test_rows_without_drafts_are_launched_before_their_tokens_are_known() -> Non
         bench.complete(step)
 
 
-def test_a_drafter_is_told_who_has_a_row() -> None:
+def test_a_drafter_gets_begin_and_end_of_each_row() -> None:
     """Requests begin when they are admitted, and end with a retraction, an abort, or with all others at once."""
     bench = Bench([4, 4], pages=10, chunk=99)
     drafter = Watching()
@@ -271,7 +271,7 @@ def test_a_drafter_is_told_who_has_a_row() -> None:
     assert not drafter.begun
     drafter.gained.clear()
     bench.run()
-    assert list(drafter.begun) == [1] and drafter.begun[1] > 0, "it goes on with its output"
+    assert list(drafter.begun) == [1] and drafter.begun[1] > 0, "it keeps its output"
     bench.scheduler.clear()
     assert not drafter.begun
 
@@ -340,7 +340,7 @@ def test_pages_written_cover_what_steps_compute() -> None:
     assert len(bench.requests[0].pages) == 3, "nine tokens computed"
 
 
-def test_without_pages_nobody_waits_for_one_to_spare() -> None:
+def test_without_pages_no_request_waits_for_a_spare_one() -> None:
     bench = Bench([3, 3, 3], pages=0, chunk=99)
     bench.run()
     assert bench.running() == [0, 1, 2]

@@ -131,7 +131,7 @@ def play(config: dict, history: list[Add | Step | Abort]) -> None:
             for _ in range(event.times):
                 rig.step()
     rig.run()
-    assert rig.executor.most_in_flight <= (2 if config["overlap"] else 1)
+    assert rig.executor.max_in_flight <= (2 if config["overlap"] else 1)
     for name, event in added.items():
         assert_tokens(rig, name, event, name in aborted, config.get("sliding_window"))
 

@@ -39,7 +39,7 @@ def ask(llm: LLM, prompt: list[int], count: int = 8, **params: Any) -> RequestOu
 
 
 @pytest.mark.parametrize("name, mode", [*((n, "classic") for n in MODELS), *((n, "replay") for n in MODELS[:2])])
-def test_another_process_goes_on_where_this_one_ended(
+def test_another_process_continues_where_this_one_ended(
     name: str, mode: str, checkpoints: CheckpointStore, tmp_path: Path
 ) -> None:
     """Into pools of another page size, and of another state mode. The prompts' own states come along."""

@@ -88,7 +88,7 @@ def test_steps_that_ended_together() -> None:
     works = list(load(draw, 600))
     for first, second in zip(works[::2], works[1::2], strict=True):
         cost.observe([first, second], truth(first) + truth(second))
-    assert cost.error is not None and cost.error < 0.08 and cost.most_prompt_tokens > 3000
+    assert cost.error is not None and cost.error < 0.08 and cost.max_prompt_tokens > 3000
 
 
 def test_nothing_is_predicted_before_a_few_steps_have_run() -> None:

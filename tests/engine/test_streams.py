@@ -1,4 +1,4 @@
-"""Streams that are left half read, whoever drops them and whenever: a mark, and the engine's next step frees."""
+"""Streams that are dropped half read, in any thread at any time, are only marked; the engine's next step frees them."""
 
 import gc
 import threading

@@ -1,23 +1,29 @@
 """Whole requests with structured outputs: their texts are valid, and every way of running gives the same ones."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
 import pytest
 
 from hybridrt.config import SpeculativeConfig
+from hybridrt.engine import engine as engine_module
 from hybridrt.engine.llm import LLM
-from hybridrt.errors import EngineError, RequestError
+from hybridrt.errors import EngineError, GrammarError, NoTokenLeftError, RequestError
 from hybridrt.kernels.operation import Operation
 from hybridrt.runtime import constrained_step
 from hybridrt.runtime.launched_step import LaunchedStep
+from hybridrt.runtime.step import StepPlan
+from hybridrt.runtime.tensor_parallel import _WatchedStep
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.structured_outputs import StructuredOutputs
 from tests.support.schemas import SCHEMAS
+from tests.support.scripted_llm import scripted
 from tests.support.tiny import write_tiny
 
 PROMPT = "ab ab ab"
@@ -40,7 +46,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(path: Path, *, overlap: bool = False, graphs: bool = False, memory_pages: int = 0, **options: Any) -> LLM:
     options = {"device": "cpu", "dtype": "float32", "load_format": "dummy", "max_model_len": 256, "seed": 5} | options
     llm = LLM(str(path), **{"max_running_requests": 16} | options)
-    llm.engine._most_in_flight = int(overlap)
+    llm.engine._max_in_flight = int(overlap)
     if graphs:
         llm.engine.executor.capture()  # type: ignore[attr-defined]
     if memory_pages:
@@ -81,7 +87,7 @@ def check(llm: LLM, outputs: list[Any], params: list[SamplingParams]) -> None:
             continue
         for sample in output.outputs:
             assert sample.finish_reason == "stop", (spec, sample.text)
-            matcher = llm.engine._compiler.matcher(spec)
+            matcher = llm.engine.intake.compiler.matcher(spec)
             ended = [matcher.advance(token) for token in sample.token_ids if token != 2]
             assert ended == [False] * (len(ended) - 1) + [sample.token_ids[-1] != 2]
             if spec.kind == "json":
@@ -179,17 +185,38 @@ def test_log_probabilities_are_the_models(plain: LLM) -> None:
 
 
 def test_a_grammar_that_cannot_be_followed_fails_alone(plain: LLM, found: list[list[list[int]]]) -> None:
-    """A rule without an end exceeds llguidance's limits with its second token."""
+    """A rule without an end exceeds llguidance's limits with its second token. The others forbid each second token:
+    by a list of those that are allowed, and by a list and a bad word."""
     engine = plain.engine
+    a, b = (plain.tokenizer.encode_bare(text)[0] for text in "ab")  # type: ignore[union-attr]
     endless = structured(grammar='start: "a" start')
-    for i, params in enumerate([FREE, endless, structured(json=SCHEMAS[0]), structured(choice=["é"])]):
-        engine.add_request(PROMPT, replace(params, allowed_token_ids=[5] if i == 3 else None), str(i), stream=False)
+    dead_ends = [
+        replace(structured(regex="ab"), allowed_token_ids=[a]),
+        replace(FREE, allowed_token_ids=[a], bad_words=["aa"]),
+        replace(structured(regex="[ab]{3}"), allowed_token_ids=[a, b], bad_words=["aa", "ab", "ba", "bb"]),
+    ]
+    for i, params in enumerate([FREE, endless, structured(json=SCHEMAS[0]), *dead_ends]):
+        engine.add_request(PROMPT, params, str(i), stream=False)
     ended = {}
     while engine.has_unfinished():
         ended |= {delta.request_id: delta for delta in engine.step()}
     assert ended["0"].token_ids == found[-1][0] and ended["0"].error is None and ended["2"].finish_reason == "stop"
-    for name, text in (("1", "cannot be followed any further"), ("3", "no token is left")):
-        assert ended[name].finish_reason == "abort" and text in str(ended[name].error)
+    assert isinstance(ended["1"].error, GrammarError) and "cannot be followed any further" in str(ended["1"].error)
+    for name in "345":
+        assert ended[name].finish_reason == "abort" and len(ended[name].token_ids) == 1
+        assert isinstance(ended[name].error, NoTokenLeftError) and "allow more" in str(ended[name].error)
+
+
+def test_fields_that_forbid_every_first_token(plain: LLM) -> None:
+    a = plain.tokenizer.encode_bare("a")  # type: ignore[union-attr]
+    for params, fields in (
+        (replace(structured(choice=["é"]), allowed_token_ids=a), "allowed_token_ids and structured_outputs"),
+        (replace(FREE, allowed_token_ids=a, bad_words=["a"]), "allowed_token_ids and bad_words"),
+        (replace(FREE, allowed_token_ids=[2], min_tokens=2), "allowed_token_ids and min_tokens"),
+        (replace(structured(choice=["a"]), bad_words=["a"]), "bad_words and structured_outputs"),
+    ):
+        with pytest.raises(RequestError, match=f"{fields} forbid every first token"):
+            plain.engine.prepare(PROMPT, params)
 
 
 def test_a_step_whose_masks_cannot_be_given_ends_its_requests_alone(
@@ -205,8 +232,41 @@ def test_a_step_whose_masks_cannot_be_given_ends_its_requests_alone(
     assert tokens(plain.generate([PROMPT] * 2, [FREE, structured(json=SCHEMAS[0])])) == [found[-1], found[0]]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("where", ["making", "giving"])
+def test_a_step_that_gets_no_masks_is_read_before_its_row_is_lent_again(
+    where: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor's double raises if a row, slot or page is lent again before a step that names it was read."""
+
+    def fail(*args: Any) -> None:
+        raise ValueError("lost")
+
+    with scripted() as speaker:
+        engine = speaker.llm.engine
+        engine._max_in_flight = int(overlap)
+        speaker.say("abcabcabcabc")
+        for _ in range(2):
+            with monkeypatch.context() as broken, pytest.raises(EngineError, match="lost"):
+                if where == "making":
+                    broken.setattr(engine_module, "step_masks", fail)
+                broken.setattr(engine.executor, "fail_sample", ValueError("lost"))
+                speaker.llm.generate([PROMPT] * 2, [FREE, structured(regex="[ab]{9}")])
+        free, bound = speaker.llm.generate([PROMPT] * 2, [FREE, structured(regex="[ab]{9}")])
+        assert free.text == "abcabcabcabc" and re.fullmatch("[ab]{9}", bound.text)
+
+
+def test_a_step_that_gets_no_masks_is_not_waited_for() -> None:
+    """With several ranks, where rank 0 looks after the others while it waits for a step."""
+    step = constrained_step.ConstrainedStep(StepPlan(constrained=[]), 1, lambda mask: LaunchedStep(None))
+    still_there = iter([None])
+    ranks: Any = SimpleNamespace(check=lambda: next(still_there))
+    with pytest.raises(EngineError, match="has not sampled"):
+        _WatchedStep(step, ranks).result()
+
+
 def test_an_interrupt_between_a_step_and_its_masks_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next call gives the masks, whether it goes on or reads what is launched."""
+    """The next call gives the masks, whether it launches a step or only reads one."""
     params, real, calls = structured(regex="[ab]{9}"), LaunchedStep.result, list[int]()
 
     def interrupted(step: LaunchedStep) -> Any:
@@ -267,7 +327,7 @@ def test_ranks_and_draft_models_give_the_same_tokens(monkeypatch: pytest.MonkeyP
     found = {}
     for name, options in ({"plain": {}} | SPLIT).items():
         with LLM("embedded", device="cpu", dtype="float32", max_model_len=64, max_running_requests=8, **options) as llm:
-            llm.engine._most_in_flight = 1
+            llm.engine._max_in_flight = 1
             found[name] = tokens(llm.generate(["def main():\n    import "] * len(params), params))
             assert (llm.engine.counters().accepted > 0) == (name in ("chain", "tree"))
     assert all(outputs == found["plain"] for outputs in found.values())

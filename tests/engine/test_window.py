@@ -30,7 +30,7 @@ def test_a_long_prompt_holds_few_pages_and_hands_them_down() -> None:
         assert len(step.plan.extend[0].tokens) == 6 or step.plan.extend[0].sample
         bench.complete(ahead)
         ahead = step
-    assert r.computed == len(r.prefill_tokens)
+    assert r.computed == r.prefill_end
     bench.complete(ahead)
     assert not r.spare and bench.pools.pages.num_used == len(r.pages) == 2
     for _ in range(30):
@@ -38,7 +38,7 @@ def test_a_long_prompt_holds_few_pages_and_hands_them_down() -> None:
         assert bench.pools.pages.num_used <= demand.least(200)
 
 
-def test_a_prompt_keeps_no_more_than_the_rest_of_it_wants() -> None:
+def test_a_prompt_keeps_only_the_pages_that_its_rest_needs() -> None:
     pools, r, plan = CacheCoordinator(1, 0, 50, 1, demand=PageDemand(1, 2, 9)), request(0, 24), StepPlan()
     assert pools.admit(r, 0, plan) and r.end_page == 19, "24 tokens; a window and two chunks of 9 are 19"
     for kept, settled in ((1, 2), (3, 4), (5, 6), (5, 8), (5, 10)):
@@ -104,7 +104,7 @@ def test_retraction_starts_over() -> None:
     assert bench.running() == [1] and steps[-1].plan.decode
 
 
-def test_a_model_whose_layers_all_have_a_window_keeps_nothing_for_others() -> None:
+def test_a_model_of_windows_alone_keeps_nothing_for_others() -> None:
     demand = PageDemand(2, 4, 99)
     pools, r = CacheCoordinator(4, 0, 30, 2, demand, prefix_cache=True), request(1, 3)
     pools.admit(r, 0, StepPlan())

@@ -9,7 +9,7 @@ from triton.runtime.jit import JITFunction
 
 @pytest.fixture(autouse=True)
 def _no_tf32() -> Iterator[None]:
-    """TF32 keeps 10 bits of a float32 operand; whoever compares with a float32 oracle wants all of them."""
+    """TF32 keeps 10 bits of a float32 operand; a comparison with a float32 oracle needs all of them."""
     flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     yield

@@ -109,14 +109,16 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
     if "lightning" in config.linear:
         for mode, n in modes:
             yield f"mamba2_decode {mode} {n}", lambda mode=mode, n=n: kernels.lightning_decode(rows(n), mode)
-        rates = kernels.lightning_heads(shapes[0].temporal[0])["A"]
-        yield "fold_ring", lambda: kernels.fold(rows(1), torch.ones_like, rates)
+        heads = shapes[0].temporal[0]
+        yield "fold_ring", lambda: kernels.fold(rows(1), torch.ones_like, kernels.lightning_heads(heads)["A"])
         yield "mamba2_chunk_scan", lambda: kernels.lightning_chunk_scan(Prompts(shapes[0], 128))
     if "kda" in config.linear:
-        for mode, n in (("classic", 1), ("intermediate", 4)):
+        for mode, n in modes:
             yield f"gdn_decode {mode} {n}", lambda mode=mode, n=n: kernels.kda_decode(rows(n), mode)
-            what = f"recurrent_gated_delta_rule {mode} {n}"
-            yield what, lambda mode=mode, n=n: kernels.kda_recurrent(rows(n), mode)
+            if mode != "replay":
+                what = f"recurrent_gated_delta_rule {mode} {n}"
+                yield what, lambda mode=mode, n=n: kernels.kda_recurrent(rows(n), mode)
+        yield "fold_ring", lambda: kernels.fold(rows(1), kernels.log_decay_gate, None)
         for bound in (None, -5.0):
             what = f"chunk_gated_delta_rule {'' if bound is None else 'bounded'}"
             chunk = kda_of(config).chunk_size
@@ -158,6 +160,7 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
     yield "sample", partial(others.draws, config, False)
     yield "sample filtered", partial(others.draws, config, True)
     yield "greedy", partial(others.greedy, config)
+    yield "apply_token_rules", partial(others.token_rules, config)
     if config.architecture.startswith("Falcon"):
         yield "silu_and_mul", partial(others.elementwise, "silu_and_mul", 2 * config.hf.intermediate_size, 40)
         yield "skinny_linear silu", partial(others.skinny_linear, config, 1, "silu_and_mul", True)

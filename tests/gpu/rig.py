@@ -26,7 +26,7 @@ FAMILIES = ("falcon-norm_after_gate", "nemotron-experts", "qwen-plain")
 STATE_MODES = ("classic", "replay")
 # Falcon-Mamba has no attention layer, swa_ssm sliding windows, and none of the three a state ring.
 MAMBA1 = ("falcon_mamba-plain", "jamba-plain", "swa_ssm-plain")
-NEWER = ("qwen35-seeing_experts", "granite-plain", "bamba-plain", "olmo-plain", "minimax-plain")
+NEWER = ("qwen35-seeing_experts", "granite-plain", "bamba-plain", "olmo-plain", "minimax-plain", "mamba2-plain")
 SHORT_CONV = ("lfm2-biases_tied", "lfm2_moe-plain")
 LATENT = ("kimi-plain", "ling-plain")  # Kimi Delta Attention keeps no state ring
 DECODING = [
@@ -64,19 +64,19 @@ class GpuSession(Session):
     """A Session that never waits for the device while it runs: logits stay there until the end.
 
     Args:
-        most_sleep: the device sleeps up to this many cycles before every step.
+        max_sleep: the device sleeps up to this many cycles before every step.
     """
 
-    def __init__(self, path: Path, *, most_sleep: int = 0, **config: Any) -> None:
+    def __init__(self, path: Path, *, max_sleep: int = 0, **config: Any) -> None:
         super().__init__(path, **{"device": DEVICE, **config})
-        self._random, self._most_sleep = random.Random(1), most_sleep
+        self._random, self._max_sleep = random.Random(1), max_sleep
         self._parts: list[Tensor] = []
 
     def launch(self, plan: StepPlan) -> StepHandle:
         self._seeds.update((a.row, a.seed) for a in plan.admissions)
         self.plans.append(plan)
         self._parts.clear()
-        sleep(self._random.randint(0, self._most_sleep))
+        sleep(self._random.randint(0, self._max_sleep))
         handle = (self.split or self.runner).launch(plan)
         sampled = [*plan.decode, *(row for row in plan.extend if row.sample)]
         if sampled:
@@ -84,9 +84,9 @@ class GpuSession(Session):
             self.logits.update(zip(keys, torch.cat(self._parts), strict=True))
         return handle
 
-    def _sample(self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters) -> Tensor:
+    def _sample(self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters, bitmask: None) -> Tensor:
         self._parts.append(logits)
-        return self._sampler(logits, rows, output_indices, filters)
+        return self._sampler(logits, rows, output_indices, filters, bitmask)
 
     def run(self, *args: Any, **kwargs: Any) -> list[Sample]:
         samples = super().run(*args, **kwargs)

@@ -42,7 +42,7 @@ def _no_limit_afterwards() -> Iterator[None]:
     before = held()
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
-    assert held() == before, "what failed must let go of its memory"
+    assert held() <= before, "what failed must let go of its memory"
     with LLM(MODEL, **SMALL) as llm:  # and the next one works
         assert llm.generate([[5, 6]], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
 

@@ -68,7 +68,7 @@ def cases(model: str, part: str, provider: str = KERNELS) -> Iterator[tuple[str,
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
-    """Norm of the difference over the norm; NaN must stand where it stands in `wanted` and counts as nothing."""
+    """Norm of the difference over the norm; NaN must be where it is in `wanted` and counts as nothing."""
     assert got.shape == wanted.shape
     missing = wanted.isnan()
     assert torch.equal(got.isnan(), missing), "NaN in one and a number in the other"
@@ -206,7 +206,9 @@ def moved_to_far_slots(case: Case) -> dict[str, object]:
         if name in args:
             args[name] = far_slots(args[name])
     if "folds" in args:
-        args["folds"] = replace(args["folds"], state_slots=far_slots(args["folds"].state_slots))
+        folds = args["folds"]
+        written = far_slots(folds.write_state_slots)
+        args["folds"] = replace(folds, state_slots=far_slots(folds.state_slots), write_state_slots=written)
     return args
 
 

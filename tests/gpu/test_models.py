@@ -79,5 +79,6 @@ def test_drafts_change_nothing_but_the_number_of_steps(
             assert len(out.token_ids) == steps
             check_greedy(out.token_ids, checkpoint.logits(out.prompt_token_ids, out.token_ids), f"{name}, {method}")
         counters = llm.engine.counters()
-        assert counters.proposed > 0 and counters.accepted <= counters.proposed
+        assert counters.accepted <= counters.proposed
+        assert method == "ngram" or counters.proposed > 0  # random text may repeat nothing
         assert method == "ngram" or counters.accepted > counters.proposed / 2

@@ -13,7 +13,7 @@ from tests.support.session import Sample
 pytestmark = GPU
 LENGTHS = (33, 1, 70, 9, 50, 2)
 WORK = requests(*LENGTHS, steps=40)
-MOST_SLEEP = 6_000_000  # about 3 ms, several steps' worth
+MAX_SLEEP = 6_000_000  # about 3 ms, several steps' worth
 
 
 def assert_alike(samples: list[Sample], others: list[Sample]) -> None:
@@ -46,9 +46,7 @@ class TestSchedules:
         """While the device sleeps, the host runs ahead: what it overwrites too early, or reads too early, shows."""
         wanted = GpuSession(checkpoints[name].path, state_mode=state_mode).run(WORK, chunk=30, gap=2)
         for graphs in (True, False):
-            session = GpuSession(
-                checkpoints[name].path, state_mode=state_mode, most_sleep=MOST_SLEEP, cuda_graph=graphs
-            )
+            session = GpuSession(checkpoints[name].path, state_mode=state_mode, max_sleep=MAX_SLEEP, cuda_graph=graphs)
             assert_alike(session.run(WORK, chunk=30, gap=2, overlap=True), wanted)
 
 

@@ -1,4 +1,4 @@
-"""Two GPUs: the tokens of one, collectives inside the graphs, and a lost rank that hangs nobody."""
+"""Two GPUs: the tokens of one, collectives inside the graphs, and a lost rank, which blocks no other."""
 
 from collections.abc import Iterator
 

@@ -140,7 +140,7 @@ def test_two_steps_are_launched_while_the_device_sleeps(plan: Plan, graphs: bool
     assert asleep.query()
 
 
-def test_the_guard_sees_a_wait(checkpoints: CheckpointStore) -> None:
+def test_the_guard_detects_a_wait(checkpoints: CheckpointStore) -> None:
     rows = warm_rows(checkpoints, FAMILIES[0], decode)
     with pytest.raises(RuntimeError, match="synchroniz"), no_waiting():
         rows.runner.last_tokens.tolist()

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from hybridrt.kernels.activation import relu2, sigmoid_mul, silu_and_mul
+from hybridrt.kernels.activation import clamped_silu_and_mul, relu2, sigmoid_mul, silu_and_mul
 
 pytestmark = pytest.mark.usefixtures("provider")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -30,6 +30,18 @@ def test_silu_and_mul_gate_first(dtype, width):
         expected = [gate * sigmoid(gate) * up for gate, up in zip(row[:width], row[width:], strict=True)]
         torch.testing.assert_close(got, torch.tensor(expected).double(), **tolerances(dtype))
     assert torch.equal(merged, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clamped_silu_and_mul(dtype):
+    """The gate's side from above alone, the other from both sides; each of them beyond its limit somewhere."""
+    torch.manual_seed(0)
+    x = (torch.randn(3, 34) * 3).to(dtype)
+    limit = 1.25
+    gate, up = x.double().chunk(2, -1)
+    assert (gate.sigmoid() * gate).max() > limit and up.max() > limit and up.min() < -limit
+    expected = (gate * gate.sigmoid()).clamp(max=limit) * up.clamp(-limit, limit)
+    torch.testing.assert_close(clamped_silu_and_mul(x, limit).double(), expected, **tolerances(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

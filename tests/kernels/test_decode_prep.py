@@ -7,6 +7,8 @@ import torch
 
 from hybridrt.kernels.decode_inputs import decode_inputs
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
+from hybridrt.kernels.records import RowTables
+from tests.support.flat import flat
 
 ROWS, CONTEXT, PAGE = 12, 32, 4
 POISON = -(2**30)
@@ -17,7 +19,7 @@ def int32(values: Any) -> torch.Tensor:
 
 
 def inputs(tokens: int, context: int = CONTEXT) -> dict[str, Any]:
-    """Rows far apart whose last token lies on a new page, on an old one, at a page's first or last slot; padding."""
+    """Rows far apart whose last token is on a new page, on an old one, at a page's first or last slot; padding."""
     torch.manual_seed(tokens)
     rows, drafted = int32([7, 2, 11, 0, 5]), int32([tokens - 1, 0, (tokens - 1) // 2, 0, tokens - 1])
     lens = int32([tokens + 8, tokens, tokens + 3, tokens, 32])
@@ -37,8 +39,8 @@ def inputs(tokens: int, context: int = CONTEXT) -> dict[str, Any]:
 def test_decode_inputs(provider: str, tokens: int, context: int) -> None:
     args = inputs(tokens, context)
     own = {name: part.clone() if isinstance(part, torch.Tensor) else part for name, part in args.items()}
-    decode_inputs(**own)
-    decode_inputs.reference(**args)
+    flat(decode_inputs, **own)
+    flat(decode_inputs.reference, **args)
     for name in ("input_ids", "positions", "out_cache_loc", "req_to_token"):
         assert torch.equal(own[name], args[name]), name
     assert context == 0 or not torch.equal(args["req_to_token"], inputs(tokens, context)["req_to_token"])
@@ -53,7 +55,7 @@ def test_fill_decode_metadata(provider: str, rows: int, real: int, tokens: int) 
     tables = torch.randint(1, 1000, (3, 400), dtype=torch.int32)
     whole = [DecodeBuffers.allocate(rows + 3, "cpu") for _ in range(2)]
     for buffers, fill in zip(whole, (fill_decode_metadata, fill_decode_metadata.reference)):
-        fill(buffers.prefix(rows), indices, lens, real, tokens, *tables)
+        fill(buffers.prefix(rows), indices, lens, real, tokens, RowTables(*tables))
     for name, part in vars(whole[0]).items():
         assert torch.equal(part, getattr(whole[1], name)), name
         assert not part[rows:].any(), f"{name} written past its prefix"

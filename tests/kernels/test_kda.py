@@ -1,5 +1,8 @@
 """Kimi Delta Attention through the operations of the gated delta rule: a decay for each channel of a key."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +17,7 @@ from tests.kernels import test_gdn_decode
 from tests.support.flat import flat
 from tests.support.gdn_loops import Tokens, relative_error, slow_delta_rule
 from tests.support.mamba2_oracle import changed_rows, conv_loop, int32, poisoned, same_bytes
+from tests.support.ring_steps import commit, materialize
 from tests.support.tree_paths import ancestry
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -173,19 +177,19 @@ class Layer:
         qkv, a, b = merged.split([self.channels, HEADS * KEY_DIM, HEADS], -1)
         return qkv, a.unflatten(-1, (HEADS, KEY_DIM)), b
 
-    def step(self, first: int, tokens: int, **changed: object) -> Tensor:
-        qkv, a, b = self.split(self.merged[:, first : first + tokens])
+    def step(self, first: int, tokens: int, merged: Tensor | None = None, **changed: object) -> Tensor:
+        qkv, a, b = self.split(self.merged[:, first : first + tokens] if merged is None else merged)
         slots = int32(*self.slots)
         args = {"read_state_slots": slots, "write_state_slots": slots, "conv": self.conv, "states": self.states}
         args |= {"weight": self.weight, "bias": None, "start_positions": int32(*[first] * len(self.slots))}
         out: Tensor = flat(gdn_decode, qkv=qkv, a=a, b=b, **self.gates._asdict(), **{**args, **changed})
         return out
 
-    def expected(self, row: int) -> tuple[Tensor, Tensor]:
+    def expected(self, row: int, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
         qkv, a, b = self.split(self.merged[row])
         conved = conv_loop(qkv, self.weight, torch.zeros(self.channels))
         tokens = Tokens(*split_qkv(conved, self.states), *compute_gates(a, b, self.gates))
-        return slow_delta_rule(torch.zeros(self.states.shape[1:]), tokens)
+        return slow_delta_rule(torch.zeros(self.states.shape[1:]) if initial is None else initial.clone(), tokens)
 
 
 @pytest.mark.parametrize(
@@ -234,11 +238,93 @@ def test_verify_and_padding_rows(small_blocks: None, mode: str) -> None:
         assert relative_error(stored[4], states) < 1e-5
 
 
-def test_a_state_ring_is_refused() -> None:
-    layer = Layer([7], 1)
-    ring = {"values": poisoned(8, HEADS, 16, VALUE_DIM), "keys": poisoned(8, HEADS, 16, KEY_DIM)}
-    ring |= {"gates": poisoned(8, HEADS, 16), "rows": int32(1), "start": int32(0), "length": int32(0)}
+class RingLayer(Layer):
+    """A layer in replay mode: its requests' rings begin full of NaN."""
+
+    def __init__(self, slots: list[int], rows: list[int], tokens: int, width: int, **options: Any) -> None:
+        super().__init__(slots, tokens, **options)
+        self.rows = int32(*rows)
+        shapes = {"values": (VALUE_DIM,), "keys": (KEY_DIM,), "gates": (KEY_DIM,)}
+        self.ring = {name: poisoned(8, HEADS, width, *dims) for name, dims in shapes.items()}
+        self.start, self.length = int32(*[0] * 8), int32(*[0] * 8)
+
+    def replay_step(self, first: Sequence[int], tokens: int) -> Tensor:
+        merged = torch.stack([row[p : p + tokens] for row, p in zip(self.merged, first, strict=True)])
+        cursors = {"rows": self.rows, "start": self.start[self.rows], "length": self.length[self.rows]}
+        return self.step(0, tokens, merged, start_positions=int32(*first), **self.ring, **cursors)
+
+    def commit(self, accepted: Sequence[int], widest: int) -> None:
+        pool = self.states, *self.ring.values()
+        commit(pool, None, (self.start, self.length), self.rows, int32(*self.slots), int32(*accepted), widest)
+
+
+@pytest.mark.parametrize(("tokens", "lower_bound"), [(1, None), (3, -5.0)])
+def test_replay_equals_the_loop_for_each_accepted_length(tokens: int, lower_bound: float | None) -> None:
+    """Steps whose drafts are dropped, rings that begin at columns of their own and fold, a padding row; then a fold of
+    what is left."""
+    torch.manual_seed(tokens)
+    done, width = [0, 0, 0], 2 * tokens + 2
+    layer = RingLayer([7, -1, 39], [6, 0, 2], 30, width, lower_bound=lower_bound)
+    layer.merged[1], layer.start[6] = torch.nan, 2
+    expected = {b: layer.expected(b) for b in (0, 2)}
+    pools = {"states": layer.states, **layer.ring}
+    before = {name: pool.clone() for name, pool in pools.items()}
+    lengths = list(zip(range(1, tokens + 1), range(tokens, 0, -1), strict=True))
+    for first, last in (lengths * 9)[: 11 if tokens == 1 else 7]:
+        out = layer.replay_step(done, tokens)
+        layer.commit((first, 0, last), tokens)
+        assert not out[1].any()
+        for b, count in ((0, first), (2, last)):
+            assert relative_error(out[b], expected[b][0][done[b] : done[b] + tokens]) < 1e-5
+            done[b] += count
+    assert layer.length[6] and layer.length[2]
+    cursors, slots = (layer.start, layer.length), int32(*layer.slots)
+    materialize((layer.states, *layer.ring.values()), None, cursors, layer.rows, slots, int32(3, -1, 5))
+    for b, slot in ((0, 3), (2, 5)):
+        assert relative_error(layer.states[slot], expected[b][1][done[b] - 1]) < 1e-5
+    changed = {name: changed_rows(before[name], pool) for name, pool in pools.items()}
+    assert changed == {"states": {3, 5, 7, 39}} | {name: {6, 2} for name in layer.ring}
+
+
+def test_replay_keeps_accuracy_through_strong_and_weak_decays() -> None:
+    """Logs of decays of -4000 and -1e-4 in turn, not at once in all channels, and a fold of them: what is left of the
+    entries behind a strong decay is exact."""
+    torch.manual_seed(0)
+    layer = RingLayer([7], [3], 17, 16)
+    layer.states[7] = torch.randn(layer.states.shape[1:])
+    layer.gates = GateWeights(torch.full((HEADS,), 2.0), torch.zeros(HEADS, KEY_DIM))
+    step = torch.arange(17)[:, None] + torch.arange(KEY_DIM * HEADS)
+    layer.merged[0, :, layer.channels : -HEADS] = torch.where(step % 5 > 0, -11.0, 540.0)
+    expected, states = layer.expected(0, layer.states[7])
+    for t in range(17):
+        out = layer.replay_step([t], 1)
+        layer.commit([1], 1)
+        assert relative_error(out[0], expected[t : t + 1]) < 5e-6
+        if t == 15:
+            assert relative_error(layer.states[7], states[15]) < 5e-6
+
+
+def test_rounded_rings_do_not_depend_on_how_tokens_are_grouped() -> None:
+    torch.manual_seed(0)
+    layers = [RingLayer([7], [3], 8, 16) for _ in range(2)]
+    layers[1].merged, layers[1].weight, layers[1].gates = layers[0].merged, layers[0].weight, layers[0].gates
+    for layer in layers:
+        layer.ring |= {name: layer.ring[name].half() for name in ("values", "keys")}
+
+    def outputs(layer: RingLayer, tokens: int) -> Tensor:
+        steps = []
+        for first in range(0, 8, tokens):
+            layer.length[3] = first
+            steps.append(layer.replay_step([first], tokens)[0])
+        return torch.cat(steps)
+
+    assert relative_error(outputs(layers[0], 4), outputs(layers[1], 1)) < 1e-6
+
+
+def test_a_ring_with_gates_of_heads_is_refused() -> None:
+    layer = RingLayer([7], [1], 1, 16)
+    layer.ring["gates"] = poisoned(8, HEADS, 16)
     before = layer.conv.clone()
-    with pytest.raises(ConfigError, match="one gate a head"):
-        layer.step(0, 1, **ring)
+    with pytest.raises(ConfigError, match="gates have 3 dimensions, beside raw gates of 4"):
+        layer.replay_step([0], 1)
     assert same_bytes(before, layer.conv)

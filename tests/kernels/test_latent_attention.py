@@ -117,7 +117,7 @@ def test_extend_of_ragged_chunks_with_and_without_prefix(monkeypatch, small_tile
 
     monkeypatch.setattr(latent_attention_triton, "decompressed_pays", lambda *_: way != "absorbed")
     if way == "by turns":
-        monkeypatch.setattr(latent_attention_triton, "DECOMPRESSED_MOST", 1)
+        monkeypatch.setattr(latent_attention_triton, "MAX_DECOMPRESSED", 1)
     seq_lens, query_lens = [71, 37, 5, 8], [9, 37, 2, 0]
     latents, total = Latents(seq_lens, dtype), sum(query_lens)
     q = torch.randn(total + 2, HEADS, NOPE + ROPE + 3).to(dtype)[..., : NOPE + ROPE]
@@ -142,7 +142,7 @@ def test_too_many_vectors_are_not_copied(provider, monkeypatch):
     monkeypatch.setattr(latent_attention_triton, "_decompressed", lambda *args: seen.append(args) or decompress(*args))
     q = torch.randn(9, HEADS, NOPE + ROPE).half()
     for most in (9 * (RANK + ROPE) * 2, 9 * (RANK + ROPE) * 2 - 1):
-        monkeypatch.setattr(prefill_attention_triton, "GATHER_MOST", most)
+        monkeypatch.setattr(prefill_attention_triton, "MAX_GATHERED", most)
         close(latents.extend(q, [9], [9])[-1], latents.attend(q[-1], 0, range(9)), torch.float16)
     assert len(seen) == (provider != "torch")
 

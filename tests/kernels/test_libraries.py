@@ -14,6 +14,7 @@ from hybridrt.forward_batch import SpecInfo
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.paged_attention import attention_decode, attention_extend
 from hybridrt.kernels.providers import select
+from hybridrt.runtime.capture import capture_decode
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
 from hybridrt.sampling_params import SamplingParams
@@ -105,7 +106,7 @@ def test_pages_that_arrive_with_the_step(backend: str, tmp_path: Path) -> None:
         )  # fmt: skip
         runner = ModelRunner(config)
         if graphs:
-            runner.graphs = {width: runner._capture(width, False) for width in (2, 1)}
+            runner.graphs = {width: capture_decode(runner, width) for width in (2, 1)}
         prompt = [5, 6, 7]
         start = StepPlan(
             [Admission(1, 1, prompt, 3, SamplingParams(temperature=0.0), 1)], [PageWrite(1, 0, [9, 4])],

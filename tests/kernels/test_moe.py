@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from hybridrt.kernels.moe import ExpertStack, GroupedChoice, fused_experts, router_sigmoid_grouped, router_softmax
+from hybridrt.kernels.moe import (
+    ExpertStack,
+    GroupedChoice,
+    SoftmaxChoice,
+    fused_experts,
+    router_sigmoid_grouped,
+    router_softmax,
+)
 from tests.support.levels import sweep
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -12,7 +19,7 @@ DTYPES = [torch.float32, torch.float16]
 def test_router_softmax(renormalize):
     torch.manual_seed(0)
     logits = torch.randn(5, 7)
-    weights, ids = router_softmax(logits, 3, renormalize)
+    weights, ids = router_softmax(logits, SoftmaxChoice(3, renormalize))
     assert weights.dtype == torch.float32 and ids.dtype == torch.int32
     for t in range(5):
         probabilities = [float(logits[t, e].exp() / logits[t].exp().sum()) for e in range(7)]
@@ -26,8 +33,8 @@ def test_router_softmax(renormalize):
 def test_shared_experts_follow_the_chosen_ones(shared):
     torch.manual_seed(0)
     merged = torch.randn(5, 16)
-    weights, ids = router_softmax(merged[:, :7], 3, True, merged[:, 7], shared)
-    routed = router_softmax(merged[:, :7], 3, True)
+    weights, ids = router_softmax(merged[:, :7], SoftmaxChoice(3, True, shared), merged[:, 7])
+    routed = router_softmax(merged[:, :7], SoftmaxChoice(3, True))
     assert torch.equal(weights[:, :3], routed[0]) and torch.equal(ids[:, :3], routed[1])
     torch.testing.assert_close(weights[:, 3:], torch.sigmoid(merged[:, 7:8]).expand(-1, shared))
     assert ids[:, 3:].tolist() == [list(range(7, 7 + shared))] * 5 and ids.dtype == torch.int32
@@ -36,7 +43,7 @@ def test_shared_experts_follow_the_chosen_ones(shared):
 def test_of_equal_scores_the_first_are_chosen(provider):
     if provider == "torch":
         pytest.skip("torch.topk names no order")
-    weights, ids = router_softmax(torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0]]).half(), 3, False)
+    weights, ids = router_softmax(torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0]]).half(), SoftmaxChoice(3, False))
     assert ids.tolist() == [[1, 3, 0]] and weights[0, 0] == weights[0, 1] > weights[0, 2] > 0
 
 
@@ -65,7 +72,7 @@ def test_padding_rows_go_to_no_expert(tokens_per_row):
     padding = (rows == 0).repeat_interleave(tokens_per_row)
     logits, bias, gate = torch.randn(4 * tokens_per_row, 12), torch.randn(12), torch.randn(4 * tokens_per_row)
     for route in (
-        lambda rows: router_softmax(logits, 3, True, gate, 1, rows),
+        lambda rows: router_softmax(logits, SoftmaxChoice(3, True, 1), gate, rows),
         lambda rows: router_sigmoid_grouped(logits, bias, GroupedChoice(3, 4, 2, True, 2.5), rows),
     ):
         (weights, ids), plain = route(rows), route(None)
@@ -107,13 +114,13 @@ def slow_experts(x, w_up, w_down, weights, ids, activation, gated):
 @pytest.mark.parametrize(
     ("activation", "gated"), sweep([("silu", True), ("relu2", True), ("silu", False), ("relu2", False)], 3)
 )
-def test_experts_with_padding_and_experts_that_nobody_chose(dtype, tokens, activation, gated):
+def test_experts_with_padding_and_experts_without_tokens(dtype, tokens, activation, gated):
     torch.manual_seed(0)
     experts, width, inner = 6, 10, 5
     x = torch.randn(tokens, 2 * width).to(dtype)[:, width:]
     w_up = (torch.randn(experts, (1 + gated) * inner, width) * 0.3).to(dtype)
     w_down = (torch.randn(experts, width, inner) * 0.3).to(dtype)
-    weights, ids = router_softmax(torch.randn(tokens, experts - 2), 3, True)
+    weights, ids = router_softmax(torch.randn(tokens, experts - 2), SoftmaxChoice(3, True))
     ids[tokens // 2, 1:] = -1
     out = fused_experts(x, ExpertStack(w_up, w_down, activation, gated), weights, ids)
     expected = slow_experts(x, w_up, w_down, weights, ids, activation, gated)
@@ -125,10 +132,27 @@ def test_experts_with_padding_and_experts_that_nobody_chose(dtype, tokens, activ
     assert torch.equal(out[tokens // 2], torch.zeros(width, dtype=dtype))
 
 
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_with_a_limit(tokens):
+    """Few tokens and several of one expert: both factors of SwiGLU are clamped, and both differ from those that are
+    not."""
+    torch.manual_seed(0)
+    x, w_up, w_down = torch.randn(tokens, 16), torch.randn(6, 24, 16), torch.randn(6, 16, 12)
+    weights, ids = router_softmax(torch.randn(tokens, 6), 2, True)
+    out = fused_experts(x, ExpertStack(w_up, w_down, "silu", True, 0.5), weights, ids)
+    expected = torch.zeros(tokens, 16)
+    for t in range(tokens):
+        for weight, expert in zip(weights[t], ids[t].tolist(), strict=True):
+            gate, up = (w_up[expert] @ x[t]).chunk(2)
+            hidden = torch.nn.functional.silu(gate).clamp(max=0.5) * up.clamp(-0.5, 0.5)
+            expected[t] += weight * (w_down[expert] @ hidden)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_token_s_result_does_not_depend_on_its_neighbours():
     torch.manual_seed(0)
     x, w_up, w_down = torch.randn(8, 16), torch.randn(4, 24, 16) * 0.3, torch.randn(4, 16, 12) * 0.3
-    weights, ids = router_softmax(torch.randn(8, 4), 2, True)
+    weights, ids = router_softmax(torch.randn(8, 4), SoftmaxChoice(2, True))
     together = fused_experts(x, ExpertStack(w_up, w_down, "silu", True), weights, ids)
     for t in range(8):
         row = slice(t, t + 1)
@@ -146,7 +170,7 @@ def test_pairs_are_laid_out_by_expert_in_blocks(provider, monkeypatch, compared,
 
     monkeypatch.setattr(moe_triton, "COMPARED_PAIRS", tokens * 3 if compared else 0)
     torch.manual_seed(tokens)
-    ids = torch.randint(0, experts - 1, (tokens, 3), dtype=torch.int32)  # nobody chose the last
+    ids = torch.randint(0, experts - 1, (tokens, 3), dtype=torch.int32)  # no token has the last
     ids[torch.rand(tokens, 3) < 0.1] = -1
     blocks = moe_triton._lay_out(ids, experts)
     wanted = []

@@ -86,7 +86,7 @@ def test_decode_reads_the_table_s_width_without_a_bound():
 
 
 @pytest.mark.parametrize(("tokens", "context"), [(1, MAX_CONTEXT), (3, MAX_CONTEXT), (2, 400)])
-def test_decode_leaves_its_result_where_it_is_told(tokens, context):
+def test_decode_writes_its_result_to_out(tokens, context):
     """Beside other columns, which stay; with contexts that programs share and with such as one walks alone."""
     torch.manual_seed(0)
     cache = Cache([9, min(300, context)], max_context=context)
@@ -287,7 +287,7 @@ def test_a_copy_of_keys_that_is_too_large_is_not_made(provider, gathering, monke
 
     torch.manual_seed(0)
     copies, gather = [], prefill_attention_triton._gather
-    monkeypatch.setattr(prefill_attention_triton, "GATHER_MOST", 2 * 2 * 192 * 16 * 2 + spare)
+    monkeypatch.setattr(prefill_attention_triton, "MAX_GATHERED", 2 * 2 * 192 * 16 * 2 + spare)
     monkeypatch.setattr(prefill_attention_triton, "_gather", lambda *args: copies.append(args) or gather(*args))
     cache, q = Cache([130], dtype=torch.float16, max_context=144), torch.randn(3, 4, HEAD_DIM).half()
     check_extended(extend(q, cache, [3], [130]), q, cache, [3], [130])

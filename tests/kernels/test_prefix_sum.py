@@ -68,7 +68,7 @@ def test_sums_are_float32_whatever_the_activations_are():
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_a_verified_row_leaves_the_sum_alone_and_says_what_it_would_be(tree):
+def test_a_verified_row_leaves_the_sum_alone_and_returns_the_next_one(tree):
     torch.manual_seed(0)
     x, states, stored = torch.randn(3, 4, 2, 3), torch.randn(6, 6), torch.full((5, 7, 6), torch.nan)
     slots, rows, before = ints(2, -1, 4), ints(3, 0, 1), states.clone()

@@ -190,7 +190,7 @@ def test_padding_rows_leave_no_trace(length: int) -> None:
     ring.commit(inputs, slots, rows, [0, 2, 0], 2)
     assert changed_rows(before[0], ring.states) == ({5} if length else set())
     assert {*changed_rows(cursors[0], ring.start), *changed_rows(cursors[1], ring.length)} == {4}
-    assert (int(ring.start[4]), int(ring.length[4])) == ((15, 0) if length else (0, 2))
+    assert (int(ring.start[4]), int(ring.length[4])) == ((0, 0) if length else (0, 2))
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -231,27 +231,29 @@ def test_optional_terms(changed: dict[str, Any]) -> None:
     close(ring.materialize(inputs, 2, 5, into=20), after[-1], 3e-6)
 
 
-def test_advance_wraps_and_names_the_rows_that_fold() -> None:
-    start, length = int32(0, 14, 3, 9, 0), int32(0, 5, 10, 12, 13)
+def test_advance_names_the_rows_that_fold_and_begins_their_rings_anew() -> None:
+    start, length = int32(0, 2, 0, 7, 0), int32(0, 5, 10, 5, 13)
     folds = advance_ring(start, length, int32(1, 2, 3, 4), int32(4, 1, 2, 0), int32(7, 8, 9, -1), width=16, widest=4)
-    assert start.tolist() == [0, 14, 3, 7, 0] and length.tolist() == [0, 9, 11, 0, 13]
+    assert start.tolist() == [0, 2, 0, 0, 0] and length.tolist() == [0, 9, 11, 0, 13]
     assert int(folds.count) == 1
-    assert [int(part[0]) for part in (folds.state_slots, folds.rows, folds.start, folds.length)] == [9, 3, 9, 14]
+    assert [int(part[0]) for part in (folds.state_slots, folds.rows, folds.start, folds.length)] == [9, 3, 7, 7]
 
 
 def test_advance_names_the_folds_of_many_rows() -> None:
     """More rows than one block of the kernel."""
     generator = torch.Generator().manual_seed(17)
     before = torch.randint(0, 14, (301,), generator=generator).int()
-    start, length, rows = torch.zeros(301).int(), before.clone(), torch.arange(1, 301).int()
+    first = torch.randint(0, 14, (301,), generator=generator).int() * (before == 0)
+    start, length, rows = first.clone(), before.clone(), torch.arange(1, 301).int()
     accepted = torch.randint(0, 3, (300,), generator=generator).int()
     folds = advance_ring(start, length, rows, accepted, rows + 1000, width=16, widest=3)
-    full = (accepted > 0) & (before[1:] + accepted + 3 > 16)
+    full = (accepted > 0) & ((first + before)[1:] + accepted + 3 > 16)
     count = int(folds.count)
     assert folds.rows[:count].tolist() == rows[full].tolist()
     assert folds.state_slots[:count].tolist() == (rows[full] + 1000).tolist()
     assert folds.length[:count].tolist() == (before[1:] + accepted)[full].tolist()
     assert length[1:].tolist() == torch.where(full, 0, before[1:] + accepted).tolist()
+    assert start[1:].tolist() == torch.where(full, 0, first[1:]).tolist()
 
 
 def test_a_narrow_ring_is_refused_before_anything_changes() -> None:

@@ -101,7 +101,7 @@ def test_an_error_names_numbers_that_work(arguments: dict[str, Any]) -> None:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(arguments=plans())
-def test_rows_that_nobody_asked_for_never_stand_in_the_way(arguments: dict[str, Any]) -> None:
+def test_rows_beyond_the_request_never_make_a_plan_fail(arguments: dict[str, Any]) -> None:
     """Where one request fits, the plan chooses a number of rows that fits, too."""
     one = attempt({**arguments, "max_running_requests": 1})
     assume(isinstance(one, MemoryPlan))

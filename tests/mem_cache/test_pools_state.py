@@ -96,7 +96,7 @@ def test_modes_that_do_not_go_together() -> None:
         replace(SPEC, mode="replay", tree=True)
 
 
-def test_a_new_tenant_gets_zeros_and_nobody_else_does() -> None:
+def test_a_new_tenant_gets_zeros_and_no_other_row_does() -> None:
     pool = make(replace(SPEC, mode="replay"))
     for layer_id in pool.layer_ids:
         pool.layer_cache(layer_id).conv.fill_(torch.nan)
@@ -113,6 +113,8 @@ def test_a_new_tenant_gets_zeros_and_nobody_else_does() -> None:
     assert pool.ring_start.tolist() == [7, 0, 7, 0] and pool.ring_length.tolist() == [9, 0, 9, 0]
     assert table.state_slots(torch.tensor([1, 3, 0], dtype=torch.int32)).tolist() == [5, 2, 0]
     assert table.mamba2_layer_cache(1) is pool.layer_cache(1)
+    table.admit(torch.tensor([3, 1]), torch.tensor([2, 5]), torch.tensor([19, 31]))
+    assert pool.spec.phases_apart == 16 - 1 + 1 and pool.ring_start.tolist() == [7, 15, 7, 3]
 
 
 def test_page_tables_are_contiguous_within_pages() -> None:
@@ -165,8 +167,8 @@ def test_slots_and_rows_past_4096(name: str, mode: str, checkpoints: CheckpointS
 
 
 def test_addresses_of_far_slots_exceed_32_bits() -> None:
-    """A pool whose last slot lies 2**31 elements behind its first, as 32 heads of 128 x 128 do past slot 4096: memory
-    that nobody touches costs nothing, so the pool is made without being written."""
+    """A pool whose last slot begins 2**31 elements behind its first, as 32 heads of 128 x 128 do past slot 4096: memory
+    that is never touched costs nothing, so the pool is made without being written."""
     from hybridrt.kernels.selective_state_update import selective_state_update
     from tests.support.flat import flat
     from tests.support.mamba2_oracle import close, int32, scan_inputs

@@ -286,7 +286,7 @@ def test_what_waiting_requests_will_use_goes_last() -> None:
 
 
 def test_who_waits_for_a_state_that_is_gone_waits_for_the_one_above() -> None:
-    """The system prompt's state serves everybody whose own state had to go."""
+    """The system prompt's state serves all requests whose own state was evicted."""
     ledger = Ledger(0, True)
     tree = ledger.tree
     ledger.offer((1, 2, 3, 4, 5, 6, 7), (4, 7))

@@ -18,7 +18,7 @@ def test_beginnings_in_whole_blocks() -> None:
 
 
 def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seen_texts, "MOST_BLOCKS", 3)
+    monkeypatch.setattr(seen_texts, "MAX_BLOCKS", 3)
     seen, texts = SeenTexts(), [np.full(2 * BLOCK, i, np.int32) for i in range(2)]
     for text in texts:
         seen.note(text, "")

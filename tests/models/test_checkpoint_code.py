@@ -84,7 +84,7 @@ def test_code_of_a_checkpoint_never_runs(
         with pytest.raises(error, match=text):
             LLM(str(path), device="cpu", load_format="dummy", max_running_requests=2)
     assert not (path.parent / "ran").exists(), "code of the checkpoint ran"
-    assert sys.stdin.read() == "y\n" * 20 and "[y/N]" not in capsys.readouterr().out, "somebody asked"
+    assert sys.stdin.read() == "y\n" * 20 and "[y/N]" not in capsys.readouterr().out, "a question was asked"
 
 
 @pytest.mark.parametrize("arguments", [("inspect",), ("generate", "x", "--chat", "--max-tokens", "1", "--model")])

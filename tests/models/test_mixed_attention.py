@@ -87,7 +87,7 @@ def test_layers_of_equal_spec_share_a_group_and_the_plan_charges_all(model: tupl
     assert report.layers[4].mixer == "attention (4 heads, 4 KV heads, head_dim 12, window 9)"
 
 
-def test_pages_stay_while_one_layer_sees_everything(model: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_stay_while_one_layer_has_no_window(model: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Session(model[0]).plan.demand.window is None  # type: ignore[union-attr]
     monkeypatch.setattr(outside_mixed, "LAYERS", tuple(own for own in LAYERS if own.sliding_window))
     assert Session(model[0], load_format="dummy").plan.demand.window == 9  # type: ignore[union-attr]

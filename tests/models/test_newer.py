@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.minimax import modeling_minimax
@@ -129,7 +130,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "ling-plain": {
         "architectures": ["BailingMoeV3ForCausalLM"], "head_dim": 8, "expert_swiglu_limit_list": [0] * 4,
-        "mtp_use_kda": False, "score_function": "sigmoid", "q_lora_rank": None,
+        "mtp_use_kda": False, "score_function": "sigmoid", "q_lora_rank": None, "partial_rotary_factor": 0.5,
+        "rotary_dim": 4,
     },
 }  # fmt: skip
 DERIVED = ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
@@ -148,10 +150,37 @@ def test_checkpoints_as_they_are_published(name: str, checkpoints: CheckpointSto
     check_sample(checkpoint, Session(path).run(requests(9, steps=6))[0], name)
 
 
+def test_clamped_experts_of_ling(checkpoints: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routed experts of layer 3 and shared ones of layer 2, between layers without limits. transformers leaves the
+    limits out: its modules are given them here."""
+    checkpoint, limit, shared_limit = checkpoints["ling-plain"], 0.1, 0.2
+    lists = {"expert_swiglu_limit_list": [0, 0, None, limit], "share_expert_swiglu_limit_list": [0, 0, shared_limit]}
+    path = rewrite(checkpoint.path, tmp_path / "model", **lists)
+
+    def clamped(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+        return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+    def routed(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for t, k in torch.cartesian_prod(torch.arange(len(x)), torch.arange(ids.shape[1])).tolist():
+            gate, up = (experts.gate_up_proj[ids[t, k]] @ x[t]).chunk(2)
+            out[t] += weights[t, k] * (experts.down_proj[ids[t, k]] @ clamped(gate, up, limit))
+        return out
+
+    layers = checkpoint.model.model.layers
+    experts, shared = layers[3].mlp.experts, layers[2].mlp.shared_experts
+    monkeypatch.setattr(experts, "forward", routed)
+    through = lambda x: shared.down_proj(clamped(shared.gate_proj(x), shared.up_proj(x), shared_limit))  # noqa: E731
+    monkeypatch.setattr(shared, "forward", through)
+    check_sample(checkpoint, Session(path).run(requests(9, steps=6))[0], "limits")
+    with pytest.raises(AssertionError, match="logits differ"):
+        check_sample(checkpoint, Session(checkpoint.path).run(requests(9, steps=6))[0], "no limits")
+
+
 @pytest.mark.parametrize(("name", "field", "value"), [
     ("kimi-plain", "mla_use_nope", False), ("kimi-plain", "moe_router_activation_func", "softmax"),
     ("kimi-plain", "num_nextn_predict_layers", 1), ("kimi-plain", "num_key_value_heads", 2),
-    ("ling-plain", "expert_swiglu_limit_list", [0, 0, 0, 4]), ("ling-plain", "mtp_use_kda", True),
+    ("ling-plain", "expert_swiglu_limit_list", [0, 0, 0, -4]), ("ling-plain", "mtp_use_kda", True),
     ("ling-plain", "moe_shared_expert_intermediate_size", 24),
     ("ling-plain", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
 ])  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.forward_batch import ForwardMode, SpecInfo
-from hybridrt.runtime import graph_runner
+from hybridrt.runtime import graph_runner, prompt_graphs
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
@@ -65,18 +65,28 @@ def test_what_graphs_take_and_where_they_end_is_said(
     path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     free = iter(range(10 << 30, 0, -(1 << 29)))
-    monkeypatch.setattr(graph_runner, "_free_bytes", lambda device: next(free))
-    config = EngineConfig(path, device="cpu", load_format="dummy", max_running_requests=2, cuda_graph_max_bs=9)
+    for module in (graph_runner, prompt_graphs):
+        monkeypatch.setattr(module, "free_bytes", lambda device: next(free))
+    config = EngineConfig(
+        path,
+        device="cpu",
+        load_format="dummy",
+        max_running_requests=2,
+        cuda_graph_max_bs=9,
+        max_model_len=128,
+        chunked_prefill_size=128,
+    )
     made = ModelRunner(config)
     with caplog.at_level(logging.INFO):
         made.capture()
+    assert made.prompt_graphs is not None and made.prompt_graphs.captured_bytes == 1 << 29
     assert made.graphs[1].captured_bytes == 1 << 30  # buckets of 2 and 1
-    ends, take = (record.getMessage() for record in caplog.records if record.name == "hybridrt.runtime.step_runner")
-    assert "graphs end at batch 2, not at cuda_graph_max_bs=9" in ends and "up to 2 rows take 1.00 GiB" in take
+    ends, take = (record.getMessage() for record in caplog.records if record.name == "hybridrt.runtime.capture")
+    assert "graphs end at batch 2, not at cuda_graph_max_bs=9" in ends and "up to 2 rows take 1.50 GiB" in take
 
 
 def test_each_width_of_a_step_has_its_own_buffers(path: str) -> None:
-    """A captured graph goes on reading what it was captured with when another is captured."""
+    """A captured graph still reads what it was captured with when another is captured."""
     backend: Any = runner(path, "intermediate", True).backend
     linear = backend.linear_attn_backend
     for tokens in (4, 1):

@@ -1,4 +1,4 @@
-"""What travels to the device in one copy lies aligned there, whatever its lengths are."""
+"""Sections of the one copy to the device are aligned there, whatever their lengths are."""
 
 from pathlib import Path
 

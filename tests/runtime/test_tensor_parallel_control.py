@@ -236,7 +236,7 @@ def test_a_rank_whose_connection_ends_is_lost(links: tuple[Link, Link]) -> None:
     assert "rank 1 was lost: the other process has closed the connection" in wait_for_loss(ranks)
 
 
-def test_a_rank_that_fails_says_why(links: tuple[Link, Link]) -> None:
+def test_a_failed_rank_reports_its_reason(links: tuple[Link, Link]) -> None:
     ranks = leader(links[0])
     for message in (Beat(), Failed("OSError: no")):
         links[1].send(pack(message))

@@ -104,7 +104,7 @@ def test_a_stopped_rank_is_named_and_an_interrupt_is_taken(
     assert statuses(started[0]) == [-signal.SIGKILL]
 
 
-def test_a_rank_that_fails_says_why() -> None:
+def test_a_failed_rank_reports_its_reason() -> None:
     ranks = start_ranks(2, "cpu")
     ranks.begin(EngineConfig("/no/checkpoint", device="cpu", tp_size=2))
     with pytest.raises(RankError, match=r"rank 1 was lost: .*/no/checkpoint.*build a new LLM"), ranks.together():
@@ -161,7 +161,7 @@ def test_ranks_end_with_rank_0(checkpoints: CheckpointStore) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs: a zombie that nobody waits for does not."""
+    """Whether a process runs: a zombie that no process has waited for does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:

@@ -107,7 +107,7 @@ def test_collectives() -> None:
         assert total.tolist() == [[30, 33], [36, 39], [42, 45]]
 
 
-def test_a_group_that_was_left_says_so() -> None:
+def test_a_collective_after_close_is_an_error() -> None:
     connected = threading.Barrier(2)
 
     def leave(comm: Communicator) -> None:
@@ -133,7 +133,7 @@ def test_a_group_that_was_left_says_so() -> None:
     ],
 )
 def test_ranks_draw_the_same_tokens(name: str, checkpoints: CheckpointStore) -> None:
-    """The steps of a run in one process, on two ranks that nobody tells what the other drew."""
+    """The steps of a run in one process, on two ranks that do not exchange what they draw."""
     session = Session(checkpoints[name].path, page_size=4)
     session.run(requests(1, 17, 30, steps=12), chunk=7, gap=3)
 

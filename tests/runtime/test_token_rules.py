@@ -1,12 +1,18 @@
 """Requests with biases, allowed tokens and least lengths: alone, together, and with drafts."""
 
+import math
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.errors import RequestError
+from hybridrt.runtime.token_rules import any_allowed
+from tests.kernels.test_token_rules import Ruled
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +68,24 @@ def test_min_tokens_looks_for_no_stop_string_before(path: Path) -> None:
         params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, stop="\n", min_tokens=12)
         got = llm.generate("def main():", params)[0]
         assert len(got.token_ids) > 12 and got.finish_reason == "stop" and whole.text.startswith(got.text)
-        with pytest.raises(RequestError, match="only tokens that end the output"):
+        with pytest.raises(RequestError, match="allowed_token_ids and min_tokens forbid every first token"):
             llm.engine.prepare("x", SamplingParams(min_tokens=2, allowed_token_ids=[0]))
         for name, value in (("logit_bias", {10**6: 1}), ("allowed_token_ids", [10**6])):
             with pytest.raises(RequestError, match=f"{name} holds 1000000"):
                 llm.engine.prepare("x", SamplingParams(**{name: value}))  # type: ignore[arg-type]
+
+
+def test_whether_any_token_may_follow() -> None:
+    """As a loop over the request's own lists says; the random masks leave two tokens."""
+    rng, seen = random.Random(1), set[bool]()
+    for _ in range(2000):
+        ruled = Ruled(rng, 40)
+        output, left = rng.choices(range(12), k=rng.randrange(6)), rng.sample(range(12), 2)
+        bits = np.zeros(64, np.uint8)
+        bits[left] = 1
+        mask = np.packbits(bits, bitorder="little").view(np.int32)
+        want = bool((ruled.apply(torch.zeros(40), output)[left] > -math.inf).any())
+        assert any_allowed(ruled.rules, mask, output) == want
+        seen.add(want)
+    assert seen == {False, True}
+    assert any_allowed(None, None, ()) and not any_allowed(None, np.zeros(2, np.int32), ())

@@ -65,7 +65,7 @@ def test_streams_at_once_lose_no_token(count: int, served: Served) -> None:
 
 @pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.slow)])
 def test_clients_that_go_away_leave_nothing(count: int, served: Served) -> None:
-    """At any point: before the answer, in the middle, at its end; half of them want no stream."""
+    """At any point: before the answer, in the middle, at its end; half of them without a stream."""
     draw = random.Random(3)
 
     async def leave(seed: int) -> None:
@@ -89,7 +89,7 @@ def test_clients_that_go_away_leave_nothing(count: int, served: Served) -> None:
     assert not served.service.llm._streams, "no stream is kept"
 
 
-def test_slow_readers_hold_nobody_up(served: Served) -> None:
+def test_slow_readers_do_not_delay_others(served: Served) -> None:
     """Clients that ask for more than the buffers on the way hold and read none of it, while others get theirs."""
     slow = []
     for seed in range(4):

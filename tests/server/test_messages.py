@@ -96,7 +96,7 @@ def test_blocks_of_an_answer(talker: tuple[Served, Scripted]) -> None:
     assert got.stop_reason == "tool_use"
 
 
-def test_a_conversation_goes_on_with_its_own_blocks(talker: tuple[Served, Scripted]) -> None:
+def test_a_conversation_continues_with_its_own_blocks(talker: tuple[Served, Scripted]) -> None:
     """The template sees the system prompt, the assistant's message, and results of tools as messages."""
     served, model = talker
     model.say(SAID)
@@ -124,7 +124,7 @@ def test_a_conversation_goes_on_with_its_own_blocks(talker: tuple[Served, Script
     assert counted.input_tokens == expected
 
 
-def test_an_answer_goes_on_with_the_last_message(talker: tuple[Served, Scripted]) -> None:
+def test_an_answer_continues_the_last_message(talker: tuple[Served, Scripted]) -> None:
     served, model = talker
     model.say(" there")
     asked: Any = [*HELLO, {"role": "assistant", "content": "Hello"}]
@@ -168,6 +168,8 @@ def test_why_an_answer_ends(stream: bool, talker: tuple[Served, Scripted]) -> No
         ({"tool_choice": {"type": "tool"}, "tools": FUNCTIONS}, "needs the name of a tool"),
         ({"tool_choice": {"type": "tool", "name": "none"}, "tools": FUNCTIONS}, "none of tools"),
         ({"output_config": {"effort": "much"}}, "reasoning_effort is 'much'"),
+        ({"logprobs": True}, "logprobs is an option of /v1/chat/completions"),
+        ({"top_logprobs": 3}, "top_logprobs is an option of /v1/chat/completions"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_anthropics_form(

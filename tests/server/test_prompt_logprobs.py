@@ -52,7 +52,7 @@ def test_echo_brings_the_log_probabilities_of_the_prompt(served: Served, stream:
     assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
 
 
-def test_the_log_likelihood_of_a_continuation_as_lm_eval_asks_for_it(served: Served) -> None:
+def test_the_log_likelihood_of_a_continuation_as_lm_eval_requests_it(served: Served) -> None:
     """Prompts of token ids, one token more than is read, and a continuation that is greedy if each of its tokens has
     exactly the best log-probability."""
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=1)

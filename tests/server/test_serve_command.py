@@ -95,7 +95,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         (["/nowhere"], "/nowhere"),
     ],
 )
-def test_it_says_what_is_wrong_before_it_loads(options: list[str], text: str) -> None:
+def test_errors_are_reported_before_weights_are_loaded(options: list[str], text: str) -> None:
     result = CliRunner().invoke(app, ["serve", *options])
     assert result.exit_code == 2 and text in result.output, result.output
 

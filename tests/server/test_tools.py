@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hybridrt.chat.events import ChatMessage
@@ -291,6 +291,8 @@ def attack(served: Served, speaker: Scripted, examples: int) -> None:
 
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(parsers, histories, st.lists(st.one_of(functions, plain), max_size=2), choices, answers, st.booleans())
+    @example("hermes", ASK, [{"type": "function", "function": {"name": "f"}}], "required", "no call", True)
+    @example("lfm2", ASK, [{"type": "function", "function": {"name": "f", "strict": True}}], "auto", "<|tool_", False)
     def one(parser: str, messages: Any, tools: Any, choice: Any, answer: str, stream: bool) -> None:
         use(served, parser)
         speaker.say(answer.encode("utf-8", "ignore").decode())

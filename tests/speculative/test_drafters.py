@@ -133,7 +133,7 @@ def test_a_draft_tree_names_parents_first() -> None:
     ([1, 2, 3, 9, 1, 2, 3], 4, [9, 1, 2, 3]),  # the longest match, then on through the text
     ([5, 1, 2, 8, 4, 1, 2, 7, 1, 2], 2, [7, 1]),  # the latest of equals
     ([8, 1, 2, 6, 1, 2, 7, 8, 1, 2], 1, [6]),  # a longer one before a later one
-    ([3, 3, 3], 5, [3, 3, 3, 3, 3]),  # a match that runs into the end goes on with what it predicted
+    ([3, 3, 3], 5, [3, 3, 3, 3, 3]),  # a match that reaches the end continues with its own predictions
     ([9, 1, 2, 1, 2], 5, [1, 2, 1, 2, 1]),
     ([1, 2, 3, 4], 5, []), ([4], 3, []), ([2, 1, 3, 1], 3, []),  # one token is no match
 ])  # fmt: skip

@@ -20,7 +20,7 @@ from tests.support.levels import drawn
 from tests.support.samples import Samples
 from tests.support.speculation import LENGTH, PAGE, Ask, Rig, assert_same, sample_seed
 
-# (model, how states are kept, drafts at one place, who drafts); nobody drafts for None.
+# (model, how states are kept, drafts at one place, drafter); None: no drafter.
 CELLS = [
     ("mamba2", "replay", 1, "scripted"), ("gdn", "replay", 1, "mtp"), ("mamba1", "classic", 1, None),
     ("mamba2", "replay", 1, None), ("gdn", "intermediate", 3, "scripted"), ("mamba2", "intermediate", 1, "ngram"),
@@ -37,7 +37,7 @@ CELLS = [
 
 @dataclass(frozen=True)
 class Turn:
-    """A request that goes on from an earlier one: `kept` of its tokens, answer included, then tokens of its own."""
+    """A request that continues an earlier one: `kept` of its tokens, answer included, then tokens of its own."""
 
     parent: int | None
     kept: int
@@ -155,7 +155,7 @@ def test_cached_equals_uncached(
 def test_a_hit_costs_the_draft_model_its_new_tokens(
     name: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next turn goes on in the row of the last one. A prompt whose row is gone, or another's, is read late."""
+    """The next turn continues in the row of the last one. A prompt whose row is gone, or another's, is read late."""
     monkeypatch.setattr(draft_model, "LATE_TOKENS", 6)
     rigs = Rigs(tmp_path)
     rig = Rig(rigs.path(name), drafts=3, rows=2, cache_slots=9, method="draft", draft_model=str(rigs.path(other)))

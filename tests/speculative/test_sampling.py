@@ -1,4 +1,4 @@
-"""What verification draws: the distribution of plain sampling, whoever proposes."""
+"""What verification draws: the distribution of plain sampling, with any drafter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

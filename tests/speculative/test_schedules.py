@@ -219,8 +219,9 @@ class Repeated(Drafter):
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("method", ["ngram", "same", "mtp"])
-def test_asked_again_a_drafter_says_the_same(method: str, graphs: bool, rigs: Rigs) -> None:
-    """A request whose drafts are thrown away, because no page is left for them say, asks again with no token more."""
+def test_a_drafter_proposes_the_same_again(method: str, graphs: bool, rigs: Rigs) -> None:
+    """Drafts of a request are dropped, for example because no page is left. It then proposes again with no new
+    token."""
     rig = rigs.rig("gdn", "replay", 4, graphs, None, method)
     inner: Drafter = NgramDrafter() if method == "ngram" else draft_model(rig) if method == "same" else make_mtp(rig)
     drafter = Repeated(inner)

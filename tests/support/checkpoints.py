@@ -215,7 +215,7 @@ NEMOTRON: dict[str, Make] = {
     ),
     "float32_residuals": nemotron("M*M", residual_in_fp32=True),
     "options_without_effect": nemotron("M*E", attention_bias=True, mamba_proj_bias=True, n_shared_experts=2, expand=5,
-                                       moe_shared_expert_overlap=False),
+                                       moe_shared_expert_overlap=False, time_step_limit=(0.05, 0.2)),
     "puzzle": puzzle("ME*EM-", {
         1: {"moe_intermediate_size": 16, "num_experts_per_tok": 2},
         3: {"moe_intermediate_size": 40, "num_experts_per_tok": 5, "n_routed_experts": 6},
@@ -325,8 +325,8 @@ CASES: dict[str, Make] = {
 
 
 def has_replay(name: str) -> bool:
-    """Whether a case's recurrent layers have state mode "replay": all but Mamba-1, KDA, short convs and sums do."""
-    return not name.startswith(("falcon_mamba", "jamba", "kimi", "lfm2", "ling", "mamba-", "swa_ssm"))
+    """Whether a case's recurrent layers have state mode "replay": all but Mamba-1, short convs and sums do."""
+    return not name.startswith(("falcon_mamba", "jamba", "lfm2", "mamba-", "swa_ssm"))
 
 
 # What 2 and 4 ranks can share; the models whose tests split them. KV heads are fewer than 4 ranks.

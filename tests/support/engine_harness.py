@@ -11,7 +11,8 @@ from hybridrt.engine.request import Request
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.sampling_params import SamplingParams
 from tests.support.cache_ledger import check_cache
-from tests.support.mock_executor import MockDrafter, MockExecutor, tokens_alone
+from tests.support.mock_drafter import MockDrafter
+from tests.support.mock_executor import MockExecutor, tokens_alone
 from tests.support.samples import Sample, Samples
 
 VOCAB = 23

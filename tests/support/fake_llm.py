@@ -22,7 +22,7 @@ FIVE = SamplingParams(max_tokens=5, ignore_eos=True, seed=1)
 class FakeRunner(MockExecutor):
     """What LLM expects of hybridrt.runtime.model_runner.ModelRunner."""
 
-    device = torch.device("cuda")  # never touched: says that steps run while the host goes on
+    device = torch.device("cuda")  # never touched: steps run beside the host
 
     def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
         rows = config.max_running_requests or 4
@@ -34,6 +34,7 @@ class FakeRunner(MockExecutor):
             num_rows=rows, num_slots=rows, num_pages=32, page_size=4, demand=None,
             max_model_len=config.max_model_len or 64,
         )  # fmt: skip
+        self.pools = SimpleNamespace(req_to_token=SimpleNamespace(mamba_pool=None))
 
 
 def make(monkeypatch: pytest.MonkeyPatch, tokenizer: Any = None, **config: Any) -> tuple[LLM, FakeRunner]:

@@ -20,7 +20,7 @@ from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.records import GateWeights
 from hybridrt.kernels.state_ring import RingFolds
 from hybridrt.kinds.base import StateShape
-from hybridrt.kinds.registry import state_shape
+from hybridrt.kinds.registry import linear_kind, state_shape
 from hybridrt.layers.lightning import decay_rates
 from hybridrt.mem_cache.mamba_pool import ring_width
 
@@ -117,11 +117,12 @@ class DecodeRows:
     def ring(self, gate: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """A state ring with entries where the cursors say so, some rows about to fold; gates are gate(normal)."""
         heads, values, keys = self.shape.temporal
-        width = ring_width(self.tokens)
+        width, ring_shapes = ring_width(self.tokens), linear_kind(self.shape.kind).ring_shapes
+        assert ring_shapes is not None
         pools = {
             "values": poisoned(self.num_rows + 1, heads, width, values, dtype=torch.bfloat16),
             "keys": poisoned(self.num_rows + 1, self.shape.groups, width, keys, dtype=torch.bfloat16),
-            "gates": poisoned(self.num_rows + 1, heads, width),
+            "gates": poisoned(self.num_rows + 1, *ring_shapes(self.shape, width)["ring_gates"]),
         }
         start = torch.randint(0, width, (self.batch,)).tolist()
         length = [i % (width - self.tokens + 1) for i in range(width, width - self.batch, -1)]
@@ -129,7 +130,8 @@ class DecodeRows:
             for column in [(first + i) % width for i in range(count)]:
                 for name in ("values", "keys"):
                     pools[name][row, :, column] = normal(*pools[name].shape[1::2], scale=0.2)
-                pools["gates"][row, :, column] = gate(normal(heads, dtype=torch.float32))
+                new = normal(heads, *pools["gates"].shape[3:], dtype=torch.float32)
+                pools["gates"][row, :, column] = gate(new)
         return pools | {"start": int32(start), "length": int32(length)}
 
     def state_args(self, mode: str, gate: Callable[[Tensor], Tensor]) -> tuple[dict[str, Any], dict[str, list[int]]]:

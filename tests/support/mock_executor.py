@@ -7,7 +7,11 @@ that follows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
+import numpy as np
+
+from hybridrt.errors import EngineError
 from hybridrt.runtime.step import (
     Admission,
     DecodeRow,
@@ -19,7 +23,6 @@ from hybridrt.runtime.step import (
     TokenLogprobs,
 )
 from hybridrt.sampling_params import SamplingParams
-from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 
 MASK = 2**61 - 1
 
@@ -66,10 +69,11 @@ class Tenant:
     outputs: int = 0
     last: int | None = None
     broken: bool = False
+    masks: list[np.ndarray] = field(default_factory=list)  # of the tokens that the step draws now
 
     @property
     def state(self) -> int:
-        """Where its recurrent state lies; a model without recurrent layers gets a place of its own."""
+        """Where its recurrent state is; a model without recurrent layers gets a place of its own."""
         return self.admission.state_slot or -self.admission.row
 
 
@@ -80,11 +84,18 @@ class MockHandle:
         self.answer: StepResult | None = None
         self.error: Exception | None = None
         self.consumed = False
+        self.masks: list[np.ndarray] | None = None if plan.constrained else []  # of each row that samples
 
     def ready(self) -> bool:
         return self.answer is not None
 
+    def drop(self) -> None:
+        """If it has no masks, it never samples."""
+        if self.masks is None:
+            self.error, self.masks = EngineError("the step has not sampled"), []
+
     def result(self) -> StepResult:
+        self.drop()
         if self.executor.interrupt is not None:
             interrupt, self.executor.interrupt = self.executor.interrupt, None
             raise interrupt
@@ -104,6 +115,8 @@ class MockExecutor:
     """`late`: how many launched steps it leaves undone until their results are asked for. `replay`: what rows decode
     becomes part of their slots when these are donated or exported, and now and then."""
 
+    pools = SimpleNamespace(req_to_token=SimpleNamespace(mamba_pool=None))  # an engine counts no folds of it
+
     def __init__(
         self, *, num_rows: int, num_slots: int, num_pages: int, page_size: int, vocab: int, late: int = 0,
         sliding_window: int | None = None, replay: bool = False,
@@ -119,14 +132,15 @@ class MockExecutor:
         self.saved: dict[int, MockHandle] = {}  # by state slot: the step that leaves a state there
         self.kv: dict[tuple[int, int], int] = {}
         self.state: dict[int, int] = {}
-        self.text: dict[int, list[int]] = {}  # by state slot: what its state stands for
+        self.text: dict[int, list[int]] = {}  # by state slot: the tokens in its state
         self.queue: list[MockHandle] = []
         self.unread: list[MockHandle] = []
         self.plans: list[StepPlan] = []
-        self.most_in_flight = 0
+        self.max_in_flight = 0
         self.interrupt: BaseException | None = None
         self.fail_launch: dict[int, BaseException] = {}
         self.fail_result: dict[int, Exception] = {}
+        self.fail_sample: Exception | None = None
         self.copies: list[HostCopy] = []  # of plans that have run; these copies have not
         self.copy_delay = 0  # how often it is asked whether copies are done before they are
         self.asked: dict[int, int] = {}
@@ -139,12 +153,17 @@ class MockExecutor:
         self.plans.append(plan)
         if number in self.fail_launch:
             raise self.fail_launch[number]
+        for earlier in self.queue:
+            earlier.drop()
         handle = MockHandle(self, plan, [])
         handle.error = self.fail_result.get(number)
         for number in plan.donations:
             self.donate(self.rows[number], handle)
         cached = {row.row: row.computed // self.page_size for row in plan.extend}
-        cached |= {copy.row: 0 for copy in plan.imports}
+        cached |= {row.row: 0 for row in [*plan.extend, *plan.imports] if self.window or isinstance(row, StateCopy)}
+        assert len({copy.target for copy in plan.kept_pages}) == len(plan.kept_pages), "a page is filled twice"
+        for copy in plan.kept_pages:
+            self.keep_page(copy.target)
         for admission in plan.admissions:
             tenant = Tenant(admission)
             self.take("row", admission.row, tenant)
@@ -170,25 +189,46 @@ class MockExecutor:
             self.note_copy(copy)
         self.queue.append(handle)
         self.unread.append(handle)
-        self.most_in_flight = max(self.most_in_flight, len(self.unread))
-        while len(self.queue) > self.late:
-            self.run_oldest()
+        self.max_in_flight = max(self.max_in_flight, len(self.unread))
+        self.run_early()
         return handle
+
+    def sample(self, masks: np.ndarray) -> None:
+        """Masks of the step launched last. The steps before it have been read: their tokens decide the masks."""
+        (handle,) = self.unread
+        assert handle.masks is None, "a step without grammars, or one that has its masks"
+        if self.fail_sample is not None:
+            raise self.fail_sample
+        decode = handle.plan.decode
+        counts = [1 + len(row.drafts) for row in decode] + [1 for row in handle.plan.extend if row.sample]
+        lines = [counts[i] if i in handle.plan.constrained else 0 for i in range(len(counts))]
+        assert masks.shape == (sum(lines), -(-self.vocab // 32)) and masks.dtype == np.int32
+        handle.masks = np.split(masks, np.cumsum(lines)[:-1])
+        self.run_early()
+
+    def run_early(self) -> None:
+        while len(self.queue) > self.late and self.queue[0].masks is not None:
+            self.run_oldest()
 
     def note_copy(self, copy: HostCopy) -> None:
         """No launched step may name a page that is fetched into."""
         for page in copy.pages if copy.fetch else ():
-            before = self.page_owner.get(page)
-            assert before is None or all(step.consumed for step, _ in before[0].steps), f"page {page} fetched too early"
-            assert all(step.consumed for b in self.borrowers.pop(page, []) for step, _ in b.steps)
-            self.page_owner[page] = Tenant(Admission(0, 0, [], 0, SamplingParams(), 0)), 0
+            self.keep_page(page)
         for _, slot, _ in copy.states if copy.fetch else ():
             assert all(step.consumed for step in self.slot_readers.pop(slot, [])), f"slot {slot} fetched too early"
             self.owner.pop(("slot", slot), None)
             self.saved.pop(slot, None)
 
+    def keep_page(self, page: int) -> None:
+        """The cache gets a page for a copy."""
+        before, number = self.page_owner.get(page, (None, 0))
+        for step, position in before.steps if before is not None else ():
+            assert step.consumed or number < self.first_page(position), f"page {page} filled too early"
+        assert all(step.consumed for b in self.borrowers.pop(page, []) for step, _ in b.steps)
+        self.page_owner[page] = Tenant(Admission(0, 0, [], 0, SamplingParams(), 0)), 0
+
     def copied(self, ticket: int) -> bool:
-        """Copies run as late as they may: when a plan waits for them, or when somebody has often asked."""
+        """Copies run as late as they may: when a plan waits for them, or after several polls."""
         if any(copy.ticket == ticket for handle in self.queue for copy in handle.plan.host_copies):
             return False
         self.asked[ticket] = self.asked.get(ticket, 0) + 1
@@ -233,7 +273,7 @@ class MockExecutor:
             handle.donors.append(tenant)
 
     def borrow_page(self, page: int, tenant: Tenant) -> None:
-        """The next page of the tenant is the cache's, whoever filled it."""
+        """The next page of the tenant is the cache's, whichever request filled it."""
         tenant.borrowed[tenant.next_page] = self.page_owner[page]
         self.borrowers.setdefault(page, []).append(tenant)
         tenant.pages[tenant.next_page] = page
@@ -287,11 +327,13 @@ class MockExecutor:
     def run_oldest(self) -> None:
         handle = self.queue.pop(0)
         plan, answers = handle.plan, []
+        assert handle.masks is not None, "a step runs before it has its masks"
+        masks = iter(handle.masks)
         for donor in handle.donors:
             self.fold(donor)
         self.copies += plan.host_copies
         self.run_copies(plan.after_copies)
-        for copy in plan.page_copies:
+        for copy in (*plan.kept_pages, *plan.page_copies):
             for offset in range(self.page_size):
                 self.kv[copy.target, offset] = self.kv.get((copy.source, offset), -1)
         for row, tenant in zip([*plan.decode, *plan.extend], handle.tenants, strict=True):
@@ -303,6 +345,7 @@ class MockExecutor:
                 if copy.row == row.row:
                     self.import_state(tenant, copy)
             tenant.broken |= handle.error is not None
+            tenant.masks = list(next(masks, ())) if isinstance(row, DecodeRow) or row.sample else []
             if tenant.broken:
                 answers += [[0]] if isinstance(row, DecodeRow) or row.sample else []
             else:
@@ -345,7 +388,7 @@ class MockExecutor:
             if gained and draft != gained[-1]:
                 break
             self.write(tenant, draft)
-            gained.append(self.sample(tenant))
+            gained.append(self.allowed(tenant))
         return gained
 
     def extend(self, row: ExtendRow, tenant: Tenant) -> list[list[int]]:
@@ -362,7 +405,7 @@ class MockExecutor:
                 self.text[saves[number]] = list(self.text[tenant.state])
             self.write(tenant, token)
         assert row.sample == (tenant.length == len(tokens)), "the last chunk samples, and no other"
-        return [[self.sample(tenant)]] if row.sample else []
+        return [[self.allowed(tenant)]] if row.sample else []
 
     def import_state(self, tenant: Tenant, copy: StateCopy) -> None:
         assert not tenant.length, "only a request that has just been admitted"
@@ -384,7 +427,15 @@ class MockExecutor:
             return -tenant.admission.row, position
         return tenant.pages[position // self.page_size], position % self.page_size
 
-    def sample(self, tenant: Tenant) -> int:
+    def allowed(self, tenant: Tenant) -> int:
+        """The next token; if its mask forbids it, another one that depends on it; -1 if none is allowed."""
+        token, mask = self.draw(tenant), tenant.masks.pop(0) if tenant.masks else None
+        if mask is not None and not mask[token // 32] >> token % 32 & 1:
+            left = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            tenant.last = token = int(left[mix(token) % len(left)]) if len(left) else -1
+        return token
+
+    def draw(self, tenant: Tenant) -> int:
         start = max(tenant.length - (self.window or tenant.length), 0)
         context = [self.kv[self.place(tenant, i)] for i in range(start, tenant.length)]
         state = self.state[tenant.state]
@@ -394,40 +445,3 @@ class MockExecutor:
         tenant.last = mix(*values) % self.vocab
         tenant.outputs += 1
         return tenant.last
-
-
-class MockDrafter(Drafter):
-    """Proposes what will come, wrong from a token on that varies with the length so far; now and then waits for no
-    tokens. `begun` are the requests that hold a row."""
-
-    def __init__(self, width: int, vocab: int, sliding_window: int | None = None) -> None:
-        self.width, self.vocab, self.window = width, vocab, sliding_window
-        self.begun: set[int] = set()
-
-    def begin(self, request: DraftRequest) -> None:
-        assert request.arrival not in self.begun and request.row is not None
-        self.begun.add(request.arrival)
-
-    def end(self, request: DraftRequest) -> None:
-        self.begun.remove(request.arrival)
-
-    def after_step(self, requests: Sequence[DraftRequest], gained: Sequence[int]) -> None:
-        assert {request.arrival for request in requests} <= self.begun and 0 not in gained
-
-    def waits(self, request: DraftRequest) -> bool:
-        return (len(request.output) + request.pending) // 5 % 2 == 0
-
-    def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
-        assert {request.arrival for request in requests} <= self.begun
-        return [
-            Draft(self.drafts(request, min(n, self.width))) for request, n in zip(requests, max_drafts, strict=True)
-        ]
-
-    def drafts(self, request: DraftRequest, most: int) -> list[int]:
-        assert not request.pending, "drafts follow a token that the host knows"
-        context = [*request.prompt, *request.output]
-        right = mix(len(context), request.seed) % (self.width + 2)
-        for i in range(most):
-            token = next_token(context, request.seed, len(request.output) + i, self.vocab, self.window)
-            context.append(token if i < right else (token + 1) % self.vocab)
-        return context[len(context) - most :] if most else []

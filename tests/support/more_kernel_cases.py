@@ -18,7 +18,7 @@ PAGE_SIZE, PAGES, MAX_CONTEXT = 16, 1000, 4096
 def paged(
     config: AttentionConfig, seq_lens: list[int], max_context: int = MAX_CONTEXT
 ) -> tuple[dict[str, Any], list[int]]:
-    """KV caches with shuffled pages for rows of these lengths; what lies past them is large. And the pages used."""
+    """KV caches with shuffled pages for rows of these lengths; values past them are large. And the pages used."""
     shape = (PAGES + 1, PAGE_SIZE, config.num_kv_heads, config.head_dim)
     held = ("k_cache",) if config.latent else ("k_cache", "v_cache")
     caches = {name: torch.full(shape, 1e4, dtype=torch.bfloat16) for name in held}
@@ -213,6 +213,29 @@ def draws(config: ModelConfig, filtered: bool) -> Case:
         filters = {"top_k": each(50, -1, 1000).int(), "top_p": each(0.9, 1.0, 0.3, 0.99), "min_p": each(0.0, 0.02)}
         args |= filters | {"penalties": penalties}
     return Case("sample", args, exact=True)
+
+
+def token_rules(config: ModelConfig) -> Case:
+    """Lines with 0 to 15 rules, some forbidding, some behind a prefix of two tokens that occur everywhere; row 0 has
+    none."""
+    rows, most, vocab = 16, 15, config.vocab_size
+
+    def bits(*shape: int) -> Tensor:
+        return torch.randint(0, 2, shape, dtype=torch.int32)
+
+    tokens = torch.stack([torch.randperm(vocab)[:most] for _ in range(rows)]).int()
+    values = torch.randn(rows, most)
+    values[:, ::3] = -torch.inf
+    until = torch.randint(0, 40, (rows, most), dtype=torch.int32)
+    start = torch.randint(0, 5, (rows, most), dtype=torch.int32)
+    length = (start % 3).masked_fill(~values.isneginf(), 0)
+    columns = torch.stack([tokens, values.view(torch.int32), until, start, length])
+    table = {"counts": torch.arange(-1, rows - 1, dtype=torch.int32), "columns": columns, "prefixes": bits(rows, 8)}
+    table["allowed"] = torch.randint(-(2**31), 2**31, (rows, (vocab + 31) // 32)).int()
+    known = torch.randint(2, 30, (rows,), dtype=torch.int32)
+    lines = {"rows": torch.randperm(rows).int(), "indices": known + bits(rows), "known": known, "path": bits(rows, 2)}
+    args = {"logits": normal(rows, vocab, scale=3.0)} | table | {"history": bits(rows, 32)} | lines
+    return Case("apply_token_rules", args, exact=True)
 
 
 def greedy(config: ModelConfig) -> Case:

@@ -15,7 +15,7 @@ from tests.support.checkpoints import Make, nemotron, qwen, write
 from tests.support.newer_checkpoints import ling, qwen35, qwen35_moe
 
 Weights = dict[str, Tensor]
-HEAD_KEYS = ("mtp.", LING := "model.layers.2.")  # Ling's head stands behind its layers, of which these models have two
+HEAD_KEYS = ("mtp.", LING := "model.layers.2.")  # Ling's head follows its layers, of which these models have two
 
 # By name: a model, and what of its head differs from the plainest.
 HEADS: dict[str, Make] = {

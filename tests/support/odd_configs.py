@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-DEEP = "@deep@"  # stands for JSON that is nested 10,000 levels deep, which json.dumps cannot write
+DEEP = "@deep@"  # replaced by JSON that is nested 10,000 levels deep, which json.dumps cannot write
 VALUES: list[Any] = [
     None, "x", "", -1, 0, 1, 3, 2**31, 10**12, 10**40, 10**400, -(10**12), 0.5, -1.5, 1e300, float("nan"), float("inf"),
     True, False, [], [1], ["x"], [[1]], {}, {"x": 1}, [None] * 3, DEEP, "linear_attention", "\ud800",

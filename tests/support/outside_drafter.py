@@ -40,7 +40,7 @@ class FirstFollowers(Drafter):
 
 
 class FirstFollowersMethod(DraftMethod):
-    """On the host; it asks the memory plan for some bytes so that a test sees them charged."""
+    """On the host. Its row takes some bytes, so that a test can check that they are charged."""
 
     def row_bytes(self, config: EngineConfig, target: RunTarget, max_len: int) -> int:
         return max_len

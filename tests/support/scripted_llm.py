@@ -27,21 +27,22 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> HFTokenizer:
-    """Every byte is a token, in the order of tokenizers' byte alphabet; then the tags."""
+def byte_tokenizer(more: Sequence[str] = ()) -> HFTokenizer:
+    """Every byte is a token, in the order of tokenizers' byte alphabet; then the tags, and `more` of them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(tag, special=True, normalized=False) for tag in SPECIAL])
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in WORDS])
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in (*WORDS, *more)])
     hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token="<|pad|>")
     hf.chat_template = TEMPLATE
     return HFTokenizer(hf)
 
 
 class ScriptedRunner(MockExecutor):
-    """What LLM expects of a model runner. Every sample's tokens are those of `script`, then the end.
+    """What LLM expects of a model runner. Every sample's tokens are those of `script`, then the end; others
+    where a grammar forbids them.
 
     Attributes:
         prompts: token ids of the prompts so far.
@@ -59,8 +60,9 @@ class ScriptedRunner(MockExecutor):
         self.memory_plan = SimpleNamespace(
             num_rows=8, num_slots=16, num_pages=4096, page_size=16, demand=None, max_model_len=8192, host=NO_HOST_PLAN
         )
+        self.pools = SimpleNamespace(req_to_token=SimpleNamespace(mamba_pool=None))
 
-    def sample(self, tenant: Tenant) -> int:
+    def draw(self, tenant: Tenant) -> int:
         tenant.last = (self.script[tenant.outputs :] or [self.end])[0]
         tenant.outputs += 1
         return tenant.last

@@ -49,6 +49,11 @@ def ring(rows: int, width: int, values: tuple[int, int], keys: tuple[int, int]) 
     return pools | {"gates": f32(129, heads, width)} | {name: int32(rows) for name in ("rows", "start", "length")}
 
 
+def channel_ring(rows: int, width: int, heads: int) -> Args:
+    """A state ring of Kimi Delta Attention."""
+    return ring(rows, width, (heads, DIM), (heads, DIM)) | {"gates": f32(129, heads, width, DIM)}
+
+
 def fold(states: Tensor, rings: Args, A: Tensor | None) -> tuple[str, Args]:
     """Of one layer."""
     rows = len(rings["rows"])
@@ -206,11 +211,16 @@ def kimi_delta() -> Cases:
         (128, 1, torch.float32, {}),
         (128, 1, torch.bfloat16, {}),
         (32, 5, torch.float32, stored(32, 5, heads, DIM, DIM)),
+        (32, 5, torch.float32, {}),
     ):
         qkv, a, b = meta(batch, tokens, 4 * width + heads).split([3 * width, width, heads], -1)
         args = {"qkv": qkv, "a": a.unflatten(-1, (heads, DIM)), "b": b} | weights | conv(3 * width, batch)
         states = {"bias": None, "states": meta(300, heads, DIM, DIM, dtype=state)}
         yield "gdn_decode", args | states | more
+        if tokens == 1 or not more:
+            rings = channel_ring(batch, 16 if tokens == 1 else 32, heads)
+            yield "gdn_decode", args | states | rings
+            yield fold(states["states"], rings, None)
     for rows, length in ((1, 8192), (16, 2048)):
         q, k, v, a = meta(rows * length, 4, heads, DIM).unbind(1)
         inputs = {

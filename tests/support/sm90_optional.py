@@ -96,6 +96,8 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     kda = {"qkv": meta(B, T, wide), "states": f32(SLOTS, H, P, N)} | conv(wide) | step | tokens | raw
     yield "gdn_decode", kda, {"bias": meta(wide)} | stored
     yield "gdn_decode", kda | {name: kda[name][:, :1] for name in ("qkv", "a", "b")}, {"bias": meta(wide)}
+    channels = {"values": RING["values"], "keys": meta(SLOTS, H, 16, N), "gates": f32(SLOTS, H, 16, N)}
+    yield "gdn_decode", kda | channels | CURSORS, {"bias": meta(wide)}
     sums = {"states": f32(SLOTS, H)} | SLOT_ARGS
     yield "prefix_sum_varlen", sums | {"x": meta(TOKENS, H), "query_start_loc": STARTS}, {}
     stored_sums = {"stored": f32(SLOTS, T, H), "rows": ROWS}
@@ -105,6 +107,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     layers = {name: part[None] for name, part in ({"states": f32(SLOTS, H, P, N)} | RING).items()}
     folds = {"folds": RingFolds(ROWS, ROWS, ROWS, ROWS, int32(1), ROWS)}
     yield "fold_ring", layers | folds | {"A": None}, {"A": f32(1, H)}
+    yield "fold_ring", layers | folds | {name: part[None] for name, part in channels.items()} | {"A": None}, {}
     commit = {"state_slots": ROWS, "rows": ROWS, "accepted": ROWS}
     pools = {"states": f32(2, SLOTS, H, P, N), "stored": f32(2, SLOTS, T, H, P, N)}
     yield "commit_intermediate", commit | pools, {}
@@ -139,6 +142,7 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     yield "gated_rms_norm", {"x": x, "weight": weight, "eps": 1e-5} | grouped, {"norm_before_gate": False}
     yield "gated_rms_norm", {"x": x, "weight": weight, "eps": 1e-5} | grouped | {"activation": "sigmoid"}, {}
     yield from ((op, {"x": x}, {}) for op in ("silu_and_mul", "relu2"))
+    yield "clamped_silu_and_mul", {"x": x, "limit": 4.0}, {}
     yield "sigmoid_mul", {"x": x, "gate": x}, {}
     for tokens in (1, 3):
         linear = {"x": meta(tokens, 64), "weight": meta(32, 64), "bias": None}
@@ -153,6 +157,7 @@ def others() -> Iterator[tuple[str, Args, Args]]:
         picks = {"ids": int32(tokens, 2), "weights": f32(tokens, 2), "x": meta(tokens, 64)}
         gated = {"w_up": meta(8, 64, 64), "w_down": meta(8, 64, 32), "activation": "silu", "gated": True}
         yield "fused_experts", picks | gated, {"w_up": meta(8, 32, 64), "activation": "relu2", "gated": False}
+        yield "fused_experts", picks | gated | {"limit": 4.0}, {}
     filters = {"top_k": ROWS, "top_p": f32(B), "min_p": f32(B), "bitmask": int32(B, vocabulary // 32 + 1)}
     counted = Penalties(f32(B), f32(B), f32(B), int32(B, vocabulary), flags(B, vocabulary))
     logits = {"logits": meta(B, vocabulary), "temperature": f32(B)}

@@ -26,8 +26,8 @@ SMALL: dict[str, Any] = dict(
 class Images(ImageLayout):
     """One section of as many bytes as tokens."""
 
-    def sections(self, length: int) -> list[Section]:
-        return [Section(length)]
+    def sections(self, length: int, start: int = 0) -> list[Section]:
+        return [Section(length - start)]
 
 
 def greedy(count: int = 6, **params: Any) -> SamplingParams:

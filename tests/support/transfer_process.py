@@ -28,7 +28,7 @@ def work(llm: LLM, event: str, seconds: float) -> None:
         counters = worker.counters()
         if (event == "job" and counters.jobs) or (event == "ready" and counters.computed):
             event = "done"
-            signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))  # whose signal nobody handles
+            signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))  # its signal has no handler
     worker.close()
     llm.close()
 

@@ -111,7 +111,7 @@ def test_a_prompt_of_text_reaches_no_neighbours_image(prefiller: Prefiller) -> N
     image = prefiller.side.arena[ready["offset"] :][: prefiller.side.layout.image_bytes(40)].clone()
     first = intruder(prefiller)
     for key, tokens in {
-        "a": [prefiller.side.engine.limits.vocab_size],
+        "a": [prefiller.side.engine.intake.limits.vocab_size],
         "b": [-1],
         "c": [],
         "d": [5] * 200,

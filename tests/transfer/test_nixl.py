@@ -159,7 +159,7 @@ def test_the_prefill_worker_is_killed_at_random_moments(
 
 
 @pytest.mark.parametrize("phase", ["asked", "reading"])
-def test_a_prefill_worker_that_is_stopped_is_given_up(
+def test_a_stopped_prefill_worker_is_dropped(
     phase: str, model: Path, nursery: Nursery, expected: list[list[int]]
 ) -> None:
     pid, port = nursery.start()

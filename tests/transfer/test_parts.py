@@ -99,7 +99,7 @@ def handshake(path: Path, **changes: Any) -> Handshake:
     return handshake_of(config, load_target(config, TPGroup())[1], path)
 
 
-def test_handshake_says_what_a_worker_runs(model: Path) -> None:
+def test_a_handshake_describes_what_a_worker_runs(model: Path) -> None:
     ours = handshake(model)
     assert ours.pop("model")
     assert ours == {

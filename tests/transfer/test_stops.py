@@ -1,4 +1,4 @@
-"""Workers whose peers stop without a word, or answer slowly: what is given up, when, and what goes on."""
+"""Workers whose peers stop without a word, or answer slowly: what is dropped, when, and what continues."""
 
 import random
 import time
@@ -28,7 +28,7 @@ def expected(model: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("compute_here", [True, False])
-def test_a_prefill_worker_that_stops_is_given_up(
+def test_a_prefill_worker_that_stops_is_dropped(
     steps: int, compute_here: bool, model: Path, expected: list[list[int]]
 ) -> None:
     """Stopped, it closes nothing: without a time-out the request waits for ever."""
@@ -62,7 +62,7 @@ class Endless:
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_a_read_that_does_not_end_is_given_up_and_its_memory_left_alone(
+def test_a_read_that_does_not_end_fails_and_its_memory_is_left_alone(
     alive: bool, model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(InProcessTransport, "read", lambda *_: Endless())
@@ -85,7 +85,7 @@ def test_a_read_that_does_not_end_is_given_up_and_its_memory_left_alone(
     assert decode.engine.prefill_source is None
 
 
-def test_an_arena_full_of_reads_that_do_not_end_stops_nobody(
+def test_an_arena_full_of_reads_that_do_not_end_stops_no_request(
     model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(InProcessTransport, "read", lambda *_: Endless())

@@ -9,6 +9,7 @@ import torch
 
 from hybridrt import LLM, SpeculativeConfig
 from hybridrt.errors import ConfigError, HandshakeError, TransferError
+from hybridrt.runtime.capture import capture_decode
 from hybridrt.runtime.step import StateCopy, StepPlan
 from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, lfm2, mamba, mamba2, nemotron, qwen
 from tests.support.in_process import QueueChannel, decode_hello
@@ -280,7 +281,7 @@ def test_workers_that_differ_refuse_each_other(field: str, change: dict[str, Any
     assert prefill.worker.counters().computed == 0 and len(decode.tokens(request_id)) == 6
 
 
-def test_a_prefill_worker_obeys_nobody_who_has_not_shaken_hands(pair: tuple[Prefiller, Decoder]) -> None:
+def test_a_prefill_worker_refuses_orders_before_the_handshake(pair: tuple[Prefiller, Decoder]) -> None:
     prefill, decode = pair
     hello = decode_hello(decode.side.handshake | {"page_size": 64})
     for messages in (
@@ -297,7 +298,7 @@ def test_a_prefill_worker_obeys_nobody_who_has_not_shaken_hands(pair: tuple[Pref
     assert prefill.worker.counters().refused == 2 and prefill.worker.counters().computed == 0
 
 
-def test_an_llm_without_an_arena_says_so(model: Path) -> None:
+def test_an_llm_without_an_arena_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="transfer_bytes"):
         Prefiller(build(model, transfer_bytes=0), {})
 
@@ -379,7 +380,7 @@ def test_states_arrive_beside_a_graph_of_the_decode_rows(model: Path, expected: 
     hub: dict[str, torch.Tensor] = {}
     prefill, decode = Prefiller(build(model), hub), Decoder(build(model), hub)
     runner: Any = decode.engine.executor
-    runner.graphs = {1: runner._capture(1, False)}
+    runner.graphs = {1: capture_decode(runner, 1)}
     prefill.connect(decode)
     running = decode.engine.add_request([7], greedy(40))
     ids = [decode.engine.add_request(prompt, greedy()) for prompt in PROMPTS]

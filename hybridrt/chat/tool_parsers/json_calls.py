@@ -23,7 +23,7 @@ class JsonCalls(ToolParser):
 
     listed: ClassVar[bool] = True
 
-    def section_rules(self, tools: Sequence[Tool]) -> Sequence[str] | None:
+    def section_rules(self, tools: Sequence[Tool], literal: Callable[[str], str]) -> Sequence[str] | None:
         call = one_call(tools)
         schema = {"type": "array", "items": call, "minItems": 1} if self.listed else call
         return [f"section: %json {calls(tools, schema)}"]

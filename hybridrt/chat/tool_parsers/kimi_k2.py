@@ -4,7 +4,11 @@ Source: the chat template of moonshotai/Kimi-K2-Instruct, which Kimi-Linear shar
 as they are, so the model's own ids are kept.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+
+from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
+from hybridrt.chat.schemas import calls, json_text, limited
 from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.values import MAX_NAME, read_value
 
@@ -17,6 +21,11 @@ class KimiK2(ToolParser):
     opens = ("<|tool_calls_section_begin|>",)
     closes = ("<|tool_calls_section_end|>",)
     markers = (_BEGIN, _ARGUMENTS)
+
+    def section_rules(self, tools: Sequence[Tool], literal: Callable[[str], str]) -> Sequence[str] | None:
+        names = " | ".join(f"call{i}" for i in range(len(tools)))
+        section = f"section: ({literal(_BEGIN)} ({names}) {literal(_END)})+"
+        return [section, *limited(_call_rules(tools, literal(_ARGUMENTS)))]
 
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
         yield from scanner.space()
@@ -35,3 +44,10 @@ class KimiK2(ToolParser):
             sink.end()
             yield from scanner.space()
             found = yield from scanner.accept(_BEGIN)
+
+
+def _call_rules(tools: Sequence[Tool], arguments: str) -> Iterator[str]:
+    """A rule a tool: its id, then `arguments`, which is the tag before the object, then the object."""
+    for i, tool in enumerate(tools):
+        schema = calls([tool], {"$ref": "#/$defs/0"}) if tool.strict else '{"type": "object"}'
+        yield f"call{i}: {json_text(f'functions.{tool.name}:')} /[0-9]{{1,4}}/ {arguments} %json {schema}"

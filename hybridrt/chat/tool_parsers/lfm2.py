@@ -4,7 +4,7 @@ Source: the chat template and the model card of LiquidAI/LFM2-1.2B.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridrt.chat.conversation import Tool
@@ -25,7 +25,7 @@ class Lfm2(JsonCalls):
     closes = ("<|tool_call_end|>",)
     markers = ("<|tool_call_start|>",)
 
-    def section_rules(self, tools: Sequence[Tool]) -> Sequence[str] | None:
+    def section_rules(self, tools: Sequence[Tool], literal: Callable[[str], str]) -> Sequence[str] | None:
         """Values are JSON, and required arguments come first."""
         calls = limited(_call_rules(tool, f"call{i}") for i, tool in enumerate(tools))
         names = " | ".join(f"call{i}" for i in range(len(tools)))

@@ -14,7 +14,7 @@ tag, the end of a parameter.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridrt.chat.conversation import Tool
@@ -29,7 +29,7 @@ _TYPES: dict[str, Any] = {
     "string": str, "object": dict, "array": list, "integer": int, "number": (int, float), "boolean": bool,
     "null": type(None),
 }  # fmt: skip
-_MOST_PARTS = 256  # of a schema, that tell its types
+_MAX_PARTS = 256  # of a schema, that tell its types
 # Rules of grammars: what a function without a strict schema holds, and text as a parameter.
 _FREE = r"free[lazy]: /(?s:.*)<\/function>/"
 _TEXT = r"value[lazy]: /(?s:.*)\n<\/parameter>\n/"
@@ -42,7 +42,7 @@ class Qwen3Coder(ToolParser):
     closes = ("</tool_call>",)
     markers = ("<function=", "<parameter=")
 
-    def section_rules(self, tools: Sequence[Tool]) -> Sequence[str] | None:
+    def section_rules(self, tools: Sequence[Tool], literal: Callable[[str], str]) -> Sequence[str] | None:
         """Parameters come in the schema's order. Enumerations of text are enforced, its length and patterns are not."""
         calls = limited(_call_rule(tool, f"call{i}") for i, tool in enumerate(tools))
         names = " | ".join(f"call{i}" for i in range(len(tools)))
@@ -152,7 +152,7 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
     """Types that a part of the schema `root` names, in its alternatives, too. Empty: nothing is known. Alternatives may
-    refer to each other: at most _MOST_PARTS are looked at."""
+    refer to each other: at most _MAX_PARTS are looked at."""
     parts, found = [schema], set[str]()
     for part in parts:
         part = resolved(part, root)
@@ -161,14 +161,14 @@ def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
         found |= _named_types(part)
         for key in ("anyOf", "oneOf", "allOf"):
             options = part.get(key)
-            parts += options[: _MOST_PARTS - len(parts)] if isinstance(options, list) else ()
+            parts += options[: _MAX_PARTS - len(parts)] if isinstance(options, list) else ()
     return found
 
 
 def _named_types(schema: Mapping[str, Any]) -> set[str]:
     named, options = schema.get("type"), schema.get("enum")
     names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
-    found = {name for name in names[:_MOST_PARTS] if isinstance(name, str)}
+    found = {name for name in names[:_MAX_PARTS] if isinstance(name, str)}
     if not found and isinstance(options, list):
-        found = {name for name in _TYPES for value in options[:_MOST_PARTS] if _is(value, name)}
+        found = {name for name in _TYPES for value in options[:_MAX_PARTS] if _is(value, name)}
     return found

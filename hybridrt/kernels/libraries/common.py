@@ -31,7 +31,7 @@ def attention_limits(
             return f"head_dim is {facts['head_dim']}, it takes {', '.join(map(str, head_dims))}"
         if facts.get("capability", architectures)[0] not in architectures:
             major, minor = facts["capability"]
-            return f"the GPU is sm_{major}{minor}, it knows sm_{', sm_'.join(f'{a}x' for a in architectures)}"
+            return f"the GPU is sm_{major}{minor}, it supports sm_{', sm_'.join(f'{a}x' for a in architectures)}"
         return None
 
     return supports

@@ -43,7 +43,7 @@ def mamba2_chunk_scan(
 def selective_state_update(
     inputs: SSMInputs, weights: SSMWeights, state: StateSlots, out: Tensor | None = None
 ) -> Tensor:
-    """`selective_state_update` of one token. It knows no padding: such rows update the scratch slot 0."""
+    """`selective_state_update` of one token. It has no padding: such rows update the scratch slot 0."""
     (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
     states, read_slots, write_slots, intermediate = state
     refuse(

@@ -124,7 +124,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def causal_conv1d_varlen(x: Tensor, weights: ConvWeights, state: ConvState, query_start_loc: Tensor) -> Tensor:
-    """`causal_conv1d_varlen`. The library wants channels first and linear windows: both are copied there and back."""
+    """`causal_conv1d_varlen`. The library takes channels first and linear windows: both are copied there and back."""
     (weight, bias, activation), (conv, read_slots, write_slots, start_positions) = weights, state
     taps = weight.shape[1]
     refuse(LIBRARY, "convolution", _too_wide(taps))

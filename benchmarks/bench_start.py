@@ -1,0 +1,236 @@
+"""Time from `LLM(model)` to the first token, part by part, with an empty Triton cache and with a full one.
+
+    python -m benchmarks.bench_start benchmarks/configs/falcon-h1-7b --serial
+    python -m benchmarks.bench_start benchmarks/configs/falcon-h1-7b --checkpoint /tmp/falcon-h1-7b
+
+Each run is a process of its own. Weights are seeded random numbers, or with `--checkpoint` a checkpoint that is written
+there first and read from the disk: its pages are dropped from the page cache before every run, and the rate of plain
+reads is measured beside it. Kernels that the process compiles by itself are named.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+BLOCK, READERS = 16 << 20, 8
+RESULT = "result: "
+
+
+class Clock:
+    """Seconds of the parts of a start, in the order in which they first ended."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self._inner = 0.0
+
+    def time(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose time is counted to `part`, less what is counted to other parts within it."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            outer, self._inner = self._inner, 0.0
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - start
+                self.parts[part] = self.parts.get(part, 0.0) + took - self._inner
+                self._inner = outer + took
+
+        return timed
+
+
+def measure(model: str, options: dict[str, Any], spawned: float) -> dict[str, Any]:
+    """In a process of its own: one start. `spawned` is when the process was started, by the wall clock."""
+    clock, booted = Clock(), time.time() - spawned
+    start = time.perf_counter()
+    from hybridrt import LLM, SamplingParams
+
+    clock.parts = {"interpreter": booted, "import hybridrt": time.perf_counter() - start}
+    compiled = _watch(clock)
+    start = time.perf_counter()
+    llm = clock.time("rest", LLM)(model, **options)
+    built = time.perf_counter() - start
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0.0))
+    total = time.perf_counter() - start
+    clock.parts["first token"] = total - built
+    graphs = sum(len(g._replays) for g in llm.engine.executor.graphs.values())
+    return {"parts": clock.parts, "from LLM()": total, "compiled here": dict(compiled), "graphs": graphs}
+
+
+def _watch(clock: Clock) -> dict[str, list[float]]:
+    """Times the parts of LLM(), and the kernels that this process compiles: by name, seconds of each."""
+    import hybridrt.engine.llm as llm
+    import hybridrt.runtime.compile_ahead as compile_ahead
+    import hybridrt.runtime.model_runner as runner
+
+    for module, name, part in (
+        (runner, "load_target", "configuration"), (runner, "plan_ahead", "configuration"),
+        (runner, "build_model", "weights"), (compile_ahead, "_start", "starting compilers"),
+        (compile_ahead, "_finish", "waiting for kernels"), (runner, "plan_pools", "memory plan"),
+        (runner.ModelRunner, "capture", "graphs"), (llm, "load_tokenizer", "tokenizer"),
+    ):  # fmt: skip
+        setattr(module, name, clock.time(part, getattr(module, name)))
+    _watch_graphs(clock)
+    compiled: dict[str, list[float]] = defaultdict(list)
+    try:
+        import triton
+    except ImportError:
+        return compiled
+
+    def note(src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        if not cache_hit:
+            compiled[src.name].append(times.total / 1e6)
+
+    triton.knobs.compilation.listener = note
+    return compiled
+
+
+def _watch_graphs(clock: Clock) -> None:
+    """Times what a bucket's graph takes: a first step, the recorded one, and torch's part around the second."""
+    import torch
+
+    import hybridrt.runtime.graph_runner as graph_runner
+
+    bind: Any = graph_runner.GraphRunner._bind
+
+    def bound(self: Any, *args: Any) -> Callable[[], None]:
+        step, parts = bind(self, *args), iter(("graphs: first step", "graphs: recorded step"))
+        return lambda: clock.time(next(parts), step)()
+
+    if torch.cuda.is_available():
+        graph_runner.GraphRunner._bind = bound  # type: ignore[method-assign]
+        for name, part in (("__enter__", "graphs: begin"), ("__exit__", "graphs: end")):
+            setattr(torch.cuda.graph, name, clock.time(part, getattr(torch.cuda.graph, name)))
+
+
+def run(args: argparse.Namespace, model: Path, cache: Path, workers: str | None) -> dict[str, Any]:
+    """One start in a fresh process."""
+    variables = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    if workers is not None:
+        variables["HYBRIDRT_COMPILE_WORKERS"] = workers
+    if args.checkpoint:
+        forget(model)
+    child = {"model": str(model), "options": args.options, "spawned": time.time()}
+    command = [sys.executable, "-m", "benchmarks.bench_start", "--child", json.dumps(child)]
+    out = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, timeout=args.timeout, check=False)
+    lines = [line for line in out.stdout.splitlines() if line.startswith(RESULT)]
+    if not lines:
+        raise SystemExit(f"a start failed with status {out.returncode}")
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix(RESULT))
+    return found
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    print(f"\n{name}: {found['from LLM()']:.2f} s from LLM() to the first token; {found['graphs']} graphs")
+    for part, seconds in found["parts"].items():
+        print(f"  {part:24} {seconds:8.2f} s")
+    here = found["compiled here"]
+    if here:
+        seconds = sum(map(sum, here.values()))
+        print(f"  this process compiled {sum(map(len, here.values()))} kernels in {seconds:.1f} s:", flush=True)
+        print("   ", ", ".join(f"{name} x{len(times)}" for name, times in here.items()), flush=True)
+
+
+def write_checkpoint(config: Path, into: Path) -> None:
+    """A checkpoint of the configuration's shapes with random weights, in transformers' own layout."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=torch.bfloat16)
+    model = model.to_empty(device=device)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.normal_(0.0, 0.02)
+    model.save_pretrained(into, max_shard_size="5GB")
+
+
+def weight_files(model: Path) -> list[Path]:
+    return sorted(model.glob("*.safetensors"))
+
+
+def forget(model: Path) -> None:
+    """Drops the weights from the page cache, so that the next reader reads the disk."""
+    for file in weight_files(model):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_rate(model: Path) -> float:
+    """Bytes a second of plain reads of the weights: READERS threads, a block at a time."""
+    blocks = [(f, at) for f in weight_files(model) for at in range(0, f.stat().st_size, BLOCK)]
+    forget(model)
+
+    def read(block: tuple[Path, int]) -> int:
+        with block[0].open("rb", buffering=0) as opened:
+            return os.preadv(opened.fileno(), [bytearray(BLOCK)], block[1])
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(READERS) as pool:
+        total = sum(pool.map(read, blocks))
+    return total / (time.perf_counter() - start)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", type=Path, help="directory with a config.json; weights are random")
+    parser.add_argument("--checkpoint", type=Path, help="write a checkpoint there unless it is there, and load it")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="of LLM, as JSON: '{\"max_running_requests\": 8}'"
+    )
+    parser.add_argument("--serial", action="store_true", help="also a start that compiles in one process")
+    parser.add_argument("--repeats", type=int, default=1, help="of the warm start")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a start may take")
+    parser.add_argument("--name", help="write benchmarks/results/NAME.json")
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    if args.child is not None:
+        print(RESULT + json.dumps(measure(**args.child)), flush=True)
+        return
+    from benchmarks.common import environment, save  # torch with it: a child's import is measured
+
+    model: Path = args.model
+    if args.checkpoint:
+        if not weight_files(args.checkpoint):
+            write_checkpoint(model, args.checkpoint)
+        model = args.checkpoint
+        size = sum(file.stat().st_size for file in weight_files(model))
+        print(f"{size / 1e9:.2f} GB of weights; plain reads {read_rate(model) / 1e9:.2f} GB/s", flush=True)
+    else:
+        args.options = {"load_format": "dummy"} | args.options
+    print(environment())
+    rows: dict[str, Any] = {}
+    folders = [Path(tempfile.mkdtemp(prefix="triton-")) for _ in range(2)]
+    starts: list[tuple[str, Path, str | None]] = [("empty cache", folders[0], None)]
+    starts += [(f"full cache {i}", folders[0], None) for i in range(1, args.repeats + 1)]
+    starts += [("empty cache, one process", folders[1], "0")] if args.serial else []
+    try:
+        for name, cache, workers in starts:
+            rows[name] = run(args, model, cache, workers)
+            show(name, rows[name])
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    if args.name:
+        print(save(args.name, rows))
+
+
+if __name__ == "__main__":
+    main()

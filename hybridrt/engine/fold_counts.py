@@ -1,0 +1,42 @@
+"""How many state rings each step folds, counted on the host: the device decides it by the same numbers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hybridrt.mem_cache.mamba_pool import MambaPool
+from hybridrt.runtime.step import StepPlan
+
+
+class FoldCounts:
+    """Follows the ring cursors of running requests through steps that have been read.
+
+    Args:
+        num_rows: request rows.
+        width: columns of a ring.
+        widest: tokens of a row in the widest step.
+    """
+
+    def __init__(self, num_rows: int, width: int, widest: int) -> None:
+        self._ends = np.zeros(num_rows + 1, np.int32)  # by row: the column behind the last entry
+        self._last, self._phases = width - widest, width - widest + 1
+
+    @classmethod
+    def of(cls, pool: MambaPool | None) -> "FoldCounts | None":
+        """For a pool whose states are in rings; None for others."""
+        if pool is None or pool.spec.mode != "replay":
+            return None
+        return cls(pool.num_rows, pool.width, pool.spec.tokens_per_step)
+
+    def of_step(self, plan: StepPlan, gained: Sequence[int]) -> int:
+        """Rings that a step has folded. Call it for every step that has run, in order.
+
+        Args:
+            gained: tokens that each decode row gained.
+        """
+        for admission in plan.admissions:
+            self._ends[admission.row] = admission.phase % self._phases
+        ends = self._ends[plan.decode.rows] + np.fromiter(gained, np.int32)
+        full = ends > self._last
+        self._ends[plan.decode.rows] = np.where(full, 0, ends)
+        return int(np.count_nonzero(full))

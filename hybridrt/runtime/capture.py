@@ -1,0 +1,74 @@
+"""Which steps of a runner become graphs, and their capture."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from hybridrt.forward_batch import SpecInfo
+from hybridrt.runtime.build import keeps_prefixes, step_widths
+from hybridrt.runtime.graph_runner import CudaGraphRecorder, GraphRunner, Recorder
+from hybridrt.runtime.prompt_graphs import PromptGraphs
+
+if TYPE_CHECKING:
+    from hybridrt.runtime.step_runner import StepRunner
+
+logger = logging.getLogger(__name__)
+
+
+def capture_graphs(runner: "StepRunner", progress: bool = False) -> None:
+    """Records steps with prompts, then decode and verify steps of every width that occurs, then those of the drafter.
+    One pool of memory serves the model's graphs: no two of them run at a time, and each leaves its results in buffers
+    outside of the pool."""
+    asked, rows = runner.config.cuda_graph_max_bs, runner.memory_plan.num_rows
+    if asked is not None and asked > rows:
+        logger.warning("graphs end at batch %d, not at cuda_graph_max_bs=%d: no more requests have state", rows, asked)
+    recorder = CudaGraphRecorder() if runner.device.type == "cuda" else None
+    runner.prompt_graphs = _capture_prompts(runner, progress, recorder)
+    runner.graphs.update(
+        {tokens: capture_decode(runner, tokens, progress, recorder) for tokens in step_widths(runner.config)}
+    )
+    if runner.drafter is not None:
+        runner.drafter.capture(asked or rows, progress)
+    taken = sum(graphs.captured_bytes for graphs in runner.graphs.values())
+    taken += runner.prompt_graphs.captured_bytes if runner.prompt_graphs else 0
+    logger.info("graphs of up to %d rows take %.2f GiB", min(asked or rows, rows), taken / 2**30)
+
+
+def _capture_prompts(runner: "StepRunner", progress: bool, recorder: Recorder | None) -> PromptGraphs | None:
+    """None if the configuration does not want them, or the backend cannot."""
+    config = runner.config
+    if not config.cuda_graph_prompts:
+        return None
+    if not runner.backend.captures_prompts:
+        logger.info("steps with prompts run without graphs: their backends need lengths on the host")
+        return None
+    graphs = PromptGraphs(
+        model=runner.model,
+        backend=runner.backend,
+        req_to_token_pool=runner.pools.req_to_token,
+        last_tokens=runner.last_tokens,
+        max_bs=config.cuda_graph_max_bs or runner.memory_plan.num_rows,
+        max_tokens=config.chunked_prefill_size,
+        saves=keeps_prefixes(config, runner.model_config) and bool(runner.backend.chunk_sizes),
+        recorder=recorder,
+    )
+    graphs.capture(progress)
+    return graphs
+
+
+def capture_decode(
+    runner: "StepRunner", tokens: int, progress: bool = False, recorder: Recorder | None = None
+) -> GraphRunner:
+    """Graphs of decode steps (tokens 1) or verify steps."""
+    graphs = GraphRunner(
+        model=runner.model,
+        backend=runner.backend,
+        req_to_token_pool=runner.pools.req_to_token,
+        last_tokens=runner.last_tokens,
+        max_bs=runner.config.cuda_graph_max_bs or runner.memory_plan.num_rows,
+        spec_info=SpecInfo(tokens) if tokens > 1 else None,
+        tree=runner.trees and tokens > 1,
+        keep_hidden=runner.drafter is not None,
+        recorder=recorder,
+    )
+    graphs.capture(progress)
+    return graphs

@@ -1,0 +1,51 @@
+"""Starts an interpreter of this package beside this one. multiprocessing cannot be used: it runs the caller's main
+module once more."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# The child imports this package from the same files as this process. It imports all other packages by its own path, to
+# which the path of this process is appended. The current directory is left out: it may be that of a downloaded
+# checkpoint.
+_BOOT = """
+import importlib, importlib.util, json, sys
+given = json.loads(sys.argv[1])
+sys.path += [path for path in given.pop("path") if path not in sys.path]
+package = given.pop("package")
+spec = importlib.util.spec_from_file_location(
+    "hybridrt", package + "/__init__.py", submodule_search_locations=[package]
+)
+sys.modules["hybridrt"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["hybridrt"])
+importlib.import_module(given.pop("module")).main(**given)
+"""
+
+
+def start_child(
+    module: str, arguments: Mapping[str, Any], environment: Mapping[str, str], **options: Any
+) -> "subprocess.Popen[bytes]":
+    """Starts a process that calls `main(**arguments)` of one of this package's modules. Ctrl-C at the terminal does not
+    reach it.
+
+    Args:
+        arguments: plain data, which goes through JSON.
+        environment: added to this process's.
+        options: of subprocess.Popen.
+    """
+    here = os.path.realpath(os.curdir)
+    given = {
+        "package": str(Path(__file__).absolute().parents[1]),
+        "path": [path for path in sys.path if os.path.isabs(path) and os.path.realpath(path) != here],
+        "module": module, **arguments,
+    }  # fmt: skip
+    inherited = dict(os.environ)
+    if "PYTHONPATH" in inherited:  # an empty or relative entry is the current directory or inside it
+        entries = inherited["PYTHONPATH"].split(os.pathsep)
+        inherited["PYTHONPATH"] = os.pathsep.join(filter(os.path.isabs, entries))
+    command = [sys.executable, "-P", "-c", _BOOT, json.dumps(given)]
+    return subprocess.Popen(command, env=inherited | dict(environment), start_new_session=True, **options)

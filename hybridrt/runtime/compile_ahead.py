@@ -1,0 +1,222 @@
+"""Compiles the kernels of a configuration before they are launched, in processes of their own, into Triton's cache.
+
+Triton takes about a third of a second of one core for a kernel, and a model launches some 60 of them. So while this
+process reads weights, one child finds out which kernels the configuration launches (`compile_trace.py`), and all of
+them compile. What they do not compile is compiled where it is launched.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from hybridrt.config import EngineConfig
+from hybridrt.errors import ConfigError
+from hybridrt.kernels.providers import is_installed
+from hybridrt.runtime.build import RunTarget
+from hybridrt.runtime.child_process import start_child
+from hybridrt.runtime.compile_mark import find_mark, write_mark
+from hybridrt.runtime.pretend_gpu import GPUFacts
+
+logger = logging.getLogger(__name__)
+
+WORKERS_VARIABLE = "HYBRIDRT_COMPILE_WORKERS"
+MAX_WORKERS = 16
+DEADLINE_S = 600.0
+_LEAVING_S = 5.0
+_WORKER = "hybridrt.runtime.compile_worker"
+_LAUNCHER = ["triton", "launcher", ""]  # Triton's own C module, which launches kernels
+
+Job = list[str]  # module, name and specialisation of a kernel (`compile_trace.Kernel`)
+
+
+@dataclass
+class CompileReport:
+    """What was compiled.
+
+    Attributes:
+        kernels: how many, those included that were in the cache before.
+        seconds: of one core, by the kernel's name.
+        problems: steps that could not be traced, kernels that do not compile, processes that ended.
+    """
+
+    kernels: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+class CompileAhead:
+    """Processes that compile the kernels of a configuration. `wait` ends them, and so does `close`.
+
+    Args:
+        config: of the run; its model is a directory.
+        gpu: what to compile for.
+        workers: how many processes.
+    """
+
+    def __init__(self, config: EngineConfig, gpu: GPUFacts, workers: int) -> None:
+        self.report = CompileReport()
+        self._mark = find_mark(config, gpu)
+        self._lock, self._jobs = threading.Lock(), queue.SimpleQueue[Job | None]()
+        self._jobs.put(_LAUNCHER)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        # torch must not find the GPU: a context of CUDA takes half a gigabyte of its memory in every process.
+        environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        try:
+            for _ in range(workers):
+                self._processes.append(start_child(_WORKER, {"gpu": asdict(gpu)}, environment, **pipes))
+        except BaseException:
+            self.close()
+            raise
+        traced: list[EngineConfig | None] = [config] + [None] * (workers - 1)
+        self._threads = [
+            threading.Thread(target=self._serve, args=pair, daemon=True) for pair in zip(self._processes, traced)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> CompileReport:
+        """Returns when every kernel is compiled, or could not be: what is missing is warned of."""
+        end, problems = time.monotonic() + deadline_s, self.report.problems
+        try:
+            for thread in self._threads:
+                thread.join(max(end - time.monotonic(), 0.0))
+            if any(thread.is_alive() for thread in self._threads):
+                problems.append(f"compiling took more than {deadline_s:g} seconds")
+        finally:
+            self.close()
+        for thread in self._threads:
+            thread.join(_LEAVING_S)  # it says what its process was at
+        for problem in problems:
+            logger.warning("kernels are missing in Triton's cache, and compiled when they are launched: %s", problem)
+        if not problems:
+            write_mark(self._mark, self.report.kernels)
+        return self.report
+
+    def close(self) -> None:
+        """Ends the processes at once, and the compilers that they run."""
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # each has a session of its own
+            process.wait()
+
+    def _serve(self, process: "subprocess.Popen[bytes]", traced: EngineConfig | None) -> None:
+        """Feeds one process, in a thread of its own: a configuration to trace, if any, then kernels until the last."""
+        doing = "it traced the model"
+        try:
+            if traced is not None:
+                self._trace(process, traced)
+            while (job := self._jobs.get()) is not None:
+                doing = f"it compiled {_name(job)}"
+                self._note(job, _ask(process, {"compile": job}))
+        except (OSError, ValueError, msgspec.DecodeError) as e:
+            with self._lock:
+                self.report.problems.append(f"a process failed while {doing}: {_status(process) or e}")
+
+    def _trace(self, process: "subprocess.Popen[bytes]", config: EngineConfig) -> None:
+        """Queues kernels as they are found."""
+        try:
+            answer = _ask(process, {"trace": asdict(config)})
+            while "kernel" in answer:
+                self._jobs.put(answer["kernel"])
+                answer = _read(process)
+            with self._lock:
+                self.report.problems += answer["problems"]
+        finally:
+            for _ in self._processes:
+                self._jobs.put(None)
+
+    def _note(self, job: Job, answer: dict[str, Any]) -> None:
+        with self._lock:
+            report, name = self.report, _name(job)
+            report.kernels += 1
+            report.seconds[name] = report.seconds.get(name, 0.0) + answer["seconds"]
+            if answer["problem"] is not None:
+                report.problems.append(f"{name} does not compile: {answer['problem']}")
+
+
+def _name(job: Job) -> str:
+    return f"{job[0].rpartition('.')[2]}.{job[1]}"
+
+
+def _ask(process: "subprocess.Popen[bytes]", request: dict[str, Any]) -> dict[str, Any]:
+    stdin: IO[bytes] | None = process.stdin
+    assert stdin is not None
+    stdin.write(msgspec.json.encode(request) + b"\n")
+    stdin.flush()
+    return _read(process)
+
+
+def _read(process: "subprocess.Popen[bytes]") -> dict[str, Any]:
+    """A process's next answer. `CompileAhead.wait` ends processes that give none, and the pipe with them.
+
+    Raises:
+        DecodeError: the process has ended.
+    """
+    assert process.stdout is not None
+    return msgspec.json.decode(process.stdout.readline(), type=dict[str, Any])
+
+
+def _status(process: "subprocess.Popen[bytes]") -> str:
+    """How a process ended; nothing if it runs."""
+    try:
+        return f"status {process.wait(_LEAVING_S)}"
+    except subprocess.TimeoutExpired:
+        return ""
+
+
+def default_workers() -> int:
+    """Processes to compile in: one for each core but this process's, or what the environment says. 0: none.
+
+    Raises:
+        ConfigError: the environment says something else than a number.
+    """
+    text = os.environ.get(WORKERS_VARIABLE)
+    if text is None:
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        return max(1, min(cores - 1, MAX_WORKERS))
+    if not text.isdecimal() or int(text) > 1024:
+        raise ConfigError(f"{WORKERS_VARIABLE} is {text!r}; it must be a number of processes from 0 to 1024")
+    return int(text)
+
+
+@contextlib.contextmanager
+def compiling(config: EngineConfig, target: RunTarget, path: Path) -> Iterator[Callable[[], None]]:
+    """Compiles a run's kernels beside what happens within it. What it yields waits until they are compiled, on all
+    ranks: rank 0 compiles for the others. On a CPU, and where the cache has them already, it does nothing."""
+    ahead = _start(config, target, path)
+    try:
+        yield lambda: _finish(ahead, target)
+    finally:
+        if ahead is not None:
+            ahead.close()
+
+
+def _start(config: EngineConfig, target: RunTarget, path: Path) -> CompileAhead | None:
+    if target.device.type != "cuda" or target.tp.rank or not is_installed("triton") or not default_workers():
+        return None
+    config, gpu = replace(config, model=str(path), device="cuda"), GPUFacts.of(target.device)
+    if find_mark(config, gpu).exists():
+        return None
+    return CompileAhead(config, gpu, default_workers())
+
+
+def _finish(ahead: CompileAhead | None, target: RunTarget) -> None:
+    if ahead is not None:
+        start = time.perf_counter()
+        report = ahead.wait()
+        logger.info("%d kernels compiled; waited for %.1f s", report.kernels, time.perf_counter() - start)
+    target.tp.minimum(0)

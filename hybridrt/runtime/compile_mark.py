@@ -1,0 +1,42 @@
+"""Files in Triton's cache that say for which configurations it holds all kernels: these need not be traced again."""
+
+import contextlib
+import hashlib
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+import torch
+
+from hybridrt.config import EngineConfig
+from hybridrt.runtime.pretend_gpu import GPUFacts
+from hybridrt.version import __version__
+
+_KERNELS = Path(__file__).parents[1] / "kernels"
+# What no kernel depends on: names of places, and memory that is free at the moment.
+_CONFIG, _GPU = ("model", "device", "seed", "overlap", "load_format"), ("free_bytes", "total_bytes")
+
+
+def find_mark(config: EngineConfig, gpu: GPUFacts) -> Path:
+    """Where the mark of a configuration stands, or will. `config.model` is a directory."""
+    import triton
+
+    fields = {name: value for name, value in asdict(config).items() if name not in _CONFIG}
+    facts = {name: value for name, value in asdict(gpu).items() if name not in _GPU}
+    versions = (__version__, triton.__version__, str(torch.__version__), sys.implementation.cache_tag)
+    digest = hashlib.sha256(msgspec.json.encode((fields, facts, versions)))
+    digest.update(Path(config.model, "config.json").read_bytes())
+    for file in sorted(_KERNELS.glob("*.py")):
+        digest.update(file.read_bytes())
+    return Path(triton.knobs.cache.dir, "hybridrt", digest.hexdigest())
+
+
+def write_mark(mark: Path, kernels: int) -> None:
+    """Says that the cache holds all `kernels`. Where it cannot be written, they are traced again in the next run."""
+    with contextlib.suppress(OSError):
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        temporary = mark.with_suffix(f".{os.getpid()}")
+        temporary.write_text(f"{kernels}\n")
+        temporary.replace(mark)

@@ -1,0 +1,124 @@
+"""A process that compiles kernels into Triton's cache, and that finds out which ones a configuration needs. It sees no
+GPU. `compile_ahead.py` starts it, and talks with it in lines of JSON.
+
+    {"trace": fields of EngineConfig}                     a line {"kernel": ...} each, then {"problems": [...]}
+    {"compile": [module, name, specialisation]}           {"problem": null or text, "seconds": number}
+"""
+
+import atexit
+import ctypes.util
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+from unittest import mock
+
+from hybridrt.config import EngineConfig, SpeculativeConfig
+from hybridrt.runtime.pretend_gpu import GPUFacts
+
+LAUNCHER = ("triton", "launcher", "")  # the job of compiling what Triton launches kernels with
+
+
+def main(gpu: Mapping[str, Any]) -> None:
+    """Serves lines of the standard input until it ends."""
+    answers = _own_output()
+    facts = GPUFacts(**{**gpu, "capability": tuple(gpu["capability"])})
+    worker = _Worker(facts, answers)
+    for line in sys.stdin:
+        request = json.loads(line)
+        worker.trace(request["trace"]) if "trace" in request else worker.compile(*request["compile"])
+
+
+def _own_output() -> TextIO:
+    """The standard output for answers alone: what anything else prints there goes to the standard error."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return answers
+
+
+class _Worker:
+    def __init__(self, gpu: GPUFacts, answers: TextIO) -> None:
+        from triton.runtime.driver import driver
+
+        from hybridrt.runtime.compile_trace import CompilingDriver
+
+        self._gpu, self._answers = gpu, answers
+        active: Any = CompilingDriver(gpu.capability)
+        driver.set_active(active)
+
+    def _say(self, **answer: Any) -> None:
+        print(json.dumps(answer), file=self._answers)
+
+    def trace(self, fields: dict[str, Any]) -> None:
+        from hybridrt.runtime.compile_trace import trace
+
+        try:
+            speculative = fields.pop("speculative")
+            config = EngineConfig(**fields, speculative=SpeculativeConfig(**speculative) if speculative else None)
+            problems = trace(config, self._gpu, lambda kernel: self._say(kernel=list(kernel)))
+        except Exception as e:
+            problems = [f"the model: {type(e).__name__}: {e}"]
+        self._say(problems=problems)
+
+    def compile(self, module: str, name: str, specialisation: str) -> None:
+        start, problem = time.perf_counter(), None
+        try:
+            with mock.patch("triton.runtime.build._load_module_from_path", _not_loaded):
+                _launcher_module() if (module, name) == LAUNCHER[:2] else _compile(module, name, specialisation)
+        except Exception as e:
+            problem = f"{type(e).__name__}: {e}"
+        self._say(problem=problem, seconds=time.perf_counter() - start)
+
+
+def _compile(module: str, name: str, specialisation: str) -> None:
+    """Compiles a kernel, and the C function that launches it where this version of Triton has one for each kernel."""
+    from triton.backends.nvidia import driver
+
+    function = getattr(importlib.import_module(module), name)
+    _ = function.device_caches[0]  # which sets `ASTSource`
+    source = function.ASTSource
+
+    def with_tuples(fn: Any, signature: Any, constants: dict[Any, Any], attributes: Any) -> Any:
+        return source(fn, signature, {place: _tuples(value) for place, value in constants.items()}, attributes)
+
+    # JSON has no tuples, and Triton 3.6 leaves lists in their place: the kernel would get another name in the cache.
+    with mock.patch.object(function, "ASTSource", with_tuples):
+        kernel = function.preload(specialisation)
+    if hasattr(driver, "make_launcher"):
+        _provide_libcuda()
+        driver.CudaLauncher(kernel.src, kernel.metadata)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _launcher_module() -> None:
+    """Triton's own C module, which every process that launches kernels loads first."""
+    from triton.backends.nvidia.driver import CudaUtils
+
+    _provide_libcuda()
+    CudaUtils()
+
+
+def _not_loaded(name: str, path: str) -> Any:
+    """In the place of a C module that was built for another process: it needs the GPU's driver to be loaded."""
+    return mock.MagicMock()
+
+
+def _provide_libcuda() -> None:
+    """Where the GPU's driver is not installed, an empty library in its place: what is built is linked to its name."""
+    if "TRITON_LIBCUDA_PATH" in os.environ or ctypes.util.find_library("cuda"):
+        return
+    folder = Path(tempfile.mkdtemp(prefix="hybridrt-libcuda-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    command = ["cc", "-shared", "-x", "c", "/dev/null", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1")]
+    subprocess.run(command, check=True, capture_output=True)
+    os.environ["TRITON_LIBCUDA_PATH"] = str(folder)

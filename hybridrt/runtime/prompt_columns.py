@@ -1,0 +1,113 @@
+"""Pads a step with prompts to the sizes of its bucket, so that one graph serves all steps that fit.
+
+A bucket has so many decode rows, PROMPT_ROWS prompts and so many tokens of all of them. What a step leaves of it is
+padding, which belongs to request row 0 and to no state slot. Behind the prompts stands one padding row that has all
+tokens that are left, then rows without tokens. So every token of a graph belongs to a row, and the rows' tokens always
+add up to the bucket's.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridrt.kernels.chunk_plan import most_chunks, pad_chunks
+from hybridrt.runtime.step import DecodeRows, ExtendRow, StepPlan
+from hybridrt.runtime.step_inputs import Columns, Packing, chunk_names, pack_batch
+from hybridrt.runtime.step_passes import Run, in_pass, pack_runs, runs_of
+
+PROMPT_TOKENS = tuple(range(128, 1025, 128))  # of a step; larger ones keep a device busy without graphs
+DECODE_ROWS = (0, 32, 128)
+PROMPT_ROWS = 8
+# Tokens that stand behind saved states, of all prompts: prompts leave states on a grid, usually of 16 tokens.
+SAVED_TOKENS = 16 * PROMPT_ROWS
+
+
+class Bucket(NamedTuple):
+    """Steps of up to `decode_rows` rows of one token and `tokens` tokens of prompts."""
+
+    decode_rows: int
+    tokens: int
+
+
+def has_place(plan: StepPlan, saves: bool) -> bool:
+    """Whether buckets have room for a step's prompts, but for the number of their tokens. `saves`: states may be saved
+    within them. If so, a second pass goes on from there: that is enough for one state of a prompt."""
+    if len(plan.extend) > PROMPT_ROWS:
+        return False
+    behind = [len(row.tokens) - row.saves[0][0] for row in plan.extend if row.saves]
+    return not behind or (saves and sum(behind) <= SAVED_TOKENS and all(len(row.saves) < 2 for row in plan.extend))
+
+
+def pack_padded(plan: StepPlan, bucket: Bucket, sizes: Sequence[int], saves: bool, seq_len_fill: int) -> Columns:
+    """`pack_batch` of a step, padded. The shapes depend on the other arguments alone.
+
+    Args:
+        sizes: of chunks. saves: the second pass is there.
+        seq_len_fill: tokens of a padding row of the decode segment.
+    """
+    padded = pad_step(plan, bucket, seq_len_fill)
+    columns = pack_batch(padded, 1, Packing(chunk_sizes=() if saves else tuple(sizes)))
+    real = sum(len(row.tokens) for row in plan.extend)
+    columns["extend_positions"][real:] = 0  # rotary tables end with the longest request
+    columns |= _sampled(plan, columns, bucket)
+    if saves:
+        columns.pop("read_state_slots", None)
+        return columns | _pack_passes(padded.extend, bucket.tokens, sizes)
+    columns["read_state_slots"] = np.array([row.read_state_slot for row in padded.extend], np.int32)
+    return columns | _pad_plans(columns, sizes, PROMPT_ROWS + 1, bucket.tokens)
+
+
+def pad_step(plan: StepPlan, bucket: Bucket, seq_len_fill: int) -> StepPlan:
+    """The rows of a step with those that pad it."""
+    decode, extend = plan.decode, plan.extend
+    missing, left = bucket.decode_rows - len(decode), bucket.tokens - sum(len(row.tokens) for row in extend)
+    zeros, computed = np.zeros(missing, np.int32), np.full(missing, seq_len_fill - 1, np.int32)
+    ends = (decode.rows, zeros), (decode.computed, computed), (decode.output_indices, zeros), (decode.num_drafts, zeros)
+    padding = [ExtendRow(0, 0, [0] * left, 0, False)]
+    padding += [ExtendRow(0, 0, (), 0, False)] * (PROMPT_ROWS - len(extend))
+    return StepPlan(decode=DecodeRows(*map(np.concatenate, ends)), extend=[*extend, *padding])
+
+
+def _sampled(plan: StepPlan, columns: Columns, bucket: Bucket) -> Columns:
+    """The tokens that a step samples from, first and without gaps: sample_at, sample_rows and output_indices, of as
+    many lines as a bucket samples at most."""
+    n, chosen = len(plan.decode), [row.sample for row in plan.extend]
+    first = bucket.decode_rows
+    ends = columns["query_start_loc"][first + 1 : first + 1 + len(chosen)][chosen] - 1
+    sampling = [row for row in plan.extend if row.sample]
+    parts = {
+        "sample_at": (np.arange(n, dtype=np.int32), ends),
+        "sample_rows": (plan.decode.rows, np.array([row.row for row in sampling], np.int32)),
+        "output_indices": (plan.decode.output_indices, np.array([row.output_index for row in sampling], np.int32)),
+    }
+    padding = np.zeros(bucket.decode_rows + PROMPT_ROWS - n - len(sampling), np.int32)
+    return {name: np.concatenate((*part, padding)) for name, part in parts.items()}
+
+
+def _pack_passes(extend: Sequence[ExtendRow], tokens: int, sizes: Iterable[int]) -> Columns:
+    """The two passes over a bucket's prompts, padded. A prompt that saves a state has two runs in the first one."""
+    last, (first, second) = len(extend) - 1, (runs_of(extend, number) for number in (0, 1))
+    behind = sum(run.length for run in second)
+    first += [Run(last, -1, -1, 0, tokens, 0)] * (2 * PROMPT_ROWS + 1 - len(first))
+    second.append(Run(last, -1, -1, 0, 0, SAVED_TOKENS - behind))
+    second += [Run(last, -1, -1, 0, 0, 0)] * (PROMPT_ROWS + 1 - len(second))
+    columns = pack_runs(first, 0, sizes) | pack_runs(second, 1, sizes)
+    # What pads the second pass stands for token 0, which is never behind a saved state.
+    columns[in_pass("tokens", 1)][behind:] = 0
+    found = [_pad_plans(columns, sizes, len(runs), count, number)
+             for number, (runs, count) in enumerate(((first, tokens), (second, SAVED_TOKENS)))]  # fmt: skip
+    return columns | found[0] | found[1]
+
+
+def _pad_plans(
+    columns: Mapping[str, np.ndarray], sizes: Iterable[int], rows: int, tokens: int, number: int | None = None
+) -> Columns:
+    """The chunk plans of rows, or of the runs of a pass, with as many chunks as any such rows have."""
+    padded: Columns = {}
+    for size in sizes:
+        names = chunk_names(size)
+        names = names if number is None else {name: in_pass(packed, number) for name, packed in names.items()}
+        plan = pad_chunks({name: columns[packed] for name, packed in names.items()}, most_chunks(rows, tokens, size))
+        padded |= {names[name]: column for name, column in plan.items()}
+    return padded

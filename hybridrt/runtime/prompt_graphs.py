@@ -1,0 +1,207 @@
+"""Prefill and mixed steps of few tokens as graphs, because launching their kernels takes longer than running them.
+
+A graph has a fixed number of decode rows, prompts and tokens, its bucket; `prompt_columns` pads a step to it. What
+differs from step to step stands in tensors on the device: which rows, how many tokens of each, where they begin, their
+chunks, the states that they start from and leave. Kernels get it from there. On the host they see bounds alone, because
+a graph is captured with one padding row that has all of the bucket's tokens: grids are large enough for whatever step
+is replayed, and programs without work end at once.
+
+Beside the graph run, before it: what the step changes in tables (admissions, pages), one copy of its integers, and
+the metadata of its decode rows; behind it: sampling. The rest of the planning is recorded (`prepare_in_graph`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from hybridrt.attention.base import AttentionBackend
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.records import TokenInputs
+from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.runtime.graph_runner import POISON, ClosureRecorder, CudaGraphRecorder, Recorder, StepModel, free_bytes
+from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS, PROMPT_TOKENS, Bucket, has_place, pack_padded
+from hybridrt.runtime.step import StepPlan
+from hybridrt.runtime.step_batch import fill_decode, make_batch
+from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, cut, packed_size
+from hybridrt.runtime.step_passes import extend_passes
+
+
+class SampledLines(NamedTuple):
+    """What a step samples from: the decode rows, then the prompts that end, m lines in all.
+
+    Attributes:
+        rows, output_indices: [m] int32; on_host: the same, as the host knows them.
+        logits: [m, vocab], which the next replay overwrites.
+    """
+
+    rows: torch.Tensor
+    output_indices: torch.Tensor
+    on_host: tuple[np.ndarray, np.ndarray]
+    logits: torch.Tensor
+
+
+@dataclass
+class PromptGraph:
+    """One bucket: what a replay fills (`packed`, by name in `sections`), the tokens that the graph derives from it, its
+    batch over these tensors, its part of the logits, and the replay."""
+
+    bucket: Bucket
+    packed: torch.Tensor
+    sections: Sections
+    inputs: TokenInputs
+    batch: ForwardBatch
+    logits: torch.Tensor
+    replay: Callable[[], None] | None = None
+
+
+class PromptGraphs:
+    """Captures one step for each bucket and replays the smallest that holds a step.
+
+    Args:
+        last_tokens: [R + 1] int32, last sampled token of each request row: the input of a decode row.
+        max_bs: most decode rows of a bucket; capped by the request rows.
+        max_tokens: most prompt tokens of a step: larger buckets are left out.
+        saves: steps may save states within their prompts. All graphs then compute them in two passes. A step that saves
+            none leaves the second one empty.
+        recorder: how a step is recorded; by the device's kind if None.
+        sizes: of the buckets: decode rows and prompt tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: StepModel,
+        backend: AttentionBackend,
+        req_to_token_pool: HybridReqToTokenPool,
+        last_tokens: torch.Tensor,
+        max_bs: int,
+        max_tokens: int,
+        saves: bool,
+        recorder: Recorder | None = None,
+        sizes: tuple[Sequence[int], Sequence[int]] = (DECODE_ROWS, PROMPT_TOKENS),
+    ) -> None:
+        self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
+        self.saves, self.poisoned = saves, model.device.type != "cuda"
+        self.recorder: Recorder = recorder or (ClosureRecorder() if self.poisoned else CudaGraphRecorder())
+        self.buckets = make_buckets(sizes, min(max_bs, req_to_token_pool.num_rows), max_tokens, req_to_token_pool)
+        most = max((bucket.decode_rows for bucket in self.buckets), default=0)
+        self._logits = torch.zeros(most + PROMPT_ROWS, model.config.vocab_size, dtype=model.dtype, device=model.device)
+        self._view = backend.prompt_graph_state(most)
+        self._staging = StagingRing(model.device)
+        self._graphs: dict[Bucket, PromptGraph] = {}
+        self.captured_bytes = 0
+
+    @torch.inference_mode()
+    def capture(self, progress: bool = False) -> None:
+        """Records every bucket, the largest first: smaller ones reuse its memory (`captured_bytes`)."""
+        free = free_bytes(self.model.device)
+        largest_first = sorted(self.buckets, key=lambda bucket: (bucket.tokens, bucket.decode_rows), reverse=True)
+        for bucket in tqdm(largest_first, desc="capturing prompt graphs", disable=not progress):
+            columns = self._pack(StepPlan(), bucket)
+            graph = self._allocate(bucket, columns)
+            self._fill(graph, columns, num_real=0)
+            self._set_bounds(graph, columns)
+            self.backend.prepare(graph.batch, graph=self._view)
+            graph.replay = self.recorder(self._bind(graph))
+            self._graphs[bucket] = graph
+        self.captured_bytes = free - free_bytes(self.model.device)
+
+    def bucket(self, plan: StepPlan) -> Bucket | None:
+        """The smallest captured bucket that holds a step with prompts. None: it is too large for all of them, or its
+        prompts have no place (`has_place`), and runs eagerly."""
+        rows, tokens = len(plan.decode), sum(len(row.tokens) for row in plan.extend)
+        if not plan.extend or not has_place(plan, self.saves):
+            return None
+        holding = [bucket for bucket in self._graphs if bucket.decode_rows >= rows and bucket.tokens >= tokens]
+        return min(holding, default=None)
+
+    def replay(self, plan: StepPlan, bucket: Bucket) -> SampledLines:
+        """One step up to its logits, in inference mode. What it changes in tables has been written."""
+        graph = self._graphs[bucket]
+        assert graph.replay is not None
+        if self.poisoned:
+            self._poison(graph)
+        columns = self._pack(plan, bucket)
+        self._fill(graph, columns, num_real=len(plan.decode))
+        if self.poisoned:
+            self._set_bounds(graph, columns)
+        self.backend.prepare(graph.batch, graph=self._view)
+        graph.replay()
+        m = len(plan.decode) + sum(row.sample for row in plan.extend)
+        rows, indices = columns["sample_rows"][:m], columns["output_indices"][:m]
+        sections = graph.sections
+        return SampledLines(
+            sections["sample_rows"][:m], sections["output_indices"][:m], (rows, indices), graph.logits[:m]
+        )
+
+    def _pack(self, plan: StepPlan, bucket: Bucket) -> Columns:
+        return pack_padded(plan, bucket, self.backend.chunk_sizes, self.saves, self.backend.seq_len_fill)
+
+    def _allocate(self, bucket: Bucket, columns: Columns) -> PromptGraph:
+        """The buffers of a bucket, whose columns have these shapes."""
+        (rows, tokens), device = bucket, self.model.device
+        shapes = {name: column.shape for name, column in columns.items()}
+        packed = torch.zeros(packed_size(shapes), dtype=torch.int32, device=device)
+        sections, inputs = cut(packed, shapes), TokenInputs.allocate(rows + tokens, device)
+        places = (sections[name] for name in ("rows", "seq_lens", "query_start_loc"))
+        reads = sections.get("read_state_slots")
+        batch = make_batch(self.backend, *places, inputs, rows, None, 0, read_state_slots=reads)
+        return PromptGraph(bucket, packed, sections, inputs, batch, self._logits[: rows + PROMPT_ROWS])
+
+    def _fill(self, graph: PromptGraph, columns: Columns, num_real: int) -> None:
+        self._staging.copy(graph.packed, columns)
+        graph.batch.num_real = num_real
+
+    def _set_bounds(self, graph: PromptGraph, columns: Columns) -> None:
+        """What the host knows of a step. A capture has one row with all tokens: these are bounds for all replays. A
+        closure runs reference operations, which need each step's own numbers."""
+        batch, sizes = graph.batch, self.backend.chunk_sizes
+        batch.query_lens_cpu = np.diff(columns["query_start_loc"]).tolist()
+        batch.seq_lens_cpu = columns["seq_lens"].tolist() if self.poisoned else None
+        if self.saves:
+            batch.extend_passes = extend_passes(columns, graph.sections, sizes)
+        else:
+            batch.chunk_plans = chunk_plans(columns, graph.sections, batch.extend_seq_lens_cpu, sizes)
+
+    @staticmethod
+    def _poison(graph: PromptGraph) -> None:
+        """Makes every value that a replay forgets to fill a visible mistake."""
+        for tensor in (graph.packed, *graph.inputs):
+            tensor.fill_(POISON)
+        graph.logits.fill_(float("nan"))
+
+    def _bind(self, graph: PromptGraph) -> Callable[[], None]:
+        """The step that is recorded, over the buffers of a bucket."""
+        sections, batch, decoded = graph.sections, graph.batch, graph.bucket.decode_rows
+        prompts = TokenInputs(*(part[decoded:] for part in graph.inputs))
+
+        def step() -> None:
+            if decoded:
+                fill_decode(graph.inputs.first(decoded), sections, decoded, None, self.last_tokens, self.pool)
+            rows, positions = sections["extend_rows"], sections["extend_positions"]
+            found = sections["input_ids"], positions, self.pool.token_slots(rows, positions)
+            for into, values in zip(prompts, found, strict=True):
+                into.copy_(values)
+            self.backend.prepare_in_graph(batch)
+            hidden = self.model(batch)
+            graph.logits.copy_(self.model.logits(hidden.index_select(0, sections["sample_at"])))
+            if decoded:
+                self.backend.commit(batch)
+
+        return step
+
+
+def make_buckets(
+    sizes: tuple[Sequence[int], Sequence[int]], rows: int, max_tokens: int, pool: HybridReqToTokenPool
+) -> list[Bucket]:
+    """Those of up to `rows` decode rows that a step of up to `max_tokens` prompt tokens may need. The padding row may
+    have all tokens, so that a page table must be as long."""
+    decode_rows = sorted({min(size, rows) for size in sizes[0]})
+    longest = pool.max_context or max(sizes[1])
+    needed = [n for i, n in enumerate(sizes[1]) if n <= longest and (not i or sizes[1][i - 1] < max_tokens)]
+    return [Bucket(*pair) for pair in product(decode_rows, needed)]

@@ -1,0 +1,174 @@
+"""Replays of prefill and mixed steps on a CPU: a closure over static buffers that are poisoned between replays."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrt.attention.paged import PagedMetadata
+from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.records import TokenInputs
+from hybridrt.runtime import prompt_columns
+from hybridrt.runtime.prompt_columns import Bucket, pack_padded
+from hybridrt.runtime.prompt_graphs import PromptGraphs
+from hybridrt.runtime.step import StepPlan
+from hybridrt.runtime.step_batch import fill_decode, make_batch
+from hybridrt.runtime.step_inputs import chunk_plans
+from hybridrt.runtime.step_passes import extend_passes
+from tests.models.test_models_parity import prompts
+from tests.support.by_hand import ByHand
+from tests.support.checkpoints import CheckpointStore, has_replay
+from tests.support.levels import sweep
+from tests.support.prompt_steps import Play
+from tests.support.session import Sample, Session, check_sample, greedy
+
+SIZES = ((0, 3), (16, 48))
+ROWS, SPARE = 9, 11  # request rows; the first state slot that belongs to none
+MODELS = (
+    "falcon-norm_after_gate", "nemotron-experts", "qwen-plain", "jamba-plain", "lfm2_moe-plain", "kimi-plain",
+    "swa_ssm-plain", "minimax-plain", "olmo-plain", "ling-plain",
+)  # fmt: skip
+CASES = [(name, ("classic", "replay")[saves and has_replay(name)], saves) for saves in (True, False) for name in MODELS]
+
+
+@pytest.fixture(autouse=True)
+def short_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References are slow on padding."""
+    monkeypatch.setattr(prompt_columns, "SAVED_TOKENS", 48)
+
+
+def last_tokens() -> Tensor:
+    """Of request row r: 10 + r."""
+    found = 10 + torch.arange(ROWS + 2, dtype=torch.int32)
+    found[0] = 0
+    return found
+
+
+def runner_of(hand: ByHand, saves: bool) -> PromptGraphs:
+    graphs = PromptGraphs(
+        model=hand.model, backend=hand.backend, req_to_token_pool=hand.pools.req_to_token, last_tokens=last_tokens(),
+        max_bs=3, max_tokens=48, saves=saves, sizes=SIZES,
+    )  # fmt: skip
+    graphs.capture()
+    return graphs
+
+
+def twins(path: Any, mode: str) -> tuple[ByHand, ByHand]:
+    """Two equal set-ups whose rows are admitted."""
+    made = []
+    for _ in range(2):
+        hand = ByHand(path, mode=mode, rows=ROWS, cache_slots=8)
+        hand.admit(*range(1, ROWS + 1))
+        made.append(hand)
+    return made[0], made[1]
+
+
+def padded_batch(hand: ByHand, plan: StepPlan, bucket: Bucket, saves: bool) -> tuple[ForwardBatch, Tensor]:
+    """A step as an eager batch with the rows of a bucket, and the places that it samples from."""
+    sizes, table, n = hand.backend.chunk_sizes, hand.pools.req_to_token, bucket.decode_rows
+    columns = pack_padded(plan, bucket, sizes, saves, hand.backend.seq_len_fill)
+    sections = {name: torch.from_numpy(column) for name, column in columns.items()}
+    decoded = TokenInputs.allocate(n, torch.device("cpu"))
+    if n:
+        fill_decode(decoded, sections, n, None, last_tokens(), table)
+    positions = sections["extend_positions"]
+    slots = table.token_slots(sections["extend_rows"], positions)
+    inputs = decoded.then(TokenInputs(sections["input_ids"], positions, slots))
+    passes, new = extend_passes(columns, sections, sizes), np.diff(columns["query_start_loc"]).tolist()
+    batch = make_batch(
+        hand.backend, sections["rows"], sections["seq_lens"], sections["query_start_loc"], inputs, n, None,
+        len(plan.decode), seq_lens_cpu=columns["seq_lens"].tolist(), query_lens_cpu=new,
+        read_state_slots=sections.get("read_state_slots"), extend_passes=passes,
+        chunk_plans=None if passes else chunk_plans(columns, sections, new[n:], sizes),
+    )  # fmt: skip
+    return batch, sections["sample_at"]
+
+
+@torch.inference_mode()
+def eager(hand: ByHand, plan: StepPlan, bucket: Bucket, saves: bool) -> Tensor:
+    """Logits of a step of the bucket's rows, which is committed."""
+    batch, places = padded_batch(hand, plan, bucket, saves)
+    hand.backend.prepare(batch)
+    for planned in batch.metadata.values():  # like a graph it does not know the decode rows' lengths on the host
+        if isinstance(planned, PagedMetadata) and planned.decode is not None:
+            planned.decode = planned.decode._replace(max_len=None)
+    logits = hand.model.logits(hand.model(batch).index_select(0, places))
+    if batch.num_decode_rows:
+        hand.backend.commit(batch)
+    return logits
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
+
+
+@pytest.mark.parametrize(("name", "mode", "saves"), sweep(CASES, 11))
+def test_replay_equals_eager_padded_alike(name: str, mode: str, saves: bool, checkpoints: CheckpointStore) -> None:
+    """Bit for bit, step after step, and no other row changes. A replay reads nothing of the step before."""
+    replayed, other = twins(checkpoints[name].path, mode)
+    graphs, play = (
+        runner_of(replayed, saves),
+        Play(dict.fromkeys(range(1, ROWS + 1), 0), SPARE if saves else None, seed=3),
+    )
+    for _ in range(6):
+        plan = play.step()
+        bucket = graphs.bucket(plan)
+        assert bucket is not None
+        with torch.inference_mode():
+            got = graphs.replay(plan, bucket)
+        wanted = eager(other, plan, bucket, saves)[: len(got.rows)]
+        assert got.logits.isfinite().all() and torch.equal(got.logits, wanted)
+        after = replayed.snapshot()
+        for what, tensor in other.snapshot().items():
+            assert same(tensor[:, 1:], after[what][:, 1:]), what
+        sampled = [*plan.decode.rows.tolist(), *(row.row for row in plan.extend if row.sample)]
+        assert got.rows.tolist() == got.on_host[0].tolist() == sampled
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    sweep([("falcon-norm_after_gate", "replay"), ("kimi-plain", "classic"), ("jamba-plain", "classic")], 3),
+)
+def test_an_engine_on_graphs_gives_the_same_tokens(name: str, mode: str, checkpoints: CheckpointStore) -> None:
+    """Prompts in chunks, beside decode rows, behind cached prefixes, some saving states."""
+    checkpoint = checkpoints[name]
+    session = Session(checkpoint.path, state_mode=mode, page_size=4, cache_slots=6)
+    runner, seen = session.runner, list[tuple[StepPlan, Bucket]]()
+    runner.prompt_graphs = graphs = PromptGraphs(
+        model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,
+        last_tokens=runner.last_tokens, max_bs=3, max_tokens=48, saves=True, sizes=SIZES,
+    )  # fmt: skip
+    graphs.capture()
+    replay = graphs.replay
+
+    def noted(plan: StepPlan, bucket: Bucket) -> Any:
+        seen.append((plan, bucket))
+        return replay(plan, bucket)
+
+    graphs.replay = noted  # type: ignore[method-assign]
+    texts = prompts(45, 30, 7)
+    samples = run_cached(session, [*texts, *([*texts[0][:n], 5, 6, 7] for n in (20, 33))])
+    for sample in samples:
+        check_sample(checkpoint, sample, name)
+    assert any(plan.decode for plan, _ in seen) and any(not plan.decode for plan, _ in seen)
+    rows = [row for plan, _ in seen for row in plan.extend]
+    assert any(row.saves for row in rows) and any(row.read_state_slot for row in rows)
+    assert len(seen) == sum(bool(plan.extend) for plan in session.plans)
+
+
+def run_cached(session: Session, texts: Sequence[list[int]]) -> list[Sample]:
+    """Requests that arrive one after the other, on an engine with a prefix cache."""
+    engine, samples, step = session.engine(chunk=24, prefix_cache=True, grid=4), [Sample(t) for t in texts], 0
+    while step < 8 * len(texts) or engine.has_unfinished():
+        if step % 8 == 0 and step // 8 < len(texts):
+            engine.add_request(texts[step // 8], greedy(12, seed=step // 8), str(step // 8))
+        for out in engine.step() if engine.has_unfinished() else ():
+            samples[int(out.request_id)].tokens += out.token_ids
+        session.coordinator.check()
+        step += 1
+    for i, sample in enumerate(samples):
+        sample.logits = torch.stack([session.logits[i, k] for k in range(len(sample.tokens))])
+    return samples
