@@ -73,14 +73,16 @@ class Constraints:
         may open reasoning itself if the tag is one token and the prompt has not closed it already."""
         opened = "" if tags.opened_by(prompt) else self._literals(tags.opens)
         tokens = all(tag in self.tokens for tag in tags.closes)
-        closed = bool(opened) and tags.closed_by(prompt)
-        if budget is not None and not closed and not (tokens and (not opened or tags.opens[0] in self.tokens)):
+        single = tokens and (not opened or tags.opens[0] in self.tokens)
+        if opened and tags.closed_by(prompt):
+            return "", []
+        if budget is not None and not single:
             raise RequestError(
                 "a thinking budget needs tags of reasoning that are single tokens, which this model does not have: "
                 "leave it out, or lower max_tokens",
                 "thinking_token_budget",
             )
-        if opened and (closed or not tokens or tags.opens[0] not in self.tokens):
+        if opened and not single:
             return "", []
         if tokens:
             limit = "" if budget is None else f"[max_tokens={budget}]"
