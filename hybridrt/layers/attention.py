@@ -113,9 +113,11 @@ class Attention(nn.Module):
         heads, dim = self.config.num_heads, self.config.head_dim
         if self.gated:  # q_proj holds, head by head, the query and then its gate
             found = self.qkv.targets(
-                f"{key}.q_proj", ["q", "gate"], bias=self.has_bias,
+                f"{key}.q_proj",
+                ["q", "gate"],
+                bias=self.has_bias,
                 rearrange=lambda t: t.unflatten(0, (heads, 2, dim)).transpose(0, 1).flatten(0, 2),
-            )  # fmt: skip
+            )
         else:
             found = self.qkv.targets(f"{key}.q_proj", ["q"], bias=self.has_bias)
         for name in ("k", "v"):
