@@ -19,7 +19,7 @@ at the end of a text serve requests whose prompt contains the whole answer. Stat
 prompt leaves out the beginning of an answer. A state is evicted first of all if it had one reader and this reader has
 left a state further down: the conversation continues from there. States that waiting requests will use are evicted
 last; among them, first those that save few tokens and whose requests wait longest from now. If one of them is evicted
-all the same, its requests count for the next state above it, which is then kept (that of a system prompt, for example).
+nevertheless, its requests count for the next state above it, which is then kept (that of a system prompt, for example).
 """
 
 import heapq

@@ -248,7 +248,7 @@ class CacheCoordinator:
             self.fetches.start(waiting[:LOOK_AHEAD], self.room_stamp(), headroom)
 
     def waits(self, request: Request) -> bool:
-        """A waiting request had better wait for its prefix, which comes from main memory."""
+        """Whether a waiting request should wait until its prefix has been copied from main memory."""
         return self.fetches is not None and self.fetches.awaited(request)
 
     def seal(self, plan: StepPlan) -> bool:

@@ -62,7 +62,7 @@ class Attention(nn.Module):
         bias: of all projections.
         qk_norm: (epsilon, whether the weights are zero-centred) of RMS norms of each head of q and k; None for none.
             They go with `cos_sin`.
-        gated: the output is multiplied by the sigmoid of a fourth projection, whose rows stand in the checkpoint behind
+        gated: the output is multiplied by the sigmoid of a fourth projection, whose rows are in the checkpoint behind
             those of q, head by head (Qwen3-Next).
         out_scale: multiplier of the output; the weights of its projection are multiplied by it.
     """

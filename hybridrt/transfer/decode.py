@@ -193,8 +193,8 @@ class DecodeWorker:
         return replace(self._totals, workers=workers, under_way=self._under_way(), bytes_used=used)
 
     def close(self) -> None:
-        """Leaves all workers and the engine, after the last read has ended or was given up. Requests that wait go on
-        without prefill workers. Closing again does nothing."""
+        """Leaves all workers and the engine, after the last read has ended or its time is over. Requests that wait go
+        on without prefill workers. Closing again does nothing."""
         if self._engine.prefill_source is not self:
             return
         self._engine.prefill_source = None
