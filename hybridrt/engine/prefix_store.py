@@ -160,14 +160,14 @@ class PrefixStore:
     def keep_windows(self, request: Request, computed: int) -> None:
         """Where every attention layer has a sliding window: offers the saved states up to `computed` tokens, as long as
         the request has the pages that they need. A state for whose pages there is no room is left out."""
-        for place in [place for place in request.saves if place <= computed] if self.windows is not None else ():
+        if self.windows is None:
+            return
+        for place in [place for place in request.saves if place <= computed]:
             slot, pages = request.saves.pop(place), len(self.windows.span(place))
-            if pages <= self._pages.num_free + self._pages.num_cached - self._pages.num_locked:
+            if pages <= self.room()[0]:
                 self.evict(max(pages - self._pages.num_free, 0), 0)
-            if (
-                pages <= self._pages.num_free
-                and slot in self._insert(request, request.ids[:place], {place: slot})[0].states
-            ):
+            fits = pages <= self._pages.num_free
+            if fits and slot in self._insert(request, request.ids[:place], {place: slot})[0].states:
                 self.windows.keep(slot, self.windows.copy(request, place))
             else:
                 self._slots.free([slot])

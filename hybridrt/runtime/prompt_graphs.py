@@ -87,6 +87,7 @@ class PromptGraphs:
     ) -> None:
         self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
         self.saves, self.poisoned = saves, model.device.type != "cuda"
+        self.exact = self.poisoned  # the host knows each step's own numbers: reference operations need them
         self.recorder: Recorder = recorder or (ClosureRecorder() if self.poisoned else CudaGraphRecorder())
         self.buckets = make_buckets(sizes, min(max_bs, req_to_token_pool.num_rows), max_tokens, req_to_token_pool)
         most = max((bucket.decode_rows for bucket in self.buckets), default=0)
@@ -128,7 +129,7 @@ class PromptGraphs:
             self._poison(graph)
         columns = self._pack(plan, bucket)
         self._fill(graph, columns, num_real=len(plan.decode))
-        if self.poisoned:
+        if self.exact:
             self._set_bounds(graph, columns)
         self.backend.prepare(graph.batch, graph=self._view)
         graph.replay()
@@ -158,11 +159,10 @@ class PromptGraphs:
         graph.batch.num_real = num_real
 
     def _set_bounds(self, graph: PromptGraph, columns: Columns) -> None:
-        """What the host knows of a step. A capture has one row with all tokens: these are bounds for all replays. A
-        closure runs reference operations, which need each step's own numbers."""
+        """What the host knows of a step. A capture has one row with all tokens: these are bounds for all replays."""
         batch, sizes = graph.batch, self.backend.chunk_sizes
         batch.query_lens_cpu = np.diff(columns["query_start_loc"]).tolist()
-        batch.seq_lens_cpu = columns["seq_lens"].tolist() if self.poisoned else None
+        batch.seq_lens_cpu = columns["seq_lens"].tolist() if self.exact else None
         if self.saves:
             batch.extend_passes = extend_passes(columns, graph.sections, sizes)
         else:

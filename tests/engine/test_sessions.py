@@ -255,6 +255,10 @@ def test_a_file_is_replaced_as_a_whole(
         for note in ("x" * (1 << 21), "\ud800", 5):
             with pytest.raises(SessionError, match="note"):
                 llm.save_session(file, TEXT[:20], note=note)  # type: ignore[arg-type]
+        for name in ("a\0b", "\ud800"):
+            for call in (lambda name: llm.save_session(name, TEXT[:20]), llm.load_session):
+                with pytest.raises(SessionError, match="no file name may hold"):
+                    call(name)
         monkeypatch.undo()
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)

@@ -219,7 +219,7 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
         tp_ratio(3, 2)
 
 
-@pytest.mark.parametrize("name", ["falcon-plain", "qwen-plain"])
+@pytest.mark.parametrize("name", ["falcon-plain", "qwen-plain", "kimi-dense_alone"])
 @pytest.mark.parametrize("ours, theirs", [("replay", "classic"), ("classic", "replay")])
 def test_a_request_that_decodes_can_be_moved(name: str, ours: str, theirs: str, checkpoints: CheckpointStore) -> None:
     """In replay mode the state is checkpoint and ring: the image holds what both come to."""

@@ -88,7 +88,7 @@ def test_logits_and_tokens_of_one_process(name: str, size: int, groups: Groups, 
         check_sample(checkpoint, sample, f"{name} on {size} ranks")
 
 
-@pytest.mark.parametrize("name", ["falcon-split", "nemotron-split_groups", "qwen-split"])
+@pytest.mark.parametrize("name", ["falcon-split", "nemotron-split_groups", "qwen-split", "kimi-split"])
 def test_rings_of_recent_inputs(name: str, groups: Groups, checkpoints: CheckpointStore) -> None:
     checkpoint = checkpoints[name]
     with session(groups, checkpoint, 2, state_mode="replay") as split:
