@@ -30,8 +30,7 @@ class PrefixStore:
 
     Attributes:
         grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a request that
-            continues
-            writing its last page can give the pages before it away.
+            continues writing its last page can give the pages before it away.
         keeps: as given.
         tier: what is kept in main memory beside; None: nothing.
     """
