@@ -196,5 +196,5 @@ def _file(command: str, name: str) -> Path:
         raise RequestError(f"{command} needs the name of a file: {command} talk.json")
     try:
         return Path(name).expanduser()
-    except RuntimeError as e:  # ~name of nobody
+    except RuntimeError as e:  # "~name" of no user
         raise RequestError(f"{name}: {e} Write ./ before a name that begins with ~") from e
