@@ -143,6 +143,7 @@ class Repl:
         raise RequestError(f"there is no command {name}: {advice}")
 
     def _answer(self, question: Turn) -> None:
+        """Streams the answer to the screen. Ctrl-C keeps what there is of it; without any, the question goes too."""
         asked, reply, stopped = [*self.turns, question], Turn("assistant", ""), False
         totals: Totals | None = None
         try:

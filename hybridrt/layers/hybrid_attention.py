@@ -90,6 +90,7 @@ class HybridSSMAdapter(nn.Module):
         return self._forward(hidden_states, batch, decode=False)
 
     def _forward(self, x: torch.Tensor, batch: ForwardBatch | None, decode: bool | None = None) -> torch.Tensor:
+        """The branch over the rows of a step: all, or those of one phase."""
         if self.mode == "disabled":
             return torch.zeros_like(x)
         if batch is None:

@@ -215,6 +215,7 @@ class DecodeWorker:
         return len(self._waiting) + sum(attempt.pull is not None for attempt in self._attempts.values())
 
     def _receive(self, name: str) -> bool:
+        """Handles the messages of a worker. True if there were some, or the worker was lost."""
         peer = self._workers.get(name)
         if peer is None:
             return False
@@ -231,6 +232,7 @@ class DecodeWorker:
         return bool(messages)
 
     def _handle(self, name: str, message: ToDecode) -> None:
+        """Acts on one message of a worker: an image is ready, or its prompt has failed."""
         if isinstance(message, Pong):
             return
         attempt = self._attempts.get(message.key)
@@ -263,6 +265,7 @@ class DecodeWorker:
         return over
 
     def _end_reads(self, over: Sequence[_Attempt]) -> None:
+        """Starts the requests of images that were read; attempts that have failed are repeated."""
         for attempt in over:
             attempt.reading.clear()
             if attempt.pull is None:
