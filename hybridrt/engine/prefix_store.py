@@ -30,8 +30,8 @@ class PrefixStore:
         windows: where every attention layer has a sliding window, the pages of each state. The tree has none then.
 
     Attributes:
-        grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a request that goes on
-            writing its last page can give the pages before it away.
+        grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a request that
+            continues writing its last page can give the pages before it away.
         keeps: as given.
         tier: what is kept in main memory beside; None: nothing.
     """
@@ -222,7 +222,7 @@ class PrefixStore:
         return pages, slots
 
     def take_room(self, num_pages: int, num_states: int) -> tuple[list[Slot], list[Slot]] | None:
-        """Pages and state slots for `adopt`. None if there are too few: a page that is given up may become the tail of
+        """Pages and state slots for `adopt`. None if there are too few: an evicted page may become the tail of
         a state that is kept."""
         self.evict(max(num_pages - self._pages.num_free, 0), max(num_states - self._slots.num_free, 0))
         if num_pages > self._pages.num_free or num_states > self._slots.num_free:
