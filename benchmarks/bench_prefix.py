@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from benchmarks.prefix_bound import Served
 from benchmarks.traces import TRACES, Item, Shape
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.config import DTYPES
+from hybridrt.engine.engine import Engine
 from hybridrt.engine.outputs import RequestMetrics
 from hybridrt.errors import ConfigError
 
@@ -60,6 +61,14 @@ class Ran:
         return Served(tokens, len(self.prompt), *times, not m.retractions, self.item.salt)
 
 
+class Clock(Protocol):
+    """What `Player` needs of the module `time`."""
+
+    def monotonic(self) -> float: ...
+
+    def sleep(self, seconds: float, /) -> None: ...
+
+
 class Player:
     """Sends a trace to an engine: each request once those before it have ended, and its delay is over.
 
@@ -67,8 +76,11 @@ class Player:
         alone: send only the tokens of a prompt that no earlier answer or prompt part precedes: its last part.
     """
 
-    def __init__(self, llm: LLM, items: Sequence[Item], *, temperature: float = 1.0, alone: bool = False) -> None:
-        self._llm, self._temperature, self._alone = llm, temperature, alone
+    def __init__(
+        self, engine: Engine, items: Sequence[Item], *, temperature: float = 1.0, alone: bool = False,
+        clock: Clock = time,
+    ) -> None:  # fmt: skip
+        self._engine, self._temperature, self._alone, self._clock = engine, temperature, alone, clock
         self._numbers = {item.id: i for i, item in enumerate(items)}
         self._open = {item.id: set(item.after) for item in items}
         self._followers: dict[str, list[Item]] = {}
@@ -83,24 +95,24 @@ class Player:
     def play(self, limit: float = math.inf) -> tuple[list[Ran], float]:
         """Runs everything; returns what has run, in order of its end, and the seconds until the last end. Nothing
         is sent any more once the first request was due `limit` seconds ago."""
-        engine, ran, start = self._llm.engine, list[Ran](), time.monotonic()
+        engine, clock, ran, start = self._engine, self._clock, list[Ran](), self._clock.monotonic()
         limit += self._due[0][0]
         while self._due or engine.has_unfinished():
-            now = time.monotonic() - start
+            now = clock.monotonic() - start
             if self._answers and now > limit:
                 self._due.clear()
             while self._due and self._due[0][0] <= now:
                 due, _, item = heapq.heappop(self._due)
                 self._send(item, start + due)
             if not engine.has_unfinished() and self._due:
-                time.sleep(max(self._due[0][0] - now, 0.0))
+                clock.sleep(max(self._due[0][0] - now, 0.0))
                 continue
             for delta in engine.step():
                 if delta.error is not None:
                     raise delta.error
                 self._answers[delta.request_id] += delta.token_ids
                 if delta.metrics is not None:
-                    ran.append(self._end(delta.request_id, delta.metrics, time.monotonic() - start))
+                    ran.append(self._end(delta.request_id, delta.metrics, clock.monotonic() - start))
         return ran, time.monotonic() - start
 
     def _send(self, item: Item, due: float) -> None:
@@ -111,7 +123,7 @@ class Player:
             max_tokens=item.max_tokens, temperature=self._temperature, ignore_eos=True, seed=self._numbers[item.id],
             cache_salt=item.salt,
         )  # fmt: skip
-        self._llm.engine.add_request(prompt, params, item.id)
+        self._engine.add_request(prompt, params, item.id)
         self._sent[item.id], self._answers[item.id] = (item, prompt, due), []
 
     def _end(self, name: str, metrics: RequestMetrics, now: float) -> Ran:
@@ -187,7 +199,7 @@ def make_items(args: argparse.Namespace, vocab: int) -> list[Item]:
 def play(llm: LLM, name: str, items: Sequence[Item], args: argparse.Namespace, alone: bool = False) -> dict[str, Any]:
     """One run from an empty cache, shown; the second value of a hit rate only where the cache is on."""
     llm.reset_prefix_cache()
-    ran, seconds = Player(llm, items, temperature=args.temperature, alone=alone).play(args.limit)
+    ran, seconds = Player(llm.engine, items, temperature=args.temperature, alone=alone).play(args.limit)
     row = summary(name, ran, seconds)
     if llm.config.prefix_cache:
         add_bounds(row, ran, llm, llm.plan.num_slots)
@@ -242,7 +254,7 @@ def play_warm(llm: LLM, items: Sequence[Item], args: argparse.Namespace) -> None
     """Requests before the timed ones: kernels are compiled and pools touched."""
     first = [item for item in items if not item.after][: max(args.max_running // 4, 1)]
     first = [traces.replace(item, delay=0.0, max_tokens=min(item.max_tokens, 8)) for item in first]
-    Player(llm, first).play()
+    Player(llm.engine, first).play()
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

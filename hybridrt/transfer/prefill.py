@@ -164,6 +164,7 @@ class PrefillWorker:
             rank.close()
 
     def _receive(self, peer: _Peer) -> bool:
+        """Handles the messages of a decode worker. True if there were some, or the worker was dropped."""
         try:
             messages = peer.channel.receive()
             for message in messages:
@@ -176,6 +177,7 @@ class PrefillWorker:
         return bool(messages)
 
     def _handle(self, peer: _Peer, data: bytes) -> None:
+        """Acts on one message. The first one must be a handshake that agrees with ours."""
         if not peer.agreed:
             check_handshake(self._handshake, unpack(data, DecodeHello).handshake)
             peer.agreed = True
@@ -237,6 +239,7 @@ class PrefillWorker:
                 self._computing[job.request_id] = job
 
     def _report(self, deltas: Sequence[Delta]) -> None:
+        """Sends `Ready` for prompts that are computed, `Failed` for those that are not."""
         for delta in deltas:  # one for each request, when it ends
             job = self._computing.pop(delta.request_id, None)
             if job is None:

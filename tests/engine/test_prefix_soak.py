@@ -71,7 +71,8 @@ def soak(seed: int, steps: int, monkeypatch: pytest.MonkeyPatch, window: int | N
     store, counters = talks.rig.pools.prefixes, talks.rig.engine.counters()
     trees = [store.tree, *([] if store.tier is None else [store.tier.tree])]
     assert len(trees) == 1 + (window is None) and sum(1 for tree in trees for _ in tree.nodes()) < MAX_NODES
-    assert not store.tree._awaited and (talks.rig.pools.fetches is None or not talks.rig.pools.fetches._looked)
+    assert not store.tree.waiting and not store.tree._worths._awaited
+    assert talks.rig.pools.fetches is None or not talks.rig.pools.fetches._looked
     assert talks.rig.engine.reset_prefix_cache()
     assert talks.rig.pools.slots.num_free == 9 and talks.rig.pools.pages.num_free == 90
     found = {"checked": talks.checked, "hit": counters.cache_hit}
