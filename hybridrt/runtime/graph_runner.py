@@ -99,15 +99,16 @@ class GraphRows(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Turns a function over static buffers into something that replays it."""
+    """Turns a function over static buffers into something that replays it. `warm`: functions like it, of other sizes,
+    have been recorded before."""
 
-    def __call__(self, step: Callable[[], None]) -> Callable[[], None]: ...
+    def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]: ...
 
 
 class ClosureRecorder:
     """For machines without CUDA: a replay calls the function again."""
 
-    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]:
         step()
         return step
 
@@ -124,15 +125,18 @@ class CudaGraphRecorder:
         self._stream = torch.cuda.Stream()
         self._pool: Any = None
 
-    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
-        with self._rehearsal():
-            step()  # Triton compiles and cuBLAS picks its workspaces outside the capture
+    def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]:
+        if not warm:
+            with self._rehearsal():
+                step()  # Triton compiles and cuBLAS picks its workspaces outside the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
+        # What other threads do meanwhile (NCCL's watchdog queries events) is not captured. "relaxed": a function that
+        # has not run may load the kernels that its sizes alone need.
+        mode = "relaxed" if warm else "thread_local"
         # torch.cuda.graph gives all cached memory back before every capture, which takes longer than the capture.
         with _no_collection(), torch.cuda.stream(self._stream):
-            # What other threads do meanwhile (NCCL's watchdog queries events) is not captured.
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(self._pool, capture_error_mode=mode)
             try:
                 step()
             finally:

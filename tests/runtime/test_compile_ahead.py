@@ -1,4 +1,4 @@
-"""Processes that compile: they share the work, and whatever becomes of one of them, nobody waits for ever."""
+"""Processes that compile: they share the work, and however one of them ends, no other waits for ever."""
 
 import subprocess
 import sys

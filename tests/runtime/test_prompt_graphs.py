@@ -35,9 +35,10 @@ CASES = [(name, ("classic", "replay")[saves and has_replay(name)], saves) for sa
 
 
 @pytest.fixture(autouse=True)
-def short_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """References are slow on padding."""
-    monkeypatch.setattr(prompt_columns, "SAVED_TOKENS", 48)
+def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small buckets have room for as many prompts as large ones. References are slow on padding."""
+    monkeypatch.setattr(prompt_columns, "TOKENS_OF_ONE", 6)
+    monkeypatch.setattr(prompt_columns, "TAIL", 6)
 
 
 def last_tokens() -> Tensor:
@@ -137,7 +138,8 @@ def test_kernels_see_bounds_alone(
     """Triton kernels with the host's numbers of the capture, as in a CUDA graph."""
     if provider == "torch":
         pytest.skip("reference operations need each step's own lengths")
-    monkeypatch.setattr(prompt_columns, "SAVED_TOKENS", 8)
+    monkeypatch.setattr(prompt_columns, "TOKENS_OF_ONE", 8)
+    monkeypatch.setattr(prompt_columns, "TAIL", 4)
     replayed, other = twins(checkpoints[name].path, "classic", attention_backend="triton")
     graphs = runner_of(replayed, True, exact=False, sizes=((2,), (16,)))
     tokens = prompts(20)[0]
