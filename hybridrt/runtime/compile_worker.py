@@ -70,7 +70,7 @@ class _Worker:
         print(json.dumps(answer), file=self._answers)
 
     def trace(self, fields: dict[str, Any]) -> None:
-        from hybridrt.runtime.compile_trace import trace
+        from hybridrt.runtime.compile_trace import described, trace
 
         start, problems = time.perf_counter(), list[str]()
         try:
@@ -81,7 +81,7 @@ class _Worker:
                 lambda: self._say(started=time.perf_counter() - start),
             )  # fmt: skip
         except Exception as e:
-            problems.append(f"the model: {type(e).__name__}: {e}")
+            problems.append(f"the model: {described(e)}")
         self._say(problems=problems, seconds=time.perf_counter() - start)
 
     def compile(self, module: str, name: str, specialisation: str) -> None:
