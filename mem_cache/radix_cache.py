@@ -30,7 +30,7 @@ import numpy as np
 
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
-from hybridrt.mem_cache.radix_node import Node, has_idle_state, in_common, is_idle_leaf, left_answer
+from hybridrt.mem_cache.radix_node import Node, has_idle_state, in_common, is_idle_leaf, left_answer, pages_of
 from hybridrt.mem_cache.state_worth import StateWorths, saved_tokens, state_before
 
 
@@ -75,7 +75,7 @@ class RadixCache:
                 return PrefixMatch(known=known, retokenised=left)
             found = self._covering(node, pages)
             return PrefixMatch(
-                pages * self.page_size, self._pages(found)[:pages], known=known, node=found, retokenised=left
+                pages * self.page_size, pages_of(found)[:pages], known=known, node=found, retokenised=left
             )
         while node.parent is not None and (node.state is None or node.end > min(known, limit)):
             node = node.parent
@@ -83,7 +83,7 @@ class RadixCache:
             return PrefixMatch(known=known, retokenised=left)
         owner = self._tail_node(node)
         tail = None if owner is None else owner.tail if owner is node or not owner.pages else owner.pages[0]
-        return PrefixMatch(node.end, self._pages(node), node.state, tail, known, node, owner, retokenised=left)
+        return PrefixMatch(node.end, pages_of(node), node.state, tail, known, node, owner, retokenised=left)
 
     def held(self, tokens: np.ndarray, salt: str = "") -> tuple[PrefixMatch, set[int]]:
         """What the tree has of a text, usable or not: its complete pages, to be locked or used, and where its states
@@ -93,7 +93,7 @@ class RadixCache:
         pages = self.complete(known)
         node = self._covering(node, pages) if pages else node
         length = pages * self.page_size
-        return PrefixMatch(length, self._pages(node)[:pages], node=None if node.parent is None else node), states
+        return PrefixMatch(length, pages_of(node)[:pages], node=None if node.parent is None else node), states
 
     def complete(self, position: int) -> int:
         """Pages that are complete once `position` tokens are on the path."""
@@ -127,15 +127,21 @@ class RadixCache:
             node.base, node.passed, node.hits = self._worths.inflation, False, node.hits + 1
         if match.tail_node is not None:
             match.tail_node.readers += 1
+            match.tail_node.tail_readers += 1
 
-    def unlock_state(self, match: PrefixMatch) -> None:
-        """The request has read the state and the tail of its match."""
+    def unlock_state(self, match: PrefixMatch) -> list[Slot]:
+        """The request has read the state and the tail of its match. Returns pages that were kept for it alone."""
+        freed, owner = list[Slot](), match.tail_node
         if match.node is not None and match.state is not None:
             match.node.state_readers -= 1
             self._enlist_state(match.node)
-        if match.tail_node is not None:
-            match.tail_node.readers -= 1
-            self._prune(match.tail_node)
+        if owner is not None:
+            owner.readers -= 1
+            owner.tail_readers -= 1
+            if owner.state is None:
+                self._drop_tail(owner, freed)
+            self._prune(owner)
+        return freed
 
     def unlock(self, match: PrefixMatch) -> None:
         """The request reads the pages of its match no longer. Its state has been unlocked before."""
@@ -183,8 +189,7 @@ class RadixCache:
     def evict(self, num_pages: int, num_states: int, *, saving: int | None = None) -> CacheEntries:
         """Removes entries that no request reads, up to these numbers, and returns them. `saving`: for the state of a
         prefix, which would save so many tokens. Then states that waiting requests will use stay, and those that running
-        requests have left for their next turns, if they save as much: without that, each would lose its state to
-        another before its next turn."""
+        requests have left for their next turns, if they save as much: else each would lose its state before that."""
         pages, states = list[Slot](), list[Slot]()
         while len(pages) < num_pages and (leaf := self._oldest_leaf()) is not None:
             self._shorten(leaf, num_pages - len(pages), pages, states)
@@ -218,11 +223,6 @@ class RadixCache:
             if shared < len(child.tokens):
                 break
         return node, known
-
-    def _pages(self, node: Node) -> list[Slot]:
-        """The complete pages of a path."""
-        path = list(node.path)
-        return [page for step in reversed(path) for page in step.pages]
 
     def _covering(self, node: Node, pages: int) -> Node:
         """The highest node of a path whose end has so many complete pages."""
@@ -368,8 +368,13 @@ class RadixCache:
             before, arrivals, node.awaited = state_before(node), node.awaited, set()
             if before is not None and arrivals:
                 self._await(before, arrivals)
-        tail, node.state, node.tail = node.tail, None, None
-        if tail is not None:
+        node.state = None
+        self._drop_tail(node, pages)
+
+    def _drop_tail(self, node: Node, pages: list[Slot]) -> None:
+        """Lets go of the tail of a node without a state, unless a request reads it for a state further up."""
+        if node.tail is not None and not node.tail_readers:
+            tail, node.tail = node.tail, None
             self._let_go(node, self.complete(node.end), tail, pages)
 
     def _let_go(self, node: Node, index: int, page: Slot, pages: list[Slot]) -> None:
