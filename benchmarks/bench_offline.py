@@ -5,6 +5,11 @@
 Weights are seeded random numbers from config.json alone. A decode step is the slope between two generation lengths
 while all requests decode: (time at 144 tokens - time at 16 tokens) / 128, median of `--repeats`. `slowest` is the
 slowest step over the median step, each step the fastest of the repeats: they repeat the same steps.
+
+    ... --batches "" --first-token 128,512 --mixed 32x256
+
+Steps with short prompts, with graphs and without: milliseconds from `add_request` to the token on the host, median of
+20 prompts, and of a step with decode rows and a chunk, in which the next step is launched before this one has ended.
 """
 
 import argparse
@@ -13,19 +18,12 @@ import time
 from itertools import pairwise
 from typing import Any
 
-import torch
-
-from benchmarks.common import PRODUCT_FLOPS_PER_S, environment, prefill_flops, save, settle, step_bytes
+from benchmarks.common import PRODUCT_FLOPS_PER_S, environment, prefill_flops, prompts, save, settle, step_bytes
+from benchmarks.short_prompts import measure_short
 from hybridrt import LLM, SamplingParams
 from hybridrt.config import DTYPES
 
 FIRST, LAST = 16, 144
-
-
-def prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[list[int]]:
-    """`count` random prompts of `length` tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, vocab, (count, length), generator=generator).tolist()
 
 
 def decode_ms(
@@ -94,7 +92,14 @@ def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
         rows.append({"what": f"prefill {count}x{length}", "tok/s": rate, "flop/s": flops})
         share = f"{flops / PRODUCT_FLOPS_PER_S:.1%} of {PRODUCT_FLOPS_PER_S / 1e12:.0f}"
         print(f"{rows[-1]['what']:24} {rate:24.0f} tok/s  {flops / 1e12:6.0f} TFLOP/s ({share})", flush=True)
+    if args.first_token or args.mixed:
+        rows += measure_short(llm, args.first_token, args.mixed, args.ctx, args.repeats)
     return rows
+
+
+def sizes(text: str) -> list[int]:
+    """`1,32` as numbers."""
+    return [int(item) for item in text.split(",") if item]
 
 
 def shapes(text: str) -> list[tuple[int, int]]:
@@ -105,9 +110,12 @@ def shapes(text: str) -> list[tuple[int, int]]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory with a config.json; weights are random")
-    parser.add_argument("--batches", type=lambda t: [int(x) for x in t.split(",") if x], default=[1, 32, 128, 256])
+    parser.add_argument("--batches", type=sizes, default=[1, 32, 128, 256])
     parser.add_argument("--ctx", type=int, default=1024, help="tokens of context around which decode is measured")
     parser.add_argument("--prefill", type=shapes, default=[], help="e.g. 1x8192,16x2048,1x32768")
+    parser.add_argument("--first-token", type=sizes, default=[], help="tokens of prompts, e.g. 128,512")
+    parser.add_argument("--mixed", type=shapes, default=[], help="decode rows and tokens of a chunk, e.g. 32x256")
+    parser.add_argument("--prefix-cache", action="store_true", help="prompts leave states for others")
     parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
     parser.add_argument("--attention", default="auto", help="attention_backend of decode, and of prefill but for:")
@@ -122,20 +130,22 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     start = time.perf_counter()
-    longest = max([args.ctx + LAST + 80, *(length + 16 for _, length in args.prefill)])
+    lengths = [*(length for _, length in args.prefill), *args.first_token, *(chunk for _, chunk in args.mixed)]
+    longest = max([args.ctx + LAST + 80, *(length + 16 for length in lengths)])
+    rows = max([*args.batches, *(count + 4 for count, _ in args.mixed)], default=16)
     llm = LLM(
         args.model, load_format="dummy", max_model_len=longest, mamba_ssm_dtype=args.state_dtype,
         state_mode=args.state_mode, attention_backend=args.attention,
-        prefill_attention_backend=args.prefill_attention, max_running_requests=max(args.batches, default=16),
-        tp_size=args.tp, prefix_cache=False,
+        prefill_attention_backend=args.prefill_attention, max_running_requests=rows,
+        tp_size=args.tp, prefix_cache=args.prefix_cache,
     )  # fmt: skip
     print(llm.plan.summary())
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0.0))
     print(f"start to first token {time.perf_counter() - start:.1f} s; {environment()}")
     settle()
-    rows = measure(args, llm)
+    found = measure(args, llm)
     if args.name:
-        print(save(args.name, rows))
+        print(save(args.name, found))
 
 
 if __name__ == "__main__":

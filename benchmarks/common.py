@@ -60,6 +60,12 @@ def save(name: str, rows: Any) -> Path:
     return path
 
 
+def prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[list[int]]:
+    """`count` random prompts of `length` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocab, (count, length), generator=generator).tolist()
+
+
 @dataclass(frozen=True)
 class StepBytes:
     """Bytes that one decode step reads and writes at least."""

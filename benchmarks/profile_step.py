@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.bench_offline import prompts, run_until, shapes
+from benchmarks.bench_offline import run_until, shapes
+from benchmarks.common import prompts
 from benchmarks.timeline import Span, draw
 from hybridrt import LLM, SamplingParams
 from hybridrt.config import DTYPES

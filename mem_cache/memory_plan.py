@@ -145,9 +145,10 @@ def plan_memory(
         raise MemoryBudgetError(_too_small(budget_bytes, available, per_request, costs, demand, rows, need, cached))
     if share_slots and recurrent:
         spare = available - rows * per_request - demand.least(max_model_len or model_limit) * costs.page
-        shared = max(min(rows, int(spare * STATE_SHARE) // costs.slot), 0)
+        kept = costs.slot + demand.kept * costs.page
+        shared = max(min(rows, int(spare * STATE_SHARE) // kept), 0)
         cached, available = cached + shared, available - shared * costs.slot
-    useful_pages = demand.pool(rows, max_model_len or model_limit)
+    useful_pages = demand.pool(rows, max_model_len or model_limit) + cached * demand.kept
     pages = min((available - rows * per_request) // costs.page, useful_pages) if costs.page else 0
     fits = not costs.page or demand.least(model_limit) <= pages
     length = max_model_len or (model_limit if fits else pages * demand.page_size)

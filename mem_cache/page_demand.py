@@ -42,6 +42,11 @@ class PageDemand:
         chunks = self.whole(2 * self.step_tokens) + 1
         return min(rows * self.whole(num_tokens), rows * self.decoding(num_tokens) + chunks)
 
+    @property
+    def kept(self) -> int:
+        """Pages at most that a cached state needs where every layer has a window: those of the tokens in it."""
+        return 0 if self.window is None else self._bounded(2**31, 0)
+
     def first_page(self, position: int) -> int:
         """The first page that a step whose tokens stand at `position` or later reads."""
         return 0 if self.window is None else max(position - self.window + 1, 0) // self.page_size

@@ -26,6 +26,9 @@ class PrefixMatch:
             page. The request copies it into its own page.
         known: tokens of the prompt that are in the tree, from the first on: more than `length` where a state is
             missing.
+        fork: `known`, if another prompt in the tree goes on differently from there; else 0.
+        window: the cache's pages with the KV that the next token sees, where all attention layers have a sliding
+            window. The request copies them into its own pages.
         node, tail_node: the tree's entries of the match and the tail.
         retokenised: tokens of a cached answer behind a place within it where the prompt leaves it.
         staged: of a prefix that was computed elsewhere, where its state and KV lie in the executor's arena: they are
@@ -42,7 +45,9 @@ class PrefixMatch:
     tail_node: Any = None
     staged: int | None = None
     staged_from: int = 0
+    window: Sequence[Slot] = ()
     retokenised: int = 0
+    fork: int = 0
 
 
 @dataclass(slots=True)

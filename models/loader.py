@@ -2,20 +2,18 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm.auto import tqdm
 
 from hybridrt.config_json import read_object, shown
 from hybridrt.errors import CheckpointError, ConfigError
 from hybridrt.models.base import MTP_KEYS, CausalLM
+from hybridrt.models.weight_files import keys_of, read_tensor
+from hybridrt.models.weight_reader import read_tensors
 
 
 @dataclass
@@ -27,7 +25,7 @@ class LoadReport:
 
 
 def load_weights(model: CausalLM, path: Path, progress: bool = False) -> LoadReport:
-    """Streams a checkpoint into the model; peak memory is the model plus one tensor.
+    """Streams a checkpoint into the model; peak memory is the model, what is read ahead, and one tensor.
 
     Raises:
         CheckpointError: no weights, an unreadable shard, a key that nothing consumes, a parameter that nothing
@@ -40,7 +38,7 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> LoadRep
     _check_keys(model, path, set(targets), {key for keys in shards.values() for key in keys})
     filled: Counter[str] = Counter()
     with tqdm(total=sum(map(len, shards.values())), desc="loading", unit="tensor", disable=not progress) as bar:
-        for key, tensor in _tensors(shards):
+        for key, tensor in read_tensors(shards, model.device):
             bar.update()
             parts = [part for part in model.parts_of(key) if not _skipped(model, part[0], targets)]
             for name, part in parts:
@@ -65,7 +63,7 @@ def has_own_head(path: Path) -> bool:
         r"(lm_head|model(\.language_model)?\.embed_tokens|model\.word_embeddings|(model|backbone)\.embeddings)\.weight"
     )
     pair = [key for key in files if re.fullmatch(ends, key)]
-    return len(pair) == 2 and not torch.equal(*(_tensor(files[key], key) for key in pair))
+    return len(pair) == 2 and not torch.equal(*(read_tensor(files[key], key) for key in pair))
 
 
 def _skipped(model: CausalLM, key: str, targets: object) -> bool:
@@ -101,7 +99,7 @@ def _shards(path: Path) -> dict[Path, list[str]]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f'{path} has no *.safetensors file; load_format="dummy" runs without weights')
-    return {file: _keys(file) for file in files}
+    return {file: keys_of(file) for file in files}
 
 
 def _indexed_shards(index: Path) -> dict[Path, list[str]]:
@@ -110,7 +108,7 @@ def _indexed_shards(index: Path) -> dict[Path, list[str]]:
     missing = [f.name for f in files if not f.is_file()]
     if missing:
         raise CheckpointError(f"{index} names shards that are not there: {_some(missing)}")
-    shards = {file: _keys(file) for file in files}
+    shards = {file: keys_of(file) for file in files}
     held = {(key, file.name) for file, keys in shards.items() for key in keys}
     wrong = sorted({key for key, _ in held ^ set(weight_map.items())})
     if wrong:
@@ -138,41 +136,6 @@ def _weight_map(index: Path) -> dict[str, str]:
 def _is_plain(name: str) -> bool:
     """A file name without a way to another directory, on any platform."""
     return name.endswith(".safetensors") and not set(name) & set("/\\:\0")
-
-
-def _keys(file: Path) -> list[str]:
-    with _opened(file) as f:
-        return list(f.keys())
-
-
-def _tensors(shards: dict[Path, list[str]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for file, keys in shards.items():
-        with _opened(file) as f:
-            for key in keys:
-                yield key, _read(f, file, key)
-
-
-def _tensor(file: Path, key: str) -> torch.Tensor:
-    with _opened(file) as f:
-        return _read(f, file, key)
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        opened = safe_open(file, "pt")
-    except (SafetensorError, OSError) as e:
-        raise CheckpointError(f"{file} cannot be read: {e}; the file is damaged or was not downloaded whole") from e
-    with opened as f:
-        yield f
-
-
-def _read(opened: Any, file: Path, key: str) -> torch.Tensor:
-    try:
-        tensor: torch.Tensor = opened.get_tensor(key)
-    except (SafetensorError, RuntimeError, OSError) as e:
-        raise CheckpointError(f"{file}: {key} cannot be read: {e}; the file is damaged or of a newer format") from e
-    return tensor
 
 
 def _some(names: list[str], limit: int = 8) -> str:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -198,7 +199,9 @@ def test_from_generate_to_a_kernel_is_a_short_way(make: Make, tmp_path: Path) ->
     for stack in probe.stacks.values():
         path = "\n".join(reversed(stack))
         assert len(stack) <= MAX_FRAMES, path
-        assert len({entry.rsplit(":", 1)[0] for entry in stack}) <= MAX_FILES, path
+        files = [file for file, _ in groupby(entry.rsplit(":", 1)[0] for entry in stack)]
+        assert len(files) <= MAX_FILES, path
+        assert len(files) == len(set(files)), f"a file is entered again:\n{path}"
 
 
 def test_file_table_is_up_to_date() -> None:

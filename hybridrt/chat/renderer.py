@@ -54,7 +54,7 @@ class Renderer:
         if len(data) > MAX_BYTES:
             raise RequestError(f"the conversation has {len(data)} bytes; there may be {MAX_BYTES}", "messages")
         with self._lock:
-            answer = self._ask(data)
+            answer = self._call_child(data)
         status, text = answer[:1], answer[1:].decode(errors="replace")
         if status != b"+":
             raise CheckpointError(
@@ -77,7 +77,8 @@ class Renderer:
         """In a forked process: the child process is the parent's, and another thread may have held the lock."""
         self._lock, self._child = Lock(), None
 
-    def _ask(self, data: bytes) -> bytes:
+    def _call_child(self, data: bytes) -> bytes:
+        """The answer of the child process; one that begins with "-" if the child failed. Such a child is ended."""
         try:
             child = self._running()
             _write_frame(child, data, TIMEOUT_S)

@@ -98,7 +98,7 @@ class Scanner:
 
     def run(self, pattern: re.Pattern[str], max_chars: int | None = None) -> Step[str]:
         """The longest run of a pattern that matches character by character, such as r"\\w*". Malformed if it has more
-        than `most` characters."""
+        than `max_chars` characters."""
         pieces = list[str]()
 
         def add(piece: str) -> None:
@@ -146,7 +146,7 @@ class Scanner:
 
     def name(self, end: str, max_chars: int) -> Step[str]:
         """The text before a literal, without spaces around it; the literal is read. Malformed if there is none, or more
-        than `most` characters."""
+        than `max_chars` characters."""
         pieces = list[str]()
 
         def add(piece: str) -> None:

@@ -69,7 +69,7 @@ def read_string(scanner: Scanner, emit: Emit) -> Step[None]:
 
 
 def read_text(scanner: Scanner, max_chars: int = MAX_NAME) -> Step[str]:
-    """A string's text. Malformed if it is longer than `most` characters, or holds a lone surrogate."""
+    """A string's text. Malformed if it is longer than `max_chars` characters, or holds a lone surrogate."""
     pieces: list[str] = []
 
     def add(piece: str) -> None:

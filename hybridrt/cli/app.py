@@ -10,6 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 import hybridrt
 from hybridrt.cli import bench
 from hybridrt.cli.chat import chat
+from hybridrt.cli.compile import compile
 from hybridrt.cli.doctor import doctor
 from hybridrt.cli.generate import generate
 from hybridrt.cli.inspect import inspect
@@ -77,7 +78,7 @@ def options(
     """Runs hybrid language models: softmax attention mixed with Mamba and Gated Delta Net layers."""
 
 
-for command in (generate, chat, serve, inspect, doctor):
+for command in (generate, chat, serve, inspect, compile, doctor):
     app.command(cls=PanelCommand)(with_options(command))
 benchmarks = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine without one.")
 for measurement in (bench.serve, bench.offline):

@@ -67,7 +67,7 @@ class Listener:
         found = []
         for stranger in list(self._strangers):
             try:
-                channel = self._hear(stranger)
+                channel = self._authenticate(stranger)
             except (OSError, EOFError, AuthenticationError):
                 self._refuse(stranger)
                 continue
@@ -88,6 +88,7 @@ class Listener:
         self._socket.close()
 
     def _take_strangers(self) -> None:
+        """Accepts connections and sends each its challenge. Of too many the oldest is closed."""
         for _ in range(_MAX_ACCEPTED):
             try:
                 connection, _ = self._socket.accept()
@@ -109,7 +110,8 @@ class Listener:
             if len(self._strangers) > MAX_STRANGERS:
                 self._refuse(self._strangers[0])
 
-    def _hear(self, stranger: _Stranger) -> SocketChannel | None:
+    def _authenticate(self, stranger: _Stranger) -> SocketChannel | None:
+        """Reads what a stranger has sent. Returns its channel once its whole answer proves the key, else None."""
         try:
             data = stranger.socket.recv(ANSWER_BYTES - len(stranger.answer))
         except BlockingIOError:

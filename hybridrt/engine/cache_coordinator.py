@@ -36,6 +36,7 @@ from hybridrt.engine.host_fetches import LOOK_AHEAD, HostFetches
 from hybridrt.engine.host_tier import HostTier
 from hybridrt.engine.prefix_store import PrefixStore
 from hybridrt.engine.request import Request
+from hybridrt.engine.window_pages import WindowPages
 from hybridrt.errors import MemoryBudgetError, PoolError
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
 from hybridrt.mem_cache.memory_plan import MemoryPlan
@@ -53,8 +54,8 @@ class CacheCoordinator:
         num_pages: KV pages; 0 if the model has no attention layer.
         page_size: tokens in a page.
         demand: how many pages requests hold, for a model whose attention layers all have a sliding window; None: all.
-        prefix_cache: keep what requests leave behind for others. A model whose attention layers all have a sliding
-            window keeps nothing.
+        prefix_cache: keep what requests leave behind for others. Nothing is kept if every layer is attention with a
+            sliding window.
         lookahead: 1 if the KV of a token depends on the next one (prediction heads), else 0.
 
     Attributes:
@@ -83,8 +84,10 @@ class CacheCoordinator:
         self.donations: list[int] = []
         self._num_releases = 0  # counts events that may make room
         self._demand = demand or PageDemand(page_size)
-        keeps = prefix_cache and self._demand.window is None
-        self.prefixes = PrefixStore(self.pages, self.slots, self.rows, page_size, lookahead, keeps)
+        window = self._demand.window is not None
+        keeps = prefix_cache and (not window or (num_slots > 0 and not lookahead))
+        windows = WindowPages(self.pages, self._demand) if keeps and window else None
+        self.prefixes = PrefixStore(self.pages, self.slots, self.rows, page_size, lookahead, keeps, windows)
         self.fetches: HostFetches | None = None
 
     @classmethod
@@ -145,12 +148,14 @@ class CacheCoordinator:
         """Lends what a request needs beside its match. False, and nothing is taken, if too little is free."""
         self.prefixes.lock(match)
         prefill_end = len(request.prompt) + len(request.output)
-        need = self._prompt_pages(prefill_end, len(match.pages))
+        # Pages that every window has left are not needed behind a cached state.
+        first = self._demand.first_page(match.length) if match.state is not None else 0
+        need = self._prompt_pages(prefill_end, len(match.pages) or first)
         if not self._make_room(need + (headroom if self.pages.total else 0), 1 if self.slots.total else 0):
             self.prefixes.unlock(match)
             return False
         request.prefix, request.prefill_end, request.arrived = match, prefill_end, None
-        request.settled = match.length
+        request.settled, request.first_page = match.length, first
         request.row = self.rows.alloc(1)[0]
         request.state_slot = self.slots.alloc(1)[0] if self.slots.total else None
         request.pages = [*match.pages, *self.pages.alloc(need)]
@@ -195,6 +200,7 @@ class CacheCoordinator:
         if num_tokens and request.prefix.state is not None:
             request.prefix = self.prefixes.has_read(request.prefix)
             self._num_releases += 1
+        self.prefixes.keep_windows(request, request.settled)
         if not request.shared and request.settled >= request.prefill_end:
             self.prefixes.share(request)
             self._num_releases += 1
@@ -242,13 +248,15 @@ class CacheCoordinator:
             self.fetches.start(waiting[:LOOK_AHEAD], self.room_stamp(), headroom)
 
     def waits(self, request: Request) -> bool:
-        """A waiting request had better wait for its prefix, which comes from main memory."""
+        """Whether a waiting request should wait until its prefix has been copied from main memory."""
         return self.fetches is not None and self.fetches.awaited(request)
 
     def seal(self, plan: StepPlan) -> bool:
         """Writes into a finished plan what goes on beside its rows: donations and copies to and from main memory. True
         if it should be launched even without rows: something is fetched."""
         plan.donations = list(self.donations)
+        if self.prefixes.windows is not None:
+            plan.kept_pages = list(self.prefixes.windows.copies)
         if self.prefixes.tier is not None:
             self.prefixes.tier.seal(plan)
         return any(copy.fetch for copy in plan.host_copies)
@@ -256,11 +264,15 @@ class CacheCoordinator:
     def launched(self, plan: StepPlan) -> None:
         """The step has been launched, and with it the donations and copies that it names."""
         del self.donations[: len(plan.donations)]
+        if self.prefixes.windows is not None:
+            del self.prefixes.windows.copies[: len(plan.kept_pages)]
         if self.prefixes.tier is not None:
             self.prefixes.tier.launched(plan)
 
     def failed(self) -> None:
         """A launch has failed. Which of its copies run is not known, so main memory holds nothing any more."""
+        if self.prefixes.windows is not None:
+            self.prefixes.windows.failed()
         if self.fetches is not None and self.prefixes.tier is not None:
             self.fetches.cancel_all()
             self.prefixes.tier.clear()
@@ -280,6 +292,8 @@ class CacheCoordinator:
             request.given, request.saves = set(), {}
         self.donations.clear()
         self.prefixes.tree.clear()
+        if self.prefixes.windows is not None:
+            self.prefixes.windows.clear()
         if self.fetches is not None and self.prefixes.tier is not None:
             self.fetches.clear()
             self.prefixes.tier.clear()
@@ -328,6 +342,7 @@ class CacheCoordinator:
         return pages <= self.pages.num_free and slots <= self.slots.num_free
 
     def _plan_admission(self, request: Request, plan: StepPlan) -> None:
+        """Writes an admitted request into the plan: its row, its pages, and what is copied into them."""
         assert request.row is not None
         row, state_slot = request.row.index, request.state_slot.index if request.state_slot else 0
         settings = request.params, request.seed, request.rules
@@ -337,6 +352,8 @@ class CacheCoordinator:
         if request.prefix.tail is not None:
             own = request.pages[request.borrowed_pages]
             plan.page_copies.append(PageCopy(request.prefix.tail.index, own.index))
+        for page, own in zip(request.prefix.window, request.pages):
+            plan.page_copies.append(PageCopy(page.index, own.index))
         if request.prefix.staged is not None:
             start = request.prefix.staged_from
             plan.imports.append(StateCopy(row, request.computed, request.prefix.staged, start=start))

@@ -48,7 +48,7 @@ class ChunkBudget:
             self._work = self._work.with_chunk(start, tokens)
 
     def _in_time(self, start: int, max_tokens: int) -> int:
-        """The longest chunk of at most `most` tokens whose step ends in time; more tokens never end earlier."""
+        """The longest chunk of at most `max_tokens` tokens whose step ends in time; more tokens never end earlier."""
         low, high = 0, max(max_tokens, 0)
         while low < high:
             middle = (low + high + 1) // 2

@@ -84,7 +84,7 @@ class EngineLoop:
             stream: as for `Engine.submit`.
 
         Raises:
-            QueueFullError: there would be more than `most` unfinished samples.
+            QueueFullError: there would be more than `max_samples` unfinished samples.
             RequestError: the id is taken.
             UnavailableError: the loop has ended.
         """
@@ -125,20 +125,21 @@ class EngineLoop:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        """The thread: commands and steps in turn, until the loop is closed."""
         try:
             while not self._closing:
-                self._obey()
+                self._run_commands()
                 if self._count:
                     self._step()
             with self._engine.turns:
                 for request_id in list(self._unfinished):
                     self._engine.abort(request_id)
                 self._engine.finish_launched()
-                self._hand_out(0.0)
+                self._deliver_deltas(0.0)
         except BaseException as e:
             self._crash(e)
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         """Runs the queued commands. If no request runs, waits for a command."""
         with suppress(Empty):
             while True:
@@ -149,20 +150,20 @@ class EngineLoop:
         with self._engine.turns:
             self._engine.run_step()
             self._step_began = None
-            self._hand_out(time.monotonic() - began)
+            self._deliver_deltas(time.monotonic() - began)
             if not self._count:
                 self._engine.finish_launched()  # finished requests hold nothing while the loop waits
 
-    def _hand_out(self, seconds: float) -> None:
+    def _deliver_deltas(self, seconds: float) -> None:
         message = StepMessage(self._deltas.take(), seconds)
         if message.deltas:
-            self._forget(message.deltas)
+            self._remove_ended(message.deltas)
             self._deliver(message)
             for delta in message.deltas:
                 if delta.error is not None and isinstance(delta.error.__cause__, _FATAL):
                     raise delta.error
 
-    def _forget(self, deltas: list[Delta]) -> None:
+    def _remove_ended(self, deltas: list[Delta]) -> None:
         """Removes the samples that have ended from `_unfinished`."""
         for delta in deltas:
             if delta.finish_reason is None:
@@ -198,7 +199,7 @@ class EngineLoop:
                 for index in sorted(samples)
             ]
         if deltas:
-            self._forget(deltas)
+            self._remove_ended(deltas)
             self._deliver(StepMessage(deltas, 0.0))
 
     def _crash(self, cause: BaseException) -> None:

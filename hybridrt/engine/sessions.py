@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
+from hybridrt.engine.prefix_store import PrefixStore
 from hybridrt.engine.session_file import CachedPrefix, Session, SessionReader, write_session
 from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import SessionError
@@ -90,6 +91,7 @@ class Sessions:
     def _read(self, tokens: np.ndarray, salt: str) -> CachedPrefix:
         """Copies the longest cached prefix of a text to main memory, and waits for the device."""
         store = self._pools.prefixes
+        _check_windows(store)
         match, states = store.path(tokens, salt)
         if not match.length:
             raise SessionError(
@@ -124,6 +126,7 @@ class Sessions:
         pools, store = self._pools, self._pools.prefixes
         if not store.keeps:
             raise SessionError("this LLM keeps no prefixes: build it with prefix_cache=True")
+        _check_windows(store)
         length = store.length_of(num_tokens)
         if length <= 0 or (store.tree.recurrent and not num_states):
             raise SessionError(f"{num_tokens} tokens and {num_states} states are no prefix of this model")
@@ -146,7 +149,7 @@ class Sessions:
         self._flush()
         taken = store.take_room(num_pages, num_states)
         if taken is None:
-            raise SessionError("the prefix cache gives up too few pages for the session now: load it later")
+            raise SessionError("too few pages of the prefix cache can be evicted for the session now: load it later")
         with self._change:
             pages, slots = taken
             states: dict[int, Slot] = dict(zip(prefix.positions[skipped:], slots, strict=True))
@@ -156,6 +159,14 @@ class Sessions:
             store.adopt(prefix.tokens, (), pages, states, salt)
             if store.tier is not None:
                 store.tier.offer(prefix.tokens, pages, states, salt)
+
+
+def _check_windows(store: PrefixStore) -> None:
+    """Raises SessionError for a model whose cached states have pages of their own."""
+    if store.windows is not None:
+        raise SessionError(
+            "all attention layers of this model have a sliding window: its prefixes can be neither saved nor loaded"
+        )
 
 
 def _without_states(tensors: Tensors, skipped: int) -> Tensors:

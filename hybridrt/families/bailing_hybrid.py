@@ -10,9 +10,9 @@ from hybridrt.config import LayerSpec
 from hybridrt.config_fields import OFF, FieldTypes
 from hybridrt.config_json import FLAG, NULL, OBJECT, TRUE, either, integer, list_of, number, one_of
 from hybridrt.errors import ConfigError
-from hybridrt.families.base import Family, FamilyFields, latent_attention
+from hybridrt.families.base import Family, FamilyFields, interleaved, latent_attention
 from hybridrt.families.kimi_linear import FIELDS as KIMI
-from hybridrt.families.kimi_linear import layers_of
+from hybridrt.families.kimi_linear import feed_forward_parts
 from hybridrt.kinds.kda import KDAConfig
 
 FIELDS: FieldTypes = {
@@ -45,8 +45,8 @@ def _describe(hf: Any) -> FamilyFields:
     bound = float(hf.kda_lower_bound) if hf.kda_safe_gate else None
     kda = KDAConfig(hf.linear_num_heads, hf.linear_head_dim, hf.linear_conv_kernel_dim, lower_bound=bound)
     head = (LayerSpec(True, None, "moe"),) if hf.num_mtp_layers == 1 else ()
-    attention = latent_attention(hf, rotary=True)
-    return {"layers": layers_of(hf), "linear": {"kda": kda}, "attention": attention, "mtp_layers": head}
+    layers = interleaved(hf, kda, latent_attention(hf, rotary=True), feed_forward_parts(hf))
+    return layers | {"mtp_layers": head}
 
 
 FAMILY = Family(

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from hybridrt.config import LayerSpec
 from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, LAYERS, MAX_LAYERS, SIZE, FieldTypes
 from hybridrt.config_json import FLAG, NULL, OBJECT, either, integer, list_of
-from hybridrt.families.base import MAMBA2, Family, FamilyFields, attention_config, mamba2_config
+from hybridrt.families.base import MAMBA2, Family, FamilyFields, attention_config, interleaved, mamba2_config
 
 FIELDS: FieldTypes = {
     **COMMON,
@@ -22,10 +21,8 @@ FIELDS: FieldTypes = {
 
 def _describe(hf: Any) -> FamilyFields:
     mamba = mamba2_config(hf, hf.mamba_d_head)
-    full = set(hf.attn_layer_indices or ())
-    kinds = LayerSpec(False, "mamba2", "mlp"), LayerSpec(True, None, "mlp")
-    layers = tuple(kinds[i in full] for i in range(hf.num_hidden_layers))
-    return {"layers": layers, "linear": {"mamba2": mamba}, "attention": attention_config(hf)}
+    full = [i in (hf.attn_layer_indices or ()) for i in range(hf.num_hidden_layers)]
+    return interleaved(hf, mamba, attention_config(hf), "mlp", full)
 
 
 FAMILY = Family(

@@ -1,11 +1,11 @@
 """What the runtime must know of a family of models: how its config.json is read, and which class builds it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrt.config import AttentionConfig, LatentConfig
+from hybridrt.config import AttentionConfig, LatentConfig, LayerSpec, LinearConfig
 from hybridrt.config_fields import CHUNK, DT_LIMIT, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG
 from hybridrt.errors import ConfigError, shown
@@ -112,6 +112,21 @@ def gdn_config(hf: Any, beta_scale: float = 1.0) -> GDNConfig:
         conv_kernel=hf.linear_conv_kernel_dim,
         beta_scale=beta_scale,
     )
+
+
+def interleaved(
+    hf: Any, mixer: LinearConfig, attention: AttentionConfig, ffn: str | Sequence[str], full: Sequence[bool] = ()
+) -> FamilyFields:
+    """What `Family.describe` returns for layers that hold attention where `full`, and `mixer` elsewhere.
+
+    Args:
+        ffn: "mlp" or "moe", of all layers or of each.
+        full: () reads `layer_types`.
+    """
+    full = full or [kind in ("full_attention", "attention") for kind in hf.layer_types]
+    ffns = [ffn] * len(full) if isinstance(ffn, str) else ffn
+    layers = tuple(LayerSpec(f, None if f else mixer.kind, part) for f, part in zip(full, ffns, strict=True))
+    return {"layers": layers, "linear": {mixer.kind: mixer}, "attention": attention}
 
 
 def check_heads(hf: Any) -> None:

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from hybridrt.config import LayerSpec
 from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, MULTIPLIER, SIZE, FieldTypes
 from hybridrt.config_json import FLAG, NULL, OBJECT, either, list_of, number, one_of
-from hybridrt.families.base import MAMBA2, Family, FamilyFields, attention_config, mamba2_config
+from hybridrt.families.base import MAMBA2, Family, FamilyFields, attention_config, interleaved, mamba2_config
 
 FIELDS: FieldTypes = {
     **COMMON,
@@ -25,12 +24,9 @@ FIELDS: FieldTypes = {
 
 def _describe(hf: Any) -> FamilyFields:
     mamba = mamba2_config(hf, hf.mamba_d_head)
-    ffn = "moe" if hf.num_local_experts > 0 else "mlp"
-    full, recurrent = LayerSpec(True, None, ffn), LayerSpec(False, "mamba2", ffn)
-    layers = tuple(full if kind in ("full_attention", "attention") else recurrent for kind in hf.layer_types)
     rotary = hf.position_embedding_type == "rope"
     attention = attention_config(hf, rotary=rotary, scale=float(hf.attention_multiplier))
-    return {"layers": layers, "linear": {"mamba2": mamba}, "attention": attention}
+    return interleaved(hf, mamba, attention, "moe" if hf.num_local_experts > 0 else "mlp")
 
 
 FAMILY = Family(

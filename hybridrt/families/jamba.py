@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from hybridrt.config import LayerSpec
 from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, PERIOD, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, NULL, TRUE, either
-from hybridrt.families.base import Family, FamilyFields, attention_config
+from hybridrt.families.base import Family, FamilyFields, attention_config, interleaved
 from hybridrt.kinds.mamba1 import Mamba1Config
 
 FIELDS: FieldTypes = {
@@ -18,7 +17,7 @@ FIELDS: FieldTypes = {
     **dict.fromkeys(("attn_layer_period", "expert_layer_period"), PERIOD),
     "rms_norm_eps": EPSILON,
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
-    # Norms of dt, B and C, which the first Jamba could do without.
+    # Norms of dt, B and C; the first Jamba could be configured without.
     "mamba_inner_layernorms": either(NULL, TRUE),
 }
 
@@ -31,13 +30,10 @@ def _describe(hf: Any) -> FamilyFields:
         dt_rank=int(hf.mamba_dt_rank),
     )
 
-    def layer(kind: str, experts: int) -> LayerSpec:
-        full = kind == "attention"
-        return LayerSpec(full, None if full else "mamba1", "moe" if experts > 1 else "mlp")
-
-    layers = tuple(map(layer, hf.layers_block_type, hf.layers_num_experts))
+    full = [kind == "attention" for kind in hf.layers_block_type]
+    ffns = ["moe" if experts > 1 else "mlp" for experts in hf.layers_num_experts]
     # Jamba rotates nothing: its attention layers take positions from the recurrent layers around them.
-    return {"layers": layers, "linear": {"mamba1": mamba}, "attention": attention_config(hf, rotary=False)}
+    return interleaved(hf, mamba, attention_config(hf, rotary=False), ffns, full)
 
 
 FAMILY = Family(

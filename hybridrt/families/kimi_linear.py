@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from hybridrt.config import LayerSpec
 from hybridrt.config_fields import EPSILON, LATENT, MAX_EXPERTS, MULTIPLIER, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, NULL, TRUE, either, integer, list_of, one_of
-from hybridrt.families.base import Family, FamilyFields, latent_attention
+from hybridrt.families.base import Family, FamilyFields, interleaved, latent_attention
 from hybridrt.kinds.kda import KDAConfig
 
 FIELDS: FieldTypes = {
@@ -30,19 +29,14 @@ FIELDS: FieldTypes = {
 }
 
 
-def layers_of(hf: Any) -> tuple[LayerSpec, ...]:
-    """Layers by their two lists of types."""
-
-    def layer(kind: str, ffn: str) -> LayerSpec:
-        full = kind == "full_attention"
-        return LayerSpec(full, None if full else "kda", "moe" if ffn == "sparse" else "mlp")
-
-    return tuple(layer(*types) for types in zip(hf.layer_types, hf.mlp_layer_types, strict=True))
+def feed_forward_parts(hf: Any) -> list[str]:
+    """ "moe" or "mlp" of each layer."""
+    return ["moe" if kind == "sparse" else "mlp" for kind in hf.mlp_layer_types]
 
 
 def _describe(hf: Any) -> FamilyFields:
     kda = KDAConfig(hf.linear_num_heads, hf.linear_head_dim, hf.linear_conv_kernel_dim, gate_rank=hf.linear_head_dim)
-    return {"layers": layers_of(hf), "linear": {"kda": kda}, "attention": latent_attention(hf, rotary=False)}
+    return interleaved(hf, kda, latent_attention(hf, rotary=False), feed_forward_parts(hf))
 
 
 FAMILY = Family(

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from hybridrt.config import LayerSpec
 from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, MAX_EXPERTS, MULTIPLIER, SIZE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, OBJECT, integer, list_of, number, one_of
-from hybridrt.families.base import Family, FamilyFields, attention_config
+from hybridrt.families.base import Family, FamilyFields, attention_config, interleaved
 from hybridrt.kinds.short_conv import ShortConvConfig
 
 SHARED: FieldTypes = {
@@ -36,14 +35,9 @@ MOE: FieldTypes = {
 
 def _describe(hf: Any) -> FamilyFields:
     dense = getattr(hf, "num_dense_layers", len(hf.layer_types))  # experts are in the layers behind them
-
-    def layer(i: int, kind: str) -> LayerSpec:
-        full = kind == "full_attention"
-        return LayerSpec(full, None if full else "short_conv", "mlp" if i < dense else "moe")
-
-    layers = tuple(layer(i, kind) for i, kind in enumerate(hf.layer_types))
+    ffns = ["mlp" if i < dense else "moe" for i in range(len(hf.layer_types))]
     conv = ShortConvConfig(hf.hidden_size, hf.conv_L_cache)
-    return {"layers": layers, "linear": {"short_conv": conv}, "attention": attention_config(hf)}
+    return interleaved(hf, conv, attention_config(hf), ffns)
 
 
 FAMILY = Family(

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from hybridrt.config import AttentionConfig, LayerSpec
+from hybridrt.config import AttentionConfig
 from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, MAX_EXPERTS, MULTIPLIER, SIZE, FieldTypes
 from hybridrt.config_json import NULL, OBJECT, either, integer, list_of, one_of
 from hybridrt.errors import ConfigError
-from hybridrt.families.base import Family, FamilyFields, attention_config
+from hybridrt.families.base import Family, FamilyFields, attention_config, interleaved
 from hybridrt.kinds.lightning import LightningConfig
 
 FIELDS: FieldTypes = {
@@ -36,10 +36,7 @@ def _attention(hf: Any) -> AttentionConfig:
 
 def _describe(hf: Any) -> FamilyFields:
     attention = _attention(hf)
-    full, recurrent = LayerSpec(True, None, "moe"), LayerSpec(False, "lightning", "moe")
-    layers = tuple(full if kind == "full_attention" else recurrent for kind in hf.layer_types)
-    lightning = LightningConfig(attention.num_heads, attention.head_dim)
-    return {"layers": layers, "linear": {"lightning": lightning}, "attention": attention}
+    return interleaved(hf, LightningConfig(attention.num_heads, attention.head_dim), attention, "moe")
 
 
 FAMILY = Family(

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from hybridrt.config import LayerSpec
 from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, NULL, OBJECT, either, list_of, one_of
-from hybridrt.families.base import Family, FamilyFields, attention_config, gdn_config
+from hybridrt.families.base import Family, FamilyFields, attention_config, gdn_config, interleaved
 
 FIELDS: FieldTypes = {
     **COMMON,
@@ -22,11 +21,9 @@ FIELDS: FieldTypes = {
 
 def _describe(hf: Any) -> FamilyFields:
     gdn = gdn_config(hf, beta_scale=2.0 if hf.linear_allow_neg_eigval else 1.0)
-    full, recurrent = LayerSpec(True, None, "mlp"), LayerSpec(False, "gdn", "mlp")
-    layers = tuple(full if kind == "full_attention" else recurrent for kind in hf.layer_types)
     # Released models rotate nothing: their rope_parameters are null, or have no theta.
     rotary = (hf.rope_parameters or {}).get("rope_theta") is not None
-    return {"layers": layers, "linear": {"gdn": gdn}, "attention": attention_config(hf, rotary=rotary)}
+    return interleaved(hf, gdn, attention_config(hf, rotary=rotary), "mlp")
 
 
 FAMILY = Family(

@@ -6,7 +6,7 @@ from typing import Any
 from hybridrt.config import LayerSpec
 from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, NULL, OBJECT, either, list_of, one_of
-from hybridrt.families.base import Family, FamilyFields, attention_config, gdn_config
+from hybridrt.families.base import Family, FamilyFields, attention_config, gdn_config, interleaved
 
 FIELDS: FieldTypes = {
     **COMMON,
@@ -29,14 +29,11 @@ MOE_FIELDS: FieldTypes = {
 
 
 def _describe(hf: Any, ffn: str) -> FamilyFields:
-    gdn = gdn_config(hf)
-    full, recurrent = LayerSpec(True, None, ffn), LayerSpec(False, "gdn", ffn)
-    layers = tuple(full if kind == "full_attention" else recurrent for kind in hf.layer_types)
     # Only a head that shares the model's embedding is implemented.
     one_head = getattr(hf, "mtp_num_hidden_layers", 0) == 1 and not getattr(hf, "mtp_use_dedicated_embeddings", False)
     # In text all three positions of its rotary embedding (mrope_section) are the token's own: it is the plain one.
-    head = (full,) if one_head else ()
-    return {"layers": layers, "linear": {"gdn": gdn}, "attention": attention_config(hf), "mtp_layers": head}
+    head = (LayerSpec(True, None, ffn),) if one_head else ()
+    return interleaved(hf, gdn_config(hf), attention_config(hf), ffn) | {"mtp_layers": head}
 
 
 DENSE = Family(

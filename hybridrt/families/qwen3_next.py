@@ -5,7 +5,7 @@ from typing import Any
 from hybridrt.config import LayerSpec
 from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, MAX_LAYERS, PERIOD, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, NULL, OBJECT, either, integer, list_of, one_of
-from hybridrt.families.base import Family, FamilyFields, attention_config, gdn_config
+from hybridrt.families.base import Family, FamilyFields, attention_config, gdn_config, interleaved
 
 FIELDS: FieldTypes = {
     **COMMON,
@@ -26,18 +26,14 @@ FIELDS: FieldTypes = {
 
 
 def _describe(hf: Any) -> FamilyFields:
-    gdn = gdn_config(hf)
+    def sparse(i: int) -> bool:
+        return hf.num_experts > 0 and i not in hf.mlp_only_layers and (i + 1) % hf.decoder_sparse_step == 0
 
-    def layer(i: int, kind: str) -> LayerSpec:
-        full = kind == "full_attention"
-        sparse = hf.num_experts > 0 and i not in hf.mlp_only_layers and (i + 1) % hf.decoder_sparse_step == 0
-        return LayerSpec(full, None if full else "gdn", "moe" if sparse else "mlp")
-
-    layers = tuple(layer(i, kind) for i, kind in enumerate(hf.layer_types))
+    ffns = ["moe" if sparse(i) else "mlp" for i in range(len(hf.layer_types))]
     # Published configs leave the number out, and one head is in their checkpoints.
     one_head = getattr(hf, "num_nextn_predict_layers", 1) == 1
     head = (LayerSpec(True, None, "moe" if hf.num_experts > 0 else "mlp"),) if one_head else ()
-    return {"layers": layers, "linear": {"gdn": gdn}, "attention": attention_config(hf), "mtp_layers": head}
+    return interleaved(hf, gdn_config(hf), attention_config(hf), ffns) | {"mtp_layers": head}
 
 
 FAMILY = Family(

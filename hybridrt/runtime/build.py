@@ -191,8 +191,9 @@ def kv_groups(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, li
 
 
 def keeps_prefixes(config: EngineConfig, model_config: ModelConfig) -> bool:
-    """Whether requests leave prefixes for others. Where all attention layers have a sliding window, none does."""
-    return config.prefix_cache and page_demand(config, model_config).window is None
+    """Whether requests leave prefixes for others. Where all layers are attention with a sliding window, none does."""
+    recurrent = any(map(model_config.linear_layer_ids, model_config.linear))
+    return config.prefix_cache and (model_config.sliding_window is None or recurrent)
 
 
 def make_plan(
@@ -231,8 +232,8 @@ def make_plan(
         activation_bytes=activations,
     )
     host = plan_host(config.host_cache_bytes // target.tp.size, costs.page, spec.image_bytes())
-    if config.host_cache_bytes and not keeps_prefixes(config, mc):
-        raise ConfigError("host_cache_bytes has no use here: this model keeps no prefixes (docs/prefix-cache.md)")
+    if config.host_cache_bytes and (mc.sliding_window is not None or not keeps_prefixes(config, mc)):
+        raise ConfigError("host_cache_bytes has no use here: this model keeps no prefixes there (docs/prefix-cache.md)")
     if config.host_cache_bytes and not host:
         raise MemoryBudgetError(
             f"host_cache_bytes is {config.host_cache_bytes}; a KV page and a state take "

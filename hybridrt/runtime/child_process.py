@@ -44,7 +44,7 @@ def start_child(
         "module": module, **arguments,
     }  # fmt: skip
     inherited = dict(os.environ)
-    if "PYTHONPATH" in inherited:  # an empty or relative entry is the current directory or lies in it
+    if "PYTHONPATH" in inherited:  # an empty or relative entry is the current directory or inside it
         entries = inherited["PYTHONPATH"].split(os.pathsep)
         inherited["PYTHONPATH"] = os.pathsep.join(filter(os.path.isabs, entries))
     command = [sys.executable, "-P", "-c", _BOOT, json.dumps(given)]

@@ -36,7 +36,7 @@ class Leader:
         self._link, self._directory, self._interval = link, directory, rank_timeout() / BEATS
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._leaving = False
-        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._receive_tasks, daemon=True).start()
 
     def receive(self) -> Any:
         """What rank 0 sends next; waits for it. MessageError if it is none of the known messages."""
@@ -51,7 +51,7 @@ class Leader:
         """From now on rank 0 may end before this process does."""
         self._leaving = True
 
-    def _listen(self) -> None:
+    def _receive_tasks(self) -> None:
         beat_at = time.monotonic()
         try:
             while True:

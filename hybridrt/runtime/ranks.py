@@ -49,7 +49,7 @@ class Ranks:
         comm.check = self.check
         disown_in_child(self)
         for rank, link in enumerate(links, 1):
-            threading.Thread(target=self._watch, args=(rank, link), daemon=True).start()
+            threading.Thread(target=self._read_messages, args=(rank, link), daemon=True).start()
 
     @property
     def host(self) -> str:
@@ -75,7 +75,7 @@ class Ranks:
         try:
             yield
         except BaseException as e:
-            lost = self._lost(e)
+            lost = self._lost_rank(e)
             self._fail(0, f"{type(e).__name__}: {e}")
             if lost is not None:
                 raise lost from e
@@ -127,7 +127,7 @@ class Ranks:
         )
         self._links, self._processes, self._directory, self._leaving = (), (), None, True
 
-    def _watch(self, rank: int, link: Link) -> None:
+    def _read_messages(self, rank: int, link: Link) -> None:
         """Runs in a thread: receives a rank's signs of life, or `Failed`. If the rank has failed or is lost, ends
         the other ranks; from then on `check` raises RankError."""
         try:
@@ -155,7 +155,7 @@ class Ranks:
         ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"its process {ending}"
 
-    def _lost(self, e: BaseException) -> RankError | None:
+    def _lost_rank(self, e: BaseException) -> RankError | None:
         """The RankError to raise in place of `e`, if `e` is a consequence of the loss of a rank."""
         if isinstance(e, RankError):
             self._named.wait(NAMING_S)

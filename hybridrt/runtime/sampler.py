@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from operator import or_
 from struct import Struct
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,17 @@ from hybridrt.sampling_params import SamplingParams
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _CONSTANTS = Struct(f"=q{len(FLOATS)}f2i")
+
+# Sampling of every kind: each has kernels of its own.
+EVERY_DRAW: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 20, "min_p": 0.05},
+    {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
+    {"temperature": 0.0, "logit_bias": {0: 1.0}},
+)
 
 _DRAWS, _TOP_K, _TOP_P, _MIN_P, _PENALTIES, _LOGPROBS, _RULES, _WORDS = (1 << i for i in range(8))
 

@@ -209,6 +209,8 @@ class StepPlan:
     Attributes:
         host_copies: launched behind the donations, on a stream of their own. No step waits for them, unless its
             `after_copies` says so.
+        kept_pages: made behind the donations. They fill pages of the prefix cache. Their sources may be pages that this
+            step writes to.
         after_copies: this step and later ones wait for the copies up to this ticket; 0: for none.
         constrained: the rows that sample under a bitmask, by their numbers in the step's result. If there
             are any, `launch` launches all but the sampling, and `Executor.sample` launches the sampling.
@@ -225,6 +227,7 @@ class StepPlan:
     host_copies: list[HostCopy] = field(default_factory=list)
     after_copies: int = 0
     constrained: list[int] = field(default_factory=list)
+    kept_pages: list[PageCopy] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +254,7 @@ class StepResult:
 
 
 class StepHandle(Protocol):
-    """A launched step whose result may still be on its way."""
+    """A launched step whose result may not have been copied to the host yet."""
 
     def ready(self) -> bool:
         """True if `result` would not wait."""

@@ -23,7 +23,7 @@ from hybridrt.runtime.prompt_graphs import PromptGraphs
 from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
 from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, SamplingTable, Verification
 from hybridrt.runtime.state_arena import StateArena
-from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageWrite, StepHandle, StepPlan
+from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageCopy, PageWrite, StepHandle, StepPlan, int32s
 from hybridrt.runtime.step_batch import fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step_inputs import (
     Columns,
@@ -93,6 +93,8 @@ class StepRunner:
         try:
             if plan.donations:
                 self._donate(plan.donations)
+            if plan.kept_pages:
+                self._keep_pages(plan.kept_pages)
             if self.host is not None:
                 self.host.launch(plan.host_copies)
                 self.host.wait(plan.after_copies)
@@ -161,6 +163,12 @@ class StepRunner:
         if not len(lines.rows):
             return lambda _: LaunchedStep(None)
         return lambda bitmask: self._sample(lines.on_host, lines.rows, lines.output_indices, lines.logits, bitmask)
+
+    def _keep_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Fills pages of the prefix cache, in all KV layers."""
+        sources, targets = int32s(copy.source for copy in copies), int32s(copy.target for copy in copies)
+        sections = self._staging.upload({"sources": sources, "targets": targets})
+        self.pools.kv.copy_pages(sections["sources"].long(), sections["targets"].long())
 
     def _graph_of(self, plan: StepPlan, tokens: int) -> tuple[GraphRunner, np.ndarray, list[PageWrite]] | None:
         """The graph of a step's decode rows, the pages that it enters (`_graph_pages`), and the other page writes. None

@@ -87,16 +87,8 @@ class ChatAnswer(Answer):
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if delta.logprobs is None:
             return None
-        content = []
-        for token, found in zip(delta.token_ids, delta.logprobs, strict=True):
-            ranked = sorted(found.items(), key=lambda entry: -entry[1])
-            top = [self._entry(t, value) for t, value in ranked]
-            content.append({**self._entry(token, found[token]), "top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        spelled = self._token_text.spelled(token)
-        return {"token": spelled.decode(errors="replace"), "logprob": logprob, "bytes": list(spelled)}
+        scored = zip(delta.token_ids, delta.logprobs, strict=True)
+        return {"content": [self._token_text.entry(*each) for each in scored], "refusal": None}
 
 
 def _call(name: str, function: str, arguments: str) -> dict[str, Any]:
@@ -145,6 +137,9 @@ def as_chat_request(body: Sampling, **fields: Any) -> ChatRequest:
     """
     for name in ("prompt_logprobs", "return_token_ids"):
         if getattr(body, name):
+            raise APIError(400, f"{name} is an option of /v1/chat/completions", name, "unsupported")
+    for name in ("logprobs", "top_logprobs"):
+        if (body.model_extra or {}).get(name):
             raise APIError(400, f"{name} is an option of /v1/chat/completions", name, "unsupported")
     if body.n not in (None, 1):
         raise APIError(400, f"n is {body.n}; an answer here is one sample: leave n out", "n")

@@ -13,6 +13,7 @@ from hybridrt.server.errors import APIError, stream_end
 from hybridrt.server.protocol import Sampling
 from hybridrt.server.service import Service
 from hybridrt.server.sse import named_events
+from hybridrt.server.text_tokens import Piece
 
 BlockKind = Literal["text", "reasoning", "call"]
 
@@ -134,10 +135,15 @@ class BlockReply(Reply):
 
     def _read(self, delta: Delta) -> Iterator[dict[str, Any]]:
         self.count(delta)
-        for event in self.reader.read(delta.text, delta.token_ids, delta.finish_reason):
-            yield from self._take(event)
+        for piece in self._pieces(delta):
+            for event in self.reader.read(*piece):
+                yield from self._take(event)
         if delta.finish_reason is not None:
             yield from self._close()
+
+    def _pieces(self, delta: Delta) -> Iterator[Piece]:
+        """What the reader reads of a delta, in turn."""
+        yield delta.text, delta.token_ids, delta.finish_reason
 
     def _take(self, event: Event) -> Iterator[dict[str, Any]]:
         match event:

@@ -6,6 +6,8 @@ from pydantic import Discriminator, Field, Tag
 
 from hybridrt.server.protocol import MAX_MESSAGES, Body, Sampling, tag_of
 
+LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for
+
 
 class InputText(Body):
     """A piece of a message's content. Output of an earlier response may be sent back as it is."""
@@ -122,3 +124,8 @@ class ResponseRequest(Sampling):
     truncation: str | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities stand beside the text."""
+        return LOGPROBS in (self.include or ())

@@ -7,12 +7,14 @@ from typing import Any
 from hybridrt.chat.events import CallBegin
 from hybridrt.engine.async_llm import DeltaStream
 from hybridrt.engine.chats import PreparedChat
+from hybridrt.engine.outputs import Delta
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.server.errors import APIError
 from hybridrt.server.reply import BlockKind, BlockReply
 from hybridrt.server.response_protocol import ResponseRequest
 from hybridrt.server.service import Service
 from hybridrt.server.sse import encode, named_events
+from hybridrt.server.text_tokens import Piece, TextTokens
 
 # Of each kind of block: the type of its item, the prefix of its id, and what its events are called.
 _ITEMS: dict[BlockKind, tuple[str, str, str]] = {
@@ -76,6 +78,8 @@ class ResponseReply(BlockReply):
         super().__init__(service, name, deltas, body, prepared)
         self._items: list[dict[str, Any]] = []
         self._written = ""  # by the open item
+        self._tokens = TextTokens(service.token_text) if body.wants_logprobs else None
+        self._logprobs: list[dict[str, Any]] = []  # of the open item's text
         self._sent = 0
         self._error: dict[str, Any] | None = None
         self._asked = asked
@@ -129,14 +133,22 @@ class ResponseReply(BlockReply):
         else:
             item |= {"summary": [], "content": []}
         self._items.append(item)
-        self._written = ""
+        self._written, self._logprobs = "", []
         yield self._of_output("response.output_item.added", item=item)
         if call is None:
-            yield self._of_item("response.content_part.added", content_index=0, part=_part(kind, ""))
+            yield self._of_item("response.content_part.added", content_index=0, part=self._part(kind))
+
+    def _pieces(self, delta: Delta) -> Iterator[Piece]:
+        return super()._pieces(delta) if self._tokens is None else self._tokens.pieces(delta)
 
     def _add(self, kind: BlockKind, text: str) -> Iterator[dict[str, Any]]:
         self._written += text
-        yield self._of_text(kind, "delta", delta=text)
+        found = [] if self._tokens is None else self._tokens.take(text) if kind != "call" else self._tokens.drop()
+        if kind != "text":
+            yield self._of_text(kind, "delta", delta=text)
+            return
+        self._logprobs += found
+        yield self._of_text(kind, "delta", delta=text, logprobs=found)
 
     def _end_block(self, kind: BlockKind) -> Iterator[dict[str, Any]]:
         item = self._items[-1]
@@ -144,9 +156,10 @@ class ResponseReply(BlockReply):
             item["arguments"] = self._written
             yield self._of_text(kind, "done", arguments=self._written, name=item["name"])
         else:
-            part = _part(kind, self._written)
+            part = self._part(kind)
             item["content"] = [part]
-            yield self._of_text(kind, "done", text=self._written)
+            logprobs = {"logprobs": self._logprobs} if kind == "text" else {}
+            yield self._of_text(kind, "done", text=self._written, **logprobs)
             yield self._of_item("response.content_part.done", content_index=0, part=part)
         item["status"] = "incomplete" if self.reader.finish_reason in _STATUS else "completed"
         yield self._of_output("response.output_item.done", item=item)
@@ -159,8 +172,7 @@ class ResponseReply(BlockReply):
         yield self._event(f"response.{end}", response=self.body())
 
     def _of_text(self, kind: BlockKind, what: str, **fields: Any) -> dict[str, Any]:
-        place: dict[str, Any] = {} if kind == "call" else {"content_index": 0}
-        place |= {"logprobs": []} if kind == "text" else {}
+        place = {} if kind == "call" else {"content_index": 0}
         return self._of_item(f"response.{_ITEMS[kind][2]}.{what}", **place, **fields)
 
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
@@ -174,8 +186,7 @@ class ResponseReply(BlockReply):
         self._sent += 1
         return {"type": kind, "sequence_number": number, **fields}
 
-
-def _part(kind: BlockKind, text: str) -> dict[str, Any]:
-    if kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def _part(self, kind: BlockKind) -> dict[str, Any]:
+        if kind == "reasoning":
+            return {"type": "reasoning_text", "text": self._written}
+        return {"type": "output_text", "text": self._written, "annotations": [], "logprobs": self._logprobs}

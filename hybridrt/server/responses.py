@@ -9,6 +9,7 @@ from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import ChatRequest
 from hybridrt.server.respond import Started
 from hybridrt.server.response_protocol import (
+    LOGPROBS,
     FunctionCall,
     FunctionCallOutput,
     InputMessage,
@@ -23,7 +24,7 @@ from hybridrt.server.service import Service, response_id
 # Fields of a chat request, by the names that errors of this endpoint give them.
 RESPONSE_NAMES = {
     "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text", "structured_outputs": "text",
-    "reasoning_effort": "reasoning",
+    "reasoning_effort": "reasoning", "logprobs": "top_logprobs",
 }  # fmt: skip
 _NO_STORE = "this server stores no responses: send the whole conversation as input"
 _REFUSED = {
@@ -32,7 +33,6 @@ _REFUSED = {
     "conversation": _NO_STORE,
     "background": "answers are not made in the background: leave it out",
     "prompt": "this server stores no prompts: send instructions and input",
-    "top_logprobs": "log-probabilities are an option of /v1/chat/completions",
 }
 
 
@@ -56,8 +56,8 @@ def _refuse(body: ResponseRequest) -> None:
             raise APIError(400, f"{name} is not supported: {reason}", name, "unsupported")
     if body.truncation not in (None, "disabled"):
         raise APIError(400, "truncation is not supported: shorten the input, or send disabled", "truncation")
-    if "message.output_text.logprobs" in (body.include or ()):
-        raise APIError(400, f"include is not supported: {_REFUSED['top_logprobs']}", "include", "unsupported")
+    if body.top_logprobs and not body.wants_logprobs:
+        raise APIError(400, f"top_logprobs goes with include: send [{LOGPROBS!r}]", "top_logprobs")
 
 
 def _as_chat(body: ResponseRequest) -> ChatRequest:
@@ -71,6 +71,8 @@ def _as_chat(body: ResponseRequest) -> ChatRequest:
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning and body.reasoning.effort,
         response_format=_response_format(body),
+        logprobs=body.wants_logprobs,
+        top_logprobs=body.top_logprobs if body.wants_logprobs else None,
         chat_template_kwargs=body.chat_template_kwargs,
     )
 

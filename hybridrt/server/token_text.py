@@ -1,6 +1,7 @@
 """Single tokens as text and bytes, for log-probabilities."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from hybridrt.engine.tokenizer import HFTokenizer
@@ -39,6 +40,14 @@ class TokenText:
     def text(self, token: int) -> str:
         """The token's text; U+FFFD replaces bytes that are no character by themselves."""
         return self.spelled(token).decode(errors="replace")
+
+    def entry(self, token: int, found: Mapping[int, float]) -> dict[str, Any]:
+        """A token in OpenAI's form, with its log-probability and those of the likeliest tokens, best first."""
+        best = sorted(found.items(), key=lambda each: -each[1])
+        return self._scored(token, found[token]) | {"top_logprobs": [self._scored(*each) for each in best]}
+
+    def _scored(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.text(token), "logprob": logprob, "bytes": list(self.spelled(token))}
 
     def _bytes(self, token: int) -> bytes:
         if self._tokenizer is None:

@@ -9,19 +9,10 @@ from typing import Any
 from hybridrt.engine.async_llm import AsyncLLM
 from hybridrt.engine.outputs import RequestOutput
 from hybridrt.errors import RequestError
+from hybridrt.runtime.sampler import EVERY_DRAW
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.structured_outputs import StructuredOutputs
 
-# Sampling of every kind: each has kernels of its own.
-_DRAWS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
-    {"temperature": 1.0},
-    {"temperature": 0.7, "top_p": 0.9},
-    {"temperature": 0.7, "top_k": 20, "min_p": 0.05},
-    {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
-    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
-    {"temperature": 0.0, "logit_bias": {0: 1.0}},
-)
 # A form that every draw above is repeated with, because bitmasks have kernels of their own.
 _FORM = StructuredOutputs(regex="[a-z]*")
 _OUTPUT = 4
@@ -43,14 +34,14 @@ async def warm_up(llm: AsyncLLM) -> None:
 
 
 async def _compile(llm: AsyncLLM, max_prompt: int) -> None:
-    """Requests of up to `most` prompt tokens."""
+    """Requests of up to `max_prompt` tokens."""
     chunk = min(llm.llm.config.chunked_prefill_size, max_prompt)
     lengths = sorted({min(n, max_prompt) for n in (1, 15, 16, 100, 512, chunk, chunk + 1)} - {0})
-    works = [(n, SamplingParams(max_tokens=_OUTPUT, ignore_eos=True, **d)) for n, d in product(lengths, _DRAWS)]
-    for length, params in works[:: len(_DRAWS)]:  # alone
+    works = [(n, SamplingParams(max_tokens=_OUTPUT, ignore_eos=True, **d)) for n, d in product(lengths, EVERY_DRAW)]
+    for length, params in works[:: len(EVERY_DRAW)]:  # alone
         await llm.complete([0] * length, params)
     rows = llm.llm.plan.num_rows
-    works += _constrained(llm, [params for _, params in works[: len(_DRAWS)]])
+    works += _constrained(llm, [params for _, params in works[: len(EVERY_DRAW)]])
     for start in range(0, len(works), rows):
         await asyncio.gather(*(llm.complete([0] * n, params) for n, params in works[start : start + rows]))
 

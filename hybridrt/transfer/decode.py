@@ -74,11 +74,11 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A prefill worker: when its last message came, and when it was asked for an answer that has not come."""
+    """A prefill worker: when its last message came, and when a `Ping` was sent that it has not answered."""
 
     channel: Channel
-    heard: float
-    asked: float | None = None
+    received: float
+    pinged: float | None = None
 
 
 @dataclass(slots=True)
@@ -165,7 +165,7 @@ class DecodeWorker:
         return name
 
     def request(self, request_id: str, tokens: Sequence[int], salt: str) -> None:
-        self._forget_ended(request_id)
+        self._cancel(request_id)
         pull = _Pull(request_id, int32s(tokens), salt)
         if self._engine.prefixes.holds(pull.tokens, salt):
             self._totals.cached += 1
@@ -179,12 +179,12 @@ class DecodeWorker:
         over = self._ended_reads()
         # A prefill worker closes its channel before it uses the memory of an image again. A read that ended by now has
         # valid bytes only if the channel is still open, so messages are read before the read counts.
-        heard = [self._hear(name) for name in list(self._workers)]
-        self._take_in(over)
+        received = [self._receive(name) for name in list(self._workers)]
+        self._end_reads(over)
         self._end_overdue()
-        self._hand_out()
+        self._send_prompts()
         engine = self._engine.counters()
-        if self._under_way() and not (over or any(heard) or engine.running or engine.waiting):
+        if self._under_way() and not (over or any(received) or engine.running or engine.waiting):
             time.sleep(_IDLE_SECONDS)  # there is nothing to do but wait for prefill workers
 
     def counters(self) -> DecodeCounters:
@@ -193,19 +193,19 @@ class DecodeWorker:
         return replace(self._totals, workers=workers, under_way=self._under_way(), bytes_used=used)
 
     def close(self) -> None:
-        """Leaves all workers and the engine, after the last read has ended or was given up. Requests that wait go on
-        without prefill workers. Closing again does nothing."""
+        """Leaves all workers and the engine, after the last read has ended or its time is over. Requests that wait go
+        on without prefill workers. Closing again does nothing."""
         if self._engine.prefill_source is not self:
             return
         self._engine.prefill_source = None
         try:
             self._free()
             for name in list(self._workers):
-                self._lose(name, PeerGoneError("the decode worker was closed"))
-            self._hand_out()
+                self._drop_worker(name, PeerGoneError("the decode worker was closed"))
+            self._send_prompts()
             deadline = time.monotonic() + self._timeout
             while self._attempts and time.monotonic() < deadline:
-                self._take_in(self._ended_reads())
+                self._end_reads(self._ended_reads())
                 time.sleep(_IDLE_SECONDS)
         finally:
             for reader in self._readers:
@@ -214,23 +214,25 @@ class DecodeWorker:
     def _under_way(self) -> int:
         return len(self._waiting) + sum(attempt.pull is not None for attempt in self._attempts.values())
 
-    def _hear(self, name: str) -> bool:
+    def _receive(self, name: str) -> bool:
+        """Handles the messages of a worker. True if there were some, or the worker was lost."""
         peer = self._workers.get(name)
         if peer is None:
             return False
         try:
             messages = peer.channel.receive()
             for message in messages:
-                self._listen(name, unpack(message, ToDecode))
+                self._handle(name, unpack(message, ToDecode))
         except PeerGoneError as e:
             if name in self._workers:
-                self._lose(name, e)
+                self._drop_worker(name, e)
             return True
         if messages:
-            peer.heard, peer.asked = time.monotonic(), None
+            peer.received, peer.pinged = time.monotonic(), None
         return bool(messages)
 
-    def _listen(self, name: str, message: ToDecode) -> None:
+    def _handle(self, name: str, message: ToDecode) -> None:
+        """Acts on one message of a worker: an image is ready, or its prompt has failed."""
         if isinstance(message, Pong):
             return
         attempt = self._attempts.get(message.key)
@@ -239,7 +241,7 @@ class DecodeWorker:
         if attempt.reading:
             raise MessageError("the prefill worker answers twice")
         if isinstance(message, Failed):
-            self._lost(attempt, TransferError(message.error))
+            self._fail_attempt(attempt, TransferError(message.error))
         else:
             self._fetch(attempt, message.offset)
 
@@ -250,7 +252,7 @@ class DecodeWorker:
             reader.fetch(Order(attempt.key, attempt.worker, attempt.length, source, attempt.offset, attempt.start))
 
     def _ended_reads(self) -> list[_Attempt]:
-        """Attempts whose last read has ended. `_take_in` takes them out of `reading`."""
+        """Attempts whose last read has ended. `_end_reads` takes them out of `reading`."""
         over = []
         for i, reader in enumerate(self._readers):
             for key, error in reader.poll().items():
@@ -262,15 +264,16 @@ class DecodeWorker:
                     attempt.reading.remove(i)
         return over
 
-    def _take_in(self, over: Sequence[_Attempt]) -> None:
+    def _end_reads(self, over: Sequence[_Attempt]) -> None:
+        """Starts the requests of images that were read; attempts that have failed are repeated."""
         for attempt in over:
             attempt.reading.clear()
             if attempt.pull is None:
                 self._release(attempt)
             elif attempt.error is not None:
-                self._lost(attempt, attempt.error)
+                self._fail_attempt(attempt, attempt.error)
             elif self._engine.prefixes.held(attempt.pull.tokens, attempt.pull.salt) < attempt.start:
-                self._lost(attempt, TransferError("the cached part of the prompt has been evicted in the meantime"))
+                self._fail_attempt(attempt, TransferError("the cached part of the prompt was evicted meanwhile"))
             else:
                 self._arrived(attempt, attempt.pull)
 
@@ -279,11 +282,11 @@ class DecodeWorker:
         self._totals.bytes_fetched += self._layout.image_bytes(attempt.length, attempt.start)
         self._arriving[pull.request_id] = attempt.offset
         del self._attempts[attempt.key]
-        self._dismiss(attempt)
+        self._send_done(attempt)
         match = PrefixMatch(attempt.length, staged=attempt.offset, staged_from=attempt.start)
         self._engine.start(pull.request_id, match)
 
-    def _lost(self, attempt: _Attempt, error: TransferError) -> None:
+    def _fail_attempt(self, attempt: _Attempt, error: TransferError) -> None:
         """An attempt has failed: its prompt gets another one, or none. Its memory is freed after its reads end."""
         pull, attempt.pull = attempt.pull, None
         self._release(attempt)
@@ -299,7 +302,7 @@ class DecodeWorker:
         if not attempt.reading:
             del self._attempts[attempt.key]
             self.regions.free(attempt.offset)
-            self._dismiss(attempt)
+            self._send_done(attempt)
 
     def _without_worker(self, pull: _Pull, error: Exception) -> None:
         if self._compute_here:
@@ -309,7 +312,7 @@ class DecodeWorker:
             self._totals.failed += 1
             self._engine.fail(pull.request_id, error)
 
-    def _dismiss(self, attempt: _Attempt) -> None:
+    def _send_done(self, attempt: _Attempt) -> None:
         """Tells the worker that its image is not needed any more."""
         if attempt.worker in self._workers:
             self._send(attempt.worker, Done(attempt.key))
@@ -320,11 +323,11 @@ class DecodeWorker:
         for request_id in {*self._arriving, *(pull.request_id for pull in pulls)}:
             gained = self._engine.gained(request_id)
             if gained is None:
-                self._forget_ended(request_id)
+                self._cancel(request_id)
             elif gained:
                 self.regions.free(self._arriving.pop(request_id))
 
-    def _forget_ended(self, request_id: str) -> None:
+    def _cancel(self, request_id: str) -> None:
         """Cancels what was begun for a request that has ended, or whose id is used again."""
         if request_id in self._arriving:
             self._engine.finish_launched()
@@ -336,20 +339,20 @@ class DecodeWorker:
                 self._release(attempt)
 
     def _end_overdue(self) -> None:
-        """Gives up workers that do not answer and reads that do not end. A worker that has prompts of ours and sends
-        nothing is asked for an answer. The time between two calls does not count: answers wait in the channel."""
+        """Drops workers that do not answer, and fails attempts whose reads do not end. A worker that has prompts of
+        ours and sends nothing gets a `Ping`. The time between two calls does not count: answers wait in the channel."""
         now = time.monotonic()
         for name, peer in list(self._workers.items()):
-            if peer.asked is not None and now - peer.asked > 0.75 * self._timeout:
-                self._lose(name, PeerGoneError(f"the prefill worker has said nothing for {self._timeout:g} seconds"))
-            elif peer.asked is None and now - peer.heard > 0.25 * self._timeout and self._load(name):
-                peer.asked = now
+            if peer.pinged is not None and now - peer.pinged > 0.75 * self._timeout:
+                self._drop_worker(name, PeerGoneError(f"the prefill worker has sent nothing for {self._timeout:g} s"))
+            elif peer.pinged is None and now - peer.received > 0.25 * self._timeout and self._load(name):
+                peer.pinged = now
                 self._send(name, Ping())
         for attempt in list(self._attempts.values()):
             if attempt.pull is not None and attempt.reading and now > attempt.deadline:
-                self._lost(attempt, TransferError(f"an image could not be read within {self._timeout:g} seconds"))
+                self._fail_attempt(attempt, TransferError(f"an image could not be read within {self._timeout:g} s"))
 
-    def _hand_out(self) -> None:
+    def _send_prompts(self) -> None:
         """Sends prompts, the oldest first, to the worker with the fewest, while the arena has room for their images."""
         while self._waiting:
             pull, name = self._waiting[0], min(self._workers, key=self._load, default=None)
@@ -379,12 +382,12 @@ class DecodeWorker:
         try:
             self._workers[name].channel.send(pack(message))
         except PeerGoneError as e:
-            self._lose(name, e)
+            self._drop_worker(name, e)
 
-    def _lose(self, name: str, error: PeerGoneError) -> None:
+    def _drop_worker(self, name: str, error: PeerGoneError) -> None:
         """Forgets a worker. What it computed is lost, even if it is being read: its memory may hold something else."""
         self._workers.pop(name).channel.close()
         for reader in self._readers:
             reader.disconnect(name)
         for attempt in [a for a in self._attempts.values() if a.worker == name]:
-            self._lost(attempt, error)
+            self._fail_attempt(attempt, error)

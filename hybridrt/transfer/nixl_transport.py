@@ -91,11 +91,11 @@ class NixlRead:
     def __init__(self, agent: Any, handle: Any) -> None:
         self._agent, self._handle = agent, handle
         self._error: Exception | None = None
-        self._state = self._ask(agent.transfer)
+        self._state = self._call(agent.transfer)
 
     def done(self) -> bool:
         if self._state == "PROC":
-            self._state = self._ask(self._agent.check_xfer_state)
+            self._state = self._call(self._agent.check_xfer_state)
         if self._state == "PROC":
             return False
         self._release()
@@ -103,7 +103,7 @@ class NixlRead:
             raise TransferError(f"the reads broke off: {self._error or 'NIXL state ' + self._state}") from self._error
         return True
 
-    def _ask(self, question: Any) -> str:
+    def _call(self, question: Any) -> str:
         try:
             state: str = question(self._handle)
             return state

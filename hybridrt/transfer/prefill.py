@@ -139,13 +139,13 @@ class PrefillWorker:
         """Reads messages, starts prompts that have room, and runs one step of the engine. False: it did nothing."""
         for channel in self._listener.accept() if self._listener else ():
             self.attach(channel)
-        heard = [self._hear(peer) for peer in list(self._peers)]
+        received = [self._receive(peer) for peer in list(self._peers)]
         self._end_overdue()
         self._begin()
         busy = self._engine.has_unfinished()
         if busy:
             self._report(self._engine.step())
-        return busy or any(heard)
+        return busy or any(received)
 
     def counters(self) -> PrefillCounters:
         """A snapshot."""
@@ -163,19 +163,21 @@ class PrefillWorker:
         for rank in self._ranks:
             rank.close()
 
-    def _hear(self, peer: _Peer) -> bool:
+    def _receive(self, peer: _Peer) -> bool:
+        """Handles the messages of a decode worker. True if there were some, or the worker was dropped."""
         try:
             messages = peer.channel.receive()
             for message in messages:
                 if peer in self._peers:
-                    self._obey(peer, message)
+                    self._handle(peer, message)
         except (PeerGoneError, HandshakeError) as e:
             self._totals.refused += isinstance(e, (HandshakeError, MessageError))
             self._drop_peer(peer)
             return True
         return bool(messages)
 
-    def _obey(self, peer: _Peer, data: bytes) -> None:
+    def _handle(self, peer: _Peer, data: bytes) -> None:
+        """Acts on one message. The first one must be a handshake that agrees with ours."""
         if not peer.agreed:
             check_handshake(self._handshake, unpack(data, DecodeHello).handshake)
             peer.agreed = True
@@ -192,8 +194,11 @@ class PrefillWorker:
         """Queues a prompt. The engine says how many tokens it will compute, which sizes the prompt's region."""
         if asked.key in peer.jobs or len(peer.jobs) >= MAX_JOBS:
             raise MessageError(f"a prompt has a key that is in use, or {MAX_JOBS} are under way")
-        if asked.start > len(asked.tokens):
-            raise MessageError(f"the KV of {asked.start} tokens is not wanted, of a prompt of {len(asked.tokens)}")
+        length = len(asked.tokens)
+        if asked.start > length or (asked.start and not self._layout.image_bytes(length, asked.start)):
+            raise MessageError(
+                f"nothing is wanted of a prompt of {length} tokens but the KV of the first {asked.start}"
+            )
         job = peer.jobs[asked.key] = _Job(peer, asked.key, asked.start)
         try:
             job.prompt = self._engine.prepare(asked.tokens, replace(_PREFILL, cache_salt=asked.salt or None))
@@ -234,6 +239,7 @@ class PrefillWorker:
                 self._computing[job.request_id] = job
 
     def _report(self, deltas: Sequence[Delta]) -> None:
+        """Sends `Ready` for prompts that are computed, `Failed` for those that are not."""
         for delta in deltas:  # one for each request, when it ends
             job = self._computing.pop(delta.request_id, None)
             if job is None:
@@ -248,7 +254,7 @@ class PrefillWorker:
 
     def _fail(self, job: _Job, error: HybridrtError) -> None:
         self._totals.failed += 1
-        self._forget(job)
+        self._release(job)
         self._send(job.peer, Failed(job.key, shortened(f"{type(error).__name__}: {error}")))
 
     def _send(self, peer: _Peer, message: Message) -> None:
@@ -274,9 +280,9 @@ class PrefillWorker:
         if job.request_id is not None and job.request_id in self._computing:
             del self._computing[job.request_id]
             self._engine.abort(job.request_id)
-        self._forget(job)
+        self._release(job)
 
-    def _forget(self, job: _Job) -> None:
+    def _release(self, job: _Job) -> None:
         """Frees what a job holds, after the last launched step that writes there."""
         del job.peer.jobs[job.key]
         if job in self._waiting:

@@ -106,7 +106,7 @@ def serve_reads(channel: SocketChannel, reader: Reader) -> None:
             for data in channel.receive():
                 message = unpack(data, ToRank)
                 under_way += isinstance(message, Order)
-                _obey(channel, reader, message)
+                _handle(channel, reader, message)
             for key, error in reader.poll().items():
                 under_way -= 1
                 channel.send(pack(Ended(key, None if error is None else shortened(error))))
@@ -119,7 +119,8 @@ def serve_reads(channel: SocketChannel, reader: Reader) -> None:
         reader.close()
 
 
-def _obey(channel: SocketChannel, reader: Reader, message: ToRank) -> None:
+def _handle(channel: SocketChannel, reader: Reader, message: ToRank) -> None:
+    """Acts on one message of rank 0. Only Connect is answered."""
     if isinstance(message, Order):
         reader.fetch(message)
     elif isinstance(message, Disconnect):
@@ -148,32 +149,32 @@ class RemoteReader:
         self.rank, self.description = joined.rank, joined.description
 
     def connect(self, worker: str, descriptions: Sequence[str]) -> None:
-        self._tell(Connect(worker, list(descriptions)))
+        self._send(Connect(worker, list(descriptions)))
         error = self._answer().error
         if error is not None:
             raise TransferError(f"rank {self.rank}: {error}")
 
     def disconnect(self, worker: str) -> None:
-        self._tell(Disconnect(worker))
+        self._send(Disconnect(worker))
 
     def fetch(self, order: Order) -> None:
-        self._tell(order)
+        self._send(order)
 
     def poll(self) -> dict[str, TransferError | None]:
-        self._hear()
+        self._receive()
         ended, self._ended = self._ended, {}
         return ended
 
     def close(self) -> None:
         self._channel.close()
 
-    def _tell(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         try:
             self._channel.send(pack(message))
         except PeerGoneError as e:
             raise RankError(f"a tensor-parallel rank cannot be reached any more: {e}") from e
 
-    def _hear(self) -> Connected | None:
+    def _receive(self) -> Connected | None:
         """Notes which reads have ended. Returns the answer to Connect, if it has come."""
         answer = None
         try:
@@ -190,7 +191,7 @@ class RemoteReader:
 
     def _answer(self) -> Connected:
         deadline = time.monotonic() + self._timeout
-        while (answer := self._hear()) is None:
+        while (answer := self._receive()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise RankError(f"tensor-parallel rank {self.rank} has not answered for {self._timeout:g} seconds")

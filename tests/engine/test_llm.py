@@ -10,7 +10,7 @@ import torch
 
 from hybridrt.config import EngineConfig
 from hybridrt.engine import llm as llm_module
-from hybridrt.engine.limits import EngineLimits
+from hybridrt.engine.limits import Intake
 from hybridrt.engine.llm import LLM
 from hybridrt.errors import EngineError, HybridrtError, MemoryBudgetError, RequestError
 from hybridrt.sampling_params import SamplingParams
@@ -271,8 +271,8 @@ def test_a_prompt_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_token_ids_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = make(monkeypatch)
     checked: list[object] = []
-    prepare = EngineLimits.prepare
-    monkeypatch.setattr(EngineLimits, "prepare", lambda *args: (checked.append(args[1]), prepare(*args))[1])
+    prepare = Intake.prepare
+    monkeypatch.setattr(Intake, "prepare", lambda *args: (checked.append(args[1]), prepare(*args))[1])
     llm.generate([[1], [2]], FIVE)
     list(llm.stream([3], FIVE))
     assert checked == [[1], [2], [3]]

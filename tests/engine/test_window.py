@@ -104,7 +104,7 @@ def test_retraction_starts_over() -> None:
     assert bench.running() == [1] and steps[-1].plan.decode
 
 
-def test_a_model_whose_layers_all_have_a_window_keeps_nothing_for_others() -> None:
+def test_a_model_of_windows_alone_keeps_nothing_for_others() -> None:
     demand = PageDemand(2, 4, 99)
     pools, r = CacheCoordinator(4, 0, 30, 2, demand, prefix_cache=True), request(1, 3)
     pools.admit(r, 0, StepPlan())

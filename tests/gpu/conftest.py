@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from triton.runtime.jit import JITFunction
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +20,20 @@ def _no_tf32() -> Iterator[None]:
 def production() -> None:
     """Undoes what tests/conftest.py sets: the operations that torch picks for users, and no fills of fresh memory."""
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by the name of each kernel that meets arguments of a new kind."""
+    names: list[str] = []
+    compile_kernel = JITFunction._do_compile
+
+    def record(self: JITFunction, *args: object, **kwargs: object) -> object:
+        names.append(self.fn.__name__)
+        return compile_kernel(self, *args, **kwargs)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", record)
+    return names
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

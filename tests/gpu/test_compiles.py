@@ -4,7 +4,6 @@ in the middle of serving."""
 import random
 
 import pytest
-from triton.runtime.jit import JITFunction
 
 from hybridrt import LLM, SamplingParams
 from tests.gpu.rig import DEVICE, FAMILIES, PRODUCTION
@@ -12,20 +11,6 @@ from tests.support.checkpoints import VOCAB, CheckpointStore
 
 pytestmark = PRODUCTION
 ROWS = 24
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows by the name of each kernel that meets arguments of a new kind."""
-    names: list[str] = []
-    compile_kernel = JITFunction._do_compile
-
-    def record(self: JITFunction, *args: object, **kwargs: object) -> object:
-        names.append(self.fn.__name__)
-        return compile_kernel(self, *args, **kwargs)
-
-    monkeypatch.setattr(JITFunction, "_do_compile", record)
-    return names
 
 
 @pytest.mark.parametrize("name", FAMILIES)

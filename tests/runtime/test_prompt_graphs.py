@@ -12,17 +12,17 @@ from hybridrt.attention.paged import PagedMetadata
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.runtime import prompt_columns
-from hybridrt.runtime.prompt_columns import PROMPT_ROWS, Bucket, pack_padded
+from hybridrt.runtime.prompt_columns import Bucket, pack_padded
 from hybridrt.runtime.prompt_graphs import PromptGraphs
 from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
 from hybridrt.runtime.step_batch import fill_decode, make_batch
 from hybridrt.runtime.step_inputs import chunk_plans
 from hybridrt.runtime.step_passes import extend_passes
-from tests.attention.test_backends_verify import random_tokens
 from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand
 from tests.support.checkpoints import CheckpointStore, has_replay
 from tests.support.levels import sweep
+from tests.support.prompt_steps import Play
 from tests.support.session import Sample, Session, check_sample, greedy
 
 SIZES = ((0, 3), (16, 48))
@@ -35,9 +35,10 @@ CASES = [(name, ("classic", "replay")[saves and has_replay(name)], saves) for sa
 
 
 @pytest.fixture(autouse=True)
-def short_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """References are slow on padding."""
-    monkeypatch.setattr(prompt_columns, "SAVED_TOKENS", 48)
+def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small buckets have room for as many prompts as large ones. References are slow on padding."""
+    monkeypatch.setattr(prompt_columns, "TOKENS_OF_ONE", 6)
+    monkeypatch.setattr(prompt_columns, "TAIL", 6)
 
 
 def last_tokens() -> Tensor:
@@ -47,20 +48,21 @@ def last_tokens() -> Tensor:
     return found
 
 
-def runner_of(hand: ByHand, saves: bool) -> PromptGraphs:
+def runner_of(hand: ByHand, saves: bool, exact: bool = True, sizes: Any = SIZES) -> PromptGraphs:
     graphs = PromptGraphs(
         model=hand.model, backend=hand.backend, req_to_token_pool=hand.pools.req_to_token, last_tokens=last_tokens(),
-        max_bs=3, max_tokens=48, saves=saves, sizes=SIZES,
+        max_bs=3, max_tokens=48, saves=saves, sizes=sizes,
     )  # fmt: skip
+    graphs.exact = exact
     graphs.capture()
     return graphs
 
 
-def twins(path: Any, mode: str) -> tuple[ByHand, ByHand]:
+def twins(path: Any, mode: str, **config: Any) -> tuple[ByHand, ByHand]:
     """Two equal set-ups whose rows are admitted."""
     made = []
     for _ in range(2):
-        hand = ByHand(path, mode=mode, rows=ROWS, cache_slots=8)
+        hand = ByHand(path, mode=mode, rows=ROWS, cache_slots=8, **config)
         hand.admit(*range(1, ROWS + 1))
         made.append(hand)
     return made[0], made[1]
@@ -101,40 +103,6 @@ def eager(hand: ByHand, plan: StepPlan, bucket: Bucket, saves: bool) -> Tensor:
     return logits
 
 
-class Play:
-    """Random steps: prompts in chunks, some from a saved state, some that save one, beside rows that decode."""
-
-    def __init__(self, saves: bool, seed: int) -> None:
-        self.generator, self.saves = torch.Generator().manual_seed(seed), saves
-        self.computed = dict.fromkeys(range(1, ROWS + 1), 0)
-        self.stated: list[tuple[int, int]] = []  # (tokens, slot) of saved states
-
-    def draw(self, low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (), generator=self.generator))
-
-    def step(self) -> StepPlan:
-        order = (torch.randperm(ROWS, generator=self.generator) + 1).tolist()
-        decoding = [row for row in order[: self.draw(0, 3)] if 0 < self.computed[row] < 90]
-        chunks, left = list[ExtendRow](), self.draw(1, 48)
-        for row in [row for row in order if row not in decoding][: self.draw(1, PROMPT_ROWS)]:
-            length = min(self.draw(1, 24), left, 90 - self.computed[row])
-            if length > 0:
-                chunks.append(self.chunk(row, length, len(chunks)))
-                left -= length
-        decode = DecodeRows.of(DecodeRow(row, self.computed[row], 0) for row in decoding)
-        for row in decoding:
-            self.computed[row] += 1
-        return StepPlan(decode=decode, extend=chunks)
-
-    def chunk(self, row: int, length: int, index: int) -> ExtendRow:
-        start, saves = self.computed[row], []
-        if self.saves and length > 1 and self.draw(0, 2):
-            saves = [(self.draw(max(length - 6, 1), length - 1), SPARE + index % 4)]
-        self.computed[row] = start + length
-        tokens = random_tokens(self.generator, length)
-        return ExtendRow(row, start, tokens, 0, bool(self.draw(0, 2)), saves=saves)
-
-
 def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
 
@@ -143,7 +111,10 @@ def same(a: Tensor, b: Tensor) -> bool:
 def test_replay_equals_eager_padded_alike(name: str, mode: str, saves: bool, checkpoints: CheckpointStore) -> None:
     """Bit for bit, step after step, and no other row changes. A replay reads nothing of the step before."""
     replayed, other = twins(checkpoints[name].path, mode)
-    graphs, play = runner_of(replayed, saves), Play(saves, seed=3)
+    graphs, play = (
+        runner_of(replayed, saves),
+        Play(dict.fromkeys(range(1, ROWS + 1), 0), SPARE if saves else None, seed=3),
+    )
     for _ in range(6):
         plan = play.step()
         bucket = graphs.bucket(plan)
@@ -157,6 +128,36 @@ def test_replay_equals_eager_padded_alike(name: str, mode: str, saves: bool, che
             assert same(tensor[:, 1:], after[what][:, 1:]), what
         sampled = [*plan.decode.rows.tolist(), *(row.row for row in plan.extend if row.sample)]
         assert got.rows.tolist() == got.on_host[0].tolist() == sampled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["falcon-plain", "kimi-plain", "qwen-plain", "jamba-plain"])
+def test_kernels_see_bounds_alone(
+    name: str, provider: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton kernels with the host's numbers of the capture, as in a CUDA graph."""
+    if provider == "torch":
+        pytest.skip("reference operations need each step's own lengths")
+    monkeypatch.setattr(prompt_columns, "TOKENS_OF_ONE", 8)
+    monkeypatch.setattr(prompt_columns, "TAIL", 4)
+    replayed, other = twins(checkpoints[name].path, "classic", attention_backend="triton")
+    graphs = runner_of(replayed, True, exact=False, sizes=((2,), (16,)))
+    tokens = prompts(20)[0]
+    saving = ExtendRow(4, 0, tokens[:9], 0, True, saves=[(6, SPARE)])
+    first = StepPlan(extend=[saving, ExtendRow(2, 0, tokens[9:14], 0, True)])
+    behind = [ExtendRow(2, 5, tokens[14:16], 0, True), ExtendRow(5, 0, tokens[3:5], 0, True, read_state_slot=SPARE)]
+    second = StepPlan(decode=DecodeRows.of([DecodeRow(4, 9, 0)]), extend=behind)
+    for plan in (first, second):
+        bucket = graphs.bucket(plan)
+        assert bucket is not None
+        with torch.inference_mode():
+            got = graphs.replay(plan, bucket)
+        wanted = eager(other, plan, bucket, True)[: len(got.rows)]
+        torch.testing.assert_close(got.logits, wanted, rtol=1e-4, atol=1e-4)
+        after = replayed.snapshot()
+        for what, tensor in other.snapshot().items():
+            close = torch.allclose(tensor[:, 1:], after[what][:, 1:], rtol=1e-4, atol=1e-4, equal_nan=True)
+            assert close, what
 
 
 @pytest.mark.parametrize(

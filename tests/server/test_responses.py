@@ -1,13 +1,20 @@
 """/v1/responses with OpenAI's client, over a model that says what a script says: streamed equals whole."""
 
 import json
+import random
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from hybridrt.chat.answer_parser import AnswerParser
+from hybridrt.chat.events import Content
+from hybridrt.chat.reasoning import THINK
+from hybridrt.engine.outputs import Delta
+from hybridrt.server.text_tokens import TextTokens
 from tests.support.chat_samples import TOOLS
 from tests.support.http_server import Served, serving
 from tests.support.scripted_llm import Scripted, scripted
@@ -144,13 +151,93 @@ def test_an_answer_that_is_cut_is_incomplete(talker: tuple[Served, Scripted]) ->
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
         ({"input": []}, "input"),
         ({"tool_choice": {"type": "function", "name": "none"}, "tools": FUNCTIONS}, "tool_choice"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 65}, "top_logprobs"),
+        ({"logprobs": True}, "logprobs"),
     ],
 )
 def test_what_cannot_be_done_names_its_field(body: dict[str, Any], param: str, talker: tuple[Served, Scripted]) -> None:
     with pytest.raises(openai.BadRequestError) as info:
         talker[0].client().responses.create(model="tested", input="Hello", extra_body=body)
     assert info.value.param == param, info.value
+
+
+INCLUDE: Any = ["message.output_text.logprobs"]
+
+
+@pytest.mark.parametrize("stop", [None, "ezi m", "t me see"])
+@pytest.mark.parametrize("script", [*SCRIPTS.values(), "Grüezi mitenand <b ", CALL + " 😀 and é"])
+def test_log_probabilities_stand_beside_the_text(
+    script: str, stop: str | None, talker: tuple[Served, Scripted]
+) -> None:
+    """Those of the text's tokens, which are bytes, and of no others."""
+    served, model = talker
+    model.say(script)
+    asked: Any = {"model": "tested", "input": "Hello", "tools": FUNCTIONS, "include": INCLUDE, "top_logprobs": 1}
+    asked["extra_body"] = {"stop": stop}
+    client = served.client()
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert plain(final) == plain(whole)
+    texts = [item.content[0] for item in whole.output if item.type == "message"]
+    for text in texts:
+        assert bytes(byte for token in text.logprobs for byte in token.bytes).decode() == text.text
+        assert all(token.logprob == -0.5 and len(token.top_logprobs) == 2 for token in text.logprobs)
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [len(event.logprobs) for event in deltas] == [len(event.delta.encode()) for event in deltas]
+    done = [event for event in events if event.type == "response.output_text.done"]
+    assert [[token.logprob for token in event.logprobs] for event in done] == [[-0.5] * len(t.logprobs) for t in texts]
+
+
+def test_log_probabilities_of_a_real_model_are_those_of_its_chat(served: Served) -> None:
+    asked: Any = {"model": "tested", "temperature": 0}
+    chat = served.client().chat.completions.create(
+        messages=[{"role": "user", "content": "def f("}], max_tokens=20, logprobs=True, top_logprobs=2, **asked
+    )
+    got = served.client().responses.create(
+        input="def f(", max_output_tokens=20, include=INCLUDE, top_logprobs=2, **asked
+    )
+    content: Any = got.output[0].content[0]  # type: ignore[union-attr]
+    assert chat.choices[0].logprobs is not None and content.text == chat.choices[0].message.content
+    want = [entry.to_dict() for entry in chat.choices[0].logprobs.content or ()]
+    assert [entry.to_dict() for entry in content.logprobs] == want and len(want) == 20
+
+
+class Spelled:
+    """A tokenizer without spaces before words, and with a special token that no text shows."""
+
+    words = ("<s>", "So", "it", "is", "so", "<think>", "</think>")
+
+    def spelled(self, token: int) -> bytes:
+        return self.words[token].encode()
+
+    def entry(self, token: int, found: dict[int, float]) -> dict[str, Any]:
+        return {"token": token, "bytes": list(self.spelled(token))}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tokens_of_text_do_not_depend_on_the_deltas(seed: int) -> None:
+    """Several tokens a delta, and text that comes later than its tokens."""
+    rng, tokens, told = random.Random(seed), [5, 4, 3, 0, 6, 1, 2, 3, 0, 4, 0], 0
+    texts = list(accumulate(["<think>", "so", " is", "", "</think>", " So", " it", " is", "", " so", ""]))
+    reader, parser = TextTokens(Spelled()), AnswerParser(None, THINK)  # type: ignore[arg-type]
+    told, said, taken, content = 0, 0, list[int](), ""
+    while told < len(tokens):
+        fresh = tokens[told : told + rng.randrange(1, 4)]
+        told += len(fresh)
+        last = told == len(tokens)
+        text = texts[told - 1][said : None if last else max(said, len(texts[told - 1]) - rng.randrange(5))]
+        said += len(text)
+        delta = Delta("x", 0, fresh, text, [{token: -1.0} for token in fresh], "stop" if last else None)
+        for piece, _, reason in reader.pieces(delta):
+            for event in parser.feed(piece) + (parser.finish() if reason else []):
+                found = reader.take(event.text)  # type: ignore[union-attr]
+                if isinstance(event, Content):
+                    content += event.text
+                    taken += [entry["token"] for entry in found]
+    assert (content, taken) == (" So it is so", [1, 2, 3, 4])
 
 
 @pytest.mark.usefixtures("broken_streams")

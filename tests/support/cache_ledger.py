@@ -1,6 +1,8 @@
 """The prefix cache against the ledgers of the allocators."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.mem_cache.allocator import Slot, SlotAllocator
@@ -12,7 +14,8 @@ def check_cache(pools: CacheCoordinator) -> None:
     """free + used + cached == total, and what the allocators say the cache has is what the tree has, once each. What is
     locked in an allocator is read in the tree."""
     pools.check()
-    nodes = check_tree(pools.prefixes.tree, pools.pages, pools.slots)
+    windows = pools.prefixes.windows._of if pools.prefixes.windows is not None else {}
+    nodes = check_tree(pools.prefixes.tree, pools.pages, pools.slots, windows)
     if (tier := pools.prefixes.tier) is not None:
         hosted = check_tree(tier.tree, tier.pages, tier.slots)
         assert not tier.pages.num_used and not tier.slots.num_used and not any(node.readers for node in hosted)
@@ -23,10 +26,20 @@ def check_cache(pools: CacheCoordinator) -> None:
         assert not any(node.readers or node.state_readers for node in nodes) and not pools.pages.num_locked
 
 
-def check_tree(tree: RadixCache, pages: SlotAllocator, states: SlotAllocator) -> list[Node]:
-    """What two allocators say the cache has is what the tree has, once each. Returns the tree's nodes."""
+def check_tree(
+    tree: RadixCache,
+    pages: SlotAllocator,
+    states: SlotAllocator,
+    windows: Mapping[Slot, Sequence[Slot]] = MappingProxyType({}),
+) -> list[Node]:
+    """What two allocators say the cache has is what the tree has, once each. Returns the tree's nodes.
+
+    Args:
+        windows: pages by state that the tree does not have itself.
+    """
     nodes = list(tree.nodes())
     held = [page for node in nodes for page in (*node.pages, *([node.tail] if node.tail else ()))]
+    held += [page for pages_of_state in windows.values() for page in pages_of_state]
     for pool, mine in ((pages, held), (states, [node.state for node in nodes if node.state is not None])):
         assert not [entry for entry, times in Counter(mine).items() if times > 1], "an entry is in the tree twice"
         assert sorted(mine) == sorted(cached(pool)), f"the tree has {sorted(mine)}; {pool!r}"

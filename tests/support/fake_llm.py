@@ -34,6 +34,7 @@ class FakeRunner(MockExecutor):
             num_rows=rows, num_slots=rows, num_pages=32, page_size=4, demand=None,
             max_model_len=config.max_model_len or 64,
         )  # fmt: skip
+        self.pools = SimpleNamespace(req_to_token=SimpleNamespace(mamba_pool=None))
 
 
 def make(monkeypatch: pytest.MonkeyPatch, tokenizer: Any = None, **config: Any) -> tuple[LLM, FakeRunner]:

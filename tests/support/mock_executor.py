@@ -7,6 +7,7 @@ that follows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -114,6 +115,8 @@ class MockExecutor:
     """`late`: how many launched steps it leaves undone until their results are asked for. `replay`: what rows decode
     becomes part of their slots when these are donated or exported, and now and then."""
 
+    pools = SimpleNamespace(req_to_token=SimpleNamespace(mamba_pool=None))  # an engine counts no folds of it
+
     def __init__(
         self, *, num_rows: int, num_slots: int, num_pages: int, page_size: int, vocab: int, late: int = 0,
         sliding_window: int | None = None, replay: bool = False,
@@ -125,7 +128,7 @@ class MockExecutor:
         self.owner: dict[tuple[str, int], Tenant] = {}
         self.page_owner: dict[int, tuple[Tenant, int]] = {}
         self.borrowers: dict[int, list[Tenant]] = {}
-        self.slot_readers: dict[int, list[MockHandle]] = {}
+        self.slot_readers: dict[int, list[tuple[MockHandle, Tenant]]] = {}
         self.saved: dict[int, MockHandle] = {}  # by state slot: the step that leaves a state there
         self.kv: dict[tuple[int, int], int] = {}
         self.state: dict[int, int] = {}
@@ -157,7 +160,10 @@ class MockExecutor:
         for number in plan.donations:
             self.donate(self.rows[number], handle)
         cached = {row.row: row.computed // self.page_size for row in plan.extend}
-        cached |= {copy.row: 0 for copy in plan.imports}
+        cached |= {row.row: 0 for row in [*plan.extend, *plan.imports] if self.window or isinstance(row, StateCopy)}
+        assert len({copy.target for copy in plan.kept_pages}) == len(plan.kept_pages), "a page is filled twice"
+        for copy in plan.kept_pages:
+            self.keep_page(copy.target)
         for admission in plan.admissions:
             tenant = Tenant(admission)
             self.take("row", admission.row, tenant)
@@ -207,14 +213,20 @@ class MockExecutor:
     def note_copy(self, copy: HostCopy) -> None:
         """No launched step may name a page that is fetched into."""
         for page in copy.pages if copy.fetch else ():
-            before = self.page_owner.get(page)
-            assert before is None or all(step.consumed for step, _ in before[0].steps), f"page {page} fetched too early"
-            assert all(step.consumed for b in self.borrowers.pop(page, []) for step, _ in b.steps)
-            self.page_owner[page] = Tenant(Admission(0, 0, [], 0, SamplingParams(), 0)), 0
+            self.keep_page(page)
         for _, slot, _ in copy.states if copy.fetch else ():
-            assert all(step.consumed for step in self.slot_readers.pop(slot, [])), f"slot {slot} fetched too early"
+            readers = self.slot_readers.pop(slot, [])
+            assert all(step.consumed for step, _ in readers), f"slot {slot} fetched too early"
             self.owner.pop(("slot", slot), None)
             self.saved.pop(slot, None)
+
+    def keep_page(self, page: int) -> None:
+        """The cache gets a page for a copy."""
+        before, number = self.page_owner.get(page, (None, 0))
+        for step, position in before.steps if before is not None else ():
+            assert step.consumed or number < self.first_page(position), f"page {page} filled too early"
+        assert all(step.consumed for b in self.borrowers.pop(page, []) for step, _ in b.steps)
+        self.page_owner[page] = Tenant(Admission(0, 0, [], 0, SamplingParams(), 0)), 0
 
     def copied(self, ticket: int) -> bool:
         """Copies run as late as they may: when a plan waits for them, or after several polls."""
@@ -251,7 +263,8 @@ class MockExecutor:
         if kind == "slot" and index in self.saved:
             assert self.saved.pop(index).consumed, f"slot {index} reused before a state has been left there"
         readers = self.slot_readers.pop(index, []) if kind == "slot" else []
-        assert all(step.consumed for step in readers), f"slot {index} reused before a step has read it"
+        others = [step for step, reader in readers if reader is not tenant]  # the tenant's own steps come in order
+        assert all(step.consumed for step in others), f"slot {index} reused before a step has read it"
         self.owner[kind, index] = tenant
 
     def donate(self, tenant: Tenant, handle: MockHandle) -> None:
@@ -297,7 +310,7 @@ class MockExecutor:
             assert ("slot", row.read_state_slot) not in self.owner, "a slot is read that is not the cache's"
             if row.read_state_slot in self.saved:
                 assert self.saved[row.read_state_slot].consumed, "a state is read before its step is over"
-            self.slot_readers.setdefault(row.read_state_slot, []).append(handle)
+            self.slot_readers.setdefault(row.read_state_slot, []).append((handle, tenant))
         if isinstance(row, ExtendRow):
             ends = [0, *(end for end, _ in row.saves), len(row.tokens)]
             assert ends == sorted(set(ends)), "states stand between the chunk's tokens, in order"
@@ -322,7 +335,7 @@ class MockExecutor:
             self.fold(donor)
         self.copies += plan.host_copies
         self.run_copies(plan.after_copies)
-        for copy in plan.page_copies:
+        for copy in (*plan.kept_pages, *plan.page_copies):
             for offset in range(self.page_size):
                 self.kv[copy.target, offset] = self.kv.get((copy.source, offset), -1)
         for row, tenant in zip([*plan.decode, *plan.extend], handle.tenants, strict=True):

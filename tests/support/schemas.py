@@ -1,6 +1,7 @@
 """JSON schemas over the keywords that llguidance supports, after the idea of JSON-Schema-Test-Suite. Texts that they
 accept are short: a model with random weights writes each of them to its end."""
 
+import random
 from typing import Any
 
 _SHORT = {"type": "string", "maxLength": 4}
@@ -69,3 +70,51 @@ SCHEMAS: list[dict[str, Any]] = [
         "type": "boolean",
     },
 ]
+
+
+def random_schema(rng: random.Random) -> dict[str, Any]:
+    """A schema that some short text satisfies, of any of the keywords above, nested."""
+    return _random(rng, 2) | {"$defs": {"bit": _BIT}}
+
+
+def _random(rng: random.Random, depth: int) -> dict[str, Any]:
+    kinds = [_number, _text, _values] + ([_list, _record, _record, _choice] if depth else [])
+    return rng.choice(kinds)(rng, depth - 1)
+
+
+def _number(rng: random.Random, depth: int) -> dict[str, Any]:
+    low = rng.randrange(-50, 50)
+    step = {"multipleOf": rng.choice((1, 2, 5))} if rng.random() < 0.3 else {}
+    ends = rng.choice((("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")))
+    return {"type": "integer", ends[0]: low, ends[1]: low + rng.randrange(10, 200)} | step
+
+
+def _text(rng: random.Random, depth: int) -> dict[str, Any]:
+    length = {"minLength": rng.randrange(2), "maxLength": rng.randrange(1, 5)}
+    pattern = {"pattern": rng.choice(("^[a-z]{1,3}$", "^(yes|no)$", "^[0-9]{2}:[0-9]{2}$", "^x?y?z$"))}
+    return {"type": "string"} | rng.choice((length, pattern, {"format": "date"}))
+
+
+def _values(rng: random.Random, depth: int) -> dict[str, Any]:
+    values = [None, True, 3, -1.5, "é", 'a"b', [], [1], {}, {"k": "v"}, "\\n"]
+    return {"const": rng.choice(values)} if rng.random() < 0.3 else {"enum": rng.sample(values, rng.randrange(1, 4))}
+
+
+def _list(rng: random.Random, depth: int) -> dict[str, Any]:
+    least = rng.randrange(3)
+    found = {"type": "array", "items": _random(rng, depth), "minItems": least, "maxItems": least + 1}
+    if rng.random() < 0.3:
+        found |= {"prefixItems": [_random(rng, 0)], "minItems": 1, "maxItems": 2}
+    return found
+
+
+def _record(rng: random.Random, depth: int) -> dict[str, Any]:
+    names = rng.sample(("a", "bc", "name", "é", "x y", 'q"'), rng.randrange(1, 4))
+    properties = {name: _random(rng, depth) for name in names}
+    if rng.random() < 0.3:
+        properties[names[0]] = {"$ref": "#/$defs/bit"}
+    return _object(properties, required=rng.sample(names, rng.randrange(len(names) + 1)))
+
+
+def _choice(rng: random.Random, depth: int) -> dict[str, Any]:
+    return {"anyOf": [_random(rng, depth) for _ in range(2)]}

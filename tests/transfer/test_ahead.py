@@ -88,6 +88,6 @@ def test_an_image_is_not_given_away_while_a_step_may_still_write_it() -> None:
     worker.step()
     assert prefill.rig.executor.unread and worker.regions.num_used
     prefill.there.send({"type": "done", "key": "x"})
-    worker._hear(worker._peers[0])
+    worker._receive(worker._peers[0])
     assert not prefill.rig.executor.unread and not worker.regions.num_used
     prefill.rig.run()

@@ -1,0 +1,183 @@
+"""Processes that compile: they share the work, and however one of them ends, no other waits for ever."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridrt.config import EngineConfig
+from hybridrt.distributed.groups import TPGroup
+from hybridrt.errors import ConfigError
+from hybridrt.runtime import compile_ahead
+from hybridrt.runtime.compile_ahead import CompileAhead, compiling, default_workers
+from hybridrt.runtime.compile_mark import find_mark
+from hybridrt.runtime.pretend_gpu import KNOWN, GPUFacts, known_gpu, pretended
+from tests.support.tiny import write_tiny
+
+GPU = KNOWN["h200"]
+# A worker whose kernels are names: what one of them does stands in it.
+WORKER = """
+import json, os, sys, time
+def say(**answer): print(json.dumps(answer), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if "trace" in request:
+        for name in NAMES:
+            say(kernel=["hybridrt.kernels.a", name, ""])
+            if name == "die early": os._exit(3)
+            if name == "last": say(started=0.1)
+        say(problems=["a step: ValueError: no"] if "odd step" in NAMES else [], seconds=0.2)
+    else:
+        name = request["compile"][1]
+        if name == "die": os._exit(7)
+        if name == "hang": time.sleep(60)
+        if name == "babble": print("no JSON", flush=True)
+        say(problem="it is bad" if name == "bad" else None, seconds=0.5)
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return EngineConfig(str(write_tiny(tmp_path / "model", tokenizer=False)), device="cuda")
+
+
+@pytest.fixture
+def start(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[..., CompileAhead]:
+    """Two processes that find kernels of these names."""
+
+    def started(*names: str) -> CompileAhead:
+        def child(module: str, arguments: Any, environment: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+            assert environment["CUDA_VISIBLE_DEVICES"] == "" and environment["TRITON_INTERPRET"] == "0"
+            script = WORKER.replace("NAMES", repr(names))
+            return subprocess.Popen([sys.executable, "-S", "-c", script], start_new_session=True, **options)
+
+        monkeypatch.setattr(compile_ahead, "start_child", child)
+        return CompileAhead(config, GPU, 2)
+
+    return started
+
+
+def ended(ahead: CompileAhead) -> bool:
+    return all(process.poll() is not None for process in ahead._processes)
+
+
+def test_every_kernel_is_compiled_once_and_the_cache_is_marked(
+    start: Callable[..., CompileAhead], config: EngineConfig
+) -> None:
+    assert not find_mark(config, GPU).exists()
+    ahead = start("x", "y", "y", "z")
+    report = ahead.wait()
+    assert report.kernels == 5 and report.problems == report.failures == [] and ended(ahead)
+    assert report.seconds == {"a.x": 0.5, "a.y": 1.0, "a.z": 0.5, "triton.launcher": 0.5, "trace": 0.2}
+    assert find_mark(config, GPU).read_text() == "5\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "kernels", "problem"),
+    [
+        (("x", "die", "y", "z"), 4, "a process failed while it compiled a.die: status 7"),
+        (("x", "die early", "y"), 3, "a process failed while it traced the model: status 3"),
+        (("x", "babble"), 2, "a process failed while it compiled a.babble: "),
+        (("x", "bad", "y"), 4, "a.bad does not compile: it is bad"),
+        (("x", "odd step"), 3, "a step: ValueError: no"),
+    ],
+)
+def test_what_is_missing_is_warned_of(
+    names: tuple[str, ...], kernels: int, problem: str, start: Callable[..., CompileAhead], config: EngineConfig,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(compile_ahead, "_LEAVING_S", 0.2)
+    ahead = start(*names)
+    report = ahead.wait(20.0)
+    (found,) = report.failures + report.problems
+    assert ended(ahead) and found.startswith(problem) and report.kernels == kernels
+    assert problem in caplog.text and "compiled when they are launched" in caplog.text
+    assert find_mark(config, GPU).exists() == (not report.failures)  # what fails in every run is not tried in every run
+    assert bool(report.failures) == found.startswith("a process")
+
+
+def test_a_process_that_hangs_is_not_waited_for(start: Callable[..., CompileAhead]) -> None:
+    begun = time.monotonic()
+    ahead = start("x", "hang", "y")
+    failures = ahead.wait(1.0).failures
+    assert ended(ahead) and time.monotonic() - begun < 20
+    assert failures[0] == "compiling took more than 1 seconds" and "a.hang: status -9" in failures[1]
+
+
+def test_a_start_waits_for_its_own_kernels_alone(start: Callable[..., CompileAhead]) -> None:
+    ahead = start("x", "y", "last", "hang", "hang")
+    ahead.wait_for_start(20.0)
+    assert {"a.x", "a.y", "a.last", "triton.launcher"} <= ahead.report.seconds.keys() and not ended(ahead)
+    ahead.close()
+
+
+@pytest.mark.parametrize("names", [("die", "die", "die"), ("die early",)])
+def test_a_start_waits_for_nobody(names: tuple[str, ...], start: Callable[..., CompileAhead]) -> None:
+    ahead = start(*names)
+    ahead.wait_for_start(20.0)
+    assert ahead.wait(20.0).failures and ended(ahead)
+
+
+def test_a_start_that_takes_too_long_goes_on(start: Callable[..., CompileAhead]) -> None:
+    ahead = start("hang", "x", "hang")
+    ahead.wait_for_start(0.5)
+    assert ended(ahead) and ahead.wait().failures[0] == "compiling took more than 0.5 seconds"
+
+
+def test_an_interrupt_ends_the_processes(
+    start: Callable[..., CompileAhead], config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = start("hang", "hang")
+    monkeypatch.setattr(compile_ahead, "_start", lambda _: ahead)
+    with pytest.raises(KeyboardInterrupt), compiling(config, TPGroup()):
+        raise KeyboardInterrupt
+    assert ended(ahead)
+
+
+def test_nothing_starts_where_nothing_is_missing(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_ahead, "CompileAhead", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr(GPUFacts, "of", lambda device: GPU)
+    monkeypatch.setattr(compile_ahead, "resolve_device", lambda name: torch.device(name))
+    compile_ahead._start(replace(config, device="cpu"))
+    with compiling(config, TPGroup(1, 2)):
+        pass
+    monkeypatch.setenv("HYBRIDRT_COMPILE_WORKERS", "0")
+    compile_ahead._start(config)
+    monkeypatch.delenv("HYBRIDRT_COMPILE_WORKERS")
+    mark = find_mark(replace(config, seed=7), replace(GPU, free_bytes=5))  # kernels depend on neither
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    compile_ahead._start(config)
+    with pytest.raises(pytest.fail.Exception):
+        compile_ahead._start(replace(config, state_mode="classic"))
+
+
+@pytest.mark.parametrize("text", ["many", "-1", "1e9", "99999"])
+def test_a_number_of_processes(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HYBRIDRT_COMPILE_WORKERS", raising=False)
+    assert 1 <= default_workers() <= 16
+    monkeypatch.setenv("HYBRIDRT_COMPILE_WORKERS", text)
+    with pytest.raises(ConfigError, match="HYBRIDRT_COMPILE_WORKERS"):
+        default_workers()
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    there = torch.cuda.is_available()
+    with pretended(GPU):
+        x = torch.empty(4, 6, device="cuda", dtype=torch.bfloat16)
+        assert x.is_cuda and x.device == torch.device("cuda", 0) and torch.cuda.is_available()
+        assert torch.cuda.mem_get_info() == (GPU.free_bytes, GPU.total_bytes)
+        host = torch.zeros(6, dtype=torch.int32, pin_memory=True)
+        assert not host.is_cuda and host.to("cuda").is_cuda and torch.arange(3, device=x.device).is_cuda
+        assert torch.ones(6, dtype=torch.int32).copy_(x[0], non_blocking=True).tolist() == [1] * 6
+        assert x[1:, 2:].storage_offset() == 8
+    assert torch.cuda.is_available() == there
+    with pytest.raises(ConfigError, match="known are h100, h200"):
+        known_gpu("b300")

@@ -1,0 +1,97 @@
+"""Reasoning over HTTP: budgets, efforts and counts, on every endpoint, streamed and not. The model says what a script
+says, unless a grammar forbids it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.support.http_server import Served, serving
+from tests.support.scripted_llm import Scripted, scripted
+
+ASK: list[Any] = [{"role": "user", "content": "Why?"}]
+OPEN = {"chat_template_kwargs": {"enable_thinking": True}}
+Talker = tuple[Served, Scripted]
+
+
+@pytest.fixture(scope="module")
+def talker() -> Iterator[Talker]:
+    with scripted() as model, serving(model.llm, chat_template=None, reasoning_parser="think") as served:
+        yield served, model
+
+
+def answered(served: Served, stream: bool, **body: Any) -> tuple[str, str, int, str]:
+    """Content, reasoning, its tokens and the finish reason."""
+    create: Any = served.client().chat.completions.create
+    asked = {"model": "tested", "messages": ASK, "max_tokens": 60, "extra_body": body}
+    if not stream:
+        got = create(**asked)
+        (choice,), usage = got.choices, got.usage
+        parts = [choice.message]
+    else:
+        chunks = list(create(**asked, stream=True, stream_options={"include_usage": True}))
+        usage, choices = chunks[-1].usage, [choice for chunk in chunks for choice in chunk.choices]
+        parts, choice = [choice.delta for choice in choices], choices[-1]
+    content = "".join(part.content or "" for part in parts)
+    reasoning = "".join(getattr(part, "reasoning_content", None) or "" for part in parts)
+    return content, reasoning, usage.completion_tokens_details.reasoning_tokens, choice.finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_budget_ends_the_reasoning(stream: bool, talker: Talker) -> None:
+    """Then the script goes on behind the tag that the grammar demanded: each sample's token i is the script's."""
+    served, model = talker
+    model.say("<think>0123456789</think>So.")
+    assert answered(served, stream) == ("So.", "0123456789", 12, "stop")
+    assert answered(served, stream, thinking_token_budget=20) == ("So.", "0123456789", 12, "stop")
+    assert answered(served, stream, thinking_token_budget=4) == ("56789</think>So.", "0123", 6, "stop")
+    assert answered(served, stream, thinking_token_budget=0)[1:] == ("", 2, "stop")
+    model.say("0123456789</think>So.")
+    assert answered(served, stream, thinking_token_budget=4, **OPEN) == ("56789</think>So.", "0123", 5, "stop")
+    model.say("No thought.")
+    assert answered(served, stream, thinking_token_budget=4) == ("No thought.", "", 0, "stop")
+
+
+def test_a_budget_beside_a_form_and_beside_calls(talker: Talker) -> None:
+    served, model = talker
+    model.say("0123456789</think>So.")
+    body = {"thinking_token_budget": 3, **OPEN}
+    content, reasoning, tokens, _ = answered(served, True, guided_choice=["yes"], **body)
+    assert (content, reasoning, tokens) == ("yes", "012", 4)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    body |= {"tools": [tool], "tool_choice": "required", "max_tokens": 400, "messages": ASK}
+    body |= {"parallel_tool_calls": False}
+    choice = served.post("/v1/chat/completions", body).json()["choices"][0]
+    assert choice["message"]["reasoning_content"] == "012" and choice["finish_reason"] == "tool_calls"
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f"]
+
+
+def test_a_budget_of_messages(talker: Talker) -> None:
+    served, model = talker
+    model.say("<think>0123456789</think>So.")
+    client = anthropic.Anthropic(api_key="none", base_url=served.url, max_retries=0)
+    asked: Any = {"model": "tested", "messages": ASK, "max_tokens": 60}
+    asked["thinking"] = {"type": "enabled", "budget_tokens": 4}
+    with client.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    for got in (client.messages.create(**asked), streamed):
+        thought, text = got.content
+        assert (thought.thinking, text.text) == ("0123", "56789</think>So.")  # type: ignore[union-attr]
+
+
+def test_efforts_reach_the_template(talker: Talker) -> None:
+    """On each endpoint under its own name. The prompt's length tells what the template has seen."""
+    _, model = talker
+    template = "{{ 'x' * {'none': 1, 'low': 2, 'xhigh': 3}[reasoning_effort] }}{{ '' if enable_thinking is defined }}"
+    template += "{{ 'yyyyy' if enable_thinking is false }}"
+    with serving(model.llm, chat_template=template) as served:
+        for effort, length in (("none", 6), ("low", 2), ("xhigh", 3)):
+            bodies: dict[str, Any] = {
+                "/v1/chat/completions": {"messages": ASK, "reasoning_effort": effort},
+                "/v1/responses": {"input": "Why?", "reasoning": {"effort": effort}},
+                "/v1/messages": {"messages": ASK, "output_config": {"effort": effort.replace("xhigh", "max")}},
+            }
+            for path, body in bodies.items():
+                usage = served.post(path, body | {"max_tokens": 3}).json()["usage"]
+                assert usage.get("prompt_tokens", usage.get("input_tokens")) == length, (path, effort)

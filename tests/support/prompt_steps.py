@@ -1,0 +1,51 @@
+"""Random steps with prompts, for tests of their graphs."""
+
+import random
+
+from hybridrt.runtime.prompt_columns import PROMPT_ROWS
+from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
+from tests.support.checkpoints import VOCAB
+
+
+class Play:
+    """Prompts in chunks, some of which save a state, beside rows that decode. All rows are admitted and have pages.
+
+    Args:
+        computed: tokens that each row has already; steps add theirs.
+        spare: the first of PROMPT_ROWS state slots that belong to no row; None: no states are saved.
+        tokens: most prompt tokens of a step; longest: most tokens of a row.
+        decoding: most decode rows; prompts: most chunks.
+    """
+
+    def __init__(
+        self, computed: dict[int, int], spare: int | None, seed: int, *, tokens: int = 48, longest: int = 90,
+        decoding: int = 3, prompts: int = PROMPT_ROWS,
+    ) -> None:  # fmt: skip
+        self.computed, self._spare, self._random = computed, spare, random.Random(seed)
+        self._tokens, self._longest, self._decoding, self._prompts = tokens, longest, decoding, prompts
+
+    def step(self) -> StepPlan:
+        """At least one chunk, if any row has room left."""
+        draw = self._random
+        order = draw.sample(sorted(self.computed), len(self.computed))
+        chosen = order[: draw.randint(0, self._decoding)]
+        decoding = [row for row in chosen if 0 < self.computed[row] < self._longest]
+        prompts = [row for row in order if row not in decoding and self.computed[row] < self._longest]
+        chunks, left = list[ExtendRow](), draw.randint(1, self._tokens)
+        for row in prompts[: draw.randint(1, self._prompts)]:
+            length = min(draw.randint(1, max(self._tokens // 2, 2)), left, self._longest - self.computed[row])
+            if length > 0:
+                chunks.append(self._chunk(row, length, len(chunks)))
+                left -= length
+        decode = DecodeRows.of(DecodeRow(row, self.computed[row], 0) for row in decoding)
+        for row in decoding:
+            self.computed[row] += 1
+        return StepPlan(decode=decode, extend=chunks)
+
+    def _chunk(self, row: int, length: int, index: int) -> ExtendRow:
+        start, saves, draw = self.computed[row], list[tuple[int, int]](), self._random
+        if self._spare is not None and length > 1 and draw.random() < 0.7:
+            saves = [(draw.randint(max(length - 6, 1), length - 1), self._spare + index)]
+        self.computed[row] = start + length
+        tokens = [draw.randrange(3, VOCAB) for _ in range(length)]
+        return ExtendRow(row, start, tokens, 0, draw.random() < 0.7, saves=saves)
