@@ -1,9 +1,8 @@
 """Pads a step with prompts to the sizes of its bucket, so that one graph serves all steps that fit.
 
-A bucket has so many decode rows, PROMPT_ROWS prompts and so many tokens of all of them. What a step leaves of it is
-padding, which belongs to request row 0 and to no state slot. Behind the prompts stands one padding row that has all
-tokens that are left, then rows without tokens. So every token of a graph belongs to a row, and the rows' tokens always
-add up to the bucket's.
+A bucket has so many decode rows, prompts, and tokens of all of them. What a step leaves of it is padding, which belongs
+to request row 0 and to no state slot. Behind the prompts stands one padding row that has all tokens that are left, then
+rows without tokens. So every token of a graph belongs to a row, and the rows' tokens always add up to the bucket's.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,9 +17,8 @@ from hybridrt.runtime.step_passes import Run, in_pass, pack_runs, runs_of
 
 PROMPT_TOKENS = tuple(range(128, 1025, 128))  # of a step; larger ones keep a device busy without graphs
 DECODE_ROWS = (0, 32, 128)
-PROMPT_ROWS = 8
-# Tokens that stand behind saved states, of all prompts: prompts leave states on a grid, usually of 16 tokens.
-SAVED_TOKENS = 16 * PROMPT_ROWS
+PROMPT_ROWS, TOKENS_OF_ONE = 8, 64  # most prompts of a bucket, which has room for one in so many tokens
+TAIL = 16  # tokens behind a saved state, in the mean of the prompts: states stand on a grid, usually of 16 tokens
 
 
 class Bucket(NamedTuple):
@@ -29,14 +27,24 @@ class Bucket(NamedTuple):
     decode_rows: int
     tokens: int
 
+    @property
+    def prompts(self) -> int:
+        """Most prompts of a step: what a graph has room for costs it time, and few short prompts come at once."""
+        return min(max(self.tokens // TOKENS_OF_ONE, 1), PROMPT_ROWS)
 
-def has_place(plan: StepPlan, saves: bool) -> bool:
-    """Whether buckets have room for a step's prompts, but for the number of their tokens. `saves`: states may be saved
-    within them. If so, a second pass goes on from there: that is enough for one state of a prompt."""
-    if len(plan.extend) > PROMPT_ROWS:
-        return False
-    behind = [len(row.tokens) - row.saves[0][0] for row in plan.extend if row.saves]
-    return not behind or (saves and sum(behind) <= SAVED_TOKENS and all(len(row.saves) < 2 for row in plan.extend))
+    @property
+    def tail(self) -> int:
+        """Most tokens that stand behind saved states, of all prompts."""
+        return TAIL * self.prompts
+
+    def holds(self, plan: StepPlan, saves: bool) -> bool:
+        """Whether a step has prompts, and fits. `saves`: states may be saved within them. If so, a second pass computes
+        what stands behind them: that is enough for one state of a prompt."""
+        rows, tokens = plan.extend, sum(len(row.tokens) for row in plan.extend)
+        if not 0 < len(rows) <= self.prompts or tokens > self.tokens or len(plan.decode) > self.decode_rows:
+            return False
+        behind = [len(row.tokens) - row.saves[0][0] for row in rows if row.saves]
+        return not behind or (saves and sum(behind) <= self.tail and all(len(row.saves) < 2 for row in rows))
 
 
 def pack_padded(plan: StepPlan, bucket: Bucket, sizes: Sequence[int], saves: bool, seq_len_fill: int) -> Columns:
@@ -53,9 +61,9 @@ def pack_padded(plan: StepPlan, bucket: Bucket, sizes: Sequence[int], saves: boo
     columns |= _sampled(plan, columns, bucket)
     if saves:
         columns.pop("read_state_slots", None)
-        return columns | _pack_passes(padded.extend, bucket.tokens, sizes)
+        return columns | _pack_passes(padded.extend, bucket, sizes)
     columns["read_state_slots"] = np.array([row.read_state_slot for row in padded.extend], np.int32)
-    return columns | _pad_plans(columns, sizes, PROMPT_ROWS + 1, bucket.tokens)
+    return columns | _pad_plans(columns, sizes, bucket.prompts + 1, bucket.tokens)
 
 
 def pad_step(plan: StepPlan, bucket: Bucket, seq_len_fill: int) -> StepPlan:
@@ -65,7 +73,7 @@ def pad_step(plan: StepPlan, bucket: Bucket, seq_len_fill: int) -> StepPlan:
     zeros, computed = np.zeros(missing, np.int32), np.full(missing, seq_len_fill - 1, np.int32)
     ends = (decode.rows, zeros), (decode.computed, computed), (decode.output_indices, zeros), (decode.num_drafts, zeros)
     padding = [ExtendRow(0, 0, [0] * left, 0, False)]
-    padding += [ExtendRow(0, 0, (), 0, False)] * (PROMPT_ROWS - len(extend))
+    padding += [ExtendRow(0, 0, (), 0, False)] * (bucket.prompts - len(extend))
     return StepPlan(decode=DecodeRows(*map(np.concatenate, ends)), extend=[*extend, *padding])
 
 
@@ -81,22 +89,22 @@ def _sampled(plan: StepPlan, columns: Columns, bucket: Bucket) -> Columns:
         "sample_rows": (plan.decode.rows, np.array([row.row for row in sampling], np.int32)),
         "output_indices": (plan.decode.output_indices, np.array([row.output_index for row in sampling], np.int32)),
     }
-    padding = np.zeros(bucket.decode_rows + PROMPT_ROWS - n - len(sampling), np.int32)
+    padding = np.zeros(bucket.decode_rows + bucket.prompts - n - len(sampling), np.int32)
     return {name: np.concatenate((*part, padding)) for name, part in parts.items()}
 
 
-def _pack_passes(extend: Sequence[ExtendRow], tokens: int, sizes: Iterable[int]) -> Columns:
+def _pack_passes(extend: Sequence[ExtendRow], bucket: Bucket, sizes: Iterable[int]) -> Columns:
     """The two passes over a bucket's prompts, padded. A prompt that saves a state has two runs in the first one."""
     last, (first, second) = len(extend) - 1, (runs_of(extend, number) for number in (0, 1))
     behind = sum(run.length for run in second)
-    first += [Run(last, -1, -1, 0, tokens, 0)] * (2 * PROMPT_ROWS + 1 - len(first))
-    second.append(Run(last, -1, -1, 0, 0, SAVED_TOKENS - behind))
-    second += [Run(last, -1, -1, 0, 0, 0)] * (PROMPT_ROWS + 1 - len(second))
+    first += [Run(last, -1, -1, 0, bucket.tokens, 0)] * (2 * bucket.prompts + 1 - len(first))
+    second.append(Run(last, -1, -1, 0, 0, bucket.tail - behind))
+    second += [Run(last, -1, -1, 0, 0, 0)] * (bucket.prompts + 1 - len(second))
     columns = pack_runs(first, 0, sizes) | pack_runs(second, 1, sizes)
     # What pads the second pass stands for token 0, which is never behind a saved state.
     columns[in_pass("tokens", 1)][behind:] = 0
     found = [_pad_plans(columns, sizes, len(runs), count, number)
-             for number, (runs, count) in enumerate(((first, tokens), (second, SAVED_TOKENS)))]  # fmt: skip
+             for number, (runs, count) in enumerate(((first, bucket.tokens), (second, bucket.tail)))]  # fmt: skip
     return columns | found[0] | found[1]
 
 

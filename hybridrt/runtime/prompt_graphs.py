@@ -24,7 +24,7 @@ from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.runtime.graph_runner import POISON, ClosureRecorder, CudaGraphRecorder, Recorder, StepModel, free_bytes
-from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS, PROMPT_TOKENS, Bucket, has_place, pack_padded
+from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS, PROMPT_TOKENS, Bucket, pack_padded
 from hybridrt.runtime.step import StepPlan
 from hybridrt.runtime.step_batch import fill_decode, make_batch
 from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, cut, packed_size
@@ -87,6 +87,7 @@ class PromptGraphs:
     ) -> None:
         self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
         self.saves, self.poisoned = saves, model.device.type != "cuda"
+        self.exact = self.poisoned  # the host knows each step's own numbers: reference operations need them
         self.recorder: Recorder = recorder or (ClosureRecorder() if self.poisoned else CudaGraphRecorder())
         self.buckets = make_buckets(sizes, min(max_bs, req_to_token_pool.num_rows), max_tokens, req_to_token_pool)
         most = max((bucket.decode_rows for bucket in self.buckets), default=0)
@@ -107,18 +108,15 @@ class PromptGraphs:
             self._fill(graph, columns, num_real=0)
             self._set_bounds(graph, columns)
             self.backend.prepare(graph.batch, graph=self._view)
-            graph.replay = self.recorder(self._bind(graph))
+            # A run before the capture takes as long as the capture. One for each number of decode rows is enough.
+            warm = any(known.decode_rows == bucket.decode_rows for known in self._graphs)
+            graph.replay = self.recorder(self._bind(graph), warm)
             self._graphs[bucket] = graph
         self.captured_bytes = free - free_bytes(self.model.device)
 
     def bucket(self, plan: StepPlan) -> Bucket | None:
-        """The smallest captured bucket that holds a step with prompts. None: it is too large for all of them, or its
-        prompts have no place (`has_place`), and runs eagerly."""
-        rows, tokens = len(plan.decode), sum(len(row.tokens) for row in plan.extend)
-        if not plan.extend or not has_place(plan, self.saves):
-            return None
-        holding = [bucket for bucket in self._graphs if bucket.decode_rows >= rows and bucket.tokens >= tokens]
-        return min(holding, default=None)
+        """The smallest captured bucket that holds a step (`Bucket.holds`). None: it runs eagerly."""
+        return min((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), default=None)
 
     def replay(self, plan: StepPlan, bucket: Bucket) -> SampledLines:
         """One step up to its logits, in inference mode. What it changes in tables has been written."""
@@ -128,7 +126,7 @@ class PromptGraphs:
             self._poison(graph)
         columns = self._pack(plan, bucket)
         self._fill(graph, columns, num_real=len(plan.decode))
-        if self.poisoned:
+        if self.exact:
             self._set_bounds(graph, columns)
         self.backend.prepare(graph.batch, graph=self._view)
         graph.replay()
@@ -151,18 +149,17 @@ class PromptGraphs:
         places = (sections[name] for name in ("rows", "seq_lens", "query_start_loc"))
         reads = sections.get("read_state_slots")
         batch = make_batch(self.backend, *places, inputs, rows, None, 0, read_state_slots=reads)
-        return PromptGraph(bucket, packed, sections, inputs, batch, self._logits[: rows + PROMPT_ROWS])
+        return PromptGraph(bucket, packed, sections, inputs, batch, self._logits[: rows + bucket.prompts])
 
     def _fill(self, graph: PromptGraph, columns: Columns, num_real: int) -> None:
         self._staging.copy(graph.packed, columns)
         graph.batch.num_real = num_real
 
     def _set_bounds(self, graph: PromptGraph, columns: Columns) -> None:
-        """What the host knows of a step. A capture has one row with all tokens: these are bounds for all replays. A
-        closure runs reference operations, which need each step's own numbers."""
+        """What the host knows of a step. A capture has one row with all tokens: these are bounds for all replays."""
         batch, sizes = graph.batch, self.backend.chunk_sizes
         batch.query_lens_cpu = np.diff(columns["query_start_loc"]).tolist()
-        batch.seq_lens_cpu = columns["seq_lens"].tolist() if self.poisoned else None
+        batch.seq_lens_cpu = columns["seq_lens"].tolist() if self.exact else None
         if self.saves:
             batch.extend_passes = extend_passes(columns, graph.sections, sizes)
         else:

@@ -14,7 +14,7 @@ from hybridrt.kernels.records import TokenInputs
 from hybridrt.runtime import prompt_columns
 from hybridrt.runtime.prompt_columns import Bucket, pack_padded
 from hybridrt.runtime.prompt_graphs import PromptGraphs
-from hybridrt.runtime.step import StepPlan
+from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
 from hybridrt.runtime.step_batch import fill_decode, make_batch
 from hybridrt.runtime.step_inputs import chunk_plans
 from hybridrt.runtime.step_passes import extend_passes
@@ -35,9 +35,10 @@ CASES = [(name, ("classic", "replay")[saves and has_replay(name)], saves) for sa
 
 
 @pytest.fixture(autouse=True)
-def short_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """References are slow on padding."""
-    monkeypatch.setattr(prompt_columns, "SAVED_TOKENS", 48)
+def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small buckets have room for as many prompts as large ones. References are slow on padding."""
+    monkeypatch.setattr(prompt_columns, "TOKENS_OF_ONE", 6)
+    monkeypatch.setattr(prompt_columns, "TAIL", 6)
 
 
 def last_tokens() -> Tensor:
@@ -47,20 +48,21 @@ def last_tokens() -> Tensor:
     return found
 
 
-def runner_of(hand: ByHand, saves: bool) -> PromptGraphs:
+def runner_of(hand: ByHand, saves: bool, exact: bool = True, sizes: Any = SIZES) -> PromptGraphs:
     graphs = PromptGraphs(
         model=hand.model, backend=hand.backend, req_to_token_pool=hand.pools.req_to_token, last_tokens=last_tokens(),
-        max_bs=3, max_tokens=48, saves=saves, sizes=SIZES,
+        max_bs=3, max_tokens=48, saves=saves, sizes=sizes,
     )  # fmt: skip
+    graphs.exact = exact
     graphs.capture()
     return graphs
 
 
-def twins(path: Any, mode: str) -> tuple[ByHand, ByHand]:
+def twins(path: Any, mode: str, **config: Any) -> tuple[ByHand, ByHand]:
     """Two equal set-ups whose rows are admitted."""
     made = []
     for _ in range(2):
-        hand = ByHand(path, mode=mode, rows=ROWS, cache_slots=8)
+        hand = ByHand(path, mode=mode, rows=ROWS, cache_slots=8, **config)
         hand.admit(*range(1, ROWS + 1))
         made.append(hand)
     return made[0], made[1]
@@ -126,6 +128,36 @@ def test_replay_equals_eager_padded_alike(name: str, mode: str, saves: bool, che
             assert same(tensor[:, 1:], after[what][:, 1:]), what
         sampled = [*plan.decode.rows.tolist(), *(row.row for row in plan.extend if row.sample)]
         assert got.rows.tolist() == got.on_host[0].tolist() == sampled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["falcon-plain", "kimi-plain", "qwen-plain", "jamba-plain"])
+def test_kernels_see_bounds_alone(
+    name: str, provider: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton kernels with the host's numbers of the capture, as in a CUDA graph."""
+    if provider == "torch":
+        pytest.skip("reference operations need each step's own lengths")
+    monkeypatch.setattr(prompt_columns, "TOKENS_OF_ONE", 8)
+    monkeypatch.setattr(prompt_columns, "TAIL", 4)
+    replayed, other = twins(checkpoints[name].path, "classic", attention_backend="triton")
+    graphs = runner_of(replayed, True, exact=False, sizes=((2,), (16,)))
+    tokens = prompts(20)[0]
+    saving = ExtendRow(4, 0, tokens[:9], 0, True, saves=[(6, SPARE)])
+    first = StepPlan(extend=[saving, ExtendRow(2, 0, tokens[9:14], 0, True)])
+    behind = [ExtendRow(2, 5, tokens[14:16], 0, True), ExtendRow(5, 0, tokens[3:5], 0, True, read_state_slot=SPARE)]
+    second = StepPlan(decode=DecodeRows.of([DecodeRow(4, 9, 0)]), extend=behind)
+    for plan in (first, second):
+        bucket = graphs.bucket(plan)
+        assert bucket is not None
+        with torch.inference_mode():
+            got = graphs.replay(plan, bucket)
+        wanted = eager(other, plan, bucket, True)[: len(got.rows)]
+        torch.testing.assert_close(got.logits, wanted, rtol=1e-4, atol=1e-4)
+        after = replayed.snapshot()
+        for what, tensor in other.snapshot().items():
+            close = torch.allclose(tensor[:, 1:], after[what][:, 1:], rtol=1e-4, atol=1e-4, equal_nan=True)
+            assert close, what
 
 
 @pytest.mark.parametrize(
