@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,8 +28,9 @@ from benchmarks.bench_serving import percentile
 from benchmarks.common import environment, save, settle
 from benchmarks.prefix_bound import Served
 from benchmarks.traces import TRACES, Item, Shape
-from hybridrt import LLM, SamplingParams
+from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.config import DTYPES
+from hybridrt.engine.engine import Engine
 from hybridrt.engine.outputs import RequestMetrics
 from hybridrt.errors import ConfigError
 
@@ -60,6 +61,14 @@ class Ran:
         return Served(tokens, len(self.prompt), *times, not m.retractions, self.item.salt)
 
 
+class Clock(Protocol):
+    """What `Player` needs of the module `time`."""
+
+    def monotonic(self) -> float: ...
+
+    def sleep(self, seconds: float, /) -> None: ...
+
+
 class Player:
     """Sends a trace to an engine: each request once those before it have ended, and its delay is over.
 
@@ -67,8 +76,11 @@ class Player:
         alone: send only the tokens of a prompt that no earlier answer or prompt part precedes: its last part.
     """
 
-    def __init__(self, llm: LLM, items: Sequence[Item], *, temperature: float = 1.0, alone: bool = False) -> None:
-        self._llm, self._temperature, self._alone = llm, temperature, alone
+    def __init__(
+        self, engine: Engine, items: Sequence[Item], *, temperature: float = 1.0, alone: bool = False,
+        clock: Clock = time,
+    ) -> None:  # fmt: skip
+        self._engine, self._temperature, self._alone, self._clock = engine, temperature, alone, clock
         self._numbers = {item.id: i for i, item in enumerate(items)}
         self._open = {item.id: set(item.after) for item in items}
         self._followers: dict[str, list[Item]] = {}
@@ -83,23 +95,23 @@ class Player:
     def play(self, limit: float = math.inf) -> tuple[list[Ran], float]:
         """Runs everything; returns what has run, in order of its end, and the seconds until the last end. After `limit`
         seconds nothing is sent any more."""
-        engine, ran, start = self._llm.engine, list[Ran](), time.monotonic()
+        engine, clock, ran, start = self._engine, self._clock, list[Ran](), self._clock.monotonic()
         while self._due or engine.has_unfinished():
-            now = time.monotonic() - start
+            now = clock.monotonic() - start
             if now > limit:
                 self._due.clear()
             while self._due and self._due[0][0] <= now:
                 due, _, item = heapq.heappop(self._due)
                 self._send(item, start + due)
             if not engine.has_unfinished() and self._due:
-                time.sleep(max(self._due[0][0] - now, 0.0))
+                clock.sleep(max(self._due[0][0] - now, 0.0))
                 continue
             for delta in engine.step():
                 if delta.error is not None:
                     raise delta.error
                 self._answers[delta.request_id] += delta.token_ids
                 if delta.metrics is not None:
-                    ran.append(self._end(delta.request_id, delta.metrics, time.monotonic() - start))
+                    ran.append(self._end(delta.request_id, delta.metrics, clock.monotonic() - start))
         return ran, time.monotonic() - start
 
     def _send(self, item: Item, due: float) -> None:
@@ -110,7 +122,7 @@ class Player:
             max_tokens=item.max_tokens, temperature=self._temperature, ignore_eos=True, seed=self._numbers[item.id],
             cache_salt=item.salt,
         )  # fmt: skip
-        self._llm.engine.add_request(prompt, params, item.id)
+        self._engine.add_request(prompt, params, item.id)
         self._sent[item.id], self._answers[item.id] = (item, prompt, due), []
 
     def _end(self, name: str, metrics: RequestMetrics, now: float) -> Ran:
@@ -162,12 +174,14 @@ def show(row: dict[str, Any]) -> None:
 
 
 def build(args: argparse.Namespace, *, prefix_cache: bool) -> LLM:
-    embedded = args.model == "embedded"
+    embedded, drafter = args.model == "embedded", None
+    if args.drafter:
+        drafter = SpeculativeConfig(method=args.drafter, num_draft_tokens=args.drafts, draft_model=args.draft_model)
     llm = LLM(
         args.model, load_format="auto" if embedded else "dummy", device=args.device,
         max_running_requests=args.max_running, max_model_len=args.max_model_len, chunked_prefill_size=args.chunk,
         page_size=args.page_size, mamba_ssm_dtype=args.state_dtype, state_mode=args.state_mode,
-        prefix_cache=prefix_cache, cache_slots=args.cache_slots if prefix_cache else None,
+        prefix_cache=prefix_cache, cache_slots=args.cache_slots if prefix_cache else None, speculative=drafter,
     )  # fmt: skip
     print(llm.plan.summary(), flush=True)
     settle()
@@ -184,7 +198,7 @@ def make_items(args: argparse.Namespace, vocab: int) -> list[Item]:
 def play(llm: LLM, name: str, items: Sequence[Item], args: argparse.Namespace, alone: bool = False) -> dict[str, Any]:
     """One run from an empty cache, shown; the second value of a hit rate only where the cache is on."""
     llm.reset_prefix_cache()
-    ran, seconds = Player(llm, items, temperature=args.temperature, alone=alone).play(args.limit)
+    ran, seconds = Player(llm.engine, items, temperature=args.temperature, alone=alone).play(args.limit)
     row = summary(name, ran, seconds)
     if llm.config.prefix_cache:
         add_bounds(row, ran, llm, llm.plan.num_slots)
@@ -239,7 +253,7 @@ def play_warm(llm: LLM, items: Sequence[Item], args: argparse.Namespace) -> None
     """Requests before the timed ones: kernels are compiled and pools touched."""
     first = [item for item in items if not item.after][: max(args.max_running // 4, 1)]
     first = [traces.replace(item, delay=0.0, max_tokens=min(item.max_tokens, 8)) for item in first]
-    Player(llm, first).play()
+    Player(llm.engine, first).play()
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -259,6 +273,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache-slots", type=int, help="states for cached prefixes")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--drafter", help="method of speculative decoding, e.g. ngram")
+    parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--draft-model", help="directory of the draft model, for --drafter draft")
     parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
     parser.add_argument("--device", default="auto")

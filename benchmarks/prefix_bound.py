@@ -35,6 +35,7 @@ problem, whose optimum is whole; so its dual, too, is that of the best choice of
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -67,13 +68,15 @@ class Served:
 @dataclass(eq=False)
 class _Node:
     """An edge of the tree of all texts. `ready`: a request has computed it; `last`: the latest end event of the
-    requests so far that have it; `running`: how many running requests' prompts have it."""
+    requests so far that have it; `passed`: the latest event from which on one of them holds no state after it;
+    `running`: how many running requests' prompts have it."""
 
     tokens: np.ndarray
     start: int
     children: "dict[int, _Node]" = field(default_factory=dict)
     ready: bool = False
     last: int = -1
+    passed: int = -1
     running: int = 0
 
     @property
@@ -88,6 +91,7 @@ class Program:
     Attributes:
         lengths: [n, K] float32, L_k.
         since: [n, K] int64, F_k, at most A_j.
+        passed: [n, K] int64, G_k, at most A_j.
         pages: [n, K] float32, n_k.
         at: [n] int64, A_j.
         slots, free: [E] float32, C_e and P_e.
@@ -95,6 +99,7 @@ class Program:
 
     lengths: torch.Tensor
     since: torch.Tensor
+    passed: torch.Tensor
     pages: torch.Tensor
     at: torch.Tensor
     slots: torch.Tensor
@@ -121,13 +126,14 @@ def program(served: Sequence[Served], page_size: int, num_slots: int, num_pages:
     paths = _paths(served, roots)
     unit = 1 if num_slots else max(page_size, 1)
     slots, free = np.zeros(len(events)), np.zeros(len(events))
-    options, running, used = list[list[tuple[int, int]]](), 0, 0
+    options, running, used = list[list[_Option]](), 0, 0
     for e, (_, kind, i) in enumerate(events):
         path = paths[i]
         prompt = [node for node in path if node.end <= served[i].prompt]
         if kind == ADMITTED:
             options.append(_options(path, e, (served[i].prompt - 1) // unit * unit, unit))
         _mark(path if kind != COMPUTED else prompt, place[ENDED, i], computed=kind != ADMITTED)
+        _pass(path, served[i], place[COMPUTED, i] + 1, place[ENDED, i])
         change = (-1, 0, 1)[kind] if served[i].kept else 0
         held = _hold(prompt, change, page_size) if change else 0
         running, used = running + change, used + held
@@ -170,7 +176,7 @@ def _dual(problem: Program, prices: torch.Tensor, heat: float) -> tuple[torch.Te
     prices = prices.double()
     until = torch.nn.functional.pad(prices.cumsum(1), (1, 0))  # [2, E + 1]: what the events before cost
     at = problem.at[:, None]
-    slot = until[0][at + 1] - until[0][problem.since]
+    slot = until[0][at + 1] - until[0][problem.passed]
     page = ((until[1][at] - until[1][problem.since]) * problem.pages).cumsum(1)
     gain = torch.where(problem.lengths > 0, problem.lengths - slot - page, -torch.inf)
     gain = torch.nn.functional.pad(gain, (1, 0))
@@ -206,18 +212,27 @@ def _insert(node: _Node, tokens: np.ndarray) -> list[_Node]:
     return path
 
 
-def _options(path: Sequence[_Node], event: int, limit: int, unit: int) -> list[tuple[int, int]]:
-    """(length, event since which its tokens run no longer), the shortest first."""
-    options = list[tuple[int, int]]()
+class _Option(NamedTuple):
+    """A length, the event since which its last tokens run no longer, and that since which no request's own slot can
+    hold the state after it."""
+
+    length: int
+    since: int
+    passed: int
+
+
+def _options(path: Sequence[_Node], event: int, limit: int, unit: int) -> list[_Option]:
+    """The shortest first."""
+    options = list[_Option]()
     for node in path:
         if node.last < 0:
             break
         length = min(node.end, limit) // unit * unit
-        if length > (options[-1][0] if options else 0):
-            since = min(node.last, event)
-            if options and options[-1][1] == since:
+        if length > (options[-1].length if options else 0):
+            option = _Option(length, min(node.last, event), min(node.passed, event))
+            if options and options[-1].since == option.since and options[-1].passed <= option.passed:
                 options.pop()
-            options.append((length, since))
+            options.append(option)
     return options
 
 
@@ -227,6 +242,14 @@ def _mark(nodes: Sequence[_Node], end: int, computed: bool) -> None:
         node.ready |= computed
         if node.ready:
             node.last = max(node.last, end)
+
+
+def _pass(path: Sequence[_Node], request: Served, computed: int, ended: int) -> None:
+    """A request has moved on from the states within its prompt once the prompt is computed; from that after the whole
+    prompt, too, unless its answer is one token, whose state is not computed."""
+    for node in path:
+        within = node.end < request.prompt + (len(request.tokens) > request.prompt + 1)
+        node.passed = max(node.passed, computed if within else ended)
 
 
 def _hold(nodes: Sequence[_Node], change: int, page_size: int) -> int:
@@ -240,19 +263,19 @@ def _hold(nodes: Sequence[_Node], change: int, page_size: int) -> int:
 
 
 def _padded(
-    options: Sequence[Sequence[tuple[int, int]]], at: Sequence[int], page_size: int, slots: np.ndarray | None,
+    options: Sequence[Sequence[_Option]], at: Sequence[int], page_size: int, slots: np.ndarray | None,
     free: np.ndarray | None,
 ) -> Program:  # fmt: skip
     shape = len(options), max(map(len, options), default=0)
-    lengths, since, pages = np.zeros(shape, np.float32), np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+    lengths, pages = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    since, passed = (np.broadcast_to(np.array(at, np.int64)[:, None], shape).copy() for _ in range(2))
     for j, found in enumerate(options):
-        since[j] = at[j]
         before = 0
-        for k, (length, start) in enumerate(found):
-            lengths[j, k], since[j, k] = length, start
+        for k, (length, start, moved) in enumerate(found):
+            lengths[j, k], since[j, k], passed[j, k] = length, start, moved
             if page_size:
                 pages[j, k] = length // page_size - before // page_size
             before = length
     plenty = np.full(3 * len(options), 1e12)  # a request has three events
     limits = [torch.from_numpy((plenty if limit is None else limit).astype(np.float32)) for limit in (slots, free)]
-    return Program(*map(torch.from_numpy, (lengths, since, pages)), torch.tensor(at), *limits)  # type: ignore[arg-type]
+    return Program(*map(torch.from_numpy, (lengths, since, passed, pages)), torch.tensor(at), *limits)  # type: ignore[arg-type]

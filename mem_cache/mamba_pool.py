@@ -172,6 +172,8 @@ class MambaPool:
             self._add_group(shape, layer_ids, device)
 
     def _add_group(self, shape: StateShape, layer_ids: Sequence[int], device: torch.device | str) -> None:
+        """Allocates the tensors of layers of equal shape."""
+
         def allocate(
             entries: int, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
         ) -> dict[str, torch.Tensor]:

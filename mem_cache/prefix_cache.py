@@ -26,6 +26,7 @@ class PrefixMatch:
             page. The request copies it into its own page.
         known: tokens of the prompt that are in the tree, from the first on: more than `length` where a state is
             missing.
+        fork: `known`, if another prompt in the tree goes on differently from there; else 0.
         window: the cache's pages with the KV that the next token sees, where all attention layers have a sliding
             window. The request copies them into its own pages.
         node, tail_node: the tree's entries of the match and the tail.
@@ -46,6 +47,7 @@ class PrefixMatch:
     staged_from: int = 0
     window: Sequence[Slot] = ()
     retokenised: int = 0
+    fork: int = 0
 
 
 @dataclass(slots=True)

@@ -13,25 +13,20 @@ have been computed with another next token. This can make one draft worse; it ch
 
 A prefix is usable up to the deepest node with a state (models without recurrent layers: up to the last complete page).
 Eviction takes pages from the ends of leaves, least recently used first, and with them the states that need them. It
-takes states by GreedyDual (Cao and Irani 1997). All states have one size. The cost of a state is the number of tokens
-that it saves, times how often states of its class were used, relative to the other class. There are two classes. States
-at the end of a text serve requests whose prompt contains the whole answer. States within prompts serve requests whose
-prompt leaves out the beginning of an answer. A state is evicted first of all if it had one reader and this reader has
-left a state further down: the conversation continues from there. States that waiting requests will use are evicted
-last; among them, first those that save few tokens and whose requests wait longest from now. If one of them is evicted
-all the same, its requests count for the next state above it, which is then kept (that of a system prompt, for example).
+takes states in the order of mem_cache/state_worth.py.
 """
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 
 import numpy as np
 
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
-from hybridrt.mem_cache.radix_node import Node, has_idle_state, in_common, is_idle_leaf, left_answer
-from hybridrt.mem_cache.state_worth import StateWorths, saved_tokens, state_before
+from hybridrt.mem_cache.radix_node import Node, StateKind, in_common, is_idle_leaf, leaves_prompt, left_answer
+from hybridrt.mem_cache.state_worth import NewState, StateWorths
+from hybridrt.mem_cache.waiting_texts import WaitingTexts
 
 
 class RadixCache:
@@ -52,11 +47,9 @@ class RadixCache:
         self._roots: dict[str, Node] = {}
         self._clock = 0
         self._worths = StateWorths()
-        self._awaited = dict[int, Node]()  # by arrival: the node of a waiting request's state
         self._order = count()
         self._size = 0  # nodes, without roots
         self._leaves: list[tuple[int, int, Node]] = []  # heap by `used`; entries may be out of date
-        self._states: list[tuple[float, int, Node]] = []  # heap by worth; entries may be out of date
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -77,13 +70,15 @@ class RadixCache:
             return PrefixMatch(
                 pages * self.page_size, self._pages(found)[:pages], known=known, node=found, retokenised=left
             )
+        fork = known if leaves_prompt(node, known) else 0
         while node.parent is not None and (node.state is None or node.end > min(known, limit)):
             node = node.parent
         if node.parent is None:
-            return PrefixMatch(known=known, retokenised=left)
+            return PrefixMatch(known=known, retokenised=left, fork=fork)
         owner = self._tail_node(node)
         tail = None if owner is None else owner.tail if owner is node or not owner.pages else owner.pages[0]
-        return PrefixMatch(node.end, self._pages(node), node.state, tail, known, node, owner, retokenised=left)
+        found = node.end, self._pages(node), node.state, tail, known, node, owner
+        return PrefixMatch(*found, retokenised=left, fork=fork)
 
     def held(self, tokens: np.ndarray, salt: str = "") -> tuple[PrefixMatch, set[int]]:
         """What the tree has of a text, usable or not: its complete pages, to be locked or used, and where its states
@@ -99,20 +94,21 @@ class RadixCache:
         """Pages that are complete once `position` tokens are on the path."""
         return max(position - self.lookahead, 0) // self.page_size if self.page_size else 0
 
-    def expect(self, match: PrefixMatch, arrival: int) -> None:
-        """A request that arrived as number `arrival` waits, and will have this match. If its state is evicted, the
-        request awaits the next one above."""
+    def expect(self, tokens: np.ndarray, arrival: int, salt: str = "") -> None:
+        """A request with this prompt, which arrived as number `arrival`, waits. It awaits the deepest state of its
+        prompt, whatever is inserted or evicted meanwhile."""
+        self.waiting.add(arrival, tokens, salt)
+        match = self.match(tokens, salt)
         if match.node is not None:
             self._use(match.node)
-            self._await(match.node, {arrival})
+            if match.state is not None:
+                self._worths.await_state(match.node, {arrival})
 
     def forget(self, arrival: int) -> None:
         """The request waits no longer."""
         self._worths.admitted = max(self._worths.admitted, arrival)
-        node = self._awaited.pop(arrival, None)
-        if node is not None:
-            node.awaited.discard(arrival)
-            self._enlist_state(node)
+        self.waiting.remove(arrival)
+        self._worths.forget(arrival)
 
     def lock(self, match: PrefixMatch) -> None:
         """A request reads a match: nothing of it is evicted until `unlock`. Locks count."""
@@ -123,8 +119,7 @@ class RadixCache:
         self._use(node)
         if match.state is not None:
             node.state_readers += 1
-            self._worths.classes[node.final].used += not node.hits
-            node.base, node.passed, node.hits = self._worths.inflation, False, node.hits + 1
+            self._worths.used(node)
         if match.tail_node is not None:
             match.tail_node.readers += 1
 
@@ -132,7 +127,7 @@ class RadixCache:
         """The request has read the state and the tail of its match."""
         if match.node is not None and match.state is not None:
             match.node.state_readers -= 1
-            self._enlist_state(match.node)
+            self._worths.enlist(match.node)
         if match.tail_node is not None:
             match.tail_node.readers -= 1
             self._prune(match.tail_node)
@@ -150,6 +145,7 @@ class RadixCache:
         states: Mapping[int, Slot],
         salt: str = "",
         prompt: int | None = None,
+        forks: Collection[int] = (),
     ) -> tuple[CacheEntries, "Node"]:
         """Offers KV and states of a text.
 
@@ -158,6 +154,7 @@ class RadixCache:
             pages: all pages of the text, in order. The tree recognises by their index those that it has already.
             states: slots by the number of tokens whose state they hold.
             prompt: how many of the tokens were a prompt; None: all.
+            forks: the numbers of tokens, of those in `states`, after which other prompts go on differently.
 
         Returns:
             The entries that the tree takes over (the caller keeps the others), and the deepest node of the text: a root
@@ -174,26 +171,49 @@ class RadixCache:
             node = self._extend(root, tokens[:end], pages, taken_pages, answer)
             if node.state is None:
                 taken_states.append(states[end])
-                node.final = end + self.lookahead >= len(tokens)
+                whole = end + self.lookahead >= len(tokens)
+                node.kind = StateKind.FORK if end in forks else StateKind.END if whole else StateKind.PROMPT
                 self._keep_state(node, states[end], pages, taken_pages)
+                self._worths.made(node, tokens[:end], salt)
         self._use(deepest)
         self._prune(deepest)
         return CacheEntries(taken_pages, taken_states), deepest
 
-    def evict(self, num_pages: int, num_states: int, *, saving: int | None = None) -> CacheEntries:
-        """Removes entries that no request reads, up to these numbers, and returns them. `saving`: for the state of a
-        prefix, which would save so many tokens. Then states that waiting requests will use stay, and those that running
-        requests have left for their next turns, if they save as much: without that, each would lose its state to
-        another before its next turn."""
+    def evict(self, num_pages: int, num_states: int, *, new: NewState | None = None) -> CacheEntries:
+        """Removes entries that no request reads, up to these numbers, and returns them. `new`: the state that takes the
+        place of the evicted one, if that is worth less."""
         pages, states = list[Slot](), list[Slot]()
         while len(pages) < num_pages and (leaf := self._oldest_leaf()) is not None:
             self._shorten(leaf, num_pages - len(pages), pages, states)
-        while len(states) < num_states and (node := self._least_state(saving)) is not None:
+        while len(states) < num_states and (node := self._worths.least(new, self._clock)) is not None:
             if not node.awaited:
                 self._worths.inflation = max(self._worths.inflation, self._worths.of(node))
             self._drop_state(node, pages, states)
             self._prune(node)
         return CacheEntries(pages, states)
+
+    def supersede(self, match: PrefixMatch) -> Slot | None:
+        """Takes the state that a request has started from out of the tree, for the slot to hold a later state of the
+        same request. The request's lock on it, if it still has one, is gone then.
+
+        Returns:
+            The slot. None, and nothing has changed: prompts part there, another request has used the state or will use
+            it, or the tail beside it is still being read.
+        """
+        node = match.node
+        if node is None or node.state is None or node.end != match.length or node.kind is StateKind.FORK:
+            return None
+        others = node.hits > 1 or node.awaited or node.state_readers > (match.state is not None)
+        if others or node.tail is not None or match.tail_node is not None:
+            return None
+        self._worths.dropped(node)
+        state, node.state, node.state_readers = node.state, None, 0
+        return state
+
+    @property
+    def waiting(self) -> WaitingTexts:
+        """The prompts of waiting requests."""
+        return self._worths.waiting
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents first."""
@@ -281,22 +301,11 @@ class RadixCache:
         return upper
 
     def _keep_state(self, node: Node, state: Slot, pages: Sequence[Slot], taken: list[Slot]) -> None:
-        node.state, node.base, node.hits, node.passed = state, self._worths.inflation, 0, False
-        self._worths.classes[node.final].made += 1
-        before = state_before(node)
-        if before is not None and before.hits == 1:
-            before.passed = True
-            self._enlist_state(before)
+        node.state = state
         index = self.complete(node.end)
         if self.page_size and index * self.page_size < node.end and self._tail_node(node) is None:
             node.tail = pages[index]
             taken.append(node.tail)
-        self._enlist_state(node)
-        below = list(node.children.values())
-        while below:  # the next states further down save less now
-            step = below.pop()
-            self._enlist_state(step)
-            below += step.children.values() if step.state is None else ()
 
     # -- giving up ----------------------------------------------------------------------------------------------
 
@@ -313,13 +322,6 @@ class RadixCache:
             self._leaves = [(n.used, next(self._order), n) for n in self.nodes() if is_idle_leaf(n)]
             heapq.heapify(self._leaves)
 
-    def _enlist_state(self, node: Node) -> None:
-        if has_idle_state(node):
-            heapq.heappush(self._states, (self._worths.of(node), next(self._order), node))
-        if len(self._states) > 64 + 4 * self._size:
-            self._states = [(self._worths.of(n), next(self._order), n) for n in self.nodes() if has_idle_state(n)]
-            heapq.heapify(self._states)
-
     def _oldest_leaf(self) -> Node | None:
         while self._leaves:
             used, _, node = heapq.heappop(self._leaves)
@@ -327,19 +329,6 @@ class RadixCache:
                 if used == node.used:
                     return node
                 heapq.heappush(self._leaves, (node.used, next(self._order), node))
-        return None
-
-    def _least_state(self, saving: int | None) -> Node | None:
-        while self._states:
-            worth, _, node = heapq.heappop(self._states)
-            if has_idle_state(node):
-                if worth >= self._worths.of(node):
-                    unread = node.readers and not node.hits
-                    if saving is None or not (node.awaited or (unread and saved_tokens(node) >= saving)):
-                        return node
-                    self._enlist_state(node)
-                    return None
-                heapq.heappush(self._states, (self._worths.of(node), next(self._order), node))
         return None
 
     def _shorten(self, leaf: Node, max_pages: int, pages: list[Slot], states: list[Slot]) -> None:
@@ -357,17 +346,10 @@ class RadixCache:
         leaf.used = 0 if self.recurrent else leaf.used
         self._prune(leaf)
 
-    def _await(self, node: Node, arrivals: set[int]) -> None:
-        node.awaited |= arrivals
-        self._awaited |= dict.fromkeys(arrivals, node)
-        self._enlist_state(node)
-
     def _drop_state(self, node: Node, pages: list[Slot], states: list[Slot]) -> None:
         if node.state is not None:
             states.append(node.state)
-            before, arrivals, node.awaited = state_before(node), node.awaited, set()
-            if before is not None and arrivals:
-                self._await(before, arrivals)
+            self._worths.dropped(node)
         tail, node.state, node.tail = node.tail, None, None
         if tail is not None:
             self._let_go(node, self.complete(node.end), tail, pages)

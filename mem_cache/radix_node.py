@@ -1,11 +1,19 @@
 """A node of the radix tree in mem_cache/radix_cache.py: its edge, and what is kept at its end."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 
 from hybridrt.mem_cache.allocator import Slot
+
+
+class StateKind(Enum):
+    """Where in a text a state is: at the end of its prompt (on the grid), at the end of all of it, or where prompts
+    part. States of one kind are used about equally often."""
+
+    PROMPT, END, FORK = range(3)
 
 
 @dataclass(eq=False, slots=True)
@@ -26,7 +34,7 @@ class Node:
         salt: of a root, whose prompts the tree holds.
         base: GreedyDual's inflation when the state was last used. Its worth is that plus the tokens that it saves.
         hits: how often the state has been used.
-        final: the state is at the end of a text.
+        kind: where in a text the state is.
         passed: the state was used once, and the request that used it has left a state further down its path.
         awaited: order of arrival of waiting requests that match the state.
     """
@@ -44,7 +52,7 @@ class Node:
     answer: int = 0
     base: float = 0.0
     hits: int = 0
-    final: bool = False
+    kind: StateKind = StateKind.PROMPT
     passed: bool = False
     awaited: set[int] = field(default_factory=set)
     first: int = -1
@@ -75,9 +83,19 @@ def in_common(a: np.ndarray, b: np.ndarray) -> int:
 def left_answer(node: Node, known: int, asked: int) -> int:
     """How many tokens of a cached answer a prompt misses: it shares at least one token of the answer, and differs from
     it after `known` tokens."""
-    edges = [node] if known < node.end else node.children.values()
-    ends = [edge.end for edge in edges if edge.answer < known]
+    ends = [edge.end for edge in _edges_behind(node, known) if edge.answer < known]
     return min(max(ends, default=known), asked) - known
+
+
+def leaves_prompt(node: Node, known: int) -> bool:
+    """Whether another prompt goes on differently after `known` tokens. An answer that goes on there does not count:
+    the same conversation has left it."""
+    return any(edge.answer > known for edge in _edges_behind(node, known))
+
+
+def _edges_behind(node: Node, known: int) -> Collection[Node]:
+    """The edges that go on after `known` tokens, the last of which are on the edge of `node`."""
+    return [node] if known < node.end else node.children.values()
 
 
 def is_idle_leaf(node: Node) -> bool:

@@ -143,6 +143,7 @@ class Repl:
         raise RequestError(f"there is no command {name}: {advice}")
 
     def _answer(self, question: Turn) -> None:
+        """Streams the answer to the screen. Ctrl-C keeps what there is of it; without any, the question goes too."""
         asked, reply, stopped = [*self.turns, question], Turn("assistant", ""), False
         totals: Totals | None = None
         try:
@@ -196,5 +197,5 @@ def _file(command: str, name: str) -> Path:
         raise RequestError(f"{command} needs the name of a file: {command} talk.json")
     try:
         return Path(name).expanduser()
-    except RuntimeError as e:  # ~name of nobody
+    except RuntimeError as e:  # "~name" of no user
         raise RequestError(f"{name}: {e} Write ./ before a name that begins with ~") from e

@@ -11,6 +11,7 @@ from hybridrt.engine.prefix_store import PrefixStore
 from hybridrt.engine.request import Request
 from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.mem_cache.state_worth import NewState
 
 LOOK_AHEAD = 8  # requests at the head of the queue whose prefixes are fetched
 LEAST_TOKENS = 64  # that a fetch must save: to compute fewer takes less time
@@ -121,7 +122,8 @@ class HostFetches:
         held = store.tree.held(request.ids[: found.length], salt)[0]
         places = [*found.pages, *([] if found.tail is None else [found.tail])][len(held.pages) :]
         store.lock(held)
-        room = store.room_for_fetch(len(places), spare_pages, gain, found.state is not None)
+        new = None if found.state is None else NewState(gain, [request.arrival])
+        room = store.room_for_fetch(len(places), spare_pages, new)
         if room is None:
             store.unlock(held)
             return False
@@ -130,7 +132,5 @@ class HostFetches:
         ticket = self._tier.fetch(pages, places, state)
         self._tier.touch(tokens, salt)
         deadline = time.monotonic() + PATIENCE_S
-        self._fetches[request.arrival] = _Fetch(
-            tokens, salt, found.length, gain, held, pages, slot, ticket, deadline
-        )  # fmt: skip
+        self._fetches[request.arrival] = _Fetch(tokens, salt, found.length, gain, held, pages, slot, ticket, deadline)
         return True

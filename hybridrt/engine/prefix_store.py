@@ -14,6 +14,7 @@ from hybridrt.mem_cache.prefix_cache import CacheCounts, CacheEntries, PrefixMat
 from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.mem_cache.radix_node import Node
 from hybridrt.mem_cache.seen_texts import SeenTexts
+from hybridrt.mem_cache.state_worth import NewState
 
 GRID = 16
 MAX_SAVES = 3
@@ -29,8 +30,8 @@ class PrefixStore:
         windows: where every attention layer has a sliding window, the pages of each state. The tree has none then.
 
     Attributes:
-        grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a request that goes on
-            writing its last page can give the pages before it away.
+        grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a request that
+            continues writing its last page can give the pages before it away.
         keeps: as given.
         tier: what is kept in main memory beside; None: nothing.
     """
@@ -85,7 +86,8 @@ class PrefixStore:
 
     def expect(self, request: Request) -> None:
         """The request waits: what it would match now is kept for it, as far as room allows."""
-        self.tree.expect(self.match(request), request.arrival)
+        if self.keeps and request.params.prompt_logprobs is None:
+            self.tree.expect(request.ids, request.arrival, request.params.cache_salt or "")
 
     def forget(self, request: Request) -> None:
         """The request waits no longer."""
@@ -118,7 +120,8 @@ class PrefixStore:
 
     def admitted(self, request: Request, match: PrefixMatch) -> None:
         """Counts a match, and chooses where the rest of the prompt leaves states: at its last place on the grid, where
-        another prompt's path leaves it, and at marked boundaries, the last ones first."""
+        another prompt's path leaves it, whether that is cached or waits, and at marked boundaries, the last ones
+        first."""
         prompt = request.prefill_end
         if not request.metrics.retractions:
             request.metrics.admission_time = time.monotonic()
@@ -138,7 +141,8 @@ class PrefixStore:
                 self.tier.touch(request.ids[: match.length], request.params.cache_salt or "")
         request.shared, request.save_at = False, ()
         if self.keeps and self._slots.total:
-            ends = (prompt - 1, match.known, *sorted(request.boundaries, reverse=True))
+            parts = self.tree.waiting.partings(request.ids[:prompt], request.params.cache_salt or "")
+            ends = (prompt - 1, match.fork, *sorted({*parts, *request.boundaries}, reverse=True))
             grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
             request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
 
@@ -151,7 +155,7 @@ class PrefixStore:
         state without a slot is left out: the slots of requests that may come count first."""
         saves = list[tuple[int, int]]()
         for place in request.save_at:
-            if start < place < end and (slot := self._spare_slot(place - request.prefix.length)) is not None:
+            if start < place < end and (slot := self._slot_for(request, place)) is not None:
                 request.saves[place] = slot
                 saves.append((place - start, slot.index))
         return sorted(saves)
@@ -218,7 +222,7 @@ class PrefixStore:
         return pages, slots
 
     def take_room(self, num_pages: int, num_states: int) -> tuple[list[Slot], list[Slot]] | None:
-        """Pages and state slots for `adopt`. None if there are too few: a page that is given up may become the tail of
+        """Pages and state slots for `adopt`. None if there are too few: an evicted page may become the tail of
         a state that is kept."""
         self.evict(max(num_pages - self._pages.num_free, 0), max(num_states - self._slots.num_free, 0))
         if num_pages > self._pages.num_free or num_states > self._slots.num_free:
@@ -226,14 +230,14 @@ class PrefixStore:
         return self._pages.alloc(num_pages), self._slots.alloc(num_states)
 
     def room_for_fetch(
-        self, num_pages: int, spare_pages: int, saving: int, state: bool
+        self, num_pages: int, spare_pages: int, new: NewState | None
     ) -> tuple[list[Slot], Slot | None] | None:
-        """Pages and, if a state comes too that saves `saving` tokens, its slot, for `adopt`. None if requests may lack
-        them: `spare_pages` more pages must be free or evictable."""
+        """Pages and, if a state comes too, its slot, for `adopt`. None if requests may lack them: `spare_pages` more
+        pages must be free or evictable."""
         if self._pages.total and num_pages + spare_pages > self.room()[0]:
             return None
-        slot = self._spare_slot(saving) if state else None
-        taken = None if state and slot is None else self.take_room(num_pages, 0)
+        slot = None if new is None else self._spare_slot(new)
+        taken = None if new is not None and slot is None else self.take_room(num_pages, 0)
         if taken is None:
             self._slots.free([slot] if slot is not None else [])
             return None
@@ -259,9 +263,9 @@ class PrefixStore:
             [slot for slot in states.values() if slot not in kept_states],
         )
 
-    def evict(self, pages: int, states: int, *, saving: int | None = None) -> None:
-        """Frees so many entries that no request reads, or all there are; `saving` as in RadixCache.evict."""
-        gone = self.tree.evict(0 if self.windows else pages, states, saving=saving)
+    def evict(self, pages: int, states: int, *, new: NewState | None = None) -> None:
+        """Frees so many entries that no request reads, or all there are; `new` as in RadixCache.evict."""
+        gone = self.tree.evict(0 if self.windows else pages, states, new=new)
         self._pages.evict(gone.pages)
         self._slots.evict(gone.states)
         if self.windows is not None:
@@ -314,7 +318,8 @@ class PrefixStore:
     def _insert(self, request: Request, ids: np.ndarray, states: dict[int, Slot]) -> tuple[CacheEntries, Node]:
         salt = request.params.cache_salt or ""
         self._seen.note(ids, salt)
-        taken, node = self.tree.insert(ids, request.pages, states, salt, len(request.prompt))
+        forks = [place for place in states if place in request.save_at[1:]]
+        taken, node = self.tree.insert(ids, request.pages, states, salt, len(request.prompt), forks)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
         if self.tier is not None:
@@ -327,12 +332,39 @@ class PrefixStore:
         self._slots.free([slot for slot in request.saves.values() if slot not in taken.states])
         request.saves = {}
 
-    def _spare_slot(self, saving: int) -> Slot | None:
-        """A slot for a state that saves so many tokens. No request can lack it: as many as there are free rows stay
-        free, or could be."""
-        idle = self._slots.num_free + self._slots.num_cached - self._slots.num_locked
-        if idle <= self._rows.num_free:
+    def _slot_for(self, request: Request, place: int) -> Slot | None:
+        """A slot for the state after the first `place` tokens of a request's prompt."""
+        if self._slots.num_free <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
+            return slot
+        arrivals = self.tree.waiting.behind(request.ids[:place], request.params.cache_salt or "")
+        return self._spare_slot(NewState(place - request.prefix.length, arrivals))
+
+    def _superseded(self, request: Request) -> Slot | None:
+        """The slot of the state that a request has started from, if no other request will use that. The step that
+        leaves a later state there reads the earlier one before."""
+        match, lacking = request.prefix, self._idle_slots() < self._rows.num_free
+        if lacking or self.windows is not None or (state := self.tree.supersede(match)) is None:
             return None
-        if not self._slots.num_free:
-            self.evict(0, 1, saving=saving)
-        return self._slots.alloc(1)[0] if self._slots.num_free else None
+        if match.state is not None:
+            self._slots.unlock([state])
+            request.prefix = replace(match, state=None)
+        self._slots.evict([state])
+        return self._slots.alloc(1)[0]
+
+    def _spare_slot(self, new: NewState) -> Slot | None:
+        """A slot for a state. No request can lack it: as many as there are free rows stay free, or could be."""
+        if self._idle_slots() <= self._rows.num_free:
+            return None
+        short = self._reserved_slots() + 1 - self._slots.num_free
+        if short > 0:
+            self.evict(0, short, new=new)
+        return self._slots.alloc(1)[0] if self._slots.num_free > self._reserved_slots() else None
+
+    def _idle_slots(self) -> int:
+        """Slots that are free, or could be."""
+        return self._slots.num_free + self._slots.num_cached - self._slots.num_locked
+
+    def _reserved_slots(self) -> int:
+        """Slots that waiting requests take as soon as they get rows: for these, a state would be evicted that may be
+        worth more."""
+        return min(self._rows.num_free, len(self.tree.waiting))

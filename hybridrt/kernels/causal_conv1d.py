@@ -98,7 +98,7 @@ def causal_conv1d_update(
 ) -> Tensor:
     """Convolves T new tokens of each row: decode (T = 1), verify of a chain or of a tree (T > 1).
 
-    A chain writes its T raw inputs to the ring. In a tree the taps follow the ancestors, and the ring is left alone.
+    A chain writes its T raw inputs to the ring. In a tree the taps follow the ancestors, and the ring is not written.
 
     Args:
         x: [B, T, C] raw inputs, token t at position start_positions + t (tree: + depth of node t).

@@ -118,7 +118,7 @@ class StateSlots(NamedTuple):
     Attributes:
         states: [S+1, *state] pool.
         read_state_slots, write_state_slots: [B], the slots of the state before and after the step.
-        intermediate: of a verify step: where the state after each token is stored. The pool is left alone then.
+        intermediate: of a verify step: where the state after each token is stored. The pool is not written then.
     """
 
     states: Tensor

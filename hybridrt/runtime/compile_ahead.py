@@ -21,10 +21,11 @@ from typing import IO, Any
 
 import msgspec
 
-from hybridrt.config import EngineConfig
+from hybridrt.config import EngineConfig, resolve_device
+from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.providers import is_installed
-from hybridrt.runtime.build import RunTarget
+from hybridrt.runtime.build import resolve_model_path
 from hybridrt.runtime.child_process import start_child
 from hybridrt.runtime.compile_mark import find_mark, write_mark
 from hybridrt.runtime.pretend_gpu import GPUFacts
@@ -38,7 +39,8 @@ _LEAVING_S = 5.0
 _WORKER = "hybridrt.runtime.compile_worker"
 _LAUNCHER = ["triton", "launcher", ""]  # Triton's own C module, which launches kernels
 
-Job = list[str]  # module, name and specialisation of a kernel (`compile_trace.Kernel`)
+Kernel = list[str]  # module, name and specialisation, as in `compile_trace.Kernel`
+Job = tuple[bool, Kernel]  # whether the start needs it
 
 
 @dataclass
@@ -47,13 +49,15 @@ class CompileReport:
 
     Attributes:
         kernels: how many, those included that were in the cache before.
-        seconds: of one core, by the kernel's name.
-        problems: steps that could not be traced, kernels that do not compile, processes that ended.
+        seconds: of one core, by the kernel's name; "trace" is what finding them took.
+        problems: steps that could not be traced and kernels that do not compile. In another run they would be the same.
+        failures: processes that ended or took too long.
     """
 
     kernels: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
 
 class CompileAhead:
@@ -68,11 +72,17 @@ class CompileAhead:
     def __init__(self, config: EngineConfig, gpu: GPUFacts, workers: int) -> None:
         self.report = CompileReport()
         self._mark = find_mark(config, gpu)
-        self._lock, self._jobs = threading.Lock(), queue.SimpleQueue[Job | None]()
-        self._jobs.put(_LAUNCHER)
+        self._changed, self._jobs = threading.Condition(), queue.SimpleQueue[Job | None]()
+        self._to_start, self._all_to_start, self._serving = 0, False, workers
+        self._queue(_LAUNCHER)
         self._processes: list[subprocess.Popen[bytes]] = []
         # torch must not find the GPU: a context of CUDA takes half a gigabyte of its memory in every process.
-        environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+        environment = {
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "TRITON_INTERPRET": "0",
+            "HYBRIDRT_DEBUG": "",
+        }
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         try:
             for _ in range(workers):
@@ -87,23 +97,33 @@ class CompileAhead:
         for thread in self._threads:
             thread.start()
 
+    def wait_for_start(self, deadline_s: float = DEADLINE_S) -> None:
+        """Returns when the kernels of the start are compiled, or cannot be."""
+        with self._changed:
+            ready = self._changed.wait_for(
+                lambda: not self._serving or (self._all_to_start and not self._to_start), deadline_s
+            )
+        if not ready:
+            self.report.failures.append(f"compiling took more than {deadline_s:g} seconds")
+            self.close()
+
     def wait(self, deadline_s: float = DEADLINE_S) -> CompileReport:
-        """Returns when every kernel is compiled, or could not be: what is missing is warned of."""
-        end, problems = time.monotonic() + deadline_s, self.report.problems
+        """Returns when every kernel is compiled, or cannot be: what is missing is warned of."""
+        end, report = time.monotonic() + deadline_s, self.report
         try:
             for thread in self._threads:
                 thread.join(max(end - time.monotonic(), 0.0))
             if any(thread.is_alive() for thread in self._threads):
-                problems.append(f"compiling took more than {deadline_s:g} seconds")
+                report.failures.append(f"compiling took more than {deadline_s:g} seconds")
         finally:
             self.close()
         for thread in self._threads:
             thread.join(_LEAVING_S)  # it says what its process was at
-        for problem in problems:
+        for problem in (*report.failures, *report.problems):
             logger.warning("kernels are missing in Triton's cache, and compiled when they are launched: %s", problem)
-        if not problems:
-            write_mark(self._mark, self.report.kernels)
-        return self.report
+        if not report.failures:
+            write_mark(self._mark, report.kernels)
+        return report
 
     def close(self) -> None:
         """Ends the processes at once, and the compilers that they run."""
@@ -113,6 +133,11 @@ class CompileAhead:
                     os.killpg(process.pid, signal.SIGKILL)  # each has a session of its own
             process.wait()
 
+    def _queue(self, job: Kernel) -> None:
+        with self._changed:
+            self._to_start += not self._all_to_start
+        self._jobs.put((not self._all_to_start, job))
+
     def _serve(self, process: "subprocess.Popen[bytes]", traced: EngineConfig | None) -> None:
         """Feeds one process, in a thread of its own: a configuration to trace, if any, then kernels until the last."""
         doing = "it traced the model"
@@ -120,27 +145,47 @@ class CompileAhead:
             if traced is not None:
                 self._trace(process, traced)
             while (job := self._jobs.get()) is not None:
-                doing = f"it compiled {_name(job)}"
-                self._note(job, _ask(process, {"compile": job}))
+                doing = f"it compiled {_name(job[1])}"
+                try:
+                    self._note(job[1], _ask(process, {"compile": job[1]}))
+                finally:
+                    with self._changed:
+                        self._to_start -= job[0]
+                        self._changed.notify_all()
         except (OSError, ValueError, msgspec.DecodeError) as e:
-            with self._lock:
-                self.report.problems.append(f"a process failed while {doing}: {_status(process) or e}")
+            with self._changed:
+                self.report.failures.append(f"a process failed while {doing}: {_status(process) or e}")
+        finally:
+            with self._changed:
+                self._serving -= 1
+                self._changed.notify_all()
 
     def _trace(self, process: "subprocess.Popen[bytes]", config: EngineConfig) -> None:
         """Queues kernels as they are found."""
         try:
             answer = _ask(process, {"trace": asdict(config)})
-            while "kernel" in answer:
-                self._jobs.put(answer["kernel"])
+            while "problems" not in answer:
+                if "kernel" in answer:
+                    self._queue(answer["kernel"])
+                else:
+                    self._know_start()
                 answer = _read(process)
-            with self._lock:
+            with self._changed:
                 self.report.problems += answer["problems"]
+                self.report.seconds["trace"] = answer["seconds"]
         finally:
+            self._know_start()
             for _ in self._processes:
                 self._jobs.put(None)
 
-    def _note(self, job: Job, answer: dict[str, Any]) -> None:
-        with self._lock:
+    def _know_start(self) -> None:
+        """What is queued from here on is not of the start."""
+        with self._changed:
+            self._all_to_start = True
+            self._changed.notify_all()
+
+    def _note(self, job: Kernel, answer: dict[str, Any]) -> None:
+        with self._changed:
             report, name = self.report, _name(job)
             report.kernels += 1
             report.seconds[name] = report.seconds.get(name, 0.0) + answer["seconds"]
@@ -148,7 +193,7 @@ class CompileAhead:
                 report.problems.append(f"{name} does not compile: {answer['problem']}")
 
 
-def _name(job: Job) -> str:
+def _name(job: Kernel) -> str:
     return f"{job[0].rpartition('.')[2]}.{job[1]}"
 
 
@@ -194,29 +239,38 @@ def default_workers() -> int:
 
 
 @contextlib.contextmanager
-def compiling(config: EngineConfig, target: RunTarget, path: Path) -> Iterator[Callable[[], None]]:
-    """Compiles a run's kernels beside what happens within it. What it yields waits until they are compiled, on all
-    ranks: rank 0 compiles for the others. On a CPU, and where the cache has them already, it does nothing."""
-    ahead = _start(config, target, path)
+def compiling(config: EngineConfig, tp: TPGroup) -> Iterator[Callable[[], None]]:
+    """Compiles a run's kernels beside what happens within it. What it yields waits for those that a start needs, on all
+    ranks (rank 0 compiles for the others); the end waits for all. On a CPU, and where the cache has them already, it
+    does nothing."""
+    ahead = None if tp.rank else _start(config)
     try:
-        yield lambda: _finish(ahead, target)
+        yield lambda: _wait_for_start(ahead, tp)
+        if ahead is not None:
+            _finish(ahead)
     finally:
         if ahead is not None:
             ahead.close()
 
 
-def _start(config: EngineConfig, target: RunTarget, path: Path) -> CompileAhead | None:
-    if target.device.type != "cuda" or target.tp.rank or not is_installed("triton") or not default_workers():
+def _start(config: EngineConfig) -> CompileAhead | None:
+    device = resolve_device(config.device)
+    if device.type != "cuda" or not is_installed("triton") or not default_workers():
         return None
-    config, gpu = replace(config, model=str(path), device="cuda"), GPUFacts.of(target.device)
-    if find_mark(config, gpu).exists():
-        return None
-    return CompileAhead(config, gpu, default_workers())
+    config = replace(config, model=str(resolve_model_path(config.model)), device="cuda")
+    if not Path(config.model, "config.json").is_file():
+        return None  # loading says what is wrong
+    gpu = GPUFacts.of(device)
+    return None if find_mark(config, gpu).exists() else CompileAhead(config, gpu, default_workers())
 
 
-def _finish(ahead: CompileAhead | None, target: RunTarget) -> None:
+def _wait_for_start(ahead: CompileAhead | None, tp: TPGroup) -> None:
     if ahead is not None:
-        start = time.perf_counter()
-        report = ahead.wait()
-        logger.info("%d kernels compiled; waited for %.1f s", report.kernels, time.perf_counter() - start)
-    target.tp.minimum(0)
+        ahead.wait_for_start()
+    tp.minimum(0)
+
+
+def _finish(ahead: CompileAhead) -> CompileReport:
+    report = ahead.wait()
+    logger.info("%d kernels are in Triton's cache", report.kernels)
+    return report

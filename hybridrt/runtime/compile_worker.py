@@ -1,8 +1,10 @@
 """A process that compiles kernels into Triton's cache, and that finds out which ones a configuration needs. It sees no
 GPU. `compile_ahead.py` starts it, and talks with it in lines of JSON.
 
-    {"trace": fields of EngineConfig}                     a line {"kernel": ...} each, then {"problems": [...]}
-    {"compile": [module, name, specialisation]}           {"problem": null or text, "seconds": number}
+    {"trace": fields of EngineConfig}            {"kernel": [module, name, specialisation]} for each kernel,
+                                                 {"started": seconds} behind those of the start, and at the end
+                                                 {"problems": [...], "seconds": number}
+    {"compile": [module, name, specialisation]}  {"problem": null or text, "seconds": number}
 """
 
 import atexit
@@ -59,13 +61,17 @@ class _Worker:
     def trace(self, fields: dict[str, Any]) -> None:
         from hybridrt.runtime.compile_trace import trace
 
+        start, problems = time.perf_counter(), list[str]()
         try:
             speculative = fields.pop("speculative")
             config = EngineConfig(**fields, speculative=SpeculativeConfig(**speculative) if speculative else None)
-            problems = trace(config, self._gpu, lambda kernel: self._say(kernel=list(kernel)))
+            problems += trace(
+                config, self._gpu, lambda kernel: self._say(kernel=list(kernel)),
+                lambda: self._say(started=time.perf_counter() - start),
+            )  # fmt: skip
         except Exception as e:
-            problems = [f"the model: {type(e).__name__}: {e}"]
-        self._say(problems=problems)
+            problems.append(f"the model: {type(e).__name__}: {e}")
+        self._say(problems=problems, seconds=time.perf_counter() - start)
 
     def compile(self, module: str, name: str, specialisation: str) -> None:
         start, problem = time.perf_counter(), None

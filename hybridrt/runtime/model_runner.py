@@ -61,24 +61,25 @@ class ModelRunner(StepRunner):
         plan: MemoryPlan | None = None,
         progress: bool = False,
     ) -> None:
-        self.model_path, target = load_target(config, tp or TPGroup())
-        if plan is None:
-            weights = weight_bytes(empty_model(config, target, torch.device("meta")))
-            plan_ahead(config, target, weights, budget_bytes)  # raises what can be known before loading
-        with compiling(config, target, self.model_path) as compiled:
+        tp = tp or TPGroup()
+        with compiling(config, tp) as wait_for_kernels:
+            self.model_path, target = load_target(config, tp)
+            if plan is None:
+                weights = weight_bytes(empty_model(config, target, torch.device("meta")))
+                plan_ahead(config, target, weights, budget_bytes)  # raises what can be known before loading
             with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
                 model = build_model(config, target, self.model_path, progress)
-            compiled()
-        with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
-            plan = plan or plan_pools(config, target, model, budget_bytes)
-            super().__init__(Runtime.allocate(config, target, model, plan))
-            if config.transfer_bytes:
-                self.arena = StateArena(target, self.pools, config.transfer_bytes)
-            if plan.host:
-                self.host = HostCopies(self.pools, plan.host, target.device)
-        if self.device.type == "cuda" and config.cuda_graph:
-            with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
-                self.capture(progress)
+            wait_for_kernels()
+            with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
+                plan = plan or plan_pools(config, target, model, budget_bytes)
+                super().__init__(Runtime.allocate(config, target, model, plan))
+                if config.transfer_bytes:
+                    self.arena = StateArena(target, self.pools, config.transfer_bytes)
+                if plan.host:
+                    self.host = HostCopies(self.pools, plan.host, target.device)
+            if self.device.type == "cuda" and config.cuda_graph:
+                with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
+                    self.capture(progress)
 
 
 def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_bytes: int | None) -> MemoryPlan:

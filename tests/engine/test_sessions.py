@@ -206,7 +206,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no state": (lambda f: rewrite(f, lambda t, m: t.update(positions=t["positions"][:0]), True), "0 states"),
     "a NaN": (lambda f: rewrite(f, lambda t, m: put(t, "states.0.layers.0.state", 3, torch.nan), True), "not finite"),
     "float64": (lambda f: rewrite(f, lambda t, m: t.update({KEYS: t[KEYS].double()}), True), "F64"),
-}  # fmt: skip
+}
 
 
 def test_a_wrong_file_changes_nothing(checkpoints: CheckpointStore, tmp_path: Path) -> None:

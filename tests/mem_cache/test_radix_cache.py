@@ -12,6 +12,7 @@ from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.mem_cache.radix_node import Node
+from hybridrt.mem_cache.state_worth import NewState
 from tests.support.levels import drawn
 
 Text = tuple[int, ...]
@@ -272,17 +273,16 @@ def test_what_waiting_requests_will_use_goes_last() -> None:
     ledger = Ledger(0, True)
     for first in (1, 2, 3, 4):
         ledger.offer((first, 0, 0), (3,))
-    matches = {first: ledger.tree.match(array((first, 0, 0, 0))) for first in (1, 2)}
-    ledger.tree.expect(matches[1], 50)
-    ledger.tree.expect(matches[2], 10)
-    gone = ledger.tree.evict(0, 4, saving=9)
+    ledger.tree.expect(array((1, 0, 0, 0)), 50)
+    ledger.tree.expect(array((2, 0, 0, 0)), 10)
+    gone = ledger.tree.evict(0, 4, new=NewState(9))
     for state in gone.states:
         del ledger.states[state]
     assert tokens_of(ledger) == {(1, 0, 0), (2, 0, 0)}
     ledger.evict(0, 1)
     assert tokens_of(ledger) == {(2, 0, 0)}
     ledger.tree.forget(10)
-    assert ledger.tree.evict(0, 1, saving=9).states
+    assert ledger.tree.evict(0, 1, new=NewState(9)).states
 
 
 def test_who_waits_for_a_state_that_is_gone_waits_for_the_one_above() -> None:
@@ -290,14 +290,14 @@ def test_who_waits_for_a_state_that_is_gone_waits_for_the_one_above() -> None:
     ledger = Ledger(0, True)
     tree = ledger.tree
     ledger.offer((1, 2, 3, 4, 5, 6, 7), (4, 7))
-    tree.expect(tree.match(array((1, 2, 3, 4, 5, 6, 7, 8))), 9)
-    tree.expect(tree.match(array((1, 2, 3, 4, 9))), 3)
+    tree.expect(array((1, 2, 3, 4, 5, 6, 7, 8)), 9)
+    tree.expect(array((1, 2, 3, 4, 9)), 3)
     assert tree.evict(0, 1).states
     assert tree.match(array((1, 2, 3, 4, 5, 6, 7, 8))).length == 4
     tree.forget(3)
-    assert not tree.evict(0, 1, saving=9).states
+    assert not tree.evict(0, 1, new=NewState(9)).states
     tree.forget(9)
-    assert tree.evict(0, 1, saving=9).states
+    assert tree.evict(0, 1, new=NewState(9)).states
 
 
 def test_a_prompts_state_leaves_that_of_a_running_request_alone() -> None:
@@ -306,11 +306,11 @@ def test_a_prompts_state_leaves_that_of_a_running_request_alone() -> None:
     ledger.offer((1, 2, 3, 4), (4,))
     running = PrefixMatch(node=next(iter(ledger.tree.nodes())))
     ledger.tree.lock(running)
-    assert not ledger.tree.evict(0, 1, saving=4).states
-    assert ledger.tree.evict(0, 1, saving=5).states, "one that saves more"
+    assert not ledger.tree.evict(0, 1, new=NewState(4)).states
+    assert ledger.tree.evict(0, 1, new=NewState(5)).states, "one that saves more"
     ledger.offer((1, 2, 3, 4), (4,))
     ledger.tree.unlock(running)
-    assert ledger.tree.evict(0, 1, saving=4).states
+    assert ledger.tree.evict(0, 1, new=NewState(4)).states
 
 
 def test_a_prompt_that_leaves_an_answer_within_it() -> None:

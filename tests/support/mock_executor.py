@@ -128,7 +128,7 @@ class MockExecutor:
         self.owner: dict[tuple[str, int], Tenant] = {}
         self.page_owner: dict[int, tuple[Tenant, int]] = {}
         self.borrowers: dict[int, list[Tenant]] = {}
-        self.slot_readers: dict[int, list[MockHandle]] = {}
+        self.slot_readers: dict[int, list[tuple[MockHandle, Tenant]]] = {}
         self.saved: dict[int, MockHandle] = {}  # by state slot: the step that leaves a state there
         self.kv: dict[tuple[int, int], int] = {}
         self.state: dict[int, int] = {}
@@ -215,7 +215,8 @@ class MockExecutor:
         for page in copy.pages if copy.fetch else ():
             self.keep_page(page)
         for _, slot, _ in copy.states if copy.fetch else ():
-            assert all(step.consumed for step in self.slot_readers.pop(slot, [])), f"slot {slot} fetched too early"
+            readers = self.slot_readers.pop(slot, [])
+            assert all(step.consumed for step, _ in readers), f"slot {slot} fetched too early"
             self.owner.pop(("slot", slot), None)
             self.saved.pop(slot, None)
 
@@ -262,7 +263,8 @@ class MockExecutor:
         if kind == "slot" and index in self.saved:
             assert self.saved.pop(index).consumed, f"slot {index} reused before a state has been left there"
         readers = self.slot_readers.pop(index, []) if kind == "slot" else []
-        assert all(step.consumed for step in readers), f"slot {index} reused before a step has read it"
+        others = [step for step, reader in readers if reader is not tenant]  # the tenant's own steps come in order
+        assert all(step.consumed for step in others), f"slot {index} reused before a step has read it"
         self.owner[kind, index] = tenant
 
     def donate(self, tenant: Tenant, handle: MockHandle) -> None:
@@ -308,7 +310,7 @@ class MockExecutor:
             assert ("slot", row.read_state_slot) not in self.owner, "a slot is read that is not the cache's"
             if row.read_state_slot in self.saved:
                 assert self.saved[row.read_state_slot].consumed, "a state is read before its step is over"
-            self.slot_readers.setdefault(row.read_state_slot, []).append(handle)
+            self.slot_readers.setdefault(row.read_state_slot, []).append((handle, tenant))
         if isinstance(row, ExtendRow):
             ends = [0, *(end for end, _ in row.saves), len(row.tokens)]
             assert ends == sorted(set(ends)), "states stand between the chunk's tokens, in order"
