@@ -239,9 +239,8 @@ def mamba2_chunk_scan_triton(
             x, B, step, cum, gains, cu_chunks, strides(x), strides(B), num_tokens, **common, **tile, **launch,
         )  # fmt: skip
     _pass_kernel[triton.cdiv(dim * state_dim, 1024), heads, len(read_slots)](
-        gains, cum, states, chunk_heads, read_slots, write_slots, has_initial_state,
-        cu_chunks, plan.first_chunk, plan.last_chunk, None if saves is None else saves.chunk_slots, states.stride(0),
-        num_tokens,
+        gains, cum, states, chunk_heads, read_slots, write_slots, has_initial_state, cu_chunks, plan.first_chunk,
+        plan.last_chunk, None if saves is None else saves.chunk_slots, states.stride(0), num_tokens,
         H=heads, SIZE=dim * state_dim, BLOCK=1024, **launch,
     )  # fmt: skip
     if chunks:
