@@ -60,7 +60,7 @@ class ExtendSegment:
     state in its `read_state_slots` entry and leaves its own in `write_state_slots`; -1 marks padding rows.
 
     `saves` says which states stay behind within rows. `later` are segments that are computed after this one, each with
-    the places of its tokens in this one [t] int64: where a step keeps states within its chunks, they continue from them.
+    the places of its tokens in this one [t] int64: a step that keeps states within chunks continues from them there.
     `live` [t] bool: which tokens of such a segment are not padding; None: all.
     """
 
