@@ -91,6 +91,7 @@ def measure(case: tuple[argparse.Namespace, str, int, float, int]) -> dict[str, 
         items = traces.arriving(items, sum(not i.after for i in items) / seconds * load, seed)
     if args.think:
         import random
+
         draw = random.Random(seed)
         items = [replace(i, delay=draw.expovariate(1 / args.think)) if i.after else i for i in items]
     engine, executor = engine_of(args, slots)
@@ -102,9 +103,19 @@ def measure(case: tuple[argparse.Namespace, str, int, float, int]) -> dict[str, 
     program = prefix_bound.program(served, args.page_size, slots, args.pages)
     bound = prefix_bound.bound(program, args.rounds)
     hit = row["hit"]
-    return {"trace": trace, "seed": seed, "load": load, "slots": slots, "hit": hit / row["asked"], "bound": bound / row["asked"],
-            "unlimited": program.unlimited / row["asked"], "share": hit / bound if bound else 1.0, "took": took, "redone": row["redone mean"],
-            "redmax": row["redone max"]}
+    return {
+        "trace": trace,
+        "seed": seed,
+        "load": load,
+        "slots": slots,
+        "hit": hit / row["asked"],
+        "bound": bound / row["asked"],
+        "unlimited": program.unlimited / row["asked"],
+        "share": hit / bound if bound else 1.0,
+        "took": took,
+        "redone": row["redone mean"],
+        "redmax": row["redone max"],
+    }
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -129,19 +140,35 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     import torch
+
     torch.set_num_threads(1)
     args = parse()
-    cases = [(args, t, s, l, args.rows * (1 + k)) for k in args.slots for l in args.loads for t in args.traces for s in range(args.seeds)]
+    cases = [
+        (args, t, s, l, args.rows * (1 + k))
+        for k in args.slots
+        for l in args.loads
+        for t in args.traces
+        for s in range(args.seeds)
+    ]
     with get_context("fork").Pool(2) as pool:
         rows = list(pool.imap(measure, cases))
     for k in args.slots:
         for l in args.loads:
             for t in args.traces:
                 some = [r for r in rows if (r["slots"], r["load"], r["trace"]) == (args.rows * (1 + k), l, t)]
-                print(f"S=R+{k}R load {l:3.1f} {t:>10}: of bound " + " ".join(f"{r['share']:6.1%}" for r in some)
-                      + "  hit " + " ".join(f"{r['hit']:5.1%}" for r in some) + "  bound " + " ".join(f"{r['bound']:5.1%}" for r in some)
-                      + "  unl " + " ".join(f"{r['unlimited']:5.1%}" for r in some[:1]) + f" redone {some[0]['redone']:.0f} max {some[0]['redmax']}"
-                      + f"  {some[0]['took']:.1f}s", flush=True)
+                print(
+                    f"S=R+{k}R load {l:3.1f} {t:>10}: of bound "
+                    + " ".join(f"{r['share']:6.1%}" for r in some)
+                    + "  hit "
+                    + " ".join(f"{r['hit']:5.1%}" for r in some)
+                    + "  bound "
+                    + " ".join(f"{r['bound']:5.1%}" for r in some)
+                    + "  unl "
+                    + " ".join(f"{r['unlimited']:5.1%}" for r in some[:1])
+                    + f" redone {some[0]['redone']:.0f} max {some[0]['redmax']}"
+                    + f"  {some[0]['took']:.1f}s",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
