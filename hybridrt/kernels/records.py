@@ -160,6 +160,20 @@ class FusedStep(NamedTuple):
     ring: StateRing | None = None
 
 
+class SavedStates(NamedTuple):
+    """States within prompts that stay behind in slots of their own, at most one of a prompt. A chunk ends there.
+
+    Attributes:
+        chunk_slots: [n] int32, of each chunk of the plan the slot for the state behind it; 0 for none.
+        row_slots, row_lengths: [B] int32, the same by prompt: the slot, 0 for none, and how many of the prompt's new
+            tokens the state has seen.
+    """
+
+    chunk_slots: Tensor
+    row_slots: Tensor
+    row_lengths: Tensor
+
+
 class Prompts(NamedTuple):
     """New tokens of B prompts, packed along one axis.
 
@@ -168,11 +182,13 @@ class Prompts(NamedTuple):
             last entry get zeros.
         has_initial_state: [B] bool, False where a row starts from zeros instead of what its slot holds.
         plan: the chunks of the same rows.
+        saves: states that stay behind within rows; None for none. Not every operation leaves them.
     """
 
     query_start_loc: Tensor
     has_initial_state: Tensor
     plan: ChunkPlan
+    saves: SavedStates | None = None
 
 
 class SSMInputs(NamedTuple):
@@ -308,7 +324,7 @@ class AttentionPrompts(NamedTuple):
         rows: [B] request rows.
         query_start_loc: [B+1] int32; row b has the tokens from query_start_loc[b] to query_start_loc[b + 1].
         seq_lens: [B] int32 length that counts the new tokens.
-        query_lens, seq_lens_host: new tokens and lengths, on the host. In a graph seq_lens_host is None, and
+        query_lens, seq_lens_host: new tokens and lengths, on the host. In a graph seq_lens_host is empty, and
             query_lens has one row with all T tokens: bounds of what the rows have on the device.
     """
 
@@ -316,7 +332,7 @@ class AttentionPrompts(NamedTuple):
     query_start_loc: Tensor
     seq_lens: Tensor
     query_lens: Sequence[int]
-    seq_lens_host: Sequence[int] | None
+    seq_lens_host: Sequence[int]
 
 
 class KVPlaces(NamedTuple):

@@ -21,10 +21,10 @@ from tqdm.auto import tqdm
 
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.records import TokenInputs
+from hybridrt.kernels.records import SavedStates, TokenInputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.runtime.graph_runner import POISON, ClosureRecorder, CudaGraphRecorder, Recorder, StepModel, free_bytes
-from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS, PROMPT_TOKENS, Bucket, pack_padded
+from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS, PROMPT_TOKENS, Bucket, StateSaves, pack_padded
 from hybridrt.runtime.step import StepPlan
 from hybridrt.runtime.step_batch import fill_decode, make_batch
 from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, cut, packed_size
@@ -66,8 +66,7 @@ class PromptGraphs:
         last_tokens: [R + 1] int32, last sampled token of each request row: the input of a decode row.
         max_bs: most decode rows of a bucket; capped by the request rows.
         max_tokens: most prompt tokens of a step: larger buckets are left out.
-        saves: steps may save states within their prompts. All graphs then compute them in two passes. A step that saves
-            none leaves the second one empty.
+        saves: steps may save states within their prompts.
         recorder: how a step is recorded; by the device's kind if None.
         sizes: of the buckets: decode rows and prompt tokens.
     """
@@ -86,7 +85,10 @@ class PromptGraphs:
         sizes: tuple[Sequence[int], Sequence[int]] = (DECODE_ROWS, PROMPT_TOKENS),
     ) -> None:
         self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
-        self.saves, self.poisoned = saves, model.device.type != "cuda"
+        self.poisoned = model.device.type != "cuda"
+        self.saves = StateSaves.NONE
+        if saves:
+            self.saves = StateSaves.AT_CHUNKS if backend.saves_at_chunks else StateSaves.SECOND_PASS
         self.exact = self.poisoned  # the host knows each step's own numbers: reference operations need them
         self.recorder: Recorder = recorder or (ClosureRecorder() if self.poisoned else CudaGraphRecorder())
         self.buckets = make_buckets(sizes, min(max_bs, req_to_token_pool.num_rows), max_tokens, req_to_token_pool)
@@ -146,9 +148,11 @@ class PromptGraphs:
         shapes = {name: column.shape for name, column in columns.items()}
         packed = torch.zeros(packed_size(shapes), dtype=torch.int32, device=device)
         sections, inputs = cut(packed, shapes), TokenInputs.allocate(rows + tokens, device)
-        places = (sections[name] for name in ("rows", "seq_lens", "query_start_loc"))
-        reads = sections.get("read_state_slots")
-        batch = make_batch(self.backend, *places, inputs, rows, None, 0, read_state_slots=reads)
+        batch = make_batch(
+            self.backend, sections["rows"], sections["seq_lens"], sections["query_start_loc"], inputs, rows, None, 0,
+            read_state_slots=sections.get("read_state_slots"),
+        )  # fmt: skip
+        batch.saved_states = saved_states(sections, self.backend.chunk_sizes)
         return PromptGraph(bucket, packed, sections, inputs, batch, self._logits[: rows + bucket.prompts])
 
     def _fill(self, graph: PromptGraph, columns: Columns, num_real: int) -> None:
@@ -160,7 +164,7 @@ class PromptGraphs:
         batch, sizes = graph.batch, self.backend.chunk_sizes
         batch.query_lens_cpu = np.diff(columns["query_start_loc"]).tolist()
         batch.seq_lens_cpu = columns["seq_lens"].tolist() if self.exact else None
-        if self.saves:
+        if self.saves is StateSaves.SECOND_PASS:
             batch.extend_passes = extend_passes(columns, graph.sections, sizes)
         else:
             batch.chunk_plans = chunk_plans(columns, graph.sections, batch.extend_seq_lens_cpu, sizes)
@@ -191,6 +195,14 @@ class PromptGraphs:
                 self.backend.commit(batch)
 
         return step
+
+
+def saved_states(sections: Sections, sizes: Sequence[int]) -> dict[int, SavedStates]:
+    """By chunk size what `pack_padded` packed; nothing if no states are saved at the ends of chunks."""
+    if "row_slots" not in sections:
+        return {}
+    of_rows = sections["row_slots"], sections["row_lengths"]
+    return {size: SavedStates(sections[f"saves of {size}"], *of_rows) for size in sizes}
 
 
 def make_buckets(

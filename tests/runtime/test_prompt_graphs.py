@@ -12,12 +12,13 @@ from hybridrt.attention.paged import PagedMetadata
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.runtime import prompt_columns
-from hybridrt.runtime.prompt_columns import Bucket, pack_padded
-from hybridrt.runtime.prompt_graphs import PromptGraphs
+from hybridrt.runtime.prompt_columns import Bucket, StateSaves, pack_padded
+from hybridrt.runtime.prompt_graphs import PromptGraphs, saved_states
 from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
 from hybridrt.runtime.step_batch import fill_decode, make_batch
 from hybridrt.runtime.step_inputs import chunk_plans
 from hybridrt.runtime.step_passes import extend_passes
+from tests.attention.test_extend_passes import TEXT, check_saved
 from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand
 from tests.support.checkpoints import CheckpointStore, has_replay
@@ -71,7 +72,10 @@ def twins(path: Any, mode: str, **config: Any) -> tuple[ByHand, ByHand]:
 def padded_batch(hand: ByHand, plan: StepPlan, bucket: Bucket, saves: bool) -> tuple[ForwardBatch, Tensor]:
     """A step as an eager batch with the rows of a bucket, and the places that it samples from."""
     sizes, table, n = hand.backend.chunk_sizes, hand.pools.req_to_token, bucket.decode_rows
-    columns = pack_padded(plan, bucket, sizes, saves, hand.backend.seq_len_fill)
+    kind = (
+        (StateSaves.AT_CHUNKS if hand.backend.saves_at_chunks else StateSaves.SECOND_PASS) if saves else StateSaves.NONE
+    )
+    columns = pack_padded(plan, bucket, sizes, kind, hand.backend.seq_len_fill)
     sections = {name: torch.from_numpy(column) for name, column in columns.items()}
     decoded = TokenInputs.allocate(n, torch.device("cpu"))
     if n:
@@ -86,6 +90,7 @@ def padded_batch(hand: ByHand, plan: StepPlan, bucket: Bucket, saves: bool) -> t
         read_state_slots=sections.get("read_state_slots"), extend_passes=passes,
         chunk_plans=None if passes else chunk_plans(columns, sections, new[n:], sizes),
     )  # fmt: skip
+    batch.saved_states = saved_states(sections, sizes)
     return batch, sections["sample_at"]
 
 
@@ -131,21 +136,22 @@ def test_replay_equals_eager_padded_alike(name: str, mode: str, saves: bool, che
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["falcon-plain", "kimi-plain", "qwen-plain", "jamba-plain"])
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["falcon-plain", "falcon_mamba-plain"])
 def test_kernels_see_bounds_alone(
     name: str, provider: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton kernels with the host's numbers of the capture, as in a CUDA graph."""
-    if provider == "torch":
+    """Triton kernels with the host's numbers of the capture, as in a CUDA graph. The saved state is that of a shorter
+    prompt."""
+    if provider != "triton":
         pytest.skip("reference operations need each step's own lengths")
     monkeypatch.setattr(prompt_columns, "TOKENS_OF_ONE", 8)
-    monkeypatch.setattr(prompt_columns, "TAIL", 4)
-    replayed, other = twins(checkpoints[name].path, "classic", attention_backend="triton")
+    path = checkpoints[name].path
+    replayed, other = twins(path, "classic", attention_backend="triton")
     graphs = runner_of(replayed, True, exact=False, sizes=((2,), (16,)))
-    tokens = prompts(20)[0]
-    saving = ExtendRow(4, 0, tokens[:9], 0, True, saves=[(6, SPARE)])
-    first = StepPlan(extend=[saving, ExtendRow(2, 0, tokens[9:14], 0, True)])
-    behind = [ExtendRow(2, 5, tokens[14:16], 0, True), ExtendRow(5, 0, tokens[3:5], 0, True, read_state_slot=SPARE)]
+    saving = ExtendRow(4, 0, TEXT[4:13], 0, True, saves=[(6, SPARE)])
+    first = StepPlan(extend=[saving, ExtendRow(2, 0, TEXT[9:14], 0, True)])
+    behind = [ExtendRow(2, 5, TEXT[14:16], 0, True), ExtendRow(5, 0, TEXT[3:5], 0, True, read_state_slot=SPARE)]
     second = StepPlan(decode=DecodeRows.of([DecodeRow(4, 9, 0)]), extend=behind)
     for plan in (first, second):
         bucket = graphs.bucket(plan)
@@ -158,6 +164,8 @@ def test_kernels_see_bounds_alone(
         for what, tensor in other.snapshot().items():
             close = torch.allclose(tensor[:, 1:], after[what][:, 1:], rtol=1e-4, atol=1e-4, equal_nan=True)
             assert close, what
+        if plan is first:
+            check_saved(replayed, path, saving, 6, SPARE)
 
 
 @pytest.mark.parametrize(
@@ -204,3 +212,30 @@ def run_cached(session: Session, texts: Sequence[list[int]]) -> list[Sample]:
     for i, sample in enumerate(samples):
         sample.logits = torch.stack([session.logits[i, k] for k in range(len(sample.tokens))])
     return samples
+
+
+def test_what_a_bucket_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four prompts with one state each, and 24 tokens behind such states if a second pass computes them."""
+    bucket = Bucket(2, 24)
+    assert (bucket.prompts, bucket.tail) == (4, 24)
+
+    def holds(
+        *lengths: int, rows: int = 0, saves: Sequence[int] = (), how: StateSaves = StateSaves.SECOND_PASS
+    ) -> bool:
+        decode = DecodeRows.of(DecodeRow(row, 3, 0) for row in range(rows))
+        last = [(end, SPARE) for end in saves]
+        chunks = [ExtendRow(5, 0, [7] * n, 0, True, saves=last if i == 0 else ()) for i, n in enumerate(lengths)]
+        return bucket.holds(StepPlan(decode=decode, extend=chunks), how)
+
+    assert holds(24) and holds(6, 6, 6, 6, rows=2) and holds(24, saves=[1])
+    assert not holds(25) and not holds(1, 1, 1, 1, 1) and not holds(3, rows=3) and not holds(rows=1)
+    assert not holds(24, saves=[1], how=StateSaves.NONE) and not holds(24, saves=[4, 8])
+    monkeypatch.setattr(prompt_columns, "TAIL", 2)
+    assert not holds(24, saves=[1]) and holds(24, saves=[16]) and holds(24, saves=[1], how=StateSaves.AT_CHUNKS)
+
+
+def test_the_option_leaves_them_out(checkpoints: CheckpointStore) -> None:
+    for on in (True, False):
+        session = Session(checkpoints["falcon-plain"].path, cuda_graph_prompts=on, chunked_prefill_size=128)
+        session.runner.capture()
+        assert (session.runner.prompt_graphs is not None) == on and session.runner.graphs
