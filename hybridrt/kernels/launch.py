@@ -37,7 +37,7 @@ def settle_keys(module: ModuleType) -> None:
     first. Triton adds the global constants of a called function to a kernel's key only if the function's own key was
     computed before: without this, processes that launch in another order find other keys in the cache."""
     for function in list(vars(module).values()):
-        if hasattr(function, "cache_key"):  # a Triton function; interpreted ones have none
+        if hasattr(type(function), "cache_key"):  # a Triton function; interpreted ones have none
             if function.__module__ != module.__name__:
                 settle_keys(sys.modules[function.__module__])
             _ = function.cache_key
