@@ -93,12 +93,13 @@ class Player:
         self._answers: dict[str, list[int]] = {}
 
     def play(self, limit: float = math.inf) -> tuple[list[Ran], float]:
-        """Runs everything; returns what has run, in order of its end, and the seconds until the last end. After `limit`
-        seconds nothing is sent any more."""
+        """Runs everything; returns what has run, in order of its end, and the seconds until the last end. Nothing
+        is sent any more once the first request was due `limit` seconds ago."""
         engine, clock, ran, start = self._engine, self._clock, list[Ran](), self._clock.monotonic()
+        limit += self._due[0][0]
         while self._due or engine.has_unfinished():
             now = clock.monotonic() - start
-            if now > limit:
+            if self._answers and now > limit:
                 self._due.clear()
             while self._due and self._due[0][0] <= now:
                 due, _, item = heapq.heappop(self._due)

@@ -90,8 +90,8 @@ def _watch(clock: Clock) -> dict[str, list[float]]:
         (runner, "load_target", "configuration"), (runner, "plan_ahead", "configuration"),
         (hf_config, "_transformers_config", "transformers' configuration"), (torch.cuda, "_lazy_init", "CUDA's start"),
         (torch.cuda, "mem_get_info", "CUDA's context"), (runner, "empty_model", "model without weights"),
-        (compile_ahead, "_start", "starting compilers"), (runner, "build_model", "weights"),
-        (compile_ahead, "_wait_for_start", "waiting for kernels"), (runner, "plan_pools", "memory plan"),
+        (compile_ahead, "CompileAhead", "starting compilers"), (runner, "build_model", "weights"),
+        (compile_ahead.KernelsAhead, "wait_for_start", "waiting for kernels"), (runner, "plan_pools", "memory plan"),
         (compile_ahead, "_finish", "waiting for the rest"), (Runtime, "allocate", "pools"),
         (runner.ModelRunner, "capture", "graphs"), (llm, "load_tokenizer", "tokenizer"),
     ):  # fmt: skip

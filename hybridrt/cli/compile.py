@@ -84,8 +84,9 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
     import triton
 
     start = time.perf_counter()
-    ahead = CompileAhead(replace(config, model=str(path), device="cuda"), facts, workers)
+    ahead = CompileAhead(replace(config, model=str(path), device="cuda"), workers)
     try:
+        ahead.begin(facts)
         report = ahead.wait()
     finally:
         ahead.close()

@@ -112,9 +112,10 @@ class PrefixStore:
 
     def has_read(self, match: PrefixMatch) -> PrefixMatch:
         """The state and the tail of a match have been read. Returns what is still locked."""
-        self.tree.unlock_state(match)
+        freed = self.tree.unlock_state(match)
         for slots, entry in ((self._slots, match.state), (self._pages, match.tail)):
             slots.unlock(() if entry is None else (entry,))
+        self._pages.evict(freed)
         self._pages.unlock(match.window)
         return replace(match, state=None, tail=None, tail_node=None, window=())
 

@@ -14,20 +14,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+import torch
 
-from hybridrt.config import EngineConfig, resolve_device
+from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.providers import is_installed
-from hybridrt.runtime.build import resolve_model_path
 from hybridrt.runtime.child_process import start_child
-from hybridrt.runtime.compile_mark import find_mark, write_mark
+from hybridrt.runtime.compile_mark import find_mark, has_marks, write_mark
 from hybridrt.runtime.pretend_gpu import GPUFacts
 
 logger = logging.getLogger(__name__)
@@ -63,15 +62,17 @@ class CompileReport:
 class CompileAhead:
     """Processes that compile the kernels of a configuration. `wait` ends them, and so does `close`.
 
+    They start at once, and compile once `begin` has said for which GPU.
+
     Args:
         config: of the run; its model is a directory.
-        gpu: what to compile for.
         workers: how many processes.
     """
 
-    def __init__(self, config: EngineConfig, gpu: GPUFacts, workers: int) -> None:
+    def __init__(self, config: EngineConfig, workers: int) -> None:
         self.report = CompileReport()
-        self._mark = find_mark(config, gpu)
+        self._config, self._mark = config, Path()
+        self._threads: list[threading.Thread] = []
         self._changed, self._jobs = threading.Condition(), queue.SimpleQueue[Job | None]()
         self._to_start, self._all_to_start, self._serving = 0, False, workers
         self._queue(_LAUNCHER)
@@ -85,16 +86,18 @@ class CompileAhead:
         }
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         try:
-            for _ in range(workers):
-                self._processes.append(start_child(_WORKER, {"gpu": asdict(gpu)}, environment, **pipes))
+            for i in range(workers):
+                self._processes.append(start_child(_WORKER, {"traces": i == 0}, environment, **pipes))
         except BaseException:
             self.close()
             raise
-        traced: list[EngineConfig | None] = [config] + [None] * (workers - 1)
-        self._threads = [
-            threading.Thread(target=self._serve, args=pair, daemon=True) for pair in zip(self._processes, traced)
-        ]
-        for thread in self._threads:
+
+    def begin(self, gpu: GPUFacts) -> None:
+        """Compiles for this GPU, in the background."""
+        self._mark = find_mark(self._config, gpu)
+        for i, process in enumerate(self._processes):
+            thread = threading.Thread(target=self._serve, args=(process, gpu, i == 0), daemon=True)
+            self._threads.append(thread)
             thread.start()
 
     def wait_for_start(self, deadline_s: float = DEADLINE_S) -> None:
@@ -138,16 +141,25 @@ class CompileAhead:
             self._to_start += not self._all_to_start
         self._jobs.put((not self._all_to_start, job))
 
-    def _serve(self, process: "subprocess.Popen[bytes]", traced: EngineConfig | None) -> None:
-        """Feeds one process, in a thread of its own: a configuration to trace, if any, then kernels until the last."""
-        doing = "it traced the model"
+    def _serve(self, process: "subprocess.Popen[bytes]", gpu: GPUFacts, traces: bool) -> None:
+        """Feeds one process, in a thread of its own: what to trace, if it traces, then kernels until the last."""
+        doing = "it started"
         try:
-            if traced is not None:
-                self._trace(process, traced)
+            try:
+                _send(process, {"gpu": asdict(gpu)})
+                if traces:
+                    doing = "it traced the model"
+                    self._trace(process)
+            finally:
+                if traces:  # the others wait for its kernels
+                    self._know_start()
+                    for _ in self._processes:
+                        self._jobs.put(None)
             while (job := self._jobs.get()) is not None:
                 doing = f"it compiled {_name(job[1])}"
                 try:
-                    self._note(job[1], _ask(process, {"compile": job[1]}))
+                    _send(process, {"compile": job[1]})
+                    self._note(job[1], _read(process))
                 finally:
                     with self._changed:
                         self._to_start -= job[0]
@@ -160,23 +172,17 @@ class CompileAhead:
                 self._serving -= 1
                 self._changed.notify_all()
 
-    def _trace(self, process: "subprocess.Popen[bytes]", config: EngineConfig) -> None:
+    def _trace(self, process: "subprocess.Popen[bytes]") -> None:
         """Queues kernels as they are found."""
-        try:
-            answer = _ask(process, {"trace": asdict(config)})
-            while "problems" not in answer:
-                if "kernel" in answer:
-                    self._queue(answer["kernel"])
-                else:
-                    self._know_start()
-                answer = _read(process)
-            with self._changed:
-                self.report.problems += answer["problems"]
-                self.report.seconds["trace"] = answer["seconds"]
-        finally:
-            self._know_start()
-            for _ in self._processes:
-                self._jobs.put(None)
+        _send(process, {"trace": asdict(self._config)})
+        while "problems" not in (answer := _read(process)):
+            if "kernel" in answer:
+                self._queue(answer["kernel"])
+            else:
+                self._know_start()
+        with self._changed:
+            self.report.problems += answer["problems"]
+            self.report.seconds["trace"] = answer["seconds"]
 
     def _know_start(self) -> None:
         """What is queued from here on is not of the start."""
@@ -197,12 +203,11 @@ def _name(job: Kernel) -> str:
     return f"{job[0].rpartition('.')[2]}.{job[1]}"
 
 
-def _ask(process: "subprocess.Popen[bytes]", request: dict[str, Any]) -> dict[str, Any]:
+def _send(process: "subprocess.Popen[bytes]", request: dict[str, Any]) -> None:
     stdin: IO[bytes] | None = process.stdin
     assert stdin is not None
     stdin.write(msgspec.json.encode(request) + b"\n")
     stdin.flush()
-    return _read(process)
 
 
 def _read(process: "subprocess.Popen[bytes]") -> dict[str, Any]:
@@ -238,36 +243,62 @@ def default_workers() -> int:
     return int(text)
 
 
-@contextlib.contextmanager
-def compiling(config: EngineConfig, tp: TPGroup) -> Iterator[Callable[[], None]]:
-    """Compiles a run's kernels beside what happens within it. What it yields waits for those that a start needs, on all
-    ranks (rank 0 compiles for the others); the end waits for all. On a CPU, and where the cache has them already, it
-    does nothing."""
-    ahead = None if tp.rank else _start(config)
-    try:
-        yield lambda: _wait_for_start(ahead, tp)
-        if ahead is not None:
-            _finish(ahead)
-    finally:
-        if ahead is not None:
-            ahead.close()
+class KernelsAhead:
+    """The kernels of a run, compiled beside the rest of its start: a context whose end waits for all of them. On a CPU,
+    and where the cache has them already, it does nothing. Rank 0 compiles for the ranks of its host."""
+
+    def __init__(self, config: EngineConfig, tp: TPGroup) -> None:
+        self._config, self._tp, self._ahead = config, tp, _start(config, tp)
+
+    def begin(self, device: torch.device, path: Path) -> None:
+        """The device is known, and the model's directory."""
+        if not _wanted(self._config, self._tp) or device.type != "cuda":
+            return self._close()
+        config, gpu = _of_run(self._config, path), GPUFacts.of(device)
+        if find_mark(config, gpu).exists():
+            return self._close()
+        self._ahead = self._ahead or CompileAhead(config, default_workers())
+        self._ahead.begin(gpu)
+
+    def wait_for_start(self) -> None:
+        """Returns on all ranks when the kernels that a start needs are compiled."""
+        if self._ahead is not None:
+            self._ahead.wait_for_start()
+        self._tp.minimum(0)
+
+    def __enter__(self) -> "KernelsAhead":
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        try:
+            if self._ahead is not None and error is None:
+                _finish(self._ahead)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
 
-def _start(config: EngineConfig) -> CompileAhead | None:
-    device = resolve_device(config.device)
-    if device.type != "cuda" or not is_installed("triton") or not default_workers():
+def _wanted(config: EngineConfig, tp: TPGroup) -> bool:
+    """Whether this process may compile ahead, as far as that is known without the GPU's driver."""
+    gpu = torch.version.cuda is not None and config.device != "cpu"
+    return gpu and not tp.rank and is_installed("triton") and default_workers() > 0
+
+
+def _start(config: EngineConfig, tp: TPGroup) -> CompileAhead | None:
+    """Processes that import packages while this one reads the configuration. None where there may be nothing to
+    compile: for some GPU the cache has all kernels."""
+    path = Path(config.model)
+    if not _wanted(config, tp) or not torch.cuda.device_count() or not (path / "config.json").is_file():
         return None
-    config = replace(config, model=str(resolve_model_path(config.model)), device="cuda")
-    if not Path(config.model, "config.json").is_file():
-        return None  # loading says what is wrong
-    gpu = GPUFacts.of(device)
-    return None if find_mark(config, gpu).exists() else CompileAhead(config, gpu, default_workers())
+    return None if has_marks(_of_run(config, path)) else CompileAhead(_of_run(config, path), default_workers())
 
 
-def _wait_for_start(ahead: CompileAhead | None, tp: TPGroup) -> None:
-    if ahead is not None:
-        ahead.wait_for_start()
-    tp.minimum(0)
+def _of_run(config: EngineConfig, path: Path) -> EngineConfig:
+    return replace(config, model=str(path), device="cuda")
 
 
 def _finish(ahead: CompileAhead) -> CompileReport:

@@ -5,6 +5,7 @@ A specialisation depends on dtypes, on constants, on which pointers and integers
 are 1. So the pools are planned and cut as in the real run, and steps of the same sizes run.
 """
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.runtime.build import RunTarget, Runtime, empty_model, keeps_prefixes, kv_groups, load_target, weight_bytes
 from hybridrt.runtime.fit import plan_ahead
-from hybridrt.runtime.graph_runner import CudaGraphRecorder
+from hybridrt.runtime.graph_runner import ClosureRecorder, CudaGraphRecorder
 from hybridrt.runtime.model_runner import probe
 from hybridrt.runtime.pretend_gpu import GPUFacts, pretended
 from hybridrt.runtime.sampler import EVERY_DRAW
@@ -157,13 +158,19 @@ def trace(
                     if step is not None:
                         step()
                 except Exception as e:  # a step that cannot be traced costs time at the start, and no more
-                    problems.append(f"{name}: {type(e).__name__}: {e}")
+                    problems.append(f"{name}: {described(e)}")
     return problems
 
 
-def _closure(recorder: CudaGraphRecorder, step: Callable[[], None]) -> Callable[[], None]:
-    step()
-    return step
+def described(error: Exception) -> str:
+    """An error in one line, with the place where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text} ({last.filename}, line {last.lineno}, in {last.name})"
+
+
+def _closure(recorder: CudaGraphRecorder, *step: Any) -> Callable[[], None]:
+    return ClosureRecorder()(*step)
 
 
 def _runners(config: EngineConfig) -> tuple[StepRunner, Callable[[], Any]]:

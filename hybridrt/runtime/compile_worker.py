@@ -1,6 +1,7 @@
 """A process that compiles kernels into Triton's cache, and that finds out which ones a configuration needs. It sees no
 GPU. `compile_ahead.py` starts it, and talks with it in lines of JSON.
 
+    {"gpu": fields of GPUFacts}                  comes first
     {"trace": fields of EngineConfig}            {"kernel": [module, name, specialisation]} for each kernel,
                                                  {"started": seconds} behind those of the start, and at the end
                                                  {"problems": [...], "seconds": number}
@@ -17,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 from unittest import mock
@@ -28,11 +28,22 @@ from hybridrt.runtime.pretend_gpu import GPUFacts
 LAUNCHER = ("triton", "launcher", "")  # the job of compiling what Triton launches kernels with
 
 
-def main(gpu: Mapping[str, Any]) -> None:
-    """Serves lines of the standard input until it ends."""
+def main(traces: bool) -> None:
+    """Serves lines of the standard input until it ends.
+
+    Args:
+        traces: this process will be asked to trace: it imports what that takes at once.
+    """
     answers = _own_output()
-    facts = GPUFacts(**{**gpu, "capability": tuple(gpu["capability"])})
-    worker = _Worker(facts, answers)
+    from hybridrt.runtime import compile_trace  # noqa: F401  # all processes have it ready
+
+    if traces:
+        import transformers  # noqa: F401
+    facts = json.loads(sys.stdin.readline() or "null")
+    if facts is None:
+        return  # the start was over before
+    gpu = facts["gpu"]
+    worker = _Worker(GPUFacts(**{**gpu, "capability": tuple(gpu["capability"])}), answers)
     for line in sys.stdin:
         request = json.loads(line)
         worker.trace(request["trace"]) if "trace" in request else worker.compile(*request["compile"])
@@ -59,7 +70,7 @@ class _Worker:
         print(json.dumps(answer), file=self._answers)
 
     def trace(self, fields: dict[str, Any]) -> None:
-        from hybridrt.runtime.compile_trace import trace
+        from hybridrt.runtime.compile_trace import described, trace
 
         start, problems = time.perf_counter(), list[str]()
         try:
@@ -70,7 +81,7 @@ class _Worker:
                 lambda: self._say(started=time.perf_counter() - start),
             )  # fmt: skip
         except Exception as e:
-            problems.append(f"the model: {type(e).__name__}: {e}")
+            problems.append(f"the model: {described(e)}")
         self._say(problems=problems, seconds=time.perf_counter() - start)
 
     def compile(self, module: str, name: str, specialisation: str) -> None:

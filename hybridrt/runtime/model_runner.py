@@ -23,7 +23,8 @@ from hybridrt.runtime.build import (
     make_plan,
     weight_bytes,
 )
-from hybridrt.runtime.compile_ahead import compiling
+from hybridrt.runtime.compile_ahead import KernelsAhead
+from hybridrt.runtime.cuda_start import start_cuda
 from hybridrt.runtime.fit import plan_ahead
 from hybridrt.runtime.host_copies import HostCopies
 from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS
@@ -62,14 +63,16 @@ class ModelRunner(StepRunner):
         progress: bool = False,
     ) -> None:
         tp = tp or TPGroup()
-        with compiling(config, tp) as wait_for_kernels:
+        start_cuda(config.device, tp)
+        with KernelsAhead(config, tp) as kernels:
             self.model_path, target = load_target(config, tp)
+            kernels.begin(target.device, self.model_path)
             if plan is None:
                 weights = weight_bytes(empty_model(config, target, torch.device("meta")))
                 plan_ahead(config, target, weights, budget_bytes)  # raises what can be known before loading
             with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
                 model = build_model(config, target, self.model_path, progress)
-            wait_for_kernels()
+            kernels.wait_for_start()
             with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
                 plan = plan or plan_pools(config, target, model, budget_bytes)
                 super().__init__(Runtime.allocate(config, target, model, plan))

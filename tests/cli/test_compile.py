@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from hybridrt.cli.app import app
 from hybridrt.runtime import compile_ahead
 from hybridrt.runtime.compile_ahead import CompileReport
-from hybridrt.runtime.pretend_gpu import KNOWN
+from hybridrt.runtime.pretend_gpu import KNOWN, GPUFacts
 from tests.support.tiny import write_tiny
 
 
@@ -18,10 +18,14 @@ class Compiler:
     """In the place of CompileAhead: it notes what it was asked for."""
 
     asked: tuple[Any, ...] = ()
+    gpu: GPUFacts | None = None
     report = CompileReport(3, {"a.kernel": 1.25, "b.kernel": 2.5})
 
     def __init__(self, *asked: Any) -> None:
         Compiler.asked = asked
+
+    def begin(self, gpu: GPUFacts) -> None:
+        Compiler.gpu = gpu
 
     def wait(self) -> CompileReport:
         return self.report
@@ -49,9 +53,9 @@ def test_the_options_of_a_run_are_compiled_for(model: Path, tmp_path: Path) -> N
     options = ("--gpu", "h100", "--workers", "3", "--cache-dir", str(cache), "--max-running-requests", "5")
     found = run(str(model), *options, "--speculative", "ngram")
     assert found.exit_code == 0, found.output
-    config, gpu, workers = Compiler.asked
+    config, workers = Compiler.asked
     assert (config.model, config.device, config.max_running_requests) == (str(model), "cuda", 5)
-    assert config.speculative.method == "ngram" and gpu is KNOWN["h100"] and workers == 3
+    assert config.speculative.method == "ngram" and Compiler.gpu is KNOWN["h100"] and workers == 3
     text = " ".join(found.stdout.split())
     assert f"3 kernels for NVIDIA H100 80GB HBM3 are in {cache}" in text and cache.is_dir()
     assert text.index("b.kernel 2.5") < text.index("a.kernel 1.2")

@@ -12,7 +12,7 @@ from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.mem_cache.radix_node import Node
-from hybridrt.mem_cache.state_worth import NewState
+from hybridrt.mem_cache.state_worth import RECENT, NewState
 from tests.support.levels import drawn
 
 Text = tuple[int, ...]
@@ -58,6 +58,10 @@ class Ledger:
             del self.pages[page]
         for state in gone.states:
             del self.states[state]
+
+    def has_read(self, match: PrefixMatch) -> None:
+        for page in self.tree.unlock_state(match):
+            del self.pages[page]
 
     def check(self) -> None:
         """The tree owns what the ledger says, each entry once, and every state can be used."""
@@ -169,12 +173,12 @@ def play(ledger: Ledger, data: st.DataObject) -> None:
             index = data.draw(st.integers(0, len(locked) - 1))
             match, text, state = locked[index]
             if state:
-                ledger.tree.unlock_state(match)
+                ledger.has_read(match)
             locked[index] = match, text, False
         elif action == "leave" and locked:
             match, _, state = locked.pop(data.draw(st.integers(0, len(locked) - 1)))
             if state:
-                ledger.tree.unlock_state(match)
+                ledger.has_read(match)
             ledger.tree.unlock(match)
         elif action == "evict":
             ledger.evict(data.draw(st.integers(0, 6)), data.draw(st.integers(0, 3)))
@@ -185,7 +189,7 @@ def play(ledger: Ledger, data: st.DataObject) -> None:
                 assert ledger.states[match.state] == text and (match.tail is None or match.tail in ledger.pages)
     for match, _, state in locked:
         if state:
-            ledger.tree.unlock_state(match)
+            ledger.has_read(match)
         ledger.tree.unlock(match)
     ledger.evict(10**6, 10**6)
     assert not ledger.pages and not ledger.states and not list(ledger.tree.nodes())
@@ -211,10 +215,33 @@ def test_recent_use_counts() -> None:
     ledger.offer((7, 1, 2), (3,))
     match = ledger.tree.match(array((3, 1, 2, 9)))
     ledger.tree.lock(match)
-    ledger.tree.unlock_state(match)
+    ledger.has_read(match)
     ledger.tree.unlock(match)
     ledger.evict(0, 1)
     assert [text[0] for text in ledger.states.values()] == [3]
+
+
+@pytest.mark.parametrize(
+    "ends", [((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 9, 9)), ((1, 2, 3, 4, 5, 9, 9), (1, 2, 3, 4, 5, 6))]
+)
+def test_a_tail_that_is_read_stays_when_its_owners_state_goes(ends: tuple[Text, Text]) -> None:
+    """The state of five tokens has no tail of its own. Two states below have one each, and both go."""
+    ledger = Ledger(4, True)
+    for text in ends:
+        ledger.offer(text, (5, len(text)))
+    match = ledger.tree.match(array((1, 2, 3, 4, 5, 8)))
+    ledger.tree.lock(match)
+    assert match.length == 5 and match.tail_node is not match.node
+    for left in (2, 1):
+        ledger.evict(0, 1)
+        ledger.check()
+        assert len(ledger.states) == left and match.tail in ledger.pages
+    ledger.has_read(match)
+    ledger.check()
+    ledger.tree.unlock(match)
+    ledger.check()
+    ledger.evict(9, 9)
+    assert not ledger.pages and not ledger.states
 
 
 def test_salts_share_nothing() -> None:
@@ -234,7 +261,7 @@ def read(ledger: Ledger, prompt: Text) -> None:
     """A request uses the longest match of a prompt, and ends."""
     match = ledger.tree.match(array(prompt))
     ledger.tree.lock(match)
-    ledger.tree.unlock_state(match)
+    ledger.has_read(match)
     ledger.tree.unlock(match)
 
 
@@ -298,6 +325,115 @@ def test_who_waits_for_a_state_that_is_gone_waits_for_the_one_above() -> None:
     assert not tree.evict(0, 1, new=NewState(9)).states
     tree.forget(9)
     assert tree.evict(0, 1, new=NewState(9)).states
+
+
+def test_a_state_counts_for_requests_that_waited_before_it_was_there() -> None:
+    """Otherwise the first of several siblings would keep nothing for the next one."""
+    ledger = Ledger(0, True)
+    ledger.offer((1, 2), (2,))
+    ledger.tree.expect(array((1, 2, 3, 4, 5)), 8)
+    ledger.tree.expect(array((1, 2, 3, 9)), 9)
+    ledger.offer((7,) * 9, (9,))
+    ledger.offer((1, 2, 3, 4), (4,))
+    ledger.evict(0, 1)
+    assert tokens_of(ledger) == {(1, 2), (1, 2, 3, 4)}
+    ledger.tree.forget(9)
+    ledger.evict(0, 1)
+    assert tokens_of(ledger) == {(1, 2, 3, 4)}, "request 8 no longer awaits the one above"
+
+
+def test_a_request_whose_state_is_gone_awaits_the_next_one_that_comes() -> None:
+    ledger = Ledger(0, True)
+    ledger.offer((1, 2, 3), (3,))
+    ledger.tree.expect(array((1, 2, 3, 4)), 8)
+    ledger.evict(0, 1)
+    ledger.offer((1, 2), (2,))
+    ledger.offer((7,) * 9, (9,))
+    ledger.evict(0, 1)
+    assert tokens_of(ledger) == {(1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("saved", "arrivals", "gives_way"), [(99, [], False), (4, [20], False), (4, [19], True), (2, [20, 21], False),
+                                         (2, [18, 19], True)]
+)  # fmt: skip
+def test_an_awaited_state_gives_way_to_what_is_needed_more_and_sooner(
+    saved: int, arrivals: list[int], gives_way: bool
+) -> None:
+    """It saves 4 tokens to the request that arrived as number 20: 0.2 tokens for each request until then."""
+    ledger = Ledger(0, True)
+    ledger.offer((1, 2, 3, 4), (4,))
+    ledger.tree.expect(array((1, 2, 3, 4, 5)), 20)
+    assert bool(ledger.tree.evict(0, 1, new=NewState(saved, arrivals)).states) == gives_way
+
+
+def test_where_prompts_part_a_state_stays_after_its_first_reader() -> None:
+    """A system prompt's state, say. That of a single conversation goes."""
+    for forks in ((), (3,)):
+        ledger = Ledger(0, True)
+        ledger.tree.insert(array((1, 2, 3, 4)), (), {3: (slot := ledger.slot())}, forks=forks)
+        ledger.states[slot] = (1, 2, 3)
+        ledger.offer((9,), (1,))
+        match = ledger.tree.match(array((1, 2, 3, 5)))
+        read(ledger, (1, 2, 3, 5))
+        ledger.offer((1, 2, 3, 5), (4,))
+        ledger.evict(0, 1)
+        assert ((1, 2, 3) in tokens_of(ledger)) == bool(forks)
+        if forks:
+            assert ledger.tree.supersede(match) is None
+
+
+def test_a_state_is_superseded_if_nobody_else_uses_it() -> None:
+    for other in ("", "waits", "reads", "has read"):
+        ledger = Ledger(0, True)
+        tree = ledger.tree
+        ledger.offer((1, 2, 3), (3,))
+        match = tree.match(array((1, 2, 3, 4)))
+        tree.lock(match)
+        if other == "waits":
+            tree.expect(array((1, 2, 3, 5)), 4)
+        elif other:
+            tree.lock(match)
+            if other == "has read":
+                tree.unlock_state(match)
+        assert (tree.supersede(match) == match.state) == (not other)
+        assert tree.match(array((1, 2, 3, 4))).length == (3 if other else 0)
+
+
+def test_a_state_that_another_request_started_from_is_not_superseded() -> None:
+    """Nor one whose tail is still being copied."""
+    ledger = Ledger(2, True)
+    ledger.offer((1, 2, 3, 4, 5, 6), (4,))
+    match = ledger.tree.match(array((1, 2, 3, 4, 9)))
+    ledger.tree.lock(match)
+    assert ledger.tree.supersede(PrefixMatch(4, node=match.node)) is None, "it is being read"
+    ledger.tree.unlock_state(match)
+    assert ledger.tree.supersede(PrefixMatch(2, node=match.node)) is None
+    ledger.offer((7, 8, 9), (3,))
+    match = ledger.tree.match(array((7, 8, 9, 9)))
+    ledger.tree.lock(match)
+    assert match.tail is not None and ledger.tree.supersede(match) is None
+
+
+def test_a_place_where_an_answer_goes_on_is_no_fork() -> None:
+    tree = RadixCache(0, True)
+    tree.insert(array((1, 2, 3, 4, 5, 6)), (), {6: Slot(1, 0)}, prompt=4)
+    found = {
+        prompt: tree.match(array(prompt)).fork for prompt in ((1, 2, 9), (1, 2, 3, 4, 9), (1, 2, 3, 4, 5, 9), (9,))
+    }
+    assert list(found.values()) == [2, 0, 0, 0]
+
+
+def test_a_new_state_stays_until_its_conversation_may_come_back() -> None:
+    """Its request has ended, and the next turn does not wait yet. This is not for states at the end of whole texts."""
+    for position in (3, 4):
+        ledger = Ledger(0, True)
+        ledger.offer((1, 2, 3, 4), (position,))
+        assert bool(ledger.tree.evict(0, 1, new=NewState(3)).states) == (position == 4)
+        if position == 3:
+            for _ in range(RECENT):
+                ledger.offer((9,))
+            assert ledger.tree.evict(0, 1, new=NewState(3)).states
 
 
 def test_a_prompts_state_leaves_that_of_a_running_request_alone() -> None:

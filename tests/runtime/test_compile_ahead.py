@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.runtime import compile_ahead
-from hybridrt.runtime.compile_ahead import CompileAhead, compiling, default_workers
-from hybridrt.runtime.compile_mark import find_mark
+from hybridrt.runtime.compile_ahead import CompileAhead, KernelsAhead, default_workers
+from hybridrt.runtime.compile_mark import find_mark, write_mark
 from hybridrt.runtime.pretend_gpu import KNOWN, GPUFacts, known_gpu, pretended
 from tests.support.tiny import write_tiny
 
@@ -27,7 +28,8 @@ import json, os, sys, time
 def say(**answer): print(json.dumps(answer), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
-    if "trace" in request:
+    if "gpu" in request: pass
+    elif "trace" in request:
         for name in NAMES:
             say(kernel=["hybridrt.kernels.a", name, ""])
             if name == "die early": os._exit(3)
@@ -59,7 +61,9 @@ def start(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[...
             return subprocess.Popen([sys.executable, "-S", "-c", script], start_new_session=True, **options)
 
         monkeypatch.setattr(compile_ahead, "start_child", child)
-        return CompileAhead(config, GPU, 2)
+        ahead = CompileAhead(config, 2)
+        ahead.begin(GPU)
+        return ahead
 
     return started
 
@@ -135,28 +139,71 @@ def test_an_interrupt_ends_the_processes(
     start: Callable[..., CompileAhead], config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead = start("hang", "hang")
-    monkeypatch.setattr(compile_ahead, "_start", lambda _: ahead)
-    with pytest.raises(KeyboardInterrupt), compiling(config, TPGroup()):
+    monkeypatch.setattr(compile_ahead, "_start", lambda *_: ahead)
+    with pytest.raises(KeyboardInterrupt), KernelsAhead(config, TPGroup()):
         raise KeyboardInterrupt
     assert ended(ahead)
 
 
-def test_nothing_starts_where_nothing_is_missing(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_ahead, "CompileAhead", lambda *_: pytest.fail("processes were started"))
+class Started:
+    """In the place of CompileAhead."""
+
+    def __init__(self) -> None:
+        self.made, self.calls = 0, list[str]()
+
+    def __call__(self, config: EngineConfig, workers: int) -> Any:
+        self.made += 1
+        return SimpleNamespace(**{name: lambda *_, name=name: self.calls.append(name) for name in ("begin", "close")})
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    """A machine with a GPU."""
+    found = Started()
+    monkeypatch.setattr(compile_ahead, "CompileAhead", found)
     monkeypatch.setattr(GPUFacts, "of", lambda device: GPU)
-    monkeypatch.setattr(compile_ahead, "resolve_device", lambda name: torch.device(name))
-    compile_ahead._start(replace(config, device="cpu"))
-    with compiling(config, TPGroup(1, 2)):
-        pass
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("HYBRIDRT_COMPILE_WORKERS", raising=False)
+    return found
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_processes_start_before_the_gpu_is_known(config: EngineConfig, started: Started) -> None:
+    kernels = KernelsAhead(config, TPGroup())
+    assert started.made == 1 and started.calls == []
+    kernels.begin(CUDA, Path(config.model))
+    assert started.made == 1 and started.calls == ["begin"]
+
+
+def test_nothing_starts_where_nothing_is_missing(
+    config: EngineConfig, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(config.model)
+    KernelsAhead(replace(config, device="cpu"), TPGroup()).begin(torch.device("cpu"), path)
+    KernelsAhead(config, TPGroup(1, 2)).begin(CUDA, path)
     monkeypatch.setenv("HYBRIDRT_COMPILE_WORKERS", "0")
-    compile_ahead._start(config)
+    KernelsAhead(config, TPGroup()).begin(CUDA, path)
     monkeypatch.delenv("HYBRIDRT_COMPILE_WORKERS")
-    mark = find_mark(replace(config, seed=7), replace(GPU, free_bytes=5))  # kernels depend on neither
-    mark.parent.mkdir(parents=True)
-    mark.touch()
-    compile_ahead._start(config)
-    with pytest.raises(pytest.fail.Exception):
-        compile_ahead._start(replace(config, state_mode="classic"))
+    write_mark(find_mark(replace(config, seed=7), replace(GPU, free_bytes=5)), 3)  # kernels depend on neither
+    KernelsAhead(config, TPGroup()).begin(CUDA, path)
+    assert started.made == 0
+
+
+def test_kernels_for_another_gpu_are_no_kernels(config: EngineConfig, started: Started) -> None:
+    write_mark(find_mark(config, replace(GPU, multiprocessors=1)), 3)
+    kernels = KernelsAhead(config, TPGroup())
+    assert started.made == 0
+    kernels.begin(CUDA, Path(config.model))
+    KernelsAhead(replace(config, state_mode="classic"), TPGroup())
+    assert started.made == 2 and started.calls == ["begin"]
+
+
+def test_processes_end_where_there_is_no_gpu_after_all(config: EngineConfig, started: Started) -> None:
+    KernelsAhead(config, TPGroup()).begin(torch.device("cpu"), Path(config.model))
+    assert started.made == 1 and started.calls == ["close"]
 
 
 @pytest.mark.parametrize("text", ["many", "-1", "1e9", "99999"])
