@@ -126,7 +126,7 @@ def main() -> None:
             llm.engine._max_in_flight = 1  # as on a GPU
         closed = WorkloadConfig(
             requests=4 * args.streams, prompt_tokens=args.prompt, output_tokens=args.output, vocab=VOCAB
-        )  # fmt: skip
+        )
         rows = compare(llm, closed, args.streams, args.rounds)
         rate = 0.8 * rows[0]["tokens_per_second"] / args.output
         open_loop = WorkloadConfig(

@@ -1,20 +1,22 @@
 """What the prefix cache saves: tokens, time to the first token and throughput, with it and without it.
 
     python -m benchmarks.bench_prefix benchmarks/configs/falcon-h1-7b --trace chat --load 0.6 --units 16 --turns 8 \
-        --prompt 1500 --output 500
+        --prompt 1500 --output 500 --alone
 
 First the whole trace at once, without the cache: that is the saturated rate. Then its conversations arrive as a Poisson
 process at a share (`--load`) of that rate, and the same with the cache. The hit rate is the share of prompt tokens that
 needed no computing. Beside it stands what a clairvoyant cache could have had with the same memory
 (benchmarks.prefix_bound), and with unlimited memory. `redone` are tokens that a request computed although an earlier
 one had them, on average and at most. Weights are seeded random numbers from config.json alone; MODEL "embedded" is the
-built-in model.
+built-in model. `--limit` bounds each run: after so many seconds no request is sent any more. `--runs` chooses
+runs, so that several commands can share them; those at a load then need `--rate`, which the first run prints.
 """
 
 import argparse
 import heapq
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,10 +28,13 @@ from benchmarks.bench_serving import percentile
 from benchmarks.common import environment, save, settle
 from benchmarks.prefix_bound import Served
 from benchmarks.traces import TRACES, Item, Shape
-from hybridrt import LLM, SamplingParams
+from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.config import DTYPES
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.outputs import RequestMetrics
+from hybridrt.errors import ConfigError
+
+RUNS = ("saturated-off", "load-off", "alone", "saturated-on", "load-on")  # in this order
 
 
 @dataclass
@@ -87,15 +92,19 @@ class Player:
         self._sent: dict[str, tuple[Item, list[int], float]] = {}
         self._answers: dict[str, list[int]] = {}
 
-    def play(self) -> tuple[list[Ran], float]:
-        """Runs everything; returns what has run, in order of its end, and the seconds until the last end."""
+    def play(self, limit: float = math.inf) -> tuple[list[Ran], float]:
+        """Runs everything; returns what has run, in order of its end, and the seconds until the last end. Nothing
+        is sent any more once the first request was due `limit` seconds ago."""
         engine, clock, ran, start = self._engine, self._clock, list[Ran](), self._clock.monotonic()
+        limit += self._due[0][0]
         while self._due or engine.has_unfinished():
             now = clock.monotonic() - start
+            if self._answers and now > limit:
+                self._due.clear()
             while self._due and self._due[0][0] <= now:
                 due, _, item = heapq.heappop(self._due)
                 self._send(item, start + due)
-            if not engine.has_unfinished():
+            if not engine.has_unfinished() and self._due:
                 clock.sleep(max(self._due[0][0] - now, 0.0))
                 continue
             for delta in engine.step():
@@ -166,12 +175,14 @@ def show(row: dict[str, Any]) -> None:
 
 
 def build(args: argparse.Namespace, *, prefix_cache: bool) -> LLM:
-    embedded = args.model == "embedded"
+    embedded, drafter = args.model == "embedded", None
+    if args.drafter:
+        drafter = SpeculativeConfig(method=args.drafter, num_draft_tokens=args.drafts, draft_model=args.draft_model)
     llm = LLM(
         args.model, load_format="auto" if embedded else "dummy", device=args.device,
         max_running_requests=args.max_running, max_model_len=args.max_model_len, chunked_prefill_size=args.chunk,
         page_size=args.page_size, mamba_ssm_dtype=args.state_dtype, state_mode=args.state_mode,
-        prefix_cache=prefix_cache, cache_slots=args.cache_slots if prefix_cache else None,
+        prefix_cache=prefix_cache, cache_slots=args.cache_slots if prefix_cache else None, speculative=drafter,
     )  # fmt: skip
     print(llm.plan.summary(), flush=True)
     settle()
@@ -188,7 +199,7 @@ def make_items(args: argparse.Namespace, vocab: int) -> list[Item]:
 def play(llm: LLM, name: str, items: Sequence[Item], args: argparse.Namespace, alone: bool = False) -> dict[str, Any]:
     """One run from an empty cache, shown; the second value of a hit rate only where the cache is on."""
     llm.reset_prefix_cache()
-    ran, seconds = Player(llm.engine, items, temperature=args.temperature, alone=alone).play()
+    ran, seconds = Player(llm.engine, items, temperature=args.temperature, alone=alone).play(args.limit)
     row = summary(name, ran, seconds)
     if llm.config.prefix_cache:
         add_bounds(row, ran, llm, llm.plan.num_slots)
@@ -197,23 +208,46 @@ def play(llm: LLM, name: str, items: Sequence[Item], args: argparse.Namespace, a
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All runs: saturated and at the load asked for, without the cache and with it; and each turn's last part alone."""
-    rows = list[dict[str, Any]]()
-    with build(args, prefix_cache=False) as llm:
-        items = make_items(args, llm.model_config.vocab_size)
-        play_warm(llm, items, args)
+    """The runs asked for: saturated and at the load, without the cache and with it; and each turn's last part alone."""
+    found = dict[str, dict[str, Any]]()
+    for on in (False, True):
+        runs = [run for run in RUNS if run in args.runs and run.endswith("on") == on]
+        if not runs:
+            continue
+        with build(args, prefix_cache=on) as llm:
+            items = make_items(args, llm.model_config.vocab_size)
+            play_warm(llm, items, args)
+            for run in runs:
+                found[run] = measure_run(llm, run, items, args)
+                if run == "saturated-off":
+                    args.rate = args.rate or found[run]["requests/s"]
+                    print(f"--rate {args.rate:.4f}", flush=True)
+    compare(found)
+    return list(found.values())
+
+
+def measure_run(llm: LLM, run: str, items: Sequence[Item], args: argparse.Namespace) -> dict[str, Any]:
+    if run.startswith("saturated"):
         now = [item if item.after else traces.replace(item, delay=0.0) for item in items]
-        rows.append(play(llm, "saturated, off", now, args))
-        rate = rows[0]["requests/s"] * sum(not item.after for item in items) / len(items) * args.load
-        timed = items if args.file else traces.arriving(items, rate, args.seed)
-        rows.append(play(llm, f"load {args.load:.0%}, off", timed, args))
-        if args.alone:
-            rows.append(play(llm, "new tokens alone", timed, args, alone=True))
-    with build(args, prefix_cache=True) as llm:
-        play_warm(llm, items, args)
-        rows.append(play(llm, "saturated, on", now, args))
-        rows.append(play(llm, f"load {args.load:.0%}, on", timed, args))
-    return rows
+        return play(llm, run.replace("-", ", "), now, args)
+    if not args.rate:
+        raise ConfigError("a run at a load needs --rate, or saturated-off among --runs")
+    rate = args.rate * sum(not item.after for item in items) / len(items) * args.load
+    timed = items if args.file else traces.arriving(items, rate, args.seed)
+    if run == "alone":
+        return play(llm, "new tokens alone", timed, args, alone=True)
+    return play(llm, f"load {args.load:.0%}, {run[5:]}", timed, args)
+
+
+def compare(found: Mapping[str, dict[str, Any]]) -> None:
+    """Prints what the cache gains, of the runs that there are."""
+    first = {run: row["first token p50 ms"] for run, row in found.items()}
+    for a, b, what in (("load-on", "alone", "of new tokens alone"), ("load-off", "load-on", "with the cache")):
+        if a in first and b in first:
+            print(f"first token p50 at {a}: {first[a] / first[b]:.2f} times that {what}")
+    if {"saturated-on", "saturated-off"} <= found.keys():
+        rates = [found[f"saturated-{side}"]["tok/s"] for side in ("on", "off")]
+        print(f"saturated throughput with the cache: {rates[0] / rates[1]:.2f} times that without")
 
 
 def play_warm(llm: LLM, items: Sequence[Item], args: argparse.Namespace) -> None:
@@ -240,15 +274,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache-slots", type=int, help="states for cached prefixes")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--drafter", help="method of speculative decoding, e.g. ngram")
+    parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--draft-model", help="directory of the draft model, for --drafter draft")
     parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--alone", action="store_true", help="also run each turn's last part as a prompt of its own")
+    parser.add_argument("--runs", type=lambda t: t.split(","), default=None, help=f"some of {','.join(RUNS)}")
+    parser.add_argument("--rate", type=float, help="requests a second of the saturated run without the cache")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds of a run after which nothing is sent")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", help="write benchmarks/results/NAME.json")
     parser.add_argument("--write", type=Path, help="write the trace to a file, and run nothing")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    args.runs = args.runs or [run for run in RUNS if args.alone or run != "alone"]
+    if unknown := set(args.runs) - set(RUNS):
+        parser.error(f"--runs has {sorted(unknown)}; choose from {', '.join(RUNS)}")
+    return args
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
+        self.results: dict[str, Any] = {}
         self._inner = 0.0
 
     def time(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,7 +42,8 @@ class Clock:
             outer, self._inner = self._inner, 0.0
             start = time.perf_counter()
             try:
-                return function(*args, **kwargs)
+                result = self.results[part] = function(*args, **kwargs)
+                return result
             finally:
                 took = time.perf_counter() - start
                 self.parts[part] = self.parts.get(part, 0.0) + took - self._inner
@@ -64,19 +67,32 @@ def measure(model: str, options: dict[str, Any], spawned: float) -> dict[str, An
     total = time.perf_counter() - start
     clock.parts["first token"] = total - built
     graphs = sum(len(g._replays) for g in llm.engine.executor.graphs.values())
-    return {"parts": clock.parts, "from LLM()": total, "compiled here": dict(compiled), "graphs": graphs}
+    prompts = llm.engine.executor.prompt_graphs
+    graphs += len(prompts._graphs) if prompts else 0
+    children = clock.results.get("waiting for the rest")
+    return {
+        "parts": clock.parts, "from LLM()": total, "compiled here": dict(compiled), "graphs": graphs,
+        "compiled by children": asdict(children) if children else None,
+    }  # fmt: skip
 
 
 def _watch(clock: Clock) -> dict[str, list[float]]:
     """Times the parts of LLM(), and the kernels that this process compiles: by name, seconds of each."""
+    import torch
+
     import hybridrt.engine.llm as llm
+    import hybridrt.hf_config as hf_config
     import hybridrt.runtime.compile_ahead as compile_ahead
     import hybridrt.runtime.model_runner as runner
+    from hybridrt.runtime.build import Runtime
 
     for module, name, part in (
         (runner, "load_target", "configuration"), (runner, "plan_ahead", "configuration"),
-        (runner, "build_model", "weights"), (compile_ahead, "_start", "starting compilers"),
-        (compile_ahead, "_finish", "waiting for kernels"), (runner, "plan_pools", "memory plan"),
+        (hf_config, "_transformers_config", "transformers' configuration"), (torch.cuda, "_lazy_init", "CUDA's start"),
+        (torch.cuda, "mem_get_info", "CUDA's context"), (runner, "empty_model", "model without weights"),
+        (compile_ahead, "CompileAhead", "starting compilers"), (runner, "build_model", "weights"),
+        (compile_ahead.KernelsAhead, "wait_for_start", "waiting for kernels"), (runner, "plan_pools", "memory plan"),
+        (compile_ahead, "_finish", "waiting for the rest"), (Runtime, "allocate", "pools"),
         (runner.ModelRunner, "capture", "graphs"), (llm, "load_tokenizer", "tokenizer"),
     ):  # fmt: skip
         setattr(module, name, clock.time(part, getattr(module, name)))
@@ -99,18 +115,22 @@ def _watch_graphs(clock: Clock) -> None:
     """Times what a bucket's graph takes: a first step, the recorded one, and torch's part around the second."""
     import torch
 
-    import hybridrt.runtime.graph_runner as graph_runner
+    from hybridrt.runtime.graph_runner import GraphRunner
+    from hybridrt.runtime.prompt_graphs import PromptGraphs
 
-    bind: Any = graph_runner.GraphRunner._bind
+    if not torch.cuda.is_available():
+        return
+    for cls in (GraphRunner, PromptGraphs):
+        bind: Any = cls._bind
 
-    def bound(self: Any, *args: Any) -> Callable[[], None]:
-        step, parts = bind(self, *args), iter(("graphs: first step", "graphs: recorded step"))
-        return lambda: clock.time(next(parts), step)()
+        def bound(self: Any, *args: Any, bind: Any = bind) -> Callable[[], None]:
+            step, parts = bind(self, *args), iter(("graphs: first step", "graphs: recorded step"))
+            return lambda: clock.time(next(parts), step)()
 
-    if torch.cuda.is_available():
-        graph_runner.GraphRunner._bind = bound  # type: ignore[method-assign]
-        for name, part in (("__enter__", "graphs: begin"), ("__exit__", "graphs: end")):
-            setattr(torch.cuda.graph, name, clock.time(part, getattr(torch.cuda.graph, name)))
+        cls._bind = bound  # type: ignore[method-assign]
+    for name, part in (("capture_begin", "graphs: begin"), ("capture_end", "graphs: end")):
+        setattr(torch.cuda.CUDAGraph, name, clock.time(part, getattr(torch.cuda.CUDAGraph, name)))
+    torch.cuda.synchronize = clock.time("waiting for the device", torch.cuda.synchronize)
 
 
 def run(args: argparse.Namespace, model: Path, cache: Path, workers: str | None) -> dict[str, Any]:
@@ -134,6 +154,13 @@ def show(name: str, found: dict[str, Any]) -> None:
     print(f"\n{name}: {found['from LLM()']:.2f} s from LLM() to the first token; {found['graphs']} graphs")
     for part, seconds in found["parts"].items():
         print(f"  {part:24} {seconds:8.2f} s")
+    if children := found["compiled by children"]:
+        seconds = sum(children["seconds"].values()) - children["seconds"].get("trace", 0.0)
+        traced, missing = children["seconds"].get("trace", 0.0), children["failures"] + children["problems"]
+        print(
+            f"  children found {children['kernels']} kernels in {traced:.1f} s and compiled them in {seconds:.1f} s of"
+        )
+        print(f"  a core; problems: {missing}")
     here = found["compiled here"]
     if here:
         seconds = sum(map(sum, here.values()))

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.common import HBM_BYTES_PER_S, prompts, step_bytes
+from benchmarks.common import HBM_BYTES_PER_S, PRODUCT_FLOPS_PER_S, prefill_flops, prompts, step_bytes
 from hybridrt import LLM, SamplingParams
-from hybridrt.families.base import routed_experts
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.build import Pools
 
-FLOPS_PER_S = 7.0e14  # the rate that the floors of docs/performance.md are computed with
 WARM, MIXED_STEPS = 3, 24
 
 
@@ -57,15 +55,11 @@ def without_graphs(runner: Any, on: bool) -> Iterator[None]:
         runner.prompt_graphs = graphs
 
 
-def chunk_floor_ms(model: CausalLM, pools: Pools, tokens: int) -> float:
-    """The least time of a step of so many tokens: the weights that they need read once, or their products, whichever
-    is more. Of routed experts a token multiplies those that it picks."""
-    config, products = model.config, 0.0
-    for name, p in model.named_parameters():
-        picked = config.hf.num_experts_per_tok / routed_experts(config.hf) if ".experts." in name else 1.0
-        products += p.numel() * picked * (p.ndim > 1 and name not in ("embed.weight", "head.weight"))
-    read = step_bytes(model, pools, tokens, 1).weights / HBM_BYTES_PER_S
-    return max(read, 2 * products * tokens / FLOPS_PER_S) * 1e3
+def chunk_floor_ms(model: CausalLM, pools: Pools, decoding: int, length: int) -> float:
+    """The least time of a step of a prompt and of `decoding` other tokens: the weights that they need read once, or the
+    products of the prompt, whichever is more."""
+    read = step_bytes(model, pools, decoding + length, 1).weights / HBM_BYTES_PER_S
+    return max(read, prefill_flops(model, 1, length) / PRODUCT_FLOPS_PER_S) * 1e3
 
 
 def measure_short(
@@ -79,8 +73,8 @@ def measure_short(
     runner: Any = llm.engine.executor
     vocab, rows = llm.model_config.vocab_size, list[dict[str, Any]]()
 
-    def note(what: str, times: list[float], tokens: int) -> None:
-        ms, floor = statistics.median(times), chunk_floor_ms(runner.model, runner.pools, tokens)
+    def note(what: str, times: list[float], *shape: int) -> None:
+        ms, floor = statistics.median(times), chunk_floor_ms(runner.model, runner.pools, *shape)
         rows.append({"what": what, "ms": ms, "floor_ms": floor})
         print(f"{what:36} {ms:9.3f} ms  floor {floor:7.3f} ms ({ms / floor:5.2f} times)  fastest {min(times):.3f}  "
               f"slowest {max(times):.3f}", flush=True)  # fmt: skip
@@ -90,9 +84,9 @@ def measure_short(
         with without_graphs(runner, graphs):
             for length in first_tokens:
                 several = prompts(WARM + max(repeats, 20), length, vocab, seed=length)
-                note(f"first token of {length}, {name}", [first_token_ms(llm, p) for p in several][WARM:], length)
+                note(f"first token of {length}, {name}", [first_token_ms(llm, p) for p in several][WARM:], 0, length)
             for count, chunk in mixed:
                 running, chunks = prompts(count, context, vocab), prompts(MIXED_STEPS, chunk, vocab, seed=2)
                 times = [mixed_ms(llm, running, chunks) for _ in range(1 + repeats)][1:]
-                note(f"{count} rows and {chunk} tokens, {name}", times, count + chunk)
+                note(f"{count} rows and {chunk} tokens, {name}", times, count, chunk)
     return rows

@@ -119,6 +119,8 @@ class ForwardBatch:
             None: all start from their own. A row writes its own slot in any case.
         extend_passes: of a step that keeps states within its chunks; then chunk_plans and read_state_slots are not
             read. Empty: each chunk is computed at once.
+        saved_states: hybridrt.kernels.records.SavedStates of the extend rows by chunk size, where their backends save
+            states without a pass of their own (`saves_at_chunks`).
         metadata: what each backend planned for this batch, by backend; `prepare` fills it. A copy made by
             `dataclasses.replace` is a batch that nothing has planned.
     """
@@ -139,6 +141,7 @@ class ForwardBatch:
     chunk_plans: Mapping[int, Any] | None = None
     read_state_slots: torch.Tensor | None = None
     extend_passes: Sequence[ExtendPass] = ()
+    saved_states: Mapping[int, Any] = field(default_factory=dict)
     metadata: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

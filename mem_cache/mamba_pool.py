@@ -149,7 +149,7 @@ class MambaPool:
     tensors on the pool's device.
 
     Attributes:
-        row_slots: [R + 1] int32, the slot of each row.
+        req_to_state_slot: [R + 1] int32, the slot of each row.
         ring_start, ring_length: [R + 1] int32 ring cursors of each row, shared by all layers: every layer sees the same
             tokens.
         stacks: layers of equal shape, their tensors with a leading dimension for them.
@@ -160,7 +160,7 @@ class MambaPool:
         self.num_slots = num_slots
         self.num_rows = num_rows
         self.width = ring_width(spec.tokens_per_step)
-        self.row_slots, self.ring_start, self.ring_length = torch.zeros(
+        self.req_to_state_slot, self.ring_start, self.ring_length = torch.zeros(
             (3, num_rows + 1), dtype=torch.int32, device=device
         )
         self.stacks: list[tuple[Sequence[int], LayerCache]] = []
@@ -172,6 +172,8 @@ class MambaPool:
             self._add_group(shape, layer_ids, device)
 
     def _add_group(self, shape: StateShape, layer_ids: Sequence[int], device: torch.device | str) -> None:
+        """Allocates the tensors of layers of equal shape."""
+
         def allocate(
             entries: int, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
         ) -> dict[str, torch.Tensor]:
@@ -200,7 +202,7 @@ class MambaPool:
 
     # -- moving state between slots and rings ------------------------------------------------------------------
 
-    def admit(self, rows: torch.Tensor, slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
+    def admit(self, rows: torch.Tensor, state_slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
         """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] int64 each.
 
         Args:
@@ -208,11 +210,11 @@ class MambaPool:
                 `MambaPoolSpec.phases_apart`; None: 0.
         """
         check_range("rows", rows, self.num_rows + 1)
-        check_range("slots", slots, self.num_slots + 1)
+        check_range("state_slots", state_slots, self.num_slots + 1)
         for _, cache in self.stacks:
             for tensor in (cache.conv, cache.temporal):
-                _as_words(tensor).index_fill_(1, slots, 0)
-        self.row_slots[rows] = slots.int()
+                _as_words(tensor).index_fill_(1, state_slots, 0)
+        self.req_to_state_slot[rows] = state_slots.int()
         self._empty_rings(rows)
         if phases is not None:
             self.ring_start[rows] = (phases % self.spec.phases_apart).int()
@@ -221,8 +223,8 @@ class MambaPool:
         """Takes the slots from `rows`, each with the row's whole state in it, and returns them: [n] int32. The rows own
         no slot until they are admitted again."""
         self.fold(rows)
-        slots = self.row_slots[rows]
-        self.row_slots.index_fill_(0, rows.long(), 0)
+        slots = self.req_to_state_slot[rows]
+        self.req_to_state_slot.index_fill_(0, rows.long(), 0)
         return slots
 
     def snapshot(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
@@ -231,7 +233,7 @@ class MambaPool:
         A slot keeps conv inputs by position in a ring of a few columns, so the copy is good for the row's next position
         and no earlier one.
         """
-        own, target = self.row_slots[rows].long(), slots.long()
+        own, target = self.req_to_state_slot[rows].long(), slots.long()
         replay = self.spec.mode == "replay"
         for _, cache in self.stacks:
             for tensor in (cache.conv,) if replay else (cache.conv, cache.temporal):
@@ -241,7 +243,7 @@ class MambaPool:
 
     def restore(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Copies the state in `slots` into the slots that `rows` own and empties their rings."""
-        own, source = self.row_slots[rows].long(), slots.long()
+        own, source = self.req_to_state_slot[rows].long(), slots.long()
         for _, cache in self.stacks:
             for tensor in (cache.conv, cache.temporal):
                 tensor.index_copy_(1, own, tensor.index_select(1, source))
@@ -250,21 +252,21 @@ class MambaPool:
     def export(self, row: int, length: int) -> Iterator[torch.Tensor]:
         """The state of a row after its `length` tokens, as `read_slot` gives it. The row's ring becomes part of its
         slot first."""
-        self.fold(torch.full_like(self.row_slots[:1], row))
-        return self._read_slots(self.row_slots[row : row + 1], length)
+        self.fold(torch.full_like(self.req_to_state_slot[:1], row))
+        return self._read_slots(self.req_to_state_slot[row : row + 1], length)
 
     def import_(self, row: int, length: int, parts: Iterator[torch.Tensor]) -> None:
         """Writes what `export` gave into the slot of a row that has just been admitted."""
-        self._write_slots(self.row_slots[row : row + 1], length, parts)
+        self._write_slots(self.req_to_state_slot[row : row + 1], length, parts)
 
     def read_slot(self, slot: int, length: int) -> Iterator[torch.Tensor]:
         """What a slot of no row holds, a state after `length` tokens: of each layer [1, conv_dim, K - 1] conv inputs,
         then [1, *temporal]."""
-        return self._read_slots(torch.full_like(self.row_slots[:1], slot), length)
+        return self._read_slots(torch.full_like(self.req_to_state_slot[:1], slot), length)
 
     def write_slot(self, slot: int, length: int, parts: Iterator[torch.Tensor]) -> None:
         """Writes what `read_slot` gave into a slot of no row."""
-        self._write_slots(torch.full_like(self.row_slots[:1], slot), length, parts)
+        self._write_slots(torch.full_like(self.req_to_state_slot[:1], slot), length, parts)
 
     def slot_parts(self) -> Iterator[tuple[int, tuple[int, ...], torch.dtype]]:
         """Layer, shape and dtype of everything that `read_slot` gives, in its order."""
@@ -351,7 +353,7 @@ class MambaPool:
         """All entries of the rings of `rows`, and where the states after them go; None: to the slots that rows own."""
         count = torch.full_like(self.ring_start[:1], len(rows))
         cursors = self.ring_start[rows], self.ring_length[rows]
-        return RingFolds(self.row_slots[rows], rows.int(), *cursors, count, write_slots)
+        return RingFolds(self.req_to_state_slot[rows], rows.int(), *cursors, count, write_slots)
 
     def _fold(self, folds: RingFolds) -> None:
         """One launch for all layers of equal shape."""

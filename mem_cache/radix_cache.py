@@ -122,15 +122,21 @@ class RadixCache:
             self._worths.used(node)
         if match.tail_node is not None:
             match.tail_node.readers += 1
+            match.tail_node.tail_readers += 1
 
-    def unlock_state(self, match: PrefixMatch) -> None:
-        """The request has read the state and the tail of its match."""
+    def unlock_state(self, match: PrefixMatch) -> list[Slot]:
+        """The request has read the state and the tail of its match. Returns pages that were kept for it alone."""
+        freed, owner = list[Slot](), match.tail_node
         if match.node is not None and match.state is not None:
             match.node.state_readers -= 1
             self._worths.enlist(match.node)
-        if match.tail_node is not None:
-            match.tail_node.readers -= 1
-            self._prune(match.tail_node)
+        if owner is not None:
+            owner.readers -= 1
+            owner.tail_readers -= 1
+            if owner.state is None:
+                self._drop_tail(owner, freed)
+            self._prune(owner)
+        return freed
 
     def unlock(self, match: PrefixMatch) -> None:
         """The request reads the pages of its match no longer. Its state has been unlocked before."""
@@ -350,8 +356,13 @@ class RadixCache:
         if node.state is not None:
             states.append(node.state)
             self._worths.dropped(node)
-        tail, node.state, node.tail = node.tail, None, None
-        if tail is not None:
+        node.state = None
+        self._drop_tail(node, pages)
+
+    def _drop_tail(self, node: Node, pages: list[Slot]) -> None:
+        """Lets go of the tail of a node without a state, unless a request reads it for a state further up."""
+        if node.tail is not None and not node.tail_readers:
+            tail, node.tail = node.tail, None
             self._let_go(node, self.complete(node.end), tail, pages)
 
     def _let_go(self, node: Node, index: int, page: Slot, pages: list[Slot]) -> None:

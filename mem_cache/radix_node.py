@@ -28,6 +28,7 @@ class Node:
         tail: the page with the tokens after the last complete page, if a state is kept in the middle of a page.
         readers: requests that read the path up to here.
         state_readers: requests that are about to read the state and the tail.
+        tail_readers: requests that are about to read this node's tail, or its first page, as the tail of their state.
         used: when the node was last matched or inserted.
         answer: tokens before the answer of the text that brought the edge.
         first: the first token of the edge, under which the parent has the node.
@@ -48,6 +49,7 @@ class Node:
     tail: Slot | None = None
     readers: int = 0
     state_readers: int = 0
+    tail_readers: int = 0
     used: int = 0
     answer: int = 0
     base: float = 0.0

@@ -34,7 +34,7 @@ class HybridReqToTokenPool:
         self.mamba_pool = mamba_pool
         self.req_to_token = torch.zeros((num_rows + 1, self.max_context), dtype=torch.int32, device=device)
         no_slots = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
-        self.req_to_state_slot = no_slots if mamba_pool is None else mamba_pool.row_slots
+        self.req_to_state_slot = no_slots if mamba_pool is None else mamba_pool.req_to_state_slot
         self._offsets = torch.arange(page_size, dtype=torch.int32, device=device)
 
     @staticmethod
@@ -42,11 +42,11 @@ class HybridReqToTokenPool:
         """Bytes of one row: its page table and its state slot."""
         return 4 * (-(-max_context // page_size) * page_size + 1)
 
-    def admit(self, rows: torch.Tensor, slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
+    def admit(self, rows: torch.Tensor, state_slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
         """Gives each of `rows` its state slot, zeroed: no request reads another's state. [n] int64 each; `phases` as in
         MambaPool.admit. PoolError for a row or a slot that the state pool does not have."""
         if self.mamba_pool is not None:
-            self.mamba_pool.admit(rows, slots, phases)
+            self.mamba_pool.admit(rows, state_slots, phases)
 
     def write_pages(self, rows: torch.Tensor, page_indices: torch.Tensor, pages: torch.Tensor) -> None:
         """Page `page_indices[i]` of row `rows[i]` becomes KV page `pages[i]`, for all i at once. [n] int64 each. A

@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 
+os.environ.setdefault("HYBRIDRT_COMPILE_WORKERS", "0")  # tiny models need few kernels, and tests start many
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -199,7 +199,7 @@ def test_unknown_architectures(
         ("qwen35-seeing_tied", {"text_config": {"quantization_config": {"bits": 4}}}, "quantization_config"),
         ("qwen35-seeing_tied", {"image_token_id": "x"}, "image_token_id"),
     ],
-)  # fmt: skip
+)
 def test_fields_that_cannot_be_used(
     name: str, changes: dict[str, Any], text: str, checkpoints: CheckpointStore, tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ MODELS = (
     "falcon-plain", "qwen-plain", "jamba-plain", "falcon_mamba-plain", "lfm2-plain", "zamba2-plain", "minimax-plain",
     "ling-plain",
 )  # fmt: skip
-RINGS = ("falcon-plain", "qwen-plain")
+RINGS = ("falcon-plain", "qwen-plain", "ling-plain")
 TEXT = prompts(40, seed=5)[0]
 MAX_LEN, PAGE, ROWS, PAGES, CACHE_SLOTS = 64, 4, 2, 26, 2
 STARTS = (1, 4, 5, 8, 12, 13, 24)
@@ -240,7 +240,7 @@ def test_a_donated_slot_holds_the_whole_state(name: str, checkpoints: Checkpoint
         hand.decode(Row(2, 9 + i, TEXT[9 + i : 10 + i]), Row(4, 3 + i, [5]))
     wanted, neighbour, own = hand.state(2, 15), hand.state(4, 9), hand.slot(2)
     assert hand.mamba.donate(torch.tensor([2])).tolist() == [own]
-    assert hand.mamba.row_slots[2] == 0, "the row owns no slot any more"
+    assert hand.mamba.req_to_state_slot[2] == 0, "the row owns no slot any more"
     assert_close(hand.state(4, 9), neighbour, 0.0)
     for layer_id in hand.mamba.layer_ids:
         assert torch.equal(hand.mamba.layer_cache(layer_id).temporal[own], wanted[f"state of layer {layer_id}"])

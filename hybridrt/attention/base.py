@@ -38,6 +38,7 @@ class AttentionBackend(ABC):
     """
 
     needs_host_lens = False  # True if a replay plans on the host (flashinfer) and so waits for exact lengths
+    saves_at_chunks = False  # True if recurrent layers leave a state behind any chunk of a prompt
     captures_prompts = False  # True if a graph may hold extend rows: their kernels need no lengths on the host
     seq_len_fill = 1  # the seq_len that a padding row of a graph gets, for one token a row
 

@@ -23,7 +23,8 @@ def check_batch(batch: ForwardBatch) -> None:
 
 
 def check_graph_batch(batch: ForwardBatch, view: GraphView) -> None:
-    """A step that is captured or replayed: its mode, what it says of drafts, and its size."""
+    """A step that is captured or replayed: its mode, what it says of drafts, and its size. With HYBRIDRT_DEBUG=1 also
+    its padding rows, which waits for the device."""
     mode, spec = batch.forward_mode, batch.spec_info
     if view.prompts:
         return _check_prompt_graph(batch, view)
@@ -38,6 +39,8 @@ def check_graph_batch(batch: ForwardBatch, view: GraphView) -> None:
         )
     if not 0 <= batch.num_real <= batch.batch_size:
         raise BackendError(f"num_real is {batch.num_real} in a graph of {batch.batch_size} rows")
+    if DEBUG and batch.num_real:  # a capture has no real rows, and an engine may pass any there
+        _check_padding(batch)
 
 
 def _check_prompt_graph(batch: ForwardBatch, view: GraphView) -> None:
@@ -79,9 +82,7 @@ def check_device_lengths(batch: ForwardBatch) -> None:
         raise BackendError(f"query_start_loc begins with {int(starts[0])}; it must begin with 0")
     new = starts.diff()
     real, split = batch.num_real, batch.num_decode_rows
-    for row, number in enumerate(batch.req_pool_indices[real:].tolist(), real):
-        if number:
-            raise BackendError(f"num_real is {real}, but row {row} is request row {number}; padding rows are row 0")
+    _check_padding(batch)
     if batch.query_lens_cpu is not None and batch.seq_lens_cpu is not None:
         _compare("query_start_loc", new[:real], batch.query_lens_cpu[:real])
         _compare("seq_lens", lens[split:real], batch.seq_lens_cpu[split:real], split)
@@ -94,6 +95,13 @@ def check_device_lengths(batch: ForwardBatch) -> None:
     _compare(
         "positions", torch.where(new[first:real] > 0, last + 1, lens[first:real]), lens[first:real].tolist(), first
     )
+
+
+def _check_padding(batch: ForwardBatch) -> None:
+    real = batch.num_real
+    for row, number in enumerate(batch.req_pool_indices[real:].tolist(), real):
+        if number:
+            raise BackendError(f"num_real is {real}, but row {row} is request row {number}; padding rows are row 0")
 
 
 def check_written_places(batch: ForwardBatch, req_to_token: torch.Tensor) -> None:

@@ -110,6 +110,10 @@ class HybridLinearAttnBackend(AttentionBackend):
             backend.prepare(batch, graph=graph)
 
     @property
+    def saves_at_chunks(self) -> bool:  # type: ignore[override]
+        return all(backend.saves_at_chunks for backend in self.linear_attn_backends)
+
+    @property
     def captures_prompts(self) -> bool:  # type: ignore[override]
         return all(backend.captures_prompts for backend in self.backends)
 

@@ -21,7 +21,7 @@ class LightningAttnBackend(MambaAttnBackendBase):
     Input: vkq [T, v | k | q] before SiLU; a strided view will do.
     """
 
-    kind, scan = "lightning", "mamba2_chunk_scan"
+    kind, scan, saves_at_chunks = "lightning", "mamba2_chunk_scan", True
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
         vkq, cache = segment.by_row(inputs["vkq"]), self.layer_cache(layer.layer_id)

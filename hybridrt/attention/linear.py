@@ -155,7 +155,8 @@ class MambaAttnBackendBase(AttentionBackend):
     def conv_chunks(self, layer: Any, segment: ExtendSegment) -> dict[str, Any]:
         """The keyword arguments of `causal_conv1d_varlen` for a mixer's prompt chunks, without the inputs."""
         state = segment.conv_state(self.layer_cache(layer.layer_id))
-        return {"weights": conv_weights(layer), "state": state, "query_start_loc": segment.query_start_loc}
+        chunks = {"weights": conv_weights(layer), "state": state, "query_start_loc": segment.query_start_loc}
+        return chunks if segment.saves is None else chunks | {"saves": segment.saves}
 
     @staticmethod
     def ring_decay(layer: Any) -> Tensor | None:
@@ -317,7 +318,8 @@ class MambaAttnBackendBase(AttentionBackend):
         if batch.read_state_slots is not None:
             reads = torch.where(batch.read_state_slots > 0, batch.read_state_slots, slots)
         shared = reads, slots, starts - batch.num_decode_tokens, positions, positions > 0
-        return {size: ExtendSegment(*shared, plan) for size, plan in plans.items()}
+        saves = batch.saved_states
+        return {size: ExtendSegment(*shared, plan, saves=saves.get(size)) for size, plan in plans.items()}
 
     @staticmethod
     def _pass_segments(passes: Sequence[ExtendPass], own: Tensor, padded: bool) -> dict[int, ExtendSegment]:

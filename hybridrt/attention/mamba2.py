@@ -20,7 +20,7 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
     unless the mixer has a norm, which gates.
     """
 
-    kind, scan = "mamba2", "mamba2_chunk_scan"
+    kind, scan, saves_at_chunks = "mamba2", "mamba2_chunk_scan", True
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
         xBC, dt, z = (segment.by_row(inputs[name]) for name in ("xBC", "dt", "z"))

@@ -51,7 +51,8 @@ def backend_class(name: str) -> type[SegmentedAttnBackend]:
 
 
 def resolve_attention_name(name: str, device: torch.device) -> str:
-    """The backend that serves decode where `name` is asked for; "auto" is the first that says so of the device."""
+    """The backend that serves decode where `name` is asked for; "auto" is the first whose `auto_decode` names the
+    device."""
     if name != "auto":
         return name
     return next(each for each in BACKENDS.built_in if device.type in backend_class(each).auto_decode)

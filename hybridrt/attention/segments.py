@@ -7,7 +7,7 @@ import torch
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.decode_metadata import DecodeBuffers
-from hybridrt.kernels.records import ConvState, IntermediateStates, Prompts, StateRing, StateSlots
+from hybridrt.kernels.records import ConvState, IntermediateStates, Prompts, SavedStates, StateRing, StateSlots
 from hybridrt.mem_cache.mamba_pool import LayerCache
 
 
@@ -59,9 +59,9 @@ class ExtendSegment:
     """Prompt chunks of n rows, packed. query_start_loc counts from the segment's first token. A row starts from the
     state in its `read_state_slots` entry and leaves its own in `write_state_slots`; -1 marks padding rows.
 
-    `later` are segments that are computed after this one, each with the places of its tokens in this one [t] int64: a
-    step that keeps states within its chunks goes on from them there. `live` [t] bool: which tokens of such a segment
-    are not padding; None: all.
+    `saves` says which states stay behind within rows. `later` are segments that are computed after this one, each with
+    the places of its tokens in this one [t] int64: a step that keeps states within chunks continues from them there.
+    `live` [t] bool: which tokens of such a segment are not padding; None: all.
     """
 
     read_state_slots: torch.Tensor
@@ -72,6 +72,7 @@ class ExtendSegment:
     plan: ChunkPlan
     later: "Sequence[tuple[torch.Tensor, ExtendSegment]]" = ()
     live: torch.Tensor | None = None
+    saves: SavedStates | None = None
 
     def state(self, cache: LayerCache) -> StateSlots:
         return StateSlots(cache.temporal, self.read_state_slots, self.write_state_slots)
@@ -81,7 +82,7 @@ class ExtendSegment:
 
     @property
     def prompts(self) -> Prompts:
-        return Prompts(self.query_start_loc, self.has_initial_states, self.plan)
+        return Prompts(self.query_start_loc, self.has_initial_states, self.plan, self.saves)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from hybridrt.kernels.short_conv import short_conv_update
 class ShortConvAttnBackend(MambaAttnBackendBase):
     """Gated short convolutions (Liquid AI 2025). Input: projected [T, B | C | x]. Result: C * conv(B * x)."""
 
-    kind = "short_conv"
+    kind, saves_at_chunks = "short_conv", True
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
         projected = segment.by_row(inputs["projected"])

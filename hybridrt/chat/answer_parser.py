@@ -84,6 +84,8 @@ class AnswerParser:
             self._sink.events.append(Content(self._held))
 
     def _section(self, tools: ToolParser, opened: str) -> Step[None]:
+        """Reads a section of calls, behind the literal `opened`. Text in another format becomes arguments of the call
+        that has begun, or content if none has."""
         scanner, sink, before = self._scanner, self._sink, self.num_calls
         scanner.mark()
         try:

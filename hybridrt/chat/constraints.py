@@ -73,14 +73,17 @@ class Constraints:
         may open reasoning itself if the tag is one token and the prompt has not closed it already."""
         opened = "" if tags.opened_by(prompt) else self._literals(tags.opens)
         tokens = all(tag in self.tokens for tag in tags.closes)
-        if opened and not (tokens and tags.opens[0] in self.tokens and not tags.closed_by(prompt)):
+        single = tokens and (not opened or tags.opens[0] in self.tokens)
+        if opened and tags.closed_by(prompt):
             return "", []
-        if not tokens and budget is not None:
+        if budget is not None and not single:
             raise RequestError(
                 "a thinking budget needs tags of reasoning that are single tokens, which this model does not have: "
                 "leave it out, or lower max_tokens",
                 "thinking_token_budget",
             )
+        if opened and not single:
+            return "", []
         if tokens:
             limit = "" if budget is None else f"[max_tokens={budget}]"
             rule = f"thinking{limit}: TEXT"

@@ -78,6 +78,7 @@ class Renderer:
         self._lock, self._child = Lock(), None
 
     def _call_child(self, data: bytes) -> bytes:
+        """The answer of the child process; one that begins with "-" if the child failed. Such a child is ended."""
         try:
             child = self._running()
             _write_frame(child, data, TIMEOUT_S)

@@ -74,7 +74,7 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
     require("triton", "hybridrt compile")
     if config.device not in ("auto", "cuda") and not config.device.startswith("cuda:"):
         raise ConfigError(f"device is {config.device!r}; kernels are compiled for GPUs: leave --device out")
-    workers = default_workers() if workers is None else workers
+    workers = max(default_workers(), 1) if workers is None else workers
     if not 1 <= workers <= 1024:
         raise ConfigError(f"workers is {workers}; it must be a number of processes from 1 to 1024")
     facts, path = _gpu(config, gpu), resolve_model_path(config.model)
@@ -84,13 +84,14 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
     import triton
 
     start = time.perf_counter()
-    ahead = CompileAhead(replace(config, model=str(path), device="cuda"), facts, workers)
+    ahead = CompileAhead(replace(config, model=str(path), device="cuda"), workers)
     try:
+        ahead.begin(facts)
         report = ahead.wait()
     finally:
         ahead.close()
-    if report.problems:
-        raise EngineError(f"the cache lacks kernels: {'; '.join(report.problems)}")
+    if missing := [*report.failures, *report.problems]:
+        raise EngineError(f"the cache lacks kernels: {'; '.join(missing)}")
     seconds = time.perf_counter() - start
     return Compiled(str(path), facts.name, str(triton.knobs.cache.dir), report, seconds)
 

@@ -3,8 +3,8 @@
 import difflib
 import os
 import sys
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import typer
@@ -12,6 +12,7 @@ import typer
 from hybridrt.cli.conversation import ChatModel, Piece, Totals, Turn, load, save
 from hybridrt.cli.line_reader import LineReader
 from hybridrt.errors import HybridrtError, RequestError, is_text
+from hybridrt.runtime.interrupts import Interrupts
 
 COMMANDS = {
     "/help": "list the commands",
@@ -28,6 +29,13 @@ _KEYS = (
 )
 # Control characters are replaced, so that an answer cannot control the terminal.
 _CONTROLS = {code: 0xFFFD for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Meanwhile Ctrl-C does nothing: who has stopped an answer often presses it twice."""
+    with suppress(KeyboardInterrupt), Interrupts():
+        yield
 
 
 class Screen:
@@ -106,7 +114,8 @@ class Repl:
                 asked = True
                 self.take(text)
             except KeyboardInterrupt:
-                self._screen.note("Ctrl-D ends the chat.")
+                with _deaf():
+                    self._screen.note("Ctrl-D ends the chat.")
             except (HybridrtError, OSError) as e:
                 if not self._reader.interactive or isinstance(e, BrokenPipeError):
                     raise
@@ -134,6 +143,7 @@ class Repl:
         raise RequestError(f"there is no command {name}: {advice}")
 
     def _answer(self, question: Turn) -> None:
+        """Streams the answer to the screen. Ctrl-C keeps what there is of it; without any, the question goes too."""
         asked, reply, stopped = [*self.turns, question], Turn("assistant", ""), False
         totals: Totals | None = None
         try:
@@ -148,13 +158,15 @@ class Repl:
         except KeyboardInterrupt:
             stopped = True
         finally:
-            self._screen.end_answer()
-        if reply.content or not stopped:
-            self.turns = [*asked, reply]
-        if stopped:
-            self._screen.note("stopped" if reply.content else "stopped: the question is forgotten, too")
-        elif totals is not None:
-            self._screen.note(str(totals))
+            with _deaf():
+                self._screen.end_answer()
+        with _deaf():
+            if reply.content or not stopped:
+                self.turns = [*asked, reply]
+            if stopped:
+                self._screen.note("stopped" if reply.content else "stopped: the question is forgotten, too")
+            elif totals is not None:
+                self._screen.note(str(totals))
 
     def _help(self, rest: str) -> None:
         self._screen.note("\n".join([*(f"{name:<8} {text}" for name, text in COMMANDS.items()), _KEYS]))
@@ -183,4 +195,7 @@ class Repl:
 def _file(command: str, name: str) -> Path:
     if not name or "\0" in name:
         raise RequestError(f"{command} needs the name of a file: {command} talk.json")
-    return Path(name).expanduser()
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as e:  # "~name" of no user
+        raise RequestError(f"{name}: {e} Write ./ before a name that begins with ~") from e

@@ -31,6 +31,7 @@ def discard_output() -> None:
 
 
 def _to_null(number: int) -> None:
+    """Opens a closed standard stream on the null device."""
     try:
         os.fstat(number)
     except OSError:

@@ -88,6 +88,7 @@ class Listener:
         self._socket.close()
 
     def _take_strangers(self) -> None:
+        """Accepts connections and sends each its challenge. Of too many the oldest is closed."""
         for _ in range(_MAX_ACCEPTED):
             try:
                 connection, _ = self._socket.accept()
@@ -110,6 +111,7 @@ class Listener:
                 self._refuse(self._strangers[0])
 
     def _authenticate(self, stranger: _Stranger) -> SocketChannel | None:
+        """Reads what a stranger has sent. Returns its channel once its whole answer proves the key, else None."""
         try:
             data = stranger.socket.recv(ANSWER_BYTES - len(stranger.answer))
         except BlockingIOError:

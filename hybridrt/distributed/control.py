@@ -20,7 +20,7 @@ def rank_timeout() -> float:
     """Seconds after which a rank that sends nothing counts as lost.
 
     Raises:
-        ConfigError: the environment says something else than a number of seconds.
+        ConfigError: the environment variable is no number of seconds.
     """
     text = os.environ.get(TIMEOUT_VARIABLE, str(TIMEOUT_S))
     try:

@@ -278,7 +278,7 @@ def _conv_parts(kind: LinearKind, spec: MambaSpec, local_tp: int) -> tuple[tuple
 
 
 def _groups(spec: MambaSpec, local_tp: int, width: int, names: str) -> int | None:
-    """n_groups where ranks hold whole groups; None for the plain split, by default or because `width` says so."""
+    """n_groups where ranks hold whole groups; None for the plain split, by default or by `width`."""
     groups, state_dim = spec.n_groups, spec.shapes[1][-1]
     if groups is None:
         return None

@@ -78,7 +78,7 @@ class Communicator:
         self.all_reduce(torch.zeros(1))
 
     def abort(self) -> None:
-        """Kernels on this rank's GPU that wait for another rank give up; from any thread, and without waiting."""
+        """Stops kernels on this rank's GPU that wait for another rank. Any thread may call it; it does not wait."""
         nccl = self._groups.get("cuda")
         if nccl is not None and self._aborting is None:
             # NCCL returns once no graph exists that was captured with it, so the exit hook waits for that.

@@ -248,7 +248,7 @@ class CacheCoordinator:
             self.fetches.start(waiting[:LOOK_AHEAD], self.room_stamp(), headroom)
 
     def waits(self, request: Request) -> bool:
-        """A waiting request had better wait for its prefix, which comes from main memory."""
+        """Whether a waiting request should wait until its prefix has been copied from main memory."""
         return self.fetches is not None and self.fetches.awaited(request)
 
     def seal(self, plan: StepPlan) -> bool:
@@ -342,6 +342,7 @@ class CacheCoordinator:
         return pages <= self.pages.num_free and slots <= self.slots.num_free
 
     def _plan_admission(self, request: Request, plan: StepPlan) -> None:
+        """Writes an admitted request into the plan: its row, its pages, and what is copied into them."""
         assert request.row is not None
         row, state_slot = request.row.index, request.state_slot.index if request.state_slot else 0
         settings = request.params, request.seed, request.rules

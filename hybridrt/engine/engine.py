@@ -43,7 +43,7 @@ class Engine:
 
     One thread at a time: a call while another thread is inside raises EngineError. Threads that share an engine take
     turns (`with engine.turns:`). Ctrl-C waits until a call has ended. If another exception breaks a call off in the
-    middle, the next call ends all requests with an error and goes on from an empty engine.
+    middle, the next call ends all requests with an error and continues with an empty engine.
 
     A sample that fails (its step raised, or its text could not be made) ends alone, with finish_reason "abort" and
     `Delta.error`; the others go on.

@@ -125,6 +125,7 @@ class EngineLoop:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        """The thread: commands and steps in turn, until the loop is closed."""
         try:
             while not self._closing:
                 self._run_commands()

@@ -132,7 +132,5 @@ class HostFetches:
         ticket = self._tier.fetch(pages, places, state)
         self._tier.touch(tokens, salt)
         deadline = time.monotonic() + PATIENCE_S
-        self._fetches[request.arrival] = _Fetch(
-            tokens, salt, found.length, gain, held, pages, slot, ticket, deadline
-        )  # fmt: skip
+        self._fetches[request.arrival] = _Fetch(tokens, salt, found.length, gain, held, pages, slot, ticket, deadline)
         return True

@@ -337,6 +337,7 @@ class LLM:
         self.close()
 
     def _stream(self, prepared: PreparedPrompt) -> Iterator[Delta]:
+        """Runs a prompt and yields its deltas. A reader that leaves ends the request."""
         engine, queue, running = self.engine, DeltaQueue(), prepared.params.n
         try:
             with engine.turns:

@@ -30,8 +30,8 @@ class PrefixStore:
         windows: where every attention layer has a sliding window, the pages of each state. The tree has none then.
 
     Attributes:
-        grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a request that goes on
-            writing its last page can give the pages before it away.
+        grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a request that
+            continues writing its last page can give the pages before it away.
         keeps: as given.
         tier: what is kept in main memory beside; None: nothing.
     """
@@ -112,9 +112,10 @@ class PrefixStore:
 
     def has_read(self, match: PrefixMatch) -> PrefixMatch:
         """The state and the tail of a match have been read. Returns what is still locked."""
-        self.tree.unlock_state(match)
+        freed = self.tree.unlock_state(match)
         for slots, entry in ((self._slots, match.state), (self._pages, match.tail)):
             slots.unlock(() if entry is None else (entry,))
+        self._pages.evict(freed)
         self._pages.unlock(match.window)
         return replace(match, state=None, tail=None, tail_node=None, window=())
 
@@ -163,14 +164,14 @@ class PrefixStore:
     def keep_windows(self, request: Request, computed: int) -> None:
         """Where every attention layer has a sliding window: offers the saved states up to `computed` tokens, as long as
         the request has the pages that they need. A state for whose pages there is no room is left out."""
-        for place in [place for place in request.saves if place <= computed] if self.windows is not None else ():
+        if self.windows is None:
+            return
+        for place in [place for place in request.saves if place <= computed]:
             slot, pages = request.saves.pop(place), len(self.windows.span(place))
-            if pages <= self._pages.num_free + self._pages.num_cached - self._pages.num_locked:
+            if pages <= self.room()[0]:
                 self.evict(max(pages - self._pages.num_free, 0), 0)
-            if (
-                pages <= self._pages.num_free
-                and slot in self._insert(request, request.ids[:place], {place: slot})[0].states
-            ):
+            fits = pages <= self._pages.num_free
+            if fits and slot in self._insert(request, request.ids[:place], {place: slot})[0].states:
                 self.windows.keep(slot, self.windows.copy(request, place))
             else:
                 self._slots.free([slot])
@@ -222,7 +223,7 @@ class PrefixStore:
         return pages, slots
 
     def take_room(self, num_pages: int, num_states: int) -> tuple[list[Slot], list[Slot]] | None:
-        """Pages and state slots for `adopt`. None if there are too few: a page that is given up may become the tail of
+        """Pages and state slots for `adopt`. None if there are too few: an evicted page may become the tail of
         a state that is kept."""
         self.evict(max(num_pages - self._pages.num_free, 0), max(num_states - self._slots.num_free, 0))
         if num_pages > self._pages.num_free or num_states > self._slots.num_free:

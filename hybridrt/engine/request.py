@@ -236,9 +236,7 @@ class Request:
         text = detokenizer.take(reason is not None) if detokenizer is not None else ""
         metrics = self.metrics if reason is not None else None
         prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
-        return Delta(
-            self.request_id, self.index, tokens, text, logprobs, reason, metrics, self.error, prompt_logprobs
-        )  # fmt: skip
+        return Delta(self.request_id, self.index, tokens, text, logprobs, reason, metrics, self.error, prompt_logprobs)
 
 
 def new_samples(

@@ -139,6 +139,7 @@ class Samples:
         totals.output_tokens += len(request.output) - known
 
     def _finish(self, request: Request, reason: FinishReason, error: EngineError | None = None) -> None:
+        """Ends a sample: the scheduler forgets it, and its reader gets the last delta."""
         request_id = request.request_id
         request.end(reason, error)
         self.totals.count_end(reason, error)

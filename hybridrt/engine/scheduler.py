@@ -259,6 +259,7 @@ class Scheduler:
         return True
 
     def _retract_latest(self, plan: StepPlan) -> Request:
+        """Returns the running request that comes last by `_turn` to the queue, and frees what it holds."""
         victim = max(self.running.values(), key=_turn)
         assert victim.row is not None
         # Its row may be lent again in this step: pages that it has just got must not be written there.

@@ -61,9 +61,10 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
     """Writes a temporary file beside `path` and renames it: a reader sees the old file or the whole new one.
 
     Raises:
-        SessionError: the note is no text, or too long; or the path is a device, a pipe or a socket.
+        SessionError: the note is no text, or too long; or the path is a device, a pipe or a socket, or no path.
         OSError: as from any file.
     """
+    _check_path(path)
     if not isinstance(note, str) or not is_text(note) or len(note) > MAX_NOTE:
         raise SessionError(f"the note is {shown(note)}; it must be text of at most {MAX_NOTE} characters")
     if path.exists() and not (path.is_file() or path.is_dir()):
@@ -101,6 +102,7 @@ class SessionReader:
 
     def __init__(self, path: Path, identity: Identity) -> None:
         self._path, self._identity = path, identity
+        _check_path(path)
         _check_header_size(path)
         try:
             self._file = safe_open(path, "pt")
@@ -177,6 +179,16 @@ class SessionReader:
             raise SessionError(f"{self._path} has no tensor {name!r}")
         part = self._file.get_slice(name)
         return tuple(part.get_shape()), part.get_dtype()
+
+
+def _check_path(path: Path) -> None:
+    """Raises SessionError for what no file can be called."""
+    try:
+        possible = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        raise SessionError(f"{shown(str(path))} holds a character that no file name may hold; choose another name")
 
 
 def _check_header_size(path: Path) -> None:

@@ -149,7 +149,7 @@ class Sessions:
         self._flush()
         taken = store.take_room(num_pages, num_states)
         if taken is None:
-            raise SessionError("the prefix cache gives up too few pages for the session now: load it later")
+            raise SessionError("too few pages of the prefix cache can be evicted for the session now: load it later")
         with self._change:
             pages, slots = taken
             states: dict[int, Slot] = dict(zip(prefix.positions[skipped:], slots, strict=True))

@@ -65,6 +65,7 @@ class Turns:
         interrupts.__exit__(None, None, None)
 
     def _take(self, wait: bool) -> None:
+        """Takes the turn, or waits in line for it. EngineError if it is taken and `wait` is False."""
         with self._mutex:
             if self._owner is None:
                 self._owner = get_ident()

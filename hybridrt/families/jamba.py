@@ -17,7 +17,7 @@ FIELDS: FieldTypes = {
     **dict.fromkeys(("attn_layer_period", "expert_layer_period"), PERIOD),
     "rms_norm_eps": EPSILON,
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
-    # Norms of dt, B and C, which the first Jamba could do without.
+    # Norms of dt, B and C; the first Jamba could be configured without.
     "mamba_inner_layernorms": either(NULL, TRUE),
 }
 

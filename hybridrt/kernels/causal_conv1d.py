@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.operation import by, operation
-from hybridrt.kernels.records import Activation, ConvState, ConvWeights, IntermediateStates
+from hybridrt.kernels.records import Activation, ConvState, ConvWeights, IntermediateStates, SavedStates
 from hybridrt.kernels.slots import live_tokens, pad_mask, read_columns, write_columns, write_rows
 
 
@@ -24,7 +24,9 @@ def _check_varlen(x: Tensor, weights: ConvWeights, state: ConvState, *_: Any, **
 
 
 @operation(by("triton"), by("sgl_kernel", priority=5), check=_check_varlen)
-def causal_conv1d_varlen(x: Tensor, weights: ConvWeights, state: ConvState, query_start_loc: Tensor) -> Tensor:
+def causal_conv1d_varlen(
+    x: Tensor, weights: ConvWeights, state: ConvState, query_start_loc: Tensor, saves: SavedStates | None = None
+) -> Tensor:
     """Convolves the tokens of several requests, packed along one axis.
 
     Args:
@@ -32,6 +34,7 @@ def causal_conv1d_varlen(x: Tensor, weights: ConvWeights, state: ConvState, quer
         state: inputs before the chunk count as zero before position 0. Afterwards the rings that are written hold the
             K - 1 raw inputs that end each row.
         query_start_loc: [B+1] int32. Tokens past its last entry get zeros.
+        saves: rings of further slots get the K - 1 inputs that end within a row.
 
     Returns:
         [T, C] in x's dtype.
@@ -41,7 +44,7 @@ def causal_conv1d_varlen(x: Tensor, weights: ConvWeights, state: ConvState, quer
     """
     # Shifted sums over all tokens, then the first K - 1 of each row anew
     weight, bias, activation = weights
-    conv, read_slots, write_slots, start_positions = state
+    conv, read_slots, _, start_positions = state
     num_tokens, taps = x.shape[0], weight.shape[1]
     if num_tokens == 0:
         return torch.empty_like(x)
@@ -56,10 +59,9 @@ def causal_conv1d_varlen(x: Tensor, weights: ConvWeights, state: ConvState, quer
     head_x = torch.cat([window, x[head.clamp(max=num_tokens - 1)]], dim=1)
     out[torch.where(head < end, head, num_tokens)] = _tap_sum(head_x, weight, bias, taps - 1)
 
-    last = end - first - (taps - 1) + offsets
-    carried = window.gather(1, (last + taps - 1).clamp(0, taps - 2).long()[:, :, None].expand(window.shape))
-    tail = torch.where((last >= 0)[:, :, None], x[(first + last).clamp(0, num_tokens - 1)], carried)
-    write_columns(conv, write_slots, _columns(conv, start_positions[:, None] + last), tail)
+    if saves is not None:
+        save_windows(x, taps, state, query_start_loc, saves)
+    _write_window(x, window, state, first, end - first)
     dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
     return _activate(out[:-1], activation).masked_fill_(dead[:, None], 0.0).to(x.dtype)
 
@@ -71,13 +73,32 @@ def _check_update(
     check_ring(state.conv, weights.weight.shape[1], 1 if tree else x.shape[1])
 
 
+def save_windows(x: Tensor, taps: int, state: ConvState, query_start_loc: Tensor, saves: SavedStates) -> None:
+    """What `causal_conv1d_varlen` leaves in the rings of `saves`, before it changes those that are read."""
+    window = _window(state.conv, state.read_state_slots, state.start_positions, taps)
+    slots = torch.where(saves.row_slots > 0, saves.row_slots, -1)
+    first, length = query_start_loc[:-1, None], saves.row_lengths[:, None]
+    _write_window(x, window, state._replace(write_state_slots=slots), first, length)
+
+
+def _write_window(x: Tensor, window: Tensor, state: ConvState, first: Tensor, length: Tensor) -> None:
+    """Leaves the K - 1 inputs that end behind `length` tokens of each row, [B, 1], in the rings that are written. The
+    rows begin at `first` [B, 1] of x, and before them stand the inputs `window` [B, K - 1, C]."""
+    before = window.shape[1]
+    last = length - before + torch.arange(before, device=x.device)
+    carried = window.gather(1, (last + before).clamp(0, before - 1).long()[:, :, None].expand(window.shape))
+    tail = torch.where((last >= 0)[:, :, None], x[(first + last).clamp(0, len(x) - 1)], carried)
+    columns = _columns(state.conv, state.start_positions[:, None] + last)
+    write_columns(state.conv, state.write_state_slots, columns, tail)
+
+
 @operation(by("triton"), by("sgl_kernel", priority=5), check=_check_update)
 def causal_conv1d_update(
     x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> Tensor:
     """Convolves T new tokens of each row: decode (T = 1), verify of a chain or of a tree (T > 1).
 
-    A chain writes its T raw inputs to the ring. In a tree the taps follow the ancestors, and the ring is left alone.
+    A chain writes its T raw inputs to the ring. In a tree the taps follow the ancestors, and the ring is not written.
 
     Args:
         x: [B, T, C] raw inputs, token t at position start_positions + t (tree: + depth of node t).

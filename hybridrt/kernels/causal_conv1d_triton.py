@@ -7,13 +7,13 @@ from torch import Tensor
 
 from hybridrt.kernels.mamba2_common_triton import silu, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
-from hybridrt.kernels.records import ConvState, ConvWeights, IntermediateStates
+from hybridrt.kernels.records import ConvState, ConvWeights, IntermediateStates, SavedStates
 
 
 @triton.jit(do_not_specialize=["batch", "num_tokens"])
 def _varlen_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, conv_ptr, out_ptr, read_slots_ptr, write_slots_ptr, query_start_loc_ptr, positions_ptr,
-    batch, num_tokens, x_st: tl.constexpr, conv_ss: tl.constexpr,
+    save_slots_ptr, save_lengths_ptr, batch, num_tokens, x_st: tl.constexpr, conv_ss: tl.constexpr,
     C: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr, SILU: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -60,6 +60,11 @@ def _varlen_kernel(  # type: ignore[no-untyped-def]
         y = y / (1.0 + tl.exp2(y * -1.4426950408889634))  # a third fewer instructions than silu(y), and 40 registers
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=live)
     if block == 0:
+        if save_slots_ptr is not None:  # first, while the ring that is read holds what it held
+            save = tl.load(save_slots_ptr + b).to(tl.int64)
+            if save > 0:
+                save_ring, saved = conv_ptr + save * conv_ss + channel * WC, tl.load(save_lengths_ptr + b)
+                _close_row(x, ring, save_ring, position, saved, c_mask, x_st, TAPS, WC)
         write = tl.load(write_slots_ptr + b).to(tl.int64)
         write_ring = conv_ptr + write * conv_ss + channel * WC
         _close_row(x, ring, write_ring, position, length, c_mask, x_st, TAPS, WC)
@@ -160,7 +165,9 @@ def _update_kernel(  # type: ignore[no-untyped-def]
             tl.store(write_ring + (p & (WC - 1)), old, mask=mask)
 
 
-def causal_conv1d_varlen_triton(x: Tensor, weights: ConvWeights, state: ConvState, query_start_loc: Tensor) -> Tensor:
+def causal_conv1d_varlen_triton(
+    x: Tensor, weights: ConvWeights, state: ConvState, query_start_loc: Tensor, saves: SavedStates | None = None
+) -> Tensor:
     """`causal_conv1d_varlen` in one launch, which needs no lengths on the host."""
     weight, bias, activation = weights
     conv, read_slots, write_slots, start_positions = state
@@ -170,9 +177,10 @@ def causal_conv1d_varlen_triton(x: Tensor, weights: ConvWeights, state: ConvStat
         return out
     block_t, block_c = 16, min(256, triton.next_power_of_2(channels))
     blocks = triton.cdiv(num_tokens, block_t) + batch + 1
+    save_slots, save_lengths = (None, None) if saves is None else (saves.row_slots, saves.row_lengths)
     # At least 64 rows: a block size for every count of prompts would be a compilation each in the middle of serving.
     _varlen_kernel[triton.cdiv(channels, block_c), blocks](
-        x, weight, bias, conv, out, read_slots, write_slots, query_start_loc, start_positions,
+        x, weight, bias, conv, out, read_slots, write_slots, query_start_loc, start_positions, save_slots, save_lengths,
         batch, num_tokens, x.stride(0), conv.stride(0),
         C=channels, TAPS=weight.shape[1], WC=conv.shape[2], SILU=activation == "silu",
         BLOCK_B=max(64, triton.next_power_of_2(batch + 1)), BLOCK_T=block_t, BLOCK_C=block_c,

@@ -61,7 +61,7 @@ def chunk_gated_delta_rule(
     """Prefill of several requests, packed along one axis. Returns `[T, Hv, V]` in v's dtype."""
     # The WY form (Yang et al. 2024, section 3.3): within a chunk the corrected values solve a triangular system
     (q, k, v, g, beta), (states, read_slots, write_slots, _) = with_gates(inputs, weights), state
-    _, has_initial_state, plan = prompts
+    _, has_initial_state, plan, _ = prompts
     tokens = v.shape[0]
     index, valid = chunk_tokens(plan, torch.arange(len(plan.seq_idx), device=v.device))
     initial = initial_states(states, read_slots, has_initial_state)

@@ -184,7 +184,7 @@ def chunk_gated_delta_rule_triton(
     inputs: DeltaInputs, state: StateSlots, prompts: Prompts, weights: GateWeights | None = None
 ) -> Tensor:
     """`chunk_gated_delta_rule` in two launches. Raises ConfigError for chunks of more than 64 tokens."""
-    v, (states, read_slots, write_slots, _), (_, has_initial_state, plan) = inputs.v, state, prompts
+    v, (states, read_slots, write_slots, _), (_, has_initial_state, plan, _) = inputs.v, state, prompts
     if plan.chunk_size > MAX_CHUNK:
         raise ConfigError(
             f"chunks of {plan.chunk_size} tokens; the gated delta rule's kernels take {MAX_CHUNK} at most"

@@ -266,9 +266,9 @@ def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, s
         vectors, scores, decays, betas,
         *rows, strides(qkv), strides(a), strides(b), conv.stride(0), ring.keys.stride(0), ring.gates.stride(0),
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BETA_SCALE=weights.beta_scale,
-        # One token's few sums stay within a warp; several tokens are products of tiles.
-        num_warps=1 if tokens == 1 else 4, **sizes, **({"LOWER_BOUND": weights.lower_bound} if by_channel else own),
-        **pdl(device),
+        # One token's few sums stay within a warp; several tokens are products of tiles, and gates of channels a tile.
+        num_warps=1 if tokens == 1 and not by_channel else 4, **sizes,
+        **({"LOWER_BOUND": weights.lower_bound} if by_channel else own), **pdl(device),
     )  # fmt: skip
     tile = stream_tile(batch, tokens, states, by_channel)
     _stream_kernel[batch, value_heads, triton.cdiv(value_dim, tile["BLOCK_V"])](

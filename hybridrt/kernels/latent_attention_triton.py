@@ -32,7 +32,7 @@ def _rotated(x, cos_sin_ptr, position, mask, HALF: tl.constexpr, BLOCK_HALF: tl.
 @triton.jit
 def _turn(  # type: ignore[no-untyped-def]
     x, out, cos_sin_ptr, position, mask, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
-):  # fmt: skip
+):
     """Stores the numbers at x [R], rotated, at out [R]. A thread holds both halves of a pair, so that out may be x."""
     first, second = _rotated(x, cos_sin_ptr, position, mask, HALF, BLOCK_HALF)
     i = tl.arange(0, BLOCK_HALF)[None, :]

@@ -34,7 +34,7 @@ def mamba2_chunk_scan(
     # chunks of 64 to 128 tokens
     (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
     states, read_slots, write_slots, _ = state
-    query_start_loc, has_initial_state, plan = prompts
+    query_start_loc, has_initial_state, plan, saves = prompts
     num_tokens = x.shape[0]
     dt = time_step(dt, dt_bias, dt_limit)
     current = initial_states(states, read_slots, has_initial_state)
@@ -46,6 +46,9 @@ def mamba2_chunk_scan(
         step = torch.where(inside[:, :, None], dt[token], 0.0)
         part, current[rows] = _chunk_step(x[token].float(), step, A, B[token].float(), C[token].float(), current[rows])
         y[torch.where(inside, token, num_tokens)] = part
+        if saves is not None:
+            kept = saves.chunk_slots[chunk]
+            write_rows(states, torch.where(kept > 0, kept, -1), current[rows])
     write_rows(states, write_slots, current)
     y = skip_and_gate(y[:-1], x, D, z)
     dead = ~live_tokens(read_slots, query_start_loc, num_tokens)

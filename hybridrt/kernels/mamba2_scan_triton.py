@@ -90,7 +90,7 @@ def _gains_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_tokens"])
 def _pass_kernel(  # type: ignore[no-untyped-def]
     gains_ptr, cum_ptr, states_ptr, heads_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
-    cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr, states_ss: tl.constexpr, num_tokens,
+    cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr, saves_ptr, states_ss: tl.constexpr, num_tokens,
     H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """SIZE = P N numbers of a head's state, BLOCK of them a program."""
@@ -113,6 +113,10 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
         total = tl.load(cum_row + tl.load(cu_chunks_ptr + chunk + 1) - 1)
         state = state * tl.exp(total) + tl.load(gains_ptr + place, mask=mask, other=0.0)
         place += H * SIZE
+        if saves_ptr is not None:
+            save = tl.load(saves_ptr + chunk).to(tl.int64)
+            if save > 0:
+                tl.store(cells + save * states_ss, state.to(states_ptr.dtype.element_ty), mask=mask)
     tl.store(cells + write * states_ss, state.to(states_ptr.dtype.element_ty), mask=mask)
 
 
@@ -207,7 +211,7 @@ def mamba2_chunk_scan_triton(
 ) -> Tensor:
     """`mamba2_chunk_scan` in five launches."""
     (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    (states, read_slots, write_slots, _), (_, has_initial_state, plan) = state, prompts
+    (states, read_slots, write_slots, _), (_, has_initial_state, plan, saves) = state, prompts
     num_tokens, heads, dim = x.shape
     chunks, groups, state_dim, size = len(plan.seq_idx), B.shape[1], states.shape[3], plan.chunk_size
     out = torch.empty((num_tokens, heads, dim), dtype=x.dtype, device=x.device) if out is None else out
@@ -235,8 +239,8 @@ def mamba2_chunk_scan_triton(
             x, B, step, cum, gains, cu_chunks, strides(x), strides(B), num_tokens, **common, **tile, **launch,
         )  # fmt: skip
     _pass_kernel[triton.cdiv(dim * state_dim, 1024), heads, len(read_slots)](
-        gains, cum, states, chunk_heads, read_slots, write_slots, has_initial_state,
-        cu_chunks, plan.first_chunk, plan.last_chunk, states.stride(0), num_tokens,
+        gains, cum, states, chunk_heads, read_slots, write_slots, has_initial_state, cu_chunks, plan.first_chunk,
+        plan.last_chunk, None if saves is None else saves.chunk_slots, states.stride(0), num_tokens,
         H=heads, SIZE=dim * state_dim, BLOCK=1024, **launch,
     )  # fmt: skip
     if chunks:

@@ -118,7 +118,7 @@ class StateSlots(NamedTuple):
     Attributes:
         states: [S+1, *state] pool.
         read_state_slots, write_state_slots: [B], the slots of the state before and after the step.
-        intermediate: of a verify step: where the state after each token is stored. The pool is left alone then.
+        intermediate: of a verify step: where the state after each token is stored. The pool is not written then.
     """
 
     states: Tensor
@@ -160,6 +160,20 @@ class FusedStep(NamedTuple):
     ring: StateRing | None = None
 
 
+class SavedStates(NamedTuple):
+    """States within prompts that stay behind in slots of their own, at most one of a prompt. A chunk ends there.
+
+    Attributes:
+        chunk_slots: [n] int32, of each chunk of the plan the slot for the state behind it; 0 for none.
+        row_slots, row_lengths: [B] int32, the same by prompt: the slot, 0 for none, and how many of the prompt's new
+            tokens the state has seen.
+    """
+
+    chunk_slots: Tensor
+    row_slots: Tensor
+    row_lengths: Tensor
+
+
 class Prompts(NamedTuple):
     """New tokens of B prompts, packed along one axis.
 
@@ -168,11 +182,13 @@ class Prompts(NamedTuple):
             last entry get zeros.
         has_initial_state: [B] bool, False where a row starts from zeros instead of what its slot holds.
         plan: the chunks of the same rows.
+        saves: states that stay behind within rows; None for none. Not every operation leaves them.
     """
 
     query_start_loc: Tensor
     has_initial_state: Tensor
     plan: ChunkPlan
+    saves: SavedStates | None = None
 
 
 class SSMInputs(NamedTuple):

@@ -98,7 +98,7 @@ def qk_norm_rotary_triton(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -
 
 
 def rotary_write_kv_triton(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope, places: KVPlaces) -> Tensor:
-    """`rotary_write_kv`; q is rotated in place, k and v are left alone."""
+    """`rotary_write_kv`; q is rotated in place, k and v are not changed."""
     _launch(q, k, v, positions, rope, places)
     return q
 

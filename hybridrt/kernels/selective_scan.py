@@ -31,7 +31,7 @@ def selective_scan(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, pr
     # The i-th chunks of all requests at once, for each i
     (x, dt, B, C, z), (A, D, dt_bias, _) = inputs, weights
     states, read_slots, write_slots, _ = state
-    query_start_loc, has_initial_state, plan = prompts
+    query_start_loc, has_initial_state, plan, _ = prompts
     num_tokens = x.shape[0]
     dt = time_step(dt, dt_bias, NO_LIMIT)
     current = initial_states(states, read_slots, has_initial_state)

@@ -150,7 +150,7 @@ def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSl
     """`selective_scan` in three launches."""
     (x, dt, B, C, z), (A, D, dt_bias, _) = inputs, weights
     states, read_slots, write_slots, _ = state
-    _, has_initial_state, plan = prompts
+    _, has_initial_state, plan, _ = prompts
     assert z is not None
     (tokens, channels), state_dim, chunks = x.shape, states.shape[2], len(plan.seq_idx)
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)

@@ -41,7 +41,11 @@ class InputNorm(NamedTuple):
     residual: Tensor | None = None
 
 
-def _check(x: Tensor, *_: Any, tail: Tensor | None = None, norm: InputNorm | None = None, **__: Any) -> None:
+def _check(
+    x: Tensor, weight: Tensor, *_: Any, tail: Tensor | None = None, norm: InputNorm | None = None, **__: Any
+) -> None:
+    if weight.dtype != x.dtype and x.shape[0] > 1:
+        raise ConfigError(f"skinny_linear takes one token, not {x.shape[0]}, where x is {x.dtype} and W {weight.dtype}")
     if x.shape[0] > MAX_TOKENS:
         raise ConfigError(f"skinny_linear takes at most {MAX_TOKENS} tokens, not {x.shape[0]}")
     if tail is not None and norm is not None:
@@ -62,13 +66,13 @@ def skinny_linear(
 
     Args:
         x: [T, K] with any row stride, T at most MAX_TOKENS.
-        weight: [N, K] contiguous; bias: [N] or None.
+        weight: [N, K] contiguous, in x's dtype, or with one token in float32; bias: [N] or None.
         tail: [T, K - K1], the last columns of the input where x `[T, K1]` holds the first: two inputs of one merged
             weight need no copy side by side. Not with a norm.
         activation: "silu_and_mul" halves N (gate rows, then up rows); "relu2".
 
     Returns:
-        y [T, N] or [T, N / 2] in x's dtype, accumulated in float32; x + residual rounded to residual's dtype, or None.
+        y [T, N] or [T, N / 2] in W's dtype, accumulated in float32; x + residual rounded to residual's dtype, or None.
 
     Raises:
         ConfigError: too many tokens, or a tail with a norm.
@@ -82,7 +86,7 @@ def skinny_linear(
         if norm.residual is not None:
             x = residual = (x.float() + norm.residual.float()).to(norm.residual.dtype)
         x = rms_norm.reference(x, norm.norm_weight, norm.eps).to(dtype)
-    y = F.linear(x, weight, bias)
+    y = F.linear(x.to(weight.dtype), weight, bias)
     if activation == "silu_and_mul":
         y = silu_and_mul.reference(y)
     elif activation == "relu2":

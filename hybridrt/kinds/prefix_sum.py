@@ -31,6 +31,6 @@ KIND = LinearKind(
     conv_parts={},
     temporal_dims=("hidden",),
     cut_state=False,
-    # Nothing in a sum decays: what rounding loses of it is lost for good.
+    # Nothing in a sum decays, so rounding errors stay in it.
     state_dtype=torch.float32,
 )

@@ -62,7 +62,7 @@ class Attention(nn.Module):
         bias: of all projections.
         qk_norm: (epsilon, whether the weights are zero-centred) of RMS norms of each head of q and k; None for none.
             They go with `cos_sin`.
-        gated: the output is multiplied by the sigmoid of a fourth projection, whose rows stand in the checkpoint behind
+        gated: the output is multiplied by the sigmoid of a fourth projection, whose rows are in the checkpoint behind
             those of q, head by head (Qwen3-Next).
         out_scale: multiplier of the output; the weights of its projection are multiplied by it.
     """
@@ -113,9 +113,11 @@ class Attention(nn.Module):
         heads, dim = self.config.num_heads, self.config.head_dim
         if self.gated:  # q_proj holds, head by head, the query and then its gate
             found = self.qkv.targets(
-                f"{key}.q_proj", ["q", "gate"], bias=self.has_bias,
+                f"{key}.q_proj",
+                ["q", "gate"],
+                bias=self.has_bias,
                 rearrange=lambda t: t.unflatten(0, (heads, 2, dim)).transpose(0, 1).flatten(0, 2),
-            )  # fmt: skip
+            )
         else:
             found = self.qkv.targets(f"{key}.q_proj", ["q"], bias=self.has_bias)
         for name in ("k", "v"):

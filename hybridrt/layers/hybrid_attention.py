@@ -23,7 +23,7 @@ from hybridrt.plugins import load_object
 class HybridSSMAdapter(nn.Module):
     """The history branch: a recurrent layer, projections included, over the hidden states that attention reads, too.
 
-    Its state has a slot of its own in MambaPool, under `layer_id`; attention's page table knows nothing of it. What it
+    Its state has a slot of its own in MambaPool, under `layer_id`; it is not in attention's page table. What it
     returns is this rank's summand of [T, hidden], to be added to the attention's before the sum over ranks.
 
     Args:
@@ -90,6 +90,7 @@ class HybridSSMAdapter(nn.Module):
         return self._forward(hidden_states, batch, decode=False)
 
     def _forward(self, x: torch.Tensor, batch: ForwardBatch | None, decode: bool | None = None) -> torch.Tensor:
+        """The branch over the rows of a step: all, or those of one phase."""
         if self.mode == "disabled":
             return torch.zeros_like(x)
         if batch is None:

@@ -67,10 +67,11 @@ class LightningMixer(nn.Module):
         heads, dim = self.config.num_heads, self.config.head_dim
         return {
             **self.in_proj.targets(
-                f"{key}.qkv_proj", ["q", "k", "v"],
+                f"{key}.qkv_proj",
+                ["q", "k", "v"],
                 rearrange=lambda t: t.unflatten(0, (heads, 3, dim)).transpose(0, 1).flatten(0, 2),
             ),
             **self.in_proj.targets(f"{key}.output_gate", ["gate"]),
             **self.norm.targets(f"{key}.norm"),
             **self.out_proj.targets(f"{key}.out_proj", "x", scale=self.out_scale),
-        }  # fmt: skip
+        }

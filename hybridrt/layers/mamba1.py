@@ -79,6 +79,7 @@ class Mamba1Mixer(nn.Module):
         return self.out_proj(self._mix(self.in_proj(hidden_states), batch), reduce=False)
 
     def _mix(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Conv, projections and scan of the projected x | z: [T, 2 I] to [T, I]."""
         backend = batch.attn_backend.route(self)
         x, z = projected.chunk(2, dim=-1)
         x = backend.run(self, batch, x=x)

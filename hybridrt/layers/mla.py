@@ -86,9 +86,11 @@ class LatentAttention(nn.Module):
             found |= self.q_norm.targets(f"{key}.q_a_layernorm")
             found |= self.q_up.targets(f"{key}.q_b_proj", ["q"], rearrange=heads_sorted)
         found |= self.into.targets(
-            f"{key}.kv_a_proj_with_mqa", ["latent", "tail"], bias=self.has_bias,
+            f"{key}.kv_a_proj_with_mqa",
+            ["latent", "tail"],
+            bias=self.has_bias,
             rearrange=lambda t: torch.cat((t[: dims.rank], sort(t[dims.rank :]))),
-        )  # fmt: skip
+        )
         if self.gated:
             found |= self.into.targets(f"{key}.g_proj", ["gate"])
         found |= self.norm.targets(f"{key}.kv_a_layernorm")

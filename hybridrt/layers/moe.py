@@ -11,6 +11,7 @@ from torch import nn
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice, router_sigmoid_grouped, router_softmax
+from hybridrt.kernels.skinny_linear import skinny_linear
 from hybridrt.layers.linear import ColumnLinear, Segment, Summands
 from hybridrt.layers.methods import DenseMethod, ExpertPart
 from hybridrt.layers.mlp import MLP
@@ -78,7 +79,9 @@ class SigmoidGroupRouter(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden] to weights [T, k] float32 and expert ids [T, k] int32; no expert for padding."""
-        logits = F.linear(x.float(), self.weight)
+        # One token: one launch instead of a conversion, a product and a sum of its parts.
+        fused = x.is_cuda and len(x) == 1
+        logits = skinny_linear(x, self.weight)[0] if fused else F.linear(x.float(), self.weight)
         return router_sigmoid_grouped(logits, self.correction, self.choice, batch.padded_rows)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:

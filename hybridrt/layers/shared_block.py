@@ -24,9 +24,7 @@ class Adapter(nn.Module):
         matrices: the segments of the projection that each matrix of the checkpoint holds.
     """
 
-    def __init__(
-        self, name: str, size: int, rank: int, matrices: dict[str, list[Segment]], *, build: Build
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, size: int, rank: int, matrices: dict[str, list[Segment]], *, build: Build) -> None:
         super().__init__()
         # Every rank needs all of the low-rank vectors, so that they are not cut.
         uncut = replace(build, tp=TPGroup())

@@ -1,6 +1,8 @@
 """The stack of a decoder: parts, each behind a norm of its own, that add to a residual."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,7 @@ class ResidualStack(nn.Module):
         super().__init__()
         self.norms, self.parts = nn.ModuleList(), nn.ModuleList()
         self.keys: list[tuple[int, str, str]] = []
+        self._short: list[tuple[RMSNorm, Any]] | None = None
         for i, (name, parts) in enumerate(layers.items()):
             for each in parts:
                 self.norms.append(RMSNorm(f"{name}.{each.norm_key}", hidden_size, **norm))
@@ -46,8 +49,30 @@ class ResidualStack(nn.Module):
 
     def __iter__(self) -> Iterator[tuple[RMSNorm, Any]]:
         """(norm, part) in their order. A model calls `part(norm, x, residual, batch)` itself: a frame less in each."""
-        parts: Any = zip(self.norms, self.parts)
+        parts: Any = zip(self.norms, self.parts) if self._short is None else self._short
         return iter(parts)
+
+    @contextmanager
+    def shortened(self, sorts: Sequence[Any]) -> Iterator[None]:
+        """Within it, iteration gives two parts of each sort. They launch the kernels that all parts launch (the first
+        of all may lack a residual).
+
+        Args:
+            sorts: of the layers. Parts of layers of equal sorts also have equal types and shapes of their weights.
+        """
+        counts, kept = Counter[str](), []
+        parts: Any = zip(self.keys, self.norms, self.parts)
+        for (i, _, _), norm, part in parts:
+            shapes = [(name, tuple(p.shape), p.dtype) for name, p in part.named_parameters()]
+            sort = repr((type(part), shapes, sorts[i]))
+            counts[sort] += 1
+            if counts[sort] <= 2:
+                kept.append((norm, part))
+        self._short = kept
+        try:
+            yield
+        finally:
+            self._short = None
 
     def mixers(self) -> dict[int, Any]:
         """The recurrent mixers by layer id."""

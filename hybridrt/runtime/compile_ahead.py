@@ -14,19 +14,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+import torch
 
 from hybridrt.config import EngineConfig
+from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.providers import is_installed
-from hybridrt.runtime.build import RunTarget
 from hybridrt.runtime.child_process import start_child
-from hybridrt.runtime.compile_mark import find_mark, write_mark
+from hybridrt.runtime.compile_mark import find_mark, has_marks, write_mark
 from hybridrt.runtime.pretend_gpu import GPUFacts
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ _LEAVING_S = 5.0
 _WORKER = "hybridrt.runtime.compile_worker"
 _LAUNCHER = ["triton", "launcher", ""]  # Triton's own C module, which launches kernels
 
-Job = list[str]  # module, name and specialisation of a kernel (`compile_trace.Kernel`)
+Kernel = list[str]  # module, name and specialisation, as in `compile_trace.Kernel`
+Job = tuple[bool, Kernel]  # whether the start needs it
 
 
 @dataclass
@@ -47,63 +48,85 @@ class CompileReport:
 
     Attributes:
         kernels: how many, those included that were in the cache before.
-        seconds: of one core, by the kernel's name.
-        problems: steps that could not be traced, kernels that do not compile, processes that ended.
+        seconds: of one core, by the kernel's name; "trace" is what finding them took.
+        problems: steps that could not be traced and kernels that do not compile. In another run they would be the same.
+        failures: processes that ended or took too long.
     """
 
     kernels: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
 
 class CompileAhead:
     """Processes that compile the kernels of a configuration. `wait` ends them, and so does `close`.
 
+    They start at once, and compile once `begin` has said for which GPU.
+
     Args:
         config: of the run; its model is a directory.
-        gpu: what to compile for.
         workers: how many processes.
     """
 
-    def __init__(self, config: EngineConfig, gpu: GPUFacts, workers: int) -> None:
+    def __init__(self, config: EngineConfig, workers: int) -> None:
         self.report = CompileReport()
-        self._mark = find_mark(config, gpu)
-        self._lock, self._jobs = threading.Lock(), queue.SimpleQueue[Job | None]()
-        self._jobs.put(_LAUNCHER)
+        self._config, self._mark = config, Path()
+        self._threads: list[threading.Thread] = []
+        self._changed, self._jobs = threading.Condition(), queue.SimpleQueue[Job | None]()
+        self._to_start, self._all_to_start, self._serving = 0, False, workers
+        self._queue(_LAUNCHER)
         self._processes: list[subprocess.Popen[bytes]] = []
         # torch must not find the GPU: a context of CUDA takes half a gigabyte of its memory in every process.
-        environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+        environment = {
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "TRITON_INTERPRET": "0",
+            "HYBRIDRT_DEBUG": "",
+        }
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         try:
-            for _ in range(workers):
-                self._processes.append(start_child(_WORKER, {"gpu": asdict(gpu)}, environment, **pipes))
+            for i in range(workers):
+                self._processes.append(start_child(_WORKER, {"traces": i == 0}, environment, **pipes))
         except BaseException:
             self.close()
             raise
-        traced: list[EngineConfig | None] = [config] + [None] * (workers - 1)
-        self._threads = [
-            threading.Thread(target=self._serve, args=pair, daemon=True) for pair in zip(self._processes, traced)
-        ]
-        for thread in self._threads:
+
+    def begin(self, gpu: GPUFacts) -> None:
+        """Compiles for this GPU, in the background."""
+        self._mark = find_mark(self._config, gpu)
+        for i, process in enumerate(self._processes):
+            thread = threading.Thread(target=self._serve, args=(process, gpu, i == 0), daemon=True)
+            self._threads.append(thread)
             thread.start()
 
+    def wait_for_start(self, deadline_s: float = DEADLINE_S) -> None:
+        """Returns when the kernels of the start are compiled, or cannot be."""
+        with self._changed:
+            ready = self._changed.wait_for(
+                lambda: not self._serving or (self._all_to_start and not self._to_start), deadline_s
+            )
+        if not ready:
+            self.report.failures.append(f"compiling took more than {deadline_s:g} seconds")
+            self.close()
+
     def wait(self, deadline_s: float = DEADLINE_S) -> CompileReport:
-        """Returns when every kernel is compiled, or could not be: what is missing is warned of."""
-        end, problems = time.monotonic() + deadline_s, self.report.problems
+        """Returns when every kernel is compiled, or cannot be: what is missing is warned of."""
+        end, report = time.monotonic() + deadline_s, self.report
         try:
             for thread in self._threads:
                 thread.join(max(end - time.monotonic(), 0.0))
             if any(thread.is_alive() for thread in self._threads):
-                problems.append(f"compiling took more than {deadline_s:g} seconds")
+                report.failures.append(f"compiling took more than {deadline_s:g} seconds")
         finally:
             self.close()
         for thread in self._threads:
             thread.join(_LEAVING_S)  # it says what its process was at
-        for problem in problems:
+        for problem in (*report.failures, *report.problems):
             logger.warning("kernels are missing in Triton's cache, and compiled when they are launched: %s", problem)
-        if not problems:
-            write_mark(self._mark, self.report.kernels)
-        return self.report
+        if not report.failures:
+            write_mark(self._mark, report.kernels)
+        return report
 
     def close(self) -> None:
         """Ends the processes at once, and the compilers that they run."""
@@ -113,34 +136,62 @@ class CompileAhead:
                     os.killpg(process.pid, signal.SIGKILL)  # each has a session of its own
             process.wait()
 
-    def _serve(self, process: "subprocess.Popen[bytes]", traced: EngineConfig | None) -> None:
-        """Feeds one process, in a thread of its own: a configuration to trace, if any, then kernels until the last."""
-        doing = "it traced the model"
+    def _queue(self, job: Kernel) -> None:
+        with self._changed:
+            self._to_start += not self._all_to_start
+        self._jobs.put((not self._all_to_start, job))
+
+    def _serve(self, process: "subprocess.Popen[bytes]", gpu: GPUFacts, traces: bool) -> None:
+        """Feeds one process, in a thread of its own: what to trace, if it traces, then kernels until the last."""
+        doing = "it started"
         try:
-            if traced is not None:
-                self._trace(process, traced)
+            try:
+                _send(process, {"gpu": asdict(gpu)})
+                if traces:
+                    doing = "it traced the model"
+                    self._trace(process)
+            finally:
+                if traces:  # the others wait for its kernels
+                    self._know_start()
+                    for _ in self._processes:
+                        self._jobs.put(None)
             while (job := self._jobs.get()) is not None:
-                doing = f"it compiled {_name(job)}"
-                self._note(job, _ask(process, {"compile": job}))
+                doing = f"it compiled {_name(job[1])}"
+                try:
+                    _send(process, {"compile": job[1]})
+                    self._note(job[1], _read(process))
+                finally:
+                    with self._changed:
+                        self._to_start -= job[0]
+                        self._changed.notify_all()
         except (OSError, ValueError, msgspec.DecodeError) as e:
-            with self._lock:
-                self.report.problems.append(f"a process failed while {doing}: {_status(process) or e}")
-
-    def _trace(self, process: "subprocess.Popen[bytes]", config: EngineConfig) -> None:
-        """Queues kernels as they are found."""
-        try:
-            answer = _ask(process, {"trace": asdict(config)})
-            while "kernel" in answer:
-                self._jobs.put(answer["kernel"])
-                answer = _read(process)
-            with self._lock:
-                self.report.problems += answer["problems"]
+            with self._changed:
+                self.report.failures.append(f"a process failed while {doing}: {_status(process) or e}")
         finally:
-            for _ in self._processes:
-                self._jobs.put(None)
+            with self._changed:
+                self._serving -= 1
+                self._changed.notify_all()
 
-    def _note(self, job: Job, answer: dict[str, Any]) -> None:
-        with self._lock:
+    def _trace(self, process: "subprocess.Popen[bytes]") -> None:
+        """Queues kernels as they are found."""
+        _send(process, {"trace": asdict(self._config)})
+        while "problems" not in (answer := _read(process)):
+            if "kernel" in answer:
+                self._queue(answer["kernel"])
+            else:
+                self._know_start()
+        with self._changed:
+            self.report.problems += answer["problems"]
+            self.report.seconds["trace"] = answer["seconds"]
+
+    def _know_start(self) -> None:
+        """What is queued from here on is not of the start."""
+        with self._changed:
+            self._all_to_start = True
+            self._changed.notify_all()
+
+    def _note(self, job: Kernel, answer: dict[str, Any]) -> None:
+        with self._changed:
             report, name = self.report, _name(job)
             report.kernels += 1
             report.seconds[name] = report.seconds.get(name, 0.0) + answer["seconds"]
@@ -148,16 +199,15 @@ class CompileAhead:
                 report.problems.append(f"{name} does not compile: {answer['problem']}")
 
 
-def _name(job: Job) -> str:
+def _name(job: Kernel) -> str:
     return f"{job[0].rpartition('.')[2]}.{job[1]}"
 
 
-def _ask(process: "subprocess.Popen[bytes]", request: dict[str, Any]) -> dict[str, Any]:
+def _send(process: "subprocess.Popen[bytes]", request: dict[str, Any]) -> None:
     stdin: IO[bytes] | None = process.stdin
     assert stdin is not None
     stdin.write(msgspec.json.encode(request) + b"\n")
     stdin.flush()
-    return _read(process)
 
 
 def _read(process: "subprocess.Popen[bytes]") -> dict[str, Any]:
@@ -193,30 +243,65 @@ def default_workers() -> int:
     return int(text)
 
 
-@contextlib.contextmanager
-def compiling(config: EngineConfig, target: RunTarget, path: Path) -> Iterator[Callable[[], None]]:
-    """Compiles a run's kernels beside what happens within it. What it yields waits until they are compiled, on all
-    ranks: rank 0 compiles for the others. On a CPU, and where the cache has them already, it does nothing."""
-    ahead = _start(config, target, path)
-    try:
-        yield lambda: _finish(ahead, target)
-    finally:
-        if ahead is not None:
-            ahead.close()
+class KernelsAhead:
+    """The kernels of a run, compiled beside the rest of its start: a context whose end waits for all of them. On a CPU,
+    and where the cache has them already, it does nothing. Rank 0 compiles for the ranks of its host."""
+
+    def __init__(self, config: EngineConfig, tp: TPGroup) -> None:
+        self._config, self._tp, self._ahead = config, tp, _start(config, tp)
+
+    def begin(self, device: torch.device, path: Path) -> None:
+        """The device is known, and the model's directory."""
+        if not _wanted(self._config, self._tp) or device.type != "cuda":
+            return self._close()
+        config, gpu = _of_run(self._config, path), GPUFacts.of(device)
+        if find_mark(config, gpu).exists():
+            return self._close()
+        self._ahead = self._ahead or CompileAhead(config, default_workers())
+        self._ahead.begin(gpu)
+
+    def wait_for_start(self) -> None:
+        """Returns on all ranks when the kernels that a start needs are compiled."""
+        if self._ahead is not None:
+            self._ahead.wait_for_start()
+        self._tp.minimum(0)
+
+    def __enter__(self) -> "KernelsAhead":
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        try:
+            if self._ahead is not None and error is None:
+                _finish(self._ahead)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
 
-def _start(config: EngineConfig, target: RunTarget, path: Path) -> CompileAhead | None:
-    if target.device.type != "cuda" or target.tp.rank or not is_installed("triton") or not default_workers():
+def _wanted(config: EngineConfig, tp: TPGroup) -> bool:
+    """Whether this process may compile ahead, as far as that is known without the GPU's driver."""
+    gpu = torch.version.cuda is not None and config.device != "cpu"
+    return gpu and not tp.rank and is_installed("triton") and default_workers() > 0
+
+
+def _start(config: EngineConfig, tp: TPGroup) -> CompileAhead | None:
+    """Processes that import packages while this one reads the configuration. None where there may be nothing to
+    compile: for some GPU the cache has all kernels."""
+    path = Path(config.model)
+    if not _wanted(config, tp) or not torch.cuda.device_count() or not (path / "config.json").is_file():
         return None
-    config, gpu = replace(config, model=str(path), device="cuda"), GPUFacts.of(target.device)
-    if find_mark(config, gpu).exists():
-        return None
-    return CompileAhead(config, gpu, default_workers())
+    return None if has_marks(_of_run(config, path)) else CompileAhead(_of_run(config, path), default_workers())
 
 
-def _finish(ahead: CompileAhead | None, target: RunTarget) -> None:
-    if ahead is not None:
-        start = time.perf_counter()
-        report = ahead.wait()
-        logger.info("%d kernels compiled; waited for %.1f s", report.kernels, time.perf_counter() - start)
-    target.tp.minimum(0)
+def _of_run(config: EngineConfig, path: Path) -> EngineConfig:
+    return replace(config, model=str(path), device="cuda")
+
+
+def _finish(ahead: CompileAhead) -> CompileReport:
+    report = ahead.wait()
+    logger.info("%d kernels are in Triton's cache", report.kernels)
+    return report

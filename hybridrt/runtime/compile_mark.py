@@ -20,13 +20,23 @@ _CONFIG, _GPU = ("model", "device", "seed", "overlap", "load_format"), ("free_by
 
 
 def find_mark(config: EngineConfig, gpu: GPUFacts) -> Path:
-    """Where the mark of a configuration stands, or will. `config.model` is a directory."""
+    """Where the mark of a configuration and a GPU stands, or will. `config.model` is a directory."""
+    facts = {name: value for name, value in asdict(gpu).items() if name not in _GPU}
+    return _folder(config) / hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
+
+
+def has_marks(config: EngineConfig) -> bool:
+    """Whether the cache holds all kernels of a configuration for some GPU."""
+    return _folder(config).is_dir()
+
+
+def _folder(config: EngineConfig) -> Path:
+    """Of the marks of a configuration, with these versions."""
     import triton
 
     fields = {name: value for name, value in asdict(config).items() if name not in _CONFIG}
-    facts = {name: value for name, value in asdict(gpu).items() if name not in _GPU}
     versions = (__version__, triton.__version__, str(torch.__version__), sys.implementation.cache_tag)
-    digest = hashlib.sha256(msgspec.json.encode((fields, facts, versions)))
+    digest = hashlib.sha256(msgspec.json.encode((fields, versions)))
     digest.update(Path(config.model, "config.json").read_bytes())
     for file in sorted(_KERNELS.glob("*.py")):
         digest.update(file.read_bytes())

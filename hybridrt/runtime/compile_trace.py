@@ -5,9 +5,11 @@ A specialisation depends on dtypes, on constants, on which pointers and integers
 are 1. So the pools are planned and cut as in the real run, and steps of the same sizes run.
 """
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -20,10 +22,9 @@ from triton.runtime.jit import JITFunction
 from hybridrt.attention.registry import backend_class, resolve_attention_name, resolve_prefill_name
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
-from hybridrt.models.base import CausalLM
-from hybridrt.runtime import graph_runner
 from hybridrt.runtime.build import RunTarget, Runtime, empty_model, keeps_prefixes, kv_groups, load_target, weight_bytes
 from hybridrt.runtime.fit import plan_ahead
+from hybridrt.runtime.graph_runner import ClosureRecorder, CudaGraphRecorder
 from hybridrt.runtime.model_runner import probe
 from hybridrt.runtime.pretend_gpu import GPUFacts, pretended
 from hybridrt.runtime.sampler import EVERY_DRAW
@@ -133,34 +134,53 @@ def _hashable(value: Any) -> Any:
     return type(value), value
 
 
-def trace(config: EngineConfig, gpu: GPUFacts, note: Callable[[Kernel], None]) -> list[str]:
-    """Notes the kernels of a run: those of its start first, in their order.
+def trace(
+    config: EngineConfig, gpu: GPUFacts, note: Callable[[Kernel], None], started: Callable[[], None] = lambda: None
+) -> list[str]:
+    """Notes the kernels of a run in the order of their first use.
+
+    Args:
+        started: called when those of the start are noted: up to the first greedy token of prompts without a cached
+            prefix.
 
     Returns:
         The steps that failed here and why: they may launch kernels that were not noted.
     """
-    recorder = mock.patch.object(graph_runner, "CudaGraphRecorder", graph_runner.ClosureRecorder)
     problems: list[str] = []
+    recorder = mock.patch.object(CudaGraphRecorder, "__call__", _closure)
     with pretended(gpu), recorder, noted(note), torch.inference_mode():
         runner, largest = _runners(config)
-        for name, step in (("the largest prefill", largest), *_steps(runner)):
-            try:
-                step()
-            except Exception as e:  # a step that cannot be traced costs time at the start, and no more
-                problems.append(f"{name}: {type(e).__name__}: {e}")
+        with runner.model.shortened():
+            steps = {"the largest prefill": largest, "graphs": runner.capture if config.cuda_graph else None}
+            make = _Plans(runner)
+            for name, step in (*steps.items(), *_first_steps(make), ("", started), *_further_steps(make)):
+                try:
+                    if step is not None:
+                        step()
+                except Exception as e:  # a step that cannot be traced costs time at the start, and no more
+                    problems.append(f"{name}: {described(e)}")
     return problems
 
 
+def described(error: Exception) -> str:
+    """An error in one line, with the place where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text} ({last.filename}, line {last.lineno}, in {last.name})"
+
+
+def _closure(recorder: CudaGraphRecorder, *step: Any) -> Callable[[], None]:
+    return ClosureRecorder()(*step)
+
+
 def _runners(config: EngineConfig) -> tuple[StepRunner, Callable[[], Any]]:
-    """A runner over pools as the real run's, and the step that measures activations over its own pools. Their model has
-    two layers of each sort: all others launch the same kernels."""
+    """A runner over pools as the real run's, and the step that measures activations over its own pools."""
     _, target = load_target(config, TraceGroup(size=config.tp_size))
     config = _own_kernels(config, target)
     model = empty_model(config, target, target.device).eval()
     plan = plan_ahead(config, target, weight_bytes(model))
     small, largest = probe(config, target)
     runtimes = [Runtime.allocate(config, target, model, each) for each in (plan, small)]
-    _shorten(model)
     return StepRunner(runtimes[0]), lambda: StepRunner(runtimes[1]).launch(largest)
 
 
@@ -174,40 +194,26 @@ def _own_kernels(config: EngineConfig, target: RunTarget) -> EngineConfig:
     return replace(config, **own)  # type: ignore[arg-type]
 
 
-def _shorten(model: CausalLM) -> None:
-    """Leaves two parts of each sort in the stack: the first one may lack a residual."""
-    counts: dict[Any, int] = {}
-    norms, parts = model.stack.norms, model.stack.parts
-    kept = []
-    for i, ((layer_id, _, _), part) in enumerate(zip(model.stack.keys, parts)):
-        shapes = tuple((name, p.shape, p.dtype) for name, p in part.named_parameters())
-        sort = (type(part), shapes, model.config.layers[layer_id])
-        counts[sort] = counts.get(sort, 0) + 1
-        if counts[sort] <= 2:
-            kept.append(i)
-    model.stack.norms = torch.nn.ModuleList(norms[i] for i in kept)
-    model.stack.parts = torch.nn.ModuleList(parts[i] for i in kept)
-
-
-def _steps(runner: StepRunner) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Every step by its name: the graphs, then prompts, decoding and sampling."""
-    config, plan = runner.config, runner.memory_plan
-    chunk = min(config.chunked_prefill_size, plan.max_model_len - 1)
-    if config.cuda_graph:
-        yield "graphs", runner.capture
+def _first_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Steps by their names: prompts of several lengths, and one greedy token more."""
     greedy = SamplingParams(temperature=0.0)
-    make = _Plans(runner)
-    for tokens in sorted({min(n, chunk) for n in (*PROMPTS, chunk)}):
-        yield f"prompts of {tokens} tokens", lambda n=tokens: make.run(make.prompts([n], greedy))  # type: ignore[misc]
-        yield f"a prompt of {tokens} tokens that leaves a state", lambda n=tokens: make.run(make.saving(n, greedy))  # type: ignore[misc]
-        yield f"{tokens} tokens behind others", lambda n=tokens: make.run(make.behind(n, greedy))  # type: ignore[misc]
-    yield "several prompts", lambda: make.run(make.prompts([100, 16], greedy))
+    for tokens in make.lengths:
+        yield f"prompts of {tokens} tokens", partial(make.run, make.prompts([tokens], greedy))
+    yield "several prompts", partial(make.run, make.prompts([16] * min(2, make.plan.num_rows), greedy))
+    yield "a decode step", partial(make.decode, 1, greedy)
+
+
+def _further_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Steps with the prefix cache, and of all sorts of sampling."""
+    greedy, rows = SamplingParams(temperature=0.0), sorted({1, min(2, make.plan.num_rows), make.plan.num_rows})
+    for tokens in make.lengths:
+        yield f"{tokens} tokens that leave a state", partial(make.run, make.saving(tokens, greedy))
+        yield f"{tokens} tokens behind others", partial(make.run, make.behind(tokens, greedy))
+    yield "a donation", partial(make.run, StepPlan(donations=[1]))
     for i, draw in enumerate(EVERY_DRAW):
-        params = SamplingParams(**draw)
-        for rows in sorted({1, min(2, plan.num_rows), plan.num_rows}):
-            yield f"draws {i}, {rows} rows", lambda n=rows, p=params: make.decode(n, p)  # type: ignore[misc]
-        yield f"draws {i} with masks", lambda p=params: make.decode(1, p, constrained=True)  # type: ignore[misc]
-    yield "a donation", lambda: runner.launch(StepPlan(donations=[1]))
+        for n in rows:
+            yield f"draws {i}, {n} rows", partial(make.decode, n, SamplingParams(**draw))
+        yield f"draws {i} with masks", partial(make.decode, 1, SamplingParams(**draw), constrained=True)
 
 
 class _Plans:
@@ -216,6 +222,8 @@ class _Plans:
     def __init__(self, runner: StepRunner) -> None:
         self.runner, self.plan = runner, runner.memory_plan
         self.recurrent = runner.pools.req_to_token.mamba_pool is not None
+        chunk = min(runner.config.chunked_prefill_size, self.plan.max_model_len - 1)
+        self.lengths = sorted({min(n, chunk) for n in (*PROMPTS, chunk)})
 
     def run(self, plan: StepPlan | None) -> None:
         if plan is not None:

@@ -1,8 +1,11 @@
 """A process that compiles kernels into Triton's cache, and that finds out which ones a configuration needs. It sees no
 GPU. `compile_ahead.py` starts it, and talks with it in lines of JSON.
 
-    {"trace": fields of EngineConfig}                     a line {"kernel": ...} each, then {"problems": [...]}
-    {"compile": [module, name, specialisation]}           {"problem": null or text, "seconds": number}
+    {"gpu": fields of GPUFacts}                  comes first
+    {"trace": fields of EngineConfig}            {"kernel": [module, name, specialisation]} for each kernel,
+                                                 {"started": seconds} behind those of the start, and at the end
+                                                 {"problems": [...], "seconds": number}
+    {"compile": [module, name, specialisation]}  {"problem": null or text, "seconds": number}
 """
 
 import atexit
@@ -15,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 from unittest import mock
@@ -26,11 +28,22 @@ from hybridrt.runtime.pretend_gpu import GPUFacts
 LAUNCHER = ("triton", "launcher", "")  # the job of compiling what Triton launches kernels with
 
 
-def main(gpu: Mapping[str, Any]) -> None:
-    """Serves lines of the standard input until it ends."""
+def main(traces: bool) -> None:
+    """Serves lines of the standard input until it ends.
+
+    Args:
+        traces: this process will be asked to trace: it imports what that takes at once.
+    """
     answers = _own_output()
-    facts = GPUFacts(**{**gpu, "capability": tuple(gpu["capability"])})
-    worker = _Worker(facts, answers)
+    from hybridrt.runtime import compile_trace  # noqa: F401  # all processes have it ready
+
+    if traces:
+        import transformers  # noqa: F401
+    facts = json.loads(sys.stdin.readline() or "null")
+    if facts is None:
+        return  # the start was over before
+    gpu = facts["gpu"]
+    worker = _Worker(GPUFacts(**{**gpu, "capability": tuple(gpu["capability"])}), answers)
     for line in sys.stdin:
         request = json.loads(line)
         worker.trace(request["trace"]) if "trace" in request else worker.compile(*request["compile"])
@@ -57,15 +70,19 @@ class _Worker:
         print(json.dumps(answer), file=self._answers)
 
     def trace(self, fields: dict[str, Any]) -> None:
-        from hybridrt.runtime.compile_trace import trace
+        from hybridrt.runtime.compile_trace import described, trace
 
+        start, problems = time.perf_counter(), list[str]()
         try:
             speculative = fields.pop("speculative")
             config = EngineConfig(**fields, speculative=SpeculativeConfig(**speculative) if speculative else None)
-            problems = trace(config, self._gpu, lambda kernel: self._say(kernel=list(kernel)))
+            problems += trace(
+                config, self._gpu, lambda kernel: self._say(kernel=list(kernel)),
+                lambda: self._say(started=time.perf_counter() - start),
+            )  # fmt: skip
         except Exception as e:
-            problems = [f"the model: {type(e).__name__}: {e}"]
-        self._say(problems=problems)
+            problems.append(f"the model: {described(e)}")
+        self._say(problems=problems, seconds=time.perf_counter() - start)
 
     def compile(self, module: str, name: str, specialisation: str) -> None:
         start, problem = time.perf_counter(), None

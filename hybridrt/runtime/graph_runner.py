@@ -8,7 +8,7 @@ the same backend hooks, so a CPU test of the closure tests the metadata of the g
 import gc
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -99,32 +99,48 @@ class GraphRows(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Turns a function over static buffers into something that replays it."""
+    """Turns a function over static buffers into something that replays it. `warm`: functions like it, of other sizes,
+    have been recorded before."""
 
-    def __call__(self, step: Callable[[], None]) -> Callable[[], None]: ...
+    def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]: ...
 
 
 class ClosureRecorder:
     """For machines without CUDA: a replay calls the function again."""
 
-    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]:
         step()
         return step
 
 
 class CudaGraphRecorder:
-    """torch.cuda.CUDAGraph in one memory pool, shared because buckets are captured from the largest down."""
+    """torch.cuda.CUDAGraph in one memory pool, shared because buckets are captured from the largest down.
 
-    def __init__(self) -> None:
+    Args:
+        rehearsal: around the step that runs before its capture; it may be shorter, if it launches the same kernels.
+    """
+
+    def __init__(self, rehearsal: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        self._rehearsal = rehearsal
+        self._stream = torch.cuda.Stream()
         self._pool: Any = None
 
-    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
-        step()  # Triton compiles and cuBLAS picks its workspaces outside the capture
+    def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]:
+        if not warm:
+            with self._rehearsal():
+                step()  # Triton compiles and cuBLAS picks its workspaces outside the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # What other threads do meanwhile (NCCL's watchdog queries events) is not captured.
-        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            step()
+        # What other threads do meanwhile (NCCL's watchdog queries events) is not captured. "relaxed": a function that
+        # has not run may load the kernels that its sizes alone need.
+        mode = "relaxed" if warm else "thread_local"
+        # torch.cuda.graph gives all cached memory back before every capture, which takes longer than the capture.
+        with _no_collection(), torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode=mode)
+            try:
+                step()
+            finally:
+                graph.capture_end()
         self._pool = self._pool or graph.pool()
         return graph.replay
 

@@ -18,7 +18,7 @@ class HostCopies:
 
     An image of a page holds its keys and values in every layer; that of a state is what the state pool exports. Copies
     run in order, on a stream of their own. It begins where the steps that were launched before the copies end. A later
-    step waits for it only if its plan says so (`StepPlan.after_copies`).
+    step waits for it only if `StepPlan.after_copies` names it.
 
     Raises:
         MemoryBudgetError: there is not so much free main memory.

@@ -23,7 +23,8 @@ from hybridrt.runtime.build import (
     make_plan,
     weight_bytes,
 )
-from hybridrt.runtime.compile_ahead import compiling
+from hybridrt.runtime.compile_ahead import KernelsAhead
+from hybridrt.runtime.cuda_start import start_cuda
 from hybridrt.runtime.fit import plan_ahead
 from hybridrt.runtime.host_copies import HostCopies
 from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS
@@ -61,24 +62,27 @@ class ModelRunner(StepRunner):
         plan: MemoryPlan | None = None,
         progress: bool = False,
     ) -> None:
-        self.model_path, target = load_target(config, tp or TPGroup())
-        if plan is None:
-            weights = weight_bytes(empty_model(config, target, torch.device("meta")))
-            plan_ahead(config, target, weights, budget_bytes)  # raises what can be known before loading
-        with compiling(config, target, self.model_path) as compiled:
+        tp = tp or TPGroup()
+        start_cuda(config.device, tp)
+        with KernelsAhead(config, tp) as kernels:
+            self.model_path, target = load_target(config, tp)
+            kernels.begin(target.device, self.model_path)
+            if plan is None:
+                weights = weight_bytes(empty_model(config, target, torch.device("meta")))
+                plan_ahead(config, target, weights, budget_bytes)  # raises what can be known before loading
             with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
                 model = build_model(config, target, self.model_path, progress)
-            compiled()
-        with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
-            plan = plan or plan_pools(config, target, model, budget_bytes)
-            super().__init__(Runtime.allocate(config, target, model, plan))
-            if config.transfer_bytes:
-                self.arena = StateArena(target, self.pools, config.transfer_bytes)
-            if plan.host:
-                self.host = HostCopies(self.pools, plan.host, target.device)
-        if self.device.type == "cuda" and config.cuda_graph:
-            with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
-                self.capture(progress)
+            kernels.wait_for_start()
+            with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
+                plan = plan or plan_pools(config, target, model, budget_bytes)
+                super().__init__(Runtime.allocate(config, target, model, plan))
+                if config.transfer_bytes:
+                    self.arena = StateArena(target, self.pools, config.transfer_bytes)
+                if plan.host:
+                    self.host = HostCopies(self.pools, plan.host, target.device)
+            if self.device.type == "cuda" and config.cuda_graph:
+                with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
+                    self.capture(progress)
 
 
 def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_bytes: int | None) -> MemoryPlan:

@@ -1,26 +1,25 @@
 """Pads a step with prompts to the sizes of its bucket, so that one graph serves all steps that fit.
 
-A bucket has so many decode rows, PROMPT_ROWS prompts and so many tokens of all of them. What a step leaves of it is
-padding, which belongs to request row 0 and to no state slot. Behind the prompts stands one padding row that has all
-tokens that are left, then rows without tokens. So every token of a graph belongs to a row, and the rows' tokens always
-add up to the bucket's.
+A bucket has so many decode rows, prompts, and tokens of all of them. What a step leaves of it is padding, which belongs
+to request row 0 and to no state slot. Behind the prompts stands one padding row that has all tokens that are left, then
+rows without tokens. So every token of a graph belongs to a row, and the rows' tokens always add up to the bucket's.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
 from typing import NamedTuple
 
 import numpy as np
 
-from hybridrt.kernels.chunk_plan import most_chunks, pad_chunks
+from hybridrt.kernels.chunk_plan import chunk_columns, most_chunks, pad_chunks
 from hybridrt.runtime.step import DecodeRows, ExtendRow, StepPlan
 from hybridrt.runtime.step_inputs import Columns, Packing, chunk_names, pack_batch
 from hybridrt.runtime.step_passes import Run, in_pass, pack_runs, runs_of
 
 PROMPT_TOKENS = tuple(range(128, 1025, 128))  # of a step; larger ones keep a device busy without graphs
 DECODE_ROWS = (0, 32, 128)
-PROMPT_ROWS = 8
-# Tokens that stand behind saved states, of all prompts: prompts leave states on a grid, usually of 16 tokens.
-SAVED_TOKENS = 16 * PROMPT_ROWS
+PROMPT_ROWS, TOKENS_OF_ONE = 8, 64  # most prompts of a bucket, which has room for one in so many tokens
+TAIL = 16  # tokens behind a saved state, in the mean of the prompts: states stand on a grid, usually of 16 tokens
 
 
 class Bucket(NamedTuple):
@@ -29,33 +28,53 @@ class Bucket(NamedTuple):
     decode_rows: int
     tokens: int
 
+    @property
+    def prompts(self) -> int:
+        """Most prompts of a step: what a graph has room for costs it time, and few short prompts come at once."""
+        return min(max(self.tokens // TOKENS_OF_ONE, 1), PROMPT_ROWS)
 
-def has_place(plan: StepPlan, saves: bool) -> bool:
-    """Whether buckets have room for a step's prompts, but for the number of their tokens. `saves`: states may be saved
-    within them. If so, a second pass goes on from there: that is enough for one state of a prompt."""
-    if len(plan.extend) > PROMPT_ROWS:
-        return False
-    behind = [len(row.tokens) - row.saves[0][0] for row in plan.extend if row.saves]
-    return not behind or (saves and sum(behind) <= SAVED_TOKENS and all(len(row.saves) < 2 for row in plan.extend))
+    @property
+    def tail(self) -> int:
+        """Most tokens that stand behind saved states, of all prompts."""
+        return TAIL * self.prompts
+
+    def holds(self, plan: StepPlan, saves: "StateSaves") -> bool:
+        """Whether a step has prompts, and fits, with the states that it saves within them."""
+        rows, tokens = plan.extend, sum(len(row.tokens) for row in plan.extend)
+        if not 0 < len(rows) <= self.prompts or tokens > self.tokens or len(plan.decode) > self.decode_rows:
+            return False
+        behind = [len(row.tokens) - row.saves[0][0] for row in rows if row.saves]
+        if not behind or saves is StateSaves.NONE:
+            return not behind
+        fits = saves is StateSaves.AT_CHUNKS or sum(behind) <= self.tail
+        return fits and all(len(row.saves) < 2 for row in rows)
 
 
-def pack_padded(plan: StepPlan, bucket: Bucket, sizes: Sequence[int], saves: bool, seq_len_fill: int) -> Columns:
+class StateSaves(Enum):
+    """How a graph leaves states within its prompts, one of a prompt at most."""
+
+    NONE = auto()
+    AT_CHUNKS = auto()  # behind a chunk that ends there
+    SECOND_PASS = auto()  # a first pass ends there, a second one computes the tokens behind
+
+
+def pack_padded(plan: StepPlan, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int) -> Columns:
     """`pack_batch` of a step, padded. The shapes depend on the other arguments alone.
 
     Args:
-        sizes: of chunks. saves: the second pass is there.
+        sizes: of chunks.
         seq_len_fill: tokens of a padding row of the decode segment.
     """
     padded = pad_step(plan, bucket, seq_len_fill)
-    columns = pack_batch(padded, 1, Packing(chunk_sizes=() if saves else tuple(sizes)))
+    columns = pack_batch(padded, 1, Packing())
     real = sum(len(row.tokens) for row in plan.extend)
     columns["extend_positions"][real:] = 0  # rotary tables end with the longest request
     columns |= _sampled(plan, columns, bucket)
-    if saves:
+    if saves is StateSaves.SECOND_PASS:
         columns.pop("read_state_slots", None)
-        return columns | _pack_passes(padded.extend, bucket.tokens, sizes)
+        return columns | _pack_passes(padded.extend, bucket, sizes)
     columns["read_state_slots"] = np.array([row.read_state_slot for row in padded.extend], np.int32)
-    return columns | _pad_plans(columns, sizes, PROMPT_ROWS + 1, bucket.tokens)
+    return columns | _pack_chunks(padded.extend, bucket, sizes, saves)
 
 
 def pad_step(plan: StepPlan, bucket: Bucket, seq_len_fill: int) -> StepPlan:
@@ -65,7 +84,7 @@ def pad_step(plan: StepPlan, bucket: Bucket, seq_len_fill: int) -> StepPlan:
     zeros, computed = np.zeros(missing, np.int32), np.full(missing, seq_len_fill - 1, np.int32)
     ends = (decode.rows, zeros), (decode.computed, computed), (decode.output_indices, zeros), (decode.num_drafts, zeros)
     padding = [ExtendRow(0, 0, [0] * left, 0, False)]
-    padding += [ExtendRow(0, 0, (), 0, False)] * (PROMPT_ROWS - len(extend))
+    padding += [ExtendRow(0, 0, (), 0, False)] * (bucket.prompts - len(extend))
     return StepPlan(decode=DecodeRows(*map(np.concatenate, ends)), extend=[*extend, *padding])
 
 
@@ -81,33 +100,48 @@ def _sampled(plan: StepPlan, columns: Columns, bucket: Bucket) -> Columns:
         "sample_rows": (plan.decode.rows, np.array([row.row for row in sampling], np.int32)),
         "output_indices": (plan.decode.output_indices, np.array([row.output_index for row in sampling], np.int32)),
     }
-    padding = np.zeros(bucket.decode_rows + PROMPT_ROWS - n - len(sampling), np.int32)
+    padding = np.zeros(bucket.decode_rows + bucket.prompts - n - len(sampling), np.int32)
     return {name: np.concatenate((*part, padding)) for name, part in parts.items()}
 
 
-def _pack_passes(extend: Sequence[ExtendRow], tokens: int, sizes: Iterable[int]) -> Columns:
+def _pack_chunks(
+    extend: Sequence[ExtendRow], bucket: Bucket, sizes: Iterable[int], saves: StateSaves
+) -> Columns:  # fmt: skip
+    """The chunk plans of a bucket's prompts, padded. With AT_CHUNKS also `SavedStates`: a chunk ends where a state is
+    saved."""
+    ends = [row.saves[0][0] if row.saves else len(row.tokens) for row in extend]
+    slots = np.array([row.saves[0][1] if row.saves else 0 for row in extend], np.int32)
+    new, computed = np.array([len(row.tokens) for row in extend]), np.array([row.computed for row in extend])
+    cut = np.stack((computed, computed + ends), 1).ravel(), np.stack((ends, new - ends), 1).ravel()
+    columns: Columns = {}
+    for size in sizes:
+        most = most_chunks(len(extend), bucket.tokens, size) + bucket.prompts  # a saved state divides a chunk
+        plan = pad_chunks(chunk_columns(*cut, size), most)
+        first, last = (plan[name].reshape(-1, 2) for name in ("first_chunk", "last_chunk"))
+        saved = np.zeros(len(plan["seq_idx"]), np.int32)
+        saved[last[slots > 0, 0]] = slots[slots > 0]
+        plan |= {"seq_idx": plan["seq_idx"] // 2, "first_chunk": first[:, 0].copy(), "last_chunk": last.max(1)}
+        columns |= {packed: plan[name] for name, packed in chunk_names(size).items()}
+        columns |= {f"saves of {size}": saved} if saves is StateSaves.AT_CHUNKS else {}
+    if saves is StateSaves.AT_CHUNKS:
+        columns |= {"row_slots": slots, "row_lengths": np.where(slots > 0, ends, 0).astype(np.int32)}
+    return columns
+
+
+def _pack_passes(extend: Sequence[ExtendRow], bucket: Bucket, sizes: Iterable[int]) -> Columns:
     """The two passes over a bucket's prompts, padded. A prompt that saves a state has two runs in the first one."""
     last, (first, second) = len(extend) - 1, (runs_of(extend, number) for number in (0, 1))
     behind = sum(run.length for run in second)
-    first += [Run(last, -1, -1, 0, tokens, 0)] * (2 * PROMPT_ROWS + 1 - len(first))
-    second.append(Run(last, -1, -1, 0, 0, SAVED_TOKENS - behind))
-    second += [Run(last, -1, -1, 0, 0, 0)] * (PROMPT_ROWS + 1 - len(second))
+    first += [Run(last, -1, -1, 0, bucket.tokens, 0)] * (2 * bucket.prompts + 1 - len(first))
+    second.append(Run(last, -1, -1, 0, 0, bucket.tail - behind))
+    second += [Run(last, -1, -1, 0, 0, 0)] * (bucket.prompts + 1 - len(second))
     columns = pack_runs(first, 0, sizes) | pack_runs(second, 1, sizes)
     # What pads the second pass stands for token 0, which is never behind a saved state.
     columns[in_pass("tokens", 1)][behind:] = 0
-    found = [_pad_plans(columns, sizes, len(runs), count, number)
-             for number, (runs, count) in enumerate(((first, tokens), (second, SAVED_TOKENS)))]  # fmt: skip
-    return columns | found[0] | found[1]
-
-
-def _pad_plans(
-    columns: Mapping[str, np.ndarray], sizes: Iterable[int], rows: int, tokens: int, number: int | None = None
-) -> Columns:
-    """The chunk plans of rows, or of the runs of a pass, with as many chunks as any such rows have."""
-    padded: Columns = {}
-    for size in sizes:
-        names = chunk_names(size)
-        names = names if number is None else {name: in_pass(packed, number) for name, packed in names.items()}
-        plan = pad_chunks({name: columns[packed] for name, packed in names.items()}, most_chunks(rows, tokens, size))
-        padded |= {names[name]: column for name, column in plan.items()}
-    return padded
+    for number, (runs, tokens) in enumerate(((first, bucket.tokens), (second, bucket.tail))):
+        for size in sizes:
+            names = {name: in_pass(packed, number) for name, packed in chunk_names(size).items()}
+            plan = {name: columns[packed] for name, packed in names.items()}
+            plan = pad_chunks(plan, most_chunks(len(runs), tokens, size))
+            columns |= {names[name]: column for name, column in plan.items()}
+    return columns

@@ -21,10 +21,10 @@ from tqdm.auto import tqdm
 
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.records import TokenInputs
+from hybridrt.kernels.records import SavedStates, TokenInputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.runtime.graph_runner import POISON, ClosureRecorder, CudaGraphRecorder, Recorder, StepModel, free_bytes
-from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS, PROMPT_TOKENS, Bucket, has_place, pack_padded
+from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS, PROMPT_TOKENS, Bucket, StateSaves, pack_padded
 from hybridrt.runtime.step import StepPlan
 from hybridrt.runtime.step_batch import fill_decode, make_batch
 from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, cut, packed_size
@@ -66,8 +66,7 @@ class PromptGraphs:
         last_tokens: [R + 1] int32, last sampled token of each request row: the input of a decode row.
         max_bs: most decode rows of a bucket; capped by the request rows.
         max_tokens: most prompt tokens of a step: larger buckets are left out.
-        saves: steps may save states within their prompts. All graphs then compute them in two passes. A step that saves
-            none leaves the second one empty.
+        saves: steps may save states within their prompts.
         recorder: how a step is recorded; by the device's kind if None.
         sizes: of the buckets: decode rows and prompt tokens.
     """
@@ -86,7 +85,11 @@ class PromptGraphs:
         sizes: tuple[Sequence[int], Sequence[int]] = (DECODE_ROWS, PROMPT_TOKENS),
     ) -> None:
         self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
-        self.saves, self.poisoned = saves, model.device.type != "cuda"
+        self.poisoned = model.device.type != "cuda"
+        self.saves = StateSaves.NONE
+        if saves:
+            self.saves = StateSaves.AT_CHUNKS if backend.saves_at_chunks else StateSaves.SECOND_PASS
+        self.exact = self.poisoned  # the host knows each step's own numbers: reference operations need them
         self.recorder: Recorder = recorder or (ClosureRecorder() if self.poisoned else CudaGraphRecorder())
         self.buckets = make_buckets(sizes, min(max_bs, req_to_token_pool.num_rows), max_tokens, req_to_token_pool)
         most = max((bucket.decode_rows for bucket in self.buckets), default=0)
@@ -107,18 +110,15 @@ class PromptGraphs:
             self._fill(graph, columns, num_real=0)
             self._set_bounds(graph, columns)
             self.backend.prepare(graph.batch, graph=self._view)
-            graph.replay = self.recorder(self._bind(graph))
+            # A run before the capture takes as long as the capture. One for each number of decode rows is enough.
+            warm = any(known.decode_rows == bucket.decode_rows for known in self._graphs)
+            graph.replay = self.recorder(self._bind(graph), warm)
             self._graphs[bucket] = graph
         self.captured_bytes = free - free_bytes(self.model.device)
 
     def bucket(self, plan: StepPlan) -> Bucket | None:
-        """The smallest captured bucket that holds a step with prompts. None: it is too large for all of them, or its
-        prompts have no place (`has_place`), and runs eagerly."""
-        rows, tokens = len(plan.decode), sum(len(row.tokens) for row in plan.extend)
-        if not plan.extend or not has_place(plan, self.saves):
-            return None
-        holding = [bucket for bucket in self._graphs if bucket.decode_rows >= rows and bucket.tokens >= tokens]
-        return min(holding, default=None)
+        """The smallest captured bucket that holds a step (`Bucket.holds`). None: it runs eagerly."""
+        return min((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), default=None)
 
     def replay(self, plan: StepPlan, bucket: Bucket) -> SampledLines:
         """One step up to its logits, in inference mode. What it changes in tables has been written."""
@@ -128,7 +128,7 @@ class PromptGraphs:
             self._poison(graph)
         columns = self._pack(plan, bucket)
         self._fill(graph, columns, num_real=len(plan.decode))
-        if self.poisoned:
+        if self.exact:
             self._set_bounds(graph, columns)
         self.backend.prepare(graph.batch, graph=self._view)
         graph.replay()
@@ -151,19 +151,19 @@ class PromptGraphs:
         places = (sections[name] for name in ("rows", "seq_lens", "query_start_loc"))
         reads = sections.get("read_state_slots")
         batch = make_batch(self.backend, *places, inputs, rows, None, 0, read_state_slots=reads)
-        return PromptGraph(bucket, packed, sections, inputs, batch, self._logits[: rows + PROMPT_ROWS])
+        batch.saved_states = saved_states(sections, self.backend.chunk_sizes)
+        return PromptGraph(bucket, packed, sections, inputs, batch, self._logits[: rows + bucket.prompts])
 
     def _fill(self, graph: PromptGraph, columns: Columns, num_real: int) -> None:
         self._staging.copy(graph.packed, columns)
         graph.batch.num_real = num_real
 
     def _set_bounds(self, graph: PromptGraph, columns: Columns) -> None:
-        """What the host knows of a step. A capture has one row with all tokens: these are bounds for all replays. A
-        closure runs reference operations, which need each step's own numbers."""
+        """What the host knows of a step. A capture has one row with all tokens: these are bounds for all replays."""
         batch, sizes = graph.batch, self.backend.chunk_sizes
         batch.query_lens_cpu = np.diff(columns["query_start_loc"]).tolist()
-        batch.seq_lens_cpu = columns["seq_lens"].tolist() if self.poisoned else None
-        if self.saves:
+        batch.seq_lens_cpu = columns["seq_lens"].tolist() if self.exact else None
+        if self.saves is StateSaves.SECOND_PASS:
             batch.extend_passes = extend_passes(columns, graph.sections, sizes)
         else:
             batch.chunk_plans = chunk_plans(columns, graph.sections, batch.extend_seq_lens_cpu, sizes)
@@ -194,6 +194,14 @@ class PromptGraphs:
                 self.backend.commit(batch)
 
         return step
+
+
+def saved_states(sections: Sections, sizes: Sequence[int]) -> dict[int, SavedStates]:
+    """By chunk size what `pack_padded` packed; nothing if no states are saved at the ends of chunks."""
+    if "row_slots" not in sections:
+        return {}
+    of_rows = sections["row_slots"], sections["row_lengths"]
+    return {size: SavedStates(sections[f"saves of {size}"], *of_rows) for size in sizes}
 
 
 def make_buckets(

@@ -254,7 +254,7 @@ class StepResult:
 
 
 class StepHandle(Protocol):
-    """A launched step whose result may still be on its way."""
+    """A launched step whose result may not have been copied to the host yet."""
 
     def ready(self) -> bool:
         """True if `result` would not wait."""

@@ -69,7 +69,7 @@ def pack_batch(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
         **({"following_ids": _flat([[*r.tokens[1:], r.following] for r in extend])} if packing.following else {}),
         **_read_slots(plan),
         **pack_chunks(computed, new, packing.chunk_sizes),
-    }  # fmt: skip
+    }
 
 
 def pack_rows(

@@ -138,8 +138,10 @@ def check_split(config: EngineConfig) -> str:
     """
     device = resolve_device(config.device)
     if config.device.startswith("cuda:"):
-        raise ConfigError(f'device is {config.device!r} and tp_size is {config.tp_size}; with device="cuda" each rank '
-                          "takes the GPU of its own number")  # fmt: skip
+        raise ConfigError(
+            f'device is {config.device!r} and tp_size is {config.tp_size}; with device="cuda" each rank '
+            "takes the GPU of its own number"
+        )
     if device.type == "cuda" and torch.cuda.device_count() < config.tp_size:
         raise DeviceError(
             f"tp_size is {config.tp_size}, but torch sees {torch.cuda.device_count()} CUDA devices; lower tp_size"

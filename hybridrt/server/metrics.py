@@ -176,6 +176,8 @@ class Metrics(Collector):
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.cache_asked),
             ("vllm:prefix_cache_hits", "Those that were found.", now.cache_hit),
             ("hybridrt:prefix_cache_without_state", "Those whose KV was found, and no state.", now.cache_without_state),
+            ("hybridrt:prefix_cache_without_kv", "Those whose KV was evicted.", now.cache_without_kv),
+            ("hybridrt:prefix_cache_retokenised", "Those of changed histories.", now.cache_retokenised),
             ("hybridrt:prefix_cache_fetched", "Those that came from main memory.", now.cache_fetched),
             ("vllm:spec_decode_num_draft_tokens", "Drafts.", now.proposed),
             ("vllm:spec_decode_num_accepted_tokens", "Drafts that were right.", now.accepted),

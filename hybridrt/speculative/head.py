@@ -155,8 +155,10 @@ def _along_path(batch: ForwardBatch, hidden: torch.Tensor, path: torch.Tensor) -
     kept = hidden[:split].view(n, width, -1).take_along_dim(path[:, :, None], 1).flatten(0, 1)
     num_drafts = batch.spec_info.num_drafts if batch.spec_info else None
     chain = replace(
-        batch, positions=torch.cat((places, batch.positions[split:])), spec_info=SpecInfo(width, num_drafts=num_drafts),
-    )  # fmt: skip
+        batch,
+        positions=torch.cat((places, batch.positions[split:])),
+        spec_info=SpecInfo(width, num_drafts=num_drafts),
+    )
     return chain, torch.cat((kept, hidden[split:]))
 
 

@@ -193,8 +193,8 @@ class DecodeWorker:
         return replace(self._totals, workers=workers, under_way=self._under_way(), bytes_used=used)
 
     def close(self) -> None:
-        """Leaves all workers and the engine, after the last read has ended or was given up. Requests that wait go on
-        without prefill workers. Closing again does nothing."""
+        """Leaves all workers and the engine, after the last read has ended or its time is over. Requests that wait go
+        on without prefill workers. Closing again does nothing."""
         if self._engine.prefill_source is not self:
             return
         self._engine.prefill_source = None
@@ -215,6 +215,7 @@ class DecodeWorker:
         return len(self._waiting) + sum(attempt.pull is not None for attempt in self._attempts.values())
 
     def _receive(self, name: str) -> bool:
+        """Handles the messages of a worker. True if there were some, or the worker was lost."""
         peer = self._workers.get(name)
         if peer is None:
             return False
@@ -231,6 +232,7 @@ class DecodeWorker:
         return bool(messages)
 
     def _handle(self, name: str, message: ToDecode) -> None:
+        """Acts on one message of a worker: an image is ready, or its prompt has failed."""
         if isinstance(message, Pong):
             return
         attempt = self._attempts.get(message.key)
@@ -263,6 +265,7 @@ class DecodeWorker:
         return over
 
     def _end_reads(self, over: Sequence[_Attempt]) -> None:
+        """Starts the requests of images that were read; attempts that have failed are repeated."""
         for attempt in over:
             attempt.reading.clear()
             if attempt.pull is None:

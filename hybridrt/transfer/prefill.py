@@ -164,6 +164,7 @@ class PrefillWorker:
             rank.close()
 
     def _receive(self, peer: _Peer) -> bool:
+        """Handles the messages of a decode worker. True if there were some, or the worker was dropped."""
         try:
             messages = peer.channel.receive()
             for message in messages:
@@ -176,6 +177,7 @@ class PrefillWorker:
         return bool(messages)
 
     def _handle(self, peer: _Peer, data: bytes) -> None:
+        """Acts on one message. The first one must be a handshake that agrees with ours."""
         if not peer.agreed:
             check_handshake(self._handshake, unpack(data, DecodeHello).handshake)
             peer.agreed = True
@@ -192,8 +194,11 @@ class PrefillWorker:
         """Queues a prompt. The engine says how many tokens it will compute, which sizes the prompt's region."""
         if asked.key in peer.jobs or len(peer.jobs) >= MAX_JOBS:
             raise MessageError(f"a prompt has a key that is in use, or {MAX_JOBS} are under way")
-        if asked.start > len(asked.tokens):
-            raise MessageError(f"the KV of {asked.start} tokens is not wanted, of a prompt of {len(asked.tokens)}")
+        length = len(asked.tokens)
+        if asked.start > length or (asked.start and not self._layout.image_bytes(length, asked.start)):
+            raise MessageError(
+                f"nothing is wanted of a prompt of {length} tokens but the KV of the first {asked.start}"
+            )
         job = peer.jobs[asked.key] = _Job(peer, asked.key, asked.start)
         try:
             job.prompt = self._engine.prepare(asked.tokens, replace(_PREFILL, cache_salt=asked.salt or None))
@@ -234,6 +239,7 @@ class PrefillWorker:
                 self._computing[job.request_id] = job
 
     def _report(self, deltas: Sequence[Delta]) -> None:
+        """Sends `Ready` for prompts that are computed, `Failed` for those that are not."""
         for delta in deltas:  # one for each request, when it ends
             job = self._computing.pop(delta.request_id, None)
             if job is None:

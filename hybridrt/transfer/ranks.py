@@ -120,6 +120,7 @@ def serve_reads(channel: SocketChannel, reader: Reader) -> None:
 
 
 def _handle(channel: SocketChannel, reader: Reader, message: ToRank) -> None:
+    """Acts on one message of rank 0. Only Connect is answered."""
     if isinstance(message, Order):
         reader.fetch(message)
     elif isinstance(message, Disconnect):

@@ -14,7 +14,7 @@ class Read(Protocol):
         """True once every byte is there; then and after an error the arena is ours again.
 
         Raises:
-            TransferError: the peer is gone, or the network gave up.
+            TransferError: the peer is gone, or the network failed.
         """
         ...
 

@@ -272,6 +272,20 @@ def test_debugging_finds_a_real_row_that_counts_as_padding(
     hand.forward(batch)
 
 
+def test_debugging_finds_it_in_a_graph_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    hand = make(mode="replay")
+    decoding(hand)
+    monkeypatch.setattr(checks, "DEBUG", True)
+    hand.backend.init_cuda_graph_state(2, 2)
+    rows, lens = torch.tensor([1, 2]).int(), torch.tensor([4, 3]).int()
+    step = (rows, lens, ForwardMode.DECODE, None, None)
+    with pytest.raises(BackendError, match="num_real is 1, but row 1 is request row 2"):
+        hand.backend.init_forward_metadata_replay_cuda_graph(2, 1, *step)
+    hand.backend.init_forward_metadata_replay_cuda_graph(2, 2, *step)
+    rows[1] = 0
+    hand.backend.init_forward_metadata_replay_cuda_graph(2, 1, *step)
+
+
 @pytest.mark.parametrize(
     ("what", "numbers", "message"),
     [

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from prompt_toolkit.history import InMemoryHistory
@@ -101,6 +103,20 @@ def test_an_interrupt_keeps_what_was_said_and_a_failure_nothing(capsys: pytest.C
     assert failing.turns == [] and capsys.readouterr().out.endswith("He\n")
 
 
+def test_ctrl_c_again_while_an_answer_ends_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is pressed again while an answer's last lines are written, and while the note on how to end the chat is."""
+    talk, _ = repl(Piece("He"), KeyboardInterrupt())
+    for name in ("end_answer", "note"):
+        real = getattr(Screen, name)
+        monkeypatch.setattr(Screen, name, lambda *args, real=real: (signal.raise_signal(signal.SIGINT), real(*args)))
+    talk.take("a")
+    assert shown(talk.turns) == [("user", "a"), ("assistant", "He")]
+    keys = Mock(side_effect=["/reset", KeyboardInterrupt, None])
+    talk._reader = SimpleNamespace(read=keys, interactive=False)  # type: ignore[assignment]
+    talk.run()
+    assert keys.call_count == 3 and talk.turns == []
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
@@ -109,6 +125,7 @@ def test_an_interrupt_keeps_what_was_said_and_a_failure_nothing(capsys: pytest.C
         ("/save", "needs the name of a file"),
         ("/load \0", "needs the name of a file"),
         ("/load .", "not a regular file"),
+        ("/load ~nobody-of-this-name/x", "Write ./ before"),
         ("/save x.safetensors", "cannot be saved or loaded"),
         ("a\udcff", "bytes that are no text"),
     ],
@@ -242,6 +259,9 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(term: str, tmp_pat
     if term == "xterm":
         terminal.type("\x1b[A\x1b[A\r")  # the last but one message again
         terminal.wait_for("heard 'next'")
+        terminal.wait_for(">")
+        terminal.type("\x1b[200~one\n\ttwo\n\x1b[201~\r")  # pasted
+        terminal.wait_for("heard 'one\\n\\ttwo'")
     terminal.wait_for(">")
     terminal.type("\x04")
     assert terminal.end() == 0 and "Traceback" not in terminal.seen

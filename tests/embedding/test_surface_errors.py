@@ -33,7 +33,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[HybridrtError], str]] = {
     "two tokens in a decode row": ({"query_lens": [2, 2]}, BackendError, "each has 1 tokens"),
     "more decode rows than rows": ({"num_decode_rows": 3}, BackendError, "num_decode_rows is 3"),
     "no rows": ({"rows": [], "seq_lens": [], "query_lens": [], "input_ids": []}, BackendError, "a batch of 0 rows"),
-    "padding in front": ({"rows": [ROWS, 0]}, BackendError, "stands before a real one"),
+    "padding in front": ({"rows": [ROWS, 0]}, BackendError, "comes before a real one"),
     "a row outside the table": ({"rows": [0, ROWS + 1]}, PoolError, f"rows holds {ROWS + 1}"),
     "a negative row": ({"rows": [0, -1]}, PoolError, "rows holds -1"),
     "a row twice": ({"rows": [1, 1]}, PoolError, "rows holds 1 twice"),
@@ -47,7 +47,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[HybridrtError], str]] = {
 def everything(runtime: EmbeddedRuntime) -> dict[str, torch.Tensor]:
     pool, table = runtime.pools.req_to_token.mamba_pool, runtime.pools.req_to_token
     assert pool is not None
-    found = {"table": table.req_to_token, "slots": pool.row_slots, "length": pool.ring_length}
+    found = {"table": table.req_to_token, "slots": pool.req_to_state_slot, "length": pool.ring_length}
     found |= {f"kv {i}": tensor for i, tensor in enumerate(runtime.pools.kv.tensors)}
     for i in pool.layer_ids:
         found |= {f"conv {i}": pool.layer_cache(i).conv, f"state {i}": pool.layer_cache(i).temporal}

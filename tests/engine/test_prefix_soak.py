@@ -14,13 +14,15 @@ LENGTH = 64
 
 
 class Talks:
-    """Conversations that come and go: turns, branches, aborts, salts, several samples of a prompt."""
+    """Conversations that come and go: turns, branches, aborts, salts, several samples of a prompt. With `window`, of a
+    model whose attention layers all see so many keys."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, seed: int, window: int | None = None) -> None:
+        self.random, self.window = random.Random(seed), window
         self.rig = Rig(
             rows=4, slots=9, pages=90, page_size=self.random.choice((1, 2, 4)), max_model_len=LENGTH, chunk=12, late=1,
-            drafts=seed % 2 * 3, replay=True, cache=True, grid=4, host=(120, 12), copy_delay=seed % 5,
+            drafts=seed % 2 * 3, replay=True, cache=True, grid=4, host=None if window else (120, 12),
+            copy_delay=seed % 5, sliding_window=window,
         )  # fmt: skip
         self.histories: list[list[int]] = [[]]
         self.open: dict[str, tuple[list[int], SamplingParams]] = {}
@@ -55,25 +57,26 @@ class Talks:
             sample = self.rig.outputs.pop((name, 0))
             for index in range(1, params.n):
                 self.rig.outputs.pop((name, index))
-            wanted = tokens_alone(prompt, 7, len(sample.token_ids), VOCAB)
+            wanted = tokens_alone(prompt, 7, len(sample.token_ids), VOCAB, self.window)
             assert sample.token_ids == wanted, name
             self.checked += 1
             self.histories.append([*prompt, *sample.token_ids])
         del self.histories[:-12]
 
 
-def soak(seed: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def soak(seed: int, steps: int, monkeypatch: pytest.MonkeyPatch, window: int | None = None) -> dict[str, int]:
     monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
-    talks = Talks(seed)
+    talks = Talks(seed, window)
     talks.run(steps)
     store, counters = talks.rig.pools.prefixes, talks.rig.engine.counters()
-    assert store.tier is not None
-    assert sum(1 for tree in (store.tree, store.tier.tree) for _ in tree.nodes()) < MAX_NODES
+    trees = [store.tree, *([] if store.tier is None else [store.tier.tree])]
+    assert len(trees) == 1 + (window is None) and sum(1 for tree in trees for _ in tree.nodes()) < MAX_NODES
     assert not store.tree.waiting and not store.tree._worths._awaited
-    assert talks.rig.pools.fetches is not None and not talks.rig.pools.fetches._looked
+    assert talks.rig.pools.fetches is None or not talks.rig.pools.fetches._looked
     assert talks.rig.engine.reset_prefix_cache()
     assert talks.rig.pools.slots.num_free == 9 and talks.rig.pools.pages.num_free == 90
-    return {"checked": talks.checked, "hit": counters.cache_hit, "fetched": counters.cache_fetched}
+    found = {"checked": talks.checked, "hit": counters.cache_hit}
+    return found if window else found | {"fetched": counters.cache_fetched}
 
 
 @pytest.mark.slow
@@ -86,3 +89,14 @@ def test_random_conversations_for_a_while(seed: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("seed", range(4))
 def test_random_conversations(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(soak(seed, 20_000, monkeypatch).values()) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2))
+def test_random_conversations_in_windows(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert min(soak(seed, 20_000, monkeypatch, window=7).values()) > 0
+
+
+@pytest.mark.slow
+def test_random_conversations_in_windows_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert min(soak(1, 200, monkeypatch, window=7).values()) > 0

@@ -165,7 +165,7 @@ others = st.one_of(st.builds(Step, st.integers(1, 9)), st.builds(Abort, st.integ
 cache_rigs = st.fixed_dictionaries(
     {
         "rows": st.integers(1, 4),
-        "slots": st.sampled_from([1, 2, 4, 7]),
+        "slots": st.sampled_from([0, 1, 2, 4, 7]),
         "pages": st.sampled_from([0, 40, 44, 80]),
         "page_size": st.sampled_from([1, 2, 4]),
         "grid": st.sampled_from([4, 8, 16]),
@@ -177,7 +177,7 @@ cache_rigs = st.fixed_dictionaries(
         "host": st.sampled_from([None, (60, 9), (12, 3)]),
         "copy_delay": st.sampled_from([0, 1, 6]),
     }
-)
+).filter(lambda config: config["slots"] or config["pages"])
 
 
 @pytest.fixture(autouse=True)

@@ -206,7 +206,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no state": (lambda f: rewrite(f, lambda t, m: t.update(positions=t["positions"][:0]), True), "0 states"),
     "a NaN": (lambda f: rewrite(f, lambda t, m: put(t, "states.0.layers.0.state", 3, torch.nan), True), "not finite"),
     "float64": (lambda f: rewrite(f, lambda t, m: t.update({KEYS: t[KEYS].double()}), True), "F64"),
-}  # fmt: skip
+}
 
 
 def test_a_wrong_file_changes_nothing(checkpoints: CheckpointStore, tmp_path: Path) -> None:
@@ -255,6 +255,10 @@ def test_a_file_is_replaced_as_a_whole(
         for note in ("x" * (1 << 21), "\ud800", 5):
             with pytest.raises(SessionError, match="note"):
                 llm.save_session(file, TEXT[:20], note=note)  # type: ignore[arg-type]
+        for name in ("a\0b", "\ud800"):
+            for call in (lambda name: llm.save_session(name, TEXT[:20]), llm.load_session):
+                with pytest.raises(SessionError, match="no file name may hold"):
+                    call(name)
         monkeypatch.undo()
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)

@@ -110,7 +110,8 @@ class Rows:
         spoil(self.runner.pools)
         self.random, places = random.Random(7), random.Random(8)
         self.slots = places.sample(range(1, len(lengths) + 1), len(lengths))
-        count = self.runner.memory_plan.num_pages // len(lengths)
+        longest = self.runner.pools.req_to_token.max_context // self.config.page_size
+        count = min(self.runner.memory_plan.num_pages // len(lengths), longest)
         pages = places.sample(range(1, self.runner.memory_plan.num_pages + 1), count * len(lengths))
         self.pages = {row: pages[(row - 1) * count : row * count] for row in range(1, len(lengths) + 1)}
         self.prompts: dict[int, list[int]] = {}

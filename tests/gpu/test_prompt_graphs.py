@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrt.runtime.prompt_columns import StateSaves
 from hybridrt.runtime.prompt_graphs import PromptGraphs
 from hybridrt.runtime.step import StepPlan
 from tests.gpu.rig import DECODING, DEVICE, FAMILIES, PRODUCTION, Rows, pool_tensors, same_bits
@@ -85,9 +86,9 @@ def assert_near(got: Tensor, wanted: Tensor, tolerance: float, what: str) -> Non
 
 def check_all(path: Path, tolerance: float | None, steps: int, *, saves: bool = True, **config: Any) -> None:
     made = Steps(path, prefix_cache=saves, **config)
-    spare = len(LENGTHS) + 1 if made.graphs.saves else None
+    spare = len(LENGTHS) + 1 if made.graphs.saves is not StateSaves.NONE else None
     assert spare is None or made.runner.memory_plan.num_slots >= spare + 7
-    play = Play(dict(made.rows.computed), spare, 5, tokens=200, longest=LONGEST, decoding=len(LENGTHS) - 1)
+    play = Play(dict(made.rows.computed), spare, 5, tokens=200, longest=LONGEST, prompts=4, decoding=len(LENGTHS) - 1)
     for _ in range(steps):
         plan = play.step()
         if plan.extend:
@@ -114,7 +115,7 @@ def test_steps_in_bfloat16(name: str, checkpoints: CheckpointStore) -> None:
 def test_a_thousand_replays_are_alike(name: str, checkpoints: CheckpointStore) -> None:
     """Kernels of a step that start before the one in front has ended would read what it has not written yet."""
     made = Steps(checkpoints[name].path, dtype="bfloat16")
-    play = Play(dict(made.rows.computed), len(LENGTHS) + 1, 5, tokens=200, longest=LONGEST, decoding=11)
+    play = Play(dict(made.rows.computed), len(LENGTHS) + 1, 5, tokens=200, longest=LONGEST, prompts=4, decoding=11)
     while not (len((plan := play.step()).decode) and len(plan.extend) > 2):
         made.check(plan, None)
     bucket = made.graphs.bucket(plan)

@@ -24,7 +24,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen-plain", {}),
     "latent attention": ("kimi-plain", {}),
 }
-# Sampling of every kind that a request may ask for; the last two need a tokenizer.
+# Sampling of every kind that a request may ask for, and the fields of it that need a tokenizer.
+TEXTS = {"logprobs", "prompt_logprobs", "stop", "guided_choice"}
 DRAWS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 1.0},
@@ -82,14 +83,14 @@ HEAD = [random.Random(1).randrange(3, 60) for _ in range(40)]
 
 def load(served: Served, count: int) -> None:
     """`count` requests, AT_ONCE at a time, behind a burst that fills every row."""
-    has_text = served.llm.tokenizer is not None
+    draws = DRAWS if served.llm.tokenizer is not None else tuple(each for each in DRAWS if not TEXTS & each.keys())
     vocab, numbers = served.llm.model_config.vocab_size, iter(range(count))
 
     async def client_of(number: int) -> None:
         draw = random.Random(number)
         async with httpx.AsyncClient(base_url=served.url, timeout=WAIT) as client:
             for _ in numbers:
-                await one(client, draw, DRAWS if has_text else DRAWS[:-2], vocab)
+                await one(client, draw, draws, vocab)
 
     async def all_of_them() -> None:
         await asyncio.gather(*map(client_of, range(AT_ONCE)))

@@ -205,3 +205,14 @@ def test_layers_compute_the_same_with_it_and_without(activation, tokens, monkeyp
             fused = mlp(norm, x, None if before is None else before.clone(), None)
         torch.testing.assert_close(fused, separate, rtol=1e-2, atol=1e-2)
         assert torch.equal(fused[1], x if before is None else x + before)
+
+
+def test_one_token_takes_float32_weights_as_they_are() -> None:
+    """As routers have them: no rounding to x's dtype, and float32 results."""
+    x, weight, _ = case(1, 24, 40, torch.float32)
+    x = x.bfloat16()
+    y, _ = skinny_linear(x, weight)
+    assert y.dtype == torch.float32
+    check(y, by_formula(x.float(), weight)[0], torch.float32)
+    with pytest.raises(ConfigError, match="takes one token, not 2, where x is "):
+        skinny_linear(x.expand(2, -1), weight)

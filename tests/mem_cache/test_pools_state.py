@@ -67,7 +67,7 @@ def test_bytes_of_a_spec_are_those_of_a_pool() -> None:
     for spec in (SPEC, replace(SPEC, mode="replay"), replace(SPEC, mode="intermediate", tokens_per_step=3, tree=True)):
         pool = make(spec)
         tensors = [t for i in pool.layer_ids for t in vars(pool.layer_cache(i)).values() if t is not None]
-        tensors += [pool.ring_start, pool.ring_length]  # the page tables are charged with row_slots
+        tensors += [pool.ring_start, pool.ring_length]  # the page tables are charged with req_to_state_slot
         total = sum(t.numel() * t.element_size() for t in tensors)
         assert total == 6 * spec.slot_bytes() + 4 * spec.row_bytes()
 

@@ -59,6 +59,10 @@ class Ledger:
         for state in gone.states:
             del self.states[state]
 
+    def has_read(self, match: PrefixMatch) -> None:
+        for page in self.tree.unlock_state(match):
+            del self.pages[page]
+
     def check(self) -> None:
         """The tree owns what the ledger says, each entry once, and every state can be used."""
         nodes = list(self.tree.nodes())
@@ -169,12 +173,12 @@ def play(ledger: Ledger, data: st.DataObject) -> None:
             index = data.draw(st.integers(0, len(locked) - 1))
             match, text, state = locked[index]
             if state:
-                ledger.tree.unlock_state(match)
+                ledger.has_read(match)
             locked[index] = match, text, False
         elif action == "leave" and locked:
             match, _, state = locked.pop(data.draw(st.integers(0, len(locked) - 1)))
             if state:
-                ledger.tree.unlock_state(match)
+                ledger.has_read(match)
             ledger.tree.unlock(match)
         elif action == "evict":
             ledger.evict(data.draw(st.integers(0, 6)), data.draw(st.integers(0, 3)))
@@ -185,7 +189,7 @@ def play(ledger: Ledger, data: st.DataObject) -> None:
                 assert ledger.states[match.state] == text and (match.tail is None or match.tail in ledger.pages)
     for match, _, state in locked:
         if state:
-            ledger.tree.unlock_state(match)
+            ledger.has_read(match)
         ledger.tree.unlock(match)
     ledger.evict(10**6, 10**6)
     assert not ledger.pages and not ledger.states and not list(ledger.tree.nodes())
@@ -211,10 +215,33 @@ def test_recent_use_counts() -> None:
     ledger.offer((7, 1, 2), (3,))
     match = ledger.tree.match(array((3, 1, 2, 9)))
     ledger.tree.lock(match)
-    ledger.tree.unlock_state(match)
+    ledger.has_read(match)
     ledger.tree.unlock(match)
     ledger.evict(0, 1)
     assert [text[0] for text in ledger.states.values()] == [3]
+
+
+@pytest.mark.parametrize(
+    "ends", [((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 9, 9)), ((1, 2, 3, 4, 5, 9, 9), (1, 2, 3, 4, 5, 6))]
+)
+def test_a_tail_that_is_read_stays_when_its_owners_state_goes(ends: tuple[Text, Text]) -> None:
+    """The state of five tokens has no tail of its own. Two states below have one each, and both go."""
+    ledger = Ledger(4, True)
+    for text in ends:
+        ledger.offer(text, (5, len(text)))
+    match = ledger.tree.match(array((1, 2, 3, 4, 5, 8)))
+    ledger.tree.lock(match)
+    assert match.length == 5 and match.tail_node is not match.node
+    for left in (2, 1):
+        ledger.evict(0, 1)
+        ledger.check()
+        assert len(ledger.states) == left and match.tail in ledger.pages
+    ledger.has_read(match)
+    ledger.check()
+    ledger.tree.unlock(match)
+    ledger.check()
+    ledger.evict(9, 9)
+    assert not ledger.pages and not ledger.states
 
 
 def test_salts_share_nothing() -> None:
@@ -234,7 +261,7 @@ def read(ledger: Ledger, prompt: Text) -> None:
     """A request uses the longest match of a prompt, and ends."""
     match = ledger.tree.match(array(prompt))
     ledger.tree.lock(match)
-    ledger.tree.unlock_state(match)
+    ledger.has_read(match)
     ledger.tree.unlock(match)
 
 

@@ -54,7 +54,7 @@ TRAPS: dict[str, tuple[dict[str, dict[str, Any]], type[HybridrtError] | None, st
         CheckpointError,
         "which is no tokenizer",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=TRAPS)

@@ -1,4 +1,4 @@
-"""Processes that compile: they share the work, and whatever becomes of one of them, nobody waits for ever."""
+"""Processes that compile: they share the work, and however one of them ends, no other waits for ever."""
 
 import subprocess
 import sys
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,8 @@ from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.runtime import compile_ahead
-from hybridrt.runtime.build import RunTarget
-from hybridrt.runtime.compile_ahead import CompileAhead, compiling, default_workers
-from hybridrt.runtime.compile_mark import find_mark
+from hybridrt.runtime.compile_ahead import CompileAhead, KernelsAhead, default_workers
+from hybridrt.runtime.compile_mark import find_mark, write_mark
 from hybridrt.runtime.pretend_gpu import KNOWN, GPUFacts, known_gpu, pretended
 from tests.support.tiny import write_tiny
 
@@ -28,11 +28,13 @@ import json, os, sys, time
 def say(**answer): print(json.dumps(answer), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
-    if "trace" in request:
+    if "gpu" in request: pass
+    elif "trace" in request:
         for name in NAMES:
             say(kernel=["hybridrt.kernels.a", name, ""])
             if name == "die early": os._exit(3)
-        say(problems=["a step: ValueError: no"] if "odd step" in NAMES else [])
+            if name == "last": say(started=0.1)
+        say(problems=["a step: ValueError: no"] if "odd step" in NAMES else [], seconds=0.2)
     else:
         name = request["compile"][1]
         if name == "die": os._exit(7)
@@ -59,7 +61,9 @@ def start(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[...
             return subprocess.Popen([sys.executable, "-S", "-c", script], start_new_session=True, **options)
 
         monkeypatch.setattr(compile_ahead, "start_child", child)
-        return CompileAhead(config, GPU, 2)
+        ahead = CompileAhead(config, 2)
+        ahead.begin(GPU)
+        return ahead
 
     return started
 
@@ -74,8 +78,8 @@ def test_every_kernel_is_compiled_once_and_the_cache_is_marked(
     assert not find_mark(config, GPU).exists()
     ahead = start("x", "y", "y", "z")
     report = ahead.wait()
-    assert report.kernels == 5 and report.problems == [] and ended(ahead)
-    assert report.seconds == {"a.x": 0.5, "a.y": 1.0, "a.z": 0.5, "triton.launcher": 0.5}
+    assert report.kernels == 5 and report.problems == report.failures == [] and ended(ahead)
+    assert report.seconds == {"a.x": 0.5, "a.y": 1.0, "a.z": 0.5, "triton.launcher": 0.5, "trace": 0.2}
     assert find_mark(config, GPU).read_text() == "5\n"
 
 
@@ -96,21 +100,39 @@ def test_what_is_missing_is_warned_of(
     monkeypatch.setattr(compile_ahead, "_LEAVING_S", 0.2)
     ahead = start(*names)
     report = ahead.wait(20.0)
-    assert ended(ahead) and len(report.problems) == 1 and report.problems[0].startswith(problem)
-    assert report.kernels == kernels and problem in caplog.text and "compiled when they are launched" in caplog.text
-    assert not find_mark(config, GPU).exists()
+    (found,) = report.failures + report.problems
+    assert ended(ahead) and found.startswith(problem) and report.kernels == kernels
+    assert problem in caplog.text and "compiled when they are launched" in caplog.text
+    assert find_mark(config, GPU).exists() == (not report.failures)  # what fails in every run is not tried in every run
+    assert bool(report.failures) == found.startswith("a process")
 
 
 def test_a_process_that_hangs_is_not_waited_for(start: Callable[..., CompileAhead]) -> None:
     begun = time.monotonic()
     ahead = start("x", "hang", "y")
-    problems = ahead.wait(1.0).problems
+    failures = ahead.wait(1.0).failures
     assert ended(ahead) and time.monotonic() - begun < 20
-    assert problems[0] == "compiling took more than 1 seconds" and "a.hang: status -9" in problems[1]
+    assert failures[0] == "compiling took more than 1 seconds" and "a.hang: status -9" in failures[1]
 
 
-def gpu_target() -> RunTarget:
-    return RunTarget(None, torch.device("cuda", 0), torch.bfloat16, torch.float32, "replay", TPGroup())  # type: ignore[arg-type]
+def test_a_start_waits_for_its_own_kernels_alone(start: Callable[..., CompileAhead]) -> None:
+    ahead = start("x", "y", "last", "hang", "hang")
+    ahead.wait_for_start(20.0)
+    assert {"a.x", "a.y", "a.last", "triton.launcher"} <= ahead.report.seconds.keys() and not ended(ahead)
+    ahead.close()
+
+
+@pytest.mark.parametrize("names", [("die", "die", "die"), ("die early",)])
+def test_a_start_waits_for_nobody(names: tuple[str, ...], start: Callable[..., CompileAhead]) -> None:
+    ahead = start(*names)
+    ahead.wait_for_start(20.0)
+    assert ahead.wait(20.0).failures and ended(ahead)
+
+
+def test_a_start_that_takes_too_long_goes_on(start: Callable[..., CompileAhead]) -> None:
+    ahead = start("hang", "x", "hang")
+    ahead.wait_for_start(0.5)
+    assert ended(ahead) and ahead.wait().failures[0] == "compiling took more than 0.5 seconds"
 
 
 def test_an_interrupt_ends_the_processes(
@@ -118,26 +140,70 @@ def test_an_interrupt_ends_the_processes(
 ) -> None:
     ahead = start("hang", "hang")
     monkeypatch.setattr(compile_ahead, "_start", lambda *_: ahead)
-    with pytest.raises(KeyboardInterrupt), compiling(config, gpu_target(), Path(config.model)):
+    with pytest.raises(KeyboardInterrupt), KernelsAhead(config, TPGroup()):
         raise KeyboardInterrupt
     assert ended(ahead)
 
 
-def test_nothing_starts_where_nothing_is_missing(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_ahead, "CompileAhead", lambda *_: pytest.fail("processes were started"))
+class Started:
+    """In the place of CompileAhead."""
+
+    def __init__(self) -> None:
+        self.made, self.calls = 0, list[str]()
+
+    def __call__(self, config: EngineConfig, workers: int) -> Any:
+        self.made += 1
+        return SimpleNamespace(**{name: lambda *_, name=name: self.calls.append(name) for name in ("begin", "close")})
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    """A machine with a GPU."""
+    found = Started()
+    monkeypatch.setattr(compile_ahead, "CompileAhead", found)
     monkeypatch.setattr(GPUFacts, "of", lambda device: GPU)
-    path, target = Path(config.model), gpu_target()
-    compile_ahead._start(config, replace(target, device=torch.device("cpu")), path)
-    compile_ahead._start(config, replace(target, tp=TPGroup(1, 2)), path)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("HYBRIDRT_COMPILE_WORKERS", raising=False)
+    return found
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_processes_start_before_the_gpu_is_known(config: EngineConfig, started: Started) -> None:
+    kernels = KernelsAhead(config, TPGroup())
+    assert started.made == 1 and started.calls == []
+    kernels.begin(CUDA, Path(config.model))
+    assert started.made == 1 and started.calls == ["begin"]
+
+
+def test_nothing_starts_where_nothing_is_missing(
+    config: EngineConfig, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(config.model)
+    KernelsAhead(replace(config, device="cpu"), TPGroup()).begin(torch.device("cpu"), path)
+    KernelsAhead(config, TPGroup(1, 2)).begin(CUDA, path)
     monkeypatch.setenv("HYBRIDRT_COMPILE_WORKERS", "0")
-    compile_ahead._start(config, target, path)
+    KernelsAhead(config, TPGroup()).begin(CUDA, path)
     monkeypatch.delenv("HYBRIDRT_COMPILE_WORKERS")
-    mark = find_mark(replace(config, seed=7), replace(GPU, free_bytes=5))  # kernels depend on neither
-    mark.parent.mkdir(parents=True)
-    mark.touch()
-    compile_ahead._start(config, target, path)
-    with pytest.raises(pytest.fail.Exception):
-        compile_ahead._start(replace(config, state_mode="classic"), target, path)
+    write_mark(find_mark(replace(config, seed=7), replace(GPU, free_bytes=5)), 3)  # kernels depend on neither
+    KernelsAhead(config, TPGroup()).begin(CUDA, path)
+    assert started.made == 0
+
+
+def test_kernels_for_another_gpu_are_no_kernels(config: EngineConfig, started: Started) -> None:
+    write_mark(find_mark(config, replace(GPU, multiprocessors=1)), 3)
+    kernels = KernelsAhead(config, TPGroup())
+    assert started.made == 0
+    kernels.begin(CUDA, Path(config.model))
+    KernelsAhead(replace(config, state_mode="classic"), TPGroup())
+    assert started.made == 2 and started.calls == ["begin"]
+
+
+def test_processes_end_where_there_is_no_gpu_after_all(config: EngineConfig, started: Started) -> None:
+    KernelsAhead(config, TPGroup()).begin(torch.device("cpu"), Path(config.model))
+    assert started.made == 1 and started.calls == ["close"]
 
 
 @pytest.mark.parametrize("text", ["many", "-1", "1e9", "99999"])

@@ -12,12 +12,13 @@ from hybridrt.attention.paged import PagedMetadata
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.runtime import prompt_columns
-from hybridrt.runtime.prompt_columns import Bucket, pack_padded
-from hybridrt.runtime.prompt_graphs import PromptGraphs
-from hybridrt.runtime.step import StepPlan
+from hybridrt.runtime.prompt_columns import Bucket, StateSaves, pack_padded
+from hybridrt.runtime.prompt_graphs import PromptGraphs, saved_states
+from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
 from hybridrt.runtime.step_batch import fill_decode, make_batch
 from hybridrt.runtime.step_inputs import chunk_plans
 from hybridrt.runtime.step_passes import extend_passes
+from tests.attention.test_extend_passes import TEXT, check_saved
 from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand
 from tests.support.checkpoints import CheckpointStore, has_replay
@@ -35,9 +36,10 @@ CASES = [(name, ("classic", "replay")[saves and has_replay(name)], saves) for sa
 
 
 @pytest.fixture(autouse=True)
-def short_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """References are slow on padding."""
-    monkeypatch.setattr(prompt_columns, "SAVED_TOKENS", 48)
+def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small buckets have room for as many prompts as large ones. References are slow on padding."""
+    monkeypatch.setattr(prompt_columns, "TOKENS_OF_ONE", 6)
+    monkeypatch.setattr(prompt_columns, "TAIL", 6)
 
 
 def last_tokens() -> Tensor:
@@ -47,20 +49,21 @@ def last_tokens() -> Tensor:
     return found
 
 
-def runner_of(hand: ByHand, saves: bool) -> PromptGraphs:
+def runner_of(hand: ByHand, saves: bool, exact: bool = True, sizes: Any = SIZES) -> PromptGraphs:
     graphs = PromptGraphs(
         model=hand.model, backend=hand.backend, req_to_token_pool=hand.pools.req_to_token, last_tokens=last_tokens(),
-        max_bs=3, max_tokens=48, saves=saves, sizes=SIZES,
+        max_bs=3, max_tokens=48, saves=saves, sizes=sizes,
     )  # fmt: skip
+    graphs.exact = exact
     graphs.capture()
     return graphs
 
 
-def twins(path: Any, mode: str) -> tuple[ByHand, ByHand]:
+def twins(path: Any, mode: str, **config: Any) -> tuple[ByHand, ByHand]:
     """Two equal set-ups whose rows are admitted."""
     made = []
     for _ in range(2):
-        hand = ByHand(path, mode=mode, rows=ROWS, cache_slots=8)
+        hand = ByHand(path, mode=mode, rows=ROWS, cache_slots=8, **config)
         hand.admit(*range(1, ROWS + 1))
         made.append(hand)
     return made[0], made[1]
@@ -69,7 +72,10 @@ def twins(path: Any, mode: str) -> tuple[ByHand, ByHand]:
 def padded_batch(hand: ByHand, plan: StepPlan, bucket: Bucket, saves: bool) -> tuple[ForwardBatch, Tensor]:
     """A step as an eager batch with the rows of a bucket, and the places that it samples from."""
     sizes, table, n = hand.backend.chunk_sizes, hand.pools.req_to_token, bucket.decode_rows
-    columns = pack_padded(plan, bucket, sizes, saves, hand.backend.seq_len_fill)
+    kind = (
+        (StateSaves.AT_CHUNKS if hand.backend.saves_at_chunks else StateSaves.SECOND_PASS) if saves else StateSaves.NONE
+    )
+    columns = pack_padded(plan, bucket, sizes, kind, hand.backend.seq_len_fill)
     sections = {name: torch.from_numpy(column) for name, column in columns.items()}
     decoded = TokenInputs.allocate(n, torch.device("cpu"))
     if n:
@@ -84,6 +90,7 @@ def padded_batch(hand: ByHand, plan: StepPlan, bucket: Bucket, saves: bool) -> t
         read_state_slots=sections.get("read_state_slots"), extend_passes=passes,
         chunk_plans=None if passes else chunk_plans(columns, sections, new[n:], sizes),
     )  # fmt: skip
+    batch.saved_states = saved_states(sections, sizes)
     return batch, sections["sample_at"]
 
 
@@ -126,6 +133,36 @@ def test_replay_equals_eager_padded_alike(name: str, mode: str, saves: bool, che
             assert same(tensor[:, 1:], after[what][:, 1:]), what
         sampled = [*plan.decode.rows.tolist(), *(row.row for row in plan.extend if row.sample)]
         assert got.rows.tolist() == got.on_host[0].tolist() == sampled
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_kernels_see_bounds_alone(provider: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton kernels with the host's numbers of the capture, as in a CUDA graph. The saved state is that of a shorter
+    prompt."""
+    if provider != "triton":
+        pytest.skip("reference operations need each step's own lengths")
+    monkeypatch.setattr(prompt_columns, "TOKENS_OF_ONE", 8)
+    path = checkpoints["falcon-plain"].path
+    replayed, other = twins(path, "classic", attention_backend="triton")
+    graphs = runner_of(replayed, True, exact=False, sizes=((2,), (16,)))
+    saving = ExtendRow(4, 0, TEXT[4:13], 0, True, saves=[(6, SPARE)])
+    first = StepPlan(extend=[saving, ExtendRow(2, 0, TEXT[9:14], 0, True)])
+    behind = [ExtendRow(2, 5, TEXT[14:16], 0, True), ExtendRow(5, 0, TEXT[3:5], 0, True, read_state_slot=SPARE)]
+    second = StepPlan(decode=DecodeRows.of([DecodeRow(4, 9, 0)]), extend=behind)
+    for plan in (first, second):
+        bucket = graphs.bucket(plan)
+        assert bucket is not None
+        with torch.inference_mode():
+            got = graphs.replay(plan, bucket)
+        wanted = eager(other, plan, bucket, True)[: len(got.rows)]
+        torch.testing.assert_close(got.logits, wanted, rtol=1e-4, atol=1e-4)
+        after = replayed.snapshot()
+        for what, tensor in other.snapshot().items():
+            close = torch.allclose(tensor[:, 1:], after[what][:, 1:], rtol=1e-4, atol=1e-4, equal_nan=True)
+            assert close, what
+        if plan is first:
+            check_saved(replayed, path, saving, 6, SPARE)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,21 @@ def test_every_call_works(call: str, served: Served) -> None:
         assert result.stdout.rstrip().endswith("data: [DONE]") and '"usage":{' in result.stdout
     elif "/metrics" not in call:
         assert not json.loads(result.stdout).get("error"), result.stdout
+
+
+PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=[re.search(r"from (\w+|hybridrt) ", p)[1] for p in PROGRAMS])  # type: ignore[index]
+def test_every_program_runs(program: str, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the built-in model instead of a checkpoint, and of a client's with this server."""
+    program = program.replace("http://127.0.0.1:8000", served.url).replace("tiiuae/Falcon-H1-7B-Instruct", "embedded")
+    names: dict[str, Any] = {}
+    exec(compile(program.replace('model="embedded"', 'model="tested"'), "docs/serving.md", "exec"), names)
+    if "schema" in names:
+        assert 0 <= json.loads(names["output"].text)["n"] <= 99
+    else:
+        assert capsys.readouterr().out
 
 
 def test_every_endpoint_has_a_call(served: Served) -> None:

@@ -57,7 +57,9 @@ class ByHand:
             spoil(self.pools)
         generator = torch.Generator().manual_seed(5)
         self._slots = torch.randperm(rows, generator=generator) + 1
-        self._pages = (torch.randperm(self.plan.num_pages, generator=generator) + 1).view(rows + 1, -1)
+        pages = torch.randperm(self.plan.num_pages, generator=generator) + 1
+        count = min(len(pages) // (rows + 1), self.pools.req_to_token.max_context // self.config.page_size)
+        self._pages = pages[: count * (rows + 1)].view(rows + 1, count)
         self._spare_slot = rows + 1
         self.last_batch: Any = None  # that ran last, which is what `commit` commits
 

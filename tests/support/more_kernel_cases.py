@@ -164,6 +164,12 @@ def skinny_linear(
     return Case("skinny_linear", args | {"residual": normal(tokens, hidden)}, consumed=("residual",))
 
 
+def router_product(hidden: int) -> Case:
+    """A token's logits of 32 experts, from float32 weights."""
+    weight = normal(32, hidden, scale=hidden**-0.5, dtype=torch.float32)
+    return Case("skinny_linear", {"x": normal(1, hidden), "weight": weight})
+
+
 def padded_rows() -> Tensor:
     """25 rows of two tokens each; the last three are padding."""
     return int32([*range(1, 23), 0, 0, 0])

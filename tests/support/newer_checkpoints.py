@@ -174,7 +174,7 @@ BAMBA: dict[str, Make] = {
     "all_biases": bamba(mamba_proj_bias=True, attention_bias=True, mlp_bias=True, mamba_n_groups=2),
     "no_conv_bias_tied": bamba(mamba_conv_bias=False, tie_word_embeddings=True, attn_layer_indices=[0, 2]),
     "mamba_alone": bamba(attn_layer_indices=None, num_hidden_layers=2, time_step_limit=(0.05, 0.2)),
-}  # fmt: skip
+}
 OLMO: dict[str, Make] = {
     "plain": olmo(),
     "equal_heads_tied": olmo(linear_num_key_heads=4, linear_key_head_dim=8, tie_word_embeddings=True),

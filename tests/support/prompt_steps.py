@@ -14,15 +14,15 @@ class Play:
         computed: tokens that each row has already; steps add theirs.
         spare: the first of PROMPT_ROWS state slots that belong to no row; None: no states are saved.
         tokens: most prompt tokens of a step; longest: most tokens of a row.
-        decoding: most decode rows.
+        decoding: most decode rows; prompts: most chunks.
     """
 
     def __init__(
         self, computed: dict[int, int], spare: int | None, seed: int, *, tokens: int = 48, longest: int = 90,
-        decoding: int = 3,
+        decoding: int = 3, prompts: int = PROMPT_ROWS,
     ) -> None:  # fmt: skip
         self.computed, self._spare, self._random = computed, spare, random.Random(seed)
-        self._tokens, self._longest, self._decoding = tokens, longest, decoding
+        self._tokens, self._longest, self._decoding, self._prompts = tokens, longest, decoding, prompts
 
     def step(self) -> StepPlan:
         """At least one chunk, if any row has room left."""
@@ -32,7 +32,7 @@ class Play:
         decoding = [row for row in chosen if 0 < self.computed[row] < self._longest]
         prompts = [row for row in order if row not in decoding and self.computed[row] < self._longest]
         chunks, left = list[ExtendRow](), draw.randint(1, self._tokens)
-        for row in prompts[: draw.randint(1, PROMPT_ROWS)]:
+        for row in prompts[: draw.randint(1, self._prompts)]:
             length = min(draw.randint(1, max(self._tokens // 2, 2)), left, self._longest - self.computed[row])
             if length > 0:
                 chunks.append(self._chunk(row, length, len(chunks)))

@@ -330,6 +330,7 @@ def skinny_linear() -> Cases:
         activated = {"residual": x, "activation": "silu_and_mul"}
         yield "skinny_linear", {"x": x, "weight": meta(24576, 3072)} | norm | activated
         yield "skinny_linear", {"x": meta(tokens, 12288), "weight": meta(3072, 12288)}
+    yield "skinny_linear", {"x": meta(1, 2048), "weight": f32(32, 2048)}
 
 
 def everything_else() -> Cases:

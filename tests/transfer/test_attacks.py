@@ -192,7 +192,10 @@ TOKENS = st.lists(st.integers(-2, 140), max_size=80)
 def fuzzed(kinds: list[str]) -> st.SearchStrategy[Raw]:
     """Messages that are right, nearly right, or anything."""
     right = st.one_of(
-        st.fixed_dictionaries({"type": st.just("prefill"), "key": KEYS, "tokens": TOKENS}),
+        st.fixed_dictionaries(
+            {"type": st.just("prefill"), "key": KEYS, "tokens": TOKENS},
+            optional={"start": st.integers(-1, 90), "salt": st.text(max_size=3)},
+        ),
         st.fixed_dictionaries({"type": st.just("ready"), "key": KEYS, "offset": st.integers(0, 1 << 20)}),
         st.fixed_dictionaries({"type": st.sampled_from(kinds), "key": KEYS}),
         st.sampled_from([{"type": "ping"}, {"type": "pong"}]),

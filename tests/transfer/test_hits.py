@@ -157,3 +157,16 @@ def test_a_start_behind_the_prompt_ends_the_connection(model: Path) -> None:
             pass
         prefill.assert_empty()
     assert prefill.worker.counters().refused == 3
+
+
+def test_an_order_of_nothing_ends_the_connection(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path, OTHERS["attention"], tokenizer=False)
+    prefill, decode = connected(path)
+    ours, theirs = QueueChannel.pair()
+    prefill.worker.attach(ours)
+    theirs.send(decode_hello(decode.side.handshake))
+    theirs.send({"type": "prefill", "key": "x", "tokens": [1, 2], "start": 2})
+    while prefill.worker.step():
+        pass
+    assert prefill.worker.counters().refused == 1
+    prefill.assert_empty()

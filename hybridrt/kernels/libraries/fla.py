@@ -20,7 +20,7 @@ def chunk_gated_delta_rule(
     inputs: DeltaInputs, state: StateSlots, prompts: Prompts, weights: GateWeights | None = None
 ) -> Tensor:
     """`chunk_gated_delta_rule`; its chunks start with the row, wherever the prefix ended."""
-    (states, read_slots, write_slots, _), (query_start_loc, has_initial_state, plan) = state, prompts
+    (states, read_slots, write_slots, _), (query_start_loc, has_initial_state, plan, _) = state, prompts
     v, real = inputs.v, plan.num_tokens
     options = _gates(weights) if _by_channel(inputs) else {}
     if not options:

@@ -12,7 +12,7 @@ from sgl_kernel import silu_and_mul as sgl_silu_and_mul
 from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from hybridrt.kernels.causal_conv1d import conv_window
+from hybridrt.kernels.causal_conv1d import conv_window, save_windows
 from hybridrt.kernels.libraries.common import page_numbers, page_table, refuse
 from hybridrt.kernels.records import (
     AttentionPrompts,
@@ -21,6 +21,7 @@ from hybridrt.kernels.records import (
     ConvWeights,
     IntermediateStates,
     PagedKV,
+    SavedStates,
 )
 from hybridrt.kernels.slots import live_tokens, pad_mask, write_columns
 
@@ -123,11 +124,15 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
-def causal_conv1d_varlen(x: Tensor, weights: ConvWeights, state: ConvState, query_start_loc: Tensor) -> Tensor:
+def causal_conv1d_varlen(
+    x: Tensor, weights: ConvWeights, state: ConvState, query_start_loc: Tensor, saves: SavedStates | None = None
+) -> Tensor:
     """`causal_conv1d_varlen`. The library takes channels first and linear windows: both are copied there and back."""
     (weight, bias, activation), (conv, read_slots, write_slots, start_positions) = weights, state
     taps = weight.shape[1]
     refuse(LIBRARY, "convolution", _too_wide(taps))
+    if saves is not None:
+        save_windows(x, taps, state, query_start_loc, saves)
     windows = conv_window(conv, read_slots, start_positions, taps)
     started = torch.ones(len(windows), dtype=torch.bool, device=x.device)
     channels = x.t().contiguous()

@@ -1,0 +1,27 @@
+"""What all families do and no other test tries with each of them: a conversation that goes on from its own state."""
+
+import pytest
+
+from hybridrt import LLM, SamplingParams
+from tests.models.test_models_parity import prompts, state_modes
+from tests.support.checkpoints import CASES, CheckpointStore
+from tests.support.levels import sweep
+from tests.support.ties import check_greedy
+
+# swa_ssm keeps nothing: its pages leave the window.
+FAMILIES = [name for name in CASES if name.endswith("-plain") and name != "swa_ssm-plain"]
+
+
+@pytest.mark.parametrize("name", sweep(FAMILIES, 4))
+def test_a_second_turn_begins_behind_the_first(name: str, checkpoints: CheckpointStore) -> None:
+    """In the state mode that a GPU picks: what the first turn leaves in a ring is folded, and goes on as a state."""
+    checkpoint, params = checkpoints[name], SamplingParams(max_tokens=22, temperature=0.0, ignore_eos=True)
+    sizes = {"max_model_len": 96, "max_running_requests": 2, "page_size": 4}
+    with LLM(str(checkpoint.path), device="cpu", dtype="float32", state_mode=state_modes(name)[-1], **sizes) as llm:  # type: ignore[arg-type]
+        (text,) = prompts(19)
+        answer = llm.generate([text], params)[0].token_ids
+        turn = [*text, *answer, 5, 6, 7]
+        output = llm.generate([turn], params)[0]
+    assert output.metrics.cached_tokens == len(text) + len(answer) - 1
+    check_greedy(answer, checkpoint.logits(text, answer), name)
+    check_greedy(output.token_ids, checkpoint.logits(turn, output.token_ids), name)

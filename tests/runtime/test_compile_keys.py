@@ -1,0 +1,37 @@
+"""Kernels that are compiled ahead are found by launches: the keys of Triton's cache agree across processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoints import nemotron
+from tests.support.tiny import write_tiny
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+def ask(what: str, model: Path, cache: Path) -> Any:
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tests.support.compile_keys", what, str(model)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_launches_find_what_was_compiled(tmp_path: Path) -> None:
+    model, cache = write_tiny(tmp_path / "model", tokenizer=False), tmp_path / "cache"
+    compiled = ask("kernels", model, cache)
+    assert set(compiled) == {"_rms_norm_kernel", "_rotary_kernel"}
+    assert ask("launches", model, cache) == {"hit": compiled, "missed": []}
+
+
+def test_two_layers_of_each_sort_launch_all_kernels(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "model", nemotron("MM*-MME-M"), tokenizer=False)
+    kernels, others = ask("traces", model, tmp_path / "cache")
+    assert kernels > 40 and others == 0

@@ -1,0 +1,85 @@
+"""What a start compiles ahead is what launches ask for. Runs without Triton's interpreter and without a GPU.
+
+    python -m tests.support.compile_keys kernels MODEL    compiles kernels of a model as a worker does, and prints which
+    python -m tests.support.compile_keys launches MODEL   launches the same without a GPU: prints what the cache lacked
+    python -m tests.support.compile_keys traces MODEL     prints how many kernels two layers of each sort launch, and
+                                                          how many more all layers do
+
+The kernels are those of NAMES; to compile all of them takes a minute.
+"""
+
+import io
+import json
+import sys
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import triton
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from hybridrt.config import EngineConfig
+from hybridrt.layers.stack import ResidualStack
+from hybridrt.runtime import compile_trace
+from hybridrt.runtime.compile_trace import CompilingDriver, Kernel, trace
+from hybridrt.runtime.compile_worker import _Worker
+from hybridrt.runtime.pretend_gpu import KNOWN
+
+GPU = KNOWN["h200"]
+NAMES = ("_rms_norm_kernel", "_rotary_kernel")  # _rotary_kernel has tuples
+
+
+def found(config: EngineConfig) -> list[Kernel]:
+    kernels: list[Kernel] = []
+    problems = trace(config, GPU, kernels.append)
+    assert problems == [], problems
+    return kernels
+
+
+def compile_kernels(config: EngineConfig) -> list[str]:
+    answers = io.StringIO()
+    worker = _Worker(GPU, answers)
+    kernels = [kernel for kernel in found(config) if kernel.name in NAMES]
+    for kernel in kernels:
+        worker.compile(*kernel)
+    problems = [json.loads(line)["problem"] for line in answers.getvalue().splitlines()]
+    assert not any(problems), problems
+    return sorted(kernel.name for kernel in kernels)
+
+
+def launch(config: EngineConfig) -> dict[str, list[str]]:
+    """Launches by Triton's own path: what it finds in the cache, and what not."""
+    names: dict[bool, list[str]] = {True: [], False: []}
+    run = JITFunction.run
+
+    def listen(src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        names[cache_hit].append(src.name)
+
+    def warm(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if self.__name__ in NAMES:
+            addresses = {name: compile_trace._address(value) for name, value in kwargs.items()}
+            run(self, *map(compile_trace._address, args), grid=grid, warmup=True, **addresses)
+
+    driver.set_active(CompilingDriver(GPU.capability))  # type: ignore[arg-type]
+    triton.knobs.compilation.listener = listen  # type: ignore[assignment]
+    with mock.patch.object(JITFunction, "run", warm), mock.patch.object(compile_trace, "noted", mock.MagicMock()):
+        assert trace(config, GPU, lambda kernel: None) == []
+    return {"hit": sorted(names[True]), "missed": sorted(names[False])}
+
+
+def count(config: EngineConfig) -> list[int]:
+    driver.set_active(CompilingDriver(GPU.capability))  # type: ignore[arg-type]
+    few = set(found(config))
+    with mock.patch.object(ResidualStack, "shortened", lambda stack, sorts: nullcontext()):
+        return [len(few), len(few ^ set(found(config)))]
+
+
+def main() -> None:
+    config = EngineConfig(sys.argv[2], device="cuda", max_running_requests=8, max_model_len=128)
+    does: dict[str, Any] = {"kernels": compile_kernels, "launches": launch, "traces": count}
+    print(json.dumps(does[sys.argv[1]](config)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""README.md and docs/: blocks of Python run as they are written, commands have the options that are written there.
+
+docs/chat.md, docs/embedding.md and the requests of docs/serving.md have tests beside what they describe.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+from hybridrt.cli.app import app
+from hybridrt.distributed.conv_transfer import MambaSpec, derive_mamba_conv_split
+
+ROOT = Path(__file__).parents[1]
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WHOLE = {"README.md": 1, "prefix-cache.md": 2, "hybrid-layer.md": 1}  # how many blocks of Python are programs
+
+
+def blocks(file: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", file.read_text(), re.DOTALL)
+
+
+PROGRAMS = [
+    pytest.param(block, id=f"{file.name}-{i}")
+    for file in FILES
+    for i, block in enumerate(blocks(file, "python")[: WHOLE.get(file.name, 0)])
+]
+
+
+@pytest.mark.parametrize("block", PROGRAMS)
+def test_programs_run(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(block, "document", "exec"), names)
+    assert capsys.readouterr().out or "# 12, 16" in block
+    if "cached_tokens" in block:
+        assert names["again"].metrics.cached_tokens >= 48
+    if "# 12, 16" in block:
+        assert names["y"].flatten().tolist() == [12, 16]
+
+
+def test_offsets_are_those_of_the_document() -> None:
+    (block,) = (block for block in blocks(ROOT / "docs" / "transfer.md", "python") if "derive_mamba" in block)
+    names = {"torch": torch, "MambaSpec": MambaSpec, "derive_mamba_conv_split": derive_mamba_conv_split}
+    exec(compile(block, "document", "exec"), names)
+    lines = [line.split("  # ") for line in block.splitlines() if "  # " in line]
+    assert len(lines) == 2
+    for expression, result in lines:
+        assert eval(expression, names) == eval(result)
+
+
+def commands() -> Iterator[list[str]]:
+    """The words of every `hybridrt ...` of a block for a shell."""
+    for file in FILES:
+        for block in blocks(file, "(?:bash|sh)"):
+            for line in block.replace("\\\n", " ").splitlines():
+                if called := re.search(r"(?:^|&& )hybridrt (.*)", line):
+                    yield shlex.split(called[1], comments=True)
+
+
+def test_commands_have_the_options_that_documents_give_them() -> None:
+    found = list(commands())
+    assert len(found) > 8
+    for words in found:
+        command: Any = typer.main.get_command(app)
+        while words and hasattr(command, "commands"):
+            if words[0].startswith("-"):
+                break
+            command = command.commands[words.pop(0)]
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        used = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert used <= known | {"--help"}, (command.name, used - known)
