@@ -280,4 +280,5 @@ def _padded(
             before = length
     plenty = np.full(3 * len(options), 1e12)  # a request has three events
     limits = [torch.from_numpy((plenty if limit is None else limit).astype(np.float32)) for limit in (slots, free)]
-    return Program(*map(torch.from_numpy, (lengths, since, passed, pages)), torch.tensor(at), *limits)  # type: ignore[arg-type]
+    options_of = torch.from_numpy(lengths), torch.from_numpy(since), torch.from_numpy(passed), torch.from_numpy(pages)
+    return Program(*options_of, torch.tensor(at), *limits)
