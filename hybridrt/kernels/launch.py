@@ -1,10 +1,15 @@
 """What the launchers of the Triton kernels share."""
 
 import sys
+from collections.abc import MutableMapping
 from functools import cache
 from types import ModuleType
 
 import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_counters: MutableMapping[Tensor, dict[int, Tensor]] = WeakIdKeyDictionary()
 
 H200_MULTIPROCESSORS, H200_SHARED_MEMORY = 132, 227 << 10
 
@@ -29,6 +34,22 @@ def shared_memory(device: torch.device) -> int:
 def dot_precision(dtype: torch.dtype) -> str:
     """tl.dot's input_precision: float32 operands are split in three for TF32, which keeps float32's accuracy."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def arrival_counters(owner: Tensor, count: int) -> Tensor:
+    """int32 zeros [count]: programs that share a part of the work count their arrivals in them, and leave zeros.
+
+    Counters are kept by `owner`, whose launches never run at the same time, and by count, because graphs keep the
+    address. So a step should run once before it is captured. A capture that finds no counters gets its own, which each
+    replay fills with zeros: kept ones would hold anything until that graph is replayed.
+    """
+    kept = _counters.setdefault(owner, {})
+    if count in kept:
+        return kept[count]
+    made = torch.zeros(count, dtype=torch.int32, device=owner.device)
+    if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        kept[count] = made
+    return made
 
 
 @cache

@@ -8,17 +8,15 @@ and the ROPE others apart, so that each part is a power of two wide. Other cache
 """
 
 import math
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hybridrt.errors import ConfigError
-from hybridrt.kernels.launch import dot_precision, multiprocessors
+from hybridrt.kernels.launch import arrival_counters, dot_precision, multiprocessors
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import AttentionRows, PagedKV
 
@@ -239,7 +237,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
     if splits > 1:
         partial = torch.empty(num_rows, splits, tokens, query_heads, head_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
-        arrivals = _counters(req_to_token, num_rows * head_blocks) if walk.joined else None
+        arrivals = arrival_counters(req_to_token, num_rows * head_blocks) if walk.joined else None
     _decode_kernel[(num_rows, head_blocks, splits)](
         q, k_cache, v_cache, req_to_token, rows, seq_lens, tree_mask, num_drafts, out, partial, lse, arrivals,
         q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
@@ -258,19 +256,6 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
             BLOCK_S=triton.next_power_of_2(splits), num_warps=8 if tile["BLOCK_D"] > 256 else 4, **pdl(q.device),
         )  # fmt: skip
     return out
-
-
-# Zeros that programs of a split row count their arrivals in, and leave as zeros: by page table, because steps of one
-# engine never run at the same time, and by length, because graphs keep the address. A step runs once before it is
-# captured: made within a capture, they would be zeros in its replays alone.
-_arrivals: MutableMapping[Tensor, dict[int, Tensor]] = WeakIdKeyDictionary()
-
-
-def _counters(req_to_token: Tensor, count: int) -> Tensor:
-    by_count = _arrivals.setdefault(req_to_token, {})
-    if count not in by_count:
-        by_count[count] = torch.zeros(count, dtype=torch.int32, device=req_to_token.device)
-    return by_count[count]
 
 
 def _token_stride(out: Tensor) -> int:

@@ -9,16 +9,14 @@ a part of its columns each; the last to finish sums the parts, always in the sam
 left over after whole waves of them: shared, they are done before the others.
 """
 
-from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from hybridrt.kernels.launch import dot_precision
+from hybridrt.kernels.launch import arrival_counters, dot_precision
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
 from hybridrt.kernels.skinny_linear import Activation, InputNorm
@@ -226,11 +224,6 @@ def _matvec(
     return total
 
 
-# Zeros that programs of a split weight count their arrivals in, and leave as zeros: two launches with one weight never
-# run at the same time.
-_arrivals: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
-
-
 def _matmul(
     x: Tensor, tail: Tensor | None, weight: Tensor, bias: Tensor | None, activation: Activation | None, out: Tensor
 ) -> None:
@@ -243,9 +236,7 @@ def _matmul(
         shared = blocks if tile.shared is None else tile.shared
         whole = blocks - shared
         parts = torch.empty((shared, tile.split, tile.block_n, padded), dtype=torch.float32, device=x.device)
-        arrivals = _arrivals.get(weight)
-        if arrivals is None or len(arrivals) < shared:
-            arrivals = _arrivals[weight] = torch.zeros(shared, dtype=torch.int32, device=x.device)
+        arrivals = arrival_counters(weight, shared)
     _matmul_kernel[(whole + (blocks - whole) * tile.split,)](
         x, tail, weight, bias, out, parts, arrivals, x.stride(0), 0 if tail is None else tail.stride(0), tokens, rows,
         whole, K=columns, HEAD=x.shape[1], T=padded, ACTIVATION=activation, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,

@@ -21,7 +21,7 @@ def capture_graphs(runner: "StepRunner", progress: bool = False) -> None:
     asked, rows = runner.config.cuda_graph_max_bs, runner.memory_plan.num_rows
     if asked is not None and asked > rows:
         logger.warning("graphs end at batch %d, not at cuda_graph_max_bs=%d: no more requests have state", rows, asked)
-    recorder = CudaGraphRecorder(runner.model.shortened) if runner.device.type == "cuda" else None
+    recorder = CudaGraphRecorder() if runner.device.type == "cuda" else None
     runner.prompt_graphs = _capture_prompts(runner, progress, recorder)
     runner.graphs.update(
         {tokens: capture_decode(runner, tokens, progress, recorder) for tokens in step_widths(runner.config)}

@@ -8,7 +8,7 @@ the same backend hooks, so a CPU test of the closure tests the metadata of the g
 import gc
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -114,21 +114,16 @@ class ClosureRecorder:
 
 
 class CudaGraphRecorder:
-    """torch.cuda.CUDAGraph in one memory pool, shared because buckets are captured from the largest down.
+    """torch.cuda.CUDAGraph in one memory pool, shared because buckets are captured from the largest down."""
 
-    Args:
-        rehearsal: around the step that runs before its capture; it may be shorter, if it launches the same kernels.
-    """
-
-    def __init__(self, rehearsal: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        self._rehearsal = rehearsal
+    def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool: Any = None
 
     def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]:
         if not warm:
-            with self._rehearsal():
-                step()  # Triton compiles and cuBLAS picks its workspaces outside the capture
+            # Triton compiles, cuBLAS picks its workspaces, and kernels get their counters (`arrival_counters`).
+            step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # What other threads do meanwhile (NCCL's watchdog queries events) is not captured. "relaxed": a function that

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridrt.errors import BackendError
 from hybridrt.kernels import providers
+from hybridrt.kernels.skinny_linear import skinny_linear
 from tests.gpu import rig
 from tests.gpu.kernel_cases import (
     KIMI,
@@ -250,6 +251,22 @@ def test_pages_past_two_to_the_31(op: str) -> None:
     for name in case.pools:
         got[name] = got[name][far:]
     assert all(same_bits(got[name], wanted[name]) for name in wanted)
+
+
+def test_a_product_that_is_captured_first_counts_from_zero() -> None:
+    """Counters of a weight that no step has used before its capture: replays and eager calls in any order agree."""
+    torch.manual_seed(5)
+    x, weight = (torch.randn(*shape, device=rig.DEVICE).bfloat16() for shape in ((8, 3072), (2048, 3072)))
+    wanted = skinny_linear(x, weight.clone())[0]
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = skinny_linear(x, weight)[0]
+    for _ in range(2):
+        assert torch.equal(skinny_linear(x, weight)[0], wanted)
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, wanted)
 
 
 def test_every_kernel_has_a_case() -> None:

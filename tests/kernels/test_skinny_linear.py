@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
+from hybridrt.kernels import launch
 from hybridrt.kernels.skinny_linear import MAX_TOKENS, InputNorm, is_skinny, skinny_linear
 from hybridrt.kernels.skinny_linear_triton import Tile, matmul_tile
 from hybridrt.layers.mlp import MLP
@@ -137,14 +138,26 @@ def test_a_row_does_not_see_the_rows_beside_it():
 
 def test_programs_that_share_rows_count_from_zero_again(monkeypatch):
     """Twice the same launch; in the second the counters are what the first left."""
-    from hybridrt.kernels import skinny_linear_triton
-
     monkeypatch.setattr("hybridrt.kernels.skinny_linear_triton.matmul_tile", lambda *_: Tile(16, 32, 4, 2, 4))
     x, weight, _ = case(3, 40, 300, torch.float32)
     first, again = skinny_linear(x, weight)[0], skinny_linear(x, weight)[0]
     check(first, by_formula(x, weight)[0], torch.float32)
     assert torch.equal(first, again)
-    assert not any(counters.any() for counters in skinny_linear_triton._arrivals.values())
+    assert not any(counters.any() for kept in launch._counters.values() for counters in kept.values())
+
+
+def test_counters_made_within_a_capture_are_that_graphs_own(monkeypatch):
+    """A replay fills them with zeros, and nothing else does: no other launch may use them."""
+    weight = torch.zeros(3)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured = launch.arrival_counters(weight, 4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    kept = launch.arrival_counters(weight, 4)
+    assert kept is not captured and launch.arrival_counters(weight, 4) is kept
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert launch.arrival_counters(weight, 4) is kept, "made before the capture: no fill in each replay"
+    assert launch.arrival_counters(weight, 5) is not kept
 
 
 @pytest.mark.parametrize("tokens", [2, 16, 17, 32, 64])
