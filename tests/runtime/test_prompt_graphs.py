@@ -116,10 +116,8 @@ def same(a: Tensor, b: Tensor) -> bool:
 def test_replay_equals_eager_padded_alike(name: str, mode: str, saves: bool, checkpoints: CheckpointStore) -> None:
     """Bit for bit, step after step, and no other row changes. A replay reads nothing of the step before."""
     replayed, other = twins(checkpoints[name].path, mode)
-    graphs, play = (
-        runner_of(replayed, saves),
-        Play(dict.fromkeys(range(1, ROWS + 1), 0), SPARE if saves else None, seed=3),
-    )
+    graphs, before = runner_of(replayed, saves), replayed.snapshot()
+    play = Play(dict.fromkeys(range(1, ROWS + 1), 0), SPARE if saves else None, seed=3)
     for _ in range(6):
         plan = play.step()
         bucket = graphs.bucket(plan)
@@ -131,6 +129,8 @@ def test_replay_equals_eager_padded_alike(name: str, mode: str, saves: bool, che
         after = replayed.snapshot()
         for what, tensor in other.snapshot().items():
             assert same(tensor[:, 1:], after[what][:, 1:]), what
+            if what.startswith(("conv", "temporal")):
+                assert same(before[what][:, :1], after[what][:, :1]), f"padding has written {what}"
         sampled = [*plan.decode.rows.tolist(), *(row.row for row in plan.extend if row.sample)]
         assert got.rows.tolist() == got.on_host[0].tolist() == sampled
 
@@ -232,6 +232,13 @@ def test_what_a_bucket_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not holds(24, saves=[1], how=StateSaves.NONE) and not holds(24, saves=[4, 8])
     monkeypatch.setattr(prompt_columns, "TAIL", 2)
     assert not holds(24, saves=[1]) and holds(24, saves=[16]) and holds(24, saves=[1], how=StateSaves.AT_CHUNKS)
+
+
+def test_padding_stands_at_positions_that_every_rotary_table_has() -> None:
+    """A table may be shorter than a bucket by less than a page."""
+    plan = StepPlan(extend=[ExtendRow(1, 3, [7, 7], 0, True)])
+    columns = pack_padded(plan, Bucket(0, 24), (16,), StateSaves.NONE, 1)
+    assert columns["extend_positions"].tolist() == [3, 4, *[0] * 22]
 
 
 def test_the_option_leaves_them_out(checkpoints: CheckpointStore) -> None:
