@@ -180,3 +180,12 @@ def test_a_prompts_state_leaves_that_of_a_running_request_alone() -> None:
     ledger.offer((1, 2, 3, 4), (4,))
     ledger.tree.unlock(running)
     assert ledger.tree.evict(0, 1, new=NewState(4)).states
+
+
+def test_a_request_that_awaits_a_state_does_not_await_a_later_one_above_it() -> None:
+    ledger = Ledger(0, True)
+    ledger.offer((1, 2, 3, 4), (4,))
+    ledger.tree.expect(array((1, 2, 3, 4, 5)), 8)
+    ledger.offer((1, 2), (2,))
+    ledger.evict(0, 1)
+    assert tokens_of(ledger) == {(1, 2, 3, 4)}
