@@ -64,8 +64,8 @@ def measure(model: str, options: dict[str, Any], spawned: float) -> dict[str, An
     llm = clock.time("rest", LLM)(model, **options)
     built = time.perf_counter() - start
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0.0))
-    total = time.perf_counter() - start
-    clock.parts["first token"] = total - built
+    clock.parts["first token"] = time.perf_counter() - start - built
+    total = clock.parts.get("import triton", 0.0) + built + clock.parts["first token"]  # LLM() imports it, too
     graphs = sum(len(g._replays) for g in llm.engine.executor.graphs.values())
     prompts = llm.engine.executor.prompt_graphs
     graphs += len(prompts._graphs) if prompts else 0
@@ -98,10 +98,12 @@ def _watch(clock: Clock) -> dict[str, list[float]]:
         setattr(module, name, clock.time(part, getattr(module, name)))
     _watch_graphs(clock)
     compiled: dict[str, list[float]] = defaultdict(list)
+    start = time.perf_counter()
     try:
         import triton
     except ImportError:
         return compiled
+    clock.parts["import triton"] = time.perf_counter() - start
 
     def note(src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
         if not cache_hit:
@@ -118,14 +120,15 @@ def _watch_graphs(clock: Clock) -> None:
     from hybridrt.runtime.graph_runner import GraphRunner
     from hybridrt.runtime.prompt_graphs import PromptGraphs
 
-    if not torch.cuda.is_available():
+    if torch.version.cuda is None:  # is_available would start CUDA here, outside of what is measured
         return
     for cls in (GraphRunner, PromptGraphs):
         bind: Any = cls._bind
 
         def bound(self: Any, *args: Any, bind: Any = bind) -> Callable[[], None]:
-            step, parts = bind(self, *args), iter(("graphs: first step", "graphs: recorded step"))
-            return lambda: clock.time(next(parts), step)()
+            step = bind(self, *args)
+            first, recorded = clock.time("graphs: first step", step), clock.time("graphs: recorded step", step)
+            return lambda: recorded() if torch.cuda.is_current_stream_capturing() else first()
 
         cls._bind = bound  # type: ignore[method-assign]
     for name, part in (("capture_begin", "graphs: begin"), ("capture_end", "graphs: end")):

@@ -8,21 +8,22 @@ At every moment, cached states and one slot for each running request are at most
 pages of running requests' prompts are at most P.
 
 The linear program. Take a request j, admitted at event A_j, and a length L. Whoever computed these L tokens last before
-A_j ended at some event F. If j skips L tokens, a state after them stood in a slot from F to A_j at least: while a
-request with these tokens runs, the state could be made anew, but between F and A_j no such request runs. So j has
-options k = 1, 2, ...: lengths L_k, each the longest for its F_k; longer ones ended earlier (or are the only ones). Page
-p of the prompt likewise was kept since the end of the last request that had it: since F_m for the pages between
-L_(m-1) and L_m, of which there are n_m. Two requests never count one state or page at one moment, because the intervals
-of the same tokens lie between consecutive requests that have them. With y_jk = 1 if j takes option k:
+A_j ended at some event F, and had moved on from them at some event G: the event behind that of its whole prompt, if
+they are within the prompt, else F, at which its own slot may become the cache's. If j skips L tokens, a state after
+them stood in a slot of the cache from G to A_j at least: before, a request might make the state anew, and after G no
+request does. So j has options k = 1, 2, ...: lengths L_k with their events F_k and G_k; of those with the same F and no
+earlier G the longest. Page p of the prompt likewise was kept since the end of the last request that had it: since F_m
+for the pages between L_(m-1) and L_m, of which there are n_m. Two requests never count one state or page at one moment:
+the intervals of the same tokens lie between consecutive requests that have them. With y_jk = 1 if j takes option k:
 
     maximise    sum of L_k y_jk
     subject to  sum over k of y_jk <= 1                                            for each j
-                sum of y_jk with F_k <= e <= A_j              <= C_e               for each event e
+                sum of y_jk with G_k <= e <= A_j              <= C_e               for each event e
                 sum of n_m y_jk with m <= k, F_m <= e < A_j   <= P_e               for each event e
 
 where C_e and P_e are what running requests leave of S and P right after event e. (The state is in its slot while j,
-which reads it and writes its own, is admitted; the pages are then j's.) Every cache obeys these constraints, so the
-optimum bounds its hits.
+which reads it and writes its own, is admitted; the pages are then j's. Between two events of a request that decodes it
+moves on by a token at least.) Every cache obeys these constraints, so the optimum bounds its hits.
 
 The bound. For any prices u_e >= 0 of a slot and w_e >= 0 of a page, weak duality gives
 
@@ -246,9 +247,10 @@ def _mark(nodes: Sequence[_Node], end: int, computed: bool) -> None:
 
 def _pass(path: Sequence[_Node], request: Served, computed: int, ended: int) -> None:
     """A request has moved on from the states within its prompt once the prompt is computed; from that after the whole
-    prompt, too, unless its answer is one token, whose state is not computed."""
+    prompt, too, unless its answer is one token, whose state is not computed. One that was retracted computes its prompt
+    again, until it ends."""
     for node in path:
-        within = node.end < request.prompt + (len(request.tokens) > request.prompt + 1)
+        within = request.kept and node.end < request.prompt + (len(request.tokens) > request.prompt + 1)
         node.passed = max(node.passed, computed if within else ended)
 
 
@@ -278,4 +280,5 @@ def _padded(
             before = length
     plenty = np.full(3 * len(options), 1e12)  # a request has three events
     limits = [torch.from_numpy((plenty if limit is None else limit).astype(np.float32)) for limit in (slots, free)]
-    return Program(*map(torch.from_numpy, (lengths, since, passed, pages)), torch.tensor(at), *limits)  # type: ignore[arg-type]
+    options_of = torch.from_numpy(lengths), torch.from_numpy(since), torch.from_numpy(passed), torch.from_numpy(pages)
+    return Program(*options_of, torch.tensor(at), *limits)

@@ -252,8 +252,8 @@ class EngineConfig:
             in chunks so short that the step ends in that time (docs/serving.md). None: chunks of any allowed length.
         mamba_ssm_dtype: dtype of the recurrent state.
         state_mode: "classic" writes the recurrent state every step; "replay" keeps a ring of inputs and writes it
-            once in about 16 steps: only kinds with `ring_shapes` support it. "auto" picks replay where a fused kernel
-            exists.
+            once in about 16 steps: only kinds with `ring_shapes` support it. "auto" picks replay on a GPU where it is
+            the faster one (`replay_pays` of the kind).
         attention_backend, prefill_attention_backend: names from `hybridrt.attention.registry`; the second, if given,
             serves prefill only.
         linear_attn_backend: "auto" or the backend's name for the model's kind of recurrent layer.

@@ -289,10 +289,10 @@ def test_mamba1_has_no_replay() -> None:
 
 @pytest.mark.parametrize(("device", "kind", "plain", "chains"), [
     ("cpu", "mamba2", "classic", "intermediate"), ("cuda", "mamba2", "replay", "replay"),
-    ("cuda", "mamba1", "classic", "intermediate"),
+    ("cuda", "mamba1", "classic", "intermediate"), ("cuda", "kda", "classic", "intermediate"),
 ])  # fmt: skip
 def test_automatic_state_modes_follow_the_kernels(device: str, kind: str, plain: str, chains: str) -> None:
-    """Which exist on CUDA; a tree has no ring."""
+    """Which exist on CUDA, and pay there; a tree has no ring."""
     wanted = ((None, plain), (SpeculativeConfig(), chains), (SpeculativeConfig(topk=2), "intermediate"))
     for speculative, mode in wanted:
         assert resolve_state_mode(EngineConfig("x", speculative=speculative), (kind,), torch.device(device)) == mode

@@ -20,7 +20,7 @@ class Mamba1AttnBackend(MambaAttnBackendBase):
     their norms, and z [T, I] for the scan. Strided views will do.
     """
 
-    kind = "mamba1"
+    kind, saves_at_chunks = "mamba1", True
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
         if "dt" not in inputs:

@@ -138,7 +138,7 @@ class PagedKVBackend(SegmentedAttnBackend):
     def _extend_segment(batch: ForwardBatch) -> AttentionPrompts:
         split, totals = batch.num_decode_rows, batch.seq_lens_cpu
         starts, lens = batch.query_start_loc[split:] - batch.num_decode_tokens, batch.seq_lens[split:]
-        host = list(batch.extend_seq_lens_cpu), None if totals is None else list(totals[split:])
+        host = list(batch.extend_seq_lens_cpu), () if totals is None else list(totals[split:])
         return AttentionPrompts(batch.req_pool_indices[split:], starts, lens, *host)
 
     def save_latent(self, q: Tensor, k: Tensor | None, layer: Any, batch: ForwardBatch, rope: Rope | None) -> Tensor:

@@ -98,11 +98,11 @@ def latent_extend_triton(
 ) -> Tensor:
     """`latent_extend`: absorbed for few tokens; decompressed for many, if the device has a tensor memory accelerator
     and the copied vectors take at most MAX_GATHERED bytes."""
-    lens = batch.seq_lens_host  # None in a graph, which could not hold copies of changing sizes
-    copied = sum(lens or ()) * kv.k_cache.shape[3] * q.element_size()
-    allowed = lens is not None and prefill.ample(q) and copied <= prefill.MAX_GATHERED
+    lens = batch.seq_lens_host  # empty in a graph, which could not hold copies of changing sizes
+    copied = sum(lens) * kv.k_cache.shape[3] * q.element_size()
+    allowed = bool(lens) and prefill.ample(q) and copied <= prefill.MAX_GATHERED
     if allowed and decompressed_pays(q, weights, batch.query_lens, lens):
-        return _decompressed(q, kv, weights, batch, lens, out)
+        return _decompressed(q, kv, weights, batch, out)
     return from_latent(prefill.attention_extend_triton(into_latent(q, weights), kv, batch), weights, out)
 
 
@@ -117,13 +117,13 @@ def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[in
 
 
 def _decompressed(
-    q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts, seq_lens: Sequence[int], out: Tensor | None
+    q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts, out: Tensor | None
 ) -> Tensor:
     """Gathers the vectors that the batch sees. Then, some heads at a time, makes keys and values and attends."""
     (heads, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
     out = q.new_empty(*q.shape[:2], value_dim) if out is None else out
     out[sum(batch.query_lens) :].zero_()
-    blocks = prefill.key_blocks(batch.query_lens, seq_lens, kv.sliding_window)
+    blocks = prefill.key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window)
     parts = kv.k_cache[..., :rank], kv.k_cache[..., rank:]
     latents, tails, total = prefill.gather(*parts, kv, batch, blocks, q.dtype)
     row_bytes = (width_of(nope) + width_of(value_dim)) * q.element_size()

@@ -1,6 +1,8 @@
 """What the launchers of the Triton kernels share."""
 
+import sys
 from functools import cache
+from types import ModuleType
 
 import torch
 
@@ -27,3 +29,15 @@ def shared_memory(device: torch.device) -> int:
 def dot_precision(dtype: torch.dtype) -> str:
     """tl.dot's input_precision: float32 operands are split in three for TF32, which keeps float32's accuracy."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+@cache
+def settle_keys(module: ModuleType) -> None:
+    """Makes Triton compute the keys of a module's functions in the order of their definition, those of imported ones
+    first. Triton adds the global constants of a called function to a kernel's key only if the function's own key was
+    computed before: without this, processes that launch in another order find other keys in the cache."""
+    for function in list(vars(module).values()):
+        if hasattr(type(function), "cache_key"):  # a Triton function; interpreted ones have none
+            if function.__module__ != module.__name__:
+                settle_keys(sys.modules[function.__module__])
+            _ = function.cache_key

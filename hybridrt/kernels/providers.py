@@ -21,6 +21,7 @@ from operator import attrgetter
 from typing import Any
 
 from hybridrt.errors import BackendError, ConfigError, ProviderNotInstalledError
+from hybridrt.kernels.launch import settle_keys
 
 Supports = Callable[[Mapping[str, Any]], str | None]
 ENVIRONMENT_VARIABLE = "HYBRIDRT_PROVIDERS"
@@ -58,11 +59,14 @@ class Implementation:
         """Raises ProviderNotInstalledError where the provider is installed and cannot be imported."""
         module, attribute = self.target.split(":")
         try:
-            function: Callable[..., Any] = attrgetter(attribute)(importlib.import_module(module))
+            imported = importlib.import_module(module)
+            function: Callable[..., Any] = attrgetter(attribute)(imported)
         except ImportError as e:
             raise ProviderNotInstalledError(
                 f"provider {self.provider.name!r} of {self.op!r} is installed but cannot be imported: {e}"
             ) from e
+        if self.provider.name == "triton":
+            settle_keys(imported)
         return function
 
 

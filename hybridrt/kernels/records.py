@@ -324,7 +324,7 @@ class AttentionPrompts(NamedTuple):
         rows: [B] request rows.
         query_start_loc: [B+1] int32; row b has the tokens from query_start_loc[b] to query_start_loc[b + 1].
         seq_lens: [B] int32 length that counts the new tokens.
-        query_lens, seq_lens_host: new tokens and lengths, on the host. In a graph seq_lens_host is None, and
+        query_lens, seq_lens_host: new tokens and lengths, on the host. In a graph seq_lens_host is empty, and
             query_lens has one row with all T tokens: bounds of what the rows have on the device.
     """
 
@@ -332,7 +332,7 @@ class AttentionPrompts(NamedTuple):
     query_start_loc: Tensor
     seq_lens: Tensor
     query_lens: Sequence[int]
-    seq_lens_host: Sequence[int] | None
+    seq_lens_host: Sequence[int]
 
 
 class KVPlaces(NamedTuple):

@@ -31,7 +31,7 @@ def selective_scan(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, pr
     # The i-th chunks of all requests at once, for each i
     (x, dt, B, C, z), (A, D, dt_bias, _) = inputs, weights
     states, read_slots, write_slots, _ = state
-    query_start_loc, has_initial_state, plan, _ = prompts
+    query_start_loc, has_initial_state, plan, saves = prompts
     num_tokens = x.shape[0]
     dt = time_step(dt, dt_bias, NO_LIMIT)
     current = initial_states(states, read_slots, has_initial_state)
@@ -46,6 +46,9 @@ def selective_scan(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, pr
         after = _scan_chunk(decay, added, current[rows])
         out[torch.where(inside, token, num_tokens)] = torch.einsum("bqin,bqn->bqi", after, C[token].float())
         current[rows] = after[:, -1]
+        if saves is not None:
+            kept = saves.chunk_slots[chunk]
+            write_rows(states, torch.where(kept > 0, kept, -1), after[:, -1])
     write_rows(states, write_slots, current)
     dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
     # A channel is a head of one.

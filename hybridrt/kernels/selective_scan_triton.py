@@ -74,7 +74,7 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _heads_kernel(  # type: ignore[no-untyped-def]
     rates_ptr, heads_ptr, times_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
-    first_chunk_ptr, last_chunk_ptr, states_ss: tl.constexpr,
+    first_chunk_ptr, last_chunk_ptr, saves_ptr, states_ss: tl.constexpr,
     CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1)
@@ -95,13 +95,18 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     first = tl.load(first_chunk_ptr + b)
     head = heads_ptr + (first.to(tl.int64) * N + n[:, None]) * CHANNELS + i[None, :]
     time = times_ptr + first.to(tl.int64) * CHANNELS + i
-    for _ in range(first, tl.load(last_chunk_ptr + b) + 1):
+    for chunk in range(first, tl.load(last_chunk_ptr + b) + 1):
         local = tl.load(head, mask=mask, other=0.0)
         decay = tl.exp2(rates * tl.load(time, mask=i_mask, other=0.0)[None, :])
         tl.store(head, state, mask=mask)
         state = state * decay + local
         head += N * CHANNELS
         time += CHANNELS
+        if saves_ptr is not None:
+            save = tl.load(saves_ptr + chunk).to(tl.int64)
+            if save > 0:
+                kept = tl.trans(state).to(states_ptr.dtype.element_ty)
+                tl.store(states_ptr + save * states_ss + tile, kept, mask=of_pool)
     tl.store(states_ptr + write * states_ss + tile, tl.trans(state).to(states_ptr.dtype.element_ty), mask=of_pool)
 
 
@@ -150,7 +155,7 @@ def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSl
     """`selective_scan` in three launches."""
     (x, dt, B, C, z), (A, D, dt_bias, _) = inputs, weights
     states, read_slots, write_slots, _ = state
-    _, has_initial_state, plan, _ = prompts
+    _, has_initial_state, plan, saves = prompts
     assert z is not None
     (tokens, channels), state_dim, chunks = x.shape, states.shape[2], len(plan.seq_idx)
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
@@ -168,7 +173,7 @@ def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSl
         )  # fmt: skip
     _heads_kernel[triton.cdiv(channels, 64), len(read_slots)](
         rates, heads, times, states, read_slots, write_slots, has_initial_state, plan.first_chunk, plan.last_chunk,
-        states.stride(0), **launch,
+        None if saves is None else saves.chunk_slots, states.stride(0), **launch,
     )  # fmt: skip
     if chunks:
         _outputs_kernel[grid](

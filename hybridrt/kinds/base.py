@@ -65,6 +65,7 @@ class LinearKind:
             float32 and the others in the activations' dtype; None where state mode "replay" does not exist. `fold_ring`
             folds them: S = decay * S + value * key^T, one gate a head, or one for each channel of a key. Another
             recurrence needs its own fold. If ring gates are not logs of decays, the backend overrides `ring_decay`.
+        replay_pays: whether a run without `state_mode` takes "replay" on a GPU, where it exists.
     """
 
     title: str
@@ -78,6 +79,7 @@ class LinearKind:
     cut_state: bool = True
     state_dtype: torch.dtype | None = None
     ring_shapes: Callable[[StateShape, int], dict[str, tuple[int, ...]]] | None = None
+    replay_pays: bool = True
 
 
 def gated_ring(shape: StateShape, width: int) -> dict[str, tuple[int, ...]]:

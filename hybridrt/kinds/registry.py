@@ -71,3 +71,8 @@ def check_replay(names: Iterable[str]) -> None:
 def can_replay(names: Iterable[str]) -> bool:
     """Whether state mode "replay" exists for all of these kinds."""
     return all(linear_kind(name).ring_shapes is not None for name in names)
+
+
+def replay_pays(names: Iterable[str]) -> bool:
+    """Whether state mode "replay" exists for all of these kinds and is the faster one on a GPU."""
+    return can_replay(names) and all(linear_kind(name).replay_pays for name in names)

@@ -13,7 +13,7 @@ from hybridrt.config import AttentionSpec, EngineConfig, ModelConfig, resolve_de
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError, MemoryBudgetError
 from hybridrt.hf_config import read_model_config
-from hybridrt.kinds.registry import can_replay, check_replay, state_shape
+from hybridrt.kinds.registry import check_replay, replay_pays, state_shape
 from hybridrt.layers.attention import attention_spec
 from hybridrt.layers.weights import Build
 from hybridrt.mem_cache.host_plan import STAGED_BYTES, plan_host
@@ -113,7 +113,7 @@ def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: tor
         return asked
     # Replay saves state writes; beside the overhead of plain torch they cost nothing, so kernels decide. Trees need
     # every state.
-    if device.type == "cuda" and can_replay(kinds) and (spec is None or spec.topk == 1):
+    if device.type == "cuda" and replay_pays(kinds) and (spec is None or spec.topk == 1):
         return "replay"
     return "classic" if spec is None else "intermediate"
 

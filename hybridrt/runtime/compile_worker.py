@@ -98,7 +98,11 @@ def _compile(module: str, name: str, specialisation: str) -> None:
     """Compiles a kernel, and the C function that launches it where this version of Triton has one for each kernel."""
     from triton.backends.nvidia import driver
 
-    function = getattr(importlib.import_module(module), name)
+    from hybridrt.kernels.launch import settle_keys
+
+    imported = importlib.import_module(module)
+    settle_keys(imported)
+    function = getattr(imported, name)
     _ = function.device_caches[0]  # which sets `ASTSource`
     source = function.ASTSource
 

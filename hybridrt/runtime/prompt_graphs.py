@@ -148,9 +148,10 @@ class PromptGraphs:
         shapes = {name: column.shape for name, column in columns.items()}
         packed = torch.zeros(packed_size(shapes), dtype=torch.int32, device=device)
         sections, inputs = cut(packed, shapes), TokenInputs.allocate(rows + tokens, device)
-        places = (sections[name] for name in ("rows", "seq_lens", "query_start_loc"))
-        reads = sections.get("read_state_slots")
-        batch = make_batch(self.backend, *places, inputs, rows, None, 0, read_state_slots=reads)
+        batch = make_batch(
+            self.backend, sections["rows"], sections["seq_lens"], sections["query_start_loc"], inputs, rows, None, 0,
+            read_state_slots=sections.get("read_state_slots"),
+        )  # fmt: skip
         batch.saved_states = saved_states(sections, self.backend.chunk_sizes)
         return PromptGraph(bucket, packed, sections, inputs, batch, self._logits[: rows + bucket.prompts])
 

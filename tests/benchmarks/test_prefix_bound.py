@@ -50,11 +50,12 @@ def best(texts: list[tuple[Text, int]], slots: int, pages: int | None, free_stat
             fresh = {text[:i] for i in range(1 if free_states else len(hit) + 1, len(text) + 1)}
             for states in subsets((kept | fresh) & later, slots):
                 held = (states - fresh) | ({hit} if hit else set())
-                if len(held) > slots - 1:
+                own = {s for s in states & fresh if len(s) >= prompt + (len(text) > prompt + 1)}
+                if max(len(held), len(states - own)) > slots - 1:  # as it is admitted, and while it decodes
                     continue
-                own = pages_of(text)
-                for some in subsets((kept_pages | own) & later_pages, pages or 0):
-                    if pages is not None and len((some - own) | read | pages_of(text[:prompt])) > pages:
+                written = pages_of(text)
+                for some in subsets((kept_pages | written) & later_pages, pages or 0):
+                    if pages is not None and len((some - written) | read | pages_of(text[:prompt])) > pages:
                         continue
                     found = max(found, len(hit) + gain(j + 1, states, some))
         return found

@@ -227,6 +227,40 @@ def test_where_another_prompt_leaves_the_path_a_state_is_kept() -> None:
     assert (counts.asked, counts.hit, counts.without_state) == (48, 6, 8)
 
 
+def test_where_a_waiting_prompt_will_leave_the_path_a_state_is_kept() -> None:
+    """The first prompt leaves it, because the others are known."""
+    rig = rig_with_cache(rows=1, grid=2, slots=3, chunk=40)
+    for end in range(3):
+        rig.add([*TEXT[:7], *([end] * 9)], f"{end}", max_tokens=1, ignore_eos=True, seed=1)
+    rig.run()
+    assert computed(rig) == [0, 6, 6]
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("chunk", [4, 40])
+def test_a_later_state_of_a_conversation_takes_the_slot_of_the_earlier_one(replay: bool, chunk: int) -> None:
+    """With one slot for the cache. The step that leaves the later state there reads the earlier one before it, or an
+    earlier step has read it."""
+    rig = rig_with_cache(rows=1, grid=4, slots=2, chunk=chunk, replay=replay)
+    for number, end in enumerate((6, 14, 22)):
+        prompt = [*TEXT[:22], 7][:end]
+        answer = rig.finish(prompt, max_tokens=3, ignore_eos=True, seed=number).token_ids
+        assert answer == tokens_alone(prompt, number, 3, VOCAB)
+    assert [rig.outputs[f"request-{i}", 0].metrics.cached_tokens for i in range(3)] == [0, 4, 12]
+
+
+def test_a_state_takes_no_slot_that_a_waiting_request_needs() -> None:
+    """It would evict what another one waits for."""
+    rig = rig_with_cache(rows=2, grid=4, slots=4, chunk=40)
+    rig.finish(TEXT[:6], max_tokens=1, ignore_eos=True, seed=1)
+    rig.finish([5] * 6, max_tokens=1, ignore_eos=True, seed=1)
+    rig.add([8] * 9, max_tokens=1, ignore_eos=True, seed=1)
+    rig.add([*TEXT[:6], 1], max_tokens=1, ignore_eos=True, seed=1)
+    rig.add([*[5] * 6, 1], max_tokens=1, ignore_eos=True, seed=1)
+    rig.run()
+    assert [rig.outputs[f"request-{i}", 0].metrics.cached_tokens for i in range(2, 5)] == [0, 6, 6]
+
+
 def test_marked_boundaries_leave_states() -> None:
     rig = rig_with_cache(grid=2, slots=9, chunk=40)
     rig.add(TEXT[:15], "r", max_tokens=1, seed=1)

@@ -162,7 +162,8 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
     yield "greedy", partial(others.greedy, config)
     yield "apply_token_rules", partial(others.token_rules, config)
     if config.architecture.startswith("Falcon"):
-        yield "silu_and_mul", partial(others.elementwise, "silu_and_mul", 2 * config.hf.intermediate_size, 40)
+        for op in ("silu_and_mul", "clamped_silu_and_mul"):
+            yield op, partial(others.elementwise, op, 2 * config.hf.intermediate_size, 40)
         yield "skinny_linear silu", partial(others.skinny_linear, config, 1, "silu_and_mul", True)
         yield "skinny_linear 8", partial(others.skinny_linear, config, 8, None, False)
         yield "skinny_linear 32, some rows shared", partial(others.skinny_linear, config, 32, None, False, 8728)

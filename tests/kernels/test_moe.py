@@ -138,7 +138,7 @@ def test_experts_with_a_limit(tokens):
     not."""
     torch.manual_seed(0)
     x, w_up, w_down = torch.randn(tokens, 16), torch.randn(6, 24, 16), torch.randn(6, 16, 12)
-    weights, ids = router_softmax(torch.randn(tokens, 6), 2, True)
+    weights, ids = router_softmax(torch.randn(tokens, 6), SoftmaxChoice(2, True))
     out = fused_experts(x, ExpertStack(w_up, w_down, "silu", True, 0.5), weights, ids)
     expected = torch.zeros(tokens, 16)
     for t in range(tokens):

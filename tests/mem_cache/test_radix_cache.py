@@ -12,7 +12,6 @@ from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.mem_cache.radix_node import Node
-from hybridrt.mem_cache.state_worth import NewState
 from tests.support.levels import drawn
 
 Text = tuple[int, ...]
@@ -265,79 +264,13 @@ def read(ledger: Ledger, prompt: Text) -> None:
     ledger.tree.unlock(match)
 
 
-def test_a_state_goes_first_once_its_one_reader_has_left_one_behind_it() -> None:
-    ledger = Ledger(0, True)
-    ledger.offer((1, 2, 3, 4, 5, 6), (6,))
-    ledger.offer((9,), (1,))
-    read(ledger, (1, 2, 3, 4, 5, 6, 7))
-    ledger.offer((1, 2, 3, 4, 5, 6, 7), (7,))
-    ledger.evict(0, 1)
-    assert tokens_of(ledger) == {(9,), (1, 2, 3, 4, 5, 6, 7)}
-
-
-def test_a_state_with_two_readers_stays() -> None:
-    ledger = Ledger(0, True)
-    ledger.offer((1, 2, 3, 4, 5, 6), (6,))
-    ledger.offer((9,), (1,))
-    for last in (7, 8):
-        read(ledger, (1, 2, 3, 4, 5, 6, last))
-        ledger.offer((1, 2, 3, 4, 5, 6, last), (7,))
-    ledger.evict(0, 3)
-    assert tokens_of(ledger) == {(1, 2, 3, 4, 5, 6)}
-
-
-def test_the_kind_of_state_that_serves_stays() -> None:
-    ledger = Ledger(0, True)
-    for first in range(20):  # prompts of 4, whose states serve, and answers of 5, whose states never do
-        text = (first, *range(8))
-        ledger.offer(text, (4, 9))
-        read(ledger, (*text[:4], 99))
-        ledger.evict(0, 2 if first < 19 else 1)
-    assert tokens_of(ledger) == {(19, 0, 1, 2)}
-
-
-def test_what_waiting_requests_will_use_goes_last() -> None:
-    ledger = Ledger(0, True)
-    for first in (1, 2, 3, 4):
-        ledger.offer((first, 0, 0), (3,))
-    ledger.tree.expect(array((1, 0, 0, 0)), 50)
-    ledger.tree.expect(array((2, 0, 0, 0)), 10)
-    gone = ledger.tree.evict(0, 4, new=NewState(9))
-    for state in gone.states:
-        del ledger.states[state]
-    assert tokens_of(ledger) == {(1, 0, 0), (2, 0, 0)}
-    ledger.evict(0, 1)
-    assert tokens_of(ledger) == {(2, 0, 0)}
-    ledger.tree.forget(10)
-    assert ledger.tree.evict(0, 1, new=NewState(9)).states
-
-
-def test_who_waits_for_a_state_that_is_gone_waits_for_the_one_above() -> None:
-    """The system prompt's state serves all requests whose own state was evicted."""
-    ledger = Ledger(0, True)
-    tree = ledger.tree
-    ledger.offer((1, 2, 3, 4, 5, 6, 7), (4, 7))
-    tree.expect(array((1, 2, 3, 4, 5, 6, 7, 8)), 9)
-    tree.expect(array((1, 2, 3, 4, 9)), 3)
-    assert tree.evict(0, 1).states
-    assert tree.match(array((1, 2, 3, 4, 5, 6, 7, 8))).length == 4
-    tree.forget(3)
-    assert not tree.evict(0, 1, new=NewState(9)).states
-    tree.forget(9)
-    assert tree.evict(0, 1, new=NewState(9)).states
-
-
-def test_a_prompts_state_leaves_that_of_a_running_request_alone() -> None:
-    """Otherwise each would lose its state to the next one before anyone comes back."""
-    ledger = Ledger(0, True)
-    ledger.offer((1, 2, 3, 4), (4,))
-    running = PrefixMatch(node=next(iter(ledger.tree.nodes())))
-    ledger.tree.lock(running)
-    assert not ledger.tree.evict(0, 1, new=NewState(4)).states
-    assert ledger.tree.evict(0, 1, new=NewState(5)).states, "one that saves more"
-    ledger.offer((1, 2, 3, 4), (4,))
-    ledger.tree.unlock(running)
-    assert ledger.tree.evict(0, 1, new=NewState(4)).states
+def test_a_place_where_an_answer_goes_on_is_no_fork() -> None:
+    tree = RadixCache(0, True)
+    tree.insert(array((1, 2, 3, 4, 5, 6)), (), {6: Slot(1, 0)}, prompt=4)
+    found = {
+        prompt: tree.match(array(prompt)).fork for prompt in ((1, 2, 9), (1, 2, 3, 4, 9), (1, 2, 3, 4, 5, 9), (9,))
+    }
+    assert list(found.values()) == [2, 0, 0, 0]
 
 
 def test_a_prompt_that_leaves_an_answer_within_it() -> None:

@@ -116,10 +116,8 @@ def same(a: Tensor, b: Tensor) -> bool:
 def test_replay_equals_eager_padded_alike(name: str, mode: str, saves: bool, checkpoints: CheckpointStore) -> None:
     """Bit for bit, step after step, and no other row changes. A replay reads nothing of the step before."""
     replayed, other = twins(checkpoints[name].path, mode)
-    graphs, play = (
-        runner_of(replayed, saves),
-        Play(dict.fromkeys(range(1, ROWS + 1), 0), SPARE if saves else None, seed=3),
-    )
+    graphs, before = runner_of(replayed, saves), replayed.snapshot()
+    play = Play(dict.fromkeys(range(1, ROWS + 1), 0), SPARE if saves else None, seed=3)
     for _ in range(6):
         plan = play.step()
         bucket = graphs.bucket(plan)
@@ -131,19 +129,24 @@ def test_replay_equals_eager_padded_alike(name: str, mode: str, saves: bool, che
         after = replayed.snapshot()
         for what, tensor in other.snapshot().items():
             assert same(tensor[:, 1:], after[what][:, 1:]), what
+            if what.startswith(("conv", "temporal")):
+                assert same(before[what][:, :1], after[what][:, :1]), f"padding has written {what}"
         sampled = [*plan.decode.rows.tolist(), *(row.row for row in plan.extend if row.sample)]
         assert got.rows.tolist() == got.on_host[0].tolist() == sampled
 
 
 @pytest.mark.slow
 @torch.inference_mode()
-def test_kernels_see_bounds_alone(provider: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["falcon-plain", "falcon_mamba-plain"])
+def test_kernels_see_bounds_alone(
+    name: str, provider: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Triton kernels with the host's numbers of the capture, as in a CUDA graph. The saved state is that of a shorter
     prompt."""
     if provider != "triton":
         pytest.skip("reference operations need each step's own lengths")
     monkeypatch.setattr(prompt_columns, "TOKENS_OF_ONE", 8)
-    path = checkpoints["falcon-plain"].path
+    path = checkpoints[name].path
     replayed, other = twins(path, "classic", attention_backend="triton")
     graphs = runner_of(replayed, True, exact=False, sizes=((2,), (16,)))
     saving = ExtendRow(4, 0, TEXT[4:13], 0, True, saves=[(6, SPARE)])
@@ -209,3 +212,37 @@ def run_cached(session: Session, texts: Sequence[list[int]]) -> list[Sample]:
     for i, sample in enumerate(samples):
         sample.logits = torch.stack([session.logits[i, k] for k in range(len(sample.tokens))])
     return samples
+
+
+def test_what_a_bucket_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four prompts with one state each, and 24 tokens behind such states if a second pass computes them."""
+    bucket = Bucket(2, 24)
+    assert (bucket.prompts, bucket.tail) == (4, 24)
+
+    def holds(
+        *lengths: int, rows: int = 0, saves: Sequence[int] = (), how: StateSaves = StateSaves.SECOND_PASS
+    ) -> bool:
+        decode = DecodeRows.of(DecodeRow(row, 3, 0) for row in range(rows))
+        last = [(end, SPARE) for end in saves]
+        chunks = [ExtendRow(5, 0, [7] * n, 0, True, saves=last if i == 0 else ()) for i, n in enumerate(lengths)]
+        return bucket.holds(StepPlan(decode=decode, extend=chunks), how)
+
+    assert holds(24) and holds(6, 6, 6, 6, rows=2) and holds(24, saves=[1])
+    assert not holds(25) and not holds(1, 1, 1, 1, 1) and not holds(3, rows=3) and not holds(rows=1)
+    assert not holds(24, saves=[1], how=StateSaves.NONE) and not holds(24, saves=[4, 8])
+    monkeypatch.setattr(prompt_columns, "TAIL", 2)
+    assert not holds(24, saves=[1]) and holds(24, saves=[16]) and holds(24, saves=[1], how=StateSaves.AT_CHUNKS)
+
+
+def test_padding_stands_at_positions_that_every_rotary_table_has() -> None:
+    """A table may be shorter than a bucket by less than a page."""
+    plan = StepPlan(extend=[ExtendRow(1, 3, [7, 7], 0, True)])
+    columns = pack_padded(plan, Bucket(0, 24), (16,), StateSaves.NONE, 1)
+    assert columns["extend_positions"].tolist() == [3, 4, *[0] * 22]
+
+
+def test_the_option_leaves_them_out(checkpoints: CheckpointStore) -> None:
+    for on in (True, False):
+        session = Session(checkpoints["falcon-plain"].path, cuda_graph_prompts=on, chunked_prefill_size=128)
+        session.runner.capture()
+        assert (session.runner.prompt_graphs is not None) == on and session.runner.graphs

@@ -145,8 +145,8 @@ def gated_rms_norm(width: int, group_size: int, norm_before_gate: bool) -> Case:
 
 
 def elementwise(op: str, width: int, tokens: int) -> Case:
-    args = {"x": normal(tokens, width)}
-    return Case(op, args | {"gate": normal(tokens, width)} if op == "sigmoid_mul" else args)
+    more = {"sigmoid_mul": {"gate": normal(tokens, width)}, "clamped_silu_and_mul": {"limit": 0.7}}
+    return Case(op, {"x": normal(tokens, width)} | more.get(op, {}))
 
 
 def skinny_linear(

@@ -8,6 +8,7 @@ import torch
 
 from tests.support.checkpoints import CASES, Make, falcon, falcon_mamba, nemotron, qwen
 from tests.support.in_process import QueueChannel, decode_hello
+from tests.support.levels import sweep
 from tests.support.tiny import write_tiny
 from tests.support.transfer_pair import Decoder, Prefiller, alone, build, greedy, run
 
@@ -60,7 +61,7 @@ def test_of_a_second_turn_only_the_tail_and_the_state_travel(model: Path) -> Non
     prefill.assert_empty()
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", sweep(OTHERS, 4))
 def test_other_models(name: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path, OTHERS[name], tokenizer=False)
     _, first, travelled = turns(path, *connected(path))
@@ -77,7 +78,7 @@ def test_a_prompt_that_is_cached_whole_is_not_asked_for(model: Path) -> None:
     assert (counters.fetched, counters.cached) == (1, 1) and prefill.worker.counters().computed == 1
 
 
-@pytest.mark.parametrize("steps", [1, 3, 8, None])
+@pytest.mark.parametrize("steps", sweep([None, 1, 3, 8], 4))
 def test_what_was_cached_may_be_evicted_in_the_meantime(steps: int | None, model: Path) -> None:
     """At any moment: before the image has come it is asked for once more, after that the prompt is computed here."""
     prefill, decode = connected(model)

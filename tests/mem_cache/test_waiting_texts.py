@@ -1,0 +1,35 @@
+"""Prompts of waiting requests: which of them go on from a text, and where they leave one."""
+
+import numpy as np
+
+from hybridrt.mem_cache.waiting_texts import NEAREST, WaitingTexts
+
+
+def array(*tokens: int) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def waiting() -> WaitingTexts:
+    texts = WaitingTexts()
+    texts.add(4, array(1, 2, 3, 4), "a")
+    texts.add(5, array(1, 2, 9, 4), "a")
+    texts.add(6, array(1, 2, 3), "a")
+    texts.add(7, array(1, 2, 3, 4, 5), "b")
+    return texts
+
+
+def test_prompts_that_go_on_from_a_text() -> None:
+    texts = waiting()
+    found = [texts.behind(array(*tokens), "a") for tokens in ((1,), (1, 2, 3), (1, 2, 3, 4), (2,), (5, 3))]
+    assert found == [{4, 5, 6}, {4}, set(), set(), set()]
+    texts.remove(4)
+    texts.remove(99)
+    assert texts.behind(array(1, 2, 3), "a") == set() and len(texts) == 3
+
+
+def test_where_the_nearest_prompts_leave_a_text() -> None:
+    texts = waiting()
+    assert list(texts.partings(array(1, 2, 3, 7), "a")) == [3, 2, 3]
+    for i in range(NEAREST):
+        texts.add(10 + i, array(1, 8), "a")
+    assert len(list(texts.partings(array(1, 2, 3, 7), "a"))) == NEAREST - 1, "one of the nearest has another salt"
